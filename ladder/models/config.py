@@ -1,0 +1,131 @@
+"""The shape of a model, and its residual plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from ladder.models.errors import UserError, unknown
+from ladder.models.plan import Plan
+from ladder.models.presets import PlanSpec, resolve_plan
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's stretching of the low rotary frequencies; the names are Hugging Face's."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Llama-style decoder.
+
+    num_layers counts blocks of attention and MLP weights, max_seq_len tokens. `plan` takes any
+    specification that `resolve_plan` does and holds the resolved Plan. `tp_degree` is T where the
+    plan depends on it, None where it does not.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 0  # 0: hidden_size / num_heads
+    max_seq_len: int = 2048
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tp_degree: int | None = None
+    plan: Plan = field(default="standard")  # type: ignore[assignment]  # resolved below
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.type == "int" and item.name != "head_dim" and not _is_count(value):
+                raise UserError(f"{item.name}={value!r} must be a whole number above 0")
+        if not self.head_dim:
+            if self.hidden_size % self.num_heads:
+                raise UserError(f"hidden_size={self.hidden_size} is not divisible by "
+                                f"num_heads={self.num_heads}; set head_dim")  # fmt: skip
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
+        if not _is_count(self.head_dim) or self.head_dim % 2:
+            raise UserError(f"head_dim={self.head_dim!r} must be even: rotary embedding needs pairs")
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}"
+            )
+        if isinstance(self.rope_scaling, Mapping):
+            object.__setattr__(self, "rope_scaling", _rope_scaling(self.rope_scaling))
+        if self.tp_degree is not None:
+            if not _is_count(self.tp_degree):
+                raise UserError(f"tp_degree={self.tp_degree!r} must be a whole number above 0")
+            self.check_divides(self.tp_degree, "tp_degree")
+        plan = resolve_plan(self.plan, self.num_layers, self.tp_degree)
+        object.__setattr__(self, "plan", plan)
+        if plan.depends_on_tp and self.tp_degree is None:
+            raise UserError(f"plan {plan.name!r} depends on T: set tp_degree, for example "
+                            f"tp_degree=4")  # fmt: skip
+        if not plan.depends_on_tp and self.tp_degree is not None:
+            raise UserError(
+                f"tp_degree={self.tp_degree} with plan {plan.name!r}, which does not depend on T: "
+                f"leave tp_degree out; the model runs at any tp"
+            )
+        if (self.attention_bias or self.mlp_bias) and not all(plan.equal_reads):
+            raise UserError(
+                f"attention_bias={self.attention_bias}, mlp_bias={self.mlp_bias}: plan "
+                f"{plan.name!r} has streams that differ between ranks, where the bias of an "
+                f"output projection has no meaning; set both to false"
+            )
+
+    def check_divides(self, degree: int, option: str) -> None:
+        """Raise UserError unless every split dimension divides by T = `degree`."""
+        for name in ("num_heads", "intermediate_size"):
+            value = getattr(self, name)
+            if value % degree:
+                raise UserError(
+                    f"{option}={degree} does not divide {name}={value}; choose {option} among its "
+                    f"divisors"
+                )
+        if self.num_kv_heads % degree and degree % self.num_kv_heads:
+            raise UserError(f"{option}={degree} neither divides num_kv_heads={self.num_kv_heads} "
+                            f"nor is a multiple of it")  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str = "model config") -> ModelConfig:
+        """Build one from plain data, as `to_dict` gives; an unknown key is an error."""
+        names = [item.name for item in fields(cls)]
+        for key in data:
+            if key not in names:
+                raise unknown(f"key of {where}", key, names)
+        missing = [name for name in names[:6] if name not in data]
+        if missing:
+            raise UserError(f"{where} lacks {', '.join(missing)}")
+        return cls(**data)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, resolved, from which `from_dict` makes an equal config."""
+        return {**asdict(self), "plan": self.plan.to_dict()}
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _rope_scaling(data: Mapping[str, Any]) -> RopeScaling:
+    names = [item.name for item in fields(RopeScaling)]
+    for key in data:
+        if key not in names:
+            raise unknown("key of rope_scaling", key, names)
+    return RopeScaling(**data)
+
+
+__all__ = ["ModelConfig", "PlanSpec", "RopeScaling"]

@@ -1,0 +1,20 @@
+"""What a user did wrong, said in one line."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A mistake that the user can mend.
+
+    The message names the option, its value and the remedy; the command line prints it without a
+    traceback and exits with 2.
+    """
+
+
+def unknown(what: str, name: object, choices: Iterable[str]) -> UserError:
+    """The error for a `name` that is none of the `choices`: names the nearest, lists them all."""
+    choices = list(choices)
+    near = difflib.get_close_matches(str(name), choices, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return UserError(f"unknown {what} {name!r}{hint}; known: {', '.join(choices)}")

@@ -1,0 +1,232 @@
+"""The sublayers of a Llama-style decoder, each on the shards of the ranks that a process holds.
+
+Shapes: B sequences, S tokens, D hidden_size, R ranks held (Ranks.held). Where R > 1 every hidden
+state has a leading dimension: x is [R, B, S, D]. Weights keep Hugging Face's names, layouts and
+full shapes; a process holds its rows (or columns) of them, and virtual ranks are views of those.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ladder.models.config import ModelConfig
+from ladder.models.reducer import Ranks
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This process's shard: itself, or the local part of a DTensor (differentiably)."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+class KeyValueCache(Protocol):
+    """What attention asks of a cache; `ladder.infer.cache` has one."""
+
+    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values ([R * B, heads, S, head_dim]); return all that may be attended."""
+        ...
+
+
+class Split(nn.Module):
+    """A matrix split over the ranks: by output rows (`column`), or by input columns (`row`).
+
+    Column: x [(R,) B, S, in] -> this process's outputs, [(R,) B, S, out / T].
+    Row: x [(R,) B, S, in / T] -> each rank's partial, [(R,) B, S, out]; its bias, where it has
+    one, is added once, by rank 0.
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, row: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.row = row
+        self.ranks = Ranks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = local(self.weight).to(x.dtype)
+        bias = None if self.bias is None else local(self.bias).to(x.dtype)
+        if self.row:
+            return self._row(x, weight, bias)
+        return self.columns(x, weight, bias)
+
+    def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.ranks.held == 1:
+            return F.linear(x, weight, bias)
+        weight = weight.unflatten(0, (self.ranks.held, -1))
+        y = torch.einsum("rbsd,rod->rbso", x, weight)
+        return y if bias is None else y + bias.view(self.ranks.held, 1, 1, -1)
+
+    def _row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.ranks.held == 1:
+            return F.linear(x, weight, bias if self.ranks.first == 0 else None)
+        weight = weight.unflatten(1, (self.ranks.held, -1))
+        y = torch.einsum("rbsi,dri->rbsd", x, weight)
+        if bias is not None and self.ranks.first == 0:
+            y = torch.cat((y[:1] + bias, y[1:]))
+        return y
+
+
+class HeadSplit(Split):
+    """A column matrix whose outputs are key or value heads, fewer than the ranks perhaps.
+
+    Rank t of T uses heads t * H / T onwards. Where the processes outnumber the heads each holds
+    all of them; otherwise each holds its own.
+    """
+
+    def __init__(self, inputs: int, heads: int, head_dim: int, bias: bool) -> None:
+        super().__init__(inputs, heads * head_dim, bias)
+        self.heads, self.head_dim = heads, head_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = self._heads()
+        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
+        if index != list(range(weight.shape[0] // self.head_dim)):
+            weight = weight.unflatten(0, (-1, self.head_dim))[index].flatten(0, 1)
+            if bias is not None:
+                bias = bias.unflatten(0, (-1, self.head_dim))[index].flatten(0, 1)
+        return self.columns(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    def _heads(self) -> list[int]:
+        """The heads that the held ranks use, one after another, counted from the first stored."""
+        ranks = self.ranks
+        each = max(1, self.heads // ranks.degree)
+        held = range(ranks.first, ranks.first + ranks.held)
+        heads = [t * self.heads // ranks.degree + i for t in held for i in range(each)]
+        stored_from = (
+            0 if self.heads % ranks.processes else ranks.process * self.heads // ranks.processes
+        )
+        return [head - stored_from for head in heads]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm; with `per_rank` a weight for each of T ranks, [T, D]."""
+
+    def __init__(self, size: int, eps: float, per_rank: int = 0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty((per_rank, size) if per_rank else size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = local(self.weight).to(x.dtype)
+        if weight.dim() == 2:
+            weight = weight[:, None, None, :] if x.dim() == 4 else weight[0]
+        if weight.dim() == 1:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        return F.rms_norm(x, weight.shape[-1:], None, self.eps) * weight
+
+
+class Embedding(nn.Module):
+    """Token embedding, split by vocabulary over the processes: tokens [B, S] -> partial [B, S, D].
+
+    A token outside this process's rows gives zeros; the sum over the processes is the embedding.
+    """
+
+    def __init__(self, vocab_size: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, size))
+        self.vocab_size = vocab_size
+        self.ranks = Ranks()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = local(self.weight)
+        if self.ranks.processes == 1:
+            return F.embedding(tokens, weight)
+        first = vocabulary_start(self.vocab_size, self.ranks)
+        inside = (tokens >= first) & (tokens < first + weight.shape[0])
+        rows = F.embedding((tokens - first).where(inside, 0), weight)
+        return rows * inside.unsqueeze(-1)
+
+
+def vocabulary_start(vocab_size: int, ranks: Ranks) -> int:
+    """The first row of the vocabulary that this process holds: equal chunks, the last shorter."""
+    return ranks.process * math.ceil(vocab_size / ranks.processes)
+
+
+def rotary_tables(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """cos and sin for `positions` [B or 1, S]: [2, B or 1, 1, S, head_dim], computed in float32.
+
+    With `rope_scaling`, Llama 3.1's: wavelengths beyond the original context are stretched by
+    `factor`, short ones kept, those between blended.
+    """
+    exponent = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
+    frequency = 1.0 / config.rope_theta ** (exponent / config.head_dim)
+    if (scaling := config.rope_scaling) is not None:
+        turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
+        blend = (turns - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
+        blend = blend.clamp(0, 1)
+        frequency = blend * frequency + (1 - blend) * frequency / scaling.factor
+    angle = positions[:, None, :, None].float() * frequency
+    angle = torch.cat((angle, angle), dim=-1)
+    return torch.stack((angle.cos(), angle.sin())).to(dtype)
+
+
+def rotate(x: Tensor, tables: Tensor) -> Tensor:
+    """Apply rotary embedding to x [B, heads, S, head_dim], halves paired as Hugging Face does."""
+    left, right = x.chunk(2, dim=-1)
+    return x * tables[0] + torch.cat((-right, left), dim=-1) * tables[1]
+
+
+class Attention(nn.Module):
+    """Grouped-query causal self-attention on this process's heads: normed x -> partial.
+
+    With a cache, `mask` ([R * B, 1, S, keys], true where attended) replaces the causal one.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        size, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.layer, self.head_dim = layer, head_dim
+        self.q_proj = Split(size, config.num_heads * head_dim, bias)
+        self.k_proj = HeadSplit(size, config.num_kv_heads, head_dim, bias)
+        self.v_proj = HeadSplit(size, config.num_kv_heads, head_dim, bias)
+        self.o_proj = Split(config.num_heads * head_dim, size, bias, row=True)
+
+    def forward(
+        self, x: Tensor, tables: Tensor, mask: Tensor | None, cache: KeyValueCache | None
+    ) -> Tensor:
+        q = rotate(self._heads(self.q_proj(x)), tables)
+        k = rotate(self._heads(self.k_proj(x)), tables)
+        v = self._heads(self.v_proj(x))
+        if cache is not None:
+            k, v = cache.update(self.layer, k, v)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        out = out.transpose(1, 2).flatten(2)
+        return self.o_proj(out.unflatten(0, x.shape[:2]) if x.dim() == 4 else out)
+
+    def _heads(self, y: Tensor) -> Tensor:
+        """[(R,) B, S, heads * head_dim] -> [R * B, heads, S, head_dim]."""
+        y = y.unflatten(-1, (-1, self.head_dim))
+        return (y.flatten(0, 1) if y.dim() == 5 else y).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    """SwiGLU on this process's part of the intermediate size: normed x -> partial."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = Split(size, inner, bias)
+        self.up_proj = Split(size, inner, bias)
+        self.down_proj = Split(inner, size, bias, row=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """One block's weights; the plan decides how its sublayers are wired, so it has no forward."""
+
+    def __init__(self, config: ModelConfig, layer: int, norms: dict[str, RMSNorm]) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer)
+        self.mlp = MLP(config)
+        for name, norm in norms.items():
+            self.add_module(name, norm)

@@ -1,0 +1,234 @@
+"""Residual plans: when, and whether, each sublayer's output reaches what later sublayers read.
+
+Tensor parallelism (TP) splits every sublayer over T ranks. Each rank computes a *partial*; the
+sum of the partials is the sublayer's output. Every architecture of this package is one list of
+`Sublayer` records, which say which outputs a sublayer reads and how its own partial is summed:
+
+    standard                            ladder
+    x --+-- attention --reduce-- + --   x --+-- attention --reduce----------- + --
+        |      (wait)            |          |   mlp reads x, not attention's   |
+        +------------------------+          |   output, while it is summed     |
+                                            +---------------------------------+
+
+Notation, used in this package throughout: sublayer n of N, rank r of T, stream X_r, partial o_n^r,
+sum over ranks S_n = sum_q o_n^q. Sources: Ladder Residual (arXiv 2501.06589), Equation 2 and
+Algorithm 1 for `ladder`, section 5 for `desync-nx`; Delayed Tensor Parallelism (Kog, 2026) for
+`dtp-d`; PaLM for `parallel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from ladder.models.errors import UserError, unknown
+
+KINDS = ("attention", "mlp", "attention+mlp")
+REDUCES = ("output", "stream", "none")
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """One sublayer of a plan.
+
+    kind: `attention`, `mlp`, or `attention+mlp` (one norm, one input, one reduce for both).
+    own_lag: it reads the stream without this rank's newest `own_lag` outputs.
+    peer_lag: the same for the other ranks' outputs.
+    reduce: `output` sums its partial over the ranks; `stream` sums partial + X_r / T, which makes
+        the streams equal again and lands at once; `none` leaves the partial on its rank.
+    own_scale: factor on the own partial, as it joins this rank's own stream.
+    """
+
+    kind: str
+    own_lag: int = 0
+    peer_lag: int = 0
+    reduce: str = "output"
+    own_scale: float = 1.0
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any], where: str) -> Sublayer:
+        """Build one from a mapping; `where` names the place in error messages."""
+        names = [field.name for field in fields(cls)]
+        for key in record:
+            if key not in names:
+                raise unknown(f"field of {where}", key, names)
+        if "kind" not in record:
+            raise UserError(f"{where} has no kind; allowed: {', '.join(KINDS)}")
+        return cls(**record)
+
+    def validate(self, where: str) -> None:
+        if self.kind not in KINDS:
+            raise unknown(f"kind of {where}", self.kind, KINDS)
+        if self.reduce not in REDUCES:
+            raise unknown(f"reduce of {where}", self.reduce, REDUCES)
+        for name in ("own_lag", "peer_lag"):
+            lag = getattr(self, name)
+            if not isinstance(lag, int) or isinstance(lag, bool) or lag < 0:
+                raise UserError(f"{name}={lag!r} of {where} must be a whole number, 0 or more")
+        scale = self.own_scale
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < 1e6:
+            raise UserError(f"own_scale={scale!r} of {where} must be a number above 0")
+        if self.reduce == "stream" and scale != 1:
+            raise UserError(
+                f"own_scale={scale!r} of {where} must be 1 with reduce=stream, which sums the "
+                f"whole stream; use reduce=output"
+            )
+
+
+@dataclass(frozen=True)
+class Landing:
+    """One output, or a part of it, joining the stream before a read.
+
+    The stream becomes X_r + summed * S + own * o^r, or S alone where `replaces` is set (S being
+    the sum of partial + X_r / T). So (True, 0) is the whole output, (False, 1) only this rank's
+    own partial, (True, -1) only its peers'.
+    """
+
+    output: int
+    summed: bool
+    own: float = 0.0
+    replaces: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A validated list of sublayer records, and all that follows from it.
+
+    `name` is for people; nothing decides by it. Reads are numbered 0 .. N: read n is sublayer n's,
+    read N the final norm's.
+    """
+
+    sublayers: tuple[Sublayer, ...]
+    name: str = "custom"
+
+    def __post_init__(self) -> None:
+        if not self.sublayers:
+            raise UserError(f"plan {self.name!r} has no sublayers")
+        expected = "attention"
+        for n, record in enumerate(self.sublayers):
+            where = f"sublayer {n} of plan {self.name!r}"
+            record.validate(where)
+            if expected == "mlp" and record.kind != "mlp":
+                raise UserError(f"kind={record.kind!r} of {where} must be 'mlp': a layer is "
+                                f"attention then mlp, or attention+mlp")  # fmt: skip
+            if expected == "attention" and record.kind == "mlp":
+                raise UserError(f"kind='mlp' of {where} must follow an attention sublayer")
+            expected = "mlp" if record.kind == "attention" else "attention"
+        if expected == "mlp":
+            raise UserError(f"plan {self.name!r} ends within a layer: its last kind is attention")
+        _ = self.landings  # refuses a `stream` reduce with outputs in flight
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """The layer (block of weights) that each sublayer belongs to, N entries."""
+        layer, found = -1, []
+        for record in self.sublayers:
+            layer += record.kind != "mlp"
+            found.append(layer)
+        return tuple(found)
+
+    @property
+    def num_layers(self) -> int:
+        return self.layers[-1] + 1
+
+    @cached_property
+    def landings(self) -> tuple[tuple[Landing, ...], ...]:
+        """What lands before each read, in the order of the outputs; N + 1 entries.
+
+        Outputs are counted in order, and what has landed never leaves: read n takes all but the
+        newest `lag`, or as many as had landed before. Before the final norm everything lands.
+        """
+        reads: list[tuple[Landing, ...]] = []
+        own = peers = 0  # how many outputs have landed, this rank's part and its peers' part
+        for n in range(len(self.sublayers) + 1):
+            own_lag, peer_lag = 0, 0
+            if n < len(self.sublayers):
+                own_lag, peer_lag = self.sublayers[n].own_lag, self.sublayers[n].peer_lag
+            own_to, peers_to = max(own, n - own_lag), max(peers, n - peer_lag)
+            if n and self.sublayers[n - 1].reduce == "stream":
+                own_to = peers_to = n
+            landed = []
+            for m in range(min(own, peers), n):
+                record = self.sublayers[m]
+                own_lands = own <= m < own_to
+                peers_land = peers <= m < peers_to and record.reduce != "none"
+                if record.reduce == "stream":
+                    landed.append(Landing(m, summed=True, replaces=True))
+                elif own_lands and peers_land:
+                    landed.append(Landing(m, summed=True, own=record.own_scale - 1))
+                elif own_lands:
+                    landed.append(Landing(m, summed=False, own=record.own_scale))
+                elif peers_land:
+                    landed.append(Landing(m, summed=True, own=-1.0))
+            own, peers = own_to, peers_to
+            if n < len(self.sublayers) and self.sublayers[n].reduce == "stream" and (
+                own < n or peers < n
+            ):
+                raise UserError(
+                    f"sublayer {n} of plan {self.name!r} has reduce=stream with outputs in flight "
+                    f"(own_lag={own_lag}, peer_lag={peer_lag}); its lags must be 0"
+                )
+            reads.append(tuple(landed))
+        return tuple(reads)
+
+    @cached_property
+    def equal_reads(self) -> tuple[bool, ...]:
+        """Whether all ranks read the same stream, N + 1 entries.
+
+        A norm that reads streams that differ has its own weight on each rank.
+        """
+        own: dict[int, float] = {}  # factor of o^r beyond S, of each landed output
+        equal = []
+        for read in self.landings:
+            for landing in read:
+                if landing.replaces:
+                    own.clear()
+                else:
+                    own[landing.output] = own.get(landing.output, 0.0) + landing.own
+            equal.append(not any(own.values()))
+        return tuple(equal)
+
+    @property
+    def depends_on_tp(self) -> bool:
+        """Whether T is part of the function that the model computes (its `tp_degree`)."""
+        return any(
+            record.own_lag != record.peer_lag or record.reduce != "output" or record.own_scale != 1
+            for record in self.sublayers
+        )
+
+    @property
+    def communicates(self) -> bool:
+        """False for a plan whose ranks never hear of each other: a bound for benchmarks only."""
+        return any(record.reduce != "none" for record in self.sublayers)
+
+    @property
+    def final_mean(self) -> bool:
+        """Whether the streams still differ at the end: norm on each rank, then the mean."""
+        return not self.equal_reads[-1] and self.communicates
+
+    @property
+    def collectives(self) -> int:
+        """All-reduces that the sublayers issue in one forward pass (one decoded token)."""
+        return sum(record.reduce != "none" for record in self.sublayers)
+
+    @property
+    def blocking(self) -> tuple[bool, ...]:
+        """Whether each sublayer's reduce blocks: nothing was launched between post and wait."""
+        waited = {}
+        for n, read in enumerate(self.landings):
+            for landing in read:
+                if landing.summed:
+                    waited[landing.output] = n
+        return tuple(waited.get(n) == n + 1 for n in range(len(self.sublayers)))
+
+    def own_needed(self, n: int) -> bool:
+        """Whether sublayer n's own partial is read apart from the sum."""
+        return any(
+            landing.output == n and landing.own for read in self.landings for landing in read
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as saved with a model: the name and every record, resolved."""
+        return {"name": self.name, "sublayers": [asdict(record) for record in self.sublayers]}

@@ -1,0 +1,183 @@
+"""From the name of a plan, or a plan written by hand, to its resolved records.
+
+A specification is one of
+- a preset's name: `standard`, `parallel`, `ladder`, `hybrid`, `desync-4x`, `dtp-2`, `none`;
+- presets on ranges of layers, standard elsewhere: `ladder@16-31`, `desync-2x@0-7,ladder@8-15`;
+- a list of ranges, each with a preset or with the records of its layers:
+  `[{layers: 0-7, preset: desync-2x}, {layers: 8-15, attention: {own_lag: 2, peer_lag: 2}}]`;
+- a list of all records, as `Plan.to_dict` writes it: `[{kind: attention, ...}, ...]`;
+- a mapping {name: ..., layers: LIST} or {name: ..., sublayers: LIST} of one of these lists.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ladder.models.errors import UserError, unknown
+from ladder.models.plan import Plan, Sublayer
+
+PRESETS = ("standard", "parallel", "ladder", "hybrid", "desync-Nx", "dtp-D", "none")
+
+PlanSpec = str | Plan | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+def resolve_plan(spec: PlanSpec, num_layers: int, tp_degree: int | None = None) -> Plan:
+    """Resolve `spec` for a model of `num_layers` layers.
+
+    tp_degree: T, where it is part of the model (`dtp-D` scales by its square root).
+    Raises UserError for anything that is not a plan, or not a plan of that many layers.
+    """
+    if isinstance(spec, Plan):
+        plan = spec
+    elif isinstance(spec, str):
+        plan = Plan(tuple(_from_string(spec, num_layers, tp_degree)), spec)
+    elif isinstance(spec, Mapping):
+        plan = _from_mapping(spec, num_layers, tp_degree)
+    elif isinstance(spec, Sequence):
+        plan = Plan(tuple(_from_list(spec, num_layers, tp_degree)))
+    else:
+        raise UserError(f"plan={spec!r} is neither a preset's name nor a list of records")
+    if plan.num_layers != num_layers:
+        raise UserError(
+            f"plan {plan.name!r} has {plan.num_layers} layers but the model has {num_layers}"
+        )
+    return plan
+
+
+def _from_mapping(spec: Mapping[str, Any], num_layers: int, tp_degree: int | None) -> Plan:
+    for key in spec:
+        if key not in ("name", "layers", "sublayers"):
+            raise unknown("key of a plan", key, ("name", "layers", "sublayers"))
+    lists = [spec[key] for key in ("layers", "sublayers") if key in spec]
+    if len(lists) != 1:
+        raise UserError("a plan needs one of the keys layers and sublayers, and not both")
+    return Plan(tuple(_from_list(lists[0], num_layers, tp_degree)), str(spec.get("name", "custom")))
+
+
+def _from_string(spec: str, num_layers: int, tp_degree: int | None) -> list[Sublayer]:
+    if "@" not in spec:
+        return _preset(spec, range(num_layers), num_layers, tp_degree)
+    chosen: dict[int, list[Sublayer]] = {}
+    for part in spec.split(","):
+        name, _, where = part.strip().partition("@")
+        layers = _layer_range(where, num_layers, f"plan {spec!r}")
+        _claim(chosen, layers, _preset(name, layers, num_layers, tp_degree), f"plan {spec!r}")
+    rest = [layer for layer in range(num_layers) if layer not in chosen]
+    for layer in rest:
+        chosen[layer] = _preset("standard", range(layer, layer + 1), num_layers, tp_degree)
+    return [record for layer in range(num_layers) for record in chosen[layer]]
+
+
+def _from_list(entries: Any, num_layers: int, tp_degree: int | None) -> list[Sublayer]:
+    if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
+        raise UserError(f"a plan's list of layers or sublayers is {entries!r}; it needs entries")
+    if not all(isinstance(entry, Mapping) for entry in entries):
+        raise UserError("each entry of a plan must be a mapping, as {kind: mlp, own_lag: 1}")
+    if all("kind" in entry for entry in entries):
+        return [Sublayer.from_dict(e, f"sublayer {n} of the plan") for n, e in enumerate(entries)]
+    chosen: dict[int, list[Sublayer]] = {}
+    for n, entry in enumerate(entries):
+        where = f"entry {n} of the plan"
+        if "layers" not in entry:
+            raise UserError(f"{where} has no layers; write for example layers: 0-{num_layers - 1}")
+        layers = _layer_range(str(entry["layers"]), num_layers, where)
+        rest = {key: value for key, value in entry.items() if key != "layers"}
+        _claim(chosen, layers, _entry_records(rest, layers, num_layers, tp_degree, where), where)
+    missing = [str(layer) for layer in range(num_layers) if layer not in chosen]
+    if missing:
+        raise UserError(f"the plan says nothing of layers {', '.join(missing)}")
+    return [record for layer in range(num_layers) for record in chosen[layer]]
+
+
+def _entry_records(
+    entry: Mapping[str, Any], layers: range, num_layers: int, tp_degree: int | None, where: str
+) -> list[Sublayer]:
+    keys = ("preset", "attention", "mlp", "attention+mlp")
+    for key in entry:
+        if key not in keys:
+            raise unknown(f"key of {where}", key, ("layers", *keys))
+    if "preset" in entry:
+        if len(entry) > 1:
+            raise UserError(f"{where} has a preset and records of its own; give one of them")
+        return _preset(str(entry["preset"]), layers, num_layers, tp_degree)
+    if "attention+mlp" in entry and len(entry) > 1:
+        raise UserError(f"{where} has attention+mlp beside attention or mlp; give one of them")
+    kinds = ("attention+mlp",) if "attention+mlp" in entry else ("attention", "mlp")
+    layer = [
+        Sublayer.from_dict({"kind": kind, **(entry.get(kind) or {})}, f"{kind} of {where}")
+        for kind in kinds
+    ]
+    return layer * len(layers)
+
+
+def _layer_range(text: str, num_layers: int, where: str) -> range:
+    match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
+    if not match:
+        raise UserError(f"layers={text!r} of {where} is no range; write for example 0-3, or 5")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if first > last or last >= num_layers:
+        raise UserError(
+            f"layers={text!r} of {where} is outside the model's layers 0-{num_layers - 1}"
+        )
+    return range(first, last + 1)
+
+
+def _claim(
+    chosen: dict[int, list[Sublayer]], layers: range, records: list[Sublayer], where: str
+) -> None:
+    per_layer = len(records) // len(layers)
+    for i, layer in enumerate(layers):
+        if layer in chosen:
+            raise UserError(f"{where} covers layer {layer} twice")
+        chosen[layer] = records[i * per_layer : (i + 1) * per_layer]
+
+
+def _preset(
+    name: str, layers: range, num_layers: int, tp_degree: int | None
+) -> list[Sublayer]:
+    """The records of preset `name` on `layers`."""
+    number = re.fullmatch(r"desync-(\d+)x|dtp-(\d+)", name)
+    count = 2 * len(layers)
+    kinds = ("attention", "mlp") * len(layers)
+    if (name in ("none", "hybrid") or (number and number[2])) and len(layers) != num_layers:
+        raise UserError(f"preset {name!r} covers the whole model or nothing, not a range of layers")
+    if name == "standard":
+        return [Sublayer(kind) for kind in kinds]
+    if name == "parallel":
+        return [Sublayer("attention+mlp")] * len(layers)
+    if name == "ladder":
+        return [Sublayer(kind, own_lag=1, peer_lag=1) for kind in kinds]
+    if name == "none":
+        return [Sublayer(kind, reduce="none") for kind in kinds]
+    if name == "hybrid":  # the paper's converted models: ladder on the upper half (4.2)
+        return _from_string(f"ladder@{num_layers // 2}-{num_layers - 1}", num_layers, tp_degree)
+    if number and number[1]:
+        n = int(number[1])
+        if n < 2:
+            raise UserError(f"plan {name!r}: n must be 2 or more; desync-1x is `standard`")
+        return [
+            Sublayer(kind, reduce="stream" if i % n == 0 or i == count else "none")
+            for i, kind in enumerate(kinds, start=1)
+        ]
+    if number and number[2]:
+        delay = int(number[2])
+        if delay >= count:
+            raise UserError(
+                f"plan {name!r} delays by {delay} sublayers but the model has only {count}"
+            )
+        if tp_degree is None:
+            raise UserError(f"plan {name!r} depends on T: set tp_degree, for example tp_degree=4")
+        return [
+            Sublayer(
+                kind,
+                own_lag=0,
+                peer_lag=delay,
+                reduce="output" if n < count - delay else "none",
+                own_scale=math.sqrt(tp_degree) if n < delay or n >= count - delay else 1.0,
+            )
+            for n, kind in enumerate(kinds)
+        ]
+    raise unknown("plan", name, PRESETS)

@@ -1,0 +1,113 @@
+"""How partials become outputs: the interface that the model's loop talks to, and one process.
+
+A Reducer is all that a `Transformer` knows of communication. It is handed over after the model is
+built (`Transformer.use`), so the choice of one is configuration and never an edit to the model.
+
+Gradients follow one rule for every plan: a rank's gradient is that of its own copy. So each
+all-reduce is its own adjoint (forward it sums partials, backward it sums the gradients of the
+copies), the backward pass issues the forward's collectives in reverse, with the same overlap, and
+what ranks share (norm weights, replicated K and V, output biases) is summed over the ranks once,
+at the end of a step. The loss is counted once although every rank computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ladder.models.plan import Landing
+
+Norm = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which of the T tensor-parallel ranks this process computes: `held` of them, from `first`.
+
+    More than one held rank are *virtual ranks*: hidden states then carry a leading dimension of
+    that size, [held, B, S, D] in place of [B, S, D].
+    """
+
+    degree: int = 1
+    first: int = 0
+    held: int = 1
+
+    @property
+    def processes(self) -> int:
+        return self.degree // self.held
+
+    @property
+    def process(self) -> int:
+        return self.first // self.held
+
+
+@dataclass
+class Pending:
+    """An output on its way: the handle of its reduce, and this rank's own partial if needed."""
+
+    handle: Any
+    own: Tensor | None
+
+
+class Reducer:
+    """The Reducer of one process, which holds all T ranks: sums over virtual ranks, no waiting."""
+
+    def __init__(self, ranks: Ranks = Ranks()) -> None:  # noqa: B008  (frozen)
+        self.ranks = ranks
+
+    # -- the sublayers' reduces ---------------------------------------------------------------
+
+    def post(self, partial: Tensor) -> Any:
+        """Start summing `partial` ([B, S, D], or [held, B, S, D]) over all T ranks.
+
+        Returns a handle at once. The partial belongs to the reducer from now on: it may be
+        overwritten.
+        """
+        return self.sum_held(partial)
+
+    def wait(self, handle: Any) -> Tensor:
+        """The sum that `post` started, [B, S, D]. Each handle is waited for exactly once."""
+        assert isinstance(handle, Tensor)
+        return handle
+
+    def land(
+        self, stream: Tensor, arrivals: Iterable[tuple[Landing, Pending]], norm: Norm
+    ) -> tuple[Tensor, Tensor]:
+        """Wait for the arrivals, add them to the stream, and norm it for the next sublayer.
+
+        Returns (stream, normed). A reducer may fuse, shard or reorder this in its own way.
+        """
+        for landing, pending in arrivals:
+            if landing.summed:
+                total = self.wait(pending.handle)
+                stream = total.expand_as(stream) if landing.replaces else stream + total
+            if landing.own:
+                assert pending.own is not None
+                stream = torch.add(stream, pending.own, alpha=landing.own)
+        return stream, norm(stream)
+
+    # -- what is communicated beside the sublayers --------------------------------------------
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """Sum over the processes, waited for: the embedding, and the final mean. Differentiable."""
+        return partial
+
+    def sum_(self, value: Tensor) -> Tensor:
+        """Sum over the processes in place, outside autograd."""
+        return value
+
+    def max_(self, value: Tensor) -> Tensor:
+        """Maximum over the processes in place, outside autograd."""
+        return value
+
+    def gather(self, logits: Tensor, size: int) -> Tensor:
+        """Join each process's [..., V_local] into [..., size]. The gradient is each one's slice."""
+        return logits
+
+    def sum_held(self, partial: Tensor) -> Tensor:
+        """Sum over the virtual ranks held here: [held, B, S, D] -> [B, S, D]."""
+        return partial.sum(0) if self.ranks.held > 1 else partial

@@ -1,0 +1,189 @@
+"""The one model definition: it runs every residual plan, on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ladder.models.config import ModelConfig
+from ladder.models.errors import UserError
+from ladder.models.layers import (
+    Embedding,
+    KeyValueCache,
+    Layer,
+    RMSNorm,
+    Split,
+    rotary_tables,
+    vocabulary_start,
+)
+from ladder.models.loss import token_losses
+from ladder.models.reducer import Pending, Ranks, Reducer
+
+INIT_STD = 0.02
+
+
+class Transformer(nn.Module):
+    """A Llama-style decoder wired by `config.plan`.
+
+    Built with all T ranks in this process (T = tp_degree: virtual ranks where it is above 1); a
+    Reducer handed to `use` spreads them. Parameter names are Hugging Face Llama's.
+
+    compute_dtype: what activations and matrices are computed in; None: as the parameters are.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.compute_dtype: torch.dtype | None = None
+        plan, size, eps = config.plan, config.hidden_size, config.norm_eps
+        norms = [
+            RMSNorm(size, eps, per_rank=0 if equal else config.tp_degree or 1)
+            for equal in plan.equal_reads
+        ]
+        named: list[dict[str, RMSNorm]] = [{} for _ in range(config.num_layers)]
+        for record, layer, norm in zip(plan.sublayers, plan.layers, norms, strict=False):
+            name = "post_attention_layernorm" if record.kind == "mlp" else "input_layernorm"
+            named[layer][name] = norm
+        self.model = nn.Module()
+        self.model.embed_tokens = Embedding(config.vocab_size, size)
+        self.model.layers = nn.ModuleList(
+            Layer(config, layer, named[layer]) for layer in range(config.num_layers)
+        )
+        self.model.norm = norms[-1]
+        self.lm_head = Split(size, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.use(Reducer(Ranks(config.tp_degree or 1, 0, config.tp_degree or 1)))
+
+    def use(self, reducer: Reducer) -> None:
+        """Compute `reducer.ranks`, and communicate by `reducer`.
+
+        Raises UserError where the plan depends on T and the ranks are not that many, or where T
+        does not divide the model.
+        """
+        degree, own = reducer.ranks.degree, self.config.tp_degree
+        if own is not None and degree != own:
+            raise UserError(
+                f"plan {self.config.plan.name!r} depends on T and this model has tp_degree={own}: "
+                f"it cannot run on {degree} ranks; choose tp among the divisors of {own} (the "
+                f"rest are virtual ranks)"
+            )
+        self.config.check_divides(degree, "tp")
+        if reducer.ranks.processes > 1 and (reducer.ranks.processes - 1) * math.ceil(
+            self.config.vocab_size / reducer.ranks.processes
+        ) >= self.config.vocab_size:
+            raise UserError(f"tp={reducer.ranks.processes} leaves a rank without a row of "
+                            f"vocab_size={self.config.vocab_size}; use a smaller tp")  # fmt: skip
+        self.reducer = reducer
+        for module in self.modules():
+            if hasattr(module, "ranks"):
+                module.ranks = reducer.ranks
+        self.lm_head.ranks = Ranks(reducer.ranks.processes, reducer.ranks.process, 1)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B, S, vocab_size], or with `targets` the loss of each token.
+
+        tokens: [B, S] int64. targets: [B, S] int64, negative where no loss is wanted; then the
+            result is the cross-entropy in nats, [B, S] float32, 0 at those places.
+        positions: [B or 1, S] int64; 0 .. S - 1 by default.
+        cache, mask: for generation; mask is [B, 1, S, keys], true where attended.
+
+        Every rank returns the same values. Calling `backward` on the same function of them on
+        every rank gives that function's gradients, counted once.
+        """
+        if tokens.shape[1] > self.config.max_seq_len:
+            raise UserError(
+                f"a sequence of {tokens.shape[1]} tokens is longer than the model's "
+                f"max_seq_len={self.config.max_seq_len}; shorten it"
+            )
+        ranks, plan = self.reducer.ranks, self.config.plan
+        embedded = self.reducer.sum(self.model.embed_tokens(tokens))
+        stream = embedded if self.compute_dtype is None else embedded.to(self.compute_dtype)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        tables = rotary_tables(self.config, positions, stream.dtype)
+        if ranks.held > 1:
+            stream = stream.expand(ranks.held, *stream.shape)
+            if tables.shape[1] > 1:
+                tables = tables.repeat(1, ranks.held, 1, 1, 1)
+            mask = None if mask is None else mask.repeat(ranks.held, 1, 1, 1)
+
+        pending: dict[int, Pending] = {}
+        for n, record in enumerate(plan.sublayers):
+            layer = self.model.layers[plan.layers[n]]
+            stream, normed = self._land(stream, n, pending, _norm_of(layer, record.kind))
+            partials = []
+            if record.kind != "mlp":
+                partials.append(layer.self_attn(normed, tables, mask, cache))
+            if record.kind != "attention":
+                partials.append(layer.mlp(normed))
+            partial = partials[0] if len(partials) == 1 else partials[0] + partials[1]
+            pending[n] = self._post(n, partial, stream)
+
+        normed = self._final(stream, pending)
+        logits = self.lm_head(normed)
+        if targets is not None:
+            first = vocabulary_start(self.config.vocab_size, ranks)
+            return token_losses(logits, targets, first, self.reducer)
+        return self.reducer.gather(logits, self.config.vocab_size)
+
+    def _land(
+        self, stream: Tensor, read: int, pending: dict[int, Pending], norm: Callable
+    ) -> tuple[Tensor, Tensor]:
+        landings = self.config.plan.landings[read]
+        return self.reducer.land(stream, [(each, pending[each.output]) for each in landings], norm)
+
+    def _post(self, n: int, partial: Tensor, stream: Tensor) -> Pending:
+        plan = self.config.plan
+        own = partial if plan.own_needed(n) else None
+        if plan.sublayers[n].reduce == "none":
+            return Pending(None, own)
+        if plan.sublayers[n].reduce == "stream":
+            partial = partial + stream / self.reducer.ranks.degree
+        elif own is not None:
+            partial = partial.clone()  # the reducer may overwrite what it is given
+        return Pending(self.reducer.post(partial), own)
+
+    def _final(self, stream: Tensor, pending: dict[int, Pending]) -> Tensor:
+        """Land what is in flight, norm, and where the streams differ average: [B, S, D]."""
+        ranks, plan = self.reducer.ranks, self.config.plan
+        norm = self.model.norm
+        if plan.equal_reads[-1]:  # one copy will do
+            stream, normed = self._land(stream, len(plan.sublayers), pending, lambda x: x)
+            return norm(stream[0] if ranks.held > 1 else stream)
+        stream, normed = self._land(stream, len(plan.sublayers), pending, norm)
+        if not plan.final_mean:  # a bound that computes no right answer anyway
+            return normed[0] if ranks.held > 1 else normed
+        return self.reducer.sum(self.reducer.sum_held(normed)) / ranks.degree
+
+    @torch.no_grad()
+    def initialise(self, parameter: Tensor, name: str, generator: torch.Generator) -> None:
+        """Fill a full-sized `parameter` of that name: norms 1, biases 0, matrices normal.
+
+        Standard deviation 0.02, and 0.02 / sqrt(2 num_layers) where a matrix writes to the stream.
+        """
+        if "norm" in name:
+            parameter.fill_(1.0)
+        elif name.endswith("bias"):
+            parameter.zero_()
+        else:
+            writes = name.endswith(("o_proj.weight", "down_proj.weight"))
+            std = INIT_STD / math.sqrt(2 * self.config.num_layers) if writes else INIT_STD
+            parameter.normal_(0.0, std, generator=generator)
+
+
+def _norm_of(layer: nn.Module, kind: str) -> RMSNorm:
+    norm = layer.post_attention_layernorm if kind == "mlp" else layer.input_layernorm
+    assert isinstance(norm, RMSNorm)
+    return norm

@@ -1,0 +1,1 @@
+"""Spreading one model over processes: launching, sharding, reducers."""

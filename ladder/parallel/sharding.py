@@ -1,0 +1,169 @@
+"""Where each parameter lives: the sharding table, and the one function that applies it."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ladder.models.config import ModelConfig
+from ladder.models.reducer import Ranks, Reducer
+from ladder.models.transformer import Transformer
+from ladder.parallel.reducers import AsyncReducer
+
+# Parameter name (its last parts) -> dimension split over the TP processes.
+SHARD_DIMS = {
+    "embed_tokens.weight": 0,
+    "lm_head.weight": 0,
+    "q_proj.weight": 0,
+    "q_proj.bias": 0,
+    "k_proj.weight": 0,
+    "k_proj.bias": 0,
+    "v_proj.weight": 0,
+    "v_proj.bias": 0,
+    "o_proj.weight": 1,
+    "gate_proj.weight": 0,
+    "gate_proj.bias": 0,
+    "up_proj.weight": 0,
+    "up_proj.bias": 0,
+    "down_proj.weight": 1,
+}
+
+
+def shard_dim(name: str, dims: int, config: ModelConfig, processes: int) -> int | None:
+    """The dimension of parameter `name` that is split, or None where every process has it whole.
+
+    dims: how many dimensions it has (norm weights of two are per rank, [T, D]). Keys and values
+    are whole where the processes cannot share out the KV heads.
+    """
+    kind = ".".join(name.split(".")[-2:])
+    if "norm" in kind:
+        return 0 if dims == 2 else None
+    if kind.startswith(("k_proj", "v_proj")) and config.num_kv_heads % processes:
+        return None
+    return SHARD_DIMS.get(kind)
+
+
+def shard_slices(
+    name: str, shape: torch.Size, config: ModelConfig, ranks: Ranks
+) -> tuple[slice, ...]:
+    """The part of the full parameter that this process holds, one slice per dimension."""
+    dim = shard_dim(name, len(shape), config, ranks.processes)
+    slices = [slice(0, size) for size in shape]
+    if dim is not None:
+        chunk = math.ceil(shape[dim] / ranks.processes)
+        start = min(ranks.process * chunk, shape[dim])
+        slices[dim] = slice(start, min(start + chunk, shape[dim]))
+    return tuple(slices)
+
+
+def place(
+    model: Transformer,
+    mesh: DeviceMesh | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Put a model that was built anywhere (on `meta`, too) on `device`, its shards on `mesh`.
+
+    mesh: one dimension, the TP processes; None for one process. Parameters become DTensors on it,
+    holding this process's shard: copied from the model, or uninitialised where it is on `meta`.
+    T = tp_degree where the plan depends on it (the rest are virtual ranks), else the mesh's size.
+    """
+    processes = mesh.size() if mesh is not None else 1
+    degree = model.config.tp_degree or processes
+    if degree % processes:
+        model.use(Reducer(Ranks(processes, 0, processes)))  # raises, naming the plan
+    held = degree // processes
+    if mesh is None:
+        model.use(Reducer(Ranks(degree, 0, degree)))
+    else:
+        ranks = Ranks(degree, mesh.get_local_rank() * held, held)
+        model.use(AsyncReducer(ranks, mesh.get_group()))
+    ranks = model.reducer.ranks
+
+    def put(name: str, parameter: nn.Parameter) -> nn.Parameter:
+        part = shard_slices(name, parameter.shape, model.config, ranks)
+        kind = dtype or parameter.dtype
+        if parameter.is_meta:
+            local = torch.empty([s.stop - s.start for s in part], device=device, dtype=kind)
+        else:
+            local = parameter.detach()[part].to(device=device, dtype=kind, copy=True)
+            local = local.contiguous()
+        if mesh is None:
+            return nn.Parameter(local)
+        dim = shard_dim(name, parameter.dim(), model.config, ranks.processes)
+        placement = Replicate() if dim is None else Shard(dim)
+        stride = torch.empty(parameter.shape, device="meta").stride()
+        tensor = DTensor.from_local(
+            local, mesh, [placement], run_check=False, shape=parameter.shape, stride=stride
+        )
+        return nn.Parameter(tensor)
+
+    _replace_parameters(model, put)
+
+
+def _replace_parameters(
+    model: nn.Module, put: Callable[[str, nn.Parameter], nn.Parameter]
+) -> None:
+    """Replace every parameter by `put(name, parameter)`; tied ones stay tied."""
+    done: dict[int, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in done:
+                done[id(parameter)] = put(f"{prefix}.{name}", parameter)
+            setattr(module, name, done[id(parameter)])
+
+
+def local_tensor(value: Tensor) -> Tensor:
+    """This process's part of a tensor that may be a DTensor, outside autograd (no copy)."""
+    return value._local_tensor if isinstance(value, DTensor) else value.detach()
+
+
+def local_parameters(model: Transformer) -> Iterator[tuple[str, Tensor, tuple[slice, ...]]]:
+    """(name, local tensor, its slices of the full parameter), each parameter once, in order."""
+    for name, parameter in model.named_parameters():
+        part = shard_slices(name, parameter.shape, model.config, model.reducer.ranks)
+        yield name, local_tensor(parameter), part
+
+
+@torch.no_grad()
+def initialise(model: Transformer, seed: int) -> None:
+    """Fill the model's parameters from `seed`: the same model under every parallelism.
+
+    Each parameter has a generator of its own, from the seed and its name; one full parameter is
+    in memory at a time.
+    """
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for name, local, part in local_parameters(model):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+        full = torch.empty(shapes[name])
+        model.initialise(full, name, generator)
+        local.copy_(full[part])
+
+
+@torch.no_grad()
+def sum_shared_gradients(model: Transformer) -> None:
+    """Sum the gradients of what the TP processes share whole (norms, output biases, K and V).
+
+    To be called once per step, after the last backward (see ladder.models.reducer); one
+    all-reduce. Shards' gradients are complete already.
+    """
+    reducer = model.reducer
+    if reducer.ranks.processes == 1:
+        return
+    shared = [
+        local_tensor(parameter.grad)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+        and shard_dim(name, parameter.dim(), model.config, reducer.ranks.processes) is None
+    ]
+    if shared:
+        flat = reducer.sum_(torch.cat([grad.flatten() for grad in shared]))
+        for grad, total in zip(shared, flat.split([g.numel() for g in shared]), strict=True):
+            grad.copy_(total.view_as(grad))

@@ -1,0 +1,76 @@
+"""Progress of long work: a live bar on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+PLAIN_INTERVAL = 10.0  # seconds between lines where there is no terminal
+
+
+class Progress:
+    """Shows how far work has come, on standard error.
+
+    label: what is done. total: in `unit`s; None where it is not known. quiet: show nothing (on
+    ranks other than 0). Use as a context manager and call `update(done, facts)`.
+    """
+
+    def __init__(self, label: str, total: int | None, unit: str, quiet: bool = False) -> None:
+        self.label, self.total, self.unit, self.quiet = label, total, unit, quiet
+        self.started = self.shown = time.monotonic()
+        self.done, self.facts = 0, ""
+        self.bar: RichProgress | None = None
+
+    def __enter__(self) -> Progress:
+        console = Console(stderr=True)
+        if console.is_terminal and not self.quiet:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[count]}"),
+                TextColumn("{task.fields[facts]}"),
+                TimeRemainingColumn(),
+            )
+            self.bar = RichProgress(*columns, console=console)
+            self.task = self.bar.add_task(self.label, total=self.total, count="", facts="")
+            self.bar.start()
+        return self
+
+    def update(self, done: int, facts: str = "") -> None:
+        """`done` units are finished; `facts` is shown beside them."""
+        self.done, self.facts = done, facts
+        if self.bar is not None:
+            self.bar.update(self.task, completed=done, count=self._count(), facts=facts)
+        elif time.monotonic() - self.shown >= PLAIN_INTERVAL:
+            self._line()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+        elif kind is None:
+            self._line()
+
+    def _count(self) -> str:
+        of = "" if self.total is None else f"/{self.total:,}"
+        return f"{self.done:,}{of} {self.unit}"
+
+    def _line(self) -> None:
+        if self.quiet:
+            return
+        self.shown = now = time.monotonic()
+        spent = now - self.started
+        left = ""
+        if self.total and self.done and self.done < self.total:
+            left = f", {spent * (self.total - self.done) / self.done:.0f} s left"
+        facts = f", {self.facts}" if self.facts else ""
+        print(f"{self.label}: {self._count()}{facts}, {spent:.0f} s{left}", file=sys.stderr)
