@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from ladder.models.errors import UserError, unknown
+from ladder.models.errors import UserError, check_keys
 from ladder.models.plan import Plan
-from ladder.models.presets import PlanSpec, resolve_plan
+from ladder.models.presets import resolve_plan
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,7 @@ class ModelConfig:
     def from_dict(cls, data: Mapping[str, Any], where: str = "model config") -> ModelConfig:
         """Build one from plain data, as `to_dict` gives; an unknown key is an error."""
         names = [item.name for item in fields(cls)]
-        for key in data:
-            if key not in names:
-                raise unknown(f"key of {where}", key, names)
+        check_keys(where, data, names)
         missing = [name for name in names[:6] if name not in data]
         if missing:
             raise UserError(f"{where} lacks {', '.join(missing)}")
@@ -121,11 +119,5 @@ def _is_count(value: object) -> bool:
 
 
 def _rope_scaling(data: Mapping[str, Any]) -> RopeScaling:
-    names = [item.name for item in fields(RopeScaling)]
-    for key in data:
-        if key not in names:
-            raise unknown("key of rope_scaling", key, names)
+    check_keys("rope_scaling", data, [item.name for item in fields(RopeScaling)])
     return RopeScaling(**data)
-
-
-__all__ = ["ModelConfig", "PlanSpec", "RopeScaling"]

@@ -1,7 +1,7 @@
 """What a user did wrong, said in one line."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 class UserError(ValueError):
@@ -18,3 +18,10 @@ def unknown(what: str, name: object, choices: Iterable[str]) -> UserError:
     near = difflib.get_close_matches(str(name), choices, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     return UserError(f"unknown {what} {name!r}{hint}; known: {', '.join(choices)}")
+
+
+def check_keys(what: str, given: Iterable[str], allowed: Collection[str]) -> None:
+    """Raise UserError for the first of the `given` keys that is not `allowed`."""
+    for key in given:
+        if key not in allowed:
+            raise unknown(f"key of {what}", key, allowed)

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from ladder.models.errors import UserError, unknown
+from ladder.models.errors import UserError, check_keys, unknown
 
 KINDS = ("attention", "mlp", "attention+mlp")
 REDUCES = ("output", "stream", "none")
@@ -50,10 +50,7 @@ class Sublayer:
     @classmethod
     def from_dict(cls, record: Mapping[str, Any], where: str) -> Sublayer:
         """Build one from a mapping; `where` names the place in error messages."""
-        names = [field.name for field in fields(cls)]
-        for key in record:
-            if key not in names:
-                raise unknown(f"field of {where}", key, names)
+        check_keys(where, record, [field.name for field in fields(cls)])
         if "kind" not in record:
             raise UserError(f"{where} has no kind; allowed: {', '.join(KINDS)}")
         return cls(**record)

@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ladder.models.errors import UserError, unknown
+from ladder.models.errors import UserError, check_keys, unknown
 from ladder.models.plan import Plan, Sublayer
 
 PRESETS = ("standard", "parallel", "ladder", "hybrid", "desync-Nx", "dtp-D", "none")
@@ -48,9 +48,7 @@ def resolve_plan(spec: PlanSpec, num_layers: int, tp_degree: int | None = None) 
 
 
 def _from_mapping(spec: Mapping[str, Any], num_layers: int, tp_degree: int | None) -> Plan:
-    for key in spec:
-        if key not in ("name", "layers", "sublayers"):
-            raise unknown("key of a plan", key, ("name", "layers", "sublayers"))
+    check_keys("a plan", spec, ("name", "layers", "sublayers"))
     lists = [spec[key] for key in ("layers", "sublayers") if key in spec]
     if len(lists) != 1:
         raise UserError("a plan needs one of the keys layers and sublayers, and not both")
@@ -95,10 +93,7 @@ def _from_list(entries: Any, num_layers: int, tp_degree: int | None) -> list[Sub
 def _entry_records(
     entry: Mapping[str, Any], layers: range, num_layers: int, tp_degree: int | None, where: str
 ) -> list[Sublayer]:
-    keys = ("preset", "attention", "mlp", "attention+mlp")
-    for key in entry:
-        if key not in keys:
-            raise unknown(f"key of {where}", key, ("layers", *keys))
+    check_keys(where, entry, ("preset", "attention", "mlp", "attention+mlp"))
     if "preset" in entry:
         if len(entry) > 1:
             raise UserError(f"{where} has a preset and records of its own; give one of them")

@@ -91,6 +91,7 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         cache: KeyValueCache | None = None,
         mask: Tensor | None = None,
+        last: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, S, vocab_size], or with `targets` the loss of each token.
 
@@ -98,6 +99,7 @@ class Transformer(nn.Module):
             result is the cross-entropy in nats, [B, S] float32, 0 at those places.
         positions: [B or 1, S] int64; 0 .. S - 1 by default.
         cache, mask: for generation; mask is [B, 1, S, keys], true where attended.
+        last: [B] int64, the one place of each sequence whose logits are wanted: [B, 1, vocab_size].
 
         Every rank returns the same values. Calling `backward` on the same function of them on
         every rank gives that function's gradients, counted once.
@@ -132,6 +134,8 @@ class Transformer(nn.Module):
             pending[n] = self._post(n, partial, stream)
 
         normed = self._final(stream, pending)
+        if last is not None:
+            normed = normed[torch.arange(len(last), device=last.device), last].unsqueeze(1)
         logits = self.lm_head(normed)
         if targets is not None:
             first = vocabulary_start(self.config.vocab_size, ranks)

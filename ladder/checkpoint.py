@@ -1,0 +1,205 @@
+"""Model folders: config.json, safetensors files with full tensors, tokenizer.json.
+
+A folder is ours (model_type `ladder`, with the residual plan) or a Hugging Face Llama's; both hold
+the same tensor names and layouts. Files hold full tensors, so any parallelism reads its slices of
+them, and no process ever holds the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ladder.convert.huggingface import config_from_huggingface, stop_tokens
+from ladder.files import write_text
+from ladder.models.config import ModelConfig
+from ladder.models.errors import UserError
+from ladder.models.transformer import Transformer
+from ladder.parallel.sharding import local_parameters, place
+
+SHARD_BYTES = 2**30  # a file of a checkpoint holds about this much, or one tensor
+WEIGHTS = "model"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A full tensor to be written; `fetch` returns it, and is called once, on every rank."""
+
+    name: str
+    nbytes: int
+    fetch: Callable[[], Tensor]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); the file is damaged") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path} does not hold a JSON object; the file is damaged")
+    return data
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The model config of a folder, ours or a Hugging Face Llama's."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder} is no model folder: it has no config.json")
+    data = read_json(path)
+    if data.get("model_type") == "ladder":
+        return ModelConfig.from_dict(data.get("model", {}), where=str(path))
+    return config_from_huggingface(data, str(path))
+
+
+def read_stop_tokens(folder: Path) -> list[int]:
+    """Token ids that end a generation, as the folder's configs give them."""
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            found += stop_tokens(read_json(folder / name))
+    return sorted(set(found))
+
+
+def write_config(folder: Path, config: ModelConfig, eos_token_id: int | None) -> None:
+    data = {"model_type": "ladder", "eos_token_id": eos_token_id, "model": config.to_dict()}
+    write_text(folder / "config.json", json.dumps(data, indent=1) + "\n")
+
+
+def full(value: Tensor) -> Tensor:
+    """The whole of a tensor that may be a DTensor, on the CPU; collective over its mesh."""
+    value = value.detach()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).cpu().contiguous()
+
+
+def model_entries(model: Transformer) -> list[Entry]:
+    return [
+        Entry(name, parameter.numel() * parameter.element_size(), lambda p=parameter: full(p))
+        for name, parameter in model.named_parameters()
+    ]
+
+
+def write_tensors(folder: Path, stem: str, entries: Iterable[Entry], writer: bool) -> None:
+    """Write tensors to `stem`.safetensors, or to numbered files with an index beyond SHARD_BYTES.
+
+    Every rank that holds shards must call this; those that are not the `writer` only take part in
+    the gathering. At most one file's tensors are in memory at a time.
+    """
+    files: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if files[-1] and size + entry.nbytes > SHARD_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(entry)
+        size += entry.nbytes
+    index: dict[str, str] = {}
+    for i, file in enumerate(files, start=1):
+        numbered = f"{stem}-{i:05d}-of-{len(files):05d}.safetensors"
+        name = f"{stem}.safetensors" if len(files) == 1 else numbered
+        tensors = {}
+        for entry in file:
+            tensor = entry.fetch()
+            if writer:
+                tensors[entry.name] = tensor
+                index[entry.name] = name
+        if writer:
+            save_file(tensors, folder / name, metadata={"format": "pt"})
+    if writer and len(files) > 1:
+        text = json.dumps({"metadata": {}, "weight_map": index}, indent=1)
+        write_text(folder / f"{stem}.safetensors.index.json", text)
+
+
+class TensorReader:
+    """Reads parts of the tensors of a folder's `stem` files; opens each file once."""
+
+    def __init__(self, folder: Path, stem: str) -> None:
+        self.folder = folder
+        index = folder / f"{stem}.safetensors.index.json"
+        single = folder / f"{stem}.safetensors"
+        self.handles: dict[str, Any] = {}
+        if index.is_file():
+            self.files: dict[str, str] = read_json(index).get("weight_map", {})
+        elif single.is_file():
+            self.files = dict.fromkeys(self._open(single.name).keys(), single.name)
+        else:
+            raise UserError(f"{folder} has neither {single.name} nor {index.name}")
+
+    def _open(self, name: str) -> Any:
+        if name not in self.handles:
+            try:
+                self.handles[name] = safe_open(self.folder / name, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise UserError(
+                    f"{self.folder / name} is missing or damaged ({error}); use another "
+                    f"checkpoint, or fetch it again"
+                ) from error
+        return self.handles[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.part(name, None).dtype
+
+    def part(self, name: str, part: tuple[slice, ...] | None) -> Tensor:
+        """A slice of tensor `name` (None: its first element, for its type), from the file."""
+        if name not in self.files:
+            raise UserError(f"{self.folder} lacks the tensor {name!r}; it is another model's")
+        view = self._open(self.files[name]).get_slice(name)
+        if part is None:
+            part = tuple(slice(0, 1) for _ in view.get_shape())
+        return view[part] if len(part) > 1 else view[part[0]]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._open(self.files[name]).get_slice(name).get_shape())
+
+    def fill(self, model: Transformer, rename: Callable[[str], str] = str) -> None:
+        """Copy into the model's parameters; each process reads its own slices only."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        with torch.no_grad():
+            for name, local, part in local_parameters(model):
+                stored = rename(name)
+                if stored in self.files and self.shape(stored) != shapes[name]:
+                    raise UserError(
+                        f"{self.folder}: tensor {stored!r} has the shape "
+                        f"{list(self.shape(stored))} but the model needs {list(shapes[name])}"
+                    )
+                local.copy_(self.part(stored, part))
+
+    def refuse_extra(self, allowed: Iterable[str]) -> None:
+        extra = sorted(set(self.files) - set(allowed))
+        if extra:
+            raise UserError(f"{self.folder} holds tensors that the model does not have: "
+                            f"{', '.join(extra[:3])}; it is another model's")  # fmt: skip
+
+
+def load_model(
+    folder: Path,
+    mesh: DeviceMesh | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> Transformer:
+    """The model of a folder, its shards on `mesh` (None: one process), ready to run.
+
+    dtype: None keeps the type that the weights are stored in. Each process reads its own slices.
+    """
+    config = read_config(folder)
+    reader = TensorReader(folder, WEIGHTS)
+    with torch.device("meta"):
+        model = Transformer(config)
+    names = [name for name, _ in model.named_parameters()]
+    spare = {"lm_head.weight"} if config.tie_embeddings else set()  # some store it all the same
+    reader.refuse_extra({*names, *spare, *(n for n in reader.files if "rotary_emb" in n)})
+    place(model, mesh, device=device, dtype=dtype or reader.dtype(names[0]))
+    reader.fill(model)
+    return model

@@ -1,0 +1,1 @@
+"""Other projects' checkpoints as ours."""

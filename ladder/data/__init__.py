@@ -1,0 +1,1 @@
+"""Text to batches: documents, tokenizer, token shards, batches. Nothing distributed."""

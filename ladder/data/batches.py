@@ -1,0 +1,236 @@
+"""Batches of token windows, as a function of the step and nothing else.
+
+The windows of a split are read, epoch by epoch, in an order that (seed, epoch) decides. Step s of
+batch size B takes entries [s B, (s + 1) B) of that endless sequence, and rank r of R its r-th part
+of them. So the order is the same for any number of ranks, and resuming at a step needs no state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ladder.models.errors import UserError, unknown
+
+INDEX = "index.json"
+VERSION = 1
+DTYPES = {"uint16": "<u2", "uint32": "<u4"}
+REMEDY = "prepare the data again"
+
+
+@dataclass(frozen=True)
+class Split:
+    """The tokens of one split: shards mapped into memory, read as if they were one array.
+
+    starts: the position of each shard's first token, and at the end the number of tokens.
+    bytes: of the documents' text in UTF-8.
+    """
+
+    name: str
+    shards: tuple[npt.NDArray[Any], ...]
+    starts: npt.NDArray[np.int64]
+    documents: int
+    bytes: int
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Tokens [start, stop), which may lie in several shards."""
+        assert 0 <= start <= stop <= len(self), (start, stop, len(self))
+        tokens = np.empty(stop - start, np.int64)
+        shard = int(np.searchsorted(self.starts, start, side="right")) - 1
+        at = start
+        while at < stop:
+            first, end = int(self.starts[shard]), min(int(self.starts[shard + 1]), stop)
+            tokens[at - start : end - start] = self.shards[shard][at - first : end - first]
+            at, shard = end, shard + 1
+        return tokens
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """A prepared folder, opened.
+
+    token_bytes: bytes of text that each token stands for, int32 [vocab_size]; special tokens 0.
+    """
+
+    folder: Path
+    vocab_size: int
+    eos_id: int
+    token_bytes: npt.NDArray[np.int32]
+    splits: Mapping[str, Split]
+    index: Mapping[str, Any]
+
+    def split(self, name: str) -> Split:
+        if name not in self.splits:
+            raise unknown("split", name, self.splits)
+        return self.splits[name]
+
+
+def open_data(folder: str | Path) -> TokenData:
+    """Open what `prepare` wrote. Raises UserError for a folder that is not complete and whole."""
+    folder = Path(folder)
+    path = folder / INDEX
+    try:
+        index = json.loads(path.read_bytes())
+        if index["version"] != VERSION:
+            raise UserError(
+                f"{path} has version={index['version']!r}, this program reads {VERSION}; {REMEDY}"
+            )
+        dtype = np.dtype(DTYPES[index["dtype"]])
+        splits = {
+            name: Split(
+                name,
+                tuple(_map(folder, shard, dtype) for shard in record["shards"]),
+                np.cumsum([0, *(shard["tokens"] for shard in record["shards"])], dtype=np.int64),
+                record["documents"],
+                record["bytes"],
+            )
+            for name, record in index["splits"].items()
+        }
+        token_bytes = _load_token_bytes(folder / index["token_bytes"], index["vocab_size"])
+        return TokenData(folder, index["vocab_size"], index["eos_id"], token_bytes, splits, index)
+    except OSError as error:
+        raise UserError(
+            f"no prepared data in {folder} ({path}: {error.strerror}); prepare it, or give the "
+            f"folder that holds {INDEX}"
+        ) from error
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); {REMEDY}") from error
+
+
+def _map(folder: Path, shard: Mapping[str, Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    path, expected = folder / shard["file"], shard["tokens"] * dtype.itemsize
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise UserError(
+            f"shard {path} cannot be read: {error.strerror}; copy the whole folder again, or "
+            f"{REMEDY}"
+        ) from error
+    if size != expected:
+        state = "truncated" if size < expected else "too long"
+        raise UserError(
+            f"shard {path} is {state}: {size:,} bytes where {INDEX} says {expected:,}; copy it "
+            f"again, or {REMEDY}"
+        )
+    return np.memmap(path, dtype, mode="r")
+
+
+def _load_token_bytes(path: Path, vocab_size: int) -> npt.NDArray[np.int32]:
+    try:
+        lengths = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{path} cannot be read ({error}); {REMEDY}") from error
+    if lengths.shape != (vocab_size,):
+        raise UserError(
+            f"{path} has shape {lengths.shape} where {INDEX} says vocab_size={vocab_size}; {REMEDY}"
+        )
+    return lengths.astype(np.int32)
+
+
+class Windows:
+    """The non-overlapping windows of a split.
+
+    Window i covers tokens [i S, i S + S + 1), S = seq_len: S inputs, and as targets the tokens
+    that follow them. So each token of the split is a target at most once. The first token never
+    is, nor are the fewer than S at the end that fill no window.
+    """
+
+    def __init__(self, split: Split, seq_len: int) -> None:
+        if seq_len < 1:
+            raise UserError(f"seq_len={seq_len} must be 1 or more")
+        if len(split) < seq_len + 1:
+            raise UserError(
+                f"seq_len={seq_len} is longer than split {split.name!r}, whose {len(split):,} "
+                f"tokens allow at most {max(len(split) - 1, 0):,}; use a shorter one, or prepare "
+                f"more documents"
+            )
+        self.split, self.seq_len = split, seq_len
+        self._orders: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
+
+    def __len__(self) -> int:
+        return (len(self.split) - 1) // self.seq_len
+
+    def read(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of the windows named: two int64 [len(indices), seq_len]."""
+        size = self.seq_len
+        block = np.empty((len(indices), size + 1), np.int64)
+        for row, i in enumerate(indices):
+            assert 0 <= i < len(self), (i, len(self))
+            block[row] = self.split.read(i * size, i * size + size + 1)
+        tokens = torch.from_numpy(block)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def batch(
+        self, step: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of this rank's part of one step: int64 [batch_size / ranks, seq_len].
+
+        batch_size: windows of the whole step. rank, ranks: of data parallelism (ranks that hold
+        different parts of one model copy take the same batch).
+        """
+        return self.read(self.order(step, batch_size, seed, rank, ranks))
+
+    def order(
+        self, step: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1
+    ) -> list[int]:
+        """The windows that `batch` reads."""
+        if batch_size < 1 or batch_size % ranks:
+            raise UserError(
+                f"batch_size={batch_size} must be a multiple of the {ranks} data-parallel ranks"
+            )
+        if seed < 0:
+            raise UserError(f"seed={seed} must be 0 or more")
+        assert step >= 0, step
+        assert 0 <= rank < ranks, (rank, ranks)
+        part = batch_size // ranks
+        first = step * batch_size + rank * part
+        found = []
+        for entry in range(first, first + part):
+            epoch, at = divmod(entry, len(self))
+            found.append(int(self._order(seed, epoch)[at]))
+        return found
+
+    def _order(self, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+        """The permutation of all windows in one epoch. The last two are kept: a step may end one.
+
+        It sorts raw generator output, which numpy promises never to change, as it does not promise
+        of `permutation`: a run resumed after an upgrade reads on in the same order.
+        """
+        key = (seed, epoch)
+        if key not in self._orders:
+            while len(self._orders) > 1:
+                del self._orders[next(iter(self._orders))]
+            random = np.random.PCG64(np.random.SeedSequence(key)).random_raw(len(self))
+            self._orders[key] = np.argsort(random, kind="stable")
+        return self._orders[key]
+
+
+def heldout_windows(
+    data: TokenData, seq_len: int, limit: int | None = None, batch_size: int = 1
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The held-out windows from the first on, in batches, for bits per byte.
+
+    limit: the most windows; None is all. Yields inputs, targets and the bytes of text that each
+    target stands for: three int64 [batch, seq_len], where batch is `batch_size` but for the last.
+    Bits per byte is the sum of the targets' losses in nats / ln 2 / the sum of the bytes.
+    """
+    if batch_size < 1 or (limit is not None and limit < 1):
+        raise UserError(f"batch_size={batch_size} and limit={limit} must be 1 or more")
+    windows = Windows(data.split("heldout"), seq_len)
+    lengths = torch.from_numpy(data.token_bytes.astype(np.int64))
+    count = len(windows) if limit is None else min(limit, len(windows))
+    for start in range(0, count, batch_size):
+        tokens, targets = windows.read(range(start, min(start + batch_size, count)))
+        yield tokens, targets, lengths[targets]

@@ -1,0 +1,220 @@
+"""Token shards: documents as numbers on disk, written once and mapped into memory by training.
+
+A prepared folder holds
+    index.json         what is there: sizes, hashes, where the text came from
+    tokenizer.json     the tokenizer that was used
+    token_bytes.npy    bytes of text that each token stands for, int32
+    train-00000.bin, heldout-00000.bin, ...
+                       token ids, raw little-endian uint16 or uint32; each document is followed by
+                       the end-of-text token, and may go on in the next shard
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from ladder.data.sources import SPLITS, Document, open_corpus
+from ladder.data.tokenizer import (
+    FILE,
+    end_of_text,
+    load_tokenizer,
+    pieces,
+    token_byte_lengths,
+    tokenizer_file,
+)
+from ladder.models.errors import UserError
+from ladder.progress import Progress
+
+INDEX = "index.json"
+TOKEN_BYTES = "token_bytes.npy"
+VERSION = 1
+BATCH = 2**21  # characters that are tokenised at once: some 100 MB of the library's memory
+
+OURS = re.compile(rf"{INDEX}|{FILE}|{TOKEN_BYTES}|({'|'.join(SPLITS)})-\d+\.bin")
+
+
+def prepare(
+    paths: Sequence[str | Path] | None,
+    tokenizer: str | Path,
+    out: str | Path,
+    *,
+    heldout_fraction: float = 0.05,
+    text_field: str = "text",
+    shard_tokens: int = 2**24,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Tokenise a corpus (see `open_corpus`) into a folder of shards, and return its index.
+
+    All or nothing: the folder appears when it is complete. One that `out` already holds stays as
+    it is, and usable, until then; it is replaced only with `overwrite`.
+
+    Raises UserError for what is wrong with the paths, the tokenizer, `out` or an option.
+    """
+    if shard_tokens < 1:
+        raise UserError(f"shard_tokens={shard_tokens} must be 1 or more")
+    out = Path(out).resolve()
+    _check_free(out, overwrite)
+    encoder = load_tokenizer(tokenizer)
+    definition = tokenizer_file(tokenizer).read_bytes()
+    eos_id = end_of_text(encoder)
+    token_bytes = token_byte_lengths(encoder)
+    corpus = open_corpus(paths, heldout_fraction=heldout_fraction, text_field=text_field)
+
+    dtype = "uint16" if len(token_bytes) <= 65535 else "uint32"
+    index: dict[str, Any] = {
+        "version": VERSION,
+        "dtype": dtype,
+        "vocab_size": len(token_bytes),
+        "eos_id": eos_id,
+        "tokenizer_sha256": hashlib.sha256(definition).hexdigest(),
+        "token_bytes": TOKEN_BYTES,
+        "source": corpus.description,
+        "splits": {},
+    }
+    stored = np.dtype(dtype).newbyteorder("<")
+    partial = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}")
+    try:
+        partial.mkdir(parents=True)
+        with Progress("tokenise", corpus.bytes, "bytes") as progress:
+            read = written = 0
+            for split in SPLITS:
+                counts = {"tokens": 0, "bytes": 0, "documents": 0}
+
+                def texts(split: str, counts: dict[str, int]) -> Iterator[Document]:
+                    for document in corpus.read(split):
+                        counts["documents"] += 1
+                        counts["bytes"] += document.bytes
+                        yield document
+
+                def tokens(split: str, counts: dict[str, int]) -> Iterator[npt.NDArray[Any]]:
+                    for array in _encode(texts(split, counts), encoder, eos_id, stored):
+                        counts["tokens"] += len(array)
+                        progress.update(
+                            read + counts["bytes"], f"{written + counts['tokens']:,} tokens"
+                        )
+                        yield array
+
+                shards = _write_shards(tokens(split, counts), partial, split, shard_tokens)
+                index["splits"][split] = {**counts, "shards": shards}
+                read, written = read + counts["bytes"], written + counts["tokens"]
+        (partial / FILE).write_bytes(definition)
+        np.save(partial / TOKEN_BYTES, token_bytes.astype("<i4"))
+        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        for path in (*partial.iterdir(), partial):
+            _sync(path)
+        _publish(partial, out)
+    except OSError as error:
+        raise UserError(
+            f"out={out} cannot be written: {error.strerror}; choose another folder or make room"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return index
+
+
+def _check_free(out: Path, overwrite: bool) -> None:
+    """Refuse an `out` that holds anything but, with `overwrite`, what an earlier call wrote."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise UserError(f"out={out} is a file; choose a folder")
+    names = sorted(path.name for path in out.iterdir())
+    foreign = [name for name in names if not OURS.fullmatch(name)]
+    if names and (foreign or INDEX not in names):
+        raise UserError(
+            f"out={out} is no prepared folder (it holds {(foreign or names)[0]!r}) and is never "
+            f"replaced; choose another folder"
+        )
+    if names and not overwrite:
+        raise UserError(
+            f"out={out} already holds prepared data; give --overwrite to replace it, or choose "
+            f"another folder"
+        )
+
+
+def _encode(
+    documents: Iterable[Document], tokenizer: Tokenizer, eos_id: int, dtype: np.dtype[Any]
+) -> Iterator[npt.NDArray[Any]]:
+    """The tokens of all documents, end-of-text after each, in arrays of moderate size."""
+    batch: list[str] = []
+    last: list[bool] = []  # whether each piece ends its document
+    size = 0
+
+    def flush() -> npt.NDArray[Any]:
+        ids: list[int] = []
+        encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        for encoding, ends in zip(encodings, last, strict=True):
+            ids.extend(encoding.ids)
+            if ends:
+                ids.append(eos_id)
+        batch.clear()
+        last.clear()
+        return np.array(ids, dtype)
+
+    for document in documents:
+        for piece in pieces(document.text):
+            if size >= BATCH:
+                yield flush()
+                size = 0
+            batch.append(piece)
+            last.append(False)
+            size += len(piece)
+        last[-1] = True
+    if batch:
+        yield flush()
+
+
+def _write_shards(
+    arrays: Iterable[npt.NDArray[Any]], folder: Path, split: str, shard_tokens: int
+) -> list[dict[str, Any]]:
+    """Write tokens to files of `shard_tokens` each, the last one shorter; their records."""
+    shards: list[dict[str, Any]] = []
+    for array in arrays:
+        while len(array):
+            if not shards or shards[-1]["tokens"] == shard_tokens:
+                name = f"{split}-{len(shards):05d}.bin"
+                shards.append({"file": name, "tokens": 0, "sha256": hashlib.sha256()})
+            shard = shards[-1]
+            part, array = np.split(array, [shard_tokens - shard["tokens"]])  # noqa: PLW2901
+            data = part.tobytes()
+            with (folder / shard["file"]).open("ab") as file:
+                file.write(data)
+            shard["tokens"] += len(part)
+            shard["sha256"].update(data)
+    return [{**shard, "sha256": shard["sha256"].hexdigest()} for shard in shards]
+
+
+def _publish(partial: Path, out: Path) -> None:
+    """Put the complete folder where `out` is; what was there goes only once it is."""
+    old = out.with_name(f".{out.name}.old-{secrets.token_hex(4)}")
+    try:
+        if out.exists():
+            out.rename(old)
+        partial.rename(out)
+    except BaseException:
+        if old.exists() and not out.exists():
+            old.rename(out)
+        raise
+    _sync(out.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Have a file or a folder's entries on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,144 @@
+"""Byte-level BPE: training one, loading one, and the bytes that each token stands for."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from ladder.models.errors import UserError
+
+FILE = "tokenizer.json"
+EOS = "<|endoftext|>"
+# The same of other byte-level tokenizers (Llama 3, RoBERTa), in the order in which they are tried.
+EOS_TOKENS = (EOS, "<|end_of_text|>", "</s>")
+SMALLEST_VOCAB = 257  # the 256 bytes and EOS
+PIECE = 2**17  # characters
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, out: Path) -> int:
+    """Train a byte-level BPE tokenizer and save it as `out`/tokenizer.json, all or nothing.
+
+    It is lossless: decoding what it encodes gives any text back. `<|endoftext|>` has id 0, the
+    bytes have ids 1 to 256. The same texts, in any order, give the same file.
+
+    Returns the vocabulary's size, below `vocab_size` where the texts have too few pairs to merge.
+    Raises UserError where `vocab_size` is below 257 or `out` cannot be written.
+    """
+    if vocab_size < SMALLEST_VOCAB:
+        raise UserError(
+            f"vocab_size={vocab_size} is too small for the 256 bytes and {EOS}; give "
+            f"{SMALLEST_VOCAB} or more"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
+    path = tokenizer_file(out)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(tokenizer.to_str(pretty=True))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written: {error.strerror}; choose another folder or make room"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return int(tokenizer.get_vocab_size())
+
+
+def tokenizer_file(path: str | Path) -> Path:
+    """The file that a tokenizer's path means: the path itself if it is .json, or in that folder."""
+    path = Path(path)
+    return path if path.suffix == ".json" else path / FILE
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load a tokenizer.json, or the one in a folder; it encodes all of a text and nothing else.
+
+    A special token's name that stands in a text is text: no document can end another. Truncation
+    and padding, which some files ask for, are off. Raises UserError if it is missing or broken.
+    """
+    file = tokenizer_file(path)
+    if not file.is_file():
+        raise UserError(f"no tokenizer at {file}; train one, or give a folder that holds {FILE}")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise UserError(f"{file} is not a tokenizer ({error}); train or copy it again") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def end_of_text(tokenizer: Tokenizer) -> int:
+    """The id of the token that ends a document. Raises UserError if there is none."""
+    for token in EOS_TOKENS:
+        found = tokenizer.token_to_id(token)
+        if found is not None:
+            return int(found)
+    raise UserError(
+        f"the tokenizer has no end-of-text token ({', '.join(EOS_TOKENS)}); train one with ladder, "
+        f"or add {EOS} to it as a special token"
+    )
+
+
+def token_byte_lengths(tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
+    """How many bytes of text each token stands for: [vocabulary], int32; special tokens 0.
+
+    The lengths of a text's tokens sum to its length in UTF-8, whence bits per byte. Raises
+    UserError if the tokenizer is not byte-level.
+    """
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    added = tokenizer.get_added_tokens_decoder()
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())  # one character for each byte
+    lengths = np.zeros(max(vocab.values(), default=-1) + 1, np.int32)  # ids may have gaps
+    byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+    for token, index in vocab.items():
+        if index in added:
+            lengths[index] = 0 if added[index].special else len(token.encode("utf-8"))
+        elif byte_level and alphabet.issuperset(token):
+            lengths[index] = len(token)
+        else:
+            raise UserError(
+                f"the tokenizer is not byte-level (token {index} is {token!r}), so that bits per "
+                f"byte are unknown; use a byte-level BPE, such as `train_tokenizer` makes"
+            )
+    return lengths
+
+
+def pieces(text: str, size: int = PIECE) -> Iterator[str]:
+    """Cut a long text into pieces of at most `size` characters, to bound memory and use all cores.
+
+    They tokenise as the whole text does: a cut comes before a lone space, where every byte-level
+    pre-tokenizer starts a new word. A text without one is cut anywhere, which loses nothing.
+    """
+    start = 0
+    while len(text) - start > size:
+        cut = start + size
+        at = text.rfind(" ", start + 1, cut)
+        while at > 0:
+            if not text[at - 1].isspace() and not text[at + 1].isspace():
+                cut = at
+                break
+            at = text.rfind(" ", start + 1, at)
+        yield text[start:cut]
+        start = cut
+    yield text[start:]

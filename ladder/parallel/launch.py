@@ -1,0 +1,151 @@
+"""Processes: starting them, joining them, and saying what went wrong once.
+
+A command runs as one process, as several that `spawn` starts (`--nproc`), or under torchrun or
+SLURM, which set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ladder.models.errors import UserError
+
+RENDEZVOUS = "LADDER_RENDEZVOUS"  # a file that the processes of one `spawn` meet at
+ERROR_KEY = "ladder/errors"
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def run(command: Callable[..., int], arguments: tuple[Any, ...], nproc: int = 1) -> int:
+    """Run `command(*arguments)` on every rank and return the exit code.
+
+    nproc: processes to start here; 1 runs it in this process (a rank of torchrun, perhaps). A
+    UserError becomes one line on standard error, once for all ranks, and exit code 2. When one
+    rank fails the others are ended.
+    """
+    if nproc < 1:
+        raise UserError(f"--nproc={nproc} must be 1 or more")
+    if nproc == 1:
+        return _guarded(command, arguments)
+    if world_size() > 1:
+        raise UserError(f"--nproc={nproc} under torchrun (WORLD_SIZE={world_size()}): use one")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            mp.spawn(_child, (nproc, folder, command, arguments), nprocs=nproc, join=True)
+        except mp.ProcessExitedException as error:
+            if error.exit_code is None or error.exit_code < 0:
+                print(f"error: a rank was killed ({error})", file=sys.stderr)
+                return 1
+            return error.exit_code
+    return 0
+
+
+def _child(index: int, nproc: int, folder: str, command: Callable, arguments: tuple) -> None:
+    os.environ |= {
+        "RANK": str(index),
+        "LOCAL_RANK": str(index),
+        "WORLD_SIZE": str(nproc),
+        RENDEZVOUS: str(Path(folder) / "store"),
+    }
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // nproc))
+    sys.exit(_guarded(command, arguments))
+
+
+def _guarded(command: Callable[..., int], arguments: tuple[Any, ...]) -> int:
+    try:
+        code = command(*arguments)
+    except UserError as error:
+        if _first_to_fail():
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except Exception:
+        if _first_to_fail():  # the others' errors only follow from the first
+            traceback.print_exc()
+        return 1
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return code
+
+
+def _first_to_fail() -> bool:
+    if not dist.is_initialized():
+        return True
+    return dist.distributed_c10d._get_default_store().add(ERROR_KEY, 1) == 1
+
+
+def join(device: str = "auto") -> torch.device:
+    """Join the other processes, if there are any, and return this one's device.
+
+    device: `cpu`, `cuda`, or `auto` (cuda where there is one). Groups use NCCL on GPUs and gloo
+    on CPUs. Raises UserError where the device is not there.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise UserError(f"device={device!r} must be auto, cpu or cuda")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    place = torch.device(device)
+    if device == "cuda":
+        if local >= torch.cuda.device_count():
+            raise UserError(
+                f"device=cuda needs a GPU for local rank {local} and this machine has "
+                f"{torch.cuda.device_count()}; use fewer processes, or device=cpu"
+            )
+        place = torch.device("cuda", local)
+        torch.cuda.set_device(place)
+    if world_size() > 1 and not dist.is_initialized():
+        file = os.environ.get(RENDEZVOUS)
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            init_method=f"file://{file}" if file else "env://",
+            rank=rank(),
+            world_size=world_size(),
+            device_id=place if device == "cuda" else None,
+        )
+    return place
+
+
+def make_mesh(device: torch.device, tp: int) -> DeviceMesh | None:
+    """A mesh with the dimensions `dp` and `tp`, tp innermost; None for one process."""
+    world = world_size()
+    if tp < 1 or world % tp:
+        raise UserError(
+            f"tp={tp} does not divide the number of processes, {world}; start it with --nproc "
+            f"(or torchrun) and a multiple of {max(tp, 1)} processes"
+        )
+    if world == 1:
+        return None
+    return init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
+
+
+def agree(values: dict[str, Any]) -> None:
+    """Raise UserError on every rank, naming the difference, unless all ranks hold equal values."""
+    if world_size() == 1:
+        return
+    gathered: list[Any] = [None] * world_size()
+    dist.all_gather_object(gathered, values)
+    for other, theirs in enumerate(gathered):
+        for key in sorted({*gathered[0], *theirs}):
+            first, second = gathered[0].get(key), theirs.get(key)
+            if first != second:
+                raise UserError(
+                    f"ranks disagree: {key} is {first!r} on rank 0 and {second!r} on rank {other}; "
+                    f"start every rank with the same command and the same files"
+                )

@@ -1,0 +1,1 @@
+"""Pretraining: config, optimiser, loop, checkpoints, metrics."""

@@ -1,0 +1,117 @@
+"""What a training run is, resolved and checked before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ladder.config import apply_overrides, build, find, load_mapping, load_plan, model_config
+from ladder.models.config import ModelConfig
+from ladder.models.errors import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# What may differ between a run and its continuation: none of these changes what is computed.
+FREE_ON_RESUME = ("log_interval", "eval_interval", "checkpoint_interval", "tensorboard", "out")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training recipe; lengths are in tokens, sizes in sequences, intervals in steps.
+
+    model: a name from configs/models, a YAML path, or a mapping of `name` and overrides; its
+        vocabulary is the data's. plan, tp_degree: see `ladder plans`.
+    data: a folder made by `ladder data prepare`. out: the run's folder.
+    batch_size: sequences per step over all ranks; micro_batch_size: sequences per forward pass on
+        one rank (0: all of its share at once).
+    lr: the peak, reached after warmup_steps; from there a cosine to min_lr at the last step.
+    eval_windows: held-out windows per evaluation, the last one included (0: all).
+    checkpoint_interval: 0 saves after the last step only.
+    dtype: float32, or bfloat16 for activations and matrix products (parameters stay float32).
+    """
+
+    data: str
+    out: str
+    model: Any = "tiny"
+    plan: Any = "standard"
+    tp_degree: int | None = None
+    tp: int = 1
+    steps: int = 1000
+    seq_len: int = 512
+    batch_size: int = 16
+    micro_batch_size: int = 0
+    lr: float = 3e-4
+    min_lr: float = 3e-5
+    warmup_steps: int = 100
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0
+    dtype: str = "float32"
+    seed: int = 0
+    log_interval: int = 10
+    eval_interval: int = 0
+    eval_windows: int = 64
+    checkpoint_interval: int = 0
+    tensorboard: bool = True
+
+    def __post_init__(self) -> None:
+        positive = ("tp", "steps", "seq_len", "batch_size", "log_interval")
+        not_negative = ("micro_batch_size", "warmup_steps", "eval_interval", "eval_windows",
+                        "checkpoint_interval", "weight_decay", "min_lr", "seed")  # fmt: skip
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be 1 or more")
+        for name in not_negative:
+            if not getattr(self, name) >= 0:
+                raise UserError(f"{name}={getattr(self, name)} must be 0 or more")
+        if not self.lr > 0 or self.min_lr > self.lr:
+            raise UserError(f"lr={self.lr} must be above 0 and at least min_lr={self.min_lr}")
+        if not self.grad_clip > 0:
+            raise UserError(f"grad_clip={self.grad_clip} must be above 0; inf clips nothing")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"betas={list(self.betas)} must be two numbers in [0, 1)")
+        if self.dtype not in DTYPES:
+            raise UserError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
+        if self.warmup_steps >= self.steps:
+            raise UserError(
+                f"warmup_steps={self.warmup_steps} must be below steps={self.steps}; lower it"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, from which `build` makes an equal config."""
+        return {**asdict(self), "betas": list(self.betas)}
+
+    def model_config(self, vocab_size: int) -> ModelConfig:
+        """The model to train, with the data's vocabulary; checks seq_len against it."""
+        config = model_config(self.model, self.plan, self.tp_degree, vocab_size=vocab_size)
+        if not config.plan.communicates and (config.tp_degree or 1) > 1:
+            raise UserError(
+                f"plan={config.plan.name!r} drops every reduce: it is a bound for benchmarks and "
+                f"computes no model; choose another plan"
+            )
+        if self.seq_len > config.max_seq_len:
+            raise UserError(f"seq_len={self.seq_len} is longer than the model's max_seq_len="
+                            f"{config.max_seq_len}; lower it, or set model.max_seq_len")  # fmt: skip
+        return config
+
+
+def load_train_config(source: str, overrides: Sequence[str]) -> TrainConfig:
+    """The config of a YAML path or a name in configs/train, with key=value overrides."""
+    data = apply_overrides(load_mapping(find("train", source)), overrides)
+    data["plan"] = load_plan(data.get("plan", "standard"))
+    return build(TrainConfig, data, where=f"training config {source!r}")
+
+
+def refuse_changes(old: Mapping[str, Any], new: TrainConfig, run: Path) -> None:
+    """Raise UserError where a resumed run's config would change what is computed."""
+    current = new.to_dict()
+    for item in fields(TrainConfig):
+        name = item.name
+        if name not in FREE_ON_RESUME and old.get(name) != current[name]:
+            raise UserError(
+                f"{name}={current[name]!r} differs from the run in {run}, which was started with "
+                f"{name}={old.get(name)!r}; resume with that, or start a new run with another out"
+            )

@@ -1,0 +1,183 @@
+"""The training loop: one process or many, TP and data parallel, resumable after any step."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ladder.data.batches import TokenData
+from ladder.files import write_text
+from ladder.models.errors import UserError
+from ladder.models.transformer import Transformer
+from ladder.parallel import launch
+from ladder.parallel.sharding import initialise, place, sum_shared_gradients
+from ladder.progress import Progress
+from ladder.train import state
+from ladder.train.config import DTYPES, TrainConfig, refuse_changes
+from ladder.train.evaluate import Heldout, bits_per_byte
+from ladder.train.metrics import Metrics
+from ladder.train.optim import average_gradients, clip_gradients, learning_rate, make_optimizer
+
+
+def train(
+    config: TrainConfig,
+    *,
+    resume: bool = False,
+    device: str = "auto",
+    stop_after: int | None = None,
+) -> Heldout | None:
+    """Train as `config` says, on every process of this launch; returns the last evaluation.
+
+    resume: go on from the run's newest checkpoint, exactly where it stopped. stop_after: save and
+    return after that many steps in all, as an interruption at that point would.
+    """
+    place_ = launch.join(device)
+    mesh = launch.make_mesh(place_, config.tp)
+    launch.agree(config.to_dict())
+    run = Path(config.out)
+    data = TokenData(Path(config.data))
+    launch.agree({"data": data.fingerprint})
+    model_config = config.model_config(data.vocab_size)
+    found = state.checkpoints(run)
+    start = _check_run(run, config, resume, found)
+    dp, dp_rank = (1, 0) if mesh is None else (mesh["dp"].size(), mesh.get_local_rank("dp"))
+    if config.batch_size % dp:
+        raise UserError(f"batch_size={config.batch_size} is not divisible by the {dp} data-parallel "
+                        f"ranks; change one of them")  # fmt: skip
+    share = config.batch_size // dp
+    micro = config.micro_batch_size or share
+    if share % micro:
+        raise UserError(f"micro_batch_size={micro} does not divide the {share} sequences of each "
+                        f"rank's batch; choose a divisor")  # fmt: skip
+    windows = data.windows("train", config.seq_len)
+
+    torch.manual_seed(config.seed)
+    with torch.device("meta"):
+        model = Transformer(model_config)
+    place(model, None if mesh is None else mesh["tp"], device=place_, dtype=torch.float32)
+    model.compute_dtype = DTYPES[config.dtype]
+    optimizer = make_optimizer(model, config)
+    if start:
+        state.restore(found[-1][1], model, optimizer, start)
+    else:
+        initialise(model, config.seed)
+    main = launch.rank() == 0
+    if main:
+        run.mkdir(parents=True, exist_ok=True)
+        write_text(run / "config.json", json.dumps(config.to_dict(), indent=1) + "\n")
+        print(_header(config, model, data, dp), flush=True)
+
+    last = min(config.steps, stop_after or config.steps)
+    result: Heldout | None = None
+    tokens_per_step = config.batch_size * config.seq_len
+    with (
+        Metrics(run, config.tensorboard, start, main) as metrics,
+        Progress("train", config.steps, "steps", quiet=not main) as progress,
+    ):
+        since, since_step = time.perf_counter(), start
+        for step in range(start, last):
+            tokens, targets = windows.batch(step, config.batch_size, config.seed, dp_rank, dp)
+            loss = _backward(model, tokens.to(place_), targets.to(place_), micro)
+            if mesh is not None:
+                sum_shared_gradients(model)
+                if dp > 1:
+                    average_gradients(model, mesh.get_group("dp"))
+                    dist.all_reduce(loss, group=mesh.get_group("dp"))
+                    loss /= dp
+            norm = clip_gradients(model, config.grad_clip)
+            if not math.isfinite(norm) or not math.isfinite(loss.item()):
+                raise UserError(
+                    f"step {step + 1}: loss={loss.item()}, gradient norm={norm}: not finite. The "
+                    f"checkpoints so far are untouched; lower lr={config.lr}, or use dtype=float32"
+                )
+            rate = learning_rate(step, config)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+            done = step + 1
+            ended = done == last
+            if done % config.log_interval == 0 or ended:
+                now = time.perf_counter()
+                speed = tokens_per_step * (done - since_step) / (now - since)
+                since, since_step = now, done
+                metrics.write(
+                    done,
+                    loss=loss.item(),
+                    learning_rate=rate,
+                    gradient_norm=norm,
+                    tokens=done * tokens_per_step,
+                    tokens_per_second=speed,
+                )
+                progress.update(done, f"loss {loss.item():.3f}, {speed:,.0f} tokens/s")
+            if done == config.steps or (config.eval_interval and done % config.eval_interval == 0):
+                result = bits_per_byte(
+                    model, data, config.seq_len, micro, config.eval_windows, mesh
+                )
+                metrics.write(
+                    done,
+                    heldout_loss=result.loss,
+                    heldout_bits_per_byte=result.bits_per_byte,
+                )
+                since, since_step = time.perf_counter(), done
+            due = config.checkpoint_interval and done % config.checkpoint_interval == 0
+            if ended or due:
+                state.save(run, done, model, optimizer, config, data.eos_id, mesh)
+                since, since_step = time.perf_counter(), done
+    if main and result is not None:
+        print(f"held-out: {result.bits_per_byte:.4f} bits per byte, loss {result.loss:.4f} "
+              f"({result.tokens:,} tokens)\nrun: {run}", flush=True)  # fmt: skip
+    return result
+
+
+def _check_run(
+    run: Path, config: TrainConfig, resume: bool, found: list[tuple[int, Path]]
+) -> int:
+    """The step to start from; UserError where the run's folder does not fit what was asked."""
+    if not resume:
+        if found or (run / "metrics.jsonl").exists():
+            raise UserError(f"out={config.out} holds a run already; add --resume to go on with it, "
+                            f"or choose another out")  # fmt: skip
+        return 0
+    if not found:
+        raise UserError(f"--resume: out={config.out} has no checkpoint to go on from; leave "
+                        f"--resume out to start")  # fmt: skip
+    step, folder = found[-1]
+    refuse_changes(state.read_record(folder)["config"], config, run)
+    launch.agree({"checkpoint": step})
+    if step >= config.steps:
+        raise UserError(f"out={config.out} has finished its steps={config.steps} already")
+    return step
+
+
+def _backward(
+    model: Transformer, tokens: torch.Tensor, targets: torch.Tensor, micro: int
+) -> torch.Tensor:
+    """Accumulate the gradients of the mean loss over this rank's batch; returns that loss."""
+    total = torch.zeros((), device=tokens.device)
+    for part, wanted in zip(tokens.split(micro), targets.split(micro), strict=True):
+        loss = model(part, wanted).sum() / tokens.numel()
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def _header(config: TrainConfig, model: Transformer, data: TokenData, dp: int) -> str:
+    count = sum(parameter.numel() for parameter in model.parameters())
+    plan, ranks = model.config.plan, model.reducer.ranks
+    virtual = f", {ranks.held} virtual ranks" if ranks.held > 1 else ""
+    tokens: Any = config.steps * config.batch_size * config.seq_len
+    return (
+        f"plan {plan.name}: {plan.collectives} collectives per token, {sum(plan.blocking)} "
+        f"blocking; {count:,} parameters; {data.tokens('train'):,} training tokens, "
+        f"{tokens:,} to be seen; tp {config.tp}{virtual}, dp {dp}, {config.dtype}"
+    )
+
+

@@ -1,0 +1,72 @@
+"""A run's metrics: one JSON object a line, and TensorBoard."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ladder.files import write_text
+from ladder.models.errors import UserError
+
+FILE = "metrics.jsonl"
+
+
+class Metrics:
+    """Appends to metrics.jsonl and TensorBoard's event files in the run's folder.
+
+    resumed: the step that the run goes on from; records of later steps, which are about to be
+    written again, are dropped. On ranks that do not write (`enabled` false) it does nothing.
+    """
+
+    def __init__(self, run: Path, tensorboard: bool, resumed: int, enabled: bool) -> None:
+        self.enabled = enabled
+        self.board: Any = None
+        if not enabled:
+            return
+        path = run / FILE
+        kept = [record for record in read(run) if record["step"] <= resumed]
+        write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+        self.file = path.open("a", encoding="utf-8", buffering=1)
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise UserError(
+                    f"tensorboard=true needs the package tensorboard ({error}): install it, or set "
+                    f"tensorboard=false"
+                ) from error
+            self.board = SummaryWriter(str(run / "tensorboard"), purge_step=resumed + 1)
+
+    def write(self, step: int, **values: float) -> None:
+        """Record values of `step` (1 is the first)."""
+        if not self.enabled:
+            return
+        self.file.write(json.dumps({"step": step, **values}) + "\n")
+        if self.board is not None:
+            for name, value in values.items():
+                self.board.add_scalar(name, value, step)
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.enabled:
+            self.file.close()
+            if self.board is not None:
+                self.board.close()
+
+
+def read(run: Path) -> list[dict[str, Any]]:
+    """The records of a run's metrics.jsonl, a torn last line left out; [] where there is none."""
+    path = run / FILE
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]  # what follows the last newline was torn

@@ -1,0 +1,131 @@
+"""Checkpoints of a run: weights, optimiser state and step, enough to go on exactly.
+
+A run's folder holds `checkpoints/step-000100/`: a model folder (see ladder.checkpoint) with
+optimizer.safetensors (`exp_avg.NAME`, `exp_avg_sq.NAME`, full tensors) and train.json beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ladder.checkpoint import (
+    WEIGHTS,
+    Entry,
+    TensorReader,
+    full,
+    model_entries,
+    read_config,
+    read_json,
+    write_config,
+    write_tensors,
+)
+from ladder.files import new_folder, write_text
+from ladder.models.errors import UserError
+from ladder.models.transformer import Transformer
+from ladder.parallel.sharding import local_parameters, local_tensor
+from ladder.train.config import TrainConfig
+
+OPTIMIZER = "optimizer"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def checkpoints(run: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of a run's finished checkpoints, oldest first."""
+    found = []
+    for folder in (run / "checkpoints").glob("step-*"):
+        if match := re.fullmatch(r"step-(\d+)", folder.name):
+            found.append((int(match[1]), folder))
+    return sorted(found)
+
+
+def newest(path: Path) -> Path:
+    """`path` itself where it is a model folder, or the newest checkpoint of the run there."""
+    if (path / "config.json").is_file():
+        return path
+    if not path.is_dir():
+        raise UserError(f"{path} does not exist; give a model folder or a run's folder")
+    found = checkpoints(path)
+    if not found:
+        raise UserError(f"{path} is neither a model folder (no config.json) nor a run with "
+                        f"checkpoints")  # fmt: skip
+    return found[-1][1]
+
+
+def save(
+    run: Path,
+    step: int,
+    model: Transformer,
+    optimizer: torch.optim.Optimizer,
+    config: TrainConfig,
+    eos_token_id: int,
+    mesh: DeviceMesh | None,
+) -> None:
+    """Write the checkpoint after `step` steps, whole or not at all; every rank calls this.
+
+    The first tensor-parallel group gathers, rank 0 writes, the others wait.
+    """
+    writer = mesh is None or mesh.get_rank() == 0
+    states = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
+    moments = [
+        Entry(f"{moment}.{name}", state[moment].numel() * 4, lambda s=state, m=moment: full(s[m]))
+        for moment in MOMENTS
+        for name, state in states.items()
+    ]
+    if writer:
+        folder = run / "checkpoints" / f"step-{step:06d}"
+        with new_folder(folder) as temporary:
+            write_config(temporary, model.config, eos_token_id)
+            shutil.copy(Path(config.data) / "tokenizer.json", temporary)
+            record = {"step": step, "config": config.to_dict()}
+            write_text(temporary / "train.json", json.dumps(record, indent=1) + "\n")
+            write_tensors(temporary, WEIGHTS, model_entries(model), writer=True)
+            write_tensors(temporary, OPTIMIZER, moments, writer=True)
+    elif mesh is not None and mesh.get_local_rank("dp") == 0:
+        write_tensors(run, WEIGHTS, model_entries(model), writer=False)
+        write_tensors(run, OPTIMIZER, moments, writer=False)
+    if mesh is not None:
+        dist.barrier()
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """A checkpoint's train.json: `step` and the `config` it was trained with."""
+    record = read_json(folder / "train.json")
+    if not isinstance(record.get("step"), int) or not isinstance(record.get("config"), dict):
+        raise UserError(f"{folder / 'train.json'} lacks step or config; the file is damaged")
+    return record
+
+
+def restore(folder: Path, model: Transformer, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Fill the model and its optimiser from a checkpoint; each rank reads its own slices.
+
+    Raises UserError where it holds another model or plan, or a file is damaged.
+    """
+    stored = read_config(folder)
+    if stored != model.config:
+        names = [k for k, v in stored.to_dict().items() if model.config.to_dict()[k] != v]
+        raise UserError(
+            f"the checkpoint {folder} is of another model: {', '.join(names)} differ "
+            f"(plan {stored.plan.name!r} there, {model.config.plan.name!r} here); resume with the "
+            f"run's own config"
+        )
+    TensorReader(folder, WEIGHTS).fill(model)
+    reader = TensorReader(folder, OPTIMIZER)
+    parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+    for name, local, part in local_parameters(model):
+        parameter = parameters[name]
+        state = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+        for moment, value in state.items():
+            local_tensor(value).copy_(reader.part(f"{moment}.{name}", part))
+        optimizer.state[parameter] = {
+            "step": torch.tensor(float(step), device=local.device),
+            **state,
+        }

@@ -1,0 +1,23 @@
+"""Fixtures of all tests: one thread, and pools of real ranks that live as long as the session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.distributed import Pools
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    """`pools(world_size).run(function, *args)`: see tests.distributed."""
+    found = Pools()
+    yield found
+    found.close()

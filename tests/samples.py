@@ -1,0 +1,166 @@
+"""Small models and plans that several tests share."""
+
+from __future__ import annotations
+
+import math
+import random
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ladder.models import ModelConfig, Plan, Ranks, Reducer, Sublayer, Transformer
+from ladder.models.presets import PlanSpec
+
+# Plans of four layers. Those whose function depends on T, and those whose does not.
+SAME_AT_ANY_T: dict[str, PlanSpec] = {
+    "standard": "standard",
+    "parallel": "parallel",
+    "ladder": "ladder",
+    "hybrid": "hybrid",
+    "ladder@1-3": "ladder@1-3",
+    "ladder@0-1": "ladder@0-1",
+    "lag 2": [
+        {
+            "layers": "0-3",
+            "attention": {"own_lag": 2, "peer_lag": 2},
+            "mlp": {"own_lag": 2, "peer_lag": 2},
+        }
+    ],
+    "lags 3, 1 and 0, some parallel": [
+        {"layers": 0, "attention": {"own_lag": 1, "peer_lag": 1}},
+        {"layers": 1, "attention+mlp": {"own_lag": 3, "peer_lag": 3}},
+        {"layers": 2, "attention+mlp": {"own_lag": 1, "peer_lag": 1}},
+        {"layers": 3, "mlp": {"own_lag": 3, "peer_lag": 3}},
+    ],
+}
+DEPENDS_ON_T: dict[str, PlanSpec] = {
+    "desync-2x": "desync-2x",
+    "desync-3x": "desync-3x",
+    "desync-4x": "desync-4x",
+    "dtp-1": "dtp-1",
+    "dtp-2": "dtp-2",
+    "dtp-3": "dtp-3",
+    "desync-2x then ladder": "desync-2x@0-1,ladder@2-3",
+    "ladder then desync-4x": "ladder@0-1,desync-4x@2-3",
+    "own at once, peers 1 later": [
+        {"layers": "0-3", "attention": {"peer_lag": 1}, "mlp": {"peer_lag": 1}}
+    ],
+    "own 2 later, peers at once": [
+        {"layers": "0-3", "attention": {"own_lag": 2}, "mlp": {"own_lag": 1, "peer_lag": 2}}
+    ],
+    "a mix of everything": [
+        {
+            "layers": 0,
+            "attention": {"own_scale": 1.5},
+            "mlp": {"own_lag": 1, "peer_lag": 2, "reduce": "none"},
+        },
+        {"layers": 1, "attention+mlp": {"reduce": "stream"}},
+        {
+            "layers": 2,
+            "attention": {"own_lag": 1, "peer_lag": 1},
+            "mlp": {"peer_lag": 2, "own_scale": 0.75},
+        },
+        {
+            "layers": 3,
+            "attention": {"reduce": "none", "own_scale": 2.0},
+            "mlp": {"own_lag": 2, "peer_lag": 1},
+        },
+    ],
+}
+PLANS: dict[str, PlanSpec] = {**SAME_AT_ANY_T, **DEPENDS_ON_T}
+
+
+def small_config(
+    plan: PlanSpec = "standard", ranks: int = 1, depends: bool = False, **changes: Any
+) -> ModelConfig:
+    """A model of four layers; with `depends` its tp_degree is `ranks`."""
+    shape: dict[str, Any] = {
+        "vocab_size": 67,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "max_seq_len": 64,
+    }
+    degree = ranks if depends else None
+    return ModelConfig(**{**shape, "plan": plan, "tp_degree": degree, **changes})
+
+
+def random_plan(rng: random.Random, num_layers: int, stay_equal: bool = False) -> Plan:
+    """A valid plan: any kinds, lags 0 to 3, reduces and scales; `stay_equal`: one without T."""
+    records: list[Sublayer] = []
+    own = peers = 0  # outputs that have landed; `stream` is valid only where both are all
+    for _ in range(num_layers):
+        kinds = rng.choice((("attention", "mlp"), ("attention", "mlp"), ("attention+mlp",)))
+        for kind in kinds:
+            n = len(records)
+            own_lag, peer_lag = rng.choice((0, 0, 1, 1, 2, 3)), rng.choice((0, 0, 1, 1, 2, 3))
+            if stay_equal:
+                peer_lag = own_lag
+            own, peers = max(own, n - own_lag), max(peers, n - peer_lag)
+            reduce = "output" if stay_equal else rng.choice(("output", "output", "none", "stream"))
+            if reduce == "stream" and (own < n or peers < n):
+                reduce = "output"
+            if reduce == "stream":
+                own = peers = n + 1
+            free = not stay_equal and reduce != "stream"
+            scale = rng.choice((1.0, 1.0, 0.5, 1.75)) if free else 1.0
+            records.append(Sublayer(kind, own_lag, peer_lag, reduce, scale))
+    return Plan(tuple(records), "random")
+
+
+@torch.no_grad()
+def fill(model: Transformer, seed: int) -> None:
+    """Random weights in which everything matters: norms far from 1, biases far from 0.
+
+    Matrices have about unit gain, so that each sublayer weighs as much as the embedding, and two
+    ranks' norms differ as much as two layers' do. (`initialise` would hide errors: its norms are
+    all 1, its biases 0 and its sublayers small.)
+    """
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator().manual_seed(seed * 7919 + zlib.crc32(name.encode()))
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        if "norm" in name:
+            noise = 1 + 0.4 * noise
+        elif name.endswith("bias"):
+            noise = 0.5 * noise
+        elif "embed_tokens" not in name:
+            noise = noise / math.sqrt(parameter.shape[1])
+        parameter.copy_(noise)
+
+
+def full_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float64) -> Transformer:
+    """The whole model in this process, filled from `seed`."""
+    model = Transformer(config).to(dtype)
+    fill(model, seed)
+    return model
+
+
+def virtual(model: Transformer, ranks: int) -> Transformer:
+    """The model with its T = `ranks` ranks all held by this process."""
+    model.use(Reducer(Ranks(ranks, 0, ranks)))
+    return model
+
+
+def sample_tokens(config: ModelConfig, seed: int, batch: int = 2, length: int = 9) -> Tensor:
+    """Token ids [batch, length]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, config.vocab_size, (batch, length), generator=generator)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, in units of the largest expected value; inf where not finite."""
+    if found.shape != expected.shape or not found.isfinite().all():
+        return math.inf
+    largest = expected.abs().max().item()
+    difference = (found.double() - expected.double()).abs().max().item()
+    return difference / largest if largest else difference
+
+
+def weights_of(model: Transformer) -> Mapping[str, Tensor]:
+    """Its state dict, detached."""
+    return {name: value.detach() for name, value in model.state_dict().items()}
