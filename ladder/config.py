@@ -73,7 +73,7 @@ def model_config(
     path = find("models", name)
     data = {**load_mapping(path), **spec, **overrides}
     data |= {"plan": load_plan(plan), "tp_degree": tp_degree}
-    return ModelConfig.from_dict(data, where=f"model {name!r}")
+    return build(ModelConfig, data, where=f"model {name!r}")
 
 
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

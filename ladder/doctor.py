@@ -19,13 +19,13 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import permutations
+from itertools import combinations, permutations
 from pathlib import Path
-from typing import Any
 
 PYTHON = (3, 11)
 
@@ -59,7 +59,7 @@ class Package:
     install: str = ""
 
 
-# The versions are pyproject.toml's, which an installed package does not carry (tests compare).
+# As in pyproject.toml (a test compares): a checkout has no metadata, a wheel no pyproject.toml.
 CORE = (
     Package("torch", "2.11"),
     Package("numpy", "2.0"),
@@ -114,12 +114,16 @@ class Missing(Exception):
     """What a check raises for something that is not there; the message says what to do."""
 
 
+class Failed(Exception):
+    """What a check raises for something that does not work, where it knows why."""
+
+
 def examine() -> list[Check]:
     """Check this machine and installation; raises nothing for what it finds.
 
     Starts nothing distributed in this process, and runs at most one tiny model on each device.
     """
-    checks = [
+    return [
         _check("python", _python, core=True),
         Check("platform", "ok", f"{platform.platform()}, {platform.machine()}"),
         _check("ladder", _ladder, core=True),
@@ -141,7 +145,6 @@ def examine() -> list[Check]:
         *(_check(each.name, partial(_package, each)) for each in OPTIONAL),
         *_environment(os.environ),
     ]
-    return checks
 
 
 def report(checks: Iterable[Check]) -> str:
@@ -177,12 +180,14 @@ def main(as_json: bool = False) -> int:
 
 
 def _check(name: str, probe: Callable[[], str], core: bool = False) -> Check:
-    """Run `probe`, which returns the detail, raises Missing, or raises the error to report."""
+    """Run `probe`: it returns the detail, or raises Missing, Failed or the error to report."""
     try:
         with redirect_stdout(sys.stderr):  # some packages greet on import; stdout may be JSON
             detail, status = probe(), "ok"
     except Missing as lack:
         detail, status = str(lack), "missing"
+    except Failed as reason:
+        detail, status = str(reason), "failed"
     except (Exception, SystemExit) as error:
         detail, status = f"{type(error).__name__}: {error}", "failed"
     return Check(name, status, _one_line(detail), core)
@@ -201,16 +206,16 @@ def _one_line(text: str, limit: int = 240) -> str:
 
 
 def _run(command: list[str], seconds: float) -> str:
-    """Standard output of `command`, within a time limit; raises RuntimeError with its last words."""
+    """Standard output of `command`; raises Failed with its last words, or after `seconds`."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"no answer within {seconds:g} s") from None
+        raise Failed(f"no answer within {seconds:g} s") from None
     if done.returncode:
         words = (done.stderr or done.stdout).strip().splitlines()
-        raise RuntimeError(words[-1] if words else f"ended with status {done.returncode}")
+        raise Failed(words[-1] if words else f"ended with status {done.returncode}")
     return done.stdout
 
 
@@ -220,7 +225,7 @@ def _run(command: list[str], seconds: float) -> str:
 def _python() -> str:
     if sys.version_info < PYTHON:
         lowest = ".".join(map(str, PYTHON))
-        raise RuntimeError(f"{platform.python_version()} is older than {lowest}; install a newer")
+        raise Failed(f"{platform.python_version()} is older than {lowest}; install a newer")
     return f"{platform.python_version()}, {sys.executable}"
 
 
@@ -245,7 +250,7 @@ def _package(package: Package) -> str:
     except importlib.metadata.PackageNotFoundError:
         version = str(getattr(loaded, "__version__", "of unknown version"))
     if package.minimum and _numbers(version) < _numbers(package.minimum):
-        raise RuntimeError(f"{version} is older than {package.minimum}; {install}")
+        raise Failed(f"{version} is older than {package.minimum}; {install}")
     least = f" (>= {package.minimum})" if package.minimum else ""
     return f"{version}{least}" if package in CORE else f"{version}{least}: {package.unlocks}"
 
@@ -264,16 +269,16 @@ def _model(device: str, half: bool = False) -> str:
 
     started = time.monotonic()
     config = ModelConfig.from_dict(
-        dict(
-            vocab_size=64,
-            hidden_size=64,
-            intermediate_size=128,
-            num_layers=2,
-            num_heads=4,
-            num_kv_heads=2,
-            max_seq_len=32,
-            plan="ladder",
-        )
+        {
+            "vocab_size": 64,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "max_seq_len": 32,
+            "plan": "ladder",
+        }
     )
     model = Transformer(config)
     generator = torch.Generator().manual_seed(0)
@@ -289,7 +294,7 @@ def _model(device: str, half: bool = False) -> str:
     )
     value, expected = loss.item(), math.log(config.vocab_size)
     if not finite or not abs(value - expected) < 0.5:  # NaN compares false
-        raise RuntimeError(
+        raise Failed(
             f"loss {value} (a new model's is {expected:.2f}), gradients "
             f"{'finite' if finite else 'not finite'}"
         )
@@ -330,7 +335,9 @@ def _memory() -> str:
 def _threads() -> str:
     import torch
 
-    return f"{torch.get_num_threads()} within an operation, {torch.get_num_interop_threads()} across"
+    return (
+        f"{torch.get_num_threads()} within an operation, {torch.get_num_interop_threads()} across"
+    )
 
 
 def _cuda() -> str:
@@ -350,7 +357,9 @@ def _cuda() -> str:
 
 
 def _driver() -> str:
-    return ", ".join(sorted(set(_smi("--query-gpu=driver_version", "--format=csv,noheader").split())))
+    return ", ".join(
+        sorted(set(_smi("--query-gpu=driver_version", "--format=csv,noheader").split()))
+    )
 
 
 def _smi(*arguments: str) -> str:
@@ -362,21 +371,126 @@ def _smi(*arguments: str) -> str:
 
 def _gpus() -> list[Check]:
     """One check for each GPU that torch sees, or one that says that there is none."""
-    if sys.modules.get("torch") is None:
-        return [Check("gpu", "missing", "needs torch")]
-    try:
-        count = _gpu_count(1, "GPU training, GPU kernels and the CUDA-graph engine")
-    except Missing as lack:
-        return [Check("gpu", "missing", str(lack))]
-    return [_check(f"gpu {index}", partial(_gpu, index)) for index in range(count)]
+    unlocks = "GPU training, GPU kernels and the CUDA-graph engine need one"
+    count = _with_torch("gpu", lambda: str(_gpu_count(1, unlocks)))
+    if count.status != "ok":
+        return [count]
+    return [_check(f"gpu {index}", partial(_gpu, index)) for index in range(int(count.detail))]
 
 
 def _gpu_count(needed: int, unlocks: str) -> int:
-    """How many GPUs torch sees; raises Missing, with what more would unlock, below `needed`."""
+    """How many GPUs torch sees; raises Missing, saying what more would unlock, below `needed`."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < needed:
-        found = "only one GPU" if count else NO_GPU
-        raise Missing(f"{found}; {unlocks} {'needs' if needed == 1 else 'needs two'}")
+        raise Missing(f"{'only one GPU' if count else NO_GPU}: {unlocks}")
     return count
+
+
+def _gpu(index: int) -> str:
+    import torch
+
+    gpu = torch.cuda.get_device_properties(index)
+    return (
+        f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability "
+        f"{gpu.major}.{gpu.minor}, {gpu.multi_processor_count} SMs"
+    )
+
+
+def _model_on_gpu() -> str:
+    _gpu_count(1, "a tiny model would run there in bf16")
+    return _model("cuda", half=True)
+
+
+def _nccl() -> str:
+    import torch.distributed
+
+    if not torch.distributed.is_nccl_available():
+        raise Missing("this torch has no NCCL, for all-reduces between GPUs: CUDA builds have it")
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    return f"{version}: all-reduces between GPUs"
+
+
+def _links() -> str:
+    return describe_links(_smi("topo", "-m"))
+
+
+def describe_links(text: str) -> str:
+    """What `nvidia-smi topo -m` says of the links between GPUs, in one line.
+
+    Raises Missing where it lists one GPU, Failed where it lists none.
+    """
+    rows: dict[int, list[str]] = {}
+    for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines():  # the header is underlined
+        words = line.split()
+        # Rows start as the columns do, with the GPUs, but the header names a GPU in place of X.
+        if len(words) > 1 and re.fullmatch(r"GPU\d+", words[0]) and "X" in words:
+            rows[len(rows)] = words[1:]
+    if not rows:
+        raise Failed("nvidia-smi topo -m lists no GPUs")
+    if len(rows) == 1:
+        raise Missing("only one GPU: tensor parallelism needs two")
+    pairs = list(combinations(rows, 2))
+    kinds = Counter(rows[a][b] for a, b in pairs)
+    nvlink = any(re.fullmatch(r"NV\d+", kind) for kind in kinds)
+    found = ", ".join(f"{kind} on {count} of {len(pairs)} pairs" for kind, count in kinds.items())
+    if len(kinds) == 1:
+        found = f"{next(iter(kinds))} on every pair"
+    return f"{'NVLink' if nvlink else 'no NVLink, PCIe only'}: {found} of {len(rows)} GPUs"
+
+
+def _peers() -> str:
+    count = _gpu_count(2, "peer access, which symmetric memory needs, is between two")
+    lacking = _lacking_peers(count)
+    if lacking:
+        pairs = ", ".join(f"{a} to {b}" for a, b in lacking)
+        raise Missing(f"not from GPU {pairs}: symmetric memory needs it, NCCL works without")
+    return f"every GPU reads and writes the memory of the other {count - 1}"
+
+
+def _lacking_peers(count: int) -> list[tuple[int, int]]:
+    import torch
+
+    pairs = permutations(range(count), 2)
+    return [(a, b) for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+
+
+def _symmetric_memory() -> str:
+    import torch
+
+    importlib.import_module("torch.distributed._symmetric_memory")
+    count = _gpu_count(2, "symmetric memory, for the fastest all-reduces, is between two")
+    for index in range(count):
+        major, minor = torch.cuda.get_device_capability(index)
+        if major < 9:
+            raise Missing(
+                f"GPU {index} has compute capability {major}.{minor}, fast all-reduces over "
+                f"symmetric memory need 9.0; NCCL works without"
+            )
+    if _lacking_peers(count):
+        raise Missing("not without peer access between all GPUs; NCCL works without")
+    return f"{count} GPUs of compute capability 9.0 or more, with peer access"
+
+
+def _bf16() -> str:
+    import torch
+
+    ones = torch.ones(8, 8, dtype=torch.bfloat16)
+    if (ones @ ones).sum().item() != 512:
+        raise Failed("a product of bf16 matrices is wrong on this CPU")
+    if not torch.cuda.is_available():
+        return f"works on the CPU; {NO_GPU}"
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise Missing("the CPU has it, the GPU emulates it: compute capability 8.0 or more has it")
+    return "works on the CPU, native on the GPU"
+
+
+def _environment(values: Mapping[str, str]) -> list[Check]:
+    """One check for each variable that is set and changes what ladder does, or one for none."""
+    found = [
+        Check(name, "ok", _one_line(f"{values[name]!r}: {meaning}"))
+        for name, meaning in ENVIRONMENT.items()
+        if name in values
+    ]
+    return found or [Check("environment", "ok", "none of the variables that matter is set")]

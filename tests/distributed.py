@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+PRELOAD = ["torch", "torch.distributed.tensor", "tests.distributed"]
 START_LIMIT = 60.0  # seconds for the workers to import torch and to meet
 GRACE = 2.0  # seconds for the other ranks to report after the first has failed
 
@@ -109,11 +110,14 @@ class Pool:
         return self._collect(limit, getattr(function, "__name__", "call"))
 
     def _start(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        # One process imports torch, then forks each worker, which therefore starts at once and
+        # with nothing of pytest's or the tests' state.
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload(PRELOAD)
         self._folder = tempfile.TemporaryDirectory(prefix="ladder-ranks-")
         for rank in range(self.world_size):
-            ours, theirs = spawn.Pipe()
-            worker = spawn.Process(
+            ours, theirs = server.Pipe()
+            worker = server.Process(
                 target=_work,
                 args=(rank, self.world_size, self._folder.name, theirs),
                 name=f"rank {rank} of {self.world_size}",

@@ -16,6 +16,7 @@ Norms are computed in float32 or wider, rotary angles in float32, the rest in th
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -364,15 +365,14 @@ def named(name: str, config: Any) -> Callable[..., Tensor] | None:
     simple = {"standard": standard, "parallel": parallel, "ladder": ladder, "none": no_reduce}
     if name in simple:
         return simple[name]
-    if name.startswith("desync-") and "@" not in name:
-        return lambda *args: desync(*args, int(name.removeprefix("desync-").removesuffix("x")))
-    if name.startswith("dtp-"):
-        return lambda *args: delayed(*args, int(name.removeprefix("dtp-")))
+    if match := re.fullmatch(r"desync-(\d+)x", name):
+        return lambda *args: desync(*args, int(match[1]))
+    if match := re.fullmatch(r"dtp-(\d+)", name):
+        return lambda *args: delayed(*args, int(match[1]))
     if name == "hybrid":
         return lambda *args: hybrid(*args, config.num_layers // 2)
-    if name.startswith("ladder@") and name.endswith(f"-{config.num_layers - 1}"):
-        first = int(name.removeprefix("ladder@").split("-")[0])
-        return lambda *args: hybrid(*args, first)
+    if match := re.fullmatch(rf"ladder@(\d+)-{config.num_layers - 1}", name):
+        return lambda *args: hybrid(*args, int(match[1]))
     return None
 
 

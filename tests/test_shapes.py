@@ -30,8 +30,8 @@ OTHERS = {  # lowest and highest: the papers say 1B, 3B and 176B; tiny is ours
     "tiny": (1.0e6, 1.5e6),
 }
 # The largest T that each shape is meant for: one node of 8, two of them for the largest.
-LARGEST_TP = {name: 8 for name in (*LLAMAS, *OTHERS)} | {
-    "paper-3b": 4,  # 36 heads
+LARGEST_TP = dict.fromkeys((*LLAMAS, *OTHERS), 8) | {
+    "paper-3b": 4,  # 8 does not divide its 36 heads
     "bloom-176b": 16,
     "llama-3.1-405b": 16,
 }

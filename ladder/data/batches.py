@@ -17,11 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ladder.data.prepare import INDEX, STORED, VERSION
 from ladder.models.errors import UserError, unknown
 
-INDEX = "index.json"
-VERSION = 1
-DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 REMEDY = "prepare the data again"
 
 
@@ -85,7 +83,7 @@ def open_data(folder: str | Path) -> TokenData:
             raise UserError(
                 f"{path} has version={index['version']!r}, this program reads {VERSION}; {REMEDY}"
             )
-        dtype = np.dtype(DTYPES[index["dtype"]])
+        dtype = np.dtype(STORED[index["dtype"]])
         splits = {
             name: Split(
                 name,

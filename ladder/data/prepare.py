@@ -17,9 +17,9 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ from ladder.progress import Progress
 INDEX = "index.json"
 TOKEN_BYTES = "token_bytes.npy"
 VERSION = 1
+STORED = {"uint16": "<u2", "uint32": "<u4"}
 BATCH = 2**21  # characters that are tokenised at once: some 100 MB of the library's memory
 
 OURS = re.compile(rf"{INDEX}|{FILE}|{TOKEN_BYTES}|({'|'.join(SPLITS)})-\d+\.bin")
@@ -65,50 +66,40 @@ def prepare(
     if shard_tokens < 1:
         raise UserError(f"shard_tokens={shard_tokens} must be 1 or more")
     out = Path(out).resolve()
-    _check_free(out, overwrite)
-    encoder = load_tokenizer(tokenizer)
-    definition = tokenizer_file(tokenizer).read_bytes()
-    eos_id = end_of_text(encoder)
-    token_bytes = token_byte_lengths(encoder)
-    corpus = open_corpus(paths, heldout_fraction=heldout_fraction, text_field=text_field)
-
-    dtype = "uint16" if len(token_bytes) <= 65535 else "uint32"
-    index: dict[str, Any] = {
-        "version": VERSION,
-        "dtype": dtype,
-        "vocab_size": len(token_bytes),
-        "eos_id": eos_id,
-        "tokenizer_sha256": hashlib.sha256(definition).hexdigest(),
-        "token_bytes": TOKEN_BYTES,
-        "source": corpus.description,
-        "splits": {},
-    }
-    stored = np.dtype(dtype).newbyteorder("<")
     partial = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}")
     try:
+        _check_free(out, overwrite)
+        encoder = load_tokenizer(tokenizer)
+        definition = tokenizer_file(tokenizer).read_bytes()
+        eos_id = end_of_text(encoder)
+        token_bytes = token_byte_lengths(encoder)
+        token_bytes[eos_id] = 0  # it stands for no text, even where a file calls it not special
+        corpus = open_corpus(paths, heldout_fraction=heldout_fraction, text_field=text_field)
+
+        dtype = "uint16" if len(token_bytes) <= 65535 else "uint32"
+        splits: dict[str, dict[str, Any]] = {}
         partial.mkdir(parents=True)
         with Progress("tokenise", corpus.bytes, "bytes") as progress:
-            read = written = 0
+
+            def report() -> None:
+                read = sum(record["bytes"] for record in splits.values())
+                tokens = sum(record["tokens"] for record in splits.values())
+                progress.update(read, f"{tokens:,} tokens")
+
             for split in SPLITS:
-                counts = {"tokens": 0, "bytes": 0, "documents": 0}
-
-                def texts(split: str, counts: dict[str, int]) -> Iterator[Document]:
-                    for document in corpus.read(split):
-                        counts["documents"] += 1
-                        counts["bytes"] += document.bytes
-                        yield document
-
-                def tokens(split: str, counts: dict[str, int]) -> Iterator[npt.NDArray[Any]]:
-                    for array in _encode(texts(split, counts), encoder, eos_id, stored):
-                        counts["tokens"] += len(array)
-                        progress.update(
-                            read + counts["bytes"], f"{written + counts['tokens']:,} tokens"
-                        )
-                        yield array
-
-                shards = _write_shards(tokens(split, counts), partial, split, shard_tokens)
-                index["splits"][split] = {**counts, "shards": shards}
-                read, written = read + counts["bytes"], written + counts["tokens"]
+                splits[split] = {"tokens": 0, "bytes": 0, "documents": 0, "shards": []}
+                batches = _encode(corpus.read(split), encoder, eos_id, np.dtype(STORED[dtype]))
+                _write(batches, partial, split, shard_tokens, splits[split], report)
+        index = {
+            "version": VERSION,
+            "dtype": dtype,
+            "vocab_size": len(token_bytes),
+            "eos_id": eos_id,
+            "tokenizer_sha256": hashlib.sha256(definition).hexdigest(),
+            "token_bytes": TOKEN_BYTES,
+            "source": corpus.description,
+            "splits": splits,
+        }
         (partial / FILE).write_bytes(definition)
         np.save(partial / TOKEN_BYTES, token_bytes.astype("<i4"))
         (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -117,7 +108,7 @@ def prepare(
         _publish(partial, out)
     except OSError as error:
         raise UserError(
-            f"out={out} cannot be written: {error.strerror}; choose another folder or make room"
+            f"out={out} cannot be written ({error}); choose another folder or make room"
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -144,56 +135,74 @@ def _check_free(out: Path, overwrite: bool) -> None:
         )
 
 
+class _Batch(NamedTuple):
+    """The tokens of some texts, and of how many documents (those that end here) and bytes."""
+
+    tokens: npt.NDArray[Any]
+    documents: int
+    bytes: int
+
+
 def _encode(
     documents: Iterable[Document], tokenizer: Tokenizer, eos_id: int, dtype: np.dtype[Any]
-) -> Iterator[npt.NDArray[Any]]:
-    """The tokens of all documents, end-of-text after each, in arrays of moderate size."""
-    batch: list[str] = []
-    last: list[bool] = []  # whether each piece ends its document
-    size = 0
+) -> Iterator[_Batch]:
+    """The tokens of all documents, end-of-text after each, in batches of moderate size."""
+    texts: list[str] = []
+    last: list[bool] = []  # whether each text ends its document
+    size = read = 0
 
-    def flush() -> npt.NDArray[Any]:
+    def flush() -> _Batch:
         ids: list[int] = []
-        encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         for encoding, ends in zip(encodings, last, strict=True):
             ids.extend(encoding.ids)
             if ends:
                 ids.append(eos_id)
-        batch.clear()
-        last.clear()
-        return np.array(ids, dtype)
+        return _Batch(np.array(ids, dtype), sum(last), read)
 
     for document in documents:
         for piece in pieces(document.text):
             if size >= BATCH:
                 yield flush()
-                size = 0
-            batch.append(piece)
+                texts, last, size, read = [], [], 0, 0
+            texts.append(piece)
             last.append(False)
             size += len(piece)
         last[-1] = True
-    if batch:
+        read += document.bytes
+    if texts:
         yield flush()
 
 
-def _write_shards(
-    arrays: Iterable[npt.NDArray[Any]], folder: Path, split: str, shard_tokens: int
-) -> list[dict[str, Any]]:
-    """Write tokens to files of `shard_tokens` each, the last one shorter; their records."""
-    shards: list[dict[str, Any]] = []
-    for array in arrays:
-        while len(array):
-            if not shards or shards[-1]["tokens"] == shard_tokens:
-                name = f"{split}-{len(shards):05d}.bin"
-                shards.append({"file": name, "tokens": 0, "sha256": hashlib.sha256()})
-            shard = shards[-1]
-            part, array = np.split(array, [shard_tokens - shard["tokens"]])  # noqa: PLW2901
+def _write(
+    batches: Iterable[_Batch],
+    folder: Path,
+    split: str,
+    shard_tokens: int,
+    record: dict[str, Any],
+    report: Callable[[], None],
+) -> None:
+    """Write tokens to files of `shard_tokens` each, the last one shorter; `record` is filled in."""
+    hashes: list[Any] = []
+    for batch in batches:
+        tokens = batch.tokens
+        while len(tokens):
+            if not hashes or record["shards"][-1]["tokens"] == shard_tokens:
+                record["shards"].append({"file": f"{split}-{len(hashes):05d}.bin", "tokens": 0})
+                hashes.append(hashlib.sha256())
+            shard = record["shards"][-1]
+            part, tokens = np.split(tokens, [shard_tokens - shard["tokens"]])
             data = part.tobytes()
             with (folder / shard["file"]).open("ab") as file:
                 file.write(data)
+            hashes[-1].update(data)
             shard["tokens"] += len(part)
-            shard["sha256"].update(data)
-    return [{**shard, "sha256": shard["sha256"].hexdigest()} for shard in shards]
+        record["tokens"] += len(batch.tokens)
+        record["documents"] += batch.documents
+        record["bytes"] += batch.bytes
+        report()
+    for shard, found in zip(record["shards"], hashes, strict=True):
+        shard["sha256"] = found.hexdigest()
 
 
 def _publish(partial: Path, out: Path) -> None:

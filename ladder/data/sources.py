@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ STDLIB_LOCAL = ("_sysconfigdata", "sitecustomize", "usercustomize", "config-")
 
 
 class Source(NamedTuple):
-    """A file of one document, or of one per line. Its name has no two files' documents alike."""
+    """A file of one document, or of one per line; no two of a corpus have the same name."""
 
     name: str
     path: Path
@@ -88,13 +88,19 @@ def open_corpus(
         raise UserError(f"heldout_fraction={heldout_fraction!r} must be 0 or more and below 1")
     if paths is None:
         sources = _standard_library()
-        description = {"kind": "standard library", "python": platform.python_version()}
+        description: dict[str, Any] = {
+            "kind": "standard library",
+            "python": platform.python_version(),
+        }
     else:
         if isinstance(paths, str | Path):
             paths = [paths]
         sources = _find(paths)
-        description = {"kind": "files", "paths": [str(path) for path in paths]}
-        description["text_field"] = text_field
+        description = {
+            "kind": "files",
+            "paths": [str(path) for path in paths],
+            "text_field": text_field,
+        }
     description["heldout_fraction"] = heldout_fraction
 
     count = size = 0
@@ -109,16 +115,16 @@ def open_corpus(
         where = "the standard library" if paths is None else ", ".join(map(str, paths))
         raise UserError(f"no text in {where}; give files or folders with text in them")
     below = int(heldout_fraction * HASH_RANGE)
-    if count > 1 and below > 0:
-        below = min(max(below, lowest + 1), highest)
-    elif count == 1:
+    if count == 1:
         below = 0
+    elif heldout_fraction > 0:  # at least the lowest is held out, and never the highest
+        below = min(max(below, lowest + 1), highest)
     return Corpus(tuple(sources), text_field, count, size, below, description)
 
 
 def name_hash(name: str) -> int:
     """A document's name to a number in [0, 2^64), the same everywhere and for ever."""
-    digest = hashlib.blake2b(os.fsencode(name), digest_size=8).digest()
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 
 
@@ -128,12 +134,19 @@ def _find(paths: Iterable[str | Path]) -> list[Source]:
     names: set[str] = set()
     seen: set[Path] = set()
     for path in map(Path, paths):
-        if path.is_dir():
+        if os.path.isdir(path):
             files = [(file.relative_to(path).as_posix(), file) for file in _walk(path)]
-        elif path.exists():
+        elif os.path.isfile(path):
             files = [(path.name, path)]
+        elif os.path.exists(path):  # a pipe, say: it can be read only once
+            raise UserError(
+                f"data path {str(path)!r} is neither a file nor a folder; save it first"
+            )
         else:
-            raise UserError(f"data path {str(path)!r} does not exist; give a file or a folder")
+            raise UserError(
+                f"data path {str(path)!r} does not exist or cannot be reached; give a file or a "
+                f"folder"
+            )
         for relative, file in sorted(files):
             resolved = file.resolve()
             if resolved in seen:  # twice in the corpus, it could be in both splits
@@ -148,24 +161,34 @@ def _find(paths: Iterable[str | Path]) -> list[Source]:
     return found
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    """All files below `folder` whose path has no hidden part."""
+def _walk(folder: Path, skipped: Collection[str] = ()) -> Iterator[Path]:
+    """All files below `folder`, but hidden ones and those in folders `skipped` by name."""
 
     def refuse(error: OSError) -> None:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}; check its permissions")
 
-    for parent, folders, files in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(parent, name) for name in files if not name.startswith("."))
+    entered: set[Path] = set()
+    for parent, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        real = Path(parent).resolve()
+        folders[:] = sorted(
+            name for name in folders if not name.startswith(".") and name not in skipped
+        )
+        if real in entered:  # a link that leads back
+            folders.clear()
+            continue
+        entered.add(real)
+        for path in (Path(parent, name) for name in files if not name.startswith(".")):
+            if path.is_file() or path.is_symlink():  # a broken link is an error when it is read
+                yield path
 
 
 def _standard_library() -> list[Source]:
     root = Path(sysconfig.get_path("stdlib"))
     found = []
-    for file in _walk(root):
+    for file in _walk(root, STDLIB_SKIPPED):
         parts = file.relative_to(root).parts
         local = any(part.startswith(STDLIB_LOCAL) for part in parts)
-        if file.suffix != ".py" or local or STDLIB_SKIPPED.intersection(parts):
+        if file.suffix != ".py" or local:
             continue
         try:
             file.read_bytes().decode("utf-8")

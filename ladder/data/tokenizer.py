@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Iterable, Iterator
@@ -59,7 +60,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: Path) -> int:
             f"{path} cannot be written: {error.strerror}; choose another folder or make room"
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
     return int(tokenizer.get_vocab_size())
 
 
@@ -127,8 +129,8 @@ def token_byte_lengths(tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
 def pieces(text: str, size: int = PIECE) -> Iterator[str]:
     """Cut a long text into pieces of at most `size` characters, to bound memory and use all cores.
 
-    They tokenise as the whole text does: a cut comes before a lone space, where every byte-level
-    pre-tokenizer starts a new word. A text without one is cut anywhere, which loses nothing.
+    They tokenise as the whole text does: a cut comes before a lone space, where the pre-tokenizers
+    of byte-level BPE start a new word. A text without one is cut anywhere, which loses nothing.
     """
     start = 0
     while len(text) - start > size:

@@ -20,6 +20,15 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
 
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if not _is_positive(value):
+                raise UserError(f"rope_scaling.{item.name}={value!r} must be a number above 0")
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise UserError(f"rope_scaling.low_freq_factor={self.low_freq_factor} must be below "
+                            f"high_freq_factor={self.high_freq_factor}")  # fmt: skip
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -52,6 +61,10 @@ class ModelConfig:
             value = getattr(self, item.name)
             if item.type == "int" and item.name != "head_dim" and not _is_count(value):
                 raise UserError(f"{item.name}={value!r} must be a whole number above 0")
+            if item.type == "bool" and not isinstance(value, bool):
+                raise UserError(f"{item.name}={value!r} must be true or false")
+            if item.type == "float" and not _is_positive(value):
+                raise UserError(f"{item.name}={value!r} must be a number above 0")
         if not self.head_dim:
             if self.hidden_size % self.num_heads:
                 raise UserError(f"hidden_size={self.hidden_size} is not divisible by "
@@ -64,7 +77,11 @@ class ModelConfig:
                 f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}"
             )
         if isinstance(self.rope_scaling, Mapping):
-            object.__setattr__(self, "rope_scaling", _rope_scaling(self.rope_scaling))
+            known = [item.name for item in fields(RopeScaling)]
+            check_keys("rope_scaling", self.rope_scaling, known)
+            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
+        elif not isinstance(self.rope_scaling, RopeScaling | None):
+            raise UserError(f"rope_scaling={self.rope_scaling!r} must be fields, as {{factor: 8}}")
         if self.tp_degree is not None:
             if not _is_count(self.tp_degree):
                 raise UserError(f"tp_degree={self.tp_degree!r} must be a whole number above 0")
@@ -118,6 +135,5 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _rope_scaling(data: Mapping[str, Any]) -> RopeScaling:
-    check_keys("rope_scaling", data, [item.name for item in fields(RopeScaling)])
-    return RopeScaling(**data)
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

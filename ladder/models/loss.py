@@ -28,6 +28,7 @@ class _TokenLosses(torch.autograd.Function):
         return (total.log() - picked).where(targets >= 0, 0.0)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         probabilities, index, inside, targets = ctx.saved_tensors
         grad = grads[0].where(targets >= 0, 0.0).unsqueeze(-1)

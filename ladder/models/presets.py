@@ -100,6 +100,9 @@ def _entry_records(
         return _preset(str(entry["preset"]), layers, num_layers, tp_degree)
     if "attention+mlp" in entry and len(entry) > 1:
         raise UserError(f"{where} has attention+mlp beside attention or mlp; give one of them")
+    for kind, fields in entry.items():
+        if not isinstance(fields, Mapping | None):
+            raise UserError(f"{kind}={fields!r} of {where} must be fields, as {{own_lag: 1}}")
     kinds = ("attention+mlp",) if "attention+mlp" in entry else ("attention", "mlp")
     layer = [
         Sublayer.from_dict({"kind": kind, **(entry.get(kind) or {})}, f"{kind} of {where}")
@@ -163,7 +166,7 @@ def _preset(
             raise UserError(
                 f"plan {name!r} delays by {delay} sublayers but the model has only {count}"
             )
-        if tp_degree is None:
+        if delay and tp_degree is None:
             raise UserError(f"plan {name!r} depends on T: set tp_degree, for example tp_degree=4")
         return [
             Sublayer(
@@ -171,7 +174,7 @@ def _preset(
                 own_lag=0,
                 peer_lag=delay,
                 reduce="output" if n < count - delay else "none",
-                own_scale=math.sqrt(tp_degree) if n < delay or n >= count - delay else 1.0,
+                own_scale=math.sqrt(tp_degree or 1) if n < delay or n >= count - delay else 1.0,
             )
             for n, kind in enumerate(kinds)
         ]

@@ -104,6 +104,8 @@ class Transformer(nn.Module):
         Every rank returns the same values. Calling `backward` on the same function of them on
         every rank gives that function's gradients, counted once.
         """
+        assert tokens.dim() == 2, tokens.shape
+        assert (cache is None) == (mask is None), "a cache needs a mask, and a mask a cache"
         if tokens.shape[1] > self.config.max_seq_len:
             raise UserError(
                 f"a sequence of {tokens.shape[1]} tokens is longer than the model's "

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ladder.data.batches import TokenData
+from ladder.data.batches import TokenData, heldout_windows
 from ladder.models.transformer import Transformer
 from ladder.parallel.sharding import local_tensor
 
@@ -40,14 +40,14 @@ def bits_per_byte(
     device = local_tensor(model.model.embed_tokens.weight).device
     dp, dp_rank = (1, 0) if mesh is None else (mesh["dp"].size(), mesh.get_local_rank("dp"))
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, tokens, bytes
-    batches = data.windows("heldout", seq_len).in_order(batch_size, limit)
-    for i, (tokens, targets) in enumerate(batches):
+    batches = heldout_windows(data, seq_len, limit or None, batch_size)
+    for i, (tokens, targets, lengths) in enumerate(batches):
         if i % dp != dp_rank:
             continue
         losses = model(tokens.to(device), targets.to(device))
         sums[0] += losses.double().sum()
         sums[1] += targets.numel()
-        sums[2] += int(data.token_bytes[targets.numpy()].sum())
+        sums[2] += int(lengths.sum())
     if mesh is not None and dp > 1:
         dist.all_reduce(sums, group=mesh.get_group("dp"))
     nats, tokens_seen, text = sums.tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ladder.data.batches import TokenData
+from ladder.data.batches import TokenData, Windows, open_data
 from ladder.files import write_text
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
@@ -41,11 +42,12 @@ def train(
     mesh = launch.make_mesh(place_, config.tp)
     launch.agree(config.to_dict())
     run = Path(config.out)
-    data = TokenData(Path(config.data))
-    launch.agree({"data": data.fingerprint})
+    data = open_data(config.data)
+    fingerprint = hashlib.sha256(json.dumps(data.index).encode()).hexdigest()[:16]
+    launch.agree({"data": fingerprint})
     model_config = config.model_config(data.vocab_size)
     found = state.checkpoints(run)
-    start = _check_run(run, config, resume, found)
+    start = _check_run(run, config, fingerprint, resume, found)
     dp, dp_rank = (1, 0) if mesh is None else (mesh["dp"].size(), mesh.get_local_rank("dp"))
     if config.batch_size % dp:
         raise UserError(f"batch_size={config.batch_size} is not divisible by the {dp} data-parallel "
@@ -55,7 +57,7 @@ def train(
     if share % micro:
         raise UserError(f"micro_batch_size={micro} does not divide the {share} sequences of each "
                         f"rank's batch; choose a divisor")  # fmt: skip
-    windows = data.windows("train", config.seq_len)
+    windows = Windows(data.split("train"), config.seq_len)
 
     torch.manual_seed(config.seed)
     with torch.device("meta"):
@@ -129,7 +131,8 @@ def train(
                 since, since_step = time.perf_counter(), done
             due = config.checkpoint_interval and done % config.checkpoint_interval == 0
             if ended or due:
-                state.save(run, done, model, optimizer, config, data.eos_id, mesh)
+                record = {"step": done, "data": fingerprint, "config": config.to_dict()}
+                state.save(run, record, model, optimizer, data, mesh)
                 since, since_step = time.perf_counter(), done
     if main and result is not None:
         print(f"held-out: {result.bits_per_byte:.4f} bits per byte, loss {result.loss:.4f} "
@@ -138,7 +141,11 @@ def train(
 
 
 def _check_run(
-    run: Path, config: TrainConfig, resume: bool, found: list[tuple[int, Path]]
+    run: Path,
+    config: TrainConfig,
+    fingerprint: str,
+    resume: bool,
+    found: list[tuple[int, Path]],
 ) -> int:
     """The step to start from; UserError where the run's folder does not fit what was asked."""
     if not resume:
@@ -150,7 +157,11 @@ def _check_run(
         raise UserError(f"--resume: out={config.out} has no checkpoint to go on from; leave "
                         f"--resume out to start")  # fmt: skip
     step, folder = found[-1]
-    refuse_changes(state.read_record(folder)["config"], config, run)
+    record = state.read_record(folder)
+    refuse_changes(record["config"], config, run)
+    if record.get("data") != fingerprint:
+        raise UserError(f"data={config.data} has changed since the run in {run} was started; "
+                        f"resume with the data it was started with")  # fmt: skip
     launch.agree({"checkpoint": step})
     if step >= config.steps:
         raise UserError(f"out={config.out} has finished its steps={config.steps} already")
@@ -176,7 +187,7 @@ def _header(config: TrainConfig, model: Transformer, data: TokenData, dp: int) -
     tokens: Any = config.steps * config.batch_size * config.seq_len
     return (
         f"plan {plan.name}: {plan.collectives} collectives per token, {sum(plan.blocking)} "
-        f"blocking; {count:,} parameters; {data.tokens('train'):,} training tokens, "
+        f"blocking; {count:,} parameters; {len(data.split('train')):,} training tokens, "
         f"{tokens:,} to be seen; tp {config.tp}{virtual}, dp {dp}, {config.dtype}"
     )
 

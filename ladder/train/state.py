@@ -28,11 +28,11 @@ from ladder.checkpoint import (
     write_config,
     write_tensors,
 )
+from ladder.data.batches import TokenData
 from ladder.files import new_folder, write_text
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel.sharding import local_parameters, local_tensor
-from ladder.train.config import TrainConfig
 
 OPTIMIZER = "optimizer"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -62,16 +62,15 @@ def newest(path: Path) -> Path:
 
 def save(
     run: Path,
-    step: int,
+    record: dict[str, Any],
     model: Transformer,
     optimizer: torch.optim.Optimizer,
-    config: TrainConfig,
-    eos_token_id: int,
+    data: TokenData,
     mesh: DeviceMesh | None,
 ) -> None:
-    """Write the checkpoint after `step` steps, whole or not at all; every rank calls this.
+    """Write a checkpoint, whole or not at all; every rank calls this.
 
-    The first tensor-parallel group gathers, rank 0 writes, the others wait.
+    record: `step` (how many are done), the `data`'s fingerprint and the run's `config`. The first tensor-parallel group gathers, rank 0 writes, the others wait.
     """
     writer = mesh is None or mesh.get_rank() == 0
     states = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
@@ -81,11 +80,10 @@ def save(
         for name, state in states.items()
     ]
     if writer:
-        folder = run / "checkpoints" / f"step-{step:06d}"
+        folder = run / "checkpoints" / f"step-{record['step']:06d}"
         with new_folder(folder) as temporary:
-            write_config(temporary, model.config, eos_token_id)
-            shutil.copy(Path(config.data) / "tokenizer.json", temporary)
-            record = {"step": step, "config": config.to_dict()}
+            write_config(temporary, model.config, data.eos_id)
+            shutil.copy(data.folder / "tokenizer.json", temporary)
             write_text(temporary / "train.json", json.dumps(record, indent=1) + "\n")
             write_tensors(temporary, WEIGHTS, model_entries(model), writer=True)
             write_tensors(temporary, OPTIMIZER, moments, writer=True)

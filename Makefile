@@ -1,0 +1,37 @@
+# Each target makes its own virtual environment, once; nothing is installed the second time.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install demo test check clean
+
+help:
+	@echo "make demo    train, evaluate and run a tiny model under five residual plans (5 minutes)"
+	@echo "make test    run the tests"
+	@echo "make check   lint, format check, types"
+	@echo "make install the virtual environment alone, in $(VENV)"
+	@echo "make clean   remove it, and caches"
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $(PYTHON) is older than Python 3.11; run make PYTHON=/path/to/a/newer/one"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/ladder demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,254 @@
+"""The `ladder` command: one verb for each job. A verb imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ladder import __version__
+
+Verb = Callable[[argparse.Namespace], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code: 0, 2 for a user's mistake, 1 for anything else."""
+    options = _parser().parse_args(arguments)
+    from ladder.parallel import launch
+
+    verb: Verb = options.verb
+    try:
+        return launch.run(verb, (options,), getattr(options, "nproc", 1))
+    except ValueError as error:  # of the launch itself
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ladder",
+        description="Transformers whose architecture makes tensor parallelism cheap.",
+    )
+    parser.add_argument("--version", action="version", version=f"ladder {__version__}")
+    verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add in (_plans, _tokenizer, _data, _train, _generate, _doctor, _demo):
+        add(verbs)
+    return parser
+
+
+def _add(verbs: Any, name: str, verb: Verb, text: str) -> argparse.ArgumentParser:
+    parser = verbs.add_parser(
+        name,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.set_defaults(verb=verb)
+    assert isinstance(parser, argparse.ArgumentParser)
+    return parser
+
+
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nproc", type=int, default=1, help="processes to start on this machine")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+
+
+# ---- plans ----------------------------------------------------------------------------------
+
+
+def _plans(verbs: Any) -> None:
+    parser = _add(verbs, "plans", plans, "show residual plans as pictures, tables and costs")
+    parser.add_argument(
+        "plans",
+        nargs="*",
+        metavar="PLAN",
+        help="a preset (standard, parallel, ladder, hybrid, desync-4x, dtp-2, none), presets on "
+        "layers (ladder@16-31), or a YAML file; none: an overview of the presets",
+    )
+    parser.add_argument("--model", help="a name from configs/models, for the number of layers")
+    parser.add_argument("--layers", type=int, default=32, help="layers, without --model")
+    parser.add_argument("--tp-degree", type=int, default=4, help="T, for plans that depend on it")
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+
+
+OVERVIEW = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x", "dtp-1", "none")
+
+
+def plans(options: argparse.Namespace) -> int:
+    from ladder.config import load_plan, model_config
+    from ladder.models import resolve_plan
+    from ladder.plans import describe, overview, summary
+
+    layers = model_config(options.model).num_layers if options.model else options.layers
+    chosen = options.plans or OVERVIEW
+    found = [resolve_plan(load_plan(plan), layers, options.tp_degree) for plan in chosen]
+    if options.json:
+        print(json.dumps([summary(plan) for plan in found], indent=1))
+    elif options.plans:
+        print("\n\n".join(describe(plan) for plan in found))
+    else:
+        print(f"{layers} layers; `ladder plans NAME` draws one\n\n{overview(found)}")
+    return 0
+
+
+# ---- data -----------------------------------------------------------------------------------
+
+
+def _sources(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="text files, folders or JSONL files; none: this Python's own standard library",
+    )
+    parser.add_argument("--text-field", default="text", help="the field of JSONL lines to read")
+    parser.add_argument(
+        "--heldout-fraction", type=float, default=0.05, help="share of documents held out"
+    )
+
+
+def _tokenizer(verbs: Any) -> None:
+    outer = verbs.add_parser("tokenizer", help="train a tokenizer")
+    inner = outer.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser = _add(inner, "train", tokenizer_train, "train a byte-level BPE on the training text")
+    _sources(parser)
+    parser.add_argument("--vocab-size", type=int, default=16384, help="tokens, 257 or more")
+    parser.add_argument("--out", type=Path, required=True, help="the folder for tokenizer.json")
+
+
+def tokenizer_train(options: argparse.Namespace) -> int:
+    from ladder.data.sources import open_corpus
+    from ladder.data.tokenizer import train_tokenizer
+
+    corpus = open_corpus(
+        options.paths or None,
+        heldout_fraction=options.heldout_fraction,
+        text_field=options.text_field,
+    )
+    texts = (document.text for document in corpus.read("train"))
+    size = train_tokenizer(texts, options.vocab_size, options.out)
+    print(f"{options.out}: a byte-level BPE of {size:,} tokens")
+    return 0
+
+
+def _data(verbs: Any) -> None:
+    outer = verbs.add_parser("data", help="prepare training data")
+    inner = outer.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser = _add(inner, "prepare", data_prepare, "turn text into token shards with an index")
+    _sources(parser)
+    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json or its folder")
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace data that is there")
+
+
+def data_prepare(options: argparse.Namespace) -> int:
+    from ladder.data.prepare import prepare
+
+    index = prepare(
+        options.paths or None,
+        options.tokenizer,
+        options.out,
+        heldout_fraction=options.heldout_fraction,
+        text_field=options.text_field,
+        overwrite=options.overwrite,
+    )
+    for name, split in index["splits"].items():
+        print(
+            f"{name}: {split['tokens']:,} tokens, {split['bytes']:,} bytes, "
+            f"{split['documents']:,} documents"
+        )
+    print(options.out)
+    return 0
+
+
+# ---- train ----------------------------------------------------------------------------------
+
+
+def _train(verbs: Any) -> None:
+    parser = _add(verbs, "train", train, "pretrain a model, on one process or several")
+    parser.add_argument("config", help="a YAML file, or a name from configs/train")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="replace a value of the config: plan=ladder, steps=500, model.num_layers=2",
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    _add_processes(parser)
+
+
+def train(options: argparse.Namespace) -> int:
+    from ladder.train.config import load_train_config
+    from ladder.train.loop import train as run
+
+    run(
+        load_train_config(options.config, options.overrides),
+        resume=options.resume,
+        device=options.device,
+    )
+    return 0
+
+
+# ---- generate -------------------------------------------------------------------------------
+
+
+def _generate(verbs: Any) -> None:
+    parser = _add(verbs, "generate", generate, "continue prompts with a trained model")
+    parser.add_argument(
+        "model",
+        type=Path,
+        metavar="MODEL",
+        help="a run's folder, one of its checkpoints, or a Hugging Face Llama folder",
+    )
+    parser.add_argument(
+        "--prompt", action="append", required=True, help="text to continue; may be repeated"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest; 0 keeps all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="keep this much probability")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
+    parser.add_argument(
+        "--stop", action="append", default=[], help="a token (its text) that ends a completion"
+    )
+    parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of text")
+    parser.add_argument("--tp", type=int, default=0, help="TP processes; 0: all that run")
+    parser.add_argument("--dtype", default="auto", help="auto (as stored), float32 or bfloat16")
+    _add_processes(parser)
+
+
+def generate(options: argparse.Namespace) -> int:
+    from ladder.infer.command import generate_command
+
+    return generate_command(options)
+
+
+# ---- the rest -------------------------------------------------------------------------------
+
+
+def _doctor(verbs: Any) -> None:
+    parser = _add(verbs, "doctor", doctor, "say what this machine and installation can do")
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+
+
+def doctor(options: argparse.Namespace) -> int:
+    from ladder.doctor import main as examine
+
+    return examine(options.json)
+
+
+def _demo(verbs: Any) -> None:
+    parser = _add(verbs, "demo", demo, "train, evaluate and run one tiny model under five plans")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="the folder to write")
+
+
+def demo(options: argparse.Namespace) -> int:
+    from ladder.demo import main as run
+
+    return run(options.out)

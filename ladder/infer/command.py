@@ -1,0 +1,98 @@
+"""`ladder generate`: text in, text out."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+from tokenizers import Tokenizer
+
+from ladder.checkpoint import load_model, read_stop_tokens
+from ladder.data.tokenizer import load_tokenizer
+from ladder.infer.generate import generate
+from ladder.infer.sampling import Sampling
+from ladder.models.errors import UserError
+from ladder.parallel import launch
+from ladder.train.config import DTYPES
+from ladder.train.state import newest
+
+
+class Stream:
+    """Prints one completion as it grows, holding back what may still change."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.tokens: list[int] = []
+        self.shown = ""
+
+    def add(self, _: int, token: int) -> None:
+        self.tokens.append(token)
+        text = self.tokenizer.decode(self.tokens)
+        if not text.endswith("\ufffd"):  # the bytes of a character may be split over tokens
+            sys.stdout.write(text[len(self.shown) :])
+            sys.stdout.flush()
+            self.shown = text
+
+    def end(self) -> None:
+        text = self.tokenizer.decode(self.tokens)
+        print(text[len(self.shown) :])
+
+
+def generate_command(options: argparse.Namespace) -> int:
+    """Run `ladder generate` on this rank; rank 0 prints. See `ladder generate --help`."""
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    if options.dtype != "auto" and options.dtype not in DTYPES:
+        raise UserError(f"--dtype={options.dtype} must be auto, {' or '.join(DTYPES)}")
+    device = launch.join(options.device)
+    tp = options.tp or launch.world_size()
+    if tp != launch.world_size():
+        raise UserError(
+            f"--tp={tp} with {launch.world_size()} processes: start as many as tp (--nproc={tp})"
+        )
+    mesh = launch.make_mesh(device, tp)
+    folder = newest(options.model)
+    launch.agree({"model": str(folder), "options": {**vars(options), "verb": None}})
+    tokenizer = load_tokenizer(folder)
+    stop = set() if options.ignore_eos else set(read_stop_tokens(folder))
+    stop |= {_stop_token(tokenizer, text) for text in options.stop}
+    prompts = [tokenizer.encode(text).ids for text in options.prompt]
+    model = load_model(
+        folder,
+        None if mesh is None else mesh["tp"],
+        device=device,
+        dtype=None if options.dtype == "auto" else DTYPES[options.dtype],
+    )
+    if not model.config.plan.communicates and model.reducer.ranks.degree > 1:
+        raise UserError(f"plan {model.config.plan.name!r} of {folder} drops every reduce: it is a "
+                        f"bound for benchmarks and computes no model")  # fmt: skip
+    model.eval()
+    main = launch.rank() == 0
+    stream = Stream(tokenizer) if main and len(prompts) == 1 else None
+    if stream is not None:
+        sys.stdout.write(options.prompt[0])
+    with torch.inference_mode():
+        results = generate(
+            model,
+            prompts,
+            max_new_tokens=options.max_new_tokens,
+            sampling=sampling,
+            stop=stop,
+            on_token=None if stream is None else stream.add,
+        )
+    if stream is not None:
+        stream.end()
+    elif main:
+        for i, (prompt, result) in enumerate(zip(options.prompt, results, strict=True)):
+            print(f"--- prompt {i} ({len(result.tokens)} tokens, ended by {result.reason})")
+            print(prompt + tokenizer.decode(result.tokens))
+    return 0
+
+
+def _stop_token(tokenizer: Tokenizer, text: str) -> int:
+    known = tokenizer.token_to_id(text)
+    ids = [known] if known is not None else tokenizer.encode(text, add_special_tokens=False).ids
+    if len(ids) != 1:
+        raise UserError(f"--stop={text!r} is {len(ids)} tokens of this tokenizer; give the text of "
+                        f"one token")  # fmt: skip
+    return int(ids[0])

@@ -1,0 +1,172 @@
+"""Residual plans as text: a picture, a table, and what they cost."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+from ladder.models.plan import Landing, Plan
+
+SHORT = {"attention": "attn", "mlp": "mlp", "attention+mlp": "attn+mlp"}
+
+
+def summary(plan: Plan) -> dict[str, Any]:
+    """What a plan costs, as plain data. Collectives are all-reduces, per token decoded."""
+    blocking = sum(plan.blocking)
+    return {
+        **plan.to_dict(),
+        "num_layers": plan.num_layers,
+        "collectives_per_token": plan.collectives,
+        "blocking_collectives_per_token": blocking,
+        "depends_on_tp": plan.depends_on_tp,
+        "communicates": plan.communicates,
+        "beside_the_sublayers": {"embedding": 1, "head": 1, "final_mean": int(plan.final_mean)},
+        "reads": [_reads(plan, n) for n in range(len(plan.sublayers) + 1)],
+        "blocking": list(plan.blocking),
+        "equal_reads": list(plan.equal_reads),
+    }
+
+
+def describe(plan: Plan, table: bool = True) -> str:
+    """The plan's picture, its table (one row for each run of equal layers), and its costs."""
+    facts = summary(plan)
+    apart = "one embedding sum, one gather of logits"
+    if plan.final_mean:
+        apart += ", one final mean"
+    lines = [
+        f"plan {plan.name}: {plan.num_layers} layers, {len(plan.sublayers)} sublayers",
+        "",
+        picture(plan),
+        "",
+    ]
+    if table:
+        lines += [_table(plan), ""]
+    lines += [
+        f"collectives per token   {facts['collectives_per_token']}  "
+        f"(apart from these: {apart})",
+        f"of which block          {facts['blocking_collectives_per_token']}",
+        "depends on T            " + ("yes: set tp_degree" if plan.depends_on_tp else "no"),
+    ]
+    if not plan.communicates:
+        lines.append("no rank ever hears of another: a bound for benchmarks, not a model")
+    return "\n".join(lines)
+
+
+def overview(plans: list[Plan]) -> str:
+    """One line a plan: what it costs."""
+    rows = [["plan", "collectives per token", "blocking", "depends on T"]]
+    for plan in plans:
+        depends = "yes" if plan.depends_on_tp else "no"
+        rows.append([plan.name, str(plan.collectives), str(sum(plan.blocking)), depends])
+    return _aligned(rows)
+
+
+def picture(plan: Plan, limit: int = 6) -> str:
+    """Some sublayers on a time line: each one, and under it the reduces that are in flight.
+
+    A reduce that is waited for at once leaves a gap (`....`) in the upper line; one that runs
+    under the next sublayer leaves none. Shown from the layer before the first that differs from
+    layer 0 on, so that a hybrid shows where it changes.
+    """
+    by_layer = [
+        [plan.sublayers[n] for n in numbers]
+        for _, numbers in groupby(range(len(plan.sublayers)), key=lambda n: plan.layers[n])
+    ]
+    differs = next((i for i, records in enumerate(by_layer) if records != by_layer[0]), 0)
+    from_layer = differs - 1 if 1 < differs < len(by_layer) - 1 else 0
+    first = plan.layers.index(from_layer)
+    shown = range(first, min(first + limit, len(plan.sublayers)))
+    width = 12
+    lanes: list[str] = []
+    compute = ""
+    waits = _waits(plan)
+    columns: dict[int, int] = {}  # where each sublayer's box ends
+    reduce_end: dict[int, int] = {}
+    for n in shown:
+        record = plan.sublayers[n]
+        start = len(compute)
+        ready = max((reduce_end[m] for m, read in waits.items() if read == n and m in columns), default=0)
+        if ready > start:
+            compute += "." * (ready - start)
+        compute += f"[{SHORT[record.kind]} {plan.layers[n]}".ljust(width - 1) + "]"
+        columns[n] = len(compute)
+        if record.reduce != "none":
+            reduce_end[n] = len(compute) + width - 4
+    for n, end in reduce_end.items():
+        start = columns[n]
+        word = "sync" if plan.sublayers[n].reduce == "stream" else "sum"
+        bar = f"<{word} {n}".ljust(end - start - 1, "-") + ">"
+        lane = next((i for i, text in enumerate(lanes) if len(text) <= start), None)
+        if lane is None:
+            lanes.append("")
+            lane = len(lanes) - 1
+        lanes[lane] = lanes[lane].ljust(start) + bar
+    before, after = "... " if first else "", " ..." if shown[-1] + 1 < len(plan.sublayers) else ""
+    indent = " " * len(before)
+    lines = ["compute  " + before + compute + after]
+    lines += ["reduce   " + indent + lane for lane in lanes or ["(none)"]]
+    return "\n".join(lines)
+
+
+def _waits(plan: Plan) -> dict[int, int]:
+    """Output -> the read before which its reduce is waited for."""
+    return {
+        landing.output: n
+        for n, read in enumerate(plan.landings)
+        for landing in read
+        if landing.summed
+    }
+
+
+def _reads(plan: Plan, n: int) -> str:
+    """In words, what lands before read n."""
+    if not plan.landings[n]:
+        return "nothing new"
+    return ", ".join(_landing(each) for each in plan.landings[n])
+
+
+def _landing(landing: Landing) -> str:
+    if landing.replaces:
+        return f"{landing.output} (streams made equal)"
+    if not landing.summed:
+        return f"own {landing.output}" + (f" x {landing.own:g}" if landing.own != 1 else "")
+    if landing.own == -1:
+        return f"peers' {landing.output}"
+    return str(landing.output) + (f" (own x {1 + landing.own:g})" if landing.own else "")
+
+
+def _table(plan: Plan) -> str:
+    head = ["layers", "sublayer", "own_lag", "peer_lag", "reduce", "own_scale", "blocks", "norm"]
+    rows = [head]
+    blocking, equal = plan.blocking, plan.equal_reads
+    layers: list[tuple[int, tuple[tuple[str, ...], ...]]] = []
+    for layer, numbers in groupby(range(len(plan.sublayers)), key=lambda n: plan.layers[n]):
+        layers.append((layer, tuple(_row(plan, n, blocking[n], equal[n]) for n in numbers)))
+    for cells, group in groupby(layers, key=lambda item: item[1]):
+        members = [layer for layer, _ in group]
+        name = str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}"
+        for i, row in enumerate(cells):
+            rows.append([name if i == 0 else "", *row])
+    rows.append(["", "final norm", "", "", "", "", "", "shared" if equal[-1] else "per rank"])
+    return _aligned(rows)
+
+
+def _aligned(rows: list[list[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _row(plan: Plan, n: int, blocks: bool, equal: bool) -> tuple[str, ...]:
+    record = plan.sublayers[n]
+    return (
+        record.kind,
+        str(record.own_lag),
+        str(record.peer_lag),
+        record.reduce,
+        f"{record.own_scale:g}",
+        "-" if record.reduce == "none" else "yes" if blocks else "no",
+        "shared" if equal else "per rank",
+    )

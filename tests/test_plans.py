@@ -1,0 +1,507 @@
+"""Residual plans: what presets mean, what hand-written plans may say, and what follows."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import yaml
+
+from ladder.models import ModelConfig, Plan, Sublayer, UserError, resolve_plan
+from tests.samples import PLANS, random_plan, small_config
+
+L = 6  # layers
+
+
+def both(**fields: Any) -> list[Sublayer]:
+    return [Sublayer("attention", **fields), Sublayer("mlp", **fields)]
+
+
+# Presets against DESIGN's table
+
+
+def test_standard_waits_for_every_reduce() -> None:
+    """Catches a default record that lags, or a layer whose reduces are counted once."""
+    plan = resolve_plan("standard", L)
+    assert plan.sublayers == tuple(both() * L)
+    assert (plan.collectives, sum(plan.blocking)) == (2 * L, 2 * L)
+    assert plan.equal_reads == (True,) * (2 * L + 1)
+    assert not plan.depends_on_tp
+    assert not plan.final_mean
+    assert plan.num_layers == L
+    assert plan.layers == tuple(n // 2 for n in range(2 * L))
+
+
+def test_parallel_has_one_reduce_a_layer() -> None:
+    """Catches attention and MLP reduced apart, which loses what PaLM's block is for."""
+    plan = resolve_plan("parallel", L)
+    assert plan.sublayers == (Sublayer("attention+mlp"),) * L
+    assert (plan.collectives, sum(plan.blocking)) == (L, L)
+    assert plan.layers == tuple(range(L))
+    assert not plan.depends_on_tp
+
+
+def test_ladder_blocks_only_at_the_end() -> None:
+    """Equation 2: as many reduces as Llama, one of them waited for. Catches lag 1 on MLPs only."""
+    plan = resolve_plan("ladder", L)
+    assert plan.sublayers == tuple(both(own_lag=1, peer_lag=1) * L)
+    assert (plan.collectives, sum(plan.blocking)) == (2 * L, 1)
+    assert plan.blocking[-1]
+    assert plan.equal_reads == (True,) * (2 * L + 1)
+    assert not plan.depends_on_tp
+
+
+@pytest.mark.parametrize(
+    ("spec", "first", "last"),
+    [("hybrid", 3, 5), ("ladder@2-5", 2, 5), ("ladder@0-5", 0, 5), ("ladder@4", 4, 4)],
+)
+def test_hybrid_lags_where_the_reader_is_a_ladder_layer(spec: str, first: int, last: int) -> None:
+    """The lag is the reader's (4.2): the last standard MLP is read late, by the first ladder layer.
+
+    Catches lag counted from the writer, one sublayer further on. Blocking: each reduce whose next
+    reader is standard, and the last.
+    """
+    plan = resolve_plan(spec, L)
+    for n, record in enumerate(plan.sublayers):
+        lag = int(first <= n // 2 <= last)
+        assert record == Sublayer(("attention", "mlp")[n % 2], lag, lag)
+    readers_lag = [*(record.own_lag for record in plan.sublayers[1:]), 0]
+    assert plan.blocking == tuple(lag == 0 for lag in readers_lag)
+    # An output in flight where ladder layers begin lands under the first of them, one where
+    # they end lands with the next: so each range saves its own 2 per layer, and nothing more.
+    ladder_layers = last - first + 1
+    saved = 2 * ladder_layers - (first == 0)
+    assert sum(plan.blocking) == 2 * L - saved
+    assert plan.collectives == 2 * L
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
+def test_desync_keeps_each_nth_reduce(n: int) -> None:
+    """Section 5. Catches the first of each group kept in place of the last, and a model whose last
+    streams are left unequal where n does not divide 2 L."""
+    plan = resolve_plan(f"desync-{n}x", L)
+    kept = {*range(n - 1, 2 * L, n), 2 * L - 1}
+    for i, record in enumerate(plan.sublayers):
+        assert record == Sublayer(
+            ("attention", "mlp")[i % 2], reduce="stream" if i in kept else "none"
+        )
+        if n % 2 == 0 and record.reduce == "stream":
+            assert record.kind == "mlp"
+    assert plan.collectives == sum(plan.blocking) == len(kept)
+    # A sublayer reads equal streams right after a kept reduce, and at the start.
+    assert plan.equal_reads == tuple(i == 0 or i - 1 in kept for i in range(2 * L + 1))
+    assert plan.depends_on_tp
+    assert not plan.final_mean
+
+
+@pytest.mark.parametrize("delay", [1, 2, 3, 6, 7, 11])
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_dtp_never_blocks(delay: int, degree: int) -> None:
+    """DESIGN's bullet on DTP. Catches sqrt(T) on one stage only, and a last stage that is sent."""
+    plan = resolve_plan(f"dtp-{delay}", L, degree)
+    count = 2 * L
+    for n, record in enumerate(plan.sublayers):
+        edge = n < delay or n >= count - delay
+        assert (record.own_lag, record.peer_lag) == (0, delay)
+        assert record.reduce == ("none" if n >= count - delay else "output")
+        assert record.own_scale == pytest.approx(math.sqrt(degree) if edge else 1.0)
+    assert plan.collectives == count - delay
+    assert sum(plan.blocking) == 0
+    assert plan.depends_on_tp
+    assert plan.final_mean
+    assert plan.equal_reads == (True,) + (False,) * count
+
+
+def test_dtp_without_delay_is_standard() -> None:
+    """DESIGN: d = 0 is `standard`; so it needs no tp_degree."""
+    assert resolve_plan("dtp-0", L).sublayers == resolve_plan("standard", L).sublayers
+    assert small_config("dtp-0").plan.sublayers == small_config("standard").plan.sublayers
+
+
+def test_none_drops_every_reduce() -> None:
+    """The paper's upper bound: standard without communication, and recognisable as such."""
+    plan = resolve_plan("none", L)
+    assert plan.sublayers == tuple(both(reduce="none") * L)
+    assert (plan.collectives, sum(plan.blocking)) == (0, 0)
+    assert not plan.communicates
+    assert not plan.final_mean
+    assert resolve_plan("standard", L).communicates
+
+
+# Forms of a specification
+
+
+def test_string_of_ranges() -> None:
+    """Catches a desync range that counts "every nth" from the model's start, or does not end with
+    a `stream` reduce where another preset follows."""
+    plan = resolve_plan("desync-4x@1-3,ladder@5", L)
+    reduces = [record.reduce for record in plan.sublayers]
+    assert reduces == ["output"] * 2 + ["none"] * 3 + ["stream", "none", "stream"] + ["output"] * 4
+    assert [record.own_lag for record in plan.sublayers] == [0] * 10 + [1, 1]
+    assert resolve_plan(" ladder@5 , desync-4x@ 1 - 3 ", L).sublayers == plan.sublayers
+
+
+def test_forms_agree() -> None:
+    """String, list of ranges, list of records and mapping are the same plan."""
+    text = resolve_plan("desync-2x@0-3,ladder@4-5", L)
+    ranges = [{"layers": "0-3", "preset": "desync-2x"}, {"layers": "4-5", "preset": "ladder"}]
+    records = text.to_dict()["sublayers"]
+    for spec in (
+        ranges,
+        ranges[::-1],
+        records,
+        {"layers": ranges},
+        {"sublayers": records},
+        {"name": "mine", "sublayers": records},
+        text,
+    ):
+        assert resolve_plan(spec, L).sublayers == text.sublayers
+    assert resolve_plan({"name": "mine", "layers": ranges}, L).name == "mine"
+
+
+def test_written_in_yaml() -> None:
+    """A hand-written plan is as good as a preset: lag 2, then desync, then parallel at lag 1."""
+    spec = yaml.safe_load(
+        """
+        name: by hand
+        layers:
+          - {layers: 0-1, attention: {own_lag: 2, peer_lag: 2}, mlp: {own_lag: 2, peer_lag: 2}}
+          - {layers: 2-4, preset: desync-2x}
+          - layers: 5
+            attention+mlp: {own_lag: 1, peer_lag: 1}
+        """
+    )
+    plan = resolve_plan(spec, L)
+    middle = [Sublayer("attention", reduce="none"), Sublayer("mlp", reduce="stream")] * 3
+    assert list(plan.sublayers) == [
+        *both(own_lag=2, peer_lag=2) * 2,
+        *middle,
+        Sublayer("attention+mlp", 1, 1),
+    ]
+    assert plan.name == "by hand"
+    assert plan.layers == (0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5)
+
+
+def test_an_entry_may_leave_out_what_is_standard() -> None:
+    plan = resolve_plan([{"layers": "0-5", "mlp": {"peer_lag": 1}}], L)
+    assert plan.sublayers == (Sublayer("attention"), Sublayer("mlp", peer_lag=1)) * L
+
+
+def test_lag_two_blocks_once() -> None:
+    """Two outputs in flight at the end: one was overlapped, the last was not."""
+    plan = resolve_plan(PLANS["lag 2"], 4)
+    assert (plan.collectives, sum(plan.blocking)) == (8, 1)
+    assert [[landing.output for landing in read] for read in plan.landings] == [
+        [], [], [], [0], [1], [2], [3], [4], [5, 6, 7]
+    ]  # fmt: skip
+
+
+def test_desync_then_ladder() -> None:
+    """A `stream` reduce lands at once although its reader lags. Catches the lag winning over it,
+    which would leave the ladder layers on streams that differ."""
+    plan = resolve_plan("desync-2x@0-1,ladder@2-3", 4)
+    assert plan.equal_reads == (True, False, True, False, True, True, True, True, True)
+    outputs = [[landing.output for landing in read] for read in plan.landings]
+    assert outputs == [[], [0], [1], [2], [3], [], [4], [5], [6, 7]]
+    assert plan.blocking == (False, True, False, True, False, False, False, True)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_round_trip(name: str) -> None:
+    """Saved and loaded a plan, and a config, is itself; also once more through YAML."""
+    plan = resolve_plan(PLANS[name], 4, 2)
+    config = small_config(plan, 2, plan.depends_on_tp)
+    assert resolve_plan(plan.to_dict(), 4) == plan
+    assert ModelConfig.from_dict(config.to_dict()) == config
+    again = yaml.safe_load(yaml.safe_dump(config.to_dict()))
+    assert ModelConfig.from_dict(again) == config
+
+
+def test_round_trip_of_all_that_a_config_holds() -> None:
+    config = small_config(
+        tie_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+        head_dim=6,
+        rope_theta=5e5,
+        rope_scaling={"factor": 4.0, "original_max_position_embeddings": 16},
+    )
+    assert config.rope_scaling is not None
+    assert (config.rope_scaling.factor, config.rope_scaling.low_freq_factor) == (4.0, 1.0)
+    assert ModelConfig.from_dict(yaml.safe_load(yaml.safe_dump(config.to_dict()))) == config
+
+
+# Errors: each names the field, its value and what to do
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("laddder", ["plan 'laddder'", "did you mean 'ladder'"]),
+        ("desync-1x", ["desync-1x", "standard"]),
+        ("desync-0x", ["desync-0x"]),
+        ("desync-x", ["plan 'desync-x'"]),
+        ("dtp-2", ["tp_degree"]),
+        ("dtp-12", ["dtp-12", "12"]),
+        ("none@0-2", ["none", "whole model"]),
+        ("hybrid@0-2", ["hybrid", "whole model"]),
+        ("dtp-1@0-2", ["dtp-1", "whole model"]),
+        ("ladder@", ["layers=''"]),
+        ("ladder@a-b", ["layers='a-b'"]),
+        ("ladder@3-2", ["layers='3-2'", "0-5"]),
+        ("ladder@4-6", ["layers='4-6'", "0-5"]),
+        ("ladder@0-3,standard@3-5", ["layer 3 twice"]),
+        ("", ["plan ''"]),
+        (7, ["plan=7"]),
+        (None, ["plan=None"]),
+        ([], ["[]"]),
+        (["ladder"], ["mapping"]),
+        ([{"layers": "0-4", "preset": "ladder"}], ["layers 5"]),
+        ([{"preset": "ladder"}], ["entry 0", "layers"]),
+        ([{"layers": "0-5", "preset": "ladder", "mlp": {}}], ["entry 0", "preset"]),
+        ([{"layers": "0-5", "presset": "ladder"}], ["presset", "did you mean 'preset'"]),
+        ([{"layers": "0-5", "attention+mlp": {}, "mlp": {}}], ["attention+mlp"]),
+        ([{"layers": "0-5", "attention": {"own_lags": 1}}], ["own_lags", "'own_lag'"]),
+        ([{"layers": "0-5", "attention": 2}], ["attention", "entry 0"]),
+        ([{"layers": "0-5", "attention": "own_lag"}], ["attention", "entry 0"]),
+        ([{"layers": "0-5", "mlp": {"kind": "attention"}}], ["kind"]),
+        ({"name": "x"}, ["layers", "sublayers"]),
+        ({"layers": [], "sublayers": []}, ["layers", "sublayers"]),
+        ({"layer": [{"layers": "0-5", "preset": "ladder"}]}, ["'layer'", "layers"]),
+        ({"sublayers": "ladder"}, ["ladder"]),
+        ([{"kind": "attention"}, {"kind": "mlp"}], ["1 layers", "6"]),
+        ([{"kind": "attention"}, {"own_lag": 1}], ["entry 0", "layers"]),
+    ],
+)  # fmt: skip
+def test_a_bad_specification_names_what_is_wrong(spec: Any, words: list[str]) -> None:
+    """Never a TypeError or KeyError from within, never a plan that was not meant."""
+    with pytest.raises(UserError) as error:
+        resolve_plan(spec, L)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"kind": "atention"}, ["kind", "atention", "did you mean 'attention'"]),
+        ({"kind": "mlp"}, ["kind", "sublayer 0", "attention"]),
+        ({"own_lag": -1}, ["own_lag=-1", "sublayer 0"]),
+        ({"peer_lag": -1}, ["peer_lag=-1", "sublayer 0"]),
+        ({"own_lag": 1.0}, ["own_lag=1.0"]),
+        ({"own_lag": True}, ["own_lag=True"]),
+        ({"peer_lag": "1"}, ["peer_lag='1'"]),
+        ({"reduce": "sum"}, ["reduce", "'sum'", "output, stream, none"]),
+        ({"reduce": None}, ["reduce", "None"]),
+        ({"own_scale": 0}, ["own_scale=0"]),
+        ({"own_scale": -1.0}, ["own_scale=-1.0"]),
+        ({"own_scale": math.nan}, ["own_scale=nan"]),
+        ({"own_scale": math.inf}, ["own_scale=inf"]),
+        ({"own_scale": "2"}, ["own_scale='2'"]),
+        ({"own_scale": 2.0, "reduce": "stream"}, ["own_scale=2.0", "stream"]),
+    ],
+)
+def test_a_bad_record_names_its_field(record: dict[str, Any], words: list[str]) -> None:
+    """Every field, with its value and where it stands."""
+    first = {"kind": "attention", **record}
+    with pytest.raises(UserError) as error:
+        resolve_plan([first, {"kind": "mlp"}], 1)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_sublayers_make_whole_layers() -> None:
+    """Catches a plan whose records are as many as they should be but in another order."""
+    attention, mlp, both_ = (Sublayer(kind) for kind in ("attention", "mlp", "attention+mlp"))
+    for records in (
+        (),
+        (attention,),
+        (mlp, attention),
+        (attention, attention, mlp),
+        (attention, both_),
+        (both_, mlp),
+        (attention, mlp, mlp),
+        (attention, mlp, attention),
+    ):
+        with pytest.raises(UserError):
+            Plan(records)
+    assert Plan((both_, attention, mlp)).layers == (0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [Sublayer("attention"), Sublayer("mlp", own_lag=1, reduce="stream")],
+        [Sublayer("attention"), Sublayer("mlp", peer_lag=1, reduce="stream")],
+        [Sublayer("attention", reduce="none"), Sublayer("mlp", own_lag=1, reduce="stream")],
+        [Sublayer("attention"), Sublayer("mlp", own_lag=9, peer_lag=9, reduce="stream")],
+    ],
+)
+def test_stream_reduce_needs_nothing_in_flight(records: list[Sublayer]) -> None:
+    """What is in flight would be summed T times, or lost."""
+    with pytest.raises(UserError, match=r"sublayer 1 .*reduce=stream.*lag"):
+        Plan(tuple(records))
+
+
+def test_stream_reduce_may_lag_where_all_has_landed() -> None:
+    """At the start, and right after another one, a lag finds nothing in flight."""
+    Plan((Sublayer("attention", 3, 3, "stream"), Sublayer("mlp", 1, 2, "stream")))
+
+
+def test_config_ties_tp_degree_to_the_plan() -> None:
+    """T is in the config exactly where it is part of the function."""
+    with pytest.raises(UserError, match="tp_degree"):
+        small_config("desync-2x")
+    with pytest.raises(UserError, match="tp_degree=2"):
+        small_config("ladder", tp_degree=2)
+    with pytest.raises(UserError, match="tp_degree=3"):
+        small_config("desync-2x", tp_degree=3)
+    for bad in (0, -2, 2.0, True, "2"):
+        with pytest.raises(UserError, match="tp_degree"):
+            small_config("desync-2x", tp_degree=bad)
+    with pytest.raises(UserError, match="num_kv_heads"):
+        small_config("desync-2x", tp_degree=4, num_heads=12, num_kv_heads=6, head_dim=4)
+    assert small_config("desync-2x", tp_degree=4, num_heads=8, num_kv_heads=2).tp_degree == 4
+
+
+@pytest.mark.parametrize("field", ["attention_bias", "mlp_bias"])
+@pytest.mark.parametrize("name", ["desync-2x", "dtp-1", "own at once, peers 1 later", "none"])
+def test_output_bias_needs_equal_streams(name: str, field: str) -> None:
+    """A bias that one rank adds would stay on that rank."""
+    with pytest.raises(UserError, match=field):
+        small_config(PLANS.get(name, name), 2, True, **{field: True})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"vocab_size": 0}, ["vocab_size=0"]),
+        ({"hidden_size": 32.0}, ["hidden_size=32.0"]),
+        ({"num_layers": True}, ["num_layers=True"]),
+        ({"max_seq_len": -1}, ["max_seq_len=-1"]),
+        ({"hidden_size": 30}, ["hidden_size=30", "num_heads=4", "head_dim"]),
+        ({"head_dim": 5}, ["head_dim=5", "even"]),
+        ({"head_dim": -2}, ["head_dim=-2"]),
+        ({"num_kv_heads": 3}, ["num_heads=4", "num_kv_heads=3"]),
+        ({"rope_scaling": {"factr": 2.0}}, ["factr", "did you mean 'factor'"]),
+    ],
+)
+def test_a_bad_config_names_its_field(change: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        small_config(**change)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_bad_key_of_a_config_names_the_nearest() -> None:
+    data = small_config().to_dict()
+    with pytest.raises(UserError, match="did you mean 'hidden_size'"):
+        ModelConfig.from_dict({**data, "hiden_size": 32})
+    del data["vocab_size"]
+    with pytest.raises(UserError, match="vocab_size"):
+        ModelConfig.from_dict(data)
+
+
+# What follows from the records, against the definition played out
+
+
+def simulate(plan: Plan) -> tuple[list[set[int]], list[set[int]], list[bool]]:
+    """Per read: this rank's outputs and the peers' that are in the stream, and whether equal.
+
+    By DESIGN's words alone. Each rank's stream is a bag of (output, whose, factor); a `stream`
+    reduce makes all bags one, which is written here as emptying them.
+    """
+    records = plan.sublayers
+    own_seen: list[set[int]] = []
+    peers_seen: list[set[int]] = []
+    equal: list[bool] = []
+    own: set[int] = set()
+    peers: set[int] = set()
+    synced = -1  # the last stream reduce: it and what came before it are on every rank alike
+    for n in range(len(records) + 1):
+        end = n == len(records)
+        for m in range(n):
+            if end or m < n - records[n].own_lag or records[m].reduce == "stream":
+                own.add(m)
+            if end or m < n - records[n].peer_lag or records[m].reduce == "stream":
+                peers.add(m)
+            if records[m].reduce == "none" and m > synced:
+                peers.discard(m)
+        if n and records[n - 1].reduce == "stream":
+            synced = n - 1
+            own, peers = set(range(n)), set(range(n))
+        own_seen.append(set(own))
+        peers_seen.append(set(peers))
+        since = [m for m in own | peers if m > synced]
+        equal.append(all(m in own and m in peers and records[m].own_scale == 1 for m in since))
+    return own_seen, peers_seen, equal
+
+
+def play_landings(plan: Plan) -> tuple[list[set[int]], list[set[int]]]:
+    """The same sets as `Plan.landings` would build them; asserts that nothing lands twice."""
+    own: dict[int, float] = {}  # output -> factor of this rank's own partial in its stream
+    peers: dict[int, int] = {}  # output -> times its peers' partials are in the stream
+    waited: set[int] = set()
+    own_seen, peers_seen = [], []
+    for n, read in enumerate(plan.landings):
+        assert [landing.output for landing in read] == sorted({x.output for x in read})
+        for landing in read:
+            m = landing.output
+            assert m < n, "landed before it was computed"
+            if landing.summed:
+                assert m not in waited, "waited for twice"
+                assert plan.sublayers[m].reduce != "none"
+                waited.add(m)
+            if landing.replaces:
+                own, peers = dict.fromkeys(range(m + 1), 1.0), dict.fromkeys(range(m + 1), 1)
+                continue
+            own[m] = own.get(m, 0.0) + landing.own + landing.summed
+            if landing.summed:
+                peers[m] = peers.get(m, 0) + 1
+        own_seen.append({m for m, factor in own.items() if factor})
+        peers_seen.append(set(peers))
+        assert set(peers.values()) <= {1}
+        for m, factor in own.items():
+            m_synced = any(plan.sublayers[k].reduce == "stream" for k in range(m, n))
+            scale = 1.0 if m_synced else plan.sublayers[m].own_scale
+            assert factor == pytest.approx(0.0 if m not in own_seen[-1] else scale)
+    posted = {n for n, record in enumerate(plan.sublayers) if record.reduce != "none"}
+    assert waited == posted, "a reduce that nobody waits for"
+    return own_seen, peers_seen
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_landings_play_out_the_definition(seed: int) -> None:
+    """Every part lands once, when the definition says. Catches an output lost or landed twice
+    where lags change between sublayers, own and peers differ, or a `stream` reduce intervenes."""
+    rng = random.Random(seed)
+    plan = random_plan(rng, rng.randint(1, 6), stay_equal=seed % 5 == 0)
+    own, peers, equal = simulate(plan)
+    assert play_landings(plan) == (own, peers)
+    assert plan.equal_reads == tuple(equal)
+    records = plan.sublayers
+    assert plan.depends_on_tp == any(
+        (r.own_lag, r.reduce, r.own_scale) != (r.peer_lag, "output", 1.0) for r in records
+    )
+    if not plan.depends_on_tp:
+        assert all(equal)
+    assert resolve_plan(plan.to_dict(), plan.num_layers) == plan
+    # In the end all is in the stream: own parts, and the peers' of what was reduced.
+    count = len(records)
+    last_stream = max((n for n in range(count) if records[n].reduce == "stream"), default=-1)
+    assert own[-1] == set(range(count))
+    assert peers[-1] == {n for n in range(count) if n <= last_stream or records[n].reduce != "none"}
+    # A reduce blocks where it is first needed by the very next read.
+    for n in range(count):
+        needed = n in peers[n + 1] and records[n].reduce != "none"
+        assert plan.blocking[n] == needed
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_landings_of_the_sample_plans(name: str) -> None:
+    plan = resolve_plan(PLANS[name], 4, 4)
+    own, peers, equal = simulate(plan)
+    assert play_landings(plan) == (own, peers)
+    assert plan.equal_reads == tuple(equal)
