@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.corpus import make_corpus
 from tests.distributed import Pools
 
 
@@ -21,3 +23,9 @@ def pools() -> Iterator[Pools]:
     found = Pools()
     yield found
     found.close()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small prepared data folder: see tests.corpus."""
+    return make_corpus(tmp_path_factory.mktemp("corpus"))

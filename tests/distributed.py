@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-PRELOAD = ["torch", "torch.distributed.tensor", "tests.distributed"]
+PRELOAD = ["torch", "ladder.parallel.sharding", "tests.distributed"]
 START_LIMIT = 60.0  # seconds for the workers to import torch and to meet
 GRACE = 2.0  # seconds for the other ranks to report after the first has failed
 
@@ -88,7 +88,10 @@ def _work(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
         except BaseException:  # every failure is the test's to see
             answer = (False, traceback.format_exc())
         faulthandler.cancel_dump_traceback_later()
-        pipe.send_bytes(pickle.dumps(answer))
+        try:
+            pipe.send_bytes(pickle.dumps(answer))
+        except OSError:  # another rank failed first, and nobody listens
+            return
 
 
 class Pool:

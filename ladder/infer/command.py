@@ -54,6 +54,7 @@ def generate_command(options: argparse.Namespace) -> int:
     folder = newest(options.model)
     launch.agree({"model": str(folder), "options": {**vars(options), "verb": None}})
     tokenizer = load_tokenizer(folder)
+    tokenizer.encode_special_tokens = False  # a prompt may hold them, in a chat template say
     stop = set() if options.ignore_eos else set(read_stop_tokens(folder))
     stop |= {_stop_token(tokenizer, text) for text in options.stop}
     prompts = [tokenizer.encode(text).ids for text in options.prompt]

@@ -47,7 +47,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
         scores = scores.masked_fill(scores < least, -torch.inf)
     chances = scores.softmax(-1)
     if sampling.top_p < 1:
-        ordered, index = chances.sort(-1, descending=True, stable=True)
+        ordered, index = chances.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered
         ordered = ordered.masked_fill(before >= sampling.top_p, 0.0)
         chances = torch.zeros_like(chances).scatter(-1, index, ordered)

@@ -26,11 +26,13 @@ ERROR_KEY = "ladder/errors"
 
 
 def world_size() -> int:
+    if dist.is_initialized():
+        return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def run(command: Callable[..., int], arguments: tuple[Any, ...], nproc: int = 1) -> int:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.data.batches import TokenData, heldout_windows
+from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel.sharding import local_tensor
 
@@ -51,4 +52,6 @@ def bits_per_byte(
     if mesh is not None and dp > 1:
         dist.all_reduce(sums, group=mesh.get_group("dp"))
     nats, tokens_seen, text = sums.tolist()
+    if not text:
+        raise UserError(f"the first {limit} held-out windows stand for no text; raise eval_windows")
     return Heldout(nats / tokens_seen, nats / math.log(2) / text, int(tokens_seen))

@@ -43,7 +43,8 @@ def train(
     launch.agree(config.to_dict())
     run = Path(config.out)
     data = open_data(config.data)
-    fingerprint = hashlib.sha256(json.dumps(data.index).encode()).hexdigest()[:16]
+    content = [data.index["tokenizer_sha256"], data.index["splits"]]  # not where it came from
+    fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     launch.agree({"data": fingerprint})
     model_config = config.model_config(data.vocab_size)
     found = state.checkpoints(run)
@@ -72,7 +73,7 @@ def train(
     main = launch.rank() == 0
     if main:
         run.mkdir(parents=True, exist_ok=True)
-        write_text(run / "config.json", json.dumps(config.to_dict(), indent=1) + "\n")
+        write_text(run / "recipe.json", json.dumps(config.to_dict(), indent=1) + "\n")
         print(_header(config, model, data, dp), flush=True)
 
     last = min(config.steps, stop_after or config.steps)

@@ -1,0 +1,172 @@
+"""Generation: the cache, batches, sampling, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ladder.infer.generate import Completion, generate
+from ladder.infer.sampling import Sampling, generators, probabilities, sample
+from ladder.models import ModelConfig, Transformer, UserError
+from ladder.parallel.sharding import initialise, place
+from tests.distributed import Pools, tp_mesh
+
+PLANS = [
+    ("standard", None),
+    ("parallel", None),
+    ("ladder", None),
+    ("hybrid", None),
+    ("desync-4x", 4),
+    ("dtp-1", 4),
+]
+
+
+def make(plan: str, degree: int | None, mesh: object = None, **changes: object) -> Transformer:
+    """A random model with wide logits, so that its choices are no near ties."""
+    fields = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_layers": 3,
+              "num_heads": 4, "num_kv_heads": 2, "max_seq_len": 40} | changes  # fmt: skip
+    config = ModelConfig(**fields, plan=plan, tp_degree=degree)  # type: ignore[arg-type]
+    model = Transformer(config)
+    place(model, mesh, dtype=torch.float64)  # type: ignore[arg-type]
+    initialise(model, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local = parameter._local_tensor if hasattr(parameter, "_local_tensor") else parameter
+            local.mul_(4.0)
+    return model
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(1, 67, (n,), generator=generator).tolist() for n in (7, 1, 12)]
+
+
+def without_cache(model: Transformer, prompt: list[int], count: int) -> list[int]:
+    """Greedy continuation by full forward passes, one prompt at a time."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize(("plan", "degree"), PLANS)
+def test_cache_and_batch_change_nothing(plan: str, degree: int | None) -> None:
+    """A cache that is off by one place, or padding that is attended to, fails this."""
+    model = make(plan, degree)
+    results = generate(model, prompts(), max_new_tokens=9)
+    expected = [without_cache(model, prompt, 9) for prompt in prompts()]
+    assert [result.tokens for result in results] == expected
+    assert len({tuple(tokens) for tokens in expected}) == 3  # a model that ignores its input fails
+
+
+def on_rank(rank: int, world: int, plan: str, degree: int | None) -> list[list[int]]:
+    model = make(plan, degree, tp_mesh(world))
+    greedy = generate(model, prompts(), max_new_tokens=6)
+    drawn = generate(model, prompts(), max_new_tokens=6, sampling=Sampling(1.0, seed=3))
+    return [result.tokens for result in greedy + drawn]
+
+
+@pytest.mark.parametrize(("plan", "degree"), PLANS)
+def test_ranks_generate_what_one_process_does(
+    pools: Pools, plan: str, degree: int | None
+) -> None:
+    """Ranks that sample apart, or a cache with another rank's heads, fail this."""
+    model = make(plan, degree)
+    greedy = generate(model, prompts(), max_new_tokens=6)
+    drawn = generate(model, prompts(), max_new_tokens=6, sampling=Sampling(1.0, seed=3))
+    expected = [result.tokens for result in greedy + drawn]
+    assert pools(2).run(on_rank, plan, degree) == [expected, expected]
+
+
+def test_stop_length_and_context() -> None:
+    """A stop token must not be part of the text, and a full context must end it."""
+    model = make("ladder", None)
+    prompt = prompts()[0]
+    tokens = without_cache(model, prompt, 8)
+    stopped = generate(model, [prompt], max_new_tokens=8, stop={tokens[3]})[0]
+    assert stopped == Completion(tokens[: tokens.index(tokens[3])], "stop")
+    assert generate(model, [prompt], max_new_tokens=8)[0] == Completion(tokens, "length")
+    full = generate(model, [prompt, prompt[:2]], max_new_tokens=100)
+    assert [result.reason for result in full] == ["context", "context"]
+    assert [len(result.tokens) for result in full] == [40 - 7, 40 - 2]
+    assert full[0].tokens == without_cache(model, prompt, 33)
+
+
+def test_streaming_calls_for_each_token() -> None:
+    seen: list[tuple[int, int]] = []
+    results = generate(
+        make("ladder", None), prompts(), max_new_tokens=4, on_token=lambda i, t: seen.append((i, t))
+    )
+    assert [[t for i, t in seen if i == k] for k in range(3)] == [r.tokens for r in results]
+
+
+def test_sampling_is_seeded_and_independent_of_neighbours() -> None:
+    """One shared source of randomness would make a text depend on the batch it is in."""
+    model = make("standard", None)
+    draw = Sampling(temperature=1.0, seed=7)
+    alone = generate(model, prompts()[:1], max_new_tokens=12, sampling=draw)
+    together = generate(model, prompts(), max_new_tokens=12, sampling=draw)
+    assert alone[0] == together[0]
+    other = generate(model, prompts(), max_new_tokens=12, sampling=Sampling(1.0, seed=8))
+    assert [r.tokens for r in other] != [r.tokens for r in together]
+
+
+def test_probabilities_follow_their_definition() -> None:
+    """top-p keeps the token that crosses the threshold; top-k exactly k; temperature divides."""
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    flat = probabilities(logits, Sampling(temperature=2.0))
+    assert torch.allclose(flat, (logits / 2).softmax(-1))
+    assert torch.allclose(
+        probabilities(logits, Sampling(1.0, top_k=2)), torch.tensor([0.625, 0.375, 0, 0])
+    )
+    assert torch.allclose(
+        probabilities(logits, Sampling(1.0, top_p=0.6)), torch.tensor([0.625, 0.375, 0, 0])
+    )
+    assert torch.allclose(
+        probabilities(logits, Sampling(1.0, top_p=0.4)), torch.tensor([1.0, 0, 0, 0])
+    )
+
+
+def test_draws_have_the_right_frequencies() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(1, -1)
+    source = generators(Sampling(1.0, seed=1), 1)
+    draws = torch.cat([sample(logits, Sampling(1.0), source) for _ in range(4000)])
+    share = torch.bincount(draws, minlength=4) / 4000
+    assert (share - torch.tensor([0.5, 0.3, 0.15, 0.05])).abs().max() < 0.03  # 4 standard errors
+
+
+def test_nan_never_becomes_a_token() -> None:
+    """argmax of NaN is a token like any other; it must be an error."""
+    logits = torch.tensor([[1.0, float("nan"), 0.0]])
+    for sampling in (Sampling(), Sampling(1.0)):
+        with pytest.raises(RuntimeError, match="not finite"):
+            sample(logits, sampling, generators(sampling, 1))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "message"),
+    [
+        ([], {}, "prompt 0 is empty"),
+        ([1] * 40, {}, "max_seq_len=40; shorten it to 39"),
+        ([67], {}, "outside vocab_size=67"),
+        ([1], {"max_new_tokens": 0}, "max_new_tokens=0"),
+    ],
+)
+def test_bad_prompts_are_refused(prompt: list[int], settings: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        generate(make("ladder", None), [prompt], **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_k": -1}, "top_k=-1"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+    ],
+)
+def test_bad_sampling_is_refused(settings: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Sampling(**settings)

@@ -1,0 +1,264 @@
+"""Training: the same under every parallelism, resumable after any step, hard to break."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ladder.checkpoint import load_model
+from ladder.config import build
+from ladder.models import UserError
+from ladder.train import metrics
+from ladder.train.config import TrainConfig
+from ladder.train.loop import train
+from ladder.train.optim import learning_rate
+from ladder.train.state import checkpoints, newest
+from tests.distributed import Pools
+
+SHAPE = {
+    "name": "tiny",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+}
+LAG_2 = [{"layers": "0-1", "attention": {"own_lag": 2, "peer_lag": 2}, "mlp": {"own_lag": 2, "peer_lag": 2}}]  # noqa: E501  # fmt: skip
+DESYNC_THEN_LADDER = [{"layers": 0, "preset": "desync-2x"}, {"layers": 1, "preset": "ladder"}]
+
+
+def recipe(corpus: Path, out: Path, **changes: Any) -> TrainConfig:
+    settings: dict[str, Any] = {
+        "data": str(corpus),
+        "out": str(out),
+        "model": SHAPE,
+        "plan": "ladder",
+        "steps": 6,
+        "seq_len": 16,
+        "batch_size": 4,
+        "lr": 1e-2,
+        "min_lr": 1e-3,
+        "warmup_steps": 2,
+        "log_interval": 1,
+        "eval_windows": 4,
+        "tensorboard": False,
+    }
+    return build(TrainConfig, settings | changes, "test recipe")
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in metrics.read(run) if "loss" in record]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(newest(run) / "model.safetensors")
+
+
+def test_training_learns(corpus: Path, tmp_path: Path) -> None:
+    """A gradient of the wrong sign, or targets that are not shifted, does not get here."""
+    result = train(recipe(corpus, tmp_path / "run", steps=60), device="cpu")
+    found = losses(tmp_path / "run")
+    assert found[0] == pytest.approx(math.log(300), rel=0.05)
+    assert result is not None
+    assert result.loss < 4.0 < found[0]
+    assert 0 < result.bits_per_byte < 8
+
+
+@pytest.mark.parametrize(
+    ("plan", "degree"),
+    [("ladder", None), ("desync-2x", 2), (LAG_2, None), (DESYNC_THEN_LADDER, 2)],
+)
+def test_resume_is_bitwise(corpus: Path, tmp_path: Path, plan: Any, degree: int | None) -> None:
+    """After any step; a lost moment, step count, batch position or learning rate fails this."""
+    settings = {"plan": plan, "tp_degree": degree, "eval_interval": 3}
+    train(recipe(corpus, tmp_path / "whole", **settings), device="cpu")
+    for stop in (1, 4):
+        run = tmp_path / f"stopped-{stop}"
+        config = recipe(corpus, run, **settings)
+        assert train(config, device="cpu", stop_after=stop) is None or stop > 3
+        train(config, device="cpu", resume=True)
+        assert losses(run) == losses(tmp_path / "whole")
+        strip = [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in metrics.read(run)]
+        whole = [
+            {k: v for k, v in r.items() if k != "tokens_per_second"}
+            for r in metrics.read(tmp_path / "whole")
+        ]
+        assert strip == whole
+        for name, value in weights(tmp_path / "whole").items():
+            assert torch.equal(value, weights(run)[name]), name
+        first = load_file(newest(run) / "optimizer.safetensors")
+        for name, value in load_file(newest(tmp_path / "whole") / "optimizer.safetensors").items():
+            assert torch.equal(value, first[name]), name
+
+
+def test_a_torn_metrics_line_is_dropped_on_resume(corpus: Path, tmp_path: Path) -> None:
+    """A killed run leaves half a line, and lines of steps that will be done again."""
+    config = recipe(corpus, tmp_path / "run", checkpoint_interval=2)
+    train(config, device="cpu", stop_after=3)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000003")
+    with (tmp_path / "run" / metrics.FILE).open("a") as file:
+        file.write('{"step": 4, "lo')
+    train(config, device="cpu", resume=True)
+    train(recipe(corpus, tmp_path / "whole"), device="cpu")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def run_on_ranks(rank: int, world: int, settings: dict[str, Any], stop: int | None) -> None:
+    config = build(TrainConfig, settings, "test recipe")
+    train(config, device="cpu", stop_after=stop)
+    if stop:
+        train(config, device="cpu", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("plan", "degree", "world", "tp", "micro"),
+    [
+        ("ladder", None, 2, 2, 0),
+        ("ladder", None, 2, 1, 1),
+        ("standard", None, 4, 2, 1),
+        ("desync-2x", 4, 4, 2, 0),
+        ("dtp-1", 2, 2, 2, 2),
+        (LAG_2, None, 2, 2, 0),
+        (DESYNC_THEN_LADDER, 4, 2, 2, 0),
+    ],
+)
+def test_parallel_training_equals_one_process(
+    corpus: Path, tmp_path: Path, pools: Pools, plan: Any, degree: int | None, world: int, tp: int,
+    micro: int,
+) -> None:  # fmt: skip
+    """TP, data parallelism, accumulation and both; and a checkpoint written on ranks resumes."""
+    alone = recipe(corpus, tmp_path / "alone", plan=plan, tp_degree=degree)
+    train(alone, device="cpu")
+    settings = alone.to_dict() | {"out": str(tmp_path / "ranks"), "tp": tp,
+                                  "micro_batch_size": micro}  # fmt: skip
+    pools(world).run(run_on_ranks, settings, 3)
+    assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "alone"), abs=1e-4)
+    norms = [
+        [record["gradient_norm"] for record in metrics.read(tmp_path / run) if "loss" in record]
+        for run in ("alone", "ranks")
+    ]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+    after = weights(tmp_path / "ranks")
+    for name, value in weights(tmp_path / "alone").items():
+        assert (value - after[name]).abs().max() < 2e-4, name
+
+
+def test_bfloat16_trains_close_to_float32(corpus: Path, tmp_path: Path) -> None:
+    for dtype in ("float32", "bfloat16"):
+        train(recipe(corpus, tmp_path / dtype, dtype=dtype, steps=20), device="cpu")
+    full, half = losses(tmp_path / "float32"), losses(tmp_path / "bfloat16")
+    assert half != full
+    assert half == pytest.approx(full, abs=0.05)
+    assert all(value.dtype == torch.float32 for value in weights(tmp_path / "bfloat16").values())
+
+
+def test_checkpoints_and_records(corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(recipe(corpus, run, checkpoint_interval=2, tensorboard=True), device="cpu")
+    assert [step for step, _ in checkpoints(run)] == [2, 4, 6]
+    assert json.loads((run / "recipe.json").read_text())["plan"] == "ladder"
+    assert any((run / "tensorboard").iterdir())
+    model = load_model(newest(run))
+    assert model.config.plan.name == "ladder"
+    assert not [path for path in run.rglob("*") if ".tmp" in path.name]
+
+
+def test_learning_rate_schedule(corpus: Path, tmp_path: Path) -> None:
+    config = recipe(corpus, tmp_path, steps=101, warmup_steps=20, lr=1.0, min_lr=0.1)
+    rates = [learning_rate(step, config) for step in range(101)]
+    assert rates[0] == 1 / 20
+    assert rates[19] == rates[20] == 1.0
+    assert rates[60] == pytest.approx(0.55)
+    assert rates[100] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps=0"),
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"lr": float("nan")}, "lr=nan"),
+        ({"dtype": "float16"}, "dtype='float16'"),
+        ({"warmup_steps": 6}, "warmup_steps=6 must be below steps=6"),
+        ({"betas": [0.9]}, "betas="),
+        ({"seq_len": 4096}, "seq_len=4096 is longer than the model's max_seq_len"),
+        ({"plan": "none", "tp_degree": 2}, "plan='none' drops every reduce"),
+        ({"plan": "desync-2x"}, "set tp_degree"),
+        ({"plan": "ladder", "tp_degree": 2}, "leave tp_degree out"),
+        ({"plan": "desync-2x", "tp_degree": 3}, "tp_degree=3 does not divide num_heads=4"),
+        ({"model": "tinny"}, "did you mean 'tiny'"),
+        ({"micro_batch_size": 3}, "micro_batch_size=3 does not divide"),
+        ({"tp": 2}, "start it with --nproc"),
+        ({"data": "/nowhere"}, "no prepared data in /nowhere"),
+    ],
+)
+def test_bad_recipes_are_refused(
+    corpus: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    """Each before anything is written."""
+    with pytest.raises(UserError, match=message):
+        train(recipe(corpus, tmp_path / "run", **changes), device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_runs_are_never_overwritten(corpus: Path, tmp_path: Path) -> None:
+    config = recipe(corpus, tmp_path / "run")
+    with pytest.raises(UserError, match="has no checkpoint to go on from"):
+        train(config, device="cpu", resume=True)
+    train(config, device="cpu", stop_after=2)
+    before = weights(tmp_path / "run")
+    with pytest.raises(UserError, match="holds a run already; add --resume"):
+        train(config, device="cpu")
+    for changes, message in (
+        ({"plan": "standard"}, "plan='standard' differs"),
+        ({"lr": 5e-3}, "lr=0.005 differs"),
+        ({"seed": 1}, "seed=1 differs"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train(recipe(corpus, tmp_path / "run", **changes), device="cpu", resume=True)
+    for name, value in before.items():
+        assert torch.equal(value, weights(tmp_path / "run")[name])
+    train(config, device="cpu", resume=True)
+    with pytest.raises(UserError, match="has finished its steps=6"):
+        train(config, device="cpu", resume=True)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "train.json"])
+def test_truncated_checkpoints_are_refused(corpus: Path, tmp_path: Path, file: str) -> None:
+    config = recipe(corpus, tmp_path / "run")
+    train(config, device="cpu", stop_after=2)
+    path = newest(tmp_path / "run") / file
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(UserError, match=f"{file}.*damaged"):
+        train(config, device="cpu", resume=True)
+
+
+def test_a_checkpoint_of_another_plan_is_refused(corpus: Path, tmp_path: Path) -> None:
+    """Even where someone has edited the recipe to match."""
+    train(recipe(corpus, tmp_path / "run"), device="cpu", stop_after=2)
+    path = newest(tmp_path / "run") / "train.json"
+    path.write_text(path.read_text().replace('"ladder"', '"standard"'))
+    with pytest.raises(UserError, match="of another model: plan differ"):
+        train(recipe(corpus, tmp_path / "run", plan="standard"), device="cpu", resume=True)
+
+
+def test_not_finite_stops_and_loses_nothing(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = recipe(corpus, tmp_path / "run")
+    train(config, device="cpu", stop_after=3)
+    before = weights(tmp_path / "run")
+    monkeypatch.setattr("ladder.train.loop.clip_gradients", lambda model, limit: float("nan"))
+    with pytest.raises(UserError, match="step 4: .*not finite"):
+        train(config, device="cpu", resume=True)
+    assert [step for step, _ in checkpoints(tmp_path / "run")] == [3]
+    for name, value in before.items():
+        assert torch.equal(value, weights(tmp_path / "run")[name])
