@@ -84,10 +84,12 @@ def full(value: Tensor) -> Tensor:
 
 
 def model_entries(model: Transformer) -> list[Entry]:
-    return [
-        Entry(name, parameter.numel() * parameter.element_size(), lambda p=parameter: full(p))
-        for name, parameter in model.named_parameters()
-    ]
+    return [entry(name, parameter) for name, parameter in model.named_parameters()]
+
+
+def entry(name: str, value: Tensor) -> Entry:
+    """The Entry of a tensor that may be a DTensor."""
+    return Entry(name, value.numel() * value.element_size(), lambda: full(value))
 
 
 def write_tensors(folder: Path, stem: str, entries: Iterable[Entry], writer: bool) -> None:
@@ -98,24 +100,27 @@ def write_tensors(folder: Path, stem: str, entries: Iterable[Entry], writer: boo
     """
     files: list[list[Entry]] = [[]]
     size = 0
-    for entry in entries:
-        if files[-1] and size + entry.nbytes > SHARD_BYTES:
+    for each in entries:
+        if files[-1] and size + each.nbytes > SHARD_BYTES:
             files.append([])
             size = 0
-        files[-1].append(entry)
-        size += entry.nbytes
+        files[-1].append(each)
+        size += each.nbytes
     index: dict[str, str] = {}
     for i, file in enumerate(files, start=1):
         numbered = f"{stem}-{i:05d}-of-{len(files):05d}.safetensors"
         name = f"{stem}.safetensors" if len(files) == 1 else numbered
         tensors = {}
-        for entry in file:
-            tensor = entry.fetch()
+        for each in file:
+            tensor = each.fetch()
             if writer:
-                tensors[entry.name] = tensor
-                index[entry.name] = name
+                tensors[each.name] = tensor
+                index[each.name] = name
         if writer:
-            save_file(tensors, folder / name, metadata={"format": "pt"})
+            try:
+                save_file(tensors, folder / name, metadata={"format": "pt"})
+            except SafetensorError as error:  # its own type for what is an OSError
+                raise OSError(f"{name}: {error}") from error
     if writer and len(files) > 1:
         text = json.dumps({"metadata": {}, "weight_map": index}, indent=1)
         write_text(folder / f"{stem}.safetensors.index.json", text)
@@ -178,8 +183,10 @@ class TensorReader:
     def refuse_extra(self, allowed: Iterable[str]) -> None:
         extra = sorted(set(self.files) - set(allowed))
         if extra:
-            raise UserError(f"{self.folder} holds tensors that the model does not have: "
-                            f"{', '.join(extra[:3])}; it is another model's")  # fmt: skip
+            raise UserError(
+                f"{self.folder} holds tensors that the model does not have: "
+                f"{', '.join(extra[:3])}; it is another model's"
+            )
 
 
 def load_model(

@@ -142,7 +142,7 @@ def _data(verbs: Any) -> None:
     inner = outer.add_subparsers(title="commands", metavar="COMMAND", required=True)
     parser = _add(inner, "prepare", data_prepare, "turn text into token shards with an index")
     _sources(parser)
-    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json or its folder")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="its file or folder")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace data that is there")
 

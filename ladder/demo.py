@@ -62,7 +62,7 @@ def main(out: Path) -> int:
     for i, (plan, degree) in enumerate(PLANS.items(), start=1):
         _say("2/4", f"training plan {i} of {len(PLANS)}")
         settings = {"data": str(out / "data"), "out": str(out / plan), "plan": plan}
-        config = build(TrainConfig, {**recipe, **settings, "tp_degree": degree}, "the demo's recipe")
+        config = build(TrainConfig, {**recipe, **settings, "tp_degree": degree}, "the demo")
         heldout = train(config, device="cpu")
         assert heldout is not None
         results[plan] = {

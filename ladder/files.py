@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,43 +12,74 @@ from pathlib import Path
 from ladder.models.errors import UserError
 
 
+def sync(path: Path) -> None:
+    """Have a file, or a folder's entries, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder, and those above it, unless it is there; UserError where that fails."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot create the folder {path}: {error.strerror}") from error
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    """Write a file atomically: a reader sees the old one or the new one, and no error leaves both.
+
+    Raises UserError where it cannot be written (a full disk, say).
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        sync(temporary)
+        temporary.replace(path)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}); choose another folder or make room"
+        ) from error
+    finally:
+        if temporary.exists():
+            temporary.unlink()
 
 
 @contextmanager
 def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
     """Write a folder atomically: the body fills a temporary sibling, which then takes the name.
 
-    An error in the body leaves nothing behind, and an old folder as it was. Raises UserError where
-    `path` exists and `overwrite` is not set, or where it cannot be written.
+    An error in the body leaves nothing behind, and an old folder as it was and usable until the
+    new one is complete. Raises UserError where `path` exists and `overwrite` is not set, or where
+    it cannot be written (a full disk, say).
     """
     if path.exists() and not overwrite:
         raise UserError(f"{path} exists already; choose another folder, or remove it first")
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    mark = secrets.token_hex(4)
+    temporary = path.with_name(f".{path.name}.partial-{mark}")
+    old = path.with_name(f".{path.name}.old-{mark}")
     try:
         temporary.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"cannot write to {path.parent}: {error.strerror}") from error
-    try:
         yield temporary
-        for file in [*temporary.rglob("*"), temporary]:
-            handle = os.open(file, os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
-        if path.exists():
-            old = path.with_name(f".{path.name}.old-{os.getpid()}")
-            os.replace(path, old)
-            os.replace(temporary, path)
-            shutil.rmtree(old)
-        else:
-            os.replace(temporary, path)
-    except BaseException:
+        for file in (*temporary.rglob("*"), temporary):
+            sync(file)
+        try:
+            if path.exists():
+                path.rename(old)
+            temporary.rename(path)
+        except BaseException:
+            if old.exists() and not path.exists():
+                old.rename(path)
+            raise
+        sync(path.parent)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error}); choose another folder or make room"
+        ) from error
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)

@@ -42,8 +42,7 @@ def describe(plan: Plan, table: bool = True) -> str:
     if table:
         lines += [_table(plan), ""]
     lines += [
-        f"collectives per token   {facts['collectives_per_token']}  "
-        f"(apart from these: {apart})",
+        f"collectives per token   {facts['collectives_per_token']}  (apart from these: {apart})",
         f"of which block          {facts['blocking_collectives_per_token']}",
         "depends on T            " + ("yes: set tp_degree" if plan.depends_on_tp else "no"),
     ]
@@ -85,7 +84,9 @@ def picture(plan: Plan, limit: int = 6) -> str:
     for n in shown:
         record = plan.sublayers[n]
         start = len(compute)
-        ready = max((reduce_end[m] for m, read in waits.items() if read == n and m in columns), default=0)
+        ready = max(
+            (reduce_end[m] for m, read in waits.items() if read == n and m in columns), default=0
+        )
         if ready > start:
             compute += "." * (ready - start)
         compute += f"[{SHORT[record.kind]} {plan.layers[n]}".ljust(width - 1) + "]"

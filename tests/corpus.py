@@ -14,7 +14,7 @@ VOCAB_SIZE = 300
 
 
 def make_corpus(folder: Path) -> Path:
-    """Write 40 documents of about 60 words, a tokenizer and the token shards; returns the latter."""
+    """Write 40 documents of 60 words, a tokenizer and the token shards; returns the latter."""
     texts = folder / "texts"
     texts.mkdir()
     source = random.Random(1)

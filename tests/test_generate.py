@@ -23,8 +23,15 @@ PLANS = [
 
 def make(plan: str, degree: int | None, mesh: object = None, **changes: object) -> Transformer:
     """A random model with wide logits, so that its choices are no near ties."""
-    fields = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_layers": 3,
-              "num_heads": 4, "num_kv_heads": 2, "max_seq_len": 40} | changes  # fmt: skip
+    fields = {
+        "vocab_size": 67,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "max_seq_len": 40,
+    } | changes
     config = ModelConfig(**fields, plan=plan, tp_degree=degree)  # type: ignore[arg-type]
     model = Transformer(config)
     place(model, mesh, dtype=torch.float64)  # type: ignore[arg-type]
@@ -67,9 +74,7 @@ def on_rank(rank: int, world: int, plan: str, degree: int | None) -> list[list[i
 
 
 @pytest.mark.parametrize(("plan", "degree"), PLANS)
-def test_ranks_generate_what_one_process_does(
-    pools: Pools, plan: str, degree: int | None
-) -> None:
+def test_ranks_generate_what_one_process_does(pools: Pools, plan: str, degree: int | None) -> None:
     """Ranks that sample apart, or a cache with another rank's heads, fail this."""
     model = make(plan, degree)
     greedy = generate(model, prompts(), max_new_tokens=6)

@@ -532,4 +532,5 @@ def test_importing_the_package_imports_nothing() -> None:
         "import sys, ladder; assert 'torch' not in sys.modules; "
         "import ladder.models, torch; assert not torch.distributed.is_initialized()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    root = Path(__file__).parent.parent
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=root)

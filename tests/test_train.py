@@ -31,7 +31,13 @@ SHAPE = {
     "num_heads": 4,
     "num_kv_heads": 2,
 }
-LAG_2 = [{"layers": "0-1", "attention": {"own_lag": 2, "peer_lag": 2}, "mlp": {"own_lag": 2, "peer_lag": 2}}]  # noqa: E501  # fmt: skip
+LAG_2 = [
+    {
+        "layers": "0-1",
+        "attention": {"own_lag": 2, "peer_lag": 2},
+        "mlp": {"own_lag": 2, "peer_lag": 2},
+    }
+]
 DESYNC_THEN_LADDER = [{"layers": 0, "preset": "desync-2x"}, {"layers": 1, "preset": "ladder"}]
 
 
@@ -56,6 +62,14 @@ def recipe(corpus: Path, out: Path, **changes: Any) -> TrainConfig:
 
 def losses(run: Path) -> list[float]:
     return [record["loss"] for record in metrics.read(run) if "loss" in record]
+
+
+def untimed(run: Path) -> list[dict[str, Any]]:
+    """All that a run recorded, but for its speed."""
+    return [
+        {name: value for name, value in record.items() if name != "tokens_per_second"}
+        for record in metrics.read(run)
+    ]
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -86,12 +100,7 @@ def test_resume_is_bitwise(corpus: Path, tmp_path: Path, plan: Any, degree: int 
         assert train(config, device="cpu", stop_after=stop) is None or stop > 3
         train(config, device="cpu", resume=True)
         assert losses(run) == losses(tmp_path / "whole")
-        strip = [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in metrics.read(run)]
-        whole = [
-            {k: v for k, v in r.items() if k != "tokens_per_second"}
-            for r in metrics.read(tmp_path / "whole")
-        ]
-        assert strip == whole
+        assert untimed(run) == untimed(tmp_path / "whole")
         for name, value in weights(tmp_path / "whole").items():
             assert torch.equal(value, weights(run)[name]), name
         first = load_file(newest(run) / "optimizer.safetensors")
@@ -131,14 +140,23 @@ def run_on_ranks(rank: int, world: int, settings: dict[str, Any], stop: int | No
     ],
 )
 def test_parallel_training_equals_one_process(
-    corpus: Path, tmp_path: Path, pools: Pools, plan: Any, degree: int | None, world: int, tp: int,
+    corpus: Path,
+    tmp_path: Path,
+    pools: Pools,
+    plan: Any,
+    degree: int | None,
+    world: int,
+    tp: int,
     micro: int,
-) -> None:  # fmt: skip
+) -> None:
     """TP, data parallelism, accumulation and both; and a checkpoint written on ranks resumes."""
     alone = recipe(corpus, tmp_path / "alone", plan=plan, tp_degree=degree)
     train(alone, device="cpu")
-    settings = alone.to_dict() | {"out": str(tmp_path / "ranks"), "tp": tp,
-                                  "micro_batch_size": micro}  # fmt: skip
+    settings = alone.to_dict() | {
+        "out": str(tmp_path / "ranks"),
+        "tp": tp,
+        "micro_batch_size": micro,
+    }
     pools(world).run(run_on_ranks, settings, 3)
     assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "alone"), abs=1e-4)
     norms = [
@@ -257,7 +275,7 @@ def test_not_finite_stops_and_loses_nothing(
     train(config, device="cpu", stop_after=3)
     before = weights(tmp_path / "run")
     monkeypatch.setattr("ladder.train.loop.clip_gradients", lambda model, limit: float("nan"))
-    with pytest.raises(UserError, match="step 4: .*not finite"):
+    with pytest.raises(UserError, match=r"step 4: .*not finite"):
         train(config, device="cpu", resume=True)
     assert [step for step, _ in checkpoints(tmp_path / "run")] == [3]
     for name, value in before.items():

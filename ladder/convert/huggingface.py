@@ -51,7 +51,7 @@ def _rope_scaling(rope: Mapping[str, Any], where: str) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind != "llama3":
-        raise UserError(f"{where} has rope_type={kind!r}; only 'default' and 'llama3' are supported")
+        raise UserError(f"{where} has rope_type={kind!r}; only 'default' and 'llama3' work")
     return RopeScaling(
         factor=rope["factor"],
         low_freq_factor=rope["low_freq_factor"],

@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +31,7 @@ from ladder.data.tokenizer import (
     token_byte_lengths,
     tokenizer_file,
 )
+from ladder.files import new_folder
 from ladder.models.errors import UserError
 from ladder.progress import Progress
 
@@ -66,19 +64,17 @@ def prepare(
     if shard_tokens < 1:
         raise UserError(f"shard_tokens={shard_tokens} must be 1 or more")
     out = Path(out).resolve()
-    partial = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}")
-    try:
-        _check_free(out, overwrite)
-        encoder = load_tokenizer(tokenizer)
-        definition = tokenizer_file(tokenizer).read_bytes()
-        eos_id = end_of_text(encoder)
-        token_bytes = token_byte_lengths(encoder)
-        token_bytes[eos_id] = 0  # it stands for no text, even where a file calls it not special
-        corpus = open_corpus(paths, heldout_fraction=heldout_fraction, text_field=text_field)
+    _check_free(out, overwrite)
+    encoder = load_tokenizer(tokenizer)
+    definition = tokenizer_file(tokenizer).read_bytes()
+    eos_id = end_of_text(encoder)
+    token_bytes = token_byte_lengths(encoder)
+    token_bytes[eos_id] = 0  # it stands for no text, even where a file calls it not special
+    corpus = open_corpus(paths, heldout_fraction=heldout_fraction, text_field=text_field)
 
-        dtype = "uint16" if len(token_bytes) <= 65535 else "uint32"
-        splits: dict[str, dict[str, Any]] = {}
-        partial.mkdir(parents=True)
+    dtype = "uint16" if len(token_bytes) <= 65535 else "uint32"
+    splits: dict[str, dict[str, Any]] = {}
+    with new_folder(out, overwrite=True) as partial:
         with Progress("tokenise", corpus.bytes, "bytes") as progress:
 
             def report() -> None:
@@ -103,15 +99,6 @@ def prepare(
         (partial / FILE).write_bytes(definition)
         np.save(partial / TOKEN_BYTES, token_bytes.astype("<i4"))
         (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        for path in (*partial.iterdir(), partial):
-            _sync(path)
-        _publish(partial, out)
-    except OSError as error:
-        raise UserError(
-            f"out={out} cannot be written ({error}); choose another folder or make room"
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return index
 
 
@@ -203,27 +190,3 @@ def _write(
         report()
     for shard, found in zip(record["shards"], hashes, strict=True):
         shard["sha256"] = found.hexdigest()
-
-
-def _publish(partial: Path, out: Path) -> None:
-    """Put the complete folder where `out` is; what was there goes only once it is."""
-    old = out.with_name(f".{out.name}.old-{secrets.token_hex(4)}")
-    try:
-        if out.exists():
-            out.rename(old)
-        partial.rename(out)
-    except BaseException:
-        if old.exists() and not out.exists():
-            old.rename(out)
-        raise
-    _sync(out.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """Have a file or a folder's entries on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

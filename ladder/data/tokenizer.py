@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from ladder.files import make_folder, write_text
 from ladder.models.errors import UserError
 
 FILE = "tokenizer.json"
@@ -47,21 +45,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: Path) -> int:
     )
     tokenizer.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
     path = tokenizer_file(out)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(tokenizer.to_str(pretty=True))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written: {error.strerror}; choose another folder or make room"
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    make_folder(path.parent)
+    write_text(path, tokenizer.to_str(pretty=True))
     return int(tokenizer.get_vocab_size())
 
 

@@ -65,8 +65,10 @@ def generate_command(options: argparse.Namespace) -> int:
         dtype=None if options.dtype == "auto" else DTYPES[options.dtype],
     )
     if not model.config.plan.communicates and model.reducer.ranks.degree > 1:
-        raise UserError(f"plan {model.config.plan.name!r} of {folder} drops every reduce: it is a "
-                        f"bound for benchmarks and computes no model")  # fmt: skip
+        raise UserError(
+            f"plan {model.config.plan.name!r} of {folder} drops every reduce: it is a "
+            f"bound for benchmarks and computes no model"
+        )
     model.eval()
     main = launch.rank() == 0
     stream = Stream(tokenizer) if main and len(prompts) == 1 else None
@@ -94,6 +96,7 @@ def _stop_token(tokenizer: Tokenizer, text: str) -> int:
     known = tokenizer.token_to_id(text)
     ids = [known] if known is not None else tokenizer.encode(text, add_special_tokens=False).ids
     if len(ids) != 1:
-        raise UserError(f"--stop={text!r} is {len(ids)} tokens of this tokenizer; give the text of "
-                        f"one token")  # fmt: skip
+        raise UserError(
+            f"--stop={text!r} is {len(ids)} tokens of this tokenizer; give the text of one token"
+        )
     return int(ids[0])

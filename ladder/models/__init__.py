@@ -1,4 +1,4 @@
-"""The model: residual plans, layers, the one Transformer. Imports torch and itself, nothing else."""
+"""The model: residual plans, layers, the one Transformer. Imports torch and itself only."""
 
 from ladder.models.config import ModelConfig, RopeScaling
 from ladder.models.errors import UserError

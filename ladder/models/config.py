@@ -26,8 +26,10 @@ class RopeScaling:
             if not _is_positive(value):
                 raise UserError(f"rope_scaling.{item.name}={value!r} must be a number above 0")
         if self.low_freq_factor >= self.high_freq_factor:
-            raise UserError(f"rope_scaling.low_freq_factor={self.low_freq_factor} must be below "
-                            f"high_freq_factor={self.high_freq_factor}")  # fmt: skip
+            raise UserError(
+                f"rope_scaling.low_freq_factor={self.low_freq_factor} must be below "
+                f"high_freq_factor={self.high_freq_factor}"
+            )
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,13 @@ class ModelConfig:
                 raise UserError(f"{item.name}={value!r} must be a number above 0")
         if not self.head_dim:
             if self.hidden_size % self.num_heads:
-                raise UserError(f"hidden_size={self.hidden_size} is not divisible by "
-                                f"num_heads={self.num_heads}; set head_dim")  # fmt: skip
+                raise UserError(
+                    f"hidden_size={self.hidden_size} is not divisible by "
+                    f"num_heads={self.num_heads}; set head_dim"
+                )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
         if not _is_count(self.head_dim) or self.head_dim % 2:
-            raise UserError(f"head_dim={self.head_dim!r} must be even: rotary embedding needs pairs")
+            raise UserError(f"head_dim={self.head_dim!r} must be even, for rotary pairs")
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}"
@@ -80,7 +84,7 @@ class ModelConfig:
             known = [item.name for item in fields(RopeScaling)]
             check_keys("rope_scaling", self.rope_scaling, known)
             object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
-        elif not isinstance(self.rope_scaling, RopeScaling | None):
+        elif self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
             raise UserError(f"rope_scaling={self.rope_scaling!r} must be fields, as {{factor: 8}}")
         if self.tp_degree is not None:
             if not _is_count(self.tp_degree):
@@ -89,8 +93,9 @@ class ModelConfig:
         plan = resolve_plan(self.plan, self.num_layers, self.tp_degree)
         object.__setattr__(self, "plan", plan)
         if plan.depends_on_tp and self.tp_degree is None:
-            raise UserError(f"plan {plan.name!r} depends on T: set tp_degree, for example "
-                            f"tp_degree=4")  # fmt: skip
+            raise UserError(
+                f"plan {plan.name!r} depends on T: set tp_degree, for example tp_degree=4"
+            )
         if not plan.depends_on_tp and self.tp_degree is not None:
             raise UserError(
                 f"tp_degree={self.tp_degree} with plan {plan.name!r}, which does not depend on T: "
@@ -113,8 +118,10 @@ class ModelConfig:
                     f"divisors"
                 )
         if self.num_kv_heads % degree and degree % self.num_kv_heads:
-            raise UserError(f"{option}={degree} neither divides num_kv_heads={self.num_kv_heads} "
-                            f"nor is a multiple of it")  # fmt: skip
+            raise UserError(
+                f"{option}={degree} neither divides num_kv_heads={self.num_kv_heads} "
+                f"nor is a multiple of it"
+            )
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "model config") -> ModelConfig:

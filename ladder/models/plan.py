@@ -108,8 +108,10 @@ class Plan:
             where = f"sublayer {n} of plan {self.name!r}"
             record.validate(where)
             if expected == "mlp" and record.kind != "mlp":
-                raise UserError(f"kind={record.kind!r} of {where} must be 'mlp': a layer is "
-                                f"attention then mlp, or attention+mlp")  # fmt: skip
+                raise UserError(
+                    f"kind={record.kind!r} of {where} must be 'mlp': a layer is "
+                    f"attention then mlp, or attention+mlp"
+                )
             if expected == "attention" and record.kind == "mlp":
                 raise UserError(f"kind='mlp' of {where} must follow an attention sublayer")
             expected = "mlp" if record.kind == "attention" else "attention"
@@ -160,8 +162,10 @@ class Plan:
                 elif peers_land:
                     landed.append(Landing(m, summed=True, own=-1.0))
             own, peers = own_to, peers_to
-            if n < len(self.sublayers) and self.sublayers[n].reduce == "stream" and (
-                own < n or peers < n
+            if (
+                n < len(self.sublayers)
+                and self.sublayers[n].reduce == "stream"
+                and (own < n or peers < n)
             ):
                 raise UserError(
                     f"sublayer {n} of plan {self.name!r} has reduce=stream with outputs in flight "

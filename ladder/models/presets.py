@@ -133,9 +133,7 @@ def _claim(
         chosen[layer] = records[i * per_layer : (i + 1) * per_layer]
 
 
-def _preset(
-    name: str, layers: range, num_layers: int, tp_degree: int | None
-) -> list[Sublayer]:
+def _preset(name: str, layers: range, num_layers: int, tp_degree: int | None) -> list[Sublayer]:
     """The records of preset `name` on `layers`."""
     number = re.fullmatch(r"desync-(\d+)x|dtp-(\d+)", name)
     count = 2 * len(layers)

@@ -56,7 +56,7 @@ class Pending:
 class Reducer:
     """The Reducer of one process, which holds all T ranks: sums over virtual ranks, no waiting."""
 
-    def __init__(self, ranks: Ranks = Ranks()) -> None:  # noqa: B008  (frozen)
+    def __init__(self, ranks: Ranks = Ranks()) -> None:
         self.ranks = ranks
 
     # -- the sublayers' reduces ---------------------------------------------------------------

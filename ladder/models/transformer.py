@@ -72,11 +72,16 @@ class Transformer(nn.Module):
                 f"rest are virtual ranks)"
             )
         self.config.check_divides(degree, "tp")
-        if reducer.ranks.processes > 1 and (reducer.ranks.processes - 1) * math.ceil(
-            self.config.vocab_size / reducer.ranks.processes
-        ) >= self.config.vocab_size:
-            raise UserError(f"tp={reducer.ranks.processes} leaves a rank without a row of "
-                            f"vocab_size={self.config.vocab_size}; use a smaller tp")  # fmt: skip
+        if (
+            reducer.ranks.processes > 1
+            and (reducer.ranks.processes - 1)
+            * math.ceil(self.config.vocab_size / reducer.ranks.processes)
+            >= self.config.vocab_size
+        ):
+            raise UserError(
+                f"tp={reducer.ranks.processes} leaves a rank without a row of "
+                f"vocab_size={self.config.vocab_size}; use a smaller tp"
+            )
         self.reducer = reducer
         for module in self.modules():
             if hasattr(module, "ranks"):

@@ -96,14 +96,14 @@ class AsyncReducer(Reducer):
 
     def post(self, partial: Tensor) -> tuple[Tensor, Exchange]:
         exchange = Exchange(self.group)
-        return _Post.apply(self.sum_held(partial).contiguous(), exchange), exchange  # type: ignore[return-value]
+        return _Post.apply(self.sum_held(partial).contiguous(), exchange), exchange
 
     def wait(self, handle: tuple[Tensor, Exchange]) -> Tensor:
-        return _Land.apply(*handle)  # type: ignore[return-value]
+        return _Land.apply(*handle)
 
     def sum(self, partial: Tensor) -> Tensor:
         exchange = Exchange(self.group)
-        return self.wait((_Post.apply(partial.contiguous(), exchange), exchange))  # type: ignore[arg-type]
+        return self.wait((_Post.apply(partial.contiguous(), exchange), exchange))
 
     def sum_(self, value: Tensor) -> Tensor:
         dist.all_reduce(value, group=self.group)
@@ -114,4 +114,4 @@ class AsyncReducer(Reducer):
         return value
 
     def gather(self, logits: Tensor, size: int) -> Tensor:
-        return _Gather.apply(logits, size, self.ranks, self.group)  # type: ignore[return-value]
+        return _Gather.apply(logits, size, self.ranks, self.group)

@@ -108,9 +108,7 @@ def place(
     _replace_parameters(model, put)
 
 
-def _replace_parameters(
-    model: nn.Module, put: Callable[[str, nn.Parameter], nn.Parameter]
-) -> None:
+def _replace_parameters(model: nn.Module, put: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
     """Replace every parameter by `put(name, parameter)`; tied ones stay tied."""
     done: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules():

@@ -59,8 +59,16 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         positive = ("tp", "steps", "seq_len", "batch_size", "log_interval")
-        not_negative = ("micro_batch_size", "warmup_steps", "eval_interval", "eval_windows",
-                        "checkpoint_interval", "weight_decay", "min_lr", "seed")  # fmt: skip
+        not_negative = (
+            "micro_batch_size",
+            "warmup_steps",
+            "eval_interval",
+            "eval_windows",
+            "checkpoint_interval",
+            "weight_decay",
+            "min_lr",
+            "seed",
+        )
         for name in positive:
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} must be 1 or more")
@@ -93,8 +101,10 @@ class TrainConfig:
                 f"computes no model; choose another plan"
             )
         if self.seq_len > config.max_seq_len:
-            raise UserError(f"seq_len={self.seq_len} is longer than the model's max_seq_len="
-                            f"{config.max_seq_len}; lower it, or set model.max_seq_len")  # fmt: skip
+            raise UserError(
+                f"seq_len={self.seq_len} is longer than the model's max_seq_len="
+                f"{config.max_seq_len}; lower it, or set model.max_seq_len"
+            )
         return config
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ladder.data.batches import TokenData, Windows, open_data
-from ladder.files import write_text
+from ladder.files import make_folder, write_text
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
@@ -51,13 +51,17 @@ def train(
     start = _check_run(run, config, fingerprint, resume, found)
     dp, dp_rank = (1, 0) if mesh is None else (mesh["dp"].size(), mesh.get_local_rank("dp"))
     if config.batch_size % dp:
-        raise UserError(f"batch_size={config.batch_size} is not divisible by the {dp} data-parallel "
-                        f"ranks; change one of them")  # fmt: skip
+        raise UserError(
+            f"batch_size={config.batch_size} is not divisible by the {dp} data-parallel "
+            f"ranks; change one of them"
+        )
     share = config.batch_size // dp
     micro = config.micro_batch_size or share
     if share % micro:
-        raise UserError(f"micro_batch_size={micro} does not divide the {share} sequences of each "
-                        f"rank's batch; choose a divisor")  # fmt: skip
+        raise UserError(
+            f"micro_batch_size={micro} does not divide the {share} sequences of each "
+            f"rank's batch; choose a divisor"
+        )
     windows = Windows(data.split("train"), config.seq_len)
 
     torch.manual_seed(config.seed)
@@ -72,7 +76,7 @@ def train(
         initialise(model, config.seed)
     main = launch.rank() == 0
     if main:
-        run.mkdir(parents=True, exist_ok=True)
+        make_folder(run)
         write_text(run / "recipe.json", json.dumps(config.to_dict(), indent=1) + "\n")
         print(_header(config, model, data, dp), flush=True)
 
@@ -136,8 +140,11 @@ def train(
                 state.save(run, record, model, optimizer, data, mesh)
                 since, since_step = time.perf_counter(), done
     if main and result is not None:
-        print(f"held-out: {result.bits_per_byte:.4f} bits per byte, loss {result.loss:.4f} "
-              f"({result.tokens:,} tokens)\nrun: {run}", flush=True)  # fmt: skip
+        print(
+            f"held-out: {result.bits_per_byte:.4f} bits per byte, loss {result.loss:.4f} "
+            f"({result.tokens:,} tokens)\nrun: {run}",
+            flush=True,
+        )
     return result
 
 
@@ -151,18 +158,24 @@ def _check_run(
     """The step to start from; UserError where the run's folder does not fit what was asked."""
     if not resume:
         if found or (run / "metrics.jsonl").exists():
-            raise UserError(f"out={config.out} holds a run already; add --resume to go on with it, "
-                            f"or choose another out")  # fmt: skip
+            raise UserError(
+                f"out={config.out} holds a run already; add --resume to go on with it, "
+                f"or choose another out"
+            )
         return 0
     if not found:
-        raise UserError(f"--resume: out={config.out} has no checkpoint to go on from; leave "
-                        f"--resume out to start")  # fmt: skip
+        raise UserError(
+            f"--resume: out={config.out} has no checkpoint to go on from; leave "
+            f"--resume out to start"
+        )
     step, folder = found[-1]
     record = state.read_record(folder)
     refuse_changes(record["config"], config, run)
     if record.get("data") != fingerprint:
-        raise UserError(f"data={config.data} has changed since the run in {run} was started; "
-                        f"resume with the data it was started with")  # fmt: skip
+        raise UserError(
+            f"data={config.data} has changed since the run in {run} was started; "
+            f"resume with the data it was started with"
+        )
     launch.agree({"checkpoint": step})
     if step >= config.steps:
         raise UserError(f"out={config.out} has finished its steps={config.steps} already")
@@ -191,5 +204,3 @@ def _header(config: TrainConfig, model: Transformer, data: TokenData, dp: int) -
         f"blocking; {count:,} parameters; {len(data.split('train')):,} training tokens, "
         f"{tokens:,} to be seen; tp {config.tp}{virtual}, dp {dp}, {config.dtype}"
     )
-
-

@@ -19,9 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.checkpoint import (
     WEIGHTS,
-    Entry,
     TensorReader,
-    full,
+    entry,
     model_entries,
     read_config,
     read_json,
@@ -55,8 +54,9 @@ def newest(path: Path) -> Path:
         raise UserError(f"{path} does not exist; give a model folder or a run's folder")
     found = checkpoints(path)
     if not found:
-        raise UserError(f"{path} is neither a model folder (no config.json) nor a run with "
-                        f"checkpoints")  # fmt: skip
+        raise UserError(
+            f"{path} is neither a model folder (no config.json) nor a run with checkpoints"
+        )
     return found[-1][1]
 
 
@@ -70,12 +70,13 @@ def save(
 ) -> None:
     """Write a checkpoint, whole or not at all; every rank calls this.
 
-    record: `step` (how many are done), the `data`'s fingerprint and the run's `config`. The first tensor-parallel group gathers, rank 0 writes, the others wait.
+    record: `step` (how many are done), the `data`'s fingerprint and the run's `config`.
+    The first tensor-parallel group gathers, rank 0 writes, the others wait.
     """
     writer = mesh is None or mesh.get_rank() == 0
     states = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
     moments = [
-        Entry(f"{moment}.{name}", state[moment].numel() * 4, lambda s=state, m=moment: full(s[m]))
+        entry(f"{moment}.{name}", state[moment])
         for moment in MOMENTS
         for name, state in states.items()
     ]

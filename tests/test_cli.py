@@ -1,0 +1,229 @@
+"""The command line: what a stranger types, and what a mistake gets back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ladder.cli import main
+from tests.corpus import make_corpus
+
+LADDER = [sys.executable, "-m", "ladder"]
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments: str, limit: float = 120, **environment: str) -> subprocess.CompletedProcess:
+    """A real process, as a user's; its standard input is closed."""
+    return subprocess.run(
+        [*LADDER, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=limit,
+        check=False,
+    )
+
+
+def one_line_error(result: subprocess.CompletedProcess, *words: str) -> None:
+    """Exit code 2, one line, no traceback, and it says these words."""
+    assert result.returncode == 2, result.stderr
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in errors[0]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `data` and the run `run`, trained through the command line on two ranks."""
+    folder = tmp_path_factory.mktemp("cli")
+    make_corpus(folder)
+    recipe = {
+        "data": str(folder / "data"),
+        "out": str(folder / "run"),
+        "model": {"name": "tiny", "hidden_size": 32, "intermediate_size": 64, "num_layers": 2},
+        "plan": str(folder / "lag2.yaml"),
+        "steps": 4,
+        "seq_len": 16,
+        "batch_size": 4,
+        "warmup_steps": 1,
+        "log_interval": 1,
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    lags = "{own_lag: 2, peer_lag: 2}"
+    (folder / "lag2.yaml").write_text(
+        f"layers:\n  - {{layers: 0-1, attention: {lags}, mlp: {lags}}}\n"
+    )
+    result = run("train", str(folder / "recipe.yaml"), "tp=2", "lr=1e-3", "--nproc", "2")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("held-out:") == 1  # only rank 0 speaks
+    assert "plan lag2: 4 collectives per token, 1 blocking" in result.stdout
+    return folder
+
+
+def test_importing_ladder_starts_nothing() -> None:
+    code = (
+        "import sys, ladder; assert 'torch' not in sys.modules\n"
+        "import ladder.models, ladder.parallel.sharding, ladder.train.loop, ladder.infer.generate\n"
+        "import torch.distributed as dist; assert not dist.is_initialized()\n"
+        "for name in ('transformers', 'matplotlib', 'datasets', 'lm_eval', 'pandas'):\n"
+        "    assert name not in sys.modules, name\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+def test_models_import_only_torch_and_themselves() -> None:
+    """An import of the rest of the project would not travel with an exported model."""
+    for path in (ROOT / "ladder" / "models").glob("*.py"):
+        for line in path.read_text().splitlines():
+            if line.startswith(("import ", "from ")):
+                module = line.split()[1]
+                known = module.startswith(("ladder.models", "torch")) or (
+                    module.split(".")[0] in sys.stdlib_module_names
+                )
+                assert known, f"{path.name}: {line}"
+                assert "distributed" not in module, f"{path.name}: {line}"
+
+
+def test_plans_prints_pictures_tables_and_json(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plans", "--layers", "8"]) == 0
+    overview = capsys.readouterr().out
+    assert [line.split() for line in overview.splitlines() if line.startswith("ladder ")] == [
+        ["ladder", "16", "1", "no"]
+    ]
+    assert main(["plans", "standard", "ladder", "dtp-1", "--layers", "8", "--tp-degree", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "attn 0    ]........[mlp 0" in text  # standard waits
+    assert "attn 0    ][mlp 0" in text  # ladder does not
+    assert "one final mean" in text
+    assert main(["plans", str(trained / "lag2.yaml"), "--layers", "2", "--json"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)
+    assert plan["name"] == "lag2"
+    assert plan["collectives_per_token"] == 4
+    assert plan["blocking_collectives_per_token"] == 1
+    assert plan["sublayers"][2]["own_lag"] == 2
+    assert plan["depends_on_tp"] is False
+    assert main(["plans", "ladder", "--model", "llama-3-8b", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["num_layers"] == 32
+
+
+def test_generate_streams_batches_and_runs_on_ranks(trained: Path) -> None:
+    arguments = ("generate", str(trained / "run"), "--prompt", "def value", "--max-new-tokens", "8")
+    alone = run(*arguments)
+    assert alone.returncode == 0, alone.stderr
+    assert alone.stdout.startswith("def value")
+    ranks = run(*arguments, "--nproc", "2")
+    assert ranks.returncode == 0, ranks.stderr
+    assert ranks.stdout == alone.stdout
+    batch = run(*arguments, "--prompt", "print", "--temperature", "0.8", "--seed", "4")
+    assert batch.stdout.count("--- prompt") == 2
+
+
+def test_resume_through_the_command_line(trained: Path) -> None:
+    result = run(
+        "train", str(trained / "recipe.yaml"), "tp=2", "lr=1e-3", "--nproc", "2", "--resume"
+    )
+    one_line_error(result, "has finished its steps=4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "nonsense"], ["unknown train config 'nonsense'", "tiny"]),
+        (["train", "{}/recipe.yaml", "learning_rate=1"], ["'learning_rate'", "known: data"]),
+        (["train", "{}/recipe.yaml", "lrr=1"], ["did you mean 'lr'"]),
+        (["train", "{}/recipe.yaml", "plan=laddder"], ["unknown plan 'laddder'", "'ladder'"]),
+        (["train", "{}/recipe.yaml", "steps"], ["not of the form key=value"]),
+        (["train", "{}/recipe.yaml", "steps=many"], ["steps='many'"]),
+        (["train", "{}/recipe.yaml", "out=/proc/nope"], ["/proc/nope"]),
+        (["train", "{}/recipe.yaml", "--device", "tpu"], ["device='tpu'"]),
+        (["plans", "dtp-99"], ["delays by 99 sublayers"]),
+        (["plans", "ladder@40-50"], ["outside the model's layers 0-31"]),
+        (["plans", "x.yaml"], ["cannot read x.yaml"]),
+        (["plans", "--model", "llama-9"], ["unknown model config 'llama-9'", "llama-3-8b"]),
+        (["generate", "/nowhere", "--prompt", "a"], ["/nowhere does not exist"]),
+        (["generate", "{}/data", "--prompt", "a"], ["neither a model folder"]),
+        (["generate", "{}/run", "--prompt", "a b " * 2000], ["max_seq_len=512"]),
+        (["generate", "{}/run", "--prompt", "a", "--stop", "a long text"], ["one token"]),
+        (["generate", "{}/run", "--prompt", "a", "--dtype", "int8"], ["--dtype=int8"]),
+        (["generate", "{}/run", "--prompt", "a", "--tp", "4"], ["--nproc=4"]),
+        (["data", "prepare", "/no", "--tokenizer", "{}/tokenizer", "--out", "{}/x"], ["'/no'"]),
+        (["tokenizer", "train", "--vocab-size", "10", "--out", "{}/y"], ["vocab_size=10"]),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(
+    trained: Path, arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, for speed; `test_mistakes_on_ranks` starts real ones."""
+    before = sorted(trained.rglob("*"))
+    code = main([word.format(trained) if "{}" in word else word for word in arguments])
+    err = capsys.readouterr().err
+    assert code == 2, err
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, err
+    for word in words:
+        assert word in errors[0]
+    assert sorted(trained.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["tp=2", "model.num_heads=7", "model.head_dim=8", "model.num_kv_heads=1"], ["num_heads=7"]),
+        (["plan=desync-4x", "tp_degree=1", "tp=2"], ["tp_degree=1", "cannot run on 2 ranks"]),
+    ],
+)  # fmt: skip
+def test_mistakes_on_ranks(trained: Path, overrides: list[str], words: list[str]) -> None:
+    """Two ranks hit the same mistake: one line, exit code 2, and no hang."""
+    out = trained / "never"
+    result = run("train", str(trained / "recipe.yaml"), f"out={out}", *overrides, "--nproc", "2")
+    one_line_error(result, *words)
+    assert not out.exists()
+
+
+def test_ranks_that_disagree_are_told(trained: Path, tmp_path: Path) -> None:
+    """Two processes started by hand with different configs, as on two nodes."""
+    store = tmp_path / "store"
+    processes = []
+    for rank, seed in enumerate((1, 2)):
+        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+                       "LADDER_RENDEZVOUS": str(store), "OMP_NUM_THREADS": "1"}  # fmt: skip
+        arguments = [
+            "train",
+            str(trained / "recipe.yaml"),
+            f"out={tmp_path / 'run'}",
+            f"seed={seed}",
+        ]
+        processes.append(
+            subprocess.Popen(
+                [*LADDER, *arguments],
+                cwd=ROOT,
+                env={**os.environ, **environment},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    errors = [process.communicate(timeout=90)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    lines = [line for text in errors for line in text.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, errors
+    assert "ranks disagree: seed is 1 on rank 0 and 2 on rank 1" in lines[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_names_every_verb() -> None:
+    result = run("--help")
+    assert result.returncode == 0
+    for verb in ("plans", "data", "tokenizer", "train", "generate", "doctor", "demo"):
+        assert f"\n    {verb}" in result.stdout
