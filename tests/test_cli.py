@@ -180,7 +180,7 @@ def test_mistakes_are_one_line(
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["tp=2", "model.num_heads=7", "model.head_dim=8", "model.num_kv_heads=1"], ["num_heads=7"]),
+        (["tp=2", "model.num_heads=7", "model.head_dim=8", "model.num_kv_heads=1"], ["=7"]),
         (["plan=desync-4x", "tp_degree=1", "tp=2"], ["tp_degree=1", "cannot run on 2 ranks"]),
     ],
 )  # fmt: skip

@@ -80,12 +80,7 @@ class ModelConfig:
             raise UserError(
                 f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}"
             )
-        if isinstance(self.rope_scaling, Mapping):
-            known = [item.name for item in fields(RopeScaling)]
-            check_keys("rope_scaling", self.rope_scaling, known)
-            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
-        elif self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
-            raise UserError(f"rope_scaling={self.rope_scaling!r} must be fields, as {{factor: 8}}")
+        object.__setattr__(self, "rope_scaling", _rope_scaling(self.rope_scaling))
         if self.tp_degree is not None:
             if not _is_count(self.tp_degree):
                 raise UserError(f"tp_degree={self.tp_degree!r} must be a whole number above 0")
@@ -144,3 +139,12 @@ def _is_count(value: object) -> bool:
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _rope_scaling(value: Any) -> RopeScaling | None:
+    if value is None or isinstance(value, RopeScaling):
+        return value
+    if not isinstance(value, Mapping):
+        raise UserError(f"rope_scaling={value!r} must be fields, as {{factor: 8}}")
+    check_keys("rope_scaling", value, [item.name for item in fields(RopeScaling)])
+    return RopeScaling(**value)
