@@ -1,0 +1,201 @@
+"""Model folders: ours and Hugging Face's, whole or sharded, on any number of ranks, or damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ladder import checkpoint
+from ladder.checkpoint import load_model, model_entries, read_stop_tokens, write_config
+from ladder.infer.generate import generate
+from ladder.models import ModelConfig, Transformer, UserError
+from ladder.parallel.sharding import initialise, local_parameters, place
+from tests.distributed import Pools, tp_mesh
+
+TOKENS = torch.randint(0, 91, (2, 11), generator=torch.Generator().manual_seed(0))
+
+
+def save_llama(folder: Path, **changes: Any) -> LlamaForCausalLM:
+    """A random Llama, saved by transformers in several files."""
+    torch.manual_seed(1)
+    fields = {"vocab_size": 91, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+              "eos_token_id": [3, 5], "initializer_range": 0.2} | changes  # fmt: skip
+    model = LlamaForCausalLM(LlamaConfig(**fields)).eval()
+    model.save_pretrained(folder, max_shard_size="20KB")
+    return model
+
+
+LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 16, "rope_theta": 5e5}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tie_word_embeddings": True}, {"rope_parameters": LLAMA_3}, {"head_dim": 12},
+     {"attention_bias": True, "mlp_bias": True}],
+)  # fmt: skip
+@torch.no_grad()
+def test_a_llama_folder_computes_what_transformers_does(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """The config's translation, tied weights and the index of several files are all in this."""
+    llama = save_llama(tmp_path, **changes)
+    if "tie_word_embeddings" not in changes:
+        assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    model = load_model(tmp_path)
+    difference = model(TOKENS) - llama(TOKENS).logits
+    assert difference.abs().max() < 1e-5
+    greedy = llama.generate(
+        TOKENS[:1], max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert generate(model, [TOKENS[0].tolist()], max_new_tokens=8)[0].tokens == (
+        greedy[0, TOKENS.shape[1] :].tolist()
+    )
+    assert read_stop_tokens(tmp_path) == [3, 5]
+
+
+def test_older_configs_spell_rotary_apart(tmp_path: Path) -> None:
+    """transformers 4 wrote rope_theta and rope_scaling; 5 writes rope_parameters."""
+    save_llama(tmp_path, rope_parameters=LLAMA_3)
+    new = checkpoint.read_config(tmp_path)
+    data = json.loads((tmp_path / "config.json").read_text())
+    scaling = dict(data.pop("rope_parameters"))
+    data |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    assert checkpoint.read_config(tmp_path) == new
+    assert new.rope_theta == 5e5
+    assert new.rope_scaling is not None
+
+
+def make(plan: str = "desync-2x", degree: int | None = 4) -> Transformer:
+    config = ModelConfig(91, 32, 56, 2, 4, 4, max_seq_len=64, plan=plan, tp_degree=degree)  # type: ignore[arg-type]
+    model = Transformer(config)
+    place(model)
+    initialise(model, 2)
+    return model
+
+
+def save_ours(folder: Path, model: Transformer) -> None:
+    write_config(folder, model.config, eos_token_id=0)
+    checkpoint.write_tensors(folder, checkpoint.WEIGHTS, model_entries(model), writer=True)
+
+
+@pytest.mark.parametrize("shard_bytes", [2**30, 10_000])
+def test_our_folders_round_trip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
+) -> None:
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", shard_bytes)
+    model = make()
+    save_ours(tmp_path, model)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard_bytes < 2**30)
+    loaded = load_model(tmp_path)
+    assert loaded.config == model.config
+    for (name, old), (_, new) in zip(
+        model.named_parameters(), loaded.named_parameters(), strict=True
+    ):
+        assert torch.equal(old, new), name
+    assert load_model(tmp_path, dtype=torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
+
+
+def load_on_rank(rank: int, world: int, folder: Path) -> tuple[float, int]:
+    model = load_model(folder, tp_mesh(world))
+    with torch.no_grad():
+        logits = model(TOKENS)
+    held = sum(local.numel() for _, local, _ in local_parameters(model))
+    return (logits - torch.load(folder / "logits.pt", weights_only=True)).abs().max().item(), held
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_each_rank_reads_its_part(tmp_path: Path, pools: Pools, world: int) -> None:
+    """The whole model never lies in one process: each holds about its share of the numbers."""
+    model = make()
+    save_ours(tmp_path, model)
+    with torch.no_grad():
+        torch.save(model(TOKENS), tmp_path / "logits.pt")
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    for difference, held in pools(world).run(load_on_rank, tmp_path):
+        assert difference < 1e-5
+        assert held < whole / world * 1.2
+
+
+def truncate(name: str) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        os.truncate(folder / name, (folder / name).stat().st_size - 100)
+
+    return apply
+
+
+def edit_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return apply
+
+
+def edit_config(**changes: Any) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        data = json.loads((folder / "config.json").read_text())
+        data["model"] |= changes
+        (folder / "config.json").write_text(json.dumps(data))
+
+    return apply
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate("model.safetensors"), r"model\.safetensors is missing or damaged"),
+        (truncate("config.json"), r"config\.json is not valid JSON"),
+        (lambda folder: (folder / "config.json").unlink(), "no model folder"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has neither"),
+        (edit_tensors(lambda t: t.pop(NORM)), f"lacks the tensor '{NORM}'"),
+        (edit_tensors(lambda t: t.update({"extra": torch.ones(2)})), "does not have: extra"),
+        (edit_tensors(lambda t: t.update({NORM: torch.ones(5)})), rf"'{NORM}' has the shape \[5\]"),
+        (edit_config(hidden=3), "unknown key of .* 'hidden'"),
+        (edit_config(num_heads=6), "num_heads"),
+        (edit_config(plan="ladder", tp_degree=None), "has the shape"),
+    ],
+)
+def test_damaged_folders_are_refused(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    save_ours(tmp_path, make())
+    load_model(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(UserError, match=message):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type='gpt2'"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn'"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+    ],
+)
+def test_other_architectures_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    """A variant that the model does not compute must not load as if it did."""
+    save_llama(tmp_path)
+    data = json.loads((tmp_path / "config.json").read_text()) | changes
+    data = {key: value for key, value in data.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    with pytest.raises(UserError, match=message):
+        load_model(tmp_path)
