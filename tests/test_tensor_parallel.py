@@ -426,6 +426,33 @@ def test_module_hooks_change_nothing(pools: Pools) -> None:
     assert pools(2).run(errors_with_hooks) == [[], []]
 
 
+def narrow_errors(rank: int, world_size: int) -> list[tuple[str, float]]:
+    """In a worker: what a step in bfloat16 from float32 parameters gets wrong by more than 5 %."""
+    wrong = []
+    for plan in ("ladder", "desync-2x", "dtp-1"):
+        config = small_config(plan, world_size, plan in DEPENDS_ON_T)
+        tokens, targets = sample(config, 1, 2, 7)
+        whole = full_model(config, 4)
+        expected = step(virtual(whole, world_size), tokens, targets, False)
+        model = full_model(config, 4)
+        place(model, tp_mesh(world_size), dtype=torch.float32)
+        model.compute_dtype = torch.bfloat16
+        found = step(model, tokens, targets, False)
+        assert found.logits.dtype == torch.bfloat16
+        assert found.value.dtype == torch.float32
+        assert {grad.dtype for grad in found.grads.values() if grad is not None} == {torch.float32}
+        errors = errors_of(model, found, expected)
+        for what in ("logits without grad", "logits or losses", "model.embed_tokens.weight.grad"):
+            if not 1e-5 < errors[what] < 0.05:
+                wrong.append((f"{plan}: {what}", errors[what]))
+    return wrong
+
+
+def test_bfloat16_activations(pools: Pools) -> None:
+    """Parameters, their gradients and losses stay float32; what is exchanged is bfloat16."""
+    assert pools(2).run(narrow_errors) == [[], []]
+
+
 def test_plans_cover_both_kinds() -> None:
     """That the lists above are what they say."""
     for name, spec in PLANS.items():

@@ -61,13 +61,14 @@ class Split(nn.Module):
         return y if bias is None else y + bias.view(self.ranks.held, 1, 1, -1)
 
     def _row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # Multiplied by 0 elsewhere, and not left out, so that every rank has a gradient to sum.
+        bias = None if bias is None else bias * (self.ranks.first == 0)
         if self.ranks.held == 1:
-            return F.linear(x, weight, bias if self.ranks.first == 0 else None)
+            y = F.linear(x, weight)
+            return y if bias is None else y + bias
         weight = weight.unflatten(1, (self.ranks.held, -1))
         y = torch.einsum("rbsi,dri->rbsd", x, weight)
-        if bias is not None and self.ranks.first == 0:
-            y = torch.cat((y[:1] + bias, y[1:]))
-        return y
+        return y if bias is None else torch.cat((y[:1] + bias, y[1:]))
 
 
 class HeadSplit(Split):

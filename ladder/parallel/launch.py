@@ -6,6 +6,7 @@ SLURM, which set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ladder.models.errors import UserError
 
 RENDEZVOUS = "LADDER_RENDEZVOUS"  # a file that the processes of one `spawn` meet at
-ERROR_KEY = "ladder/errors"
+ERROR_KEY, CODE_KEY = "ladder/errors", "ladder/code"
 
 
 def world_size() -> int:
@@ -48,6 +49,7 @@ def run(command: Callable[..., int], arguments: tuple[Any, ...], nproc: int = 1)
         return _guarded(command, arguments)
     if world_size() > 1:
         raise UserError(f"--nproc={nproc} under torchrun (WORLD_SIZE={world_size()}): use one")
+    logging.getLogger(mp.spawn.__module__).setLevel(logging.ERROR)  # it reports whom it ends
     with tempfile.TemporaryDirectory() as folder:
         try:
             mp.spawn(_child, (nproc, folder, command, arguments), nprocs=nproc, join=True)
@@ -74,22 +76,34 @@ def _guarded(command: Callable[..., int], arguments: tuple[Any, ...]) -> int:
     try:
         code = command(*arguments)
     except UserError as error:
-        if _first_to_fail():
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return _fail(2, f"error: {error}")
     except Exception:
-        if _first_to_fail():  # the others' errors only follow from the first
-            traceback.print_exc()
-        return 1
+        return _fail(1, traceback.format_exc())
     if dist.is_initialized():
         dist.destroy_process_group()
     return code
 
 
-def _first_to_fail() -> bool:
+def _fail(code: int, message: str) -> int:
+    """Print the message, unless another rank failed first (the rest only follows from that).
+
+    A rank of a group leaves the process here, with the first failure's code: the group's threads
+    would abort an ordinary exit while other ranks are still connected.
+    """
     if not dist.is_initialized():
-        return True
-    return dist.distributed_c10d._get_default_store().add(ERROR_KEY, 1) == 1
+        print(message, file=sys.stderr, flush=True)
+        return code
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        if store.add(ERROR_KEY, 1) == 1:
+            print(message, file=sys.stderr, flush=True)
+            store.set(CODE_KEY, str(code))
+        else:
+            code = int(store.get(CODE_KEY))
+    except dist.DistError:
+        pass  # the rank that held the store has left: it failed first, and has said why
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def join(device: str = "auto") -> torch.device:

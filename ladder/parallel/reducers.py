@@ -68,6 +68,16 @@ class _Land(torch.autograd.Function):
         return grad, None
 
 
+def _writable(partial: Tensor) -> Tensor:
+    """A tensor that may be reduced in place: contiguous, and no view.
+
+    In-place work on a view would have autograd copy the gradient before `_Post.backward` has
+    waited for it. Matmuls make no views; hooks on a module and some fused biases do.
+    """
+    partial = partial.contiguous()
+    return partial.clone() if partial._is_view() else partial
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, size: int, ranks: Ranks, group: Any) -> Tensor:
@@ -96,14 +106,14 @@ class AsyncReducer(Reducer):
 
     def post(self, partial: Tensor) -> tuple[Tensor, Exchange]:
         exchange = Exchange(self.group)
-        return _Post.apply(self.sum_held(partial).contiguous(), exchange), exchange
+        return _Post.apply(_writable(self.sum_held(partial)), exchange), exchange
 
     def wait(self, handle: tuple[Tensor, Exchange]) -> Tensor:
         return _Land.apply(*handle)
 
     def sum(self, partial: Tensor) -> Tensor:
         exchange = Exchange(self.group)
-        return self.wait((_Post.apply(partial.contiguous(), exchange), exchange))
+        return self.wait((_Post.apply(_writable(partial), exchange), exchange))
 
     def sum_(self, value: Tensor) -> Tensor:
         dist.all_reduce(value, group=self.group)

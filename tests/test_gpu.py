@@ -1,0 +1,134 @@
+"""On GPUs, where there are any: the same model over NCCL, against one CPU process in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ladder.config import build
+from ladder.infer.generate import generate
+from ladder.models import ModelConfig, Transformer
+from ladder.parallel import launch
+from ladder.parallel.sharding import (
+    initialise,
+    local_parameters,
+    local_tensor,
+    place,
+    sum_shared_gradients,
+)
+from ladder.train import metrics
+from ladder.train.config import TrainConfig
+from ladder.train.loop import train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+PLANS: list[tuple[str, int | None]] = [
+    ("standard", None),
+    ("parallel", None),
+    ("ladder", None),
+    ("hybrid", None),
+    ("desync-4x", 4),
+    ("dtp-1", 4),
+]
+WORLDS = [world for world in (1, 2, 4) if world <= torch.cuda.device_count()]
+
+
+def make(plan: str, degree: int | None, dtype: torch.dtype, **where: Any) -> Transformer:
+    config = ModelConfig(
+        vocab_size=515,
+        hidden_size=256,
+        intermediate_size=512,
+        num_layers=4,
+        num_heads=8,
+        num_kv_heads=4,
+        plan=plan,  # type: ignore[arg-type]
+        tp_degree=degree,
+    )
+    with torch.device("meta"):
+        model = Transformer(config)
+    place(model, **where, dtype=dtype)
+    initialise(model, 1)
+    return model
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    source = torch.Generator().manual_seed(2)
+    both = torch.randint(0, 515, (2, 3, 65), generator=source)
+    return both[0], both[1]
+
+
+def relative(value: torch.Tensor, expected: torch.Tensor) -> float:
+    value = value.cpu().double()
+    assert torch.isfinite(value).all()
+    return float((value - expected).abs().max() / expected.abs().max())
+
+
+def on_gpus() -> int:
+    """Logits and every gradient of every plan, and greedy text, on this rank's GPU."""
+    device = launch.join("cuda")
+    mesh = launch.make_mesh(device, launch.world_size())
+    tokens, targets = batch()
+    for plan, degree in PLANS:
+        oracle = make(plan, degree, torch.float64)
+        expected = oracle(tokens)
+        oracle(tokens, targets).sum().backward()
+        grads = {name: p.grad for name, p in oracle.named_parameters()}
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
+            tp = None if mesh is None else mesh["tp"]
+            model = make(plan, degree, dtype, mesh=tp, device=device)
+            error = relative(model(tokens.to(device)).detach(), expected.detach())
+            assert error < tolerance, (plan, dtype, error)
+            model(tokens.to(device), targets.to(device)).sum().backward()
+            sum_shared_gradients(model)
+            parameters = dict(model.named_parameters())
+            for name, _, part in local_parameters(model):
+                grad, wanted = parameters[name].grad, grads[name]
+                assert grad is not None
+                assert wanted is not None
+                scale = wanted.abs().max()
+                difference = local_tensor(grad).cpu().double() - wanted[part]
+                assert difference.abs().max() / scale < tolerance * 2, (plan, dtype, name)
+        exact = make(plan, degree, torch.float32, mesh=tp, device=device)
+        prompts = [[5, 7, 9], [11]]
+        here = [r.tokens for r in generate(exact, prompts, max_new_tokens=6)]
+        there = [r.tokens for r in generate(oracle, prompts, max_new_tokens=6)]
+        assert here == there, (plan, here, there)
+    return 0
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_plan_on_gpus(world: int) -> None:
+    """float32 within 1e-5 (TF32 is off), bfloat16 within its rounding; tokens equal in float32."""
+    assert launch.run(on_gpus, (), nproc=world) == 0
+
+
+def train_on_gpus(settings: dict[str, Any]) -> int:
+    train(build(TrainConfig, settings, "test recipe"), device="cuda")
+    return 0
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("plan", "degree"), [("ladder", None), ("desync-2x", 4)])
+def test_training_on_gpus_equals_the_cpu(
+    corpus: Path, tmp_path: Path, world: int, plan: str, degree: int | None
+) -> None:
+    """TP, and with 4 GPUs TP x data parallel, against one CPU process."""
+    settings: dict[str, Any] = {
+        "data": str(corpus), "out": str(tmp_path / "cpu"), "plan": plan, "tp_degree": degree,
+        "steps": 5, "seq_len": 16, "batch_size": 4, "warmup_steps": 1, "log_interval": 1,
+        "eval_windows": 4, "lr": 1e-3, "tensorboard": False,
+    }  # fmt: skip
+    train(build(TrainConfig, settings, "test recipe"), device="cpu")
+    there = settings | {"out": str(tmp_path / "gpu"), "tp": min(world, 2)}
+    assert launch.run(train_on_gpus, (there,), nproc=world) == 0
+    losses = [
+        [record["loss"] for record in metrics.read(tmp_path / run) if "loss" in record]
+        for run in ("cpu", "gpu")
+    ]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
