@@ -41,7 +41,7 @@ PLANS: dict[str, int | None] = {  # plan -> tp_degree
     "desync-4x": 4,
     "hybrid": None,  # ladder on the upper half
 }
-VOCAB_SIZE = 2048
+VOCAB_SIZE = 1024
 PROMPT = "def read(self, "
 TP = 2
 MARK = "report.json"

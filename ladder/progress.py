@@ -23,7 +23,7 @@ class Progress:
     def __init__(self, label: str, total: int | None, unit: str, quiet: bool = False) -> None:
         self.label, self.total, self.unit, self.quiet = label, total, unit, quiet
         self.started = self.shown = time.monotonic()
-        self.done, self.facts = 0, ""
+        self.done, self.facts, self.last_shown = 0, "", -1
         self.bar: RichProgress | None = None
 
     def __enter__(self) -> Progress:
@@ -57,7 +57,7 @@ class Progress:
     ) -> None:
         if self.bar is not None:
             self.bar.stop()
-        elif kind is None:
+        elif kind is None and self.done != self.last_shown:
             self._line()
 
     def _count(self) -> str:
@@ -68,6 +68,7 @@ class Progress:
         if self.quiet:
             return
         self.shown = now = time.monotonic()
+        self.last_shown = self.done
         spent = now - self.started
         left = ""
         if self.total and self.done and self.done < self.total:

@@ -27,7 +27,7 @@ OTHERS = {  # lowest and highest: the papers say 1B, 3B and 176B; tiny is ours
     "paper-1b": (1.0e9, 1.3e9),
     "paper-3b": (2.9e9, 3.6e9),
     "bloom-176b": (176e9 * 0.98, 176e9 * 1.02),
-    "tiny": (1.0e6, 1.5e6),
+    "tiny": (0.4e6, 0.6e6),
 }
 # The largest T that each shape is meant for: one node of 8, two of them for the largest.
 LARGEST_TP = dict.fromkeys((*LLAMAS, *OTHERS), 8) | {
