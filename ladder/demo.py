@@ -23,7 +23,7 @@ from ladder.data.prepare import prepare
 from ladder.data.sources import open_corpus
 from ladder.data.tokenizer import load_tokenizer, train_tokenizer
 from ladder.files import write_text
-from ladder.infer.generate import generate
+from ladder.infer.engine import generate
 from ladder.infer.sampling import Sampling
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ladder import checkpoint
 from ladder.checkpoint import load_model, model_entries, read_stop_tokens, write_config
-from ladder.infer.generate import generate
+from ladder.infer.engine import generate
 from ladder.models import ModelConfig, Transformer, UserError
 from ladder.parallel.sharding import initialise, local_parameters, place
 from tests.distributed import Pools, tp_mesh

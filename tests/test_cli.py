@@ -73,7 +73,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_importing_ladder_starts_nothing() -> None:
     code = (
         "import sys, ladder; assert 'torch' not in sys.modules\n"
-        "import ladder.models, ladder.parallel.sharding, ladder.train.loop, ladder.infer.generate\n"
+        "import ladder.models, ladder.parallel.sharding, ladder.train.loop, ladder.infer.engine\n"
         "import torch.distributed as dist; assert not dist.is_initialized()\n"
         "for name in ('transformers', 'matplotlib', 'datasets', 'lm_eval', 'pandas'):\n"
         "    assert name not in sys.modules, name\n"

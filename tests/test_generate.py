@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ladder.infer.generate import Completion, generate
-from ladder.infer.sampling import Sampling, generators, probabilities, sample
+from ladder.infer.engine import Completion, generate
+from ladder.infer.sampling import Sampling, choose, draws, probabilities
 from ladder.models import ModelConfig, Transformer, UserError
 from ladder.parallel.sharding import initialise, place
 from tests.distributed import Pools, tp_mesh
@@ -133,19 +133,34 @@ def test_probabilities_follow_their_definition() -> None:
 
 
 def test_draws_have_the_right_frequencies() -> None:
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(1, -1)
-    source = generators(Sampling(1.0, seed=1), 1)
-    draws = torch.cat([sample(logits, Sampling(1.0), source) for _ in range(4000)])
-    share = torch.bincount(draws, minlength=4) / 4000
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(4000, -1)
+    uniforms = draws(Sampling(1.0, seed=1), 2, 4000)
+    chosen = choose(logits, uniforms[:, 0], Sampling(1.0))
+    share = torch.bincount(chosen, minlength=4) / 4000
     assert (share - torch.tensor([0.5, 0.3, 0.15, 0.05])).abs().max() < 0.03  # 4 standard errors
+    only = choose(logits, uniforms[:, 1], Sampling(1.0, top_k=2))
+    assert set(only.tolist()) == {0, 1}
+
+
+def test_draws_at_the_edges_have_probability() -> None:
+    """u = 0 must not pick a first token of probability 0, nor u near 1 such a last one."""
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).clamp(min=-1e4)
+    for u, token in ((0.0, 1), (0.49, 1), (0.51, 2), (1 - 2**-24, 2)):
+        assert choose(logits, torch.tensor([u]), Sampling(1.0)).tolist() == [token]
 
 
 def test_nan_never_becomes_a_token() -> None:
     """argmax of NaN is a token like any other; it must be an error."""
-    logits = torch.tensor([[1.0, float("nan"), 0.0]])
-    for sampling in (Sampling(), Sampling(1.0)):
-        with pytest.raises(RuntimeError, match="not finite"):
-            sample(logits, sampling, generators(sampling, 1))
+    logits = torch.tensor([[1.0, float("nan"), 0.0], [1.0, 2.0, 0.0]])
+    for sampling in (Sampling(), Sampling(1.0), Sampling(1.0, top_k=2, top_p=0.9)):
+        first, second = choose(logits, torch.zeros(2), sampling).tolist()
+        assert first == -1
+        assert second >= 0
+    model = make("ladder", None)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="prompt 0 are not finite"):
+        generate(model, prompts())
 
 
 @pytest.mark.parametrize(

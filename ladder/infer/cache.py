@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ladder.models.transformer import Transformer
+from ladder.parallel.sharding import local_tensor
 
 
 class Cache:
@@ -13,29 +14,32 @@ class Cache:
 
     A sequence's keys lie at their positions, so no padding is ever attended to: what a longer
     neighbour's prefill wrote beyond a sequence's end is overwritten before it is reached. Call
-    `at(positions)` before each forward pass and hand the model the mask that it returns.
+    `at` before each forward pass and hand the model the mask that it returns.
     """
 
     def __init__(self, model: Transformer, batch: int, length: int) -> None:
         config, ranks = model.config, model.reducer.ranks
         heads = max(1, config.num_kv_heads // ranks.degree)
         self.held = ranks.held
-        weight = model.model.embed_tokens.weight
+        weight = local_tensor(model.model.embed_tokens.weight)
         shape = (config.num_layers, self.held * batch, heads, length, config.head_dim)
         dtype = model.compute_dtype or weight.dtype
         self.keys = torch.zeros(shape, dtype=dtype, device=weight.device)
         self.values = torch.zeros_like(self.keys)
         self.rows = torch.arange(self.held * batch, device=weight.device).unsqueeze(1)
 
-    def at(self, positions: Tensor) -> Tensor:
-        """Say where the next tokens go ([B, S]); returns what they may see, [B, 1, S, keys]."""
+    def at(self, positions: Tensor, extent: int) -> Tensor:
+        """Say where the next tokens go ([B, S]); returns what they may see, [B, 1, S, extent].
+
+        extent: how many places attention looks at, more than the largest position.
+        """
         self.positions = positions.repeat(self.held, 1)
-        self.extent = int(positions.max()) + 1
-        places = torch.arange(self.extent, device=positions.device)
+        self.extent = extent
+        places = torch.arange(extent, device=positions.device)
         return places <= positions[:, None, :, None]
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store [R * B, heads, S, head_dim]; return every place up to the furthest position."""
+        """Store [R * B, heads, S, head_dim]; return the first `extent` places."""
         self.keys[layer][self.rows, :, self.positions] = keys.transpose(1, 2)
         self.values[layer][self.rows, :, self.positions] = values.transpose(1, 2)
         return self.keys[layer, :, :, : self.extent], self.values[layer, :, :, : self.extent]

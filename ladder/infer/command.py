@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from ladder.checkpoint import load_model, read_stop_tokens
 from ladder.data.tokenizer import load_tokenizer
-from ladder.infer.generate import generate
+from ladder.infer.engine import generate
 from ladder.infer.sampling import Sampling
 from ladder.models.errors import UserError
 from ladder.parallel import launch

@@ -28,20 +28,24 @@ class Sampling:
             raise UserError(f"top_p={self.top_p} must be above 0 and at most 1 (all tokens)")
 
 
-def generators(sampling: Sampling, count: int) -> list[torch.Generator]:
-    """One source of randomness per prompt, so its text does not depend on its neighbours'."""
-    return [torch.Generator().manual_seed(sampling.seed * 1_000_003 + i) for i in range(count)]
+def draws(sampling: Sampling, count: int, steps: int) -> Tensor:
+    """The randomness of `steps` tokens of each prompt: uniform in [0, 1), [steps, count] float32.
+
+    Each prompt has its own source, so its text does not depend on its neighbours'.
+    """
+    columns = [
+        torch.rand(steps, generator=torch.Generator().manual_seed(sampling.seed * 1_000_003 + i))
+        for i in range(count)
+    ]
+    return torch.stack(columns, dim=1)
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """Logits [..., V] after temperature, top-k and top-p (in this order): [..., V] float32.
 
-    top-p keeps the smallest set of likeliest tokens whose probabilities reach top_p. Raises
-    RuntimeError for logits that are not finite.
+    top-p keeps the smallest set of likeliest tokens whose probabilities reach top_p.
     """
     scores = logits.float() / sampling.temperature
-    if not torch.isfinite(scores).all():
-        raise RuntimeError("the model's logits are not finite")
     if 0 < sampling.top_k < scores.shape[-1]:
         least = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
         scores = scores.masked_fill(scores < least, -torch.inf)
@@ -55,15 +59,17 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     return chances
 
 
-def sample(logits: Tensor, sampling: Sampling, sources: list[torch.Generator]) -> Tensor:
-    """The next token of each sequence, logits [B, V] -> [B] int64; every rank picks the same."""
-    if not torch.isfinite(logits).all():
-        raise RuntimeError("the model's logits are not finite")
+def choose(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
+    """The next token of each sequence: logits [B, V], uniforms [B] in [0, 1) -> [B] int64.
+
+    -1 where a sequence's logits are not finite: no token. Never waits for the device, so it may be
+    recorded in a CUDA graph; ranks with equal logits choose equal tokens.
+    """
     if sampling.temperature == 0:
-        return logits.argmax(-1)
-    chances = probabilities(logits, sampling).cpu()
-    picks = [
-        torch.multinomial(row, 1, generator=source)
-        for row, source in zip(chances, sources, strict=True)
-    ]
-    return torch.cat(picks).to(logits.device)
+        chosen = logits.argmax(-1)
+    else:
+        reached = probabilities(logits, sampling).cumsum(-1)
+        aim = (uniforms.unsqueeze(-1) * reached[:, -1:]).to(reached.dtype)
+        # The first token whose cumulated probability exceeds the aim: never one of probability 0.
+        chosen = (reached <= aim).sum(-1).clamp(max=logits.shape[-1] - 1)
+    return chosen.where(torch.isfinite(logits).all(-1), -1)

@@ -1,0 +1,233 @@
+"""The inference engine: prefill of a padded batch, then a token at a time for all of it.
+
+On a GPU one decode step (the model, its reduces, the choice of the token) is one CUDA graph, which
+feeds itself: the host only looks at the tokens, one step behind. On a CPU the same steps run
+plainly. Both run the one `Transformer`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ladder.infer.cache import Cache
+from ladder.infer.sampling import Sampling, choose, draws
+from ladder.models.errors import UserError
+from ladder.models.transformer import Transformer
+from ladder.parallel.sharding import local_tensor
+
+CAPACITY_STEP = 256  # graphs are kept for cache lengths that are multiples of this
+WARM_UP_STEPS = 2  # before a capture: kernels are loaded and NCCL's buffers made
+
+
+@dataclass
+class Completion:
+    """What one prompt was continued with. reason: `stop`, `length`, or `context` (it is full)."""
+
+    tokens: list[int] = field(default_factory=list)
+    reason: str = ""
+
+
+class Session:
+    """The state of one batch on the device, and the decode step that advances it.
+
+    tokens, positions: [B] int64, the newest token of each sequence and where it goes. uniforms:
+    [steps, B] float32, the randomness of each step. `out` holds the tokens that the last step
+    chose (-1: the logits were not finite).
+    """
+
+    def __init__(self, model: Transformer, batch: int, capacity: int, sampling: Sampling) -> None:
+        device = local_tensor(model.model.embed_tokens.weight).device
+        self.model, self.sampling, self.capacity = model, sampling, capacity
+        self.cache = Cache(model, batch, capacity)
+        self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.positions = torch.zeros_like(self.tokens)
+        self.out = torch.zeros_like(self.tokens)
+        self.uniforms = torch.zeros((capacity, batch), device=device)
+        self.counter = torch.zeros((), dtype=torch.int64, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def prefill(self, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> None:
+        """Read the prompts and choose the first token of each."""
+        device = self.tokens.device
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        padded = torch.zeros((len(prompts), int(lengths.max())), dtype=torch.int64)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt)
+        self.uniforms[: len(uniforms)].copy_(uniforms)
+        self.counter.zero_()
+        self.positions.copy_(lengths)
+        places = torch.arange(padded.shape[1], device=device).expand(len(prompts), -1)
+        mask = self.cache.at(places, padded.shape[1])
+        logits = self.model(
+            padded.to(device), positions=places, cache=self.cache, mask=mask,
+            last=self.positions - 1,
+        )  # fmt: skip
+        self._choose(logits[:, -1])
+
+    def step(self) -> None:
+        """Decode one token of every sequence; a finished one goes on in place, unused."""
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self._step()
+
+    def _step(self) -> None:
+        places = self.positions.unsqueeze(1)
+        extent = int(places.max()) + 1 if places.device.type == "cpu" else self.capacity
+        mask = self.cache.at(places, extent)
+        logits = self.model(self.tokens.unsqueeze(1), positions=places, cache=self.cache, mask=mask)
+        self.positions.add_(1).clamp_(max=self.capacity - 1)
+        self._choose(logits[:, -1])
+
+    def _choose(self, logits: Tensor) -> None:
+        uniforms = self.uniforms.index_select(0, self.counter.unsqueeze(0))[0]
+        self.counter.add_(1).clamp_(max=self.capacity - 1)
+        self.out.copy_(choose(logits, uniforms, self.sampling))
+        self.tokens.copy_(self.out.clamp(min=0))
+
+    def capture(self) -> None:
+        """Record `step` in a CUDA graph; what the warm-up steps write is overwritten by prefill."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_STEPS):
+                self._step()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # NCCL's watchdog thread may touch the driver meanwhile: only this thread is recorded.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            self._step()
+        self.graph = graph
+
+
+class Engine:
+    """Generates with a model that is placed on its device and ranks; every rank calls it alike.
+
+    graphs: whether decode steps are CUDA graphs; None: on GPUs. Sessions (a cache and a graph for
+    a batch size, a cache length and a kind of sampling) are kept for the next call.
+    """
+
+    def __init__(self, model: Transformer, graphs: bool | None = None) -> None:
+        on_gpu = local_tensor(model.model.embed_tokens.weight).is_cuda
+        if graphs and not on_gpu:
+            raise UserError("graphs=True needs a model on a GPU; leave it out on a CPU")
+        self.model = model
+        self.graphs = on_gpu if graphs is None else graphs
+        self.sessions: dict[tuple[int, int, Sampling], Session] = {}
+
+    @torch.inference_mode()
+    def session(self, batch: int, length: int, sampling: Sampling) -> Session:
+        """A session for `batch` sequences of up to `length` tokens, captured where asked for."""
+        context = self.model.config.max_seq_len
+        capacity = length
+        if self.graphs:
+            capacity = min(math.ceil(length / CAPACITY_STEP) * CAPACITY_STEP, context)
+        key = (batch, capacity, replace(sampling, seed=0))
+        if key not in self.sessions:
+            session = Session(self.model, batch, capacity, sampling)
+            if self.graphs:
+                session.capture()
+                self.sessions[key] = session
+            return session
+        return self.sessions[key]
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int = 64,
+        sampling: Sampling = Sampling(),  # noqa: B008  (frozen)
+        stop: Collection[int] = (),
+        on_token: Callable[[int, int], None] | None = None,
+    ) -> list[Completion]:
+        """Continue each prompt (token ids; lengths may differ); every rank returns the same.
+
+        stop: ids that end a sequence and are not part of it. on_token: called with (prompt index,
+        token) as each is known. Raises UserError for an empty prompt and for one that leaves no
+        room in the model's context, RuntimeError where the model's logits are not finite.
+        """
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens={max_new_tokens} must be 1 or more")
+        context = self.model.config.max_seq_len
+        for i, prompt in enumerate(prompts):
+            _check_prompt(i, prompt, context, self.model.config.vocab_size)
+        if not prompts:
+            return []
+        rooms = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
+        longest = max(len(prompt) + room for prompt, room in zip(prompts, rooms, strict=True))
+        session = self.session(len(prompts), longest, sampling)
+        results = [Completion() for _ in prompts]
+
+        session.prefill(prompts, draws(sampling, len(prompts), max(rooms)))
+        arrived = _to_host(session.out)
+        for done in range(1, max(rooms) + 1):
+            following: Callable[[], list[int]] | None = None
+            if self.graphs and done < max(rooms):  # one step ahead of what is looked at
+                session.step()
+                following = _to_host(session.out)
+            for i, token in enumerate(arrived()):
+                if token < 0:
+                    raise RuntimeError(f"the model's logits of prompt {i} are not finite")
+                if results[i].reason:
+                    continue
+                if token in stop:
+                    results[i].reason = "stop"
+                    continue
+                results[i].tokens.append(token)
+                if on_token is not None:
+                    on_token(i, token)
+                if len(results[i].tokens) == rooms[i]:
+                    results[i].reason = "length" if rooms[i] == max_new_tokens else "context"
+            if all(result.reason for result in results):
+                break
+            if following is None:
+                session.step()
+                following = _to_host(session.out)
+            arrived = following
+        return results
+
+
+def generate(
+    model: Transformer, prompts: Sequence[Sequence[int]], **options: object
+) -> list[Completion]:
+    """`Engine(model).generate(prompts, ...)`, for a single call."""
+    return Engine(model).generate(prompts, **options)
+
+
+def _check_prompt(i: int, prompt: Sequence[int], context: int, vocab_size: int) -> None:
+    if not prompt:
+        raise UserError(f"prompt {i} is empty; give at least one token")
+    if len(prompt) >= context:
+        raise UserError(
+            f"prompt {i} has {len(prompt)} tokens and the model's context is "
+            f"max_seq_len={context}; shorten it to {context - 1} or fewer"
+        )
+    if not all(0 <= token < vocab_size for token in prompt):
+        raise UserError(
+            f"prompt {i} has a token outside vocab_size={vocab_size}; is it another model's "
+            f"tokenizer?"
+        )
+
+
+def _to_host(tokens: Tensor) -> Callable[[], list[int]]:
+    """Start copying tokens to the host; the function returned waits for them."""
+    if not tokens.is_cuda:
+        values = tokens.tolist()
+        return lambda: values
+    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+    host.copy_(tokens, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+
+    def wait() -> list[int]:
+        event.synchronize()
+        return host.tolist()
+
+    return wait
