@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ladder {__version__}")
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_plans, _tokenizer, _data, _train, _generate, _doctor, _demo):
+    for add in (_plans, _tokenizer, _data, _train, _generate, _bench, _doctor, _demo):
         add(verbs)
     return parser
 
@@ -227,6 +227,30 @@ def generate(options: argparse.Namespace) -> int:
     from ladder.infer.command import generate_command
 
     return generate_command(options)
+
+
+# ---- bench ----------------------------------------------------------------------------------
+
+
+def _bench(verbs: Any) -> None:
+    outer = verbs.add_parser("bench", help="measure inference on GPUs")
+    inner = outer.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser = _add(inner, "inference", bench_inference, "time prefill and decode, plan by plan")
+    parser.add_argument("--model", default="llama-3-8b", help="a name from configs/models")
+    parser.add_argument("--layers", type=int, default=0, help="fewer layers than it has; 0: all")
+    parser.add_argument("--plans", nargs="+", default=["standard", "ladder", "none"])
+    parser.add_argument("--reducers", nargs="+", default=["push", "async"])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="sequences")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens read")
+    parser.add_argument("--new-tokens", type=int, default=128, help="tokens decoded")
+    parser.add_argument("--out", default="runs/bench", help="results are appended here")
+    parser.add_argument("--nproc", type=int, default=1, help="processes to start, one a GPU: TP")
+
+
+def bench_inference(options: argparse.Namespace) -> int:
+    from ladder.infer.bench import main as run
+
+    return run(options)
 
 
 # ---- the rest -------------------------------------------------------------------------------

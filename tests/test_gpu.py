@@ -11,6 +11,7 @@ import torch
 from ladder.config import build
 from ladder.infer.engine import Engine, generate
 from ladder.infer.sampling import Sampling
+from ladder.kernels.all_reduce import PushAllReduce, reference_all_reduce
 from ladder.models import ModelConfig, Transformer
 from ladder.parallel import launch
 from ladder.parallel.sharding import (
@@ -101,8 +102,8 @@ def on_gpus() -> int:
     return 0
 
 
-def generate_on_gpus() -> int:
-    """The engine, with and without graphs, against plain full passes on the CPU: equal tokens."""
+def generate_on_gpus(reducer: str) -> int:
+    """The engine, plain, in graphs and fused, against the plain one on the CPU: equal tokens."""
     device = launch.join("cuda")
     mesh = launch.make_mesh(device, launch.world_size())
     source = torch.Generator().manual_seed(4)
@@ -115,19 +116,28 @@ def generate_on_gpus() -> int:
             with torch.no_grad():
                 for _, local, _ in local_parameters(each):
                     local.mul_(3.0)  # wide logits: choices that are no near ties
-        engine = Engine(model)
+        plain = Engine(model, graphs=False, fused=False)
+        engines = [Engine(model, fused=False)]
+        if degree is None or degree == launch.world_size():
+            other = make(plan, degree, torch.float32, mesh=tp, device=device, reducer=reducer)
+            for _, local, _ in local_parameters(other):
+                local.mul_(3.0)
+            engines.append(Engine(other, fused=True))
         for count, each_length in lengths.items():
             prompts = [torch.randint(0, 515, (n,), generator=source).tolist() for n in each_length]
             expected = generate(oracle, prompts, max_new_tokens=12)
-            for sampling in (Sampling(), Sampling(0.9, top_k=50, seed=2)):
-                first = engine.generate(prompts, max_new_tokens=12, sampling=sampling)
-                again = engine.generate(prompts, max_new_tokens=12, sampling=sampling)
-                assert first == again, (plan, count)  # a replayed graph, a used session
-                launch.agree({"tokens": [result.tokens for result in first]})
-                if sampling.temperature == 0:
-                    assert first == expected, (plan, count)
-                    plain = Engine(model, graphs=False).generate(prompts, max_new_tokens=12)
-                    assert plain == expected, (plan, count)
+            assert plain.generate(prompts, max_new_tokens=12) == expected, (plan, count)
+            for engine in engines:
+                where = (plan, count, engine.fused)
+                first = engine.generate(prompts, max_new_tokens=12)
+                again = engine.generate(prompts, max_new_tokens=12)
+                assert first == expected, where
+                assert again == expected, where  # a replayed graph, a used session
+                sampling = Sampling(0.9, top_k=50, seed=2)
+                drawn = engine.generate(prompts, max_new_tokens=12, sampling=sampling)
+                assert drawn == engine.generate(prompts, max_new_tokens=12, sampling=sampling)
+                assert drawn != expected
+                launch.agree({"tokens": [result.tokens for result in drawn]})
     small = make("ladder", None, torch.float32, mesh=tp, device=device, max_seq_len=48)
     full = Engine(small).generate([[3] * 5, [9] * 40], max_new_tokens=100)
     assert [(len(r.tokens), r.reason) for r in full] == [(43, "context"), (8, "context")]
@@ -137,7 +147,7 @@ def generate_on_gpus() -> int:
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_engine_on_gpus(world: int) -> None:
     """A cache or graph that holds stale state, a rank that samples apart, or a wrong mask fails."""
-    assert launch.run(generate_on_gpus, (), nproc=world) == 0
+    assert launch.run(generate_on_gpus, ("async" if world == 1 else "push",), nproc=world) == 0
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -170,3 +180,53 @@ def test_training_on_gpus_equals_the_cpu(
         for run in ("cpu", "gpu")
     ]
     assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+
+
+def push_on_gpus() -> int:
+    """Push all-reduces of several sizes under provocation, against the sum in rank order."""
+    device = launch.join("cuda")
+    world, rank = launch.world_size(), launch.rank()
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    source = torch.Generator(device=device).manual_seed(10 + rank)
+    sizes = [(64, torch.bfloat16), (4096, torch.bfloat16), (8 * 8192, torch.float32),
+             (131072, torch.bfloat16), (2056, torch.bfloat16)]  # fmt: skip
+    kernels = {key: PushAllReduce(*key, group, device) for key in sizes}
+
+    def check(key: tuple[int, torch.dtype], partial: torch.Tensor, total: torch.Tensor) -> None:
+        parts = [torch.empty_like(partial) for _ in range(world)]
+        torch.distributed.all_gather(parts, partial)
+        assert torch.equal(total, reference_all_reduce(parts)), key
+
+    for turn in range(200):  # changing sizes, ranks that come late, many in flight
+        in_flight = []
+        for key in sizes:
+            partial = torch.randn(key[0], generator=source, device=device).to(key[1])
+            partial[::7] = -0.0  # the value that says "not yet written"
+            if (turn + rank) % 5 == 0:
+                torch.cuda._sleep(int(torch.randint(1, 300_000, (), device="cpu")))
+            in_flight.append((key, partial, kernels[key](partial)))
+        if turn % 20 == 0:
+            for each in in_flight:
+                check(*each)
+
+    key = (4096, torch.bfloat16)
+    partial = torch.randn(key[0], generator=source, device=device).to(key[1])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        totals = [kernels[key](partial) for _ in range(7)]
+    for _ in range(500):  # 3500 calls: the sets of slots rotate out of step with the graph
+        partial.normal_(generator=source)
+        graph.replay()
+    for total in totals:
+        check(key, partial, total)
+    return 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("world", [world for world in WORLDS if world > 1])
+def test_push_all_reduce(world: int) -> None:
+    """A set of slots cleared too late, or read too early, gives another sum or a hang."""
+    assert launch.run(push_on_gpus, (), nproc=world) == 0

@@ -14,7 +14,7 @@ class Cache:
 
     A sequence's keys lie at their positions, so no padding is ever attended to: what a longer
     neighbour's prefill wrote beyond a sequence's end is overwritten before it is reached. Call
-    `at` before each forward pass and hand the model the mask that it returns.
+    `at` before each forward pass, and for decoding hand the model the `mask()`.
     """
 
     def __init__(self, model: Transformer, batch: int, length: int) -> None:
@@ -28,14 +28,18 @@ class Cache:
         self.values = torch.zeros_like(self.keys)
         self.rows = torch.arange(self.held * batch, device=weight.device).unsqueeze(1)
 
-    def at(self, positions: Tensor, extent: int) -> Tensor:
-        """Say where the next tokens go ([B, S]); returns what they may see, [B, 1, S, extent].
+    def at(self, positions: Tensor, extent: int) -> None:
+        """Say where the next tokens go ([B, S]).
 
         extent: how many places attention looks at, more than the largest position.
         """
         self.positions = positions.repeat(self.held, 1)
         self.extent = extent
-        places = torch.arange(extent, device=positions.device)
+
+    def mask(self) -> Tensor:
+        """What the tokens that `at` placed may see: [B, 1, S, extent], true where attended."""
+        places = torch.arange(self.extent, device=self.positions.device)
+        positions = self.positions[: len(self.positions) // self.held]
         return places <= positions[:, None, :, None]
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ladder.infer.cache import Cache
+from ladder.infer.fused import FusedHead, can_fuse, fuse
 from ladder.infer.sampling import Sampling, choose, draws
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
@@ -40,7 +41,10 @@ class Session:
     chose (-1: the logits were not finite).
     """
 
-    def __init__(self, model: Transformer, batch: int, capacity: int, sampling: Sampling) -> None:
+    def __init__(
+        self, model: Transformer, batch: int, capacity: int, sampling: Sampling, fused: bool
+    ) -> None:
+        self.fused = fused
         device = local_tensor(model.model.embed_tokens.weight).device
         self.model, self.sampling, self.capacity = model, sampling, capacity
         self.cache = Cache(model, batch, capacity)
@@ -62,11 +66,10 @@ class Session:
         self.counter.zero_()
         self.positions.copy_(lengths)
         places = torch.arange(padded.shape[1], device=device).expand(len(prompts), -1)
-        mask = self.cache.at(places, padded.shape[1])
+        self.cache.at(places, padded.shape[1])
         logits = self.model(
-            padded.to(device), positions=places, cache=self.cache, mask=mask,
-            last=self.positions - 1,
-        )  # fmt: skip
+            padded.to(device), positions=places, cache=self.cache, last=self.positions - 1
+        )
         self._choose(logits[:, -1])
 
     def step(self) -> None:
@@ -79,7 +82,8 @@ class Session:
     def _step(self) -> None:
         places = self.positions.unsqueeze(1)
         extent = int(places.max()) + 1 if places.device.type == "cpu" else self.capacity
-        mask = self.cache.at(places, extent)
+        self.cache.at(places, extent)
+        mask = None if self.fused else self.cache.mask()
         logits = self.model(self.tokens.unsqueeze(1), positions=places, cache=self.cache, mask=mask)
         self.positions.add_(1).clamp_(max=self.capacity - 1)
         self._choose(logits[:, -1])
@@ -109,14 +113,23 @@ class Session:
 class Engine:
     """Generates with a model that is placed on its device and ranks; every rank calls it alike.
 
-    graphs: whether decode steps are CUDA graphs; None: on GPUs. Sessions (a cache and a graph for
+    graphs: whether decode steps are CUDA graphs; None: on GPUs. fused: whether to pack the model's
+    weights and decode with fused kernels (`ladder.infer.fused`; the model is for this engine then);
+    None: on GPUs where these know the model. Sessions (a cache and a graph for
     a batch size, a cache length and a kind of sampling) are kept for the next call.
     """
 
-    def __init__(self, model: Transformer, graphs: bool | None = None) -> None:
+    def __init__(
+        self, model: Transformer, graphs: bool | None = None, fused: bool | None = None
+    ) -> None:
         on_gpu = local_tensor(model.model.embed_tokens.weight).is_cuda
-        if graphs and not on_gpu:
-            raise UserError("graphs=True needs a model on a GPU; leave it out on a CPU")
+        if (graphs or fused) and not on_gpu:
+            raise UserError("graphs and fused need a model on a GPU; leave them out on a CPU")
+        if fused and not can_fuse(model):
+            raise UserError("fused=True cannot run virtual ranks or biases; leave it out")
+        self.fused = on_gpu and can_fuse(model) if fused is None else fused
+        if self.fused and not isinstance(model.lm_head, FusedHead):
+            fuse(model)
         self.model = model
         self.graphs = on_gpu if graphs is None else graphs
         self.sessions: dict[tuple[int, int, Sampling], Session] = {}
@@ -130,7 +143,7 @@ class Engine:
             capacity = min(math.ceil(length / CAPACITY_STEP) * CAPACITY_STEP, context)
         key = (batch, capacity, replace(sampling, seed=0))
         if key not in self.sessions:
-            session = Session(self.model, batch, capacity, sampling)
+            session = Session(self.model, batch, capacity, sampling, self.fused)
             if self.graphs:
                 session.capture()
                 self.sessions[key] = session

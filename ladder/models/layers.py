@@ -83,7 +83,7 @@ class HeadSplit(Split):
         self.heads, self.head_dim = heads, head_dim
 
     def forward(self, x: Tensor) -> Tensor:
-        index = self._heads()
+        index = self.held_heads()
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
         if index != list(range(weight.shape[0] // self.head_dim)):
             weight = weight.unflatten(0, (-1, self.head_dim))[index].flatten(0, 1)
@@ -91,7 +91,7 @@ class HeadSplit(Split):
                 bias = bias.unflatten(0, (-1, self.head_dim))[index].flatten(0, 1)
         return self.columns(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
-    def _heads(self) -> list[int]:
+    def held_heads(self) -> list[int]:
         """The heads that the held ranks use, one after another, counted from the first stored."""
         ranks = self.ranks
         each = max(1, self.heads // ranks.degree)
@@ -176,7 +176,8 @@ def rotate(x: Tensor, tables: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query causal self-attention on this process's heads: normed x -> partial.
 
-    With a cache, `mask` ([R * B, 1, S, keys], true where attended) replaces the causal one.
+    With a cache, `mask` ([R * B, 1, S, keys], true where attended) replaces the causal one;
+    without a mask, the tokens are the first of their sequences and see only themselves.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -195,7 +196,8 @@ class Attention(nn.Module):
         k = rotate(self._heads(self.k_proj(x)), tables)
         v = self._heads(self.v_proj(x))
         if cache is not None:
-            k, v = cache.update(self.layer, k, v)
+            held = cache.update(self.layer, k, v)
+            k, v = (k, v) if mask is None else held
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )

@@ -214,7 +214,7 @@ class Plan:
         """All-reduces that the sublayers issue in one forward pass (one decoded token)."""
         return sum(record.reduce != "none" for record in self.sublayers)
 
-    @property
+    @cached_property
     def blocking(self) -> tuple[bool, ...]:
         """Whether each sublayer's reduce blocks: nothing was launched between post and wait."""
         waited = {}
@@ -224,11 +224,11 @@ class Plan:
                     waited[landing.output] = n
         return tuple(waited.get(n) == n + 1 for n in range(len(self.sublayers)))
 
-    def own_needed(self, n: int) -> bool:
-        """Whether sublayer n's own partial is read apart from the sum."""
-        return any(
-            landing.output == n and landing.own for read in self.landings for landing in read
-        )
+    @cached_property
+    def own_needed(self) -> tuple[bool, ...]:
+        """Whether each sublayer's own partial is read apart from the sum, N entries."""
+        apart = {landing.output for read in self.landings for landing in read if landing.own}
+        return tuple(n in apart for n in range(len(self.sublayers)))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as saved with a model: the name and every record, resolved."""

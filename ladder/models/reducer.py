@@ -45,6 +45,15 @@ class Ranks:
         return self.first // self.held
 
 
+def add_norm(
+    stream: Tensor, addends: list[tuple[Tensor, float]], norm: Norm
+) -> tuple[Tensor, Tensor]:
+    """Add (tensor, factor) pairs to the stream, in order, and norm it: (stream, normed)."""
+    for value, factor in addends:
+        stream = stream + value if factor == 1 else torch.add(stream, value, alpha=factor)
+    return stream, norm(stream)
+
+
 @dataclass
 class Pending:
     """An output on its way: the handle of its reduce, and this rank's own partial if needed."""
@@ -58,14 +67,15 @@ class Reducer:
 
     def __init__(self, ranks: Ranks = Ranks()) -> None:
         self.ranks = ranks
+        self.add_norm = add_norm  # a fused kernel of the same signature may be handed over
 
     # -- the sublayers' reduces ---------------------------------------------------------------
 
-    def post(self, partial: Tensor) -> Any:
+    def post(self, partial: Tensor, blocking: bool = False) -> Any:
         """Start summing `partial` ([B, S, D], or [held, B, S, D]) over all T ranks.
 
         Returns a handle at once. The partial belongs to the reducer from now on: it may be
-        overwritten.
+        overwritten. blocking: a hint that the sum is waited for before anything else is launched.
         """
         return self.sum_held(partial)
 
@@ -81,14 +91,18 @@ class Reducer:
 
         Returns (stream, normed). A reducer may fuse, shard or reorder this in its own way.
         """
+        addends: list[tuple[Tensor, float]] = []
         for landing, pending in arrivals:
             if landing.summed:
                 total = self.wait(pending.handle)
-                stream = total.expand_as(stream) if landing.replaces else stream + total
+                if landing.replaces:
+                    stream, addends = total.expand_as(stream), []
+                else:
+                    addends.append((total, 1.0))
             if landing.own:
                 assert pending.own is not None
-                stream = torch.add(stream, pending.own, alpha=landing.own)
-        return stream, norm(stream)
+                addends.append((pending.own, landing.own))
+        return self.add_norm(stream, addends, norm)
 
     # -- what is communicated beside the sublayers --------------------------------------------
 

@@ -103,14 +103,15 @@ class Transformer(nn.Module):
         tokens: [B, S] int64. targets: [B, S] int64, negative where no loss is wanted; then the
             result is the cross-entropy in nats, [B, S] float32, 0 at those places.
         positions: [B or 1, S] int64; 0 .. S - 1 by default.
-        cache, mask: for generation; mask is [B, 1, S, keys], true where attended.
+        cache, mask: for generation; mask is [B, 1, S, keys], true where attended. Without a mask
+            the tokens are prompts from position 0 on, which see themselves and not the cache.
         last: [B] int64, the one place of each sequence whose logits are wanted: [B, 1, vocab_size].
 
         Every rank returns the same values. Calling `backward` on the same function of them on
         every rank gives that function's gradients, counted once.
         """
         assert tokens.dim() == 2, tokens.shape
-        assert (cache is None) == (mask is None), "a cache needs a mask, and a mask a cache"
+        assert mask is None or cache is not None, "a mask is for what a cache holds"
         if tokens.shape[1] > self.config.max_seq_len:
             raise UserError(
                 f"a sequence of {tokens.shape[1]} tokens is longer than the model's "
@@ -157,22 +158,24 @@ class Transformer(nn.Module):
 
     def _post(self, n: int, partial: Tensor, stream: Tensor) -> Pending:
         plan = self.config.plan
-        own = partial if plan.own_needed(n) else None
+        own = partial if plan.own_needed[n] else None
         if plan.sublayers[n].reduce == "none":
             return Pending(None, own)
         if plan.sublayers[n].reduce == "stream":
             partial = partial + stream / self.reducer.ranks.degree
         elif own is not None:
             partial = partial.clone()  # the reducer may overwrite what it is given
-        return Pending(self.reducer.post(partial), own)
+        return Pending(self.reducer.post(partial, plan.blocking[n]), own)
 
     def _final(self, stream: Tensor, pending: dict[int, Pending]) -> Tensor:
         """Land what is in flight, norm, and where the streams differ average: [B, S, D]."""
         ranks, plan = self.reducer.ranks, self.config.plan
         norm = self.model.norm
         if plan.equal_reads[-1]:  # one copy will do
-            stream, normed = self._land(stream, len(plan.sublayers), pending, lambda x: x)
-            return norm(stream[0] if ranks.held > 1 else stream)
+            if ranks.held == 1:
+                return self._land(stream, len(plan.sublayers), pending, norm)[1]
+            stream, _ = self._land(stream, len(plan.sublayers), pending, lambda x: x)
+            return norm(stream[0])
         stream, normed = self._land(stream, len(plan.sublayers), pending, norm)
         if not plan.final_mean:  # a bound that computes no right answer anyway
             return normed[0] if ranks.held > 1 else normed

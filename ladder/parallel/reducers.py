@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ladder.kernels.all_reduce import SENTINELS, PushAllReduce, triton
+from ladder.models.errors import UserError
 from ladder.models.reducer import Ranks, Reducer
+
+PUSH_LIMIT = 256 * 1024  # bytes; beyond it NCCL's bandwidth wins (to be measured by the benchmark)
 
 
 @dataclass
@@ -104,11 +109,11 @@ class AsyncReducer(Reducer):
         super().__init__(ranks)
         self.group = group
 
-    def post(self, partial: Tensor) -> tuple[Tensor, Exchange]:
+    def post(self, partial: Tensor, blocking: bool = False) -> Any:
         exchange = Exchange(self.group)
         return _Post.apply(_writable(self.sum_held(partial)), exchange), exchange
 
-    def wait(self, handle: tuple[Tensor, Exchange]) -> Tensor:
+    def wait(self, handle: Any) -> Tensor:
         return _Land.apply(*handle)
 
     def sum(self, partial: Tensor) -> Tensor:
@@ -125,3 +130,82 @@ class AsyncReducer(Reducer):
 
     def gather(self, logits: Tensor, size: int) -> Tensor:
         return _Gather.apply(logits, size, self.ranks, self.group)
+
+
+class PushReducer(AsyncReducer):
+    """Small all-reduces by our push kernel over peer memory, larger ones by NCCL. Inference only.
+
+    A reduce that blocks runs on the current stream; one that does not runs on a stream of its own,
+    beneath what is launched next. Messages up to `limit` bytes of bfloat16 or float32 are pushed.
+    All calls of a size share slots, so they stay in one order: nothing runs on the current stream
+    while one is in flight on the other.
+    """
+
+    def __init__(self, ranks: Ranks, group: dist.ProcessGroup, limit: int = PUSH_LIMIT) -> None:
+        super().__init__(ranks, group)
+        refusal = push_refusal(ranks.processes)
+        if refusal:
+            raise UserError(f"reducer=push cannot run here: {refusal}; use reducer=async")
+        self.limit = limit
+        self.stream = torch.cuda.Stream(priority=-1)
+        self.kernels: dict[tuple[int, torch.dtype], PushAllReduce] = {}
+        self.in_flight = 0
+
+    def post(self, partial: Tensor, blocking: bool = False) -> Any:
+        partial = self.sum_held(partial).contiguous()
+        kernel = self._kernel(partial)
+        if kernel is None:
+            return super().post(partial, blocking)
+        if blocking and not self.in_flight:
+            return kernel(partial), None, partial
+        self.in_flight += 1
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            total = kernel(partial)
+            done = torch.cuda.Event()
+            done.record()
+        return total, done, partial  # the partial stays alive until the sum has been waited for
+
+    def wait(self, handle: Any) -> Tensor:
+        if len(handle) == 2:
+            return super().wait(handle)
+        total, done, _ = handle
+        if done is not None:
+            torch.cuda.current_stream().wait_event(done)
+            self.in_flight -= 1
+        return total
+
+    def sum(self, partial: Tensor) -> Tensor:
+        kernel = self._kernel(partial)
+        return super().sum(partial) if kernel is None else kernel(partial.contiguous())
+
+    def _kernel(self, partial: Tensor) -> PushAllReduce | None:
+        """The push all-reduce for messages like `partial`, made when first asked for."""
+        assert not partial.requires_grad, "the push reducer has no backward"
+        size = partial.numel() * partial.element_size()
+        if size > self.limit or size % 16 or partial.dtype not in SENTINELS:
+            return None
+        key = (partial.numel(), partial.dtype)
+        if key not in self.kernels:
+            self.kernels[key] = PushAllReduce(*key, self.group, partial.device)
+        return self.kernels[key]
+
+
+def push_refusal(processes: int) -> str | None:
+    """Why the push kernel cannot run on this machine, or None."""
+    if not torch.cuda.is_available():
+        return "it needs GPUs"
+    if triton is None:
+        return "it needs the package triton"
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+        return "NCCL_P2P_DISABLE=1 keeps peer memory out of use"
+    if processes > torch.cuda.device_count():
+        return f"{processes} ranks are on more than this machine's {torch.cuda.device_count()} GPUs"
+    mine = torch.cuda.current_device()
+    for peer in range(processes):
+        if peer != mine and not torch.cuda.can_device_access_peer(mine, peer):
+            return f"GPU {mine} has no peer access to GPU {peer}"
+    return None
+
+
+REDUCERS: dict[str, type[AsyncReducer]] = {"async": AsyncReducer, "push": PushReducer}

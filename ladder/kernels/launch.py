@@ -1,0 +1,111 @@
+"""What every kernel here shares: where it runs, how it is launched, what it refuses.
+
+CPU tensors run the plain PyTorch reference, CUDA tensors the Triton kernel. With TRITON_INTERPRET=1
+in the environment CPU tensors run the Triton kernel too, through Triton's interpreter: for tests.
+
+Triton comes with PyTorch's CUDA builds; nothing here needs it to be imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, no_type_check
+
+import torch
+from torch import Tensor
+
+from ladder.models.errors import UserError
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+triton: Any = None
+tl: Any = None
+gdc_launch_dependents: Any = None
+gdc_wait: Any = None
+try:
+    _cuda = import_module("triton.language.extra.cuda")
+    gdc_launch_dependents, gdc_wait = _cuda.gdc_launch_dependents, _cuda.gdc_wait
+    triton, tl = import_module("triton"), import_module("triton.language")
+except ImportError:
+    pass
+
+INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def jit(function: Callable[..., None]) -> Any:
+    """`triton.jit`; without Triton the function as it is, never to be called."""
+    return function if triton is None else triton.jit(function)
+
+
+@jit
+@no_type_check
+def begin(PDL: tl.constexpr):
+    """Open a kernel under programmatic dependent launch: nothing is read or written before it.
+
+    Every program of every kernel must come through here, those that find nothing to do as well:
+    the wait is for the previous kernel only, so that an older kernel has ended is known only
+    because the previous one waited for it.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@functools.cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether `device` knows programmatic dependent launch: compute capability 9 and above."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def on_triton(tensor: Tensor) -> bool:
+    """Whether the Triton kernel is to run, by where `tensor` is.
+
+    Raises UserError for a CUDA tensor where there is no Triton: there is no silent fallback.
+    """
+    if tensor.device.type == "cpu":
+        return INTERPRETED
+    if triton is None:
+        raise UserError(
+            f"the kernels of ladder.kernels need Triton on {tensor.device}, and it cannot be "
+            f"imported; install the one that your PyTorch build names (pip install triton), or "
+            f"choose the plain PyTorch path"
+        )
+    return True
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    device: torch.device,
+    *args: Any,
+    num_warps: int,
+    **meta: Any,
+) -> None:
+    """Launch `kernel` on `device`'s current stream, with PDL where the device knows it."""
+    if device.type == "cpu":
+        kernel[grid](*args, PDL=False, num_warps=num_warps, **meta)
+        return
+    dependent = has_dependent_launch(device)
+    with torch.cuda.device(device):
+        kernel[grid](*args, PDL=dependent, num_warps=num_warps, launch_pdl=dependent, **meta)
+
+
+def check(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    """Raise UserError unless `tensor` has that shape, is contiguous, and is on `like`'s device."""
+    if tuple(tensor.shape) != shape:
+        raise UserError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
+    if not tensor.is_contiguous():
+        raise UserError(f"{name} {shape} is not contiguous; call .contiguous() once, at load")
+    if tensor.device != like.device:
+        raise UserError(f"{name} is on {tensor.device}, the rest on {like.device}; move it there")
+
+
+def check_dtype(**tensors: Tensor) -> None:
+    """Raise UserError unless all are of one dtype, bfloat16, float16 or float32."""
+    found = {name: tensor.dtype for name, tensor in tensors.items()}
+    first = next(iter(found.values()))
+    if first not in DTYPES or any(dtype != first for dtype in found.values()):
+        raise UserError(f"dtypes {found}; expected one of {DTYPES} for all of them")

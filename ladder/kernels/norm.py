@@ -1,0 +1,117 @@
+"""Landing on one GPU: add what has arrived to the residual stream, and norm the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import no_type_check
+
+import torch
+from torch import Tensor
+
+from ladder.kernels.launch import begin, check, check_dtype, jit, launch, on_triton, tl, triton
+from ladder.models.errors import UserError
+
+MAX_ADDENDS, MAX_SIZE = 8, 16384
+
+Addends = Sequence[tuple[Tensor, float]]
+Pair = tuple[Tensor, Tensor]
+
+
+def add_rms_norm_reference(
+    stream: Tensor, addends: Addends, weight: Tensor, eps: float, out: Pair | None = None
+) -> Pair:
+    total = stream.float()
+    for addend, factor in addends:
+        total = total + addend.float() * factor
+    normed = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+    if out is not None:
+        return out[0].copy_(total), out[1].copy_(normed)
+    return total.to(stream.dtype), normed.to(stream.dtype)
+
+
+@jit
+@no_type_check
+def _norm_kernel(
+    stream, weight, landed, normed, eps,
+    a0, a1, a2, a3, a4, a5, a6, a7, f0, f1, f2, f3, f4, f5, f6, f7,
+    COUNT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    # The whole row stays in registers: it is read once, so `landed` may be `stream` itself.
+    i = tl.arange(0, BLOCK)
+    inside = i < D
+    at = tl.program_id(0).to(tl.int64) * D + i
+    gain = tl.load(weight + i, mask=inside, other=0).to(tl.float32)
+    total = tl.load(stream + at, mask=inside, other=0).to(tl.float32)
+    if COUNT > 0:
+        total += tl.load(a0 + at, mask=inside, other=0).to(tl.float32) * f0
+    if COUNT > 1:
+        total += tl.load(a1 + at, mask=inside, other=0).to(tl.float32) * f1
+    if COUNT > 2:
+        total += tl.load(a2 + at, mask=inside, other=0).to(tl.float32) * f2
+    if COUNT > 3:
+        total += tl.load(a3 + at, mask=inside, other=0).to(tl.float32) * f3
+    if COUNT > 4:
+        total += tl.load(a4 + at, mask=inside, other=0).to(tl.float32) * f4
+    if COUNT > 5:
+        total += tl.load(a5 + at, mask=inside, other=0).to(tl.float32) * f5
+    if COUNT > 6:
+        total += tl.load(a6 + at, mask=inside, other=0).to(tl.float32) * f6
+    if COUNT > 7:
+        total += tl.load(a7 + at, mask=inside, other=0).to(tl.float32) * f7
+    scale = tl.rsqrt(tl.sum(total * total, 0) / D + eps)
+    tl.store(landed + at, total.to(landed.dtype.element_ty), mask=inside)
+    tl.store(normed + at, (total * scale * gain).to(normed.dtype.element_ty), mask=inside)
+
+
+def _check(stream: Tensor, addends: Addends, weight: Tensor, out: Pair | None) -> None:
+    if stream.dim() != 2 or not 1 <= stream.shape[1] <= MAX_SIZE:
+        raise UserError(
+            f"stream has shape {tuple(stream.shape)}; expected [M, D] with D up to {MAX_SIZE}"
+        )
+    if len(addends) > MAX_ADDENDS:
+        raise UserError(f"{len(addends)} addends; add at most {MAX_ADDENDS} at a time")
+    shape = (stream.shape[0], stream.shape[1])
+    check_dtype(stream=stream, weight=weight)
+    check("stream", stream, shape, stream)
+    check("weight", weight, shape[1:], stream)
+    for n, (addend, _) in enumerate(addends):
+        check_dtype(addend=addend)
+        check(f"addends[{n}]", addend, shape, stream)
+    for name, tensor in zip(("out[0]", "out[1]"), out or (), strict=False):
+        check_dtype(stream=stream, out=tensor)
+        check(name, tensor, shape, stream)
+
+
+@torch.no_grad()
+def add_rms_norm(
+    stream: Tensor, addends: Addends, weight: Tensor, eps: float, out: Pair | None = None
+) -> Pair:
+    """Add up to 8 addends to the stream and norm the sum: (new stream, normed), both [M, D].
+
+    stream: [M, D], D up to 16384, not changed unless `out[0]` is the stream itself.
+    addends: (tensor [M, D], factor) pairs, added in this order; their dtype may differ from the
+        stream's (partials in float32, say).
+    weight: [D], in the stream's dtype.
+
+    The sum is made in float32 and rounded once, to the new stream. What is normed is the sum in
+    float32, before that rounding: closer to the exact value than norming the rounded stream, and
+    equal to it within rounding. Not differentiable.
+    """
+    _check(stream, addends, weight, out)
+    if not on_triton(stream):
+        return add_rms_norm_reference(stream, addends, weight, eps, out)
+    landed, normed = (torch.empty_like(stream), torch.empty_like(stream)) if out is None else out
+    rows, size = stream.shape
+    block = triton.next_power_of_2(size)
+    unused = MAX_ADDENDS - len(addends)
+    launch(
+        _norm_kernel, (rows,), stream.device,
+        stream, weight, landed, normed, eps,
+        *(addend for addend, _ in addends), *[stream] * unused,
+        *(float(factor) for _, factor in addends), *[0.0] * unused,
+        COUNT=len(addends), D=size, BLOCK=block,
+        # 16 bytes a thread: one program has a row to itself, so latency is all that counts.
+        num_warps=min(16, max(1, block // 256)),
+    )  # fmt: skip
+    return landed, normed
