@@ -22,6 +22,9 @@ from ladder.models.transformer import Transformer
 from ladder.parallel.sharding import local_tensor
 
 CAPACITY_STEP = 256  # graphs are kept for cache lengths that are multiples of this
+GRAPHED_PROMPT_TOKENS = 16384  # beyond it a prefill keeps the GPU busy without a graph
+# (up to this length, prompts are padded to a multiple of this): a graph for each width in use
+PROMPT_STEPS = ((64, 16), (512, 64), (4096, 256), (math.inf, 1024))
 WARM_UP_STEPS = 2  # before a capture: kernels are loaded and NCCL's buffers made
 
 
@@ -42,9 +45,16 @@ class Session:
     """
 
     def __init__(
-        self, model: Transformer, batch: int, capacity: int, sampling: Sampling, fused: bool
+        self,
+        model: Transformer,
+        batch: int,
+        capacity: int,
+        sampling: Sampling,
+        fused: bool,
+        graphs: bool,
     ) -> None:
-        self.fused = fused
+        self.fused, self.graphs = fused, graphs
+        self.prompt_graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         device = local_tensor(model.model.embed_tokens.weight).device
         self.model, self.sampling, self.capacity = model, sampling, capacity
         self.cache = Cache(model, batch, capacity)
@@ -57,19 +67,38 @@ class Session:
 
     def prefill(self, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> None:
         """Read the prompts and choose the first token of each."""
-        device = self.tokens.device
         lengths = torch.tensor([len(prompt) for prompt in prompts])
-        padded = torch.zeros((len(prompts), int(lengths.max())), dtype=torch.int64)
+        width = self.prompt_width(int(lengths.max()))
+        padded = torch.zeros((len(prompts), width), dtype=torch.int64)
         for row, prompt in zip(padded, prompts, strict=True):
             row[: len(prompt)] = torch.tensor(prompt)
         self.uniforms[: len(uniforms)].copy_(uniforms)
         self.counter.zero_()
         self.positions.copy_(lengths)
-        places = torch.arange(padded.shape[1], device=device).expand(len(prompts), -1)
+        if not self.graphs or padded.numel() > GRAPHED_PROMPT_TOKENS:
+            self._prefill(padded.to(self.tokens.device))
+            return
+        if width not in self.prompt_graphs:
+            places = torch.zeros_like(padded, device=self.tokens.device)
+            graph = self._record(lambda: self._prefill(places))
+            self.prompt_graphs[width] = graph, places
+            self.counter.zero_()  # the warm-up took steps of its own
+            self.positions.copy_(lengths)
+        graph, places = self.prompt_graphs[width]
+        places.copy_(padded)
+        graph.replay()
+
+    def prompt_width(self, longest: int) -> int:
+        """Prompts are padded to this: what a graph is kept for, where there are graphs."""
+        if not self.graphs:
+            return longest
+        step = next(step for limit, step in PROMPT_STEPS if longest <= limit)
+        return min(math.ceil(longest / step) * step, self.capacity)
+
+    def _prefill(self, padded: Tensor) -> None:
+        places = torch.arange(padded.shape[1], device=padded.device).expand(len(padded), -1)
         self.cache.at(places, padded.shape[1])
-        logits = self.model(
-            padded.to(device), positions=places, cache=self.cache, last=self.positions - 1
-        )
+        logits = self.model(padded, positions=places, cache=self.cache, last=self.positions - 1)
         self._choose(logits[:, -1])
 
     def step(self) -> None:
@@ -96,18 +125,21 @@ class Session:
 
     def capture(self) -> None:
         """Record `step` in a CUDA graph; what the warm-up steps write is overwritten by prefill."""
+        self.graph = self._record(self._step)
+
+    def _record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP_STEPS):
-                self._step()
+                work()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog thread may touch the driver meanwhile: only this thread is recorded.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            self._step()
-        self.graph = graph
+            work()
+        return graph
 
 
 class Engine:
@@ -143,7 +175,7 @@ class Engine:
             capacity = min(math.ceil(length / CAPACITY_STEP) * CAPACITY_STEP, context)
         key = (batch, capacity, replace(sampling, seed=0))
         if key not in self.sessions:
-            session = Session(self.model, batch, capacity, sampling, self.fused)
+            session = Session(self.model, batch, capacity, sampling, self.fused, self.graphs)
             if self.graphs:
                 session.capture()
                 self.sessions[key] = session

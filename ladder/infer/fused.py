@@ -14,6 +14,7 @@ from ladder.infer.cache import Cache
 from ladder.kernels import add_rms_norm, decode_attention, gate_up, rotary_cache, skinny_linear
 from ladder.kernels.linear import MAX_ROWS
 from ladder.kernels.norm import MAX_ADDENDS
+from ladder.models.config import ModelConfig
 from ladder.models.layers import MLP, Attention, RMSNorm, local, rotary_tables, rotate
 from ladder.models.reducer import Norm, add_norm
 from ladder.models.transformer import Transformer
@@ -120,6 +121,13 @@ def fuse(model: Transformer) -> None:
     cos, sin = rotary_tables(model.config, places, torch.float32)[:, 0, 0]
     half = model.config.head_dim // 2
     table = torch.cat((cos[:, :half], sin[:, :half]), dim=-1).contiguous()
+
+    def look_up(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        if positions.shape[1] == 1:  # decoding: the fused kernel reads `table` itself
+            return table
+        return torch.stack((cos[positions], sin[positions])).unsqueeze(2).to(dtype)
+
+    model.rotary = look_up
     for layer in model.model.layers:
         layer.self_attn = FusedAttention(layer.self_attn, table)
         layer.mlp = FusedMLP(layer.mlp)

@@ -38,6 +38,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype: torch.dtype | None = None
+        self.rotary = rotary_tables  # one that looks them up may be handed over
         plan, size, eps = config.plan, config.hidden_size, config.norm_eps
         norms = [
             RMSNorm(size, eps, per_rank=0 if equal else config.tp_degree or 1)
@@ -122,7 +123,7 @@ class Transformer(nn.Module):
         stream = embedded if self.compute_dtype is None else embedded.to(self.compute_dtype)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-        tables = rotary_tables(self.config, positions, stream.dtype)
+        tables = self.rotary(self.config, positions, stream.dtype)
         if ranks.held > 1:
             stream = stream.expand(ranks.held, *stream.shape)
             if tables.shape[1] > 1:
