@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ladder.infer.cache import Cache
 from ladder.infer.fused import FusedHead, can_fuse, fuse
-from ladder.infer.sampling import Sampling, choose, draws
+from ladder.infer.sampling import Sampling, choose, choose_greedily, draws
 from ladder.models.errors import UserError
+from ladder.models.layers import vocabulary_start
 from ladder.models.transformer import Transformer
 from ladder.parallel.sharding import local_tensor
 
@@ -98,8 +100,7 @@ class Session:
     def _prefill(self, padded: Tensor) -> None:
         places = torch.arange(padded.shape[1], device=padded.device).expand(len(padded), -1)
         self.cache.at(places, padded.shape[1])
-        logits = self.model(padded, positions=places, cache=self.cache, last=self.positions - 1)
-        self._choose(logits[:, -1])
+        self._choose(padded, positions=places, cache=self.cache, last=self.positions - 1)
 
     def step(self) -> None:
         """Decode one token of every sequence; a finished one goes on in place, unused."""
@@ -113,15 +114,22 @@ class Session:
         extent = int(places.max()) + 1 if places.device.type == "cpu" else self.capacity
         self.cache.at(places, extent)
         mask = None if self.fused else self.cache.mask()
-        logits = self.model(self.tokens.unsqueeze(1), positions=places, cache=self.cache, mask=mask)
+        self._choose(self.tokens.unsqueeze(1), positions=places, cache=self.cache, mask=mask)
         self.positions.add_(1).clamp_(max=self.capacity - 1)
-        self._choose(logits[:, -1])
 
-    def _choose(self, logits: Tensor) -> None:
-        uniforms = self.uniforms.index_select(0, self.counter.unsqueeze(0))[0]
-        self.counter.add_(1).clamp_(max=self.capacity - 1)
-        self.out.copy_(choose(logits, uniforms, self.sampling))
-        self.tokens.copy_(self.out.clamp(min=0))
+    def _choose(self, tokens: Tensor, **inputs: Any) -> None:
+        """Run the model and choose the next token of each sequence."""
+        reducer, greedy = self.model.reducer, self.sampling.temperature == 0
+        logits = self.model(tokens, gather=not greedy, **inputs)[:, -1]
+        if greedy:
+            first = vocabulary_start(self.model.config.vocab_size, reducer.ranks)
+            chosen = choose_greedily(logits, first, reducer)
+        else:
+            uniforms = self.uniforms.index_select(0, self.counter.unsqueeze(0))[0]
+            self.counter.add_(1).clamp_(max=self.capacity - 1)
+            chosen = choose(logits, uniforms, self.sampling)
+        self.out.copy_(chosen)
+        self.tokens.copy_(chosen.clamp(min=0))
 
     def capture(self) -> None:
         """Record `step` in a CUDA graph; what the warm-up steps write is overwritten by prefill."""

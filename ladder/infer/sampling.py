@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ladder.models.errors import UserError
+from ladder.models.reducer import Reducer
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,25 @@ def choose(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
     -1 where a sequence's logits are not finite: no token. Never waits for the device, so it may be
     recorded in a CUDA graph; ranks with equal logits choose equal tokens.
     """
-    if sampling.temperature == 0:
-        chosen = logits.argmax(-1)
-    else:
+    top, chosen = logits.max(-1)  # NaN where there is one
+    if sampling.temperature > 0:
         reached = probabilities(logits, sampling).cumsum(-1)
         aim = (uniforms.unsqueeze(-1) * reached[:, -1:]).to(reached.dtype)
         # The first token whose cumulated probability exceeds the aim: never one of probability 0.
         chosen = (reached <= aim).sum(-1).clamp(max=logits.shape[-1] - 1)
-    return chosen.where(torch.isfinite(logits).all(-1), -1)
+    return chosen.where(torch.isfinite(top), -1)
+
+
+def choose_greedily(logits: Tensor, first: int, reducer: Reducer) -> Tensor:
+    """`choose` at temperature 0 from this process's logits [B, V_local], which start at `first`.
+
+    Two numbers a sequence are communicated in place of the vocabulary. Of equal logits the lowest
+    token wins, as in one process.
+    """
+    top, index = logits.max(-1)
+    mine = torch.stack((top.float(), (index + first).float()), dim=-1)  # exact below 2 ** 24
+    count = 2 * reducer.ranks.processes
+    tops, tokens = reducer.gather(mine, count).unflatten(-1, (-1, 2)).unbind(-1)
+    best, rank = tops.max(-1)
+    chosen = tokens.gather(-1, rank.unsqueeze(-1)).squeeze(-1).long()
+    return chosen.where(torch.isfinite(best), -1)

@@ -14,16 +14,12 @@ Idea: the Lamport protocol of NCCL's LL and of TensorRT-LLM's one-shot all-reduc
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch: the reference serves
-    triton = None
+from ladder.kernels.launch import begin, jit, launch, tl, triton
 
 SETS = 3
 # One 32-bit word of "not yet written": two bfloat16 -0.0, or one float32 -0.0.
@@ -39,62 +35,63 @@ def reference_all_reduce(partials: list[Tensor]) -> Tensor:
     return total.to(partials[0].dtype)
 
 
-if triton is not None:
-
-    @triton.jit
-    def _push_all_reduce(
-        partial,
-        out,
-        buffers,  # int64 [world]: each rank's slots, [SETS, world, words] of int32
-        epochs,  # int32 [programs]: calls made so far
-        rank,
-        words,
-        world: tl.constexpr,
-        block: tl.constexpr,
-        sentinel: tl.constexpr,
-        packed: tl.constexpr,  # two bfloat16 in a word, else one float32
-        sets: tl.constexpr,
-        spin_limit: tl.constexpr,
-    ):
-        program = tl.program_id(0)
-        epoch = tl.load(epochs + program)
-        current = epoch % sets
-        previous = (epoch + sets - 1) % sets
-        offsets = program * block + tl.arange(0, block)
-        inside = offsets < words
-        value = tl.load(partial + offsets, mask=inside, other=0)
-        value = tl.where(value == sentinel, 0, value)
-        for peer in tl.static_range(world):
-            base = tl.multiple_of(tl.load(buffers + peer).to(tl.pointer_type(tl.int32)), 16)
-            tl.store(base + (current * world + rank) * words + offsets, value, mask=inside)
-        own = tl.multiple_of(tl.load(buffers + rank).to(tl.pointer_type(tl.int32)), 16)
-        low = tl.zeros([block], tl.float32)
-        high = tl.zeros([block], tl.float32)
-        for peer in tl.static_range(world):
-            slot = own + (current * world + peer) * words + offsets
+@jit
+@no_type_check
+def _push_all_reduce(
+    partial,
+    out,
+    buffers,  # int64 [world]: each rank's slots, [SETS, world, words] of int32
+    epochs,  # int32 [programs]: calls made so far
+    rank,
+    words,
+    world: tl.constexpr,
+    block: tl.constexpr,
+    sentinel: tl.constexpr,
+    packed: tl.constexpr,  # two bfloat16 in a word, else one float32
+    sets: tl.constexpr,
+    spin_limit: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    program = tl.program_id(0)
+    epoch = tl.load(epochs + program)
+    current = epoch % sets
+    previous = (epoch + sets - 1) % sets
+    offsets = program * block + tl.arange(0, block)
+    inside = offsets < words
+    value = tl.load(partial + offsets, mask=inside, other=0)
+    value = tl.where(value == sentinel, 0, value)
+    for peer in tl.static_range(world):
+        base = tl.multiple_of(tl.load(buffers + peer).to(tl.pointer_type(tl.int32)), 16)
+        tl.store(base + (current * world + rank) * words + offsets, value, mask=inside)
+    own = tl.multiple_of(tl.load(buffers + rank).to(tl.pointer_type(tl.int32)), 16)
+    low = tl.zeros([block], tl.float32)
+    high = tl.zeros([block], tl.float32)
+    for peer in tl.static_range(world):
+        slot = own + (current * world + peer) * words + offsets
+        word = tl.load(slot, mask=inside, other=0, volatile=True)
+        spins = 0
+        while tl.max((word == sentinel).to(tl.int32)) > 0:
             word = tl.load(slot, mask=inside, other=0, volatile=True)
-            spins = 0
-            while tl.max((word == sentinel).to(tl.int32)) > 0:
-                word = tl.load(slot, mask=inside, other=0, volatile=True)
-                spins += 1
-                if spins > spin_limit:
-                    tl.inline_asm_elementwise(
-                        "trap; mov.u32 $0, 0;", "=r,r", [spins], tl.int32, is_pure=False, pack=1
-                    )
-            if packed:
-                low += (word << 16).to(tl.float32, bitcast=True)
-                high += (word & -65536).to(tl.float32, bitcast=True)
-            else:
-                low += word.to(tl.float32, bitcast=True)
+            spins += 1
+            if spins > spin_limit:
+                tl.inline_asm_elementwise(
+                    "trap; mov.u32 $0, 0;", "=r,r", [spins], tl.int32, is_pure=False, pack=1
+                )
         if packed:
-            left = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 65535
-            right = high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
-            tl.store(out + offsets, left | right, mask=inside)
+            low += (word << 16).to(tl.float32, bitcast=True)
+            high += (word & -65536).to(tl.float32, bitcast=True)
         else:
-            tl.store(out + offsets, low.to(tl.int32, bitcast=True), mask=inside)
-        for peer in tl.static_range(world):
-            tl.store(own + (previous * world + peer) * words + offsets, sentinel, mask=inside)
-        tl.store(epochs + program, epoch + 1)
+            low += word.to(tl.float32, bitcast=True)
+    if packed:
+        left = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 65535
+        right = high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        tl.store(out + offsets, left | right, mask=inside)
+    else:
+        tl.store(out + offsets, low.to(tl.int32, bitcast=True), mask=inside)
+    for peer in tl.static_range(world):
+        tl.store(own + (previous * world + peer) * words + offsets, sentinel, mask=inside)
+    tl.store(epochs + program, epoch + 1)
 
 
 class PushAllReduce:
@@ -134,19 +131,22 @@ class PushAllReduce:
         assert partial.is_contiguous(), partial.stride()
         assert partial.dtype == self.dtype, partial.dtype
         out = torch.empty_like(partial)
-        _push_all_reduce[(self.programs,)](
+        launch(
+            _push_all_reduce,
+            (self.programs,),
+            partial.device,
             partial.view(torch.int32),
             out.view(torch.int32),
             self.buffers,
             self.epochs,
             self.rank,
             self.words,
-            self.world,
-            self.BLOCK,
-            SENTINELS[self.dtype],
-            self.dtype == torch.bfloat16,
-            SETS,
-            SPIN_LIMIT,
+            world=self.world,
+            block=self.BLOCK,
+            sentinel=SENTINELS[self.dtype],
+            packed=self.dtype == torch.bfloat16,
+            sets=SETS,
+            spin_limit=SPIN_LIMIT,
             num_warps=self.WARPS,
         )
         return out

@@ -98,6 +98,7 @@ class Transformer(nn.Module):
         cache: KeyValueCache | None = None,
         mask: Tensor | None = None,
         last: Tensor | None = None,
+        gather: bool = True,
     ) -> Tensor:
         """Logits [B, S, vocab_size], or with `targets` the loss of each token.
 
@@ -107,6 +108,7 @@ class Transformer(nn.Module):
         cache, mask: for generation; mask is [B, 1, S, keys], true where attended. Without a mask
             the tokens are prompts from position 0 on, which see themselves and not the cache.
         last: [B] int64, the one place of each sequence whose logits are wanted: [B, 1, vocab_size].
+        gather: False returns this process's part of the vocabulary alone, [B, S, V_local].
 
         Every rank returns the same values. Calling `backward` on the same function of them on
         every rank gives that function's gradients, counted once.
@@ -149,7 +151,7 @@ class Transformer(nn.Module):
         if targets is not None:
             first = vocabulary_start(self.config.vocab_size, ranks)
             return token_losses(logits, targets, first, self.reducer)
-        return self.reducer.gather(logits, self.config.vocab_size)
+        return self.reducer.gather(logits, self.config.vocab_size) if gather else logits
 
     def _land(
         self, stream: Tensor, read: int, pending: dict[int, Pending], norm: Callable

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ladder.kernels.all_reduce import SENTINELS, PushAllReduce, triton
+from ladder.kernels.all_reduce import SENTINELS, PushAllReduce
+from ladder.kernels.launch import triton
 from ladder.models.errors import UserError
 from ladder.models.reducer import Ranks, Reducer
 
