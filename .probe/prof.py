@@ -1,10 +1,13 @@
-import sys, torch
-from torch.profiler import profile, ProfilerActivity
-from ladder.parallel import launch
+import sys
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
 from ladder.config import model_config
 from ladder.infer.bench import random_model
 from ladder.infer.engine import Engine
 from ladder.infer.sampling import Sampling, draws
+from ladder.parallel import launch
 
 
 def go():

@@ -5,7 +5,7 @@
 Each time is the median over replays of one CUDA graph of many calls, divided by the calls. Every
 call has weights (or a cache) of its own, together larger than the L2 cache, but for `tiny`, whose
 calls measure the launch. The floor is the bytes of weights or cache divided by the bandwidth of a
-1 GiB copy (read + write) in the same run; where that is nothing to speak of, no floor is given.
+large copy (read + write) in the same run; where that is nothing to speak of, no floor is given.
 "plain" is F.linear (cuBLAS), F.rms_norm and F.scaled_dot_product_attention, in the same run, in a
 graph too; for gate and up it has one matmul of both. The last line is JSON.
 """
@@ -17,7 +17,6 @@ import datetime
 import itertools
 import json
 import statistics
-import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -27,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder import kernels
+from ladder.infer.bench import bandwidth, commit
 from ladder.kernels import launch, linear
 
 SHAPES = {  # on one rank: hidden_size, query heads, KV heads, head_dim, intermediate_size
@@ -68,13 +68,6 @@ def timed(calls: list[Call], replays: int = 30) -> float:
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / len(calls))
     return statistics.median(times[3:])
-
-
-def bandwidth() -> float:
-    """Bytes a second, read and written, of a copy."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * 2**30 / timed([lambda: target.copy_(source)] * 4) * 1e6
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -212,7 +205,7 @@ def main() -> None:
     if args.tune:
         tune(args.shapes)
         return
-    rate, results, wrong = bandwidth(), [], []
+    rate, results, wrong = bandwidth(torch.device("cuda")), [], []
     print(f"{torch.cuda.get_device_name()}: copy {rate / 1e12:.2f} TB/s; microseconds")
     for name in args.shapes:
         for case in cases(SHAPES[name], args.rows):
@@ -225,13 +218,12 @@ def main() -> None:
             results.append(row)
             print(f"{name:8} {case.name:48} {ours:8.2f}", end="")
             print(f"  floor {floor:8.2f}  plain {plain:8.2f}  x{plain / ours:.2f}", flush=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     record = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": launch.triton.__version__,
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "bytes_per_s": rate,
         "wrong": wrong,

@@ -191,7 +191,7 @@ def main(options: Any) -> int:
         "gpu": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
         "ladder": __version__,
-        "commit": _commit(),
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
         "bandwidth_tb_s": speed / 1e12,
     }
@@ -251,7 +251,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit of the checkout that this package lies in, or `unknown`."""
     folder = Path(__file__).parent
     command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
