@@ -29,6 +29,12 @@ from ladder.parallel.sharding import local_parameters, place
 
 SHARD_BYTES = 2**30  # a file of a checkpoint holds about this much, or one tensor
 WEIGHTS = "model"
+DTYPES = {  # the types of weights, by safetensors' names
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F64": torch.float64,
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,10 @@ def read_config(folder: Path) -> ModelConfig:
         raise UserError(f"{folder} is no model folder: it has no config.json")
     data = read_json(path)
     if data.get("model_type") == "ladder":
-        return ModelConfig.from_dict(data.get("model", {}), where=str(path))
+        model = data.get("model")
+        if not isinstance(model, dict):
+            raise UserError(f"{path} has model={model!r}, no object of fields; the file is damaged")
+        return ModelConfig.from_dict(model, where=str(path))
     return config_from_huggingface(data, str(path))
 
 
@@ -67,8 +76,8 @@ def read_stop_tokens(folder: Path) -> list[int]:
     """Token ids that end a generation, as the folder's configs give them."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        if (folder / name).is_file():
-            found += stop_tokens(read_json(folder / name))
+        if (path := folder / name).is_file():
+            found += stop_tokens(read_json(path), str(path))
     return sorted(set(found))
 
 
@@ -135,7 +144,7 @@ class TensorReader:
         single = folder / f"{stem}.safetensors"
         self.handles: dict[str, Any] = {}
         if index.is_file():
-            self.files: dict[str, str] = read_json(index).get("weight_map", {})
+            self.files: dict[str, str] = _weight_map(index)
         elif single.is_file():
             self.files = dict.fromkeys(self._open(single.name).keys(), single.name)
         else:
@@ -152,20 +161,34 @@ class TensorReader:
                 ) from error
         return self.handles[name]
 
-    def dtype(self, name: str) -> torch.dtype:
-        return self.part(name, None).dtype
-
-    def part(self, name: str, part: tuple[slice, ...] | None) -> Tensor:
-        """A slice of tensor `name` (None: its first element, for its type), from the file."""
+    def _view(self, name: str) -> Any:
         if name not in self.files:
             raise UserError(f"{self.folder} lacks the tensor {name!r}; it is another model's")
-        view = self._open(self.files[name]).get_slice(name)
-        if part is None:
-            part = tuple(slice(0, 1) for _ in view.get_shape())
+        file = self.files[name]
+        try:
+            view = self._open(file).get_slice(name)
+        except SafetensorError as error:
+            raise UserError(
+                f"{self.folder / file} lacks the tensor {name!r}, which the index says it holds; "
+                f"fetch the folder again"
+            ) from error
+        if view.get_dtype() not in DTYPES:
+            raise UserError(
+                f"{self.folder / file}: tensor {name!r} has the type {view.get_dtype()}, and "
+                f"quantised weights cannot be loaded; use a folder in one of {', '.join(DTYPES)}"
+            )
+        return view
+
+    def dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self._view(name).get_dtype()]
+
+    def part(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """A slice of tensor `name`, from the file."""
+        view = self._view(name)
         return view[part] if len(part) > 1 else view[part[0]]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._open(self.files[name]).get_slice(name).get_shape())
+        return tuple(self._view(name).get_shape())
 
     def fill(self, model: Transformer, rename: Callable[[str], str] = str) -> None:
         """Copy into the model's parameters; each process reads its own slices only."""
@@ -187,6 +210,17 @@ class TensorReader:
                 f"{self.folder} holds tensors that the model does not have: "
                 f"{', '.join(extra[:3])}; it is another model's"
             )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> the name of its file, as an index of several files says."""
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict):
+        raise UserError(f"{index} has weight_map={files!r}, no object; the file is damaged")
+    for name, file in files.items():
+        if not isinstance(file, str):
+            raise UserError(f"{index} has {file!r} as the file of {name!r}; the file is damaged")
+    return files
 
 
 def load_model(

@@ -16,7 +16,13 @@ Verb = Callable[[argparse.Namespace], int]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0, 2 for a user's mistake, 1 for anything else."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    # argparse takes positional arguments in one place only; overrides may follow an option.
+    if rest and (not hasattr(options, "overrides") or any(item.startswith("-") for item in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides += rest
     from ladder.parallel import launch
 
     verb: Verb = options.verb
@@ -85,7 +91,7 @@ def plans(options: argparse.Namespace) -> int:
     from ladder.models import resolve_plan
     from ladder.plans import describe, overview, summary
 
-    layers = model_config(options.model).num_layers if options.model else options.layers
+    layers = model_config(options.model).num_layers if options.model is not None else options.layers
     chosen = options.plans or OVERVIEW
     found = [resolve_plan(load_plan(plan), layers, options.tp_degree) for plan in chosen]
     if options.json:
@@ -120,12 +126,19 @@ def _tokenizer(verbs: Any) -> None:
     _sources(parser)
     parser.add_argument("--vocab-size", type=int, default=16384, help="tokens, 257 or more")
     parser.add_argument("--out", type=Path, required=True, help="the folder for tokenizer.json")
+    parser.add_argument("--overwrite", action="store_true", help="replace one that is there")
 
 
 def tokenizer_train(options: argparse.Namespace) -> int:
     from ladder.data.sources import open_corpus
-    from ladder.data.tokenizer import train_tokenizer
+    from ladder.data.tokenizer import tokenizer_file, train_tokenizer
+    from ladder.models.errors import UserError
 
+    if tokenizer_file(options.out).exists() and not options.overwrite:
+        raise UserError(
+            f"--out={options.out} holds a tokenizer already; add --overwrite to "
+            f"replace it, or choose another folder"
+        )
     corpus = open_corpus(
         options.paths or None,
         heldout_fraction=options.heldout_fraction,

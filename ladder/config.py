@@ -13,6 +13,7 @@ from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, check_keys, unknown
 
 T = TypeVar("T")
+FILES = (".yaml", ".yml", ".json")  # JSON is read as the YAML that it is
 
 
 def configs_folder() -> Path:
@@ -41,32 +42,54 @@ def load_mapping(path: Path) -> dict[str, Any]:
 
 
 def find(kind: str, name: str) -> Path:
-    """The YAML file called `name`: a path, or one of configs/`kind`'s names."""
-    if name.endswith((".yaml", ".yml")):
-        return Path(name)
+    """The YAML or JSON file called `name`: a path, or one of configs/`kind`'s names.
+
+    A name is taken before a file or folder of that name in the working directory.
+    """
+    path = Path(name)
+    if name.endswith(FILES):
+        return path
     folder = configs_folder() / kind
     known = sorted(path.stem for path in folder.glob("*.yaml"))
-    if name not in known:
-        raise unknown(f"{kind[:-1] if kind.endswith('s') else kind} config", name, known)
-    return folder / f"{name}.yaml"
+    if name in known:
+        return folder / f"{name}.yaml"
+    if path.is_file():
+        return path
+    what = f"{kind.removesuffix('s')} config"
+    if name and path.is_dir():
+        raise UserError(
+            f"{what} {name!r} is a folder; give a YAML file, or one of {', '.join(known)}"
+        )
+    raise unknown(what, name, known)
 
 
 def load_plan(spec: Any) -> Any:
-    """A plan's specification with a path to a YAML file replaced by what the file says."""
-    if isinstance(spec, str) and spec.endswith((".yaml", ".yml")):
+    """A plan's specification with a path to a YAML or JSON file replaced by what the file says."""
+    if isinstance(spec, str) and spec.endswith(FILES):
         data = load_yaml(Path(spec))
         return {"name": Path(spec).stem, **data} if isinstance(data, dict) else data
     return spec
 
 
 def model_config(
-    model: str | Mapping[str, Any],
+    model: Any,
     plan: Any = "standard",
     tp_degree: int | None = None,
     **overrides: Any,
 ) -> ModelConfig:
-    """The config of a named shape (or YAML path, or mapping with `name` and overrides)."""
-    spec = {"name": model} if isinstance(model, str) else dict(model)
+    """The config of a named shape (or YAML path, or mapping with `name` and overrides).
+
+    What the arguments say, the mapping must not: UserError in place of a silent winner.
+    """
+    spec = dict(model) if isinstance(model, Mapping) else {"name": model}
+    for key in ("plan", "tp_degree", *overrides):
+        if key in spec:
+            remedy = (
+                "the vocabulary comes from the data, leave it out"
+                if key == "vocab_size"
+                else f"set the top-level key instead, {key}={spec[key]}"
+            )
+            raise UserError(f"model.{key}={spec[key]!r} is no part of the shape: {remedy}")
     name = spec.pop("name", None)
     if not isinstance(name, str):
         raise UserError(f"model={model!r} must be a name, a YAML path, or a mapping with a name")
@@ -84,15 +107,20 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     data = dict(data)
     for item in overrides:
         key, equals, value = item.partition("=")
-        if not equals or not key:
+        outer, dot, inner = key.partition(".")
+        if not equals or not outer or (dot and not inner):
             raise UserError(f"override {item!r} is not of the form key=value")
         try:
             parsed = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise UserError(f"the value of override {item!r} is not valid YAML") from error
-        outer, _, inner = key.partition(".")
         if inner:
             base = data.get(outer, {})
+            if not isinstance(base, str | Mapping):
+                raise UserError(
+                    f"override {item!r} reaches into {outer}={base!r}, which has no keys; set "
+                    f"{outer} to a name or a mapping first"
+                )
             data[outer] = {**({"name": base} if isinstance(base, str) else base), inner: parsed}
         else:
             data[outer] = parsed
@@ -118,7 +146,7 @@ def _typed(key: str, value: Any, kind: str) -> Any:
     if base == "float":
         try:
             return float(value) if not isinstance(value, bool) else _raise(wrong)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise wrong from None
     if base.startswith("tuple[float"):
         if not isinstance(value, list | tuple):

@@ -22,13 +22,13 @@ from ladder.data.batches import heldout_windows, open_data
 from ladder.data.prepare import prepare
 from ladder.data.sources import open_corpus
 from ladder.data.tokenizer import load_tokenizer, train_tokenizer
-from ladder.files import write_text
+from ladder.files import make_folder, write_text
 from ladder.infer.engine import generate
 from ladder.infer.sampling import Sampling
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
-from ladder.plans import picture
+from ladder.plans import aligned, picture
 from ladder.train import metrics
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
@@ -44,12 +44,14 @@ PLANS: dict[str, int | None] = {  # plan -> tp_degree
 VOCAB_SIZE = 1024
 PROMPT = "def read(self, "
 TP = 2
-MARK = "report.json"
+MARK = ".ladder-demo"  # says that a folder is the demo's, to be replaced by the next one
+OWN = ("tokenizer", "data", "report.json", "report.html", "samples.json")
 SMOOTH = 5  # recorded steps that a point of the loss curves averages
 
 
 def main(out: Path) -> int:
     started = time.perf_counter()
+    report.require_matplotlib()  # now, and not after minutes of training
     _clear(out)
     _say("1/4", "tokenizer and data: this Python's standard library")
     corpus = open_corpus()
@@ -68,7 +70,7 @@ def main(out: Path) -> int:
         assert heldout is not None
         results[plan] = {
             "bits_per_byte": heldout.bits_per_byte,
-            "tokens_per_second": _speed(out / plan, config),
+            "tokens_per_second": _speed(out / plan),
         }
 
     _say("3/4", f"running each with {TP}-rank tensor parallelism")
@@ -91,26 +93,37 @@ def main(out: Path) -> int:
     samples = {plan: result.pop("sample") for plan, result in results.items()}
     (out / "samples.json").write_text(json.dumps(samples, indent=1), encoding="utf-8")
     write_text(out / "report.html", _page(out, results, samples, recipe))
-    write_text(out / MARK, json.dumps(results, indent=1) + "\n")
-    print(_table(results))
+    write_text(out / "report.json", json.dumps(results, indent=1) + "\n")
+    print(aligned([list(HEAD), *_rows(results)]))
     print(f"\n{time.perf_counter() - started:.0f} s in all; open {out / 'report.html'}")
     return 0
 
 
 def _clear(out: Path) -> None:
-    """Make room: an earlier demo's folder goes, anything else is refused."""
-    if out.exists() and any(out.iterdir()):
-        if not (out / MARK).exists() and not (out / "tokenizer").exists():
-            raise UserError(f"--out={out} holds files that are not the demo's; choose another")
-        shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
+    """Make room: what an earlier demo wrote goes, a folder with anything else in it is refused."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out={out} is a file; choose a folder")
+    make_folder(out)
+    found = {path.name for path in out.iterdir()}
+    own = {MARK, *OWN, *PLANS}
+    # A killed demo may leave a half-written `.data.partial-...` of its own.
+    foreign = {n for n in found - own if not n.startswith(tuple(f".{name}." for name in own))}
+    if found and (foreign or MARK not in found):
+        raise UserError(
+            f"--out={out} holds files that are not the demo's ({sorted(foreign or found)[0]}); "
+            f"choose another folder"
+        )
+    for name in found - {MARK}:
+        path = out / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    write_text(out / MARK, "Written by `ladder demo`, which may replace what lies here.\n")
 
 
 def _say(step: str, text: str) -> None:
     print(f"\n== {step}  {text}", flush=True)
 
 
-def _speed(run: Path, config: TrainConfig) -> float:
+def _speed(run: Path) -> float:
     """Median training speed of the run's log intervals, tokens/s."""
     speeds = sorted(r["tokens_per_second"] for r in metrics.read(run) if "tokens_per_second" in r)
     return float(speeds[len(speeds) // 2])
@@ -159,15 +172,6 @@ def _rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
         ]
         for plan, r in results.items()
     ]
-
-
-def _table(results: dict[str, dict[str, Any]]) -> str:
-    rows = [list(HEAD), *_rows(results)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
 
 
 def _page(

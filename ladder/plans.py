@@ -57,7 +57,7 @@ def overview(plans: list[Plan]) -> str:
     for plan in plans:
         depends = "yes" if plan.depends_on_tp else "no"
         rows.append([plan.name, str(plan.collectives), str(sum(plan.blocking)), depends])
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def picture(plan: Plan, limit: int = 6) -> str:
@@ -149,10 +149,11 @@ def _table(plan: Plan) -> str:
         for i, row in enumerate(cells):
             rows.append([name if i == 0 else "", *row])
     rows.append(["", "final norm", "", "", "", "", "", "shared" if equal[-1] else "per rank"])
-    return _aligned(rows)
+    return aligned(rows)
 
 
-def _aligned(rows: list[list[str]]) -> str:
+def aligned(rows: list[list[str]]) -> str:
+    """Rows of cells as text, each column as wide as its widest cell."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

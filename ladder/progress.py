@@ -17,10 +17,14 @@ class Progress:
     """Shows how far work has come, on standard error.
 
     label: what is done. total: in `unit`s; None where it is not known. quiet: show nothing (on
-    ranks other than 0). Use as a context manager and call `update(done, facts)`.
+    ranks other than 0). start: units that were done before. Use as a context manager and call
+    `update(done, facts)`.
     """
 
-    def __init__(self, label: str, total: int | None, unit: str, quiet: bool = False) -> None:
+    def __init__(
+        self, label: str, total: int | None, unit: str, quiet: bool = False, start: int = 0
+    ) -> None:
+        self.start = start
         self.label, self.total, self.unit, self.quiet = label, total, unit, quiet
         self.started = self.shown = time.monotonic()
         self.done, self.facts, self.last_shown = 0, "", -1
@@ -37,7 +41,9 @@ class Progress:
                 TimeRemainingColumn(),
             )
             self.bar = RichProgress(*columns, console=console)
-            self.task = self.bar.add_task(self.label, total=self.total, count="", facts="")
+            self.task = self.bar.add_task(
+                self.label, total=self.total, completed=self.start, count="", facts=""
+            )
             self.bar.start()
         return self
 
@@ -71,7 +77,8 @@ class Progress:
         self.last_shown = self.done
         spent = now - self.started
         left = ""
-        if self.total and self.done and self.done < self.total:
-            left = f", {spent * (self.total - self.done) / self.done:.0f} s left"
+        fresh = self.done - self.start
+        if self.total and fresh > 0 and self.done < self.total:
+            left = f", {spent * (self.total - self.done) / fresh:.0f} s left"
         facts = f", {self.facts}" if self.facts else ""
         print(f"{self.label}: {self._count()}{facts}, {spent:.0f} s{left}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib.util
 import io
 from collections.abc import Mapping, Sequence
 
@@ -49,16 +50,19 @@ def heading(content: str) -> str:
     return f"<h2>{html.escape(content)}</h2>"
 
 
+def require_matplotlib() -> None:
+    """Raise UserError unless figures can be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("report pages need matplotlib: pip install 'ladder[report]'")
+
+
 def curves(
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x_label: str, y_label: str
 ) -> str:
     """A line chart as inline SVG: name -> (x, y). Needs matplotlib (the `report` extra)."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError(
-            f"report pages need matplotlib ({error}); pip install 'ladder[report]'"
-        ) from error
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for name, (x, y) in lines.items():

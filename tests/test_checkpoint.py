@@ -152,7 +152,17 @@ def edit_config(**changes: Any) -> Callable[[Path], None]:
     return apply
 
 
+def edit_json(name: str, **changes: Any) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        path = folder / name
+        data = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(data | changes))
+
+    return apply
+
+
 NORM = "model.norm.weight"
+INDEX = "model.safetensors.index.json"
 
 
 @pytest.mark.parametrize(
@@ -168,6 +178,16 @@ NORM = "model.norm.weight"
         (edit_config(hidden=3), "unknown key of .* 'hidden'"),
         (edit_config(num_heads=6), "num_heads"),
         (edit_config(plan="ladder", tp_degree=None), "has the shape"),
+        (edit_config(rope_theta="x"), "rope_theta='x'"),
+        (edit_json("config.json", model=5), r"config\.json has model=5"),
+        (edit_json("config.json", model=None), r"config\.json has model=None"),
+        (edit_json(INDEX, weight_map=None), "index.json has weight_map=None"),
+        (edit_json(INDEX, weight_map={NORM: 5}), f"index.json has 5 as the file of '{NORM}'"),
+        (edit_tensors(lambda t: t.update({NORM: t[NORM].to(torch.int8)})), f"'{NORM}' .* I8"),
+        (
+            edit_tensors(lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn)})),
+            f"'{NORM}' has the type F8_E4M3",
+        ),
     ],
 )
 def test_damaged_folders_are_refused(
@@ -176,6 +196,51 @@ def test_damaged_folders_are_refused(
     save_ours(tmp_path, make())
     load_model(tmp_path)
     damage(tmp_path)
+    with pytest.raises(UserError, match=message):
+        load_model(tmp_path)
+
+
+def test_an_index_that_names_the_wrong_file(tmp_path: Path) -> None:
+    save_llama(tmp_path)
+    files = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    files[NORM] = next(file for file in files.values() if file != files[NORM])
+    edit_json(INDEX, weight_map=files)(tmp_path)
+    with pytest.raises(UserError, match=f"{files[NORM]} lacks the tensor '{NORM}'"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", [1.5, [[1]], "a", True, {"id": 1}])
+def test_stop_tokens_of_a_wrong_type_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+    edit_json(name, eos_token_id=value)(tmp_path)
+    with pytest.raises(UserError, match=f"{name} has eos_token_id="):
+        read_stop_tokens(tmp_path)
+    edit_json(name, eos_token_id=None)(tmp_path)
+    assert read_stop_tokens(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_theta": None, "rope_parameters": None}, r"config\.json: rope_theta=None"),
+        ({"rope_theta": "x", "rope_parameters": None}, r"config\.json: rope_theta='x'"),
+        ({"rope_scaling": "linear"}, r"config\.json has rope_scaling='linear'"),
+        ({"rope_parameters": {"rope_type": "llama3", "low_freq_factor": 1.0}},
+         "rope_type='llama3' without factor, high_freq_factor, original_max_position"),
+        ({"rope_parameters": {**LLAMA_3, "factor": [8]}}, r"rope_scaling\.factor=\[8\]"),
+        ({"hidden_size": "32"}, r"config\.json: hidden_size='32'"),
+        ({"num_hidden_layers": 2.5}, r"num_layers=2\.5"),
+        ({"num_attention_heads": None}, "num_heads=None"),
+        ({"num_key_value_heads": [2]}, r"num_kv_heads=\[2\]"),
+        ({"head_dim": "8"}, "head_dim='8'"),
+        ({"rms_norm_eps": None}, "norm_eps=None"),
+    ],
+)  # fmt: skip
+def test_llama_configs_with_wrong_types_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    save_llama(tmp_path)
+    edit_json("config.json", **changes)(tmp_path)
     with pytest.raises(UserError, match=message):
         load_model(tmp_path)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,7 @@ def run(*arguments: str, limit: float = 120, **environment: str) -> subprocess.C
     return subprocess.run(
         [*LADDER, *arguments],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -198,7 +200,8 @@ def test_ranks_that_disagree_are_told(trained: Path, tmp_path: Path) -> None:
     processes = []
     for rank, seed in enumerate((1, 2)):
         environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-                       "LADDER_RENDEZVOUS": str(store), "OMP_NUM_THREADS": "1"}  # fmt: skip
+                       "LADDER_RENDEZVOUS": str(store), "CUDA_VISIBLE_DEVICES": "",
+                       "OMP_NUM_THREADS": "1"}  # fmt: skip
         arguments = [
             "train",
             str(trained / "recipe.yaml"),
@@ -220,6 +223,48 @@ def test_ranks_that_disagree_are_told(trained: Path, tmp_path: Path) -> None:
     assert len(lines) == 1, errors
     assert "ranks disagree: seed is 1 on rank 0 and 2 on rank 1" in lines[0]
     assert not (tmp_path / "run").exists()
+
+
+def test_overrides_may_follow_options(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """argparse alone refuses them; an unknown option must still be refused."""
+    recipe = str(trained / "recipe.yaml")
+    assert main(["train", recipe, "--device", "cpu", f"out={trained / 'after'}", "steps=2"]) == 0
+    assert main(["train", str(trained / "after" / "recipe.json"), "steps=2", "--resume"]) == 2
+    assert "has finished its steps=2" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", recipe, "--devise", "cpu"])
+
+
+def test_a_tokenizer_is_not_overwritten(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (trained / "tokenizer" / "tokenizer.json").read_bytes()
+    command = ["tokenizer", "train", str(trained / "texts"), "--vocab-size", "280"]
+    assert main([*command, "--out", str(trained / "tokenizer")]) == 2
+    assert "add --overwrite" in capsys.readouterr().err
+    assert (trained / "tokenizer" / "tokenizer.json").read_bytes() == before
+
+
+def test_an_interrupt_ends_the_ranks(trained: Path, tmp_path: Path) -> None:
+    """SIGINT to the launcher alone, as `timeout -s INT` sends it: no rank may train on."""
+    command = [*LADDER, "train", str(trained / "recipe.yaml"), f"out={tmp_path / 'run'}",
+               "steps=100000", "--nproc", "2"]  # fmt: skip
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    for _ in range(600):
+        if metrics.exists() and metrics.stat().st_size:
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    size = metrics.stat().st_size
+    time.sleep(1.0)
+    assert metrics.stat().st_size == size
 
 
 def test_help_names_every_verb() -> None:

@@ -554,7 +554,7 @@ def test_a_batch_depends_on_its_step_only(data: Path) -> None:
 
 def test_order_never_changes() -> None:
     """Catches another shuffle: a run resumed after an upgrade would see windows twice."""
-    windows = Windows(Split("train", (np.arange(21),), np.array([0, 21]), 1, 1), seq_len=2)
+    windows = Windows(Split("train", (np.arange(21),), np.array([0, 21]), 1, 1, 21), seq_len=2)
     assert windows.order(0, 10, seed=7) == [6, 3, 4, 9, 0, 2, 8, 7, 5, 1]
     assert windows.order(1, 10, seed=7) == [1, 3, 2, 7, 8, 4, 5, 9, 0, 6]
 

@@ -299,7 +299,8 @@ def test_a_bad_specification_names_what_is_wrong(spec: Any, words: list[str]) ->
         ({"own_scale": -1.0}, ["own_scale=-1.0"]),
         ({"own_scale": math.nan}, ["own_scale=nan"]),
         ({"own_scale": math.inf}, ["own_scale=inf"]),
-        ({"own_scale": "2"}, ["own_scale='2'"]),
+        ({"own_scale": "x"}, ["own_scale='x'"]),
+        ({"own_scale": 1e6}, ["own_scale=1000000.0", "above 0 and below 1e6"]),
         ({"own_scale": 2.0, "reduce": "stream"}, ["own_scale=2.0", "stream"]),
     ],
 )
@@ -310,6 +311,28 @@ def test_a_bad_record_names_its_field(record: dict[str, Any], words: list[str]) 
         resolve_plan([first, {"kind": "mlp"}], 1)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize("degree", [-4, 0])
+@pytest.mark.parametrize("plan", ["dtp-2", "standard"])
+def test_a_degree_below_one_is_refused(plan: str, degree: int) -> None:
+    with pytest.raises(UserError, match=f"tp_degree={degree} must be"):
+        resolve_plan(plan, L, degree)
+
+
+def test_numbers_that_yaml_reads_as_strings() -> None:
+    """YAML's 1e-3 is a string, for it has no dot."""
+    fields = yaml.safe_load("{own_scale: 1e-3}")
+    plan = resolve_plan([{"layers": "0-5", "mlp": fields}], L)
+    assert plan.sublayers[1] == Sublayer("mlp", own_scale=1e-3)
+    scaling = yaml.safe_load("{factor: 1e1, original_max_position_embeddings: '16'}")
+    config = small_config(rope_scaling=scaling)
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.factor == 10.0
+    assert config.rope_scaling.original_max_position_embeddings == 16
+    for value in ("x", "nan", "inf", None):
+        with pytest.raises(UserError, match=r"rope_scaling\.factor="):
+            small_config(rope_scaling={"factor": value})
 
 
 def test_sublayers_make_whole_layers() -> None:

@@ -268,6 +268,57 @@ def test_a_checkpoint_of_another_plan_is_refused(corpus: Path, tmp_path: Path) -
         train(recipe(corpus, tmp_path / "run", plan="standard"), device="cpu", resume=True)
 
 
+def test_a_run_that_never_saved_can_be_resumed(corpus: Path, tmp_path: Path) -> None:
+    """It is begun, so it is not overwritten; it has no checkpoint, so it starts at step 0."""
+    run = tmp_path / "run"
+    config = recipe(corpus, run)
+    train(config, device="cpu", stop_after=2)
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(UserError, match="add --resume"):
+        train(config, device="cpu")
+    train(config, device="cpu", resume=True)
+    train(recipe(corpus, tmp_path / "whole"), device="cpu")
+    assert untimed(run) == untimed(tmp_path / "whole")
+
+
+def test_held_out_text_is_looked_for_before_training(corpus: Path, tmp_path: Path) -> None:
+    """A split that cannot be evaluated must not cost a whole training run first."""
+    data = tmp_path / "data"
+    shutil.copytree(corpus, data)
+    changes = {"seq_len": 2000, "model": {**SHAPE, "max_seq_len": 4000}}
+    with pytest.raises(UserError, match="seq_len=2000 is longer than split 'heldout'"):
+        train(recipe(data, tmp_path / "run", **changes), device="cpu")
+    (data / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="is not the tokenizer that the tokens were made with"):
+        train(recipe(data, tmp_path / "run"), device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_damaged_shards_are_refused(corpus: Path, tmp_path: Path) -> None:
+    """Under TP a token beyond the vocabulary would train silently, as zeros."""
+    data = tmp_path / "data"
+    shutil.copytree(corpus, data)
+    shard = data / "train-00000.bin"
+    shard.write_bytes(b"\xff" * shard.stat().st_size)
+    with pytest.raises(UserError, match="holds token 65535, beyond vocab_size=300"):
+        train(recipe(data, tmp_path / "run"), device="cpu")
+
+
+def test_resuming_on_other_ranks_and_data_paths(
+    corpus: Path, tmp_path: Path, pools: Pools, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checkpoints hold full tensors and data is known by content: neither needs a refusal."""
+    run = tmp_path / "run"
+    pools(2).run(run_on_ranks, recipe(corpus, run, tp=2, steps=6).to_dict(), 3)
+    for folder in ("step-000006",):
+        shutil.rmtree(run / "checkpoints" / folder)
+    shutil.copytree(corpus, tmp_path / "elsewhere")
+    train(recipe(tmp_path / "elsewhere", run), device="cpu", resume=True)
+    assert "not to the bit" in capsys.readouterr().out
+    train(recipe(corpus, tmp_path / "whole"), device="cpu")
+    assert losses(run) == pytest.approx(losses(tmp_path / "whole"), abs=1e-4)
+
+
 def test_not_finite_stops_and_loses_nothing(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ of them. So the order is the same for any number of ranks, and resuming at a ste
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class Split:
     starts: npt.NDArray[np.int64]
     documents: int
     bytes: int
+    vocab_size: int
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -50,6 +52,11 @@ class Split:
             first, end = int(self.starts[shard]), min(int(self.starts[shard + 1]), stop)
             tokens[at - start : end - start] = self.shards[shard][at - first : end - first]
             at, shard = end, shard + 1
+        if len(tokens) and tokens.max() >= self.vocab_size:
+            raise UserError(
+                f"split {self.name!r} holds token {tokens.max()}, beyond vocab_size="
+                f"{self.vocab_size}: a shard is damaged; copy it again, or {REMEDY}"
+            )
         return tokens
 
 
@@ -91,9 +98,11 @@ def open_data(folder: str | Path) -> TokenData:
                 np.cumsum([0, *(shard["tokens"] for shard in record["shards"])], dtype=np.int64),
                 record["documents"],
                 record["bytes"],
+                index["vocab_size"],
             )
             for name, record in index["splits"].items()
         }
+        _check_tokenizer(folder / "tokenizer.json", index["tokenizer_sha256"])
         token_bytes = _load_token_bytes(folder / index["token_bytes"], index["vocab_size"])
         return TokenData(folder, index["vocab_size"], index["eos_id"], token_bytes, splits, index)
     except OSError as error:
@@ -123,6 +132,11 @@ def _map(folder: Path, shard: Mapping[str, Any], dtype: np.dtype[Any]) -> npt.ND
             f"again, or {REMEDY}"
         )
     return np.memmap(path, dtype, mode="r")
+
+
+def _check_tokenizer(path: Path, digest: str) -> None:
+    if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+        raise UserError(f"{path} is not the tokenizer that the tokens were made with; {REMEDY}")
 
 
 def _load_token_bytes(path: Path, vocab_size: int) -> npt.NDArray[np.int32]:

@@ -17,6 +17,7 @@ EOS = "<|endoftext|>"
 # The same of other byte-level tokenizers (Llama 3, RoBERTa), in the order in which they are tried.
 EOS_TOKENS = (EOS, "<|end_of_text|>", "</s>")
 SMALLEST_VOCAB = 257  # the 256 bytes and EOS
+LARGEST_VOCAB = 2**24  # far beyond any in use
 PIECE = 2**17  # characters
 
 
@@ -27,13 +28,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: Path) -> int:
     bytes have ids 1 to 256. The same texts, in any order, give the same file.
 
     Returns the vocabulary's size, below `vocab_size` where the texts have too few pairs to merge.
-    Raises UserError where `vocab_size` is below 257 or `out` cannot be written.
+    Raises UserError where `vocab_size` is below 257 or above 2**24, or `out` cannot be written.
     """
     if vocab_size < SMALLEST_VOCAB:
         raise UserError(
             f"vocab_size={vocab_size} is too small for the 256 bytes and {EOS}; give "
             f"{SMALLEST_VOCAB} or more"
         )
+    if vocab_size > LARGEST_VOCAB:
+        raise UserError(f"vocab_size={vocab_size} is too large; give {LARGEST_VOCAB} or less")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -58,13 +58,19 @@ class Result:
     memory_gib: float
 
 
-def random_model(config: ModelConfig, reducer: str, tp: int, device: torch.device) -> Transformer:
-    """The model in bfloat16 with random weights made on the device: for timing, not for quality."""
+def random_model(
+    config: ModelConfig,
+    reducer: str,
+    tp: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Transformer:
+    """The model with random weights made on the device: for timing, not for quality."""
     mesh = launch.make_mesh(device, tp)
     with torch.device("meta"):
         model = Transformer(config)
     where = None if mesh is None else mesh["tp"]
-    place(model, where, device=device, dtype=torch.bfloat16, reducer=reducer)
+    place(model, where, device=device, dtype=dtype, reducer=reducer)
     torch.manual_seed(launch.rank())
     with torch.no_grad():
         for name, weight, _ in local_parameters(model):

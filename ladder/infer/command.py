@@ -21,22 +21,27 @@ from ladder.train.state import newest
 class Stream:
     """Prints one completion as it grows, holding back what may still change."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
+        self.tokenizer, self.prompt = tokenizer, prompt
         self.tokens: list[int] = []
         self.shown = ""
 
     def add(self, _: int, token: int) -> None:
         self.tokens.append(token)
-        text = self.tokenizer.decode(self.tokens)
+        text = continuation(self.tokenizer, self.prompt, self.tokens)
         if not text.endswith("\ufffd"):  # the bytes of a character may be split over tokens
             sys.stdout.write(text[len(self.shown) :])
             sys.stdout.flush()
             self.shown = text
 
     def end(self) -> None:
-        text = self.tokenizer.decode(self.tokens)
+        text = continuation(self.tokenizer, self.prompt, self.tokens)
         print(text[len(self.shown) :])
+
+
+def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
+    """The text that `tokens` add to the prompt; some tokenizers drop a first space by itself."""
+    return str(tokenizer.decode(prompt + tokens))[len(tokenizer.decode(prompt)) :]
 
 
 def generate_command(options: argparse.Namespace) -> int:
@@ -71,7 +76,7 @@ def generate_command(options: argparse.Namespace) -> int:
         )
     model.eval()
     main = launch.rank() == 0
-    stream = Stream(tokenizer) if main and len(prompts) == 1 else None
+    stream = Stream(tokenizer, prompts[0]) if main and len(prompts) == 1 else None
     if stream is not None:
         sys.stdout.write(options.prompt[0])
     with torch.inference_mode():
@@ -88,7 +93,7 @@ def generate_command(options: argparse.Namespace) -> int:
     elif main:
         for i, (prompt, result) in enumerate(zip(options.prompt, results, strict=True)):
             print(f"--- prompt {i} ({len(result.tokens)} tokens, ended by {result.reason})")
-            print(prompt + tokenizer.decode(result.tokens))
+            print(prompt + continuation(tokenizer, prompts[i], result.tokens))
     return 0
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from ladder.models.errors import UserError
 from ladder.models.reducer import Reducer
 
+COLDEST = 1e-5  # below this, logits divided by the temperature may overflow
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -23,10 +25,17 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature={self.temperature} must be 0 (greedy) or above")
+        if 0 < self.temperature < COLDEST:
+            raise UserError(
+                f"temperature={self.temperature} is too low to divide by; use 0 (greedy), or "
+                f"{COLDEST} and above"
+            )
         if self.top_k < 0:
             raise UserError(f"top_k={self.top_k} must be 0 (all tokens) or above")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p} must be above 0 and at most 1 (all tokens)")
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"seed={self.seed} must be 0 or more, and below 2**63")
 
 
 def draws(sampling: Sampling, count: int, steps: int) -> Tensor:
@@ -34,10 +43,8 @@ def draws(sampling: Sampling, count: int, steps: int) -> Tensor:
 
     Each prompt has its own source, so its text does not depend on its neighbours'.
     """
-    columns = [
-        torch.rand(steps, generator=torch.Generator().manual_seed(sampling.seed * 1_000_003 + i))
-        for i in range(count)
-    ]
+    seeds = [(sampling.seed * 1_000_003 + i) % 2**63 for i in range(count)]
+    columns = [torch.rand(steps, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     return torch.stack(columns, dim=1)
 
 
@@ -63,16 +70,18 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 def choose(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
     """The next token of each sequence: logits [B, V], uniforms [B] in [0, 1) -> [B] int64.
 
-    -1 where a sequence's logits are not finite: no token. Never waits for the device, so it may be
-    recorded in a CUDA graph; ranks with equal logits choose equal tokens.
+    -1 where a sequence's logits or chances are not finite: no token. Never waits for the device, so
+    it may be recorded in a CUDA graph; ranks with equal logits choose equal tokens.
     """
     top, chosen = logits.max(-1)  # NaN where there is one
+    finite = torch.isfinite(top)
     if sampling.temperature > 0:
         reached = probabilities(logits, sampling).cumsum(-1)
         aim = (uniforms.unsqueeze(-1) * reached[:, -1:]).to(reached.dtype)
         # The first token whose cumulated probability exceeds the aim: never one of probability 0.
         chosen = (reached <= aim).sum(-1).clamp(max=logits.shape[-1] - 1)
-    return chosen.where(torch.isfinite(top), -1)
+        finite &= torch.isfinite(reached[:, -1])
+    return chosen.where(finite, -1)
 
 
 def choose_greedily(logits: Tensor, first: int, reducer: Reducer) -> Tensor:

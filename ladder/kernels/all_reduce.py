@@ -126,8 +126,14 @@ class PushAllReduce:
         torch.cuda.synchronize(device)
         dist.barrier(group)  # no push before every rank's slots are clear
 
-    def __call__(self, partial: Tensor) -> Tensor:
-        """The sum over the ranks, a new tensor; `partial` is contiguous and stays as it is."""
+    def __call__(self, partial: Tensor, blocking: bool) -> Tensor:
+        """The sum over the ranks, a new tensor; `partial` is contiguous and stays as it is.
+
+        blocking: what is launched next waits for the sum. Then a dependent launch, which lets that
+        take its place on the GPU early, costs more than it gives: 2.06 against 1.87 ms a token
+        for standard Llama-3 8B at TP 4 on H200s. Beside another sublayer it gives: 1.63 against
+        1.86 ms for the ladder.
+        """
         assert partial.is_contiguous(), partial.stride()
         assert partial.dtype == self.dtype, partial.dtype
         out = torch.empty_like(partial)
@@ -148,5 +154,6 @@ class PushAllReduce:
             sets=SETS,
             spin_limit=SPIN_LIMIT,
             num_warps=self.WARPS,
+            dependent=not blocking,
         )
         return out

@@ -82,13 +82,17 @@ def launch(
     device: torch.device,
     *args: Any,
     num_warps: int,
+    dependent: bool = True,
     **meta: Any,
 ) -> None:
-    """Launch `kernel` on `device`'s current stream, with PDL where the device knows it."""
+    """Launch `kernel` on `device`'s current stream.
+
+    dependent: with programmatic dependent launch, where the device knows it.
+    """
     if device.type == "cpu":
         kernel[grid](*args, PDL=False, num_warps=num_warps, **meta)
         return
-    dependent = has_dependent_launch(device)
+    dependent = dependent and has_dependent_launch(device)
     with torch.cuda.device(device):
         kernel[grid](*args, PDL=dependent, num_warps=num_warps, launch_pdl=dependent, **meta)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from ladder.models.errors import UserError, check_keys
-from ladder.models.plan import Plan
+from ladder.models.plan import Plan, number
 from ladder.models.presets import resolve_plan
 
 
@@ -22,7 +23,8 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value = getattr(self, item.name)
+            value = number(getattr(self, item.name))
+            object.__setattr__(self, item.name, value)
             if not _is_positive(value):
                 raise UserError(f"rope_scaling.{item.name}={value!r} must be a number above 0")
         if self.low_freq_factor >= self.high_freq_factor:
@@ -75,7 +77,7 @@ class ModelConfig:
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
         if not _is_count(self.head_dim) or self.head_dim % 2:
-            raise UserError(f"head_dim={self.head_dim!r} must be even, for rotary pairs")
+            raise UserError(f"head_dim={self.head_dim!r} must be an even whole number above 0")
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}"
@@ -138,7 +140,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _rope_scaling(value: Any) -> RopeScaling | None:

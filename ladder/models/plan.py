@@ -29,6 +29,14 @@ KINDS = ("attention", "mlp", "attention+mlp")
 REDUCES = ("output", "stream", "none")
 
 
+def number(value: Any) -> Any:
+    """A string that is a number as that (YAML reads 1e-3 as a string); anything else unchanged."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
 @dataclass(frozen=True)
 class Sublayer:
     """One sublayer of a plan.
@@ -53,6 +61,8 @@ class Sublayer:
         check_keys(where, record, [field.name for field in fields(cls)])
         if "kind" not in record:
             raise UserError(f"{where} has no kind; allowed: {', '.join(KINDS)}")
+        if "own_scale" in record:
+            record = {**record, "own_scale": number(record["own_scale"])}
         return cls(**record)
 
     def validate(self, where: str) -> None:
@@ -66,7 +76,9 @@ class Sublayer:
                 raise UserError(f"{name}={lag!r} of {where} must be a whole number, 0 or more")
         scale = self.own_scale
         if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < 1e6:
-            raise UserError(f"own_scale={scale!r} of {where} must be a number above 0")
+            raise UserError(
+                f"own_scale={scale!r} of {where} must be a number above 0 and below 1e6"
+            )
         if self.reduce == "stream" and scale != 1:
             raise UserError(
                 f"own_scale={scale!r} of {where} must be 1 with reduce=stream, which sums the "

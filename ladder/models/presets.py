@@ -30,6 +30,8 @@ def resolve_plan(spec: PlanSpec, num_layers: int, tp_degree: int | None = None) 
     tp_degree: T, where it is part of the model (`dtp-D` scales by its square root).
     Raises UserError for anything that is not a plan, or not a plan of that many layers.
     """
+    if tp_degree is not None and tp_degree < 1:
+        raise UserError(f"tp_degree={tp_degree} must be a whole number above 0")
     if isinstance(spec, Plan):
         plan = spec
     elif isinstance(spec, str):

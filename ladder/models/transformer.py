@@ -65,14 +65,7 @@ class Transformer(nn.Module):
         Raises UserError where the plan depends on T and the ranks are not that many, or where T
         does not divide the model.
         """
-        degree, own = reducer.ranks.degree, self.config.tp_degree
-        if own is not None and degree != own:
-            raise UserError(
-                f"plan {self.config.plan.name!r} depends on T and this model has tp_degree={own}: "
-                f"it cannot run on {degree} ranks; choose tp among the divisors of {own} (the "
-                f"rest are virtual ranks)"
-            )
-        self.config.check_divides(degree, "tp")
+        self.check_degree(reducer.ranks.degree)
         if (
             reducer.ranks.processes > 1
             and (reducer.ranks.processes - 1)
@@ -88,6 +81,17 @@ class Transformer(nn.Module):
             if hasattr(module, "ranks"):
                 module.ranks = reducer.ranks
         self.lm_head.ranks = Ranks(reducer.ranks.processes, reducer.ranks.process, 1)
+
+    def check_degree(self, degree: int) -> None:
+        """Raise UserError unless the model can run on T = `degree` ranks."""
+        own = self.config.tp_degree
+        if own is not None and degree != own:
+            raise UserError(
+                f"plan {self.config.plan.name!r} depends on T and this model has tp_degree={own}: "
+                f"it cannot run on {degree} ranks; choose tp among the divisors of {own} (the "
+                f"rest are virtual ranks)"
+            )
+        self.config.check_divides(degree, "tp")
 
     def forward(
         self,

@@ -1,7 +1,7 @@
 """Processes: starting them, joining them, and saying what went wrong once.
 
-A command runs as one process, as several that `spawn` starts (`--nproc`), or under torchrun or
-SLURM, which set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR.
+A command runs as one process, as several that `run` starts (`--nproc`), or as a rank of torchrun
+or of a script that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as it does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -51,13 +51,20 @@ def run(command: Callable[..., int], arguments: tuple[Any, ...], nproc: int = 1)
         raise UserError(f"--nproc={nproc} under torchrun (WORLD_SIZE={world_size()}): use one")
     logging.getLogger(mp.spawn.__module__).setLevel(logging.ERROR)  # it reports whom it ends
     with tempfile.TemporaryDirectory() as folder:
+        ranks = mp.spawn(_child, (nproc, folder, command, arguments), nprocs=nproc, join=False)
+        assert ranks is not None
         try:
-            mp.spawn(_child, (nproc, folder, command, arguments), nprocs=nproc, join=True)
+            while not ranks.join():
+                pass
         except mp.ProcessExitedException as error:
             if error.exit_code is None or error.exit_code < 0:
                 print(f"error: a rank was killed ({error})", file=sys.stderr)
                 return 1
             return error.exit_code
+        finally:  # an interrupt of this process alone must not leave them running
+            for process in ranks.processes:
+                if process.is_alive():
+                    process.terminate()
     return 0
 
 
@@ -77,18 +84,32 @@ def _guarded(command: Callable[..., int], arguments: tuple[Any, ...]) -> int:
         code = command(*arguments)
     except UserError as error:
         return _fail(2, f"error: {error}")
+    except BrokenPipeError:  # the reader of our output has left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception:
         return _fail(1, traceback.format_exc())
     if dist.is_initialized():
-        dist.destroy_process_group()
+        dist.barrier()  # the others may still need this rank, or its store
+        _leave(code)
     return code
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process, a rank of a group, at once.
+
+    An ordinary exit destroys the group's threads in an order that now and then aborts the process
+    ("terminate called without an active exception"), after all its work has been done.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _fail(code: int, message: str) -> int:
     """Print the message, unless another rank failed first (the rest only follows from that).
 
-    A rank of a group leaves the process here, with the first failure's code: the group's threads
-    would abort an ordinary exit while other ranks are still connected.
+    A rank of a group leaves the process here, with the first failure's code.
     """
     if not dist.is_initialized():
         print(message, file=sys.stderr, flush=True)
@@ -102,8 +123,7 @@ def _fail(code: int, message: str) -> int:
             code = int(store.get(CODE_KEY))
     except dist.DistError:
         pass  # the rank that held the store has left: it failed first, and has said why
-    sys.stdout.flush()
-    os._exit(code)
+    _leave(code)
 
 
 def join(device: str = "auto") -> torch.device:

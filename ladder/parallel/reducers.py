@@ -158,11 +158,11 @@ class PushReducer(AsyncReducer):
         if kernel is None:
             return super().post(partial, blocking)
         if blocking and not self.in_flight:
-            return kernel(partial), None, partial
+            return kernel(partial, blocking), None, partial
         self.in_flight += 1
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            total = kernel(partial)
+            total = kernel(partial, blocking)
             done = torch.cuda.Event()
             done.record()
         return total, done, partial  # the partial stays alive until the sum has been waited for
@@ -178,7 +178,7 @@ class PushReducer(AsyncReducer):
 
     def sum(self, partial: Tensor) -> Tensor:
         kernel = self._kernel(partial)
-        return super().sum(partial) if kernel is None else kernel(partial.contiguous())
+        return super().sum(partial) if kernel is None else kernel(partial.contiguous(), True)
 
     def _kernel(self, partial: Tensor) -> PushAllReduce | None:
         """The push all-reduce for messages like `partial`, made when first asked for."""

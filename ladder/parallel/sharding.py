@@ -83,7 +83,7 @@ def place(
     processes = mesh.size() if mesh is not None else 1
     degree = model.config.tp_degree or processes
     if degree % processes:
-        model.use(Reducer(Ranks(processes, 0, processes)))  # raises, naming the plan
+        model.check_degree(processes)  # raises, naming the plan
     held = degree // processes
     if mesh is None:
         model.use(Reducer(Ranks(degree, 0, degree)))
@@ -144,7 +144,9 @@ def initialise(model: Transformer, seed: int) -> None:
     """
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     for name, local, part in local_parameters(model):
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+        generator = torch.Generator().manual_seed(
+            (seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63
+        )
         full = torch.empty(shapes[name])
         model.initialise(full, name, generator)
         local.copy_(full[part])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,7 +16,17 @@ from ladder.models.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # What may differ between a run and its continuation: none of these changes what is computed.
-FREE_ON_RESUME = ("log_interval", "eval_interval", "checkpoint_interval", "tensorboard", "out")
+# The layout (tp) changes it by rounding alone; data is compared by content, model by its shape.
+FREE_ON_RESUME = (
+    "log_interval",
+    "eval_interval",
+    "checkpoint_interval",
+    "tensorboard",
+    "out",
+    "tp",
+    "data",
+    "model",
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,10 @@ class TrainConfig:
     tensorboard: bool = True
 
     def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.type == "float" and item.name != "grad_clip" and not math.isfinite(value):
+                raise UserError(f"{item.name}={value} must be a finite number")
         positive = ("tp", "steps", "seq_len", "batch_size", "log_interval")
         not_negative = (
             "micro_batch_size",
@@ -75,6 +90,8 @@ class TrainConfig:
         for name in not_negative:
             if not getattr(self, name) >= 0:
                 raise UserError(f"{name}={getattr(self, name)} must be 0 or more")
+        if self.seed >= 2**63:
+            raise UserError(f"seed={self.seed} must be below 2**63")
         if not self.lr > 0 or self.min_lr > self.lr:
             raise UserError(f"lr={self.lr} must be above 0 and at least min_lr={self.min_lr}")
         if not self.grad_clip > 0:
@@ -91,6 +108,14 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, from which `build` makes an equal config."""
         return {**asdict(self), "betas": list(self.betas)}
+
+    def resolved(self, model: ModelConfig) -> dict[str, Any]:
+        """Plain data that trains the same again even when a named shape has changed."""
+        name = self.model if isinstance(self.model, str) else self.model["name"]
+        shape = model.to_dict()
+        for key in ("plan", "tp_degree", "vocab_size"):
+            del shape[key]
+        return {**self.to_dict(), "model": {"name": name, **shape}}
 
     def model_config(self, vocab_size: int) -> ModelConfig:
         """The model to train, with the data's vocabulary; checks seq_len against it."""

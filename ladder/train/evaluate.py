@@ -24,6 +24,17 @@ class Heldout:
     tokens: int
 
 
+def check_heldout(data: TokenData, seq_len: int, limit: int) -> None:
+    """Raise UserError unless `bits_per_byte` can be computed: before training, not after it."""
+    if not any(
+        int(lengths.sum()) for _, _, lengths in heldout_windows(data, seq_len, limit or None)
+    ):
+        raise UserError(
+            f"the first eval_windows={limit} held-out windows stand for no text; raise it, or "
+            f"prepare more documents"
+        )
+
+
 @torch.no_grad()
 def bits_per_byte(
     model: Transformer,
@@ -52,6 +63,4 @@ def bits_per_byte(
     if mesh is not None and dp > 1:
         dist.all_reduce(sums, group=mesh.get_group("dp"))
     nats, tokens_seen, text = sums.tolist()
-    if not text:
-        raise UserError(f"the first {limit} held-out windows stand for no text; raise eval_windows")
     return Heldout(nats / tokens_seen, nats / math.log(2) / text, int(tokens_seen))

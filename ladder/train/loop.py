@@ -21,7 +21,7 @@ from ladder.parallel.sharding import initialise, place, sum_shared_gradients
 from ladder.progress import Progress
 from ladder.train import state
 from ladder.train.config import DTYPES, TrainConfig, refuse_changes
-from ladder.train.evaluate import Heldout, bits_per_byte
+from ladder.train.evaluate import Heldout, bits_per_byte, check_heldout
 from ladder.train.metrics import Metrics
 from ladder.train.optim import average_gradients, clip_gradients, learning_rate, make_optimizer
 
@@ -49,6 +49,7 @@ def train(
     model_config = config.model_config(data.vocab_size)
     found = state.checkpoints(run)
     start = _check_run(run, config, fingerprint, resume, found)
+    launch.agree({"start": start})  # before any rank writes what another would find
     dp, dp_rank = (1, 0) if mesh is None else (mesh["dp"].size(), mesh.get_local_rank("dp"))
     if config.batch_size % dp:
         raise UserError(
@@ -63,21 +64,29 @@ def train(
             f"rank's batch; choose a divisor"
         )
     windows = Windows(data.split("train"), config.seq_len)
+    check_heldout(data, config.seq_len, config.eval_windows)
 
-    torch.manual_seed(config.seed)
     with torch.device("meta"):
         model = Transformer(model_config)
     place(model, None if mesh is None else mesh["tp"], device=place_, dtype=torch.float32)
     model.compute_dtype = DTYPES[config.dtype]
     optimizer = make_optimizer(model, config)
+    main = launch.rank() == 0
     if start:
         state.restore(found[-1][1], model, optimizer, start)
+        before = state.read_record(found[-1][1]).get("layout")
+        if main and before != {"tp": config.tp, "dp": dp}:
+            print(
+                f"resuming at tp {config.tp}, dp {dp} what ran at {before}: the same run up to "
+                f"rounding, not to the bit",
+                flush=True,
+            )
     else:
         initialise(model, config.seed)
-    main = launch.rank() == 0
     if main:
         make_folder(run)
-        write_text(run / "recipe.json", json.dumps(config.to_dict(), indent=1) + "\n")
+        recipe = config.resolved(model_config)
+        write_text(run / "recipe.json", json.dumps(recipe, indent=1) + "\n")
         print(_header(config, model, data, dp), flush=True)
 
     last = min(config.steps, stop_after or config.steps)
@@ -85,7 +94,7 @@ def train(
     tokens_per_step = config.batch_size * config.seq_len
     with (
         Metrics(run, config.tensorboard, start, main) as metrics,
-        Progress("train", config.steps, "steps", quiet=not main) as progress,
+        Progress("train", config.steps, "steps", quiet=not main, start=start) as progress,
     ):
         since, since_step = time.perf_counter(), start
         for step in range(start, last):
@@ -136,7 +145,12 @@ def train(
                 since, since_step = time.perf_counter(), done
             due = config.checkpoint_interval and done % config.checkpoint_interval == 0
             if ended or due:
-                record = {"step": done, "data": fingerprint, "config": config.to_dict()}
+                record = {
+                    "step": done,
+                    "data": fingerprint,
+                    "layout": {"tp": config.tp, "dp": dp},
+                    "config": config.to_dict(),
+                }
                 state.save(run, record, model, optimizer, data, mesh)
                 since, since_step = time.perf_counter(), done
     if main and result is not None:
@@ -156,13 +170,16 @@ def _check_run(
     found: list[tuple[int, Path]],
 ) -> int:
     """The step to start from; UserError where the run's folder does not fit what was asked."""
+    begun = (run / "recipe.json").exists() or (run / "metrics.jsonl").exists()
     if not resume:
-        if found or (run / "metrics.jsonl").exists():
+        if found or begun:
             raise UserError(
                 f"out={config.out} holds a run already; add --resume to go on with it, "
                 f"or choose another out"
             )
         return 0
+    if not found and begun:
+        return 0  # it ended before its first checkpoint
     if not found:
         raise UserError(
             f"--resume: out={config.out} has no checkpoint to go on from; leave "

@@ -68,5 +68,15 @@ def read(run: Path) -> list[dict[str, Any]]:
     path = run / FILE
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # what follows the last newline was torn
+    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline was torn
+    return [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def _record(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise UserError(f"{where} is not valid JSON ({error}); delete that line") from error
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise UserError(f"{where} is no record with a step; delete that line")
+    return record
