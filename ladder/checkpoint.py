@@ -8,6 +8,7 @@ them, and no process ever holds the whole model.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,3 +245,26 @@ def load_model(
     place(model, mesh, device=device, dtype=dtype or reader.dtype(names[0]))
     reader.fill(model)
     return model
+
+
+def checkpoints(run: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of a run's finished checkpoints, oldest first."""
+    found = []
+    for folder in (run / "checkpoints").glob("step-*"):
+        if match := re.fullmatch(r"step-(\d+)", folder.name):
+            found.append((int(match[1]), folder))
+    return sorted(found)
+
+
+def newest(path: Path) -> Path:
+    """`path` itself where it is a model folder, or the newest checkpoint of the run there."""
+    if (path / "config.json").is_file():
+        return path
+    if not path.is_dir():
+        raise UserError(f"{path} does not exist; give a model folder or a run's folder")
+    found = checkpoints(path)
+    if not found:
+        raise UserError(
+            f"{path} is neither a model folder (no config.json) nor a run with checkpoints"
+        )
+    return found[-1][1]

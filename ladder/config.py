@@ -7,12 +7,14 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import yaml
 
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, check_keys, unknown
 
 T = TypeVar("T")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # as options name them
 FILES = (".yaml", ".yml", ".json")  # JSON is read as the YAML that it is
 
 

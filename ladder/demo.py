@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ladder import report
-from ladder.checkpoint import load_model
+from ladder.checkpoint import load_model, newest
 from ladder.config import build, find, load_mapping
 from ladder.data.batches import heldout_windows, open_data
 from ladder.data.prepare import prepare
@@ -32,7 +32,6 @@ from ladder.plans import aligned, picture
 from ladder.train import metrics
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
-from ladder.train.state import newest
 
 PLANS: dict[str, int | None] = {  # plan -> tp_degree
     "standard": None,

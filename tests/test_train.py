@@ -13,14 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ladder.checkpoint import load_model
+from ladder.checkpoint import checkpoints, load_model, newest
 from ladder.config import build
 from ladder.models import UserError
 from ladder.train import metrics
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from ladder.train.optim import learning_rate
-from ladder.train.state import checkpoints, newest
 from tests.distributed import Pools
 
 SHAPE = {

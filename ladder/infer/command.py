@@ -8,14 +8,13 @@ import sys
 import torch
 from tokenizers import Tokenizer
 
-from ladder.checkpoint import load_model, read_stop_tokens
+from ladder.checkpoint import load_model, newest, read_stop_tokens
+from ladder.config import DTYPES
 from ladder.data.tokenizer import load_tokenizer
 from ladder.infer.engine import generate
 from ladder.infer.sampling import Sampling
 from ladder.models.errors import UserError
 from ladder.parallel import launch
-from ladder.train.config import DTYPES
-from ladder.train.state import newest
 
 
 class Stream:

@@ -8,13 +8,18 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ladder.config import apply_overrides, build, find, load_mapping, load_plan, model_config
+from ladder.config import (
+    DTYPES,
+    apply_overrides,
+    build,
+    find,
+    load_mapping,
+    load_plan,
+    model_config,
+)
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # What may differ between a run and its continuation: none of these changes what is computed.
 # The layout (tp) changes it by rounding alone; data is compared by content, model by its shape.
 FREE_ON_RESUME = (

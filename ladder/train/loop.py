@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ladder.checkpoint import checkpoints
+from ladder.config import DTYPES
 from ladder.data.batches import TokenData, Windows, open_data
 from ladder.files import make_folder, write_text
 from ladder.models.errors import UserError
@@ -20,7 +22,7 @@ from ladder.parallel import launch
 from ladder.parallel.sharding import initialise, place, sum_shared_gradients
 from ladder.progress import Progress
 from ladder.train import state
-from ladder.train.config import DTYPES, TrainConfig, refuse_changes
+from ladder.train.config import TrainConfig, refuse_changes
 from ladder.train.evaluate import Heldout, bits_per_byte, check_heldout
 from ladder.train.metrics import Metrics
 from ladder.train.optim import average_gradients, clip_gradients, learning_rate, make_optimizer
@@ -47,7 +49,7 @@ def train(
     fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     launch.agree({"data": fingerprint})
     model_config = config.model_config(data.vocab_size)
-    found = state.checkpoints(run)
+    found = checkpoints(run)
     start = _check_run(run, config, fingerprint, resume, found)
     launch.agree({"start": start})  # before any rank writes what another would find
     dp, dp_rank = (1, 0) if mesh is None else (mesh["dp"].size(), mesh.get_local_rank("dp"))

@@ -7,7 +7,6 @@ optimizer.safetensors (`exp_avg.NAME`, `exp_avg_sq.NAME`, full tensors) and trai
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -35,29 +34,6 @@ from ladder.parallel.sharding import local_parameters, local_tensor
 
 OPTIMIZER = "optimizer"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def checkpoints(run: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of a run's finished checkpoints, oldest first."""
-    found = []
-    for folder in (run / "checkpoints").glob("step-*"):
-        if match := re.fullmatch(r"step-(\d+)", folder.name):
-            found.append((int(match[1]), folder))
-    return sorted(found)
-
-
-def newest(path: Path) -> Path:
-    """`path` itself where it is a model folder, or the newest checkpoint of the run there."""
-    if (path / "config.json").is_file():
-        return path
-    if not path.is_dir():
-        raise UserError(f"{path} does not exist; give a model folder or a run's folder")
-    found = checkpoints(path)
-    if not found:
-        raise UserError(
-            f"{path} is neither a model folder (no config.json) nor a run with checkpoints"
-        )
-    return found[-1][1]
 
 
 def save(
