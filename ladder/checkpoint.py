@@ -230,10 +230,12 @@ def load_model(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    reducer: str = "async",
 ) -> Transformer:
     """The model of a folder, its shards on `mesh` (None: one process), ready to run.
 
-    dtype: None keeps the type that the weights are stored in. Each process reads its own slices.
+    dtype: None keeps the type that the weights are stored in. reducer: see `place`. Each process
+    reads its own slices.
     """
     config = read_config(folder)
     reader = TensorReader(folder, WEIGHTS)
@@ -242,7 +244,7 @@ def load_model(
     names = [name for name, _ in model.named_parameters()]
     spare = {"lm_head.weight"} if config.tie_embeddings else set()  # some store it all the same
     reader.refuse_extra({*names, *spare, *(n for n in reader.files if "rotary_emb" in n)})
-    place(model, mesh, device=device, dtype=dtype or reader.dtype(names[0]))
+    place(model, mesh, device=device, dtype=dtype or reader.dtype(names[0]), reducer=reducer)
     reader.fill(model)
     return model
 

@@ -233,6 +233,9 @@ def _generate(verbs: Any) -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of text")
     parser.add_argument("--tp", type=int, default=0, help="TP processes; 0: all that run")
     parser.add_argument("--dtype", default="auto", help="auto (as stored), float32 or bfloat16")
+    parser.add_argument(
+        "--reducer", default="auto", help="auto, async (NCCL or gloo) or push (peer memory)"
+    )
     _add_processes(parser)
 
 

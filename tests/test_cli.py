@@ -160,6 +160,7 @@ def test_resume_through_the_command_line(trained: Path) -> None:
         (["generate", "{}/run", "--prompt", "a", "--stop", "a long text"], ["one token"]),
         (["generate", "{}/run", "--prompt", "a", "--dtype", "int8"], ["--dtype=int8"]),
         (["generate", "{}/run", "--prompt", "a", "--tp", "4"], ["--nproc=4"]),
+        (["generate", "{}/run", "--prompt", "a", "--reducer", "pull"], ["unknown reducer 'pull'"]),
         (["data", "prepare", "/no", "--tokenizer", "{}/tokenizer", "--out", "{}/x"], ["'/no'"]),
         (["tokenizer", "train", "--vocab-size", "10", "--out", "{}/y"], ["vocab_size=10"]),
     ],
@@ -192,6 +193,13 @@ def test_mistakes_on_ranks(trained: Path, overrides: list[str], words: list[str]
     result = run("train", str(trained / "recipe.yaml"), f"out={out}", *overrides, "--nproc", "2")
     one_line_error(result, *words)
     assert not out.exists()
+
+
+def test_a_reducer_that_cannot_run_says_why(trained: Path) -> None:
+    result = run(
+        "generate", str(trained / "run"), "--prompt", "a", "--reducer", "push", "--nproc", "2"
+    )
+    one_line_error(result, "reducer=push cannot run here: it needs GPUs", "use reducer=async")
 
 
 def test_ranks_that_disagree_are_told(trained: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from ladder.infer.engine import generate
 from ladder.infer.sampling import Sampling
 from ladder.models.errors import UserError
 from ladder.parallel import launch
+from ladder.parallel.reducers import pick_reducer
 
 
 class Stream:
@@ -62,11 +63,15 @@ def generate_command(options: argparse.Namespace) -> int:
     stop = set() if options.ignore_eos else set(read_stop_tokens(folder))
     stop |= {_stop_token(tokenizer, text) for text in options.stop}
     prompts = [tokenizer.encode(text).ids for text in options.prompt]
+    reducer = pick_reducer(tp) if options.reducer == "auto" else options.reducer
+    if reducer == "push" and launch.rank() == 0:
+        print("reducer: push (all-reduces over peer memory)", file=sys.stderr)
     model = load_model(
         folder,
         None if mesh is None else mesh["tp"],
         device=device,
         dtype=None if options.dtype == "auto" else DTYPES[options.dtype],
+        reducer=reducer,
     )
     if not model.config.plan.communicates and model.reducer.ranks.degree > 1:
         raise UserError(
