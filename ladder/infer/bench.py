@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ladder.files import make_folder
 from ladder.infer.engine import Engine, Session
 from ladder.infer.sampling import Sampling, draws
 from ladder.models.config import ModelConfig
-from ladder.models.errors import UserError
+from ladder.models.presets import resolve_plan
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.parallel.sharding import local_parameters, place
@@ -202,17 +202,16 @@ def main(options: Any) -> int:
         "bandwidth_tb_s": speed / 1e12,
     }
     overrides = {"num_layers": options.layers} if options.layers else {}
+    shape = model_config({"name": options.model, **overrides})
     for batch in options.batch:
         points, configs = [], []
         for plan in options.plans:
             for reducer in options.reducers:
                 if plan == "none" and reducer != options.reducers[0]:
                     continue  # it reduces nothing
-                spec = {"name": options.model, **overrides}
-                try:
-                    config = model_config(spec, load_plan(plan))
-                except UserError:
-                    config = model_config(spec, load_plan(plan), tp_degree=world)
+                plan_of_t = resolve_plan(load_plan(plan), shape.num_layers, world)
+                degree = world if plan_of_t.depends_on_tp else None
+                config = replace(shape, plan=plan_of_t, tp_degree=degree)
                 point = Point(options.model, plan, reducer, world, batch, options.prompt,
                               options.new_tokens, config.num_layers)  # fmt: skip
                 if point not in done:

@@ -73,11 +73,7 @@ def generate_command(options: argparse.Namespace) -> int:
         dtype=None if options.dtype == "auto" else DTYPES[options.dtype],
         reducer=reducer,
     )
-    if not model.config.plan.communicates and model.reducer.ranks.degree > 1:
-        raise UserError(
-            f"plan {model.config.plan.name!r} of {folder} drops every reduce: it is a "
-            f"bound for benchmarks and computes no model"
-        )
+    model.config.refuse_bound()
     model.eval()
     main = launch.rank() == 0
     stream = Stream(tokenizer, prompts[0]) if main and len(prompts) == 1 else None

@@ -120,6 +120,14 @@ class ModelConfig:
                 f"nor is a multiple of it"
             )
 
+    def refuse_bound(self) -> None:
+        """Raise UserError for a plan whose ranks never hear of each other, as `none`'s."""
+        if not self.plan.communicates and (self.tp_degree or 1) > 1:
+            raise UserError(
+                f"plan={self.plan.name!r} drops every reduce: it is a bound for benchmarks and "
+                f"computes no model; choose another plan"
+            )
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "model config") -> ModelConfig:
         """Build one from plain data, as `to_dict` gives; an unknown key is an error."""

@@ -125,11 +125,7 @@ class TrainConfig:
     def model_config(self, vocab_size: int) -> ModelConfig:
         """The model to train, with the data's vocabulary; checks seq_len against it."""
         config = model_config(self.model, self.plan, self.tp_degree, vocab_size=vocab_size)
-        if not config.plan.communicates and (config.tp_degree or 1) > 1:
-            raise UserError(
-                f"plan={config.plan.name!r} drops every reduce: it is a bound for benchmarks and "
-                f"computes no model; choose another plan"
-            )
+        config.refuse_bound()
         if self.seq_len > config.max_seq_len:
             raise UserError(
                 f"seq_len={self.seq_len} is longer than the model's max_seq_len="

@@ -50,7 +50,8 @@ def train(
     launch.agree({"data": fingerprint})
     model_config = config.model_config(data.vocab_size)
     found = checkpoints(run)
-    start = _check_run(run, config, fingerprint, resume, found)
+    record = _check_run(run, config, fingerprint, resume, found)
+    start = record["step"] if record else 0
     launch.agree({"start": start})  # before any rank writes what another would find
     dp, dp_rank = (1, 0) if mesh is None else (mesh["dp"].size(), mesh.get_local_rank("dp"))
     if config.batch_size % dp:
@@ -74,9 +75,9 @@ def train(
     model.compute_dtype = DTYPES[config.dtype]
     optimizer = make_optimizer(model, config)
     main = launch.rank() == 0
-    if start:
+    if record:
         state.restore(found[-1][1], model, optimizer, start)
-        before = state.read_record(found[-1][1]).get("layout")
+        before = record.get("layout")
         if main and before != {"tp": config.tp, "dp": dp}:
             print(
                 f"resuming at tp {config.tp}, dp {dp} what ran at {before}: the same run up to "
@@ -147,13 +148,13 @@ def train(
                 since, since_step = time.perf_counter(), done
             due = config.checkpoint_interval and done % config.checkpoint_interval == 0
             if ended or due:
-                record = {
+                saved = {
                     "step": done,
                     "data": fingerprint,
                     "layout": {"tp": config.tp, "dp": dp},
                     "config": config.to_dict(),
                 }
-                state.save(run, record, model, optimizer, data, mesh)
+                state.save(run, saved, model, optimizer, data, mesh)
                 since, since_step = time.perf_counter(), done
     if main and result is not None:
         print(
@@ -170,8 +171,11 @@ def _check_run(
     fingerprint: str,
     resume: bool,
     found: list[tuple[int, Path]],
-) -> int:
-    """The step to start from; UserError where the run's folder does not fit what was asked."""
+) -> dict[str, Any] | None:
+    """The record of the checkpoint to go on from, None to start at step 0.
+
+    Raises UserError where the run's folder does not fit what was asked.
+    """
     begun = (run / "recipe.json").exists() or (run / "metrics.jsonl").exists()
     if not resume:
         if found or begun:
@@ -179,26 +183,24 @@ def _check_run(
                 f"out={config.out} holds a run already; add --resume to go on with it, "
                 f"or choose another out"
             )
-        return 0
+        return None
     if not found and begun:
-        return 0  # it ended before its first checkpoint
+        return None  # it ended before its first checkpoint
     if not found:
         raise UserError(
             f"--resume: out={config.out} has no checkpoint to go on from; leave "
             f"--resume out to start"
         )
-    step, folder = found[-1]
-    record = state.read_record(folder)
+    record = state.read_record(found[-1][1])
     refuse_changes(record["config"], config, run)
     if record.get("data") != fingerprint:
         raise UserError(
             f"data={config.data} has changed since the run in {run} was started; "
             f"resume with the data it was started with"
         )
-    launch.agree({"checkpoint": step})
-    if step >= config.steps:
+    if record["step"] >= config.steps:
         raise UserError(f"out={config.out} has finished its steps={config.steps} already")
-    return step
+    return record
 
 
 def _backward(
