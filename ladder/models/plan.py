@@ -237,6 +237,17 @@ class Plan:
         return tuple(waited.get(n) == n + 1 for n in range(len(self.sublayers)))
 
     @cached_property
+    def early(self) -> tuple[bool, ...]:
+        """Whether what read n lands was all computed before sublayer n - 1, N + 1 entries.
+
+        Then the landing may run beneath that sublayer.
+        """
+        return tuple(
+            n > 0 and all(landing.output < n - 1 for landing in read)
+            for n, read in enumerate(self.landings)
+        )
+
+    @cached_property
     def own_needed(self) -> tuple[bool, ...]:
         """Whether each sublayer's own partial is read apart from the sum, N entries."""
         apart = {landing.output for read in self.landings for landing in read if landing.own}

@@ -12,14 +12,14 @@ at the end of a step. The loss is counted once although every rank computes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ladder.models.plan import Landing
+from ladder.models.plan import Landing, Sublayer
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -69,14 +69,31 @@ class Reducer:
         self.ranks = ranks
         self.add_norm = add_norm  # a fused kernel of the same signature may be handed over
 
+    def pick(self, tokens: int) -> Reducer:
+        """The Reducer for a forward pass over this many tokens (B x S): itself, as a rule."""
+        return self
+
     # -- the sublayers' reduces ---------------------------------------------------------------
 
-    def post(self, partial: Tensor, blocking: bool = False) -> Any:
-        """Start summing `partial` ([B, S, D], or [held, B, S, D]) over all T ranks.
+    def output(self, partial: Tensor, stream: Tensor, record: Sublayer, keep_own: bool,
+               blocking: bool) -> Pending:  # fmt: skip
+        """Take over a sublayer's partial ([B, S, D], or [held, B, S, D]) and start its reduce.
 
-        Returns a handle at once. The partial belongs to the reducer from now on: it may be
-        overwritten. blocking: a hint that the sum is waited for before anything else is launched.
+        stream: what the sublayer read, before its norm. keep_own: this rank's own partial will be
+        landed apart from the sum. blocking: a hint that the sum is waited for before anything else
+        is launched.
         """
+        own = partial if keep_own else None
+        if record.reduce == "none":
+            return Pending(None, own)
+        if record.reduce == "stream":
+            partial = partial + stream / self.ranks.degree
+        elif own is not None:
+            partial = partial.clone()  # `post` may overwrite what it is given
+        return Pending(self.post(partial, blocking), own)
+
+    def post(self, partial: Tensor, blocking: bool = False) -> Any:
+        """Start summing `partial` over all T ranks; returns a handle at once."""
         return self.sum_held(partial)
 
     def wait(self, handle: Any) -> Tensor:
@@ -84,13 +101,24 @@ class Reducer:
         assert isinstance(handle, Tensor)
         return handle
 
-    def land(
-        self, stream: Tensor, arrivals: Iterable[tuple[Landing, Pending]], norm: Norm
-    ) -> tuple[Tensor, Tensor]:
-        """Wait for the arrivals, add them to the stream, and norm it for the next sublayer.
+    def begin_landing(
+        self, stream: Tensor, arrivals: Sequence[tuple[Landing, Pending]], norm: Norm
+    ) -> Any:
+        """Start to land `arrivals` for a read; returns what `finish_landing` takes.
 
-        Returns (stream, normed). A reducer may fuse, shard or reorder this in its own way.
+        Called as early as the plan allows: with a lag before the sublayer beneath which the
+        arrivals travel. This one only remembers; others land on a stream of their own, or inside
+        that sublayer's first kernel.
         """
+        return stream, arrivals, norm
+
+    def finish_landing(self, begun: Any) -> tuple[Tensor, Tensor]:
+        """Wait for the arrivals, add them to the stream, and norm it: (stream, normed).
+
+        A reducer may fuse, shard or reorder this in its own way; what it returns is for itself
+        and for the modules that were made for it.
+        """
+        stream, arrivals, norm = begun
         addends: list[tuple[Tensor, float]] = []
         for landing, pending in arrivals:
             if landing.summed:

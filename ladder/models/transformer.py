@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -124,8 +125,9 @@ class Transformer(nn.Module):
                 f"a sequence of {tokens.shape[1]} tokens is longer than the model's "
                 f"max_seq_len={self.config.max_seq_len}; shorten it"
             )
-        ranks, plan = self.reducer.ranks, self.config.plan
-        embedded = self.reducer.sum(self.model.embed_tokens(tokens))
+        reducer, plan = self.reducer.pick(tokens.numel()), self.config.plan
+        ranks = reducer.ranks
+        embedded = reducer.sum(self.model.embed_tokens(tokens))
         stream = embedded if self.compute_dtype is None else embedded.to(self.compute_dtype)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
@@ -137,56 +139,54 @@ class Transformer(nn.Module):
             mask = None if mask is None else mask.repeat(ranks.held, 1, 1, 1)
 
         pending: dict[int, Pending] = {}
+
+        def begin(read: int, norm: Callable) -> Any:
+            arrivals = [(each, pending[each.output]) for each in plan.landings[read]]
+            return reducer.begin_landing(stream, arrivals, norm)
+
+        norms: list[Callable] = [self._norm(n) for n in range(len(plan.sublayers))]
+        # Held streams that are equal at the end are normed once, below.
+        once = ranks.held > 1 and plan.equal_reads[-1]
+        norms.append((lambda x: x) if once else self.model.norm)
+        begun = begin(0, norms[0])
         for n, record in enumerate(plan.sublayers):
+            stream, normed = reducer.finish_landing(begun)
+            if plan.early[n + 1]:  # beneath this sublayer
+                begun = begin(n + 1, norms[n + 1])
             layer = self.model.layers[plan.layers[n]]
-            stream, normed = self._land(stream, n, pending, _norm_of(layer, record.kind))
             partials = []
             if record.kind != "mlp":
                 partials.append(layer.self_attn(normed, tables, mask, cache))
             if record.kind != "attention":
                 partials.append(layer.mlp(normed))
             partial = partials[0] if len(partials) == 1 else partials[0] + partials[1]
-            pending[n] = self._post(n, partial, stream)
+            pending[n] = reducer.output(
+                partial, stream, record, plan.own_needed[n], plan.blocking[n]
+            )
+            if not plan.early[n + 1]:
+                begun = begin(n + 1, norms[n + 1])
 
-        normed = self._final(stream, pending)
+        normed = reducer.finish_landing(begun)[1]
+        if plan.final_mean:  # the streams still differ: normed on each rank, then the mean
+            normed = reducer.sum(reducer.sum_held(normed)) / ranks.degree
+        elif ranks.held > 1:  # one copy will do
+            normed = self.model.norm(normed[0]) if plan.equal_reads[-1] else normed[0]
         if last is not None:
             normed = normed[torch.arange(len(last), device=last.device), last].unsqueeze(1)
         logits = self.lm_head(normed)
         if targets is not None:
             first = vocabulary_start(self.config.vocab_size, ranks)
-            return token_losses(logits, targets, first, self.reducer)
-        return self.reducer.gather(logits, self.config.vocab_size) if gather else logits
+            return token_losses(logits, targets, first, reducer)
+        return reducer.gather(logits, self.config.vocab_size) if gather else logits
 
-    def _land(
-        self, stream: Tensor, read: int, pending: dict[int, Pending], norm: Callable
-    ) -> tuple[Tensor, Tensor]:
-        landings = self.config.plan.landings[read]
-        return self.reducer.land(stream, [(each, pending[each.output]) for each in landings], norm)
-
-    def _post(self, n: int, partial: Tensor, stream: Tensor) -> Pending:
+    def _norm(self, n: int) -> RMSNorm:
+        """The norm of sublayer n."""
         plan = self.config.plan
-        own = partial if plan.own_needed[n] else None
-        if plan.sublayers[n].reduce == "none":
-            return Pending(None, own)
-        if plan.sublayers[n].reduce == "stream":
-            partial = partial + stream / self.reducer.ranks.degree
-        elif own is not None:
-            partial = partial.clone()  # the reducer may overwrite what it is given
-        return Pending(self.reducer.post(partial, plan.blocking[n]), own)
-
-    def _final(self, stream: Tensor, pending: dict[int, Pending]) -> Tensor:
-        """Land what is in flight, norm, and where the streams differ average: [B, S, D]."""
-        ranks, plan = self.reducer.ranks, self.config.plan
-        norm = self.model.norm
-        if plan.equal_reads[-1]:  # one copy will do
-            if ranks.held == 1:
-                return self._land(stream, len(plan.sublayers), pending, norm)[1]
-            stream, _ = self._land(stream, len(plan.sublayers), pending, lambda x: x)
-            return norm(stream[0])
-        stream, normed = self._land(stream, len(plan.sublayers), pending, norm)
-        if not plan.final_mean:  # a bound that computes no right answer anyway
-            return normed[0] if ranks.held > 1 else normed
-        return self.reducer.sum(self.reducer.sum_held(normed)) / ranks.degree
+        layer = self.model.layers[plan.layers[n]]
+        mlp = plan.sublayers[n].kind == "mlp"
+        norm = layer.post_attention_layernorm if mlp else layer.input_layernorm
+        assert isinstance(norm, RMSNorm)
+        return norm
 
     @torch.no_grad()
     def initialise(self, parameter: Tensor, name: str, generator: torch.Generator) -> None:
@@ -202,9 +202,3 @@ class Transformer(nn.Module):
             writes = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = INIT_STD / math.sqrt(2 * self.config.num_layers) if writes else INIT_STD
             parameter.normal_(0.0, std, generator=generator)
-
-
-def _norm_of(layer: nn.Module, kind: str) -> RMSNorm:
-    norm = layer.post_attention_layernorm if kind == "mlp" else layer.input_layernorm
-    assert isinstance(norm, RMSNorm)
-    return norm
