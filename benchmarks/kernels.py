@@ -1,22 +1,29 @@
-"""Times of the decode kernels on one GPU, beside the floor and what plain PyTorch takes.
+"""Times of the kernels on one GPU, beside the floor and what cuBLAS and plain PyTorch take.
 
-    python benchmarks/kernels.py [--check] [--tune] [--shapes 8B/TP4 ...]
+    python benchmarks/kernels.py [--check] [--shapes 8B/TP4 ...] [--rows 1 8 64]
 
 Each time is the median over replays of one CUDA graph of many calls, divided by the calls. Every
-call has weights (or a cache) of its own, together larger than the L2 cache, but for `tiny`, whose
-calls measure the launch. The floor is the bytes of weights or cache divided by the bandwidth of a
-large copy (read + write) in the same run; where that is nothing to speak of, no floor is given.
-"plain" is F.linear (cuBLAS), F.rms_norm and F.scaled_dot_product_attention, in the same run, in a
-graph too; for gate and up it has one matmul of both. The last line is JSON.
+call has weights (or a cache, or a prompt) of its own, together larger than the L2 cache, but for
+`tiny`, whose calls measure the launch. The floor is the bytes that must move divided by the
+bandwidth of a large copy (read + write) in the same run; where that is nothing to speak of, none is
+given. "plain" is, in the same run and in a graph too:
+
+- project: F.linear (cuBLAS). `norm` makes up for the norm of what it reads, which plain gets done
+  already; `gated` includes SwiGLU, plain in one matmul of both halves.
+- land: the sum of the stream and an output, and F.rms_norm, which `norm` leaves out.
+- add_rms_norm: the same. swiglu: F.silu and a product. rotary_prompt: its reference.
+- decode_attention: F.scaled_dot_product_attention alone, of queries that are rotated and keys that
+  are stored already, over the used part of the cache without a mask.
+
+The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import itertools
 import json
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -26,8 +33,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder import kernels
-from ladder.infer.bench import bandwidth, commit
-from ladder.kernels import launch, linear
+from ladder.infer.bench import machine
+from ladder.infer.floors import bandwidth, matrix_rate
+from ladder.kernels import launch
+from ladder.kernels.decode import MAX_ROWS
 
 SHAPES = {  # on one rank: hidden_size, query heads, KV heads, head_dim, intermediate_size
     "8B/TP4": (4096, 8, 2, 128, 3584),
@@ -36,6 +45,7 @@ SHAPES = {  # on one rank: hidden_size, query heads, KV heads, head_dim, interme
     "8B/TP1": (4096, 32, 8, 128, 14336),
     "tiny": (96, 8, 4, 12, 256),
 }
+EPS = 1e-5
 OWN_BYTES = 256e6  # of the weights of one graph: several times any L2 cache
 Call = Callable[[], object]
 
@@ -82,79 +92,124 @@ def random(*shape: int, scale: float = 1.0) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * scale
 
 
-def products(label: str, rows: int, n: int, k: int, gated: bool) -> Case:
+def product(label: str, rows: int, n: int, k: int, normed: bool, gated: bool) -> Case:
     x, size = random(rows, k), n * k * 2 * (1 + gated)
     weights = [random(n * (1 + gated), k, scale=k**-0.5) for _ in copies(size)]
-    name = f"{label} [{n * (1 + gated)}, {k}] M {rows}"
-    if not gated:
-        ours: list[Call] = [partial(kernels.skinny_linear, x, w) for w in weights]
-        plain: list[Call] = [partial(F.linear, x, w) for w in weights]
-        reference = kernels.skinny_linear_reference(x, weights[0])
-        return Case(name, size, ours, plain, lambda: error(ours[0](), reference))
+    norm = {"squares": landed(x).squares, "eps": EPS} if normed else {}
+    read = F.rms_norm(x, (k,), None, EPS) if normed else x
 
-    def two(packed: Tensor) -> Tensor:
-        gate, up = F.linear(x, packed).chunk(2, dim=-1)
-        return F.silu(gate) * up
+    def ours(function: Callable[..., Tensor], weight: Tensor) -> Tensor:
+        gate, up = weight.chunk(2) if gated else (weight, None)
+        return function(x, gate, up, **norm)
 
-    ours = [partial(kernels.gate_up, x, w[:n], w[n:]) for w in weights]
-    plain = [partial(two, w) for w in weights]
-    reference = kernels.gate_up_reference(x, weights[0][:n], weights[0][n:])
-    return Case(name, size, ours, plain, lambda: error(ours[0](), reference))
+    def plain(weight: Tensor) -> Tensor:
+        y = F.linear(read, weight)
+        return F.silu(y[:, :n]) * y[:, n:] if gated else y
 
-
-def norm(rows: int, size: int) -> Case:
-    stream, addend, weight = random(rows, size), random(rows, size), random(size)
-    ours = lambda: kernels.add_rms_norm(stream, [(addend, 1.0)], weight, 1e-5)  # noqa: E731
-    plain = lambda: F.rms_norm(stream + addend, (size,), weight, 1e-5)  # noqa: E731
-    wanted = kernels.add_rms_norm_reference(stream, [(addend, 1.0)], weight, 1e-5)
-    check = lambda: max(map(error, ours(), wanted))  # noqa: E731
-    return Case(f"add_rms_norm [{rows}, {size}]", 0, [ours] * 64, [plain] * 64, check)
+    flags = " norm" * normed + " gated" * gated
+    return Case(
+        f"project {label}{flags} [{n * (1 + gated)}, {k}] M {rows}",
+        size,
+        [partial(ours, kernels.project, w) for w in weights],
+        [partial(plain, w) for w in weights],
+        lambda: error(
+            ours(kernels.project, weights[0]), ours(kernels.project_reference, weights[0])
+        ),
+    )
 
 
-def cached(batch: int, heads: int, kv: int, size: int, length: int, used: int) -> Iterator[Case]:
+def landed(stream: Tensor, *outputs: Tensor) -> kernels.Job:
+    job = kernels.new_job(stream, owns=[(output, 1.0) for output in outputs])
+    kernels.land(job)
+    return job
+
+
+def landings(rows: int, size: int) -> Iterator[Case]:
+    stream, output, weight = random(rows, size), random(rows, size), random(size)
+
+    def plain() -> Tensor:
+        return F.rms_norm(stream + output, (size,), weight, EPS)
+
+    def same_landing() -> float:
+        job = kernels.new_job(stream, owns=[(output, 1.0)])
+        kernels.land_reference(job)
+        found = landed(stream, output)
+        return max(error(found.out, job.out), error(found.squares, job.squares))
+
+    ours = partial(kernels.add_rms_norm, stream, [(output, 1.0)], weight, EPS)
+    wanted = kernels.add_rms_norm_reference(stream, [(output, 1.0)], weight, EPS)
+    shape, many = f"[{rows}, {size}]", [plain] * 64
+    yield Case(f"land {shape}", 0, [partial(landed, stream, output)] * 64, many, same_landing)
+    yield Case(
+        f"add_rms_norm {shape}", 0, [ours] * 64, many, lambda: max(map(error, ours(), wanted))
+    )
+
+
+def attention(batch: int, heads: int, kv: int, size: int, length: int, used: int) -> Case:
     bytes_read = 2 * batch * kv * used * size * 2
     # No more than 8 GB of caches: at such sizes a few of them exceed L2.
     count = min(len(copies(bytes_read)), max(2, int(8e9 / (bytes_read * length / used))))
     caches = [random(2, batch, kv, length, size) for _ in range(count)]
     positions = torch.full((batch,), used - 1, device="cuda")
-    qkv, q = random(batch, (heads + 2 * kv) * size), random(batch, heads, size)
-    table = torch.randn(length, size, device="cuda")
-    shape = f"B {batch}, {heads}/{kv} heads of {size}"
+    qkv, q = random(batch, (heads + 2 * kv) * size), random(batch, heads, 1, size)
+    shared = qkv, rotary(length, size), positions
+    arrived = torch.zeros(batch * kv, dtype=torch.int32, device="cuda")
 
-    def rotary(cache: Tensor) -> Tensor:
-        keys, values = cache
-        return kernels.rotary_cache(qkv, table, positions, keys, values, heads, kv)
+    def ours(cache: Tensor) -> Tensor:
+        return kernels.decode_attention(*shared, *cache, heads, size**-0.5, arrived)
 
-    def rotary_plain(cache: Tensor) -> Tensor:
-        keys, values = cache
-        return kernels.rotary_cache_reference(qkv, table, positions, keys, values, heads, kv)
-
-    def attention_plain(cache: Tensor) -> Tensor:
-        keys, values = cache[:, :, :, :used]  # the best case for it: nothing is masked
-        return F.scaled_dot_product_attention(q[:, :, None], keys, values, enable_gqa=heads != kv)
-
-    def attention(cache: Tensor) -> Tensor:
-        keys, values = cache
-        return kernels.decode_attention(q, keys, values, positions, size**-0.5)
+    def plain(cache: Tensor) -> Tensor:
+        keys, values = cache[:, :, :, :used]
+        return F.scaled_dot_product_attention(q, keys, values, enable_gqa=heads != kv)
 
     def same() -> float:
-        keys, values = caches[0]
-        wanted = kernels.decode_attention_reference(q, keys, values, positions, size**-0.5)
-        return error(attention(caches[0]), wanted)
+        wanted = kernels.decode_attention_reference(*shared, *caches[0], heads, size**-0.5)
+        return error(ours(caches[0]), wanted)
 
-    if used == 1024:
-        yield Case(
-            f"rotary_cache {shape}",
-            0,
-            [partial(rotary, cache) for cache in caches],
-            [partial(rotary_plain, cache) for cache in caches],
-            lambda: error(rotary(caches[0]), rotary_plain(caches[0])),
-        )
-    yield Case(
-        f"decode_attention {shape}, {used} of {length}",
+    return Case(
+        f"decode_attention B {batch}, {heads}/{kv} heads of {size}, {used} of {length}",
         bytes_read,
-        [partial(attention, cache) for cache in caches],
-        [partial(attention_plain, cache) for cache in caches],
+        [partial(ours, cache) for cache in caches],
+        [partial(plain, cache) for cache in caches],
+        same,
+    )
+
+
+def rotary(length: int, size: int) -> Tensor:
+    angles = torch.rand(length, size // 2, device="cuda") * 6.28
+    return torch.cat((angles.cos(), angles.sin()), dim=1)
+
+
+def prompts(tokens: int, heads: int, kv: int, size: int, inner: int) -> Iterator[Case]:
+    both = [random(tokens, 2 * inner) for _ in copies(tokens * 2 * inner * 2)]
+
+    def plain(packed: Tensor) -> Tensor:
+        return F.silu(packed[:, :inner]) * packed[:, inner:]
+
+    yield Case(
+        f"swiglu [{tokens}, {2 * inner}]",
+        3 * tokens * inner * 2,
+        [partial(kernels.swiglu, packed) for packed in both],
+        [partial(plain, packed) for packed in both],
+        lambda: error(kernels.swiglu(both[0]), kernels.swiglu_reference(both[0])),
+    )
+    batch, length = max(1, tokens // 1024), min(tokens, 1024)
+    width = (heads + 2 * kv) * size
+    packed = [random(batch, length, width) for _ in copies(tokens * width * 2)]
+    table, cache = rotary(length, size), random(2, batch, kv, length, size)
+
+    def turn(function: Callable[..., tuple[Tensor, ...]], qkv: Tensor) -> tuple[Tensor, ...]:
+        return function(qkv, table, *cache, heads, kv)
+
+    def same() -> float:
+        found = [part.clone() for part in turn(kernels.rotary_prompt, packed[0])]
+        return max(map(error, found, turn(kernels.rotary_prompt_reference, packed[0])))
+
+    yield Case(
+        f"rotary_prompt [{batch}, {length}, {width}]",
+        2 * tokens * width * 2,
+        [partial(turn, kernels.rotary_prompt, qkv) for qkv in packed],
+        [partial(turn, kernels.rotary_prompt_reference, qkv) for qkv in packed],
         same,
     )
 
@@ -162,50 +217,29 @@ def cached(batch: int, heads: int, kv: int, size: int, length: int, used: int) -
 def cases(shape: tuple[int, int, int, int, int], batches: list[int]) -> Iterator[Case]:
     hidden, heads, kv, size, inner = shape
     for rows in batches:
-        yield products("qkv", rows, (heads + 2 * kv) * size, hidden, False)
-        yield products("o", rows, hidden, heads * size, False)
-        yield products("gate_up", rows, inner, hidden, True)
-        yield products("down", rows, hidden, inner, False)
-        yield norm(rows, hidden)
+        yield product("qkv", rows, (heads + 2 * kv) * size, hidden, True, False)
+        yield product("o", rows, hidden, heads * size, False, False)
+        yield product("gate and up", rows, inner, hidden, True, True)
+        yield product("down", rows, hidden, inner, False, False)
+        yield from landings(rows, hidden)
     for batch, length, used in ((1, 8192, 1024), (1, 8192, 8192), (64, 2048, 1024)):
-        yield from cached(batch, heads, kv, size, length, used)
-
-
-def tune(names: list[str]) -> None:
-    """Print the time of every block of `linear.BLOCKS` that keeps 16 bytes a thread."""
-    blocks = list(itertools.product((1, 2, 4, 8), ((512, 2), (512, 4), (1024, 4), (2048, 8))))
-    for rows, name in itertools.product((1, 2, 4, 8), names):
-        hidden, heads, kv, size, inner = SHAPES[name]
-        kept = linear.BLOCKS[rows]
-        tried = [
-            products("qkv", rows, (heads + 2 * kv) * size, hidden, False),
-            products("down", rows, hidden, inner, False),
-            products("gate_up", rows, inner, hidden, True),
-        ]
-        for case in tried:
-            found = []
-            for block, (step, warps) in blocks:
-                linear.BLOCKS[rows] = (block, step, warps)
-                found.append((timed(case.ours), (block, step, warps)))
-            linear.BLOCKS[rows] = kept
-            best = ", ".join(f"{block} {time:.2f}" for time, block in sorted(found)[:4])
-            own = next(time for time, block in found if block == kept)
-            print(f"{name} {case.name}: {best}; table {kept} {own:.2f}", flush=True)
+        yield attention(batch, heads, kv, size, length, used)
+    for tokens in (1024, 8192):
+        yield from prompts(tokens, heads, kv, size, inner)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="first compare with the references")
-    parser.add_argument("--tune", action="store_true", help="try the matrix products' blocks")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 8], help="batch, 1 to 8")
+    parser.add_argument(
+        "--rows", nargs="+", type=int, default=[1, 8, 64], help=f"batch, 1 to {MAX_ROWS}"
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device: there is nothing to measure")
-    if args.tune:
-        tune(args.shapes)
-        return
-    rate, results, wrong = bandwidth(torch.device("cuda")), [], []
+    device, results, wrong = torch.device("cuda"), [], []
+    rate = bandwidth(device)
     print(f"{torch.cuda.get_device_name()}: copy {rate / 1e12:.2f} TB/s; microseconds")
     for name in args.shapes:
         for case in cases(SHAPES[name], args.rows):
@@ -216,16 +250,11 @@ def main() -> None:
             ours, plain = timed(case.ours), timed(case.plain)
             row = {"shape": name, "kernel": case.name, "us": ours, "floor": floor, "plain": plain}
             results.append(row)
-            print(f"{name:8} {case.name:48} {ours:8.2f}", end="")
+            print(f"{name:8} {case.name:60} {ours:8.2f}", end="")
             print(f"  floor {floor:8.2f}  plain {plain:8.2f}  x{plain / ours:.2f}", flush=True)
-    record = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
+    record = machine(device, rate, matrix_rate(device)) | {
+        "command": " ".join(["python", *sys.argv]),
         "triton": launch.triton.__version__,
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "bytes_per_s": rate,
         "wrong": wrong,
         "results": results,
     }

@@ -249,22 +249,75 @@ def generate(options: argparse.Namespace) -> int:
 
 
 def _bench(verbs: Any) -> None:
-    outer = verbs.add_parser("bench", help="measure inference on GPUs")
+    outer = verbs.add_parser("bench", help="measure inference and communication on GPUs")
     inner = outer.add_subparsers(title="commands", metavar="COMMAND", required=True)
     parser = _add(inner, "inference", bench_inference, "time prefill and decode, plan by plan")
-    parser.add_argument("--model", default="llama-3-8b", help="a name from configs/models")
-    parser.add_argument("--layers", type=int, default=0, help="fewer layers than it has; 0: all")
-    parser.add_argument("--plans", nargs="+", default=["standard", "ladder", "none"])
-    parser.add_argument("--reducers", nargs="+", default=["push", "async"])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="sequences")
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens read")
-    parser.add_argument("--new-tokens", type=int, default=128, help="tokens decoded")
+    # What is not given comes from ladder.infer.points.Settings, or from the suite.
+    parser.argument_default = argparse.SUPPRESS
+    parser.add_argument(
+        "--model", help="a name from configs/models, or a checkpoint's folder (llama-3-8b)"
+    )
+    parser.add_argument("--layers", type=int, help="fewer layers than it has; 0: all (0)")
+    parser.add_argument(
+        "--plans",
+        nargs="+",
+        help="presets, or `checkpoint` for a checkpoint's own plan and weights (standard ladder "
+        "none; for a checkpoint, it in place of ladder)",
+    )
+    parser.add_argument("--reducers", nargs="+", help="async (NCCL), push, ... (push async)")
+    parser.add_argument("--tp", type=int, nargs="+", help="TP degrees (all ranks)")
+    parser.add_argument(
+        "--tp-degree", type=int, help="T of plans that depend on it; 0: the TP degree (0)"
+    )
+    parser.add_argument("--batch", type=int, nargs="+", help="sequences (1)")
+    parser.add_argument("--prompt", type=int, help="tokens read (1024)")
+    parser.add_argument("--new-tokens", type=int, help="tokens decoded (512)")
+    parser.add_argument(
+        "--p2p", nargs="+", choices=("on", "off"), help="off: without NVLink, as the paper (on)"
+    )
+    parser.argument_default = None
+    parser.add_argument(
+        "--suite", default=None, help="a name from configs/bench; other options replace its own"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=None, metavar="MINUTES", help="start no point after this"
+    )
+    parser.add_argument(
+        "--cold", action="store_true", help="time the first token of new processes instead"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="write a trace of each point, too, for Perfetto"
+    )
+    parser.add_argument("--cold-child", default="", help=argparse.SUPPRESS)
     parser.add_argument("--out", default="runs/bench", help="results are appended here")
-    parser.add_argument("--nproc", type=int, default=1, help="processes to start, one a GPU: TP")
+    # Not `nproc`: P2P on and off need ranks of their own, which the verb starts.
+    parser.add_argument(
+        "--nproc", dest="ranks", type=int, default=1, help="processes to start, one a GPU"
+    )
+
+    parser = _add(inner, "comm", bench_comm, "time all-reduces by message size; pick by them")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", metavar="BYTES", default=[2**n for n in range(13, 27)]
+    )
+    parser.add_argument("--dtype", default="bfloat16", help="bfloat16 or float32")
+    parser.add_argument(
+        "--programs", type=int, default=32, help="thread blocks of our two-shot kernel"
+    )
+    parser.add_argument("--out", default="runs/bench", help="comm.jsonl there is appended to")
+    parser.add_argument(
+        "--write-table", type=Path, metavar="FILE", help="add the dispatch table to this file"
+    )
+    parser.add_argument("--nproc", type=int, default=1, help="processes to start, one a GPU")
 
 
 def bench_inference(options: argparse.Namespace) -> int:
     from ladder.infer.bench import main as run
+
+    return run(options)
+
+
+def bench_comm(options: argparse.Namespace) -> int:
+    from ladder.infer.comm import main as run
 
     return run(options)
 

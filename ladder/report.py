@@ -57,16 +57,27 @@ def require_matplotlib() -> None:
 
 
 def curves(
-    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x_label: str, y_label: str
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    x_label: str,
+    y_label: str,
+    ticks: Sequence[float] = (),
 ) -> str:
-    """A line chart as inline SVG: name -> (x, y). Needs matplotlib (the `report` extra)."""
+    """A line chart as inline SVG: name -> (x, y). Needs matplotlib (the `report` extra).
+
+    ticks: the only ones of a logarithmic x axis; none: a linear one.
+    """
     require_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for name, (x, y) in lines.items():
-        axes.plot(x, y, label=name, linewidth=1.4)
+        marker = "o" if len(x) < 20 else ""  # few points, or one, are to be seen as such
+        axes.plot(x, y, label=name, linewidth=1.4, marker=marker)
+    if ticks:
+        axes.set_xscale("log")
+        axes.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks], minor=False)
+        axes.set_xticks([], minor=True)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(alpha=0.3)

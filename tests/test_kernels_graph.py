@@ -3,94 +3,190 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-from ladder.kernels import (
-    add_rms_norm,
-    decode_attention,
-    gate_up,
-    rotary_cache,
-    skinny_linear,
-)
+from ladder.kernels import Job, Push, Send, decode_attention, land, new_job, project, send
+from tests.samples import relative_error
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+LAYERS, SIZE, HEADS, KV, DIM, INNER, LENGTH, EPS = 12, 1024, 8, 2, 128, 1536, 2048, 1e-5
+SETS = 3  # of slots, in rotation, as in ladder.infer.decode
+Wait = Callable[[], None]
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-def test_a_graph_of_dependent_launches_equals_eager_calls(rows: int) -> None:
-    """Twelve layers in one graph, buffers reused, against the same with a wait after each call."""
-    layers, size, heads, kv, inner, length, dim = 12, 1024, 8, 2, 1536, 2048, 128
-    make = {"device": "cuda", "dtype": torch.bfloat16}
-    shapes = ((heads + 2 * kv) * dim, size), (size, heads * dim), (inner, size), (inner, size)
-    weights = [
-        [torch.randn(s, **make) / s[1] ** 0.5 for s in (*shapes, (size, inner))]
-        for _ in range(layers)
-    ]
-    gain, table = torch.ones(size, **make), torch.randn(length, dim, device="cuda")
-    caches = torch.randn(layers, 2, rows, kv, length, dim, **make)
-    x, positions = torch.randn(rows, size, **make), torch.zeros(rows, device="cuda").long()
+@dataclass
+class Chain:
+    """Twelve layers, the sublayers of which read the stream without the `lag` newest outputs.
 
-    def step(wait: Callable[[], None]) -> Tensor:
-        stream, partial = x, None
-        for (qkv, o, gate, up, down), (keys, values) in zip(weights, caches, strict=True):
-            addends = [] if partial is None else [(partial, 1.0)]
-            stream, normed = add_rms_norm(stream, addends, gain, 1e-5)
-            wait()
-            y = skinny_linear(normed, qkv)
-            wait()
-            q = rotary_cache(y, table, positions, keys, values, heads, kv)
-            wait()
-            y = decode_attention(q, keys, values, positions, dim**-0.5)
-            wait()
-            partial = skinny_linear(y, o)
-            wait()
-            stream, normed = add_rms_norm(stream, [(partial, 1.0)], gain, 1e-5)
-            wait()
-            y = gate_up(normed, gate, up)
-            wait()
-            partial = skinny_linear(y, down)
-            wait()
-        return add_rms_norm(stream, [(partial, 1.0)], gain, 1e-5)[0]
+    pushes: outputs go to slots, [SETS, 1, rows, SIZE], and land from there; else they land from
+    where the product left them.
+    """
 
+    rows: int
+    lag: int
+    pushes: bool
+
+    def __post_init__(self) -> None:
+        make = {"device": "cuda", "dtype": torch.bfloat16}
+        shapes = ((HEADS + 2 * KV) * DIM, SIZE), (SIZE, HEADS * DIM), (2 * INNER, SIZE)
+        self.weights = [
+            [torch.randn(s, **make) / s[1] ** 0.5 for s in (*shapes, (SIZE, INNER))]
+            for _ in range(LAYERS)
+        ]
+        angles = torch.rand(LENGTH, DIM // 2, device="cuda") * 6.28
+        self.table = torch.cat((angles.cos(), angles.sin()), dim=1)
+        self.caches = torch.randn(LAYERS, 2, self.rows, KV, LENGTH, DIM, **make)
+        self.x = torch.randn(self.rows, SIZE, **make)
+        self.positions = torch.zeros(self.rows, device="cuda").long()
+        self.arrived = torch.zeros(self.rows * KV, dtype=torch.int32, device="cuda")
+        self.slots = torch.full((SETS, 1, self.rows, SIZE), -0.0, **make)
+        self.buffers = torch.tensor([self.slots.data_ptr()], device="cuda")
+
+    def step(self, wait: Wait, rides: bool) -> Tensor:
+        """The stream in the end.
+
+        rides: with a lag, sends ride on the next sublayer's first product and landings on its last,
+        as in ladder.infer.decode; else each is launched by itself.
+        """
+        read = new_job(self.x)
+        self._land(read, wait)
+        flying: list[Tensor | Send] = []
+        for turn in range(2 * LAYERS):
+            while len(flying) > self.lag:
+                read = self._landing(read, flying)
+                self._land(read, wait)
+            sending = flying[-1] if flying and isinstance(flying[-1], Send) else None
+            following = None
+            if self.lag and len(flying) == self.lag:
+                following = self._landing(read, flying)
+            if rides:
+                output = self._sublayer(turn, read, sending, following, wait)
+            else:
+                output = self._sublayer(turn, read, None, None, wait)
+                if following is not None:
+                    self._land(following, wait)
+            if isinstance(output, Send) and not rides:
+                send(output)
+                wait()
+            flying.append(output)
+            read = read if following is None else following
+        if isinstance(flying[-1], Send) and not flying[-1].launched:
+            send(flying[-1])
+            wait()
+        while flying:
+            read = self._landing(read, flying)
+            self._land(read, wait)
+        return read.out
+
+    def _land(self, job: Job, wait: Wait) -> None:
+        land(job)
+        wait()
+
+    def _landing(self, read: Job, flying: list[Tensor | Send]) -> Job:
+        """Of the oldest output in flight."""
+        output = flying.pop(0)
+        if not self.pushes:
+            assert isinstance(output, Tensor)
+            return new_job(read.out, owns=[(output, 1.0)])
+        if isinstance(output, Send):
+            output = self.slots[output.push.start // output.partial.numel()]
+        return new_job(read.out, sums=[output])
+
+    def _sublayer(
+        self, turn: int, read: Job, first: Send | None, last: Job | None, wait: Wait
+    ) -> Tensor | Send:
+        """Attention and MLP in turn. first, last: what their first and last product carry.
+
+        The output is a tensor, slots where it was pushed, or yet to be sent.
+        """
+        qkv, o, both, down = self.weights[turn // 2]
+        norm = {"squares": read.squares, "eps": EPS, "rider": first}
+        if turn % 2 == 0:
+            y = project(read.out, qkv, **norm)
+            wait()
+            keys, values = self.caches[turn // 2]
+            y = decode_attention(
+                y, self.table, self.positions, keys, values, HEADS, DIM**-0.5, self.arrived
+            )
+        else:
+            y = project(read.out, *both.chunk(2), **norm)
+        wait()
+        slots = self.slots[turn % SETS]
+        push = Push(self.buffers, turn % SETS * slots.numel(), 0, 1)
+        at_once = self.pushes and self.lag == 0
+        partial = project(
+            y, down if turn % 2 else o, rider=last, push=push if at_once else None, keep=not at_once
+        )
+        wait()
+        if partial is None:
+            return slots
+        return Send(partial, push) if self.pushes else partial
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("pushes", [False, True])
+@pytest.mark.parametrize("rows", [1, 8, 33])
+def test_a_graph_of_dependent_launches_equals_eager_calls(
+    rows: int, pushes: bool, lag: int
+) -> None:
+    """In one graph, buffers reused, against the same calls with a wait after each.
+
+    What is read before the kernel that makes it has ended, or cleared, or written over while
+    another reads it, is seen here. And nearly the same comes out where sends and landings are
+    launched by themselves (sums of squares may be added in another order).
+    """
+    chain = Chain(rows, lag, pushes)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        step(torch.cuda.synchronize)
+        chain.step(torch.cuda.synchronize, True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
-        found = step(lambda: None)
-    before = caches.clone()
-    for _ in range(20):
-        x.normal_()
-        positions.random_(length)
+        found = chain.step(lambda: None, True)
+    before = chain.caches.clone()
+    for turn in range(20):
+        chain.x.normal_()
+        chain.positions.random_(LENGTH)
         graph.replay()
-        first, after = found.clone(), caches.clone()
+        first, after = found.clone(), chain.caches.clone()
         graph.replay()
         assert torch.equal(found, first)
-        caches.copy_(before)
-        wanted = step(torch.cuda.synchronize)
+        chain.caches.copy_(before)
+        wanted = chain.step(torch.cuda.synchronize, True)
         assert not wanted.isnan().any()
         assert torch.equal(first, wanted)
-        assert torch.equal(caches, after)
+        assert torch.equal(chain.caches, after)
+        assert not chain.arrived.any()
+        assert bool(((chain.slots == 0) & torch.signbit(chain.slots)).all())
+        if turn == 0:
+            chain.caches.copy_(before)
+            assert relative_error(chain.step(torch.cuda.synchronize, False), wanted) < 5e-2
+            chain.caches.copy_(after)
         before = after
 
 
-def test_a_position_outside_the_cache_writes_nothing() -> None:
-    """Neither beyond the cache nor into the next head or sequence; those beside it are stored."""
-    length, dim = 32, 64
-    positions = torch.tensor([length, 5, -1, length + 1000], device="cuda")
-    caches = torch.full((2, 4, 2, length, dim), 7.0, device="cuda")
-    table = torch.randn(length + 1, dim, device="cuda")
-    qkv = torch.randn(4, 6 * dim, device="cuda")
-    q = rotary_cache(qkv, table, positions, *caches, 2, 2)
-    assert not q[[0, 2, 3]].any()
-    assert q[1].all()
-    assert (caches != 7.0).nonzero()[:, 1].unique().tolist() == [1]
-    assert (caches != 7.0).nonzero()[:, 3].unique().tolist() == [5]
+def test_a_position_beyond_the_cache_stays_in_its_row() -> None:
+    """What such a sequence gets means nothing; other heads, sequences and memory stay as they are.
+
+    The engine never asks for one; a kernel cannot raise, and must not write elsewhere.
+    """
+    positions = torch.tensor([LENGTH, 5, LENGTH - 1, LENGTH + 1000], device="cuda")
+    around = torch.full((2, 6, 2, LENGTH + 8, DIM), 7.0, device="cuda")
+    keys, values = around[:, 1:5, :, :LENGTH]
+    table = torch.randn(LENGTH, DIM, device="cuda")
+    qkv = torch.randn(4, 6 * DIM, device="cuda")
+    arrived = torch.zeros(8, dtype=torch.int32, device="cuda")
+    out = decode_attention(qkv, table, positions, keys, values, 2, DIM**-0.5, arrived)
+    assert not out.isnan().any()
+    written = (around != 7.0).nonzero()
+    places = {(row, place) for row, place in written[:, [1, 3]].tolist()}
+    assert places == {(1, LENGTH - 1), (2, 5), (3, LENGTH - 1), (4, LENGTH - 1)}
+    assert len(written) == 2 * 4 * 2 * DIM

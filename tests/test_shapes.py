@@ -23,10 +23,11 @@ LLAMAS = {
     "llama-3-70b": 70_553_706_496,
     "llama-3.1-405b": 405_853_388_800,
 }
-OTHERS = {  # lowest and highest: the papers say 1B, 3B and 176B; tiny is ours
+OTHERS = {  # lowest and highest: the papers say 1B, 3B and 176B; the rest is ours
     "paper-1b": (1.0e9, 1.3e9),
     "paper-3b": (2.9e9, 3.6e9),
     "bloom-176b": (176e9 * 0.98, 176e9 * 1.02),
+    "2b-class": (1.9e9, 2.1e9),
     "tiny": (0.4e6, 0.6e6),
 }
 # The largest T that each shape is meant for: one node of 8, two of them for the largest.

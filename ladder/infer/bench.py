@@ -1,259 +1,277 @@
 """`ladder bench inference`: prefill and decode of several plans and reducers, side by side.
 
-All configurations of a batch size live at once and take turns, round by round, so that drift hits
-all alike. `none` is the bound: the standard wiring with its sublayers' reduces dropped.
+Nothing is timed before it has been checked (`verify`). What is finished is appended to
+inference.jsonl and skipped when the command is started again; the page and summary.json follow from
+that file.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
+import os
+import platform
+import re
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ladder import __version__
-from ladder.config import load_plan, model_config
-from ladder.files import make_folder
-from ladder.infer.engine import Engine, Session
-from ladder.infer.sampling import Sampling, draws
-from ladder.models.config import ModelConfig
-from ladder.models.presets import resolve_plan
-from ladder.models.transformer import Transformer
+from ladder.files import make_folder, write_text
+from ladder.infer import cold
+from ladder.infer.build import random_model
+from ladder.infer.derive import EXPLANATION, by_point, derive, plain, text_table
+from ladder.infer.floors import bandwidth, matrix_rate
+from ladder.infer.measure import chunks, free_bytes, measure
+from ladder.infer.page import write_page
+from ladder.infer.points import Point, Settings, describe, expand, load_suite
+from ladder.models.errors import UserError
 from ladder.parallel import launch
-from ladder.parallel.sharding import local_parameters, place
+from ladder.parallel.reducers import push_refusal
 
-ROUNDS = 3
-COPY_BYTES = 2**31
+__all__ = ["bandwidth", "commit", "main", "random_model"]
 
-
-@dataclass(frozen=True)
-class Point:
-    """One configuration to measure."""
-
-    model: str
-    plan: str
-    reducer: str
-    tp: int
-    batch: int
-    prompt: int
-    new_tokens: int
-    layers: int
+RESULTS, COLD, SUMMARY, PAGE = "inference.jsonl", "cold.jsonl", "summary.json", "inference.html"
+PEER_MEMORY = ("push",)  # reducers that need the peers' memory
 
 
 @dataclass(frozen=True)
-class Result:
-    """Milliseconds. decode: over all steps of all rounds; floor: a step's bytes over bandwidth."""
+class Job:
+    """What the ranks do: the option sets, P2P on or off, and when to stop starting (epoch, s)."""
 
-    prefill_ms: float
-    decode_ms: float
-    decode_p99_ms: float
-    floor_ms: float
-    memory_gib: float
-
-
-def random_model(
-    config: ModelConfig,
-    reducer: str,
-    tp: int,
-    device: torch.device,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Transformer:
-    """The model with random weights made on the device: for timing, not for quality."""
-    mesh = launch.make_mesh(device, tp)
-    with torch.device("meta"):
-        model = Transformer(config)
-    where = None if mesh is None else mesh["tp"]
-    place(model, where, device=device, dtype=dtype, reducer=reducer)
-    torch.manual_seed(launch.rank())
-    with torch.no_grad():
-        for name, weight, _ in local_parameters(model):
-            if "norm" in name:
-                weight.fill_(1.0)
-            else:
-                weight.normal_(0.0, 0.02)
-    return model
-
-
-def bandwidth(device: torch.device) -> float:
-    """Bytes per second of a large copy on the device, read and written."""
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(7):
-        start, end = _events()
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return 2 * COPY_BYTES / statistics.median(times)
-
-
-def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-
-@torch.inference_mode()
-def measure(points: Sequence[Point], configs: Sequence[ModelConfig], device: torch.device,
-            speed: float) -> list[Result]:  # fmt: skip
-    """Time points of one batch size together; every rank calls this alike."""
-    sessions: list[Session] = []
-    memory: list[float] = []
-    for point, config in zip(points, configs, strict=True):
-        before = torch.cuda.memory_allocated(device)
-        model = random_model(config, point.reducer, point.tp, device)
-        engine = Engine(model)
-        length = point.prompt + point.new_tokens
-        sessions.append(engine.session(point.batch, length, Sampling()))
-        memory.append((torch.cuda.memory_allocated(device) - before) / 2**30)
-    prefills: list[list[float]] = [[] for _ in points]
-    steps: list[list[float]] = [[] for _ in points]
-    source = torch.Generator().manual_seed(0)
-    for turn in range(ROUNDS + 1):  # the first warms up
-        for i, (point, session) in enumerate(zip(points, sessions, strict=True)):
-            shape = (point.batch, point.prompt)
-            vocabulary = configs[i].vocab_size
-            prompts = torch.randint(0, vocabulary, shape, generator=source).tolist()
-            uniforms = draws(Sampling(), point.batch, point.new_tokens)
-            session.prefill(prompts, uniforms)
-            _line_up()
-            start, end = _events()
-            start.record()
-            session.prefill(prompts, uniforms)
-            end.record()
-            end.synchronize()
-            prefills[i].append(start.elapsed_time(end))
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(point.new_tokens)]
-            _line_up()
-            for mark in marks:
-                mark.record()
-                session.step()
-            torch.cuda.synchronize()
-            if turn:
-                steps[i] += [a.elapsed_time(b) for a, b in pairwise(marks)]
-    results = []
-    for i, (point, config) in enumerate(zip(points, configs, strict=True)):
-        floor = decode_bytes(config, point) / speed * 1e3
-        ordered = sorted(steps[i])
-        results.append(
-            Result(
-                prefill_ms=statistics.median(prefills[i][1:]),
-                decode_ms=statistics.median(ordered),
-                decode_p99_ms=ordered[int(len(ordered) * 0.99)],
-                floor_ms=floor,
-                memory_gib=memory[i],
-            )
-        )
-    return results
-
-
-def _line_up() -> None:
-    """Let all ranks start together."""
-    torch.cuda.synchronize()
-    if launch.world_size() > 1:
-        torch.distributed.barrier()
-        torch.cuda.synchronize()
-
-
-def decode_bytes(config: ModelConfig, point: Point) -> float:
-    """Bytes that a rank must read for one decode step, halfway through the new tokens (bf16)."""
-    size, head = config.hidden_size, config.head_dim
-    attention = size * head * (2 * config.num_heads + 2 * config.num_kv_heads)
-    per_layer = (attention + 3 * size * config.intermediate_size) / point.tp
-    kv_heads = max(1, config.num_kv_heads / point.tp)
-    context = point.prompt + point.new_tokens / 2
-    cache = 2 * kv_heads * head * context * point.batch
-    vocabulary = config.vocab_size * size / point.tp
-    return 2 * (config.num_layers * (per_layer + cache) + vocabulary)
-
-
-def finished(file: Path) -> dict[Point, dict[str, Any]]:
-    """The points that a result file holds already."""
-    if not file.is_file():
-        return {}
-    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return {Point(**record["point"]): record for record in records}
+    settings: tuple[Settings, ...]
+    out: Path
+    p2p: bool
+    deadline: float
+    cold: bool = False
+    profile: bool = False
 
 
 def main(options: Any) -> int:
-    """Run `ladder bench inference` on this rank; rank 0 prints and writes."""
-    device = launch.join("cuda")
-    world = launch.world_size()
-    launch.agree({"options": {k: str(v) for k, v in vars(options).items() if k != "verb"}})
-    out = Path(options.out)
+    """Run `ladder bench inference`: the option sets, with P2P on and then off, on fresh ranks."""
+    if options.cold_child:
+        return cold.child(Point(**json.loads(options.cold_child)))
+    settings = chosen(options)
+    if options.budget is not None and not options.budget > 0:
+        raise UserError(f"--budget={options.budget} must be above 0 minutes")
+    there = torch.cuda.device_count()
+    if not there:
+        raise UserError("`ladder bench inference` measures GPUs, and torch sees none here")
+    if options.ranks > there:
+        raise UserError(f"--nproc={options.ranks}: this machine has {there} GPUs; use fewer")
+    ranks = options.ranks if launch.world_size() == 1 else launch.world_size()
+    for tp in settings[0].tp if options.suite is None else ():
+        if ranks % tp:
+            raise UserError(
+                f"--tp={tp} does not divide the {ranks} ranks; start {tp}, or a multiple, with "
+                f"--nproc or torchrun"
+            )
+    budget = float("inf") if options.budget is None else 60 * options.budget
+    deadline, out = time.time() + budget, Path(options.out)
     make_folder(out)
-    file = out / "inference.jsonl"
-    done = finished(file)
-    speed = bandwidth(device)
-    head = launch.rank() == 0
-    facts = {
-        "gpu": torch.cuda.get_device_name(device),
-        "torch": torch.__version__,
-        "ladder": __version__,
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "bandwidth_tb_s": speed / 1e12,
-    }
-    overrides = {"num_layers": options.layers} if options.layers else {}
-    shape = model_config({"name": options.model, **overrides})
-    for batch in options.batch:
-        points, configs = [], []
-        for plan in options.plans:
-            for reducer in options.reducers:
-                if plan == "none" and reducer != options.reducers[0]:
-                    continue  # it reduces nothing
-                plan_of_t = resolve_plan(load_plan(plan), shape.num_layers, world)
-                degree = world if plan_of_t.depends_on_tp else None
-                config = replace(shape, plan=plan_of_t, tp_degree=degree)
-                point = Point(options.model, plan, reducer, world, batch, options.prompt,
-                              options.new_tokens, config.num_layers)  # fmt: skip
-                if point not in done:
-                    points.append(point)
-                    configs.append(config)
-        if not points:
+    modes = [p2p for p2p in (True, False) if any(p2p in each.p2p for each in settings)]
+    if len(modes) > 1 and launch.world_size() > 1:
+        raise UserError("P2P on and off need ranks of their own: run torchrun for each, with --p2p")
+    code = 0
+    for p2p in modes:
+        job = Job(tuple(settings), out, p2p, deadline, options.cold, options.profile)
+        if options.cold:
+            code = cold_starts(job, options.ranks) or code
+        else:
+            code = launch.run(run_job, (job,), options.ranks) or code
+    return code
+
+
+def chosen(options: Any) -> list[Settings]:
+    """The option sets: a suite's, where options that are given replace its own, or one."""
+    names = {item.name for item in fields(Settings)}
+    given = {key: value for key, value in vars(options).items() if key in names}
+    if "p2p" in given:
+        given["p2p"] = [{"on": True, "off": False}[value] for value in given["p2p"]]
+    if options.suite is not None:
+        return load_suite(options.suite, given)
+    return [Settings.from_dict(given)]
+
+
+def run_job(job: Job) -> int:
+    """On each rank: measure what is not finished; rank 0 prints and writes. 1: some were wrong."""
+    if not job.p2p:
+        os.environ["NCCL_P2P_DISABLE"] = "1"  # before NCCL starts
+    elif os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
+        raise UserError("NCCL_P2P_DISABLE is set while P2P is on: say --p2p off, or unset it")
+    device = launch.join("cuda")
+    launch.agree({"options": str(job.settings), "P2P": job.p2p})
+    cases, left_out = expand(job.settings, launch.world_size(), job.p2p, _refusal())
+    for line in left_out:
+        _say(f"left out: {line}")
+    if not cases:
+        return 0
+    done = _from_first(finished(job.out / RESULTS))
+    traced = [p for p in done if not job.profile or trace_file(job.out, p).is_file()]
+    skip = _from_first(traced)
+    traces = (lambda point: trace_file(job.out, point)) if job.profile else None
+    speed, rate = bandwidth(device), matrix_rate(device)
+    facts = machine(device, speed, rate)
+    _say(f"{facts['gpu']}: {speed / 1e12:.2f} TB/s, {rate / 1e12:.0f} TFLOP/s")
+    wrong: list[str] = []
+    for number, case in enumerate(cases, start=1):
+        todo = [point for point in case if point not in skip]
+        parts, too_large = chunks(todo, free_bytes(device)) if todo else ([], [])
+        for point in too_large:
+            _say(f"left out: {point}: it does not fit in this GPU's memory")
+        for part in parts:
+            if _from_first(time.time() > job.deadline):
+                _say(f"left out, the budget is spent: {'; '.join(map(str, part))}")
+                continue
+            _say(f"case {number} of {len(cases)}, {describe(case[0])}: {len(part)} side by side")
+            records, refused = measure(part, device, speed, rate, traces)
+            _keep(job, [{**record, "machine": facts} for record in records], done, refused)
+            wrong += refused
+        rows = derive([done[point] for point in case if point in done])
+        if rows and len(parts):
+            _say(text_table(rows) + "\n")
+    if launch.rank() == 0:
+        write_report(job.out)
+    _say(f"{EXPLANATION}\n\n{job.out / PAGE}")
+    return 1 if wrong else 0
+
+
+def _say(text: str) -> None:
+    if launch.rank() == 0:
+        print(text, flush=True)
+
+
+def _keep(job: Job, records: list[Any], done: dict[Point, Any], refused: list[str]) -> None:
+    """Append what was measured, and say what was refused."""
+    done |= by_point(records)
+    if launch.rank() == 0:
+        append(job.out / RESULTS, records)
+        for line in refused:
+            print(f"error: {line}", file=sys.stderr, flush=True)
+
+
+def trace_file(out: Path, point: Point) -> Path:
+    """Where `--profile` puts a point's trace."""
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", str(point)).strip("-")
+    return out / "traces" / f"{name}.json.gz"
+
+
+def _from_first(value: Any) -> Any:
+    """Rank 0's value, on every rank: the others may lie on machines without its files."""
+    values = [value]
+    if launch.world_size() > 1:
+        dist.broadcast_object_list(values, 0)
+    return values[0]
+
+
+def _refusal() -> Any:
+    """A function (reducer, tp) -> why some rank cannot run it, or None; every rank asks alike."""
+
+    def refusal(reducer: str, tp: int) -> str | None:
+        mine = push_refusal(tp) if reducer in PEER_MEMORY else None
+        if launch.world_size() == 1:
+            return mine
+        everyone: list[Any] = [None] * launch.world_size()
+        dist.all_gather_object(everyone, mine)
+        return next((why for why in everyone if why), None)
+
+    return refusal
+
+
+def cold_starts(job: Job, ranks: int) -> int:
+    """Time the first token of every point from nothing; its own file, its own finished points."""
+    if launch.world_size() > 1:
+        raise UserError("--cold starts its own processes: use --nproc, not torchrun")
+
+    def refusal(reducer: str, tp: int) -> str | None:
+        return "P2P is off" if reducer in PEER_MEMORY and not job.p2p else None
+
+    cases, left_out = expand(job.settings, ranks, job.p2p, refusal)
+    for line in left_out:
+        print(f"left out: {line}", flush=True)
+    file = job.out / COLD
+    done = finished(file, "cold")
+    for point in [point for case in cases for point in case if not point.dropped]:
+        if point in done:
             continue
-        results = measure(points, configs, device, speed)
-        if head:
-            with file.open("a", encoding="utf-8") as stream:
-                for point, result in zip(points, results, strict=True):
-                    record = {"point": asdict(point), "result": asdict(result), "machine": facts}
-                    done[point] = record
-                    stream.write(json.dumps(record) + "\n")
-            print(table([done[point] for point in points]), flush=True)
-        torch.cuda.empty_cache()
+        if time.time() > job.deadline:
+            print(f"left out, the budget is spent: {point}", flush=True)
+            continue
+        times = cold.start(point)
+        name = torch.cuda.get_device_name(0)
+        append(file, [{"point": _plain(point), "cold": times, "machine": _facts(name)}])
+        shown = ", ".join(f"{part[:-2]} {seconds:.1f}" for part, seconds in times.items())
+        print(f"cold start of {point}, seconds: {shown}", flush=True)
+    write_report(job.out)
     return 0
 
 
-def table(records: Sequence[dict[str, Any]]) -> str:
-    """The records of one batch size as text, with each plan's ratio to `none` and to standard."""
-    by_plan = {(r["point"]["plan"], r["point"]["reducer"]): r["result"] for r in records}
-    bound = next((r for (plan, _), r in by_plan.items() if plan == "none"), None)
-    standard = min(
-        (r["decode_ms"] for (plan, _), r in by_plan.items() if plan == "standard"), default=None
+def _plain(point: Point) -> dict[str, Any]:
+    return {item.name: getattr(point, item.name) for item in fields(point)}
+
+
+def finished(file: Path, kind: str = "check") -> dict[Point, dict[str, Any]]:
+    """The points that a result file holds already; records without `kind` are of an older form."""
+    if not file.is_file():
+        return {}
+    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return by_point(record for record in records if kind in record)
+
+
+def append(file: Path, records: Sequence[dict[str, Any]]) -> None:
+    """One line a record; a point that was interrupted leaves none."""
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write("".join(json.dumps(record) + "\n" for record in records))
+
+
+def write_report(out: Path) -> None:
+    """summary.json (derived rows) and the page, from all that the folder holds."""
+    records = list(finished(out / RESULTS).values())
+    started = list(finished(out / COLD, "cold").values())
+    rows = derive(records)
+    machines = dict.fromkeys(
+        ", ".join(f"{key}: {value}" for key, value in r["machine"].items())
+        for r in (*records, *started)
     )
-    point = records[0]["point"]
-    lines = [
-        f"{point['model']}, {point['layers']} layers, TP {point['tp']}, batch {point['batch']}, "
-        f"prompt {point['prompt']}, {point['new_tokens']} new tokens",
-        f"{'plan':14}{'reducer':9}{'prefill ms':>11}{'decode ms':>11}{'p99':>9}{'floor':>8}"
-        f"{'of floor':>9}{'tokens/s':>10}{'x none':>8}{'speed-up':>9}",
-    ]
-    for (plan, reducer), r in by_plan.items():
-        ratio = f"{r['decode_ms'] / bound['decode_ms']:.3f}" if bound else "-"
-        gain = f"{standard / r['decode_ms']:.3f}" if standard else "-"
-        lines.append(
-            f"{plan:14}{reducer:9}{r['prefill_ms']:11.2f}{r['decode_ms']:11.3f}"
-            f"{r['decode_p99_ms']:9.3f}{r['floor_ms']:8.3f}{r['floor_ms'] / r['decode_ms']:9.0%}"
-            f"{1e3 * point['batch'] / r['decode_ms']:10,.0f}{ratio:>8}{gain:>9}"
-        )
-    return "\n".join(lines)
+    write_text(out / SUMMARY, json.dumps([plain(row) for row in rows], indent=1) + "\n")
+    write_text(out / PAGE, write_page(rows, started, list(machines)))
+
+
+def machine(device: torch.device, speed: float, rate: float) -> dict[str, Any]:
+    """What the figures were measured on and with."""
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return {
+        **_facts(torch.cuda.get_device_name(device)),
+        "nccl": nccl,
+        "gpus": launch.world_size(),
+        "bandwidth_tb_s": round(speed / 1e12, 3),
+        "matrix_tflop_s": round(rate / 1e12, 1),
+    }
+
+
+def _facts(gpu: str) -> dict[str, Any]:
+    return {
+        "gpu": gpu,
+        "driver": driver(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "ladder": __version__,
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(["ladder", *sys.argv[1:]]),
+    }
+
+
+def driver() -> str:
+    """The NVIDIA driver's version, or `unknown`."""
+    path = Path("/sys/module/nvidia/version")
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else "unknown"
 
 
 def commit() -> str:

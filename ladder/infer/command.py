@@ -15,6 +15,7 @@ from ladder.infer.engine import generate
 from ladder.infer.sampling import Sampling
 from ladder.models.errors import UserError
 from ladder.parallel import launch
+from ladder.parallel.dispatch import size_text
 from ladder.parallel.reducers import pick_reducer
 
 
@@ -88,6 +89,10 @@ def generate_command(options: argparse.Namespace) -> int:
             stop=stop,
             on_token=None if stream is None else stream.add,
         )
+    picked = getattr(model.reducer, "picked", {})
+    if picked and main:
+        text = ", ".join(f"{size_text(size)} {name}" for size, name in sorted(picked.items()))
+        print(f"reducer picked: {text}", file=sys.stderr)
     if stream is not None:
         stream.end()
     elif main:

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from ladder.infer.cache import Cache
 from ladder.infer.fused import FusedHead, can_fuse, fuse
-from ladder.infer.sampling import Sampling, choose, choose_greedily, draws
+from ladder.infer.sampling import Sampling, choose_greedily, choose_parallel, draws
+from ladder.kernels.choice import GreedyChoice
 from ladder.models.errors import UserError
 from ladder.models.layers import vocabulary_start
 from ladder.models.transformer import Transformer
+from ladder.parallel.reducers import PushReducer
 from ladder.parallel.sharding import local_tensor
 
 CAPACITY_STEP = 256  # graphs are kept for cache lengths that are multiples of this
@@ -43,7 +45,8 @@ class Session:
 
     tokens, positions: [B] int64, the newest token of each sequence and where it goes. uniforms:
     [steps, B] float32, the randomness of each step. `out` holds the tokens that the last step
-    chose (-1: the logits were not finite).
+    chose (-1: the logits were not finite), `logits` this process's part of what it chose them
+    from, [B, V_local], until the next step.
     """
 
     def __init__(
@@ -56,7 +59,8 @@ class Session:
         graphs: bool,
     ) -> None:
         self.fused, self.graphs = fused, graphs
-        self.prompt_graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # of each width: the graph, the tokens that it reads, the logits that it writes
+        self.prompt_graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         device = local_tensor(model.model.embed_tokens.weight).device
         self.model, self.sampling, self.capacity = model, sampling, capacity
         self.cache = Cache(model, batch, capacity)
@@ -66,6 +70,15 @@ class Session:
         self.uniforms = torch.zeros((capacity, batch), device=device)
         self.counter = torch.zeros((), dtype=torch.int64, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.greedy: GreedyChoice | None = None
+        ranks, reducer = model.reducer.ranks, model.reducer
+        if fused and device.type == "cuda" and sampling.temperature == 0:
+            shape = batch, ranks.process, ranks.processes
+            if isinstance(reducer, PushReducer):
+                self.greedy = GreedyChoice(*shape, reducer.group, device)
+            elif ranks.processes == 1:
+                self.greedy = GreedyChoice(*shape, None, device)
+        self.logits = self.graph_logits = torch.empty(0, device=device)
 
     def prefill(self, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> None:
         """Read the prompts and choose the first token of each."""
@@ -73,7 +86,10 @@ class Session:
         width = self.prompt_width(int(lengths.max()))
         padded = torch.zeros((len(prompts), width), dtype=torch.int64)
         for row, prompt in zip(padded, prompts, strict=True):
-            row[: len(prompt)] = torch.tensor(prompt)
+            row[: len(prompt)] = torch.as_tensor(prompt)
+        if not self.fused:  # plain attention gives a weight of 0 to what is masked: NaN stays NaN
+            self.cache.keys.zero_()
+            self.cache.values.zero_()
         self.uniforms[: len(uniforms)].copy_(uniforms)
         self.counter.zero_()
         self.positions.copy_(lengths)
@@ -83,10 +99,10 @@ class Session:
         if width not in self.prompt_graphs:
             places = torch.zeros_like(padded, device=self.tokens.device)
             graph = self._record(lambda: self._prefill(places))
-            self.prompt_graphs[width] = graph, places
+            self.prompt_graphs[width] = graph, places, self.logits
             self.counter.zero_()  # the warm-up took steps of its own
             self.positions.copy_(lengths)
-        graph, places = self.prompt_graphs[width]
+        graph, places, self.logits = self.prompt_graphs[width]
         places.copy_(padded)
         graph.replay()
 
@@ -100,12 +116,13 @@ class Session:
     def _prefill(self, padded: Tensor) -> None:
         places = torch.arange(padded.shape[1], device=padded.device).expand(len(padded), -1)
         self.cache.at(places, padded.shape[1])
-        self._choose(padded, positions=places, cache=self.cache, last=self.positions - 1)
+        self._choose(padded, None, positions=places, cache=self.cache, last=self.positions - 1)
 
     def step(self) -> None:
         """Decode one token of every sequence; a finished one goes on in place, unused."""
         if self.graph is not None:
             self.graph.replay()
+            self.logits = self.graph_logits
         else:
             self._step()
 
@@ -114,26 +131,33 @@ class Session:
         extent = int(places.max()) + 1 if places.device.type == "cpu" else self.capacity
         self.cache.at(places, extent)
         mask = None if self.fused else self.cache.mask()
-        self._choose(self.tokens.unsqueeze(1), positions=places, cache=self.cache, mask=mask)
-        self.positions.add_(1).clamp_(max=self.capacity - 1)
+        inputs = {"positions": places, "cache": self.cache, "mask": mask}
+        self._choose(self.tokens.unsqueeze(1), self.positions, **inputs)
 
-    def _choose(self, tokens: Tensor, **inputs: Any) -> None:
-        """Run the model and choose the next token of each sequence."""
-        reducer, greedy = self.model.reducer, self.sampling.temperature == 0
-        logits = self.model(tokens, gather=not greedy, **inputs)[:, -1]
-        if greedy:
-            first = vocabulary_start(self.model.config.vocab_size, reducer.ranks)
+    def _choose(self, tokens: Tensor, advance: Tensor | None, **inputs: Any) -> None:
+        """Run the model, choose the next token of each sequence, and move `advance` on by one."""
+        reducer, vocab_size = self.model.reducer, self.model.config.vocab_size
+        logits = self.model(tokens, gather=False, **inputs)[:, -1]
+        first = vocabulary_start(vocab_size, reducer.ranks)
+        self.logits = logits
+        if self.greedy is not None:
+            self.greedy(logits, first, self.out, self.tokens, advance, self.capacity - 1)
+            return
+        if self.sampling.temperature == 0:
             chosen = choose_greedily(logits, first, reducer)
         else:
             uniforms = self.uniforms.index_select(0, self.counter.unsqueeze(0))[0]
             self.counter.add_(1).clamp_(max=self.capacity - 1)
-            chosen = choose(logits, uniforms, self.sampling)
+            chosen = choose_parallel(logits, first, uniforms, self.sampling, reducer, vocab_size)
         self.out.copy_(chosen)
         self.tokens.copy_(chosen.clamp(min=0))
+        if advance is not None:
+            advance.add_(1).clamp_(max=self.capacity - 1)
 
     def capture(self) -> None:
         """Record `step` in a CUDA graph; what the warm-up steps write is overwritten by prefill."""
         self.graph = self._record(self._step)
+        self.graph_logits = self.logits
 
     def _record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         stream = torch.cuda.Stream()
@@ -163,8 +187,8 @@ class Engine:
         self, model: Transformer, graphs: bool | None = None, fused: bool | None = None
     ) -> None:
         on_gpu = local_tensor(model.model.embed_tokens.weight).is_cuda
-        if (graphs or fused) and not on_gpu:
-            raise UserError("graphs and fused need a model on a GPU; leave them out on a CPU")
+        if graphs and not on_gpu:
+            raise UserError("graphs=True needs a model on a GPU; leave it out on a CPU")
         if fused and not can_fuse(model):
             raise UserError("fused=True cannot run virtual ranks or biases; leave it out")
         self.fused = on_gpu and can_fuse(model) if fused is None else fused

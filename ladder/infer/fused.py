@@ -1,97 +1,160 @@
 """The same sublayers for inference on a GPU: weights packed once, fused kernels for decoding.
 
-`fuse` swaps a placed model's attention, MLP and head modules for these and hands its Reducer the
-fused landing. The loop, the plan and the function computed stay the Transformer's.
+`fuse` swaps a placed model's attention, MLP, embedding and head for these, folds the norms' weights
+into the matrices that read them, and has its Reducer pick a `DecodeReducer` for the passes that
+decode. The loop, the plan and the function computed stay the Transformer's.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ladder.infer.cache import Cache
-from ladder.kernels import add_rms_norm, decode_attention, gate_up, rotary_cache, skinny_linear
-from ladder.kernels.linear import MAX_ROWS
-from ladder.kernels.norm import MAX_ADDENDS
+from ladder.infer.decode import DecodeReducer, Product, Read
+from ladder.kernels.attention import decode_attention
+from ladder.kernels.choice import embed
+from ladder.kernels.decode import MAX_ROWS, project
+from ladder.kernels.norm import MAX_ADDENDS, add_rms_norm
+from ladder.kernels.prefill import rotary_prompt, swiglu
 from ladder.models.config import ModelConfig
-from ladder.models.layers import MLP, Attention, RMSNorm, local, rotary_tables, rotate
-from ladder.models.reducer import Norm, add_norm
+from ladder.models.layers import (
+    MLP,
+    Attention,
+    Embedding,
+    RMSNorm,
+    local,
+    rotary_tables,
+    vocabulary_start,
+)
+from ladder.models.reducer import Norm, Reducer, add_norm
 from ladder.models.transformer import Transformer
+from ladder.parallel.reducers import PushReducer
+from ladder.parallel.sharded import ShardedReducer, sharded_refusal
+
+FEW_TOKENS = 4096  # below it a plan that blocks is faster with whole streams
+SMALL_PROMPTS = 16384  # tokens up to which kernels, not memory operations, make ranks meet
+
+Lend = Callable[[tuple[int, int, int], Tensor], Tensor | None]  # Reducer.buffer of this pass
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [M, K] times weight [N, K] transposed: our kernel for the few rows of decoding."""
-    return skinny_linear(x, weight) if len(x) <= MAX_ROWS else F.linear(x, weight)
+    if len(x) > MAX_ROWS:
+        return F.linear(x, weight)
+    y = project(x, weight)
+    assert y is not None
+    return y
+
+
+def partial_of(x: Tensor, weight: Tensor, lend: Lend) -> Tensor:
+    """x [B, S, K] times weight [D, K] transposed, written where the reducer wants it."""
+    out = lend((x.shape[0], x.shape[1], weight.shape[0]), x)
+    if out is None:
+        return F.linear(x, weight)
+    torch.mm(x.flatten(0, 1), weight.t(), out=out.flatten(0, 1))
+    return out
 
 
 class FusedAttention(nn.Module):
     """`Attention` with one packed matrix for queries, keys and values.
 
-    A single token per sequence (decoding) goes through the fused kernels and needs no mask; longer
-    inputs are prompts from position 0 on, through torch's attention.
+    A single token per sequence (decoding) needs no mask; longer inputs are prompts from position 0
+    on, through torch's attention. gain: the norm's weight, folded into the packed matrix.
     """
 
-    def __init__(self, attention: Attention, table: Tensor) -> None:
+    def __init__(
+        self, attention: Attention, gain: Tensor, table: Tensor, arrived: Tensor, lend: Lend
+    ) -> None:
         super().__init__()
         weights = [local(p.weight) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
         index = attention.k_proj.held_heads()
         key, value = (w.unflatten(0, (-1, attention.head_dim))[index] for w in weights[1:])
         self.heads = weights[0].shape[0] // attention.head_dim
         self.kv_heads = len(index)
-        self.packed = torch.cat((weights[0], key.flatten(0, 1), value.flatten(0, 1)))
+        packed = torch.cat((weights[0], key.flatten(0, 1), value.flatten(0, 1)))
+        self.packed = fold(packed, gain)
         self.output = local(attention.o_proj.weight).contiguous()
         self.layer, self.head_dim, self.table = attention.layer, attention.head_dim, table
+        self.arrived, self.lend = arrived, lend
 
-    def forward(self, x: Tensor, tables: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
+    def forward(
+        self, x: Tensor | Read, tables: Tensor, mask: Tensor | None, cache: Cache
+    ) -> Tensor | Product:
         assert mask is None, "fused attention knows what to see from the cache's positions"
+        if isinstance(x, Read):
+            return Product(self._attend(x.project(self.packed), cache), self.output)
         if x.shape[1] > 1:
-            return self._prompt(x, tables, cache)
-        positions = cache.positions[:, 0]
-        keys, values = cache.keys[self.layer], cache.values[self.layer]
-        packed = linear(x[:, 0], self.packed)
-        q = rotary_cache(packed, self.table, positions, keys, values, self.heads, self.kv_heads)
-        out = decode_attention(q, keys, values, positions, self.head_dim**-0.5)
-        return linear(out, self.output).unsqueeze(1)
+            return self._prompt(x, cache)
+        return linear(self._attend(linear(x[:, 0], self.packed), cache), self.output).unsqueeze(1)
 
-    def _prompt(self, x: Tensor, tables: Tensor, cache: Cache) -> Tensor:
-        packed = F.linear(x, self.packed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        q, k, v = packed.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        q, k = rotate(q, tables), rotate(k, tables)
-        cache.update(self.layer, k, v)
+    def _attend(self, packed: Tensor, cache: Cache) -> Tensor:
+        return decode_attention(
+            packed, self.table, cache.positions[:, 0], cache.keys[self.layer],
+            cache.values[self.layer], self.heads, self.head_dim**-0.5, self.arrived,
+        )  # fmt: skip
+
+    def _prompt(self, x: Tensor, cache: Cache) -> Tensor:
+        q, k, v = rotary_prompt(
+            F.linear(x, self.packed), self.table, cache.keys[self.layer],
+            cache.values[self.layer], self.heads, self.kv_heads,
+        )  # fmt: skip
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
         )
-        return F.linear(out.transpose(1, 2).flatten(2), self.output)
+        return partial_of(out.transpose(1, 2).flatten(2), self.output, self.lend)
 
 
 class FusedMLP(nn.Module):
     """`MLP` with one packed matrix for gate and up, and their product in the same kernel."""
 
-    def __init__(self, mlp: MLP) -> None:
+    def __init__(self, mlp: MLP, gain: Tensor, lend: Lend) -> None:
         super().__init__()
-        self.packed = torch.cat((local(mlp.gate_proj.weight), local(mlp.up_proj.weight)))
+        weights = local(mlp.gate_proj.weight), local(mlp.up_proj.weight)
+        self.packed = fold(torch.cat(weights), gain)
         self.down = local(mlp.down_proj.weight).contiguous()
+        self.lend = lend
 
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, 1)
-        if len(rows) <= MAX_ROWS:
-            inner = gate_up(rows, *self.packed.chunk(2))
-        else:
-            gate, up = F.linear(rows, self.packed).chunk(2, dim=-1)
-            inner = F.silu(gate) * up
-        return linear(inner, self.down).view(x.shape)
+    def forward(self, x: Tensor | Read) -> Tensor | Product:
+        if isinstance(x, Read):
+            return Product(x.project(*self.packed.chunk(2)), self.down)
+        inner = swiglu(F.linear(x, self.packed).flatten(0, 1))
+        return partial_of(inner.view(*x.shape[:-1], -1), self.down, self.lend)
+
+
+class FusedEmbedding(nn.Module):
+    """`Embedding` with one kernel for a single token of each sequence."""
+
+    def __init__(self, embedding: Embedding) -> None:
+        super().__init__()
+        self.plain, self.weight = embedding, embedding.weight
+        self.first = vocabulary_start(embedding.vocab_size, embedding.ranks)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.shape[1] > 1:
+            return self.plain(tokens)
+        return embed(tokens[:, 0], local(self.weight), self.first).unsqueeze(1)
 
 
 class FusedHead(nn.Module):
     """The output projection: x [B, S, D] -> logits [B, S, V_local]."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, gain: Tensor | None) -> None:
         super().__init__()
-        self.weight = weight.contiguous()
+        self.weight = weight.contiguous() if gain is None else fold(weight, gain)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Read) -> Tensor:
+        if isinstance(x, Read):
+            return x.project(self.weight).unsqueeze(1)
         return linear(x.flatten(0, 1), self.weight).view(*x.shape[:-1], -1)
+
+
+def fold(weight: Tensor, gain: Tensor) -> Tensor:
+    """`weight` [N, D] for inputs that were normed without `gain` [D]."""
+    return (weight.float() * gain.float()).to(weight.dtype)
 
 
 def fused_add_norm(
@@ -123,13 +186,53 @@ def fuse(model: Transformer) -> None:
     table = torch.cat((cos[:, :half], sin[:, :half]), dim=-1).contiguous()
 
     def look_up(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        if positions.shape[1] == 1:  # decoding: the fused kernel reads `table` itself
-            return table
-        return torch.stack((cos[positions], sin[positions])).unsqueeze(2).to(dtype)
+        return table  # the fused kernels know the positions
 
     model.rotary = look_up
+    base, plan = model.reducer, model.config.plan
+    base.add_norm = fused_add_norm
+    shards: dict[str, Reducer] = {}  # by transport
+    if isinstance(base, PushReducer) and sharded_refusal(plan, base.ranks) is None:
+        for transport in ("copy-kernels", "copy"):
+            shards[transport] = ShardedReducer(base.ranks, base.group, plan, transport)
+            shards[transport].add_norm = fused_add_norm
+    lags = not all(plan.blocking)
+
+    def prompts(tokens: int) -> Reducer:
+        """What was fastest on 4 H200s, for 1, 8 and 64 prompts of 1024 (benchmarks/prefill.py)."""
+        if not shards or (tokens < FEW_TOKENS and not lags):
+            return base
+        return shards["copy-kernels" if tokens <= SMALL_PROMPTS else "copy"]
+
+    def lend(shape: tuple[int, int, int], like: Tensor) -> Tensor | None:
+        return base.pick(torch.Size(shape[:2])).buffer(shape, like)
+
+    # Attention runs on one stream: all layers may count arrivals in the same place.
+    arrived = torch.zeros(2**16, dtype=torch.int32, device=device)
     for layer in model.model.layers:
-        layer.self_attn = FusedAttention(layer.self_attn, table)
-        layer.mlp = FusedMLP(layer.mlp)
-    model.lm_head = FusedHead(local(model.lm_head.weight))
-    model.reducer.add_norm = fused_add_norm
+        first = layer.input_layernorm
+        second = getattr(layer, "post_attention_layernorm", first)  # `parallel` has one norm
+        layer.self_attn = FusedAttention(layer.self_attn, _gain(first), table, arrived, lend)
+        layer.mlp = FusedMLP(layer.mlp, _gain(second), lend)
+        for norm in (first, second):
+            norm.weight.fill_(1.0)
+    model.model.embed_tokens = FusedEmbedding(model.model.embed_tokens)
+    averages = model.config.plan.final_mean  # of normed streams: with the weight
+    gain = None if averages else _gain(model.model.norm)
+    model.lm_head = FusedHead(local(model.lm_head.weight), gain)
+    if not averages:
+        model.model.norm.weight.fill_(1.0)
+    decode = DecodeReducer(base, plan)
+
+    def pick(shape: torch.Size) -> Reducer:
+        if shape[1] == 1 and shape[0] <= MAX_ROWS:
+            decode.start()
+            return decode
+        return prompts(shape.numel()) if shape[1] > 1 else base
+
+    base.picker = pick
+
+
+def _gain(norm: nn.Module) -> Tensor:
+    assert isinstance(norm, RMSNorm)
+    return local(norm.weight).flatten().clone()

@@ -1,27 +1,53 @@
-"""Decode kernels for one GPU, each beside a plain PyTorch reference of the same signature.
+"""Kernels for inference, each beside a plain PyTorch reference.
+
+`project`, `land`, `decode_attention`, `add_rms_norm` serve decoding: one token each of few
+sequences. `land_rows`, `rotary_prompt`, `swiglu` serve prompts. What writes to other GPUs has no
+reference and runs on GPUs alone: `Push`, `send`, and the all-reduces, which are classes in
+`ladder.kernels.all_reduce` and `ladder.kernels.two_shot`.
 
 Imported without Triton, and run on CPU tensors without it: see `ladder.kernels.launch`.
 """
 
 from ladder.kernels.attention import decode_attention, decode_attention_reference
-from ladder.kernels.linear import (
-    gate_up,
-    gate_up_reference,
-    skinny_linear,
-    skinny_linear_reference,
+from ladder.kernels.decode import (
+    Job,
+    Push,
+    Send,
+    land,
+    land_reference,
+    new_job,
+    project,
+    project_reference,
+    send,
 )
 from ladder.kernels.norm import add_rms_norm, add_rms_norm_reference
-from ladder.kernels.rotary import rotary_cache, rotary_cache_reference
+from ladder.kernels.prefill import (
+    land_rows,
+    land_rows_reference,
+    rotary_prompt,
+    rotary_prompt_reference,
+    swiglu,
+    swiglu_reference,
+)
 
 __all__ = [
+    "Job",
+    "Push",
+    "Send",
     "add_rms_norm",
     "add_rms_norm_reference",
     "decode_attention",
     "decode_attention_reference",
-    "gate_up",
-    "gate_up_reference",
-    "rotary_cache",
-    "rotary_cache_reference",
-    "skinny_linear",
-    "skinny_linear_reference",
+    "land",
+    "land_reference",
+    "land_rows",
+    "land_rows_reference",
+    "new_job",
+    "project",
+    "project_reference",
+    "rotary_prompt",
+    "rotary_prompt_reference",
+    "send",
+    "swiglu",
+    "swiglu_reference",
 ]

@@ -19,7 +19,7 @@ Algorithm 1 for `ladder`, section 5 for `desync-nx`; Delayed Tensor Parallelism 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -252,6 +252,17 @@ class Plan:
         """Whether each sublayer's own partial is read apart from the sum, N entries."""
         apart = {landing.output for read in self.landings for landing in read if landing.own}
         return tuple(n in apart for n in range(len(self.sublayers)))
+
+    def without_reduces(self) -> Plan:
+        """This plan with every reduce dropped and its own lags and scales kept.
+
+        Its computation alone, which computes no model: a bound for benchmarks, as `none` is of
+        `standard`, refused elsewhere (`ModelConfig.refuse_bound`).
+        """
+        records = tuple(
+            replace(record, reduce="none", peer_lag=record.own_lag) for record in self.sublayers
+        )
+        return Plan(records, f"{self.name} without reduces")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as saved with a model: the name and every record, resolved."""

@@ -67,13 +67,21 @@ class Reducer:
 
     def __init__(self, ranks: Ranks = Ranks()) -> None:
         self.ranks = ranks
-        self.add_norm = add_norm  # a fused kernel of the same signature may be handed over
+        self.add_norm = add_norm  # a fused kernel of the same signature may be handed over,
+        self.picker: Callable[[torch.Size], Reducer] | None = None  # and what `pick` is to return
 
-    def pick(self, tokens: int) -> Reducer:
-        """The Reducer for a forward pass over this many tokens (B x S): itself, as a rule."""
-        return self
+    def pick(self, shape: torch.Size) -> Reducer:
+        """The Reducer for a forward pass over tokens of this shape, [B, S]."""
+        return self if self.picker is None else self.picker(shape)
 
     # -- the sublayers' reduces ---------------------------------------------------------------
+
+    def buffer(self, shape: tuple[int, int, int], like: Tensor) -> Tensor | None:
+        """Where the next partial [B, S, D] may be written by who computes it, once; or None.
+
+        like: a tensor of its dtype and device.
+        """
+        return None
 
     def output(self, partial: Tensor, stream: Tensor, record: Sublayer, keep_own: bool,
                blocking: bool) -> Pending:  # fmt: skip

@@ -125,7 +125,7 @@ class Transformer(nn.Module):
                 f"a sequence of {tokens.shape[1]} tokens is longer than the model's "
                 f"max_seq_len={self.config.max_seq_len}; shorten it"
             )
-        reducer, plan = self.reducer.pick(tokens.numel()), self.config.plan
+        reducer, plan = self.reducer.pick(tokens.shape), self.config.plan
         ranks = reducer.ranks
         embedded = reducer.sum(self.model.embed_tokens(tokens))
         stream = embedded if self.compute_dtype is None else embedded.to(self.compute_dtype)

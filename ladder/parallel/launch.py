@@ -6,12 +6,15 @@ or of a script that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PO
 
 from __future__ import annotations
 
-import logging
 import os
+import signal
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ladder.models.errors import UserError
 
 RENDEZVOUS = "LADDER_RENDEZVOUS"  # a file that the processes of one `spawn` meet at
+ORDERLY = "left"  # beside it, with the rank: a file that says that the rank ends as it should
+PATIENCE = 3.0  # seconds from asking a rank to end to killing it
 ERROR_KEY, CODE_KEY = "ladder/errors", "ladder/code"
 
 
@@ -41,7 +46,7 @@ def run(command: Callable[..., int], arguments: tuple[Any, ...], nproc: int = 1)
 
     nproc: processes to start here; 1 runs it in this process (a rank of torchrun, perhaps). A
     UserError becomes one line on standard error, once for all ranks, and exit code 2. When one
-    rank fails the others are ended.
+    rank fails the others are ended; when one is killed, an error names it.
     """
     if nproc < 1:
         raise UserError(f"--nproc={nproc} must be 1 or more")
@@ -49,23 +54,58 @@ def run(command: Callable[..., int], arguments: tuple[Any, ...], nproc: int = 1)
         return _guarded(command, arguments)
     if world_size() > 1:
         raise UserError(f"--nproc={nproc} under torchrun (WORLD_SIZE={world_size()}): use one")
-    logging.getLogger(mp.spawn.__module__).setLevel(logging.ERROR)  # it reports whom it ends
     with tempfile.TemporaryDirectory() as folder:
-        ranks = mp.spawn(_child, (nproc, folder, command, arguments), nprocs=nproc, join=False)
-        assert ranks is not None
+        context = mp.spawn(_child, (nproc, folder, command, arguments), nprocs=nproc, join=False)
+        assert context is not None
+        ranks = context.processes
         try:
-            while not ranks.join():
-                pass
-        except mp.ProcessExitedException as error:
-            if error.exit_code is None or error.exit_code < 0:
-                print(f"error: a rank was killed ({error})", file=sys.stderr)
-                return 1
-            return error.exit_code
+            return _watch(ranks, Path(folder))
         finally:  # an interrupt of this process alone must not leave them running
-            for process in ranks.processes:
-                if process.is_alive():
-                    process.terminate()
-    return 0
+            _end(ranks)
+
+
+def _watch(ranks: Sequence[BaseProcess], folder: Path) -> int:
+    """Wait until all ranks have left, or one has failed; returns the exit code.
+
+    A rank that was killed, or left without a word, is named: the others may only know that they
+    lost it, or wait for it inside a GPU kernel, where nothing but their end stops them.
+    """
+    left: dict[int, int] = {}  # exit codes
+    orderly: set[int] = set()
+    while len(left) < len(ranks) and not any(left.values()) and len(orderly) == len(left):
+        wait([process.sentinel for n, process in enumerate(ranks) if n not in left])
+        # Who dies lets go of the others before it can be reaped, and they may end first: so all
+        # whose end has begun are looked at.
+        ready = wait([process.sentinel for process in ranks], timeout=0)
+        for n, process in enumerate(ranks):
+            if n not in left and process.sentinel in ready:
+                process.join()
+                left[n] = process.exitcode or 0
+                if (folder / f"{ORDERLY}{n}").exists():
+                    orderly.add(n)
+    for n, code in left.items():
+        if code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"
+            print(f"error: rank {n} was killed by signal {-code} ({name})", file=sys.stderr)
+            return 1
+    for n, code in left.items():
+        if n not in orderly:
+            print(f"error: rank {n} left with exit code {code}, without a word", file=sys.stderr)
+            return code or 1
+    return next((code for code in left.values() if code), 0)
+
+
+def _end(ranks: Sequence[BaseProcess]) -> None:
+    """End the ranks that still run: politely, then not."""
+    for process in ranks:
+        if process.is_alive():
+            process.terminate()
+    end = time.monotonic() + PATIENCE
+    for process in ranks:
+        process.join(max(0.0, end - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join(PATIENCE)
 
 
 def _child(index: int, nproc: int, folder: str, command: Callable, arguments: tuple) -> None:
@@ -76,12 +116,23 @@ def _child(index: int, nproc: int, folder: str, command: Callable, arguments: tu
         RENDEZVOUS: str(Path(folder) / "store"),
     }
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // nproc))
-    sys.exit(_guarded(command, arguments))
+    code = _guarded(command, arguments)
+    _note_end()
+    sys.exit(code)
+
+
+def _note_end() -> None:
+    """Tell `run` that this rank ends as it should, having said what there was to say."""
+    store = os.environ.get(RENDEZVOUS)
+    if store:
+        Path(store).with_name(f"{ORDERLY}{os.environ['RANK']}").touch()
 
 
 def _guarded(command: Callable[..., int], arguments: tuple[Any, ...]) -> int:
     try:
         code = command(*arguments)
+        if dist.is_initialized():
+            dist.barrier()  # the others may still need this rank, or its store
     except UserError as error:
         return _fail(2, f"error: {error}")
     except BrokenPipeError:  # the reader of our output has left, as `| head` does
@@ -90,7 +141,6 @@ def _guarded(command: Callable[..., int], arguments: tuple[Any, ...]) -> int:
     except Exception:
         return _fail(1, traceback.format_exc())
     if dist.is_initialized():
-        dist.barrier()  # the others may still need this rank, or its store
         _leave(code)
     return code
 
@@ -103,6 +153,7 @@ def _leave(code: int) -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    _note_end()
     os._exit(code)
 
 

@@ -1,4 +1,4 @@
-"""Reducers over torch.distributed: asynchronous all-reduce handles on NCCL or gloo."""
+"""Reducers for several processes: handles of NCCL or gloo, and our own kernels on peer memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ladder.kernels.all_reduce import SENTINELS, PushAllReduce
+from ladder.kernels.all_reduce import PushAllReduce
 from ladder.kernels.launch import triton
+from ladder.kernels.two_shot import TwoShotAllReduce
 from ladder.models.errors import UserError
 from ladder.models.reducer import Ranks, Reducer
-
-PUSH_LIMIT = 256 * 1024  # bytes; beyond it NCCL's bandwidth wins (to be measured by the benchmark)
+from ladder.parallel.dispatch import Dispatch, load_dispatch
 
 
 @dataclass
@@ -111,15 +111,18 @@ class AsyncReducer(Reducer):
         self.group = group
 
     def post(self, partial: Tensor, blocking: bool = False) -> Any:
+        return self._start(self.sum_held(partial))
+
+    def _start(self, partial: Tensor) -> tuple[Tensor, Exchange]:
+        """Start the all-reduce of what is summed over the virtual ranks already."""
         exchange = Exchange(self.group)
-        return _Post.apply(_writable(self.sum_held(partial)), exchange), exchange
+        return _Post.apply(_writable(partial), exchange), exchange
 
     def wait(self, handle: Any) -> Tensor:
         return _Land.apply(*handle)
 
     def sum(self, partial: Tensor) -> Tensor:
-        exchange = Exchange(self.group)
-        return self.wait((_Post.apply(_writable(partial), exchange), exchange))
+        return self.wait(self._start(partial))
 
     def sum_(self, value: Tensor) -> Tensor:
         dist.all_reduce(value, group=self.group)
@@ -134,29 +137,35 @@ class AsyncReducer(Reducer):
 
 
 class PushReducer(AsyncReducer):
-    """Small all-reduces by our push kernel over peer memory, larger ones by NCCL. Inference only.
+    """All-reduces by our kernels over peer memory where they are faster, else NCCL. Inference only.
+
+    dispatch: which algorithm for which message size; None: the measured table for this GPU
+    (`ladder.parallel.dispatch`). What was chosen is in `picked`: message bytes -> algorithm.
 
     A reduce that blocks runs on the current stream; one that does not runs on a stream of its own,
-    beneath what is launched next. Messages up to `limit` bytes of bfloat16 or float32 are pushed.
-    All calls of a size share slots, so they stay in one order: nothing runs on the current stream
-    while one is in flight on the other.
+    beneath what is launched next. Calls share slots, so they stay in one order: while one is in
+    flight on the reducer's stream, all go there.
     """
 
-    def __init__(self, ranks: Ranks, group: dist.ProcessGroup, limit: int = PUSH_LIMIT) -> None:
+    def __init__(
+        self, ranks: Ranks, group: dist.ProcessGroup, dispatch: Dispatch | None = None
+    ) -> None:
         super().__init__(ranks, group)
         refusal = push_refusal(ranks.processes)
         if refusal:
             raise UserError(f"reducer=push cannot run here: {refusal}; use reducer=async")
-        self.limit = limit
+        self.dispatch = dispatch or load_dispatch(torch.cuda.get_device_name(), ranks.processes)
+        self.picked: dict[int, str] = {}
         self.stream = torch.cuda.Stream(priority=-1)
-        self.kernels: dict[tuple[int, torch.dtype], PushAllReduce] = {}
+        self.pushes: dict[tuple[int, torch.dtype], PushAllReduce] = {}
+        self.two_shot: TwoShotAllReduce | None = None
         self.in_flight = 0
 
-    def post(self, partial: Tensor, blocking: bool = False) -> Any:
-        partial = self.sum_held(partial).contiguous()
+    def _start(self, partial: Tensor, blocking: bool = True) -> Any:
+        partial = partial.contiguous()
         kernel = self._kernel(partial)
         if kernel is None:
-            return super().post(partial, blocking)
+            return super()._start(partial)
         if blocking and not self.in_flight:
             return kernel(partial, blocking), None, partial
         self.in_flight += 1
@@ -167,6 +176,9 @@ class PushReducer(AsyncReducer):
             done.record()
         return total, done, partial  # the partial stays alive until the sum has been waited for
 
+    def post(self, partial: Tensor, blocking: bool = False) -> Any:
+        return self._start(self.sum_held(partial), blocking)
+
     def wait(self, handle: Any) -> Tensor:
         if len(handle) == 2:
             return super().wait(handle)
@@ -176,20 +188,20 @@ class PushReducer(AsyncReducer):
             self.in_flight -= 1
         return total
 
-    def sum(self, partial: Tensor) -> Tensor:
-        kernel = self._kernel(partial)
-        return super().sum(partial) if kernel is None else kernel(partial.contiguous(), True)
-
-    def _kernel(self, partial: Tensor) -> PushAllReduce | None:
-        """The push all-reduce for messages like `partial`, made when first asked for."""
+    def _kernel(self, partial: Tensor) -> PushAllReduce | TwoShotAllReduce | None:
+        """Our kernel for messages like `partial`, made when first asked for; None: NCCL's."""
         assert not partial.requires_grad, "the push reducer has no backward"
         size = partial.numel() * partial.element_size()
-        if size > self.limit or size % 16 or partial.dtype not in SENTINELS:
-            return None
-        key = (partial.numel(), partial.dtype)
-        if key not in self.kernels:
-            self.kernels[key] = PushAllReduce(*key, self.group, partial.device)
-        return self.kernels[key]
+        name = self.picked[size] = self.dispatch.pick(size, partial.dtype)
+        if name == "push":
+            key = (partial.numel(), partial.dtype)
+            if key not in self.pushes:
+                self.pushes[key] = PushAllReduce(*key, self.group, partial.device)
+            return self.pushes[key]
+        if name == "two-shot" and self.two_shot is None:
+            limit = self.dispatch.largest("two-shot")
+            self.two_shot = TwoShotAllReduce(limit, self.group, partial.device)
+        return self.two_shot if name == "two-shot" else None
 
 
 def push_refusal(processes: int) -> str | None:

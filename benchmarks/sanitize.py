@@ -1,0 +1,217 @@
+"""Every kernel that one GPU can run by itself, a few times on small odd shapes: for sanitizers.
+
+    compute-sanitizer --tool memcheck python benchmarks/sanitize.py
+    compute-sanitizer --tool racecheck python benchmarks/sanitize.py
+    compute-sanitizer --tool synccheck python benchmarks/sanitize.py --only swiglu land
+
+Add `--error-exitcode 9` before `python` for an exit code that a script can check. Each tensor has
+an allocation of its own, of exactly its size, so that memcheck sees an element too far. What a
+kernel writes is also compared with its reference: a launch that a sanitizer lost is an error here.
+All-reduce kernels need peers and are not here: tests/test_gpu.py provokes those.
+
+A function that ladder.kernels exports must have a case: write a generator function of (dtype) that
+yields (found, wanted) pairs and decorate it with @case("name of the kernel's function").
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+
+# Before torch is used: its caching allocator would hand out parts of large blocks.
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+
+import torch
+from torch import Tensor
+
+from ladder import kernels
+from ladder.kernels import launch
+from ladder.kernels.decode import CHUNK
+
+Pairs = Iterator[tuple[Tensor, Tensor]]
+CASES: dict[str, Callable[[torch.dtype], Pairs]] = {}
+DTYPES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # and allowed errors
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROWS = [1, 3, 8, 33, 64]
+
+
+def case(name: str) -> Callable[[Callable[[torch.dtype], Pairs]], Callable[[torch.dtype], Pairs]]:
+    def register(function: Callable[[torch.dtype], Pairs]) -> Callable[[torch.dtype], Pairs]:
+        assert name not in CASES, name
+        CASES[name] = function
+        return function
+
+    return register
+
+
+def random(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def places(batch: int, length: int) -> Tensor:
+    """Positions, the first and the last of a cache among them."""
+    return torch.tensor([0, length - 1, length // 2][:batch], device=DEVICE)
+
+
+def caches(dtype: torch.dtype, batch: int, kv: int, length: int, size: int) -> tuple[Tensor, ...]:
+    return random(dtype, batch, kv, length, size), random(dtype, batch, kv, length, size)
+
+
+def table_for(length: int, size: int) -> Tensor:
+    return random(torch.float32, length, size)
+
+
+# batch, query heads, KV heads, cache length, head_dim: one split and several, groups of any size
+ATTENTION = [(1, 4, 4, 5, 12), (3, 6, 2, 77, 40), (2, 8, 1, 300, 64), (1, 5, 5, 1, 128)]
+
+
+@case("add_rms_norm")
+def add_rms_norm(dtype: torch.dtype) -> Pairs:
+    for rows, size, count in ((1, 12, 0), (3, 200, 1), (2, 1537, 8), (5, 4100, 3)):
+        stream, weight = random(dtype, rows, size), random(dtype, size)
+        addends = [(random(dtype, rows, size), factor / 2) for factor in range(1, count + 1)]
+        found = kernels.add_rms_norm(stream, addends, weight, 1e-5)
+        wanted = kernels.add_rms_norm_reference(stream, addends, weight, 1e-5)
+        yield from zip(found, wanted, strict=True)
+
+
+@case("decode_attention")
+def decode_attention(dtype: torch.dtype) -> Pairs:
+    for batch, heads, kv, length, size in ATTENTION:
+        qkv, table = random(dtype, batch, (heads + 2 * kv) * size), table_for(length, size)
+        keys, values = caches(dtype, batch, kv, length, size)
+        others = keys.clone(), values.clone()
+        arrived = torch.zeros(batch * kv, dtype=torch.int32, device=DEVICE)
+        shared, scale = (qkv, table, places(batch, length)), size**-0.5
+        found = kernels.decode_attention(*shared, keys, values, heads, scale, arrived)
+        wanted = kernels.decode_attention_reference(*shared, *others, heads, scale)
+        yield from zip((found, keys, values), (wanted, *others), strict=True)
+        yield arrived, torch.zeros_like(arrived)
+
+
+def squares_of(x: Tensor) -> Tensor:
+    padded = torch.nn.functional.pad(x.float().square(), (0, -x.shape[1] % CHUNK))
+    return padded.unflatten(1, (-1, CHUNK)).sum(-1)
+
+
+@case("project")
+def project(dtype: torch.dtype) -> Pairs:
+    """Alone, and with a push to three ranks' slots, all on this GPU, and a landing as a rider."""
+    world, start = 3, 64
+    for rows in ROWS:
+        for outputs, size in ((7, 200), (66, 1304), (130, 2100)):
+            x, (gate, up) = random(dtype, rows, size), random(dtype, 2, outputs, size) / size**0.5
+            normed = {"squares": squares_of(x), "eps": 1e-5}
+            for options in ({}, normed):
+                for other in (None, up):
+                    found = kernels.project(x, gate, other, **options)
+                    yield found, kernels.project_reference(x, gate, other, **options)
+            if not launch.on_triton(x):
+                continue  # the references share no slots
+            sets = [torch.full((start + world * rows * outputs,), -0.0, dtype=dtype, device=DEVICE)
+                    for _ in range(world)]  # fmt: skip
+            buffers = torch.tensor([each.data_ptr() for each in sets], device=DEVICE)
+            for rank in range(world):
+                push = kernels.Push(buffers, start, rank, world)
+                kernels.project(x, gate, push=push, keep=rank == 1)
+            stream = random(dtype, rows, outputs)
+            job = kernels.new_job(stream, sums=[sets[1][start:].view(world, rows, outputs)])
+            found = kernels.project(x, gate, rider=job)
+            wanted = kernels.project_reference(x, gate)
+            yield found, wanted
+            yield job.out, stream.float() + world * wanted.to(dtype).float()
+            yield sets[1], torch.full_like(sets[1], -0.0)
+
+
+@case("send")
+def send(dtype: torch.dtype) -> Pairs:
+    """To two ranks' slots, both on this GPU: alone, and as a rider."""
+    if not launch.on_triton(torch.zeros(1, device=DEVICE)):
+        return
+    x, weight = random(dtype, 3, 96), random(dtype, 5, 96)
+    for rows, size in ((1, 200), (3, 1500), (33, 2049)):
+        sets = [random(dtype, 2, rows, size) for _ in range(2)]
+        buffers = torch.tensor([each.data_ptr() for each in sets], device=DEVICE)
+        wanted = random(dtype, 2, rows, size)
+        kernels.send(kernels.Send(wanted[0].clone(), kernels.Push(buffers, 0, 0, 2)))
+        rider = kernels.Send(wanted[1].clone(), kernels.Push(buffers, 0, 1, 2))
+        yield kernels.project(x, weight, rider=rider), kernels.project_reference(x, weight)
+        yield from ((each, wanted) for each in sets)
+
+
+@case("land")
+def land(dtype: torch.dtype) -> Pairs:
+    for rows, size, world, count in ((1, 200, 1, 1), (3, 1500, 3, 2), (2, 2049, 4, 2)):
+        stream, own = random(dtype, 2, rows, size)
+        slots = [random(dtype, world, rows, size) for _ in range(count)]
+        wanted = kernels.new_job(stream, sums=[each.clone() for each in slots], owns=[(own, -1.0)])
+        found = kernels.new_job(stream, sums=slots, owns=[(own, -1.0)])
+        kernels.land_reference(wanted)
+        kernels.land(found)
+        yield found.out, wanted.out
+        yield found.squares, wanted.squares
+        yield from zip(slots, wanted.sums, strict=True)
+
+
+@case("land_rows")
+def land_rows(dtype: torch.dtype) -> Pairs:
+    for rows, size, count in ((1, 12, 1), (3, 200, 4), (7, 1537, 8)):
+        pieces = [random(dtype, rows, size) for _ in range(count)]
+        arguments = pieces, random(dtype, rows, size), random(dtype, size), 1e-5
+        found, wanted = kernels.land_rows(*arguments), kernels.land_rows_reference(*arguments)
+        yield from zip(found, wanted, strict=True)
+
+
+@case("swiglu")
+def swiglu(dtype: torch.dtype) -> Pairs:
+    for rows, inner in ((1, 3), (5, 71), (33, 700), (130, 513)):
+        packed = random(dtype, rows, 2 * inner)
+        yield kernels.swiglu(packed), kernels.swiglu_reference(packed)
+
+
+@case("rotary_prompt")
+def rotary_prompt(dtype: torch.dtype) -> Pairs:
+    for batch, heads, kv, length, size in ATTENTION:
+        seen = max(1, length - 3)
+        packed = random(dtype, batch, seen, (heads + 2 * kv) * size)
+        table, cache = table_for(length, size), caches(dtype, batch, kv, length, size)
+        others = tuple(each.clone() for each in cache)
+        found = kernels.rotary_prompt(packed, table, *cache, heads, kv)
+        wanted = kernels.rotary_prompt_reference(packed, table, *others, heads, kv)
+        yield from zip((*found, *cache), (*wanted, *others), strict=True)
+
+
+def compare(name: str, found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    assert found.shape == wanted.shape, (name, found.shape, wanted.shape)
+    difference = (found.double() - wanted.double()).abs().max().item()
+    allowed = DTYPES[dtype] * max(1.0, wanted.double().abs().max().item())
+    if not difference <= allowed:  # a NaN is not
+        raise AssertionError(f"{name}, {dtype}: {difference:.2e} from its reference")
+
+
+def main() -> None:
+    exported = {name for name in kernels.__all__ if not name.endswith("_reference")}
+    missing = (
+        exported - set(CASES) - {"Job", "Push", "Send", "new_job"}
+    )  # what `project` and `land` take
+    assert not missing, f"ladder.kernels exports {sorted(missing)}: add a case for each here"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=sorted(CASES), default=list(CASES))
+    only = parser.parse_args().only
+    if not launch.on_triton(torch.zeros(1, device=DEVICE)):
+        parser.error("no CUDA device: there is no kernel to check (or set TRITON_INTERPRET=1)")
+    torch.manual_seed(0)
+    for name in only:
+        count = 0
+        for dtype in DTYPES:
+            for found, wanted in CASES[name](dtype):
+                compare(name, found, wanted, dtype)
+                count += 1
+        print(f"{name}: {count} results as their references'", flush=True)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The models that the benchmark runs: random weights made on the device, or a checkpoint's."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ladder.checkpoint import load_model, newest
+from ladder.infer.points import CHECKPOINT, Point
+from ladder.models.config import ModelConfig
+from ladder.models.transformer import Transformer
+from ladder.parallel import launch
+from ladder.parallel.sharding import local_parameters, place
+
+SHARPNESS = 2.0  # of the random attention: else it is an average, whose errors are invisible
+
+
+@functools.cache
+def tp_mesh(device: torch.device, tp: int) -> DeviceMesh | None:
+    """This process's TP group, made once: each has communicators of its own. None at TP 1."""
+    mesh = launch.make_mesh(device, tp) if tp > 1 else None
+    return None if mesh is None else mesh["tp"]
+
+
+@torch.no_grad()
+def random_model(
+    config: ModelConfig,
+    reducer: str,
+    tp: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Transformer:
+    """The model with random weights made on the device, the same at every TP and for every plan.
+
+    Every parameter is drawn whole, from its name's seed, and cut. Matrices keep the variance of
+    what they read, so every layer shows in the logits, which have the variance 1.
+    """
+    with torch.device("meta"):
+        model = Transformer(config)
+    place(model, tp_mesh(device, tp), device=device, dtype=dtype, reducer=reducer)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for name, local, part in local_parameters(model):
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+        whole = torch.empty(shapes[name], device=device, dtype=dtype)
+        _fill(whole, name, config, generator)
+        local.copy_(whole[part])
+    return model
+
+
+def _fill(weight: Tensor, name: str, config: ModelConfig, generator: torch.Generator) -> None:
+    if "norm" in name:  # not all 1: a norm taken for another must show
+        weight.normal_(1.0, 0.2, generator=generator)
+    elif name.endswith("bias"):
+        weight.normal_(0.0, 0.2, generator=generator)
+    else:
+        gain = SHARPNESS if "q_proj" in name else 1.0
+        scale = weight.shape[1] ** -0.5
+        if "embed_tokens" in name and not config.tie_embeddings:
+            scale = 1.0
+        weight.normal_(0.0, gain * scale, generator=generator)
+
+
+def build(point: Point, config: ModelConfig, reducer: str, device: torch.device) -> Transformer:
+    """The model of a point in bfloat16: a checkpoint's own plan has its weights."""
+    if point.plan != CHECKPOINT or point.dropped:
+        return random_model(config, reducer, point.tp, device)
+    folder = newest(Path(point.model))
+    mesh = tp_mesh(device, point.tp)
+    return load_model(folder, mesh, device=device, dtype=torch.bfloat16, reducer=reducer)

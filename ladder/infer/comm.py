@@ -1,0 +1,301 @@
+"""`ladder bench comm`: all-reduces of every kind over message sizes, and the table that follows.
+
+Each candidate is captured in a CUDA graph of many calls, so that launching costs nothing, and
+takes turns with the others, round by round. None is timed before its sums have been checked.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ladder import __version__
+from ladder.config import DTYPES
+from ladder.files import make_folder
+from ladder.infer.bench import append, commit, driver
+from ladder.kernels.all_reduce import PushAllReduce, reference_all_reduce
+from ladder.kernels.two_shot import TwoShotAllReduce
+from ladder.models.errors import UserError, unknown
+from ladder.parallel import launch
+from ladder.parallel.dispatch import Dispatch, derive, size_text, write_table
+from ladder.parallel.reducers import push_refusal
+
+PUSH_SIZES = 4 * 2**20  # bytes; beyond them a push sends far more than it needs to
+CALLS, REPLAYS, ROUNDS = 20, 5, 7
+THEIRS = ("nccl", "torch one-shot", "torch two-shot")
+OURS = ("push", "two-shot")
+RESULTS = "comm.jsonl"
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One all-reduce: `size` in bytes; programs: thread blocks, of our two-shot kernel."""
+
+    algorithm: str
+    size: int
+    dtype: str
+    world: int
+    programs: int | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """Microseconds a call (median, 10th and 90th percentile, on the slowest rank).
+
+    algbw_gb_s: size over median. ratio: to the fastest of NCCL and torch's kernels.
+    """
+
+    us: float
+    low_us: float
+    high_us: float
+    algbw_gb_s: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An all-reduce of what `source` holds; some overwrite it, then it is what `call` returns."""
+
+    source: Tensor
+    call: Callable[[], Tensor]
+
+
+def candidates(
+    size: int, dtype: torch.dtype, group: Any, device: torch.device, two_shot: TwoShotAllReduce
+) -> dict[str, Candidate]:
+    """By name, for messages of `size` bytes; each with memory of its own."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    elements = size // dtype.itemsize
+    ops = torch.ops.symm_mem
+    plain = [torch.empty(elements, dtype=dtype, device=device) for _ in range(3)]
+    shared = [symmetric_memory.empty(elements, dtype=dtype, device=device) for _ in range(2)]
+    for each in shared:
+        symmetric_memory.rendezvous(each, group.group_name)
+
+    def nccl() -> Tensor:
+        dist.all_reduce(plain[0], group=group)
+        return plain[0]
+
+    found = {
+        "nccl": Candidate(plain[0], nccl),
+        "torch one-shot": Candidate(
+            shared[0], lambda: ops.one_shot_all_reduce(shared[0], "sum", group.group_name)
+        ),
+        "torch two-shot": Candidate(
+            shared[1], lambda: ops.two_shot_all_reduce_(shared[1], "sum", group.group_name)
+        ),
+        "two-shot": Candidate(plain[2], lambda: two_shot(plain[2], True)),
+    }
+    if size <= PUSH_SIZES:
+        push = PushAllReduce(elements, dtype, group, device)
+        found["push"] = Candidate(plain[1], lambda: push(plain[1], True))
+    return found
+
+
+def capture(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """`work` in a CUDA graph, after two warm-up runs, and what it returned."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        kept = work()
+    return graph, kept
+
+
+def check(name: str, candidate: Candidate, group: Any) -> None:
+    """Raise RuntimeError, on every rank, unless the sums are right, in a graph and again.
+
+    Ours equal the float32 sum in rank order, rounded once; the others come as close to it as any
+    order of adding, rounding each time, must.
+    """
+    source = candidate.source
+    torch.manual_seed(launch.rank())
+    partial = torch.randn(source.shape, device=source.device).to(source.dtype)
+    parts = [torch.empty_like(partial) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, partial, group=group)
+    expected = reference_all_reduce(parts)
+    room = torch.zeros_like(expected, dtype=torch.float32)
+    if name not in OURS:
+        for part in parts:
+            room += part.abs().float() * (len(parts) * ROUNDING[source.dtype])
+
+    def work() -> Tensor:
+        source.copy_(partial)
+        return candidate.call()
+
+    graph, total = capture(work)
+    wrong = torch.zeros((), device=source.device)
+    for _ in range(3):
+        total.fill_(torch.nan)
+        graph.replay()
+        bad = (total.float() - expected.float()).abs() <= room
+        wrong += (~bad).sum()
+    dist.all_reduce(wrong, group=group)
+    if wrong.item():
+        raise RuntimeError(
+            f"{name}, {size_text(source.nbytes)}: {int(wrong.item())} wrong elements in 3 sums on "
+            f"{len(parts)} ranks; it is not timed"
+        )
+
+
+def measure(found: Mapping[str, Candidate], group: Any) -> dict[str, list[float]]:
+    """Microseconds a call of each candidate, one figure a replay, of this rank."""
+
+    def calls(candidate: Candidate) -> Callable[[], None]:
+        def work() -> None:
+            for _ in range(CALLS):
+                candidate.call()
+
+        return work
+
+    graphs = {name: capture(calls(candidate))[0] for name, candidate in found.items()}
+    times: dict[str, list[float]] = {name: [] for name in found}
+    for turn in range(ROUNDS + 1):  # the first warms up
+        for name, graph in graphs.items():
+            torch.cuda.synchronize()
+            dist.barrier(group)
+            graph.replay()  # from here on the ranks are in step
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+            marks[0].record()
+            for mark in marks[1:]:
+                graph.replay()
+                mark.record()
+            torch.cuda.synchronize()
+            if turn:
+                times[name] += [a.elapsed_time(b) * 1e3 / CALLS for a, b in pairwise(marks)]
+    return times
+
+
+def summarise(times: Mapping[str, Sequence[float]], size: int) -> dict[str, Result]:
+    """Each candidate's figures for messages of `size` bytes, from its times in microseconds."""
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    best = min(medians[name] for name in THEIRS)
+    results = {}
+    for name, each in times.items():
+        tenths = statistics.quantiles(each, n=10, method="inclusive")
+        us = medians[name]
+        results[name] = Result(us, tenths[0], tenths[-1], size / us / 1e3, us / best)
+    return results
+
+
+def table(results: Mapping[int, Mapping[str, Result]]) -> str:
+    """Microseconds by size and candidate, ours over the best of theirs, and the bandwidth."""
+    names = (*THEIRS, *OURS)
+    head = f"{'size':>9}" + "".join(f"{name:>16}" for name in names)
+    lines = [f"{head}{'ours/best':>11}{'GB/s':>8}"]
+    for size, row in sorted(results.items()):
+        cells = "".join(f"{row[name].us:16.1f}" if name in row else f"{'-':>16}" for name in names)
+        ours = min((row[name] for name in OURS if name in row), key=lambda each: each.us)
+        lines.append(f"{size_text(size):>9}{cells}{ours.ratio:11.2f}{ours.algbw_gb_s:8.0f}")
+    return "\n".join(lines)
+
+
+def dispatch_of(results: Mapping[int, Mapping[str, Result]], source: str) -> Dispatch:
+    """The dispatch table that follows from the results."""
+    times = {size: {name: each.us for name, each in row.items()} for size, row in results.items()}
+    return Dispatch(derive(times), source)
+
+
+def verdict(dispatch: Dispatch) -> str:
+    """The dispatch table as text, and where NCCL takes over."""
+    if not dispatch.hand_over:
+        return f"{dispatch.describe()}\nauto leaves all sizes to NCCL"
+    over = size_text(dispatch.hand_over)
+    return f"{dispatch.describe()}\nauto hands over to NCCL beyond {over}"
+
+
+def check_options(options: Any) -> None:
+    """Raise UserError for what cannot be measured, here or anywhere."""
+    if options.dtype not in DTYPES:
+        raise unknown("--dtype", options.dtype, DTYPES)
+    for size in options.sizes:
+        if size < 16 or size % 16:
+            raise UserError(f"--sizes={size} must be bytes, whole multiples of 16")
+    if options.programs < 1:
+        raise UserError(f"--programs={options.programs} must be 1 or more")
+    if options.write_table is not None and not options.write_table.parent.is_dir():
+        raise UserError(
+            f"--write-table={options.write_table}: its folder is not there; make it first"
+        )
+    refusal = push_refusal(launch.world_size())
+    if refusal:
+        raise UserError(f"`ladder bench comm` compares kernels on peer memory: {refusal}")
+    if launch.world_size() < 2:
+        raise UserError("one rank reduces nothing; start one for each GPU (--nproc)")
+
+
+@torch.inference_mode()
+def main(options: Any) -> int:
+    """Run `ladder bench comm` on this rank; rank 0 prints and writes."""
+    device = launch.join("auto")
+    check_options(options)
+    shown = {key: str(value) for key, value in vars(options).items() if key != "verb"}
+    launch.agree({"options": shown})
+    group = dist.group.WORLD
+    world, head, dtype = launch.world_size(), launch.rank() == 0, DTYPES[options.dtype]
+    gpu = torch.cuda.get_device_name(device)
+    facts = {
+        "gpu": gpu,
+        "driver": driver(),
+        "torch": torch.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "python": platform.python_version(),
+        "ladder": __version__,
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(["ladder", *sys.argv[1:]]),
+    }
+    make_folder(Path(options.out))
+    two_shot = TwoShotAllReduce(max(options.sizes), group, device, options.programs)
+    results: dict[int, dict[str, Result]] = {}
+    for size in sorted(set(options.sizes)):
+        found = candidates(size, dtype, group, device, two_shot)
+        for name, candidate in found.items():
+            check(name, candidate, group)
+        times = {}
+        for name, each in measure(found, group).items():
+            slowest = torch.tensor(each, dtype=torch.float64, device=device)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+            times[name] = slowest.tolist()
+        results[size] = summarise(times, size)
+        if head:
+            append(Path(options.out) / RESULTS, records(results[size], size, options, facts))
+            print(f"{size_text(size)} measured", file=sys.stderr, flush=True)
+    if head:
+        source = f"{gpu} x{world}, {options.dtype}, torch {facts['torch']}, NCCL {facts['nccl']}"
+        chosen = dispatch_of(results, f"`ladder bench comm`, {source}, {facts['date']}")
+        print(f"{source}; microseconds in a CUDA graph of {CALLS} calls\n{table(results)}\n")
+        print(verdict(chosen), flush=True)
+        if options.write_table is not None:
+            write_table(options.write_table, gpu, world, chosen)
+            print(f"{options.write_table}: written; LADDER_DISPATCH names it to `ladder`")
+    return 0
+
+
+def records(
+    row: Mapping[str, Result], size: int, options: Any, facts: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The lines of comm.jsonl for one size."""
+    made = []
+    for name, result in row.items():
+        programs = options.programs if name == "two-shot" else None
+        point = Point(name, size, options.dtype, launch.world_size(), programs)
+        made.append({"point": asdict(point), "result": asdict(result), "machine": facts})
+    return made

@@ -1,0 +1,206 @@
+"""What follows from the benchmark's records: ratios, exposed communication, throughput."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from ladder.infer.points import Point, describe
+
+Record = dict[str, Any]
+PHASES = ("prefill", "decode", "total")
+EXPLANATION = """\
+prefill: from token ids on the host to the first token chosen. decode: one step of the whole batch,
+median (p99 beside it) over all steps. tokens/s: new tokens over the time of prefill and all steps
+in one go, measured, not put together from the two; each user's, and of all.
+exposed: time over that of the same plan with its reduces dropped, same kernels, same run, less 1.
+x none: time over that of `none`, standard wiring without reduces; a plan that lags can beat it.
+x std: standard's time with its best reducer over this time; x NCCL: with NCCL's all-reduces.
+of floor: prefill, FLOPs over the rate of a large matmul; decode, bytes of weights and cache over
+the bandwidth of a large copy; both measured in the run.
+ideal: x standard with the same reducer, as a share of (compute + comm) / max(compute, comm), with
+compute the time of `none` and comm what standard takes beyond it."""
+
+
+def by_point(records: Iterable[Record]) -> dict[Point, Record]:
+    """The newest record of each point."""
+    return {Point(**record["point"]): record for record in records}
+
+
+def derive(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """One row for each point that is no counterpart: its times and what they mean.
+
+    Ratios whose other side was not measured are None.
+    """
+    found = by_point(records)
+    rows = []
+    for point, record in found.items():
+        if not point.dropped:
+            same = {other: r for other, r in found.items() if other.case == point.case}
+            rows.append(_row(point, record, same))
+    return rows
+
+
+def _row(point: Point, record: Record, same: dict[Point, Record]) -> dict[str, Any]:
+    """same: the records of its case, its own among them."""
+    result = record["result"]
+    row: dict[str, Any] = {"point": point, **{f"{p}_ms": result[f"{p}_ms"] for p in PHASES}}
+    seconds = result["total_ms"] / 1e3
+    row |= {
+        "decode_p99_ms": result["decode_p99_ms"],
+        "prefill_of_floor": result["prefill_floor_ms"] / result["prefill_ms"],
+        "decode_of_floor": result["floor_ms"] / result["decode_ms"],
+        "tokens_s_user": point.new_tokens / seconds,
+        "tokens_s": point.batch * point.new_tokens / seconds,
+        "tokens_s_gpu": point.batch * point.new_tokens / seconds / point.tp,
+        "memory_gib": result["memory_gib"],
+        "picked": result["picked"],
+    }
+    for phase in PHASES:
+        own = result[f"{phase}_ms"]
+        standard = _times(same, phase, "standard")
+        nccl = _times(same, phase, "standard", "async")
+        none = _times(same, phase, "none")
+        bare = record["without_reduces"]
+        compute = _times(same, phase, bare[0], dropped=bare[1]) if bare else []
+        row |= {
+            f"{phase}_x_standard": min(standard) / own if standard else None,
+            f"{phase}_x_nccl": nccl[0] / own if nccl else None,
+            f"{phase}_x_none": own / none[0] if none else None,
+            f"{phase}_exposed": own / compute[0] - 1 if compute else None,
+            f"{phase}_ideal": None,
+        }
+        alike = _times(same, phase, "standard", point.reducer)
+        if alike and none and alike[0] > none[0] and point.plan not in ("standard", "none"):
+            ideal = alike[0] / max(none[0], alike[0] - none[0])
+            row[f"{phase}_ideal"] = alike[0] / own / ideal
+    return row
+
+
+def _times(
+    same: dict[Point, Record], phase: str, plan: str, reducer: str | None = None,
+    dropped: bool = False,
+) -> list[float]:  # fmt: skip
+    """Milliseconds of the case's points of that plan (and reducer)."""
+    return [
+        record["result"][f"{phase}_ms"]
+        for point, record in same.items()
+        if point.plan == plan
+        and point.dropped == dropped
+        and reducer in (None, point.reducer)
+        and point.degree in (0, point.tp)
+    ]
+
+
+HEAD = ("plan", "reducer", "prefill ms", "exposed", "of floor", "decode ms", "p99", "exposed",
+        "of floor", "x none", "x std", "x NCCL", "ideal", "tokens/s/user", "tokens/s",
+        "GiB")  # fmt: skip
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row as text, under HEAD."""
+    point: Point = row["point"]
+    virtual = f" (T {point.degree})" if point.degree > point.tp else ""
+    return [
+        point.plan + virtual,
+        point.reducer,
+        f"{row['prefill_ms']:.2f}",
+        _percent(row["prefill_exposed"]),
+        _percent(row["prefill_of_floor"]),
+        f"{row['decode_ms']:.3f}",
+        f"{row['decode_p99_ms']:.3f}",
+        _percent(row["decode_exposed"]),
+        _percent(row["decode_of_floor"]),
+        *(_ratio(row[f"decode_{name}"]) for name in ("x_none", "x_standard", "x_nccl", "ideal")),
+        f"{row['tokens_s_user']:,.1f}",
+        f"{row['tokens_s']:,.0f}",
+        f"{row['memory_gib']:.1f}",
+    ]
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}%"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def by_case(rows: Iterable[dict[str, Any]]) -> dict[Point, list[dict[str, Any]]]:
+    found: dict[Point, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["point"].case, []).append(row)
+    return found
+
+
+def text_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows of one case as text."""
+    lines = [HEAD, *(cells(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
+    shown = [describe(rows[0]["point"])]
+    for line in lines:
+        first = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
+        rest = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
+        shown.append("  ".join(first + rest))
+    picked = [
+        f"{row['point'].plan}, {row['point'].reducer} picked: "
+        + ", ".join(f"{size} bytes {name}" for size, name in row["picked"].items())
+        for row in rows
+        if row["picked"]
+    ]
+    return "\n".join(shown + list(dict.fromkeys(picked)))
+
+
+def plain(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as data for JSON."""
+    return {**row, "point": asdict(row["point"])}
+
+
+def improvements(
+    rows: Iterable[dict[str, Any]], reducer: str | None = None
+) -> dict[tuple[Point, int], dict[str, dict[int, float]]]:
+    """Percent more end-to-end tokens/s than standard: (shape, tp) -> plan -> batch -> percent.
+
+    Each plan and standard with its best reducer, or all with `reducer`, as the paper has NCCL.
+    The first of the key is a case without its TP degree and batch (both 0).
+    """
+    best: dict[tuple[Point, int], dict[str, dict[int, float]]] = {}
+    for row in rows:
+        point: Point = row["point"]
+        if reducer in (None, point.reducer) or point.plan == "none":
+            times = best.setdefault((replace(point.case, tp=0, batch=0), point.tp), {})
+            plan = times.setdefault(point.plan, {})
+            plan[point.batch] = min(row["total_ms"], plan.get(point.batch, row["total_ms"]))
+    found: dict[tuple[Point, int], dict[str, dict[int, float]]] = {}
+    for key, plans in best.items():
+        standard = plans.get("standard", {})
+        for name, own in plans.items():
+            values = {b: 100 * (standard[b] / t - 1) for b, t in own.items() if b in standard}
+            if name != "standard" and values:
+                found.setdefault(key, {})[name] = dict(sorted(values.items()))
+    return found
+
+
+def pareto(rows: Iterable[dict[str, Any]]) -> dict[Point, dict[str, list[tuple[float, float]]]]:
+    """Shape -> plan -> the frontier of (completion latency in s, tokens/s per GPU), over batch
+    sizes, TP degrees and reducers: no other point of the plan is both faster and denser.
+    """
+    clouds: dict[Point, dict[str, list[tuple[float, float]]]] = {}
+    for row in rows:
+        point: Point = row["point"]
+        shape = replace(point.case, tp=0, batch=0)
+        pair = (row["total_ms"] / 1e3, row["tokens_s_gpu"])
+        clouds.setdefault(shape, {}).setdefault(point.plan, []).append(pair)
+    return {
+        shape: {plan: _frontier(cloud) for plan, cloud in plans.items()}
+        for shape, plans in clouds.items()
+    }
+
+
+def _frontier(cloud: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    found: list[tuple[float, float]] = []
+    for latency, throughput in sorted(cloud, key=lambda pair: (pair[0], -pair[1])):
+        if not found or throughput > found[-1][1]:
+            found.append((latency, throughput))
+    return found

@@ -1,0 +1,257 @@
+"""Timing points side by side: all live at once and take turns, so that drift hits all alike."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ladder.infer.build import build
+from ladder.infer.engine import Engine, Session
+from ladder.infer.floors import decode_bytes, estimated_bytes, prefill_floor_s
+from ladder.infer.points import Point, counterpart, resolve
+from ladder.infer.profile import profile
+from ladder.infer.sampling import Sampling, draws
+from ladder.infer.verify import STEPS, Check, Reference, check, reference, sequences
+from ladder.models.config import ModelConfig
+from ladder.parallel import launch
+
+ROUNDS = 3
+HEADROOM = 0.92  # of the free memory is planned with
+
+
+@dataclass(frozen=True)
+class Result:
+    """Milliseconds, medians over rounds but for the decode steps.
+
+    prefill: from token ids on the host to the first token chosen. decode: between the ends of
+    steps that follow each other, median and p99 over all steps of all rounds; its floor is a step's
+    bytes over the bandwidth. total: from the start of the prefill to the last of new_tokens tokens,
+    in one go. memory: of the device, with caches, graphs and workspaces. picked: message bytes ->
+    the algorithm that the reducer took; None where it does not say.
+    """
+
+    prefill_ms: float
+    prefill_rounds_ms: list[float]
+    prefill_floor_ms: float
+    decode_ms: float
+    decode_p99_ms: float
+    decode_rounds_ms: list[float]
+    floor_ms: float
+    total_ms: float
+    memory_gib: float
+    picked: dict[str, str] | None
+
+
+@dataclass
+class Live:
+    """A point that is built, checked and ready to be timed."""
+
+    point: Point
+    config: ModelConfig
+    session: Session
+    memory: float
+    check: Check
+
+
+def worst(value: float, device: torch.device) -> float:
+    """The largest of all ranks' values, so that all decide alike."""
+    if launch.world_size() == 1:
+        return value
+    everywhere = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(everywhere, op=dist.ReduceOp.MAX)
+    return float(everywhere)
+
+
+def free_bytes(device: torch.device) -> float:
+    """Free memory of the fullest device."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return -worst(-torch.cuda.mem_get_info(device)[0], device)
+
+
+def chunks(points: Sequence[Point], free: float) -> tuple[list[list[Point]], list[Point]]:
+    """(points that fit beside each other, those that do not fit at all), in order.
+
+    A plan stays with its counterpart where the two fit: their difference is what is wanted.
+    """
+    found: list[list[Point]] = []
+    too_large: list[Point] = []
+    units: list[list[Point]] = []
+    for point in points:
+        if estimated_bytes(resolve(point), point) > HEADROOM * free:
+            too_large.append(point)
+        elif units and point.plan == units[-1][0].plan:
+            units[-1].append(point)
+        else:
+            units.append([point])
+    left = 0.0
+    for unit in units:
+        needs = [estimated_bytes(resolve(point), point) for point in unit]
+        if found and sum(needs) <= left:
+            found[-1] += unit
+            left -= sum(needs)
+            continue
+        for point, need in zip(unit, needs, strict=True):
+            if not found or need > left or point is unit[0]:
+                found.append([])
+                left = HEADROOM * free
+            found[-1].append(point)
+            left -= need
+    return found, too_large
+
+
+@torch.inference_mode()
+def measure(
+    points: Sequence[Point],
+    device: torch.device,
+    speed: float,
+    rate: float,
+    traces: Callable[[Point], Path] | None = None,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """(records of the points, why others were refused); every rank calls this alike.
+
+    speed: bytes per second of the memory; rate: FLOPs per second of a matmul. traces: where to put
+    a trace of each point, taken when all has been timed.
+    """
+    expected = _references(points, device)
+    lives, refused = [], []
+    for point in points:
+        live = _build(point, expected[_function(point)], device)
+        if worst(float(not live.check.passes), device):
+            refused.append(f"{point}: {live.check}; the engine is wrong, it is not timed")
+            continue
+        lives.append(live)
+    expected.clear()
+    timings = [Timings([], [], []) for _ in lives]
+    source = torch.Generator().manual_seed(0)
+    for turn in range(ROUNDS + 1):  # the first warms up
+        for live, timing in zip(lives, timings, strict=True):
+            found = _round(live, source)
+            if turn:
+                timing.add(found)
+    records = []
+    for live, timing in zip(lives, timings, strict=True):
+        bare = counterpart(live.point, live.point.reducer)
+        records.append(
+            {
+                "point": asdict(live.point),
+                "result": asdict(_result(live, timing, speed, rate)),
+                "check": asdict(live.check),
+                "without_reduces": None if bare is None else [bare.plan, bare.dropped],
+            }
+        )
+    for live in lives if traces is not None else ():
+        assert traces is not None
+        text = profile(live.session, _prompts(live, source), _uniforms(live), traces(live.point))
+        if text:  # on rank 0
+            print(f"{live.point}\n{text}\n", flush=True)
+    return records, refused
+
+
+def _function(point: Point) -> tuple[str, int, bool]:
+    """What decides the function that a point of a case computes: all but the reducer."""
+    return point.plan, point.degree, point.dropped
+
+
+def _references(
+    points: Sequence[Point], device: torch.device
+) -> dict[tuple[str, int, bool], Reference]:
+    """What each plan should compute: the plain modules with NCCL, one plan in memory at a time."""
+    found: dict[tuple[str, int, bool], Reference] = {}
+    for point in points:
+        key = _function(point)
+        if key not in found:
+            config = resolve(point)
+            model = build(point, config, "async", device)
+            steps = min(STEPS, point.new_tokens)
+            found[key] = reference(model, sequences(config, point), point.prompt, steps)
+            del model
+            gc.collect()
+            torch.cuda.empty_cache()
+    return found
+
+
+def _build(point: Point, expected: Reference, device: torch.device) -> Live:
+    """The point's engine, captured, warmed up and checked."""
+    before = free_bytes(device)
+    config = resolve(point)
+    model = build(point, config, point.reducer, device)
+    session = Engine(model).session(point.batch, point.prompt + point.new_tokens, Sampling())
+    checked = check(session, expected)
+    torch.cuda.empty_cache()  # what the check took
+    prompts = list(expected.tokens[torch.arange(point.batch) % len(expected.tokens)])
+    session.prefill([prompt[: point.prompt] for prompt in prompts], torch.zeros((1, point.batch)))
+    torch.cuda.synchronize()
+    memory = (before - torch.cuda.mem_get_info(device)[0]) / 2**30
+    return Live(point, config, session, memory, checked)
+
+
+@dataclass
+class Timings:
+    """Milliseconds: of each prefill, of each decode step (by rounds), of each whole run."""
+
+    prefills: list[float]
+    steps: list[list[float]]
+    totals: list[float]
+
+    def add(self, found: tuple[float, list[float], float]) -> None:
+        self.prefills.append(found[0])
+        self.steps.append(found[1])
+        self.totals.append(found[2])
+
+
+def _round(live: Live, source: torch.Generator) -> tuple[float, list[float], float]:
+    """Read fresh prompts and decode all new tokens, once."""
+    point, session = live.point, live.session
+    prompts, uniforms = _prompts(live, source), _uniforms(live)
+    session.prefill(prompts, uniforms)  # whatever ran before, this configuration is warm
+    start, *marks = [torch.cuda.Event(enable_timing=True) for _ in range(point.new_tokens + 1)]
+    torch.cuda.synchronize()
+    if launch.world_size() > 1:  # all ranks start together
+        dist.barrier()
+        torch.cuda.synchronize()
+    start.record()
+    session.prefill(prompts, uniforms)
+    marks[0].record()
+    for mark in marks[1:]:
+        session.step()
+        mark.record()
+    torch.cuda.synchronize()
+    steps = [a.elapsed_time(b) for a, b in pairwise(marks)]
+    return start.elapsed_time(marks[0]), steps, start.elapsed_time(marks[-1])
+
+
+def _prompts(live: Live, source: torch.Generator) -> list[Tensor]:
+    shape = (live.point.batch, live.point.prompt)
+    return list(torch.randint(0, live.config.vocab_size, shape, generator=source))
+
+
+def _uniforms(live: Live) -> Tensor:
+    return draws(Sampling(), live.point.batch, live.point.new_tokens)
+
+
+def _result(live: Live, timing: Timings, speed: float, rate: float) -> Result:
+    point, config = live.point, live.config
+    ordered = sorted(step for steps in timing.steps for step in steps)
+    picked = getattr(live.session.model.reducer, "picked", None)
+    return Result(
+        prefill_ms=statistics.median(timing.prefills),
+        prefill_rounds_ms=timing.prefills,
+        prefill_floor_ms=prefill_floor_s(config, point, speed, rate) * 1e3,
+        decode_ms=statistics.median(ordered),
+        decode_p99_ms=ordered[int(len(ordered) * 0.99)],
+        decode_rounds_ms=[statistics.median(steps) for steps in timing.steps],
+        floor_ms=decode_bytes(config, point) / speed * 1e3,
+        total_ms=statistics.median(timing.totals),
+        memory_gib=live.memory,
+        picked=None if picked is None else {str(size): str(name) for size, name in picked.items()},
+    )

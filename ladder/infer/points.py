@@ -1,0 +1,276 @@
+"""What `ladder bench inference` measures: option sets, suites, and the points they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ladder.checkpoint import newest, read_config
+from ladder.config import configs_folder, find, load_plan, load_yaml, model_config
+from ladder.models.config import ModelConfig
+from ladder.models.errors import UserError, check_keys, unknown
+from ladder.models.presets import resolve_plan
+from ladder.parallel.reducers import REDUCERS
+
+CHECKPOINT = "checkpoint"  # the plan that stands for a checkpoint's own, with its weights
+SHAPE_PLANS = ("standard", "ladder", "none")
+CHECKPOINT_PLANS = (CHECKPOINT, "standard", "none")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One configuration to measure.
+
+    degree: T, for plans that depend on it (more than tp: virtual ranks); 0 for the others.
+    dropped: the plan with its reduces dropped, for the communication that the plan exposes.
+    """
+
+    model: str
+    plan: str
+    reducer: str
+    tp: int
+    batch: int
+    prompt: int
+    new_tokens: int
+    layers: int
+    p2p: bool = True
+    degree: int = 0
+    dropped: bool = False
+
+    @property
+    def case(self) -> Point:
+        """What points that can be compared have in common."""
+        return replace(self, plan="", reducer="", degree=0, dropped=False)
+
+    def __str__(self) -> str:
+        plan = f"{self.plan} without reduces" if self.dropped else self.plan
+        virtual = f" of T {self.degree}" if self.degree > self.tp else ""
+        return f"{plan}{virtual}, reducer {self.reducer}, {describe(self)}"
+
+
+def describe(case: Point) -> str:
+    """A case in words."""
+    return (
+        f"{case.model}, {case.layers} layers, TP {case.tp}, batch {case.batch}, prompt "
+        f"{case.prompt}, {case.new_tokens} new tokens{'' if case.p2p else ', P2P off'}"
+    )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One set of options; every combination of its plans, reducers, tp, batch, p2p is a point.
+
+    plans: () for SHAPE_PLANS, or CHECKPOINT_PLANS. tp: () for all ranks. layers: 0 for all.
+    tp_degree: T of the plans that depend on it; 0: tp.
+    """
+
+    model: str = "llama-3-8b"
+    layers: int = 0
+    plans: tuple[str, ...] = ()
+    reducers: tuple[str, ...] = ("push", "async")
+    tp: tuple[int, ...] = ()
+    tp_degree: int = 0
+    batch: tuple[int, ...] = (1,)
+    prompt: int = 1024
+    new_tokens: int = 512
+    p2p: tuple[bool, ...] = (True,)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str = "") -> Settings:
+        """One from options or from a suite's set: single values may stand for lists of one."""
+        check_keys(where or "the benchmark", data, [item.name for item in fields(cls)])
+        values = {}
+        for item in fields(cls):
+            if item.name in data:
+                value = data[item.name]
+                if isinstance(item.default, tuple):
+                    value = tuple(value) if isinstance(value, list | tuple) else (value,)
+                    value = tuple(dict.fromkeys(value))
+                values[item.name] = value
+        try:
+            return cls(**values)
+        except UserError as error:
+            raise UserError(f"{where}: {error}" if where else str(error)) from error
+
+    def __post_init__(self) -> None:
+        least = {"layers": 0, "tp_degree": 0, "tp": 1, "batch": 1, "prompt": 1, "new_tokens": 2}
+        for name, lowest in least.items():
+            for each in _values(getattr(self, name)):
+                if not isinstance(each, int) or isinstance(each, bool) or each < lowest:
+                    raise UserError(f"{_option(name)}={each!r} must be {lowest} or more")
+        for name in ("model", "plans", "reducers"):
+            for each in _values(getattr(self, name)):
+                if not isinstance(each, str):
+                    raise UserError(f"{_option(name)}={each!r} must be a name")
+        for name in ("reducers", "batch", "p2p"):
+            if not getattr(self, name):
+                raise UserError(f"{_option(name)} is empty; give at least one")
+        for reducer in self.reducers:
+            if reducer not in REDUCERS:
+                raise unknown(f"reducer of {_option('reducers')}", reducer, REDUCERS)
+        for p2p in self.p2p:
+            if not isinstance(p2p, bool):
+                raise UserError(f"--p2p={p2p!r} must be on or off")
+        self._check_model()
+
+    def _check_model(self) -> None:
+        """Raise UserError unless the model has the layers, the context and the plans."""
+        whole = load_shape(self.model)
+        if self.layers > whole.num_layers:
+            raise UserError(
+                f"--layers={self.layers}: {self.model} has {whole.num_layers}; give fewer, or 0 "
+                f"for all"
+            )
+        total = self.prompt + self.new_tokens
+        if total > whole.max_seq_len:
+            raise UserError(
+                f"--prompt={self.prompt} and --new-tokens={self.new_tokens} are {total} tokens "
+                f"and the context of {self.model} is {whole.max_seq_len}; shorten them"
+            )
+        for plan in self.chosen_plans:
+            if plan != CHECKPOINT:
+                layers = self.layers or whole.num_layers
+                resolve_plan(load_plan(plan), layers, self.tp_degree or 2)
+            elif self.layers or not is_folder(self.model):
+                raise UserError(
+                    f"plan {CHECKPOINT!r} is a checkpoint's own, whole: it needs --model=FOLDER "
+                    f"and no --layers"
+                )
+        for tp in self.tp:
+            whole.check_divides(tp, "--tp")
+
+    @property
+    def chosen_plans(self) -> tuple[str, ...]:
+        default = CHECKPOINT_PLANS if is_folder(self.model) and not self.layers else SHAPE_PLANS
+        return self.plans or default
+
+
+def _values(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def is_folder(model: str) -> bool:
+    """Whether `--model` is a checkpoint's folder: a known shape's name comes first."""
+    return not (configs_folder() / "models" / f"{model}.yaml").is_file() and Path(model).is_dir()
+
+
+def load_shape(model: str, layers: int = 0) -> ModelConfig:
+    """The shape of a named model or of a checkpoint, wired as `standard`."""
+    if is_folder(model):
+        config = read_config(newest(Path(model)))
+        layers = layers or config.num_layers
+        return replace(config, plan="standard", tp_degree=None, num_layers=layers)  # type: ignore[arg-type]
+    return model_config({"name": model, **({"num_layers": layers} if layers else {})})
+
+
+def resolve(point: Point) -> ModelConfig:
+    """The config of a point; UserError where there is no such model."""
+    if point.plan == CHECKPOINT:
+        config = read_config(newest(Path(point.model)))
+        plan, degree = config.plan, config.tp_degree or point.tp
+    else:
+        config = load_shape(point.model, point.layers)
+        degree = point.degree or point.tp
+        plan = resolve_plan(load_plan(point.plan), config.num_layers, degree)
+    if point.dropped:
+        plan = plan.without_reduces()
+    config.check_divides(point.tp, "--tp")
+    return replace(config, plan=plan, tp_degree=degree if plan.depends_on_tp else None)
+
+
+def counterpart(point: Point, reducer: str) -> Point | None:
+    """The same computation without reduces; None where there is nothing to drop.
+
+    `none` itself for the plans that are wired as `standard`. reducer: what is left to it is the
+    embedding and the head.
+    """
+    config = resolve(point)
+    if point.tp == 1 or not config.plan.communicates:
+        return None
+    bare = replace(point, plan="none", reducer=reducer, degree=0)
+    records = config.plan.without_reduces().sublayers
+    if point.degree in (0, point.tp) and records == resolve(bare).plan.sublayers:
+        return bare
+    return replace(point, reducer=reducer, dropped=True)
+
+
+def expand(
+    settings: Sequence[Settings],
+    ranks: int,
+    p2p: bool,
+    refusal: Callable[[str, int], str | None],
+) -> tuple[list[list[Point]], list[str]]:
+    """(cases, lines on what is left out): each case's points are measured side by side.
+
+    refusal: why a reducer cannot run at a TP degree, or None.
+    """
+    cases: dict[Point, dict[Point, None]] = {}
+    left_out: dict[str, None] = {}
+    for each in settings:
+        if p2p not in each.p2p:
+            continue
+        for tp in each.tp or (ranks,):
+            if ranks % tp:
+                left_out[f"{each.model} at TP {tp}: there are {ranks} ranks"] = None
+                continue
+            # One process reduces nothing, whatever the reducer is called.
+            usable = ["async"] if tp == 1 else list(each.reducers)
+            for reducer in list(usable):
+                if tp > 1 and (why := refusal(reducer, tp)):
+                    left_out[f"reducer {reducer} at TP {tp}: {why}"] = None
+                    usable.remove(reducer)
+            for batch in each.batch if usable else ():
+                for point in _points(each, tp, batch, p2p, usable, left_out):
+                    cases.setdefault(point.case, {})[point] = None
+    return [list(points) for points in cases.values()], list(left_out)
+
+
+def _points(
+    each: Settings, tp: int, batch: int, p2p: bool, usable: list[str], left_out: dict[str, None]
+) -> list[Point]:
+    """The points of one case, each plan's counterpart after it."""
+    found: list[Point] = []
+    layers = load_shape(each.model, each.layers).num_layers
+    for plan in each.chosen_plans:
+        point = Point(each.model, plan, usable[0], tp, batch, each.prompt, each.new_tokens, layers,
+                      p2p)  # fmt: skip
+        if plan == CHECKPOINT:
+            degree = read_config(newest(Path(each.model))).tp_degree or 0
+        elif (
+            each.tp_degree
+            and resolve(point).plan.depends_on_tp
+            and resolve(point).plan.communicates
+        ):
+            degree = each.tp_degree
+        else:
+            degree = 0
+        if degree % tp:
+            left_out[f"{plan} at TP {tp}: it does not divide tp_degree={degree}"] = None
+            continue
+        point = replace(point, degree=degree)
+        communicates = resolve(point).plan.communicates
+        found += [replace(point, reducer=r) for r in (usable if communicates else usable[:1])]
+        bare = counterpart(point, usable[0])
+        found += [bare] if bare is not None and bare not in found else []
+    return list(dict.fromkeys(found))
+
+
+def load_suite(name: str, overrides: Mapping[str, Any] | None = None) -> list[Settings]:
+    """The option sets of a suite from configs/bench (or of a YAML file).
+
+    overrides: options that replace those of every set.
+    """
+    path = find("bench", name)
+    data = load_yaml(path)
+    if not isinstance(data, list) or not data or not all(isinstance(each, dict) for each in data):
+        raise UserError(f"{path} must hold a list of option sets, as `- {{model: llama-3-8b}}`")
+    return [
+        Settings.from_dict({**each, **(overrides or {})}, f"set {i} of suite {name!r}")
+        for i, each in enumerate(data, start=1)
+    ]

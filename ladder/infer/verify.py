@@ -1,0 +1,158 @@
+"""The check before timing: what an engine computes, against the same weights in float32.
+
+Teacher-forced: the same given tokens go through the engine's own prefill and decode steps, and
+through the plain modules, in the weights' type and in float32. The engine may err twice as much as
+the plain path does (its largest error and its root mean square), and must choose the reference's
+token wherever the reference's best two are further apart than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ladder.infer.engine import Engine, Session
+from ladder.infer.floors import prefill_flops
+from ladder.infer.points import Point
+from ladder.infer.sampling import Sampling
+from ladder.models.config import ModelConfig
+from ladder.models.transformer import Transformer
+
+ALLOWED = 2.0  # times the plain path's error
+STEPS = 4  # decoded after the prompt
+FLOAT32_FLOPS = 2e14  # of each rank's reference: some seconds without tensor cores
+SEED = 17
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Given tokens [n, prompt + steps] and their logits in float32, [steps + 1, n, V].
+
+    plain_error, plain_rms: how far the plain path is from them, largest and root mean square.
+    """
+
+    tokens: Tensor
+    prompt: int
+    logits: Tensor
+    plain_error: float
+    plain_rms: float
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was compared, and what came out.
+
+    sequences: distinct ones, which the batch repeats. compared: places (sequence, step) of the
+    batch. disagreements: those where the token differs and the reference's best two are further
+    apart than the allowed error. repeats: whether a second run gave bitwise the same.
+    """
+
+    error: float
+    rms: float
+    plain_error: float
+    plain_rms: float
+    disagreements: int
+    compared: int
+    sequences: int
+    steps: int
+    repeats: bool
+
+    @property
+    def passes(self) -> bool:
+        """False for NaN, too."""
+        return (
+            self.error <= ALLOWED * self.plain_error
+            and self.rms <= ALLOWED * self.plain_rms
+            and self.disagreements == 0
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"largest error of a logit {self.error:.4g} (allowed {ALLOWED * self.plain_error:.4g}, "
+            f"{ALLOWED:g} times the plain path's), root mean square {self.rms:.4g} (allowed "
+            f"{ALLOWED * self.plain_rms:.4g}), {self.disagreements} wrong tokens at "
+            f"{self.compared} places"
+        )
+
+
+def sequences(config: ModelConfig, point: Point) -> int:
+    """How many distinct sequences the reference is computed of: as many as FLOAT32_FLOPS allow."""
+    each = prefill_flops(config, point) / point.batch
+    return max(1, min(point.batch, int(FLOAT32_FLOPS / each)))
+
+
+@torch.inference_mode()
+def reference(model: Transformer, count: int, prompt: int, steps: int) -> Reference:
+    """The logits of `count` random sequences by the plain modules of a placed model.
+
+    The model is the engine's in all but its modules: weights, plan, T. It is left in float32.
+    """
+    source = torch.Generator().manual_seed(SEED)
+    shape = (count, prompt + steps)
+    tokens = torch.randint(0, model.config.vocab_size, shape, generator=source)
+    exact: list[Tensor] = []
+    plain: list[Tensor] = []
+    for dtype, found in ((None, plain), (torch.float32, exact)):
+        model.compute_dtype = dtype  # float32: the same weights, widened as they are read
+        engine = Engine(model, graphs=False, fused=False)
+        session = engine.session(count, prompt + steps, Sampling())
+        found += forced(session, tokens, prompt)
+    logits = torch.stack(exact)
+    difference = torch.stack(plain) - logits
+    return Reference(
+        tokens,
+        prompt,
+        logits,
+        plain_error=float(difference.abs().max()),
+        plain_rms=float(difference.square().mean().sqrt()),
+    )
+
+
+def forced(session: Session, tokens: Tensor, prompt: int) -> Iterator[Tensor]:
+    """The logits [B, V] float32 after the prompt and after each given token: tokens [B, S]."""
+    model = session.model
+    session.prefill(list(tokens[:, :prompt]), torch.zeros((1, len(tokens))))
+    for place in range(prompt, tokens.shape[1] + 1):
+        logits = model.reducer.gather(session.logits, model.config.vocab_size)
+        yield logits.to(torch.float32, copy=True)  # a graph's next replay overwrites them
+        if place < tokens.shape[1]:
+            session.tokens.copy_(tokens[:, place])
+            session.step()
+
+
+@torch.inference_mode()
+def check(session: Session, expected: Reference) -> Check:
+    """Compare a session's prefill and decode steps, twice, with what is expected."""
+    batch, distinct = len(session.tokens), len(expected.tokens)
+    rows = torch.arange(batch) % distinct
+    device = session.tokens.device
+    worst, squares = torch.zeros((2,), device=device)
+    disagreements = torch.zeros((), dtype=torch.int64, device=device)
+    runs = []
+    for _ in range(2):
+        sums = []
+        for step, logits in enumerate(forced(session, expected.tokens[rows], expected.prompt)):
+            exact = expected.logits[step][rows.to(device)]
+            difference = (logits - exact).abs()
+            worst = torch.maximum(worst, difference.max())  # keeps a NaN
+            squares = squares + difference.square().mean()
+            best = exact.topk(2).values
+            clear = ~(best[:, 0] - best[:, 1] <= ALLOWED * expected.plain_error)
+            disagreements += (clear & (logits.argmax(-1) != exact.argmax(-1))).sum()
+            sums.append(logits.double().sum(-1))
+        runs.append(torch.stack(sums))
+    places = len(runs[0])
+    return Check(
+        error=float(worst),
+        rms=float((squares / (2 * places)).sqrt()),
+        plain_error=expected.plain_error,
+        plain_rms=expected.plain_rms,
+        disagreements=int(disagreements),
+        compared=2 * places * batch,
+        sequences=distinct,
+        steps=places - 1,
+        repeats=bool((runs[0] == runs[1]).all()),
+    )

@@ -1,0 +1,174 @@
+"""The two ends of a decode step: a token's embedding, and the likeliest next token of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any, no_type_check
+
+import torch
+from torch import Tensor
+
+from ladder.kernels.all_reduce import SETS, SPIN_LIMIT, symmetric_slots
+from ladder.kernels.launch import INTERPRETED, begin, jit, launch, on_triton, tl, triton
+
+CHUNK = 1024
+EMPTY = -(2**31)  # the bits of -0.0, which are never sent
+
+
+@jit
+@no_type_check
+def _embed_kernel(
+    tokens, weight, out, first, rows, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    begin(PDL)
+    n = tl.program_id(0)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(tokens + n) - first
+    held = (row >= 0) & (row < rows)
+    value = tl.load(weight + row * D + i, mask=held & (i < D), other=0)
+    tl.store(out + n.to(tl.int64) * D + i, value, mask=i < D)
+
+
+@torch.no_grad()
+def embed(tokens: Tensor, weight: Tensor, first: int) -> Tensor:
+    """Rows of `weight` [V_local, D], which starts at token `first`, for tokens [M]: [M, D].
+
+    Zeros for tokens that lie elsewhere.
+    """
+    rows, size = weight.shape
+    if not on_triton(tokens):
+        held = (tokens >= first) & (tokens < first + rows)
+        return weight[(tokens - first).where(held, 0)] * held.unsqueeze(-1)
+    out = torch.empty(len(tokens), size, dtype=weight.dtype, device=weight.device)
+    # Not a dependent launch: what follows it may read ahead of its own wait what the last step
+    # left (`decode_attention`), because this kernel starts when all of that step has ended.
+    launch(
+        _embed_kernel, (len(tokens), triton.cdiv(size, CHUNK)), tokens.device,
+        tokens, weight, out, first, rows, D=size, BLOCK=CHUNK, num_warps=4, dependent=False,
+    )  # fmt: skip
+    return out
+
+
+@jit
+@no_type_check
+def _best_kernel(
+    logits, tops, places, stride, first, V: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The largest of BLOCK logits of one sequence, NaN where there is one, and its token."""
+    begin(PDL)
+    b, part = tl.program_id(0), tl.program_id(1)
+    i = part * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(logits + b.to(tl.int64) * stride + i, mask=i < V, other=float("-inf"))
+    value = value.to(tl.float32)
+    top = tl.max(value, 0)
+    place = tl.min(tl.where(value == top, i, V), 0)  # the lowest of equal ones
+    wrong = tl.max((value != value).to(tl.int32), 0)
+    top = tl.where(wrong > 0, float("nan"), top)
+    tl.store(tops + b * PARTS + part, top)
+    tl.store(places + b * PARTS + part, place + first)
+
+
+@jit
+@no_type_check
+def _choose_kernel(
+    tops, places, out, tokens, positions, last, buffers, epochs,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr, RANK: tl.constexpr,
+    WORLD: tl.constexpr, WP: tl.constexpr, ADVANCE: tl.constexpr, SETS: tl.constexpr,
+    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One sequence: the best of this rank's parts, then of all ranks. Slots as the push
+    all-reduce's: three sets in rotation, the data is its own flag."""
+    begin(PDL)
+    b = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    values = tl.load(tops + b * PARTS + i, mask=i < PARTS, other=float("-inf"))
+    where = tl.load(places + b * PARTS + i, mask=i < PARTS, other=0x7FFFFFFF)
+    wrong = tl.max((values != values).to(tl.int32), 0)
+    top = tl.max(values, 0)
+    token = tl.min(tl.where(values == top, where, 0x7FFFFFFF), 0)
+    if WORLD > 1:
+        epoch = tl.load(epochs + b)
+        top = tl.where(wrong > 0, float("nan"), top)
+        bits = top.to(tl.int32, bitcast=True)
+        bits = tl.where(bits == EMPTY, 0, bits)
+        at = ((epoch % SETS) * WORLD + RANK) * BATCH * 2 + b * 2
+        for peer in tl.static_range(WORLD):
+            base = tl.load(buffers + peer).to(tl.pointer_type(tl.int32))
+            tl.store(base + at, bits)
+            tl.store(base + at + 1, token)
+        ranks = tl.arange(0, WP)
+        own = tl.load(buffers + RANK).to(tl.pointer_type(tl.int32))
+        slots = own + ((epoch % SETS) * WORLD + ranks) * BATCH * 2 + b * 2
+        inside = ranks < WORLD
+        found = tl.load(slots, mask=inside, other=0, volatile=True)
+        where = tl.load(slots + 1, mask=inside, other=0, volatile=True)
+        if not INTERPRETED:
+            spins = 0
+            while tl.max(((found == EMPTY) | (where == EMPTY)).to(tl.int32)) > 0:
+                found = tl.load(slots, mask=inside, other=0, volatile=True)
+                where = tl.load(slots + 1, mask=inside, other=0, volatile=True)
+                spins += 1
+                if spins > SPIN_LIMIT:
+                    tl.inline_asm_elementwise(
+                        "trap; mov.u32 $0, 0;", "=r,r", [spins], tl.int32, is_pure=False, pack=1
+                    )
+        values = tl.where(inside, found.to(tl.float32, bitcast=True), float("-inf"))
+        wrong = tl.max((values != values).to(tl.int32), 0)
+        top = tl.max(values, 0)
+        token = tl.min(tl.where(inside & (values == top), where, 0x7FFFFFFF), 0)
+        before = own + (((epoch + SETS - 1) % SETS) * WORLD + ranks) * BATCH * 2 + b * 2
+        empty = tl.full([WP], EMPTY, tl.int32)
+        tl.store(before, empty, mask=inside)
+        tl.store(before + 1, empty, mask=inside)
+        tl.store(epochs + b, epoch + 1)
+    finite = (wrong == 0) & (tl.abs(top) < float("inf"))
+    tl.store(out + b, tl.where(finite, token, -1).to(tl.int64))
+    tl.store(tokens + b, tl.where(finite, token, 0).to(tl.int64))
+    if ADVANCE:
+        position = tl.load(positions + b)
+        tl.store(positions + b, tl.minimum(position + 1, last))
+
+
+class GreedyChoice:
+    """The likeliest next token of `batch` sequences over a vocabulary that is split over `group`.
+
+    Made by all ranks alike, outside a graph capture; calls in one order on all of them.
+    """
+
+    def __init__(self, batch: int, rank: int, world: int, group: Any, device: torch.device) -> None:
+        self.rank, self.world = rank, world
+        self.epochs = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.slots = self.buffers = self.epochs
+        if world > 1:
+            self.slots, self.buffers = symmetric_slots(
+                SETS * world * batch * 2, EMPTY, group, device
+            )
+
+    def __call__(
+        self, logits: Tensor, first: int, out: Tensor, tokens: Tensor,
+        positions: Tensor | None = None, last: int = 0,
+    ) -> None:  # fmt: skip
+        """Choose from logits [B, V_local], whose first token is `first`.
+
+        out: [B] int64, gets the token, -1 where the largest logit is not finite; tokens: the same
+        with 0 for it. positions: [B] int64, each goes on by one, to `last` at most. Of equal logits
+        the lowest token wins.
+        """
+        batch, size = logits.shape
+        assert len(self.epochs) == batch, (len(self.epochs), batch)
+        assert logits.stride(1) == 1
+        parts = triton.cdiv(size, CHUNK)
+        device = logits.device
+        tops = torch.empty(batch, parts, dtype=torch.float32, device=device)
+        places = torch.empty(batch, parts, dtype=torch.int32, device=device)
+        launch(
+            _best_kernel, (batch, parts), device, logits, tops, places, logits.stride(0), first,
+            V=size, PARTS=parts, BLOCK=CHUNK, num_warps=4,
+        )  # fmt: skip
+        launch(
+            _choose_kernel, (batch,), device, tops, places, out, tokens,
+            tokens if positions is None else positions, last, self.buffers, self.epochs,
+            PARTS=parts, BLOCK=triton.next_power_of_2(parts), BATCH=batch, RANK=self.rank,
+            WORLD=self.world, WP=triton.next_power_of_2(self.world), ADVANCE=positions is not None,
+            SETS=SETS, EMPTY=EMPTY, SPIN_LIMIT=SPIN_LIMIT, INTERPRETED=INTERPRETED, num_warps=4,
+        )  # fmt: skip

@@ -1,0 +1,565 @@
+"""The kernels of a decode step under tensor parallelism: projections that norm what they read, push
+what they make into every rank's slots, and carry the landing of the next read.
+
+No all-reduce kernel is left. `project` multiplies a few rows by a weight. It can
+- read a stream before its norm: the landing left sums of squares, and the norm's weight is folded
+  into the matrix, so one factor a row is all that is missing;
+- push its result into a slot on every rank (`Push`), where the data is its own flag: a slot that
+  is not yet written holds -0.0, which is never sent;
+- take a landing (`Job`) or the push of an earlier result (`Send`) along, as extra programs of the
+  same launch. A plan that lags has both off the critical path in this way; one that blocks pushes
+  from the product itself and launches its landings alone (`land`).
+
+A landing waits for the slots, sums them over the ranks in float32 and in an order that is the same
+on every rank, adds the stream, rounds once, leaves the sums of squares, and clears the slots.
+Weights are read before the previous kernel has ended (programmatic dependent launch).
+
+Source: fused computation-collective operations (GEMV + all-reduce), and T3, on NVLink.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import no_type_check
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ladder.kernels.all_reduce import SPIN_LIMIT
+from ladder.kernels.launch import (
+    INTERPRETED,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    launch,
+    on_triton,
+    tl,
+    triton,
+)
+
+CHUNK = 1024  # elements of a row that one program of a landing takes
+MAX_ROWS = 64
+MAX_VECTOR_ROWS = 2  # more rows are multiplied on tensor cores
+MAX_SUMS, MAX_OWNS = 2, 2
+# The bits of -0.0, by element size in bytes.
+EMPTY = {2: -(2**15), 4: -(2**31)}
+BITS = {2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True)
+class Push:
+    """Where a partial goes: `slots` (rank, row, element) on every rank, from `start` elements on.
+
+    buffers: [world] int64, each rank's address of the same symmetric memory.
+    """
+
+    buffers: Tensor
+    start: int
+    rank: int
+    world: int
+
+
+@dataclass
+class Send:
+    """A finished partial [M, D] on its way to every rank's slots.
+
+    In place of a `Push` where nobody waits for it: a kernel ends only when every rank has
+    acknowledged what it wrote there, which is time lost on the critical path. Extra programs of
+    the next kernel do not delay it.
+    """
+
+    partial: Tensor
+    push: Push
+    launched: bool = False
+
+
+@dataclass
+class Job:
+    """One landing: out = stream (or nothing, where `replaces`) + sums over ranks + own parts.
+
+    stream, out: [M, D]; `out` is not the stream itself, which others may still read. squares:
+    [M, ceil(D / CHUNK)] float32, sums of the squares of `out`. sums: slots [world, M, D] of this
+    rank, cleared when they have been read. owns: (tensor [M, D], factor).
+    """
+
+    stream: Tensor
+    out: Tensor
+    squares: Tensor
+    sums: Sequence[Tensor] = ()
+    owns: Sequence[tuple[Tensor, float]] = ()
+    replaces: bool = False
+    launched: bool = False
+
+
+def land_reference(job: Job) -> None:
+    total = torch.zeros_like(job.stream, dtype=torch.float32)
+    if not job.replaces:
+        total += job.stream.float()
+    for slots in job.sums:
+        assert not torch.any((slots == 0) & torch.signbit(slots)), "a slot is empty"
+        for part in slots:
+            total += part.float()
+        slots.fill_(-0.0)
+    for own, factor in job.owns:
+        total += own.float() * factor
+    job.out.copy_(total)
+    padded = F.pad(job.out.float().square(), (0, -total.shape[1] % CHUNK))
+    job.squares.copy_(padded.unflatten(1, (-1, CHUNK)).sum(-1))
+
+
+def project_reference(
+    x: Tensor, weight: Tensor, up: Tensor | None = None, *,
+    squares: Tensor | None = None, eps: float = 0.0, add: Tensor | None = None, factor: float = 1.0,
+) -> Tensor:  # fmt: skip
+    x = x.float()
+    if squares is not None:
+        x = x * torch.rsqrt(squares.sum(1, keepdim=True) / x.shape[1] + eps)
+    y = F.linear(x, weight.float())
+    if up is not None:
+        y = F.silu(y) * F.linear(x, up.float())
+    return y if add is None else y + add.float() * factor
+
+
+@jit
+@no_type_check
+def _land(
+    program, stream, out, squares, sum0, sum1, own0, own1, factor0, factor1,
+    M, D: tl.constexpr, WORLD: tl.constexpr, WP: tl.constexpr, SUMS: tl.constexpr,
+    OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
+    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """One program of a landing: CHUNK elements of one row."""
+    chunks: tl.constexpr = (D + CHUNK - 1) // CHUNK
+    row = program // chunks
+    i = (program % chunks) * CHUNK + tl.arange(0, CHUNK)
+    inside = i < D
+    at = row.to(tl.int64) * D + i
+    kind: tl.constexpr = stream.dtype.element_ty
+    total = tl.zeros([CHUNK], tl.float32)
+    if not REPLACES:
+        total += tl.load(stream + at, mask=inside, other=0).to(tl.float32)
+    peers = tl.arange(0, WP)[:, None]
+    mask = (peers < WORLD) & inside[None, :]
+    for k in tl.static_range(SUMS):
+        slot = (sum0 if k == 0 else sum1).to(tl.pointer_type(BITS))
+        slot += peers.to(tl.int64) * M * D + at[None, :]
+        bits = tl.load(slot, mask=mask, other=0, volatile=True)
+        if not INTERPRETED:
+            spins = 0
+            while tl.max((bits == EMPTY).to(tl.int32)) > 0:
+                bits = tl.load(slot, mask=mask, other=0, volatile=True)
+                spins += 1
+                if spins > SPIN_LIMIT:
+                    tl.inline_asm_elementwise(
+                        "trap; mov.u32 $0, 0;", "=r,r", [spins], tl.int32, is_pure=False, pack=1
+                    )
+        total += tl.sum(bits.to(kind, bitcast=True).to(tl.float32), 0)
+        tl.store(slot, tl.full([WP, CHUNK], EMPTY, BITS), mask=mask)
+    if OWNS > 0:
+        total += tl.load(own0 + at, mask=inside, other=0).to(tl.float32) * factor0
+    if OWNS > 1:
+        total += tl.load(own1 + at, mask=inside, other=0).to(tl.float32) * factor1
+    rounded = total.to(kind)
+    tl.store(out + at, rounded, mask=inside)
+    total = rounded.to(tl.float32)
+    tl.store(squares + program, tl.sum(total * total, 0))
+
+
+@jit
+@no_type_check
+def _send(
+    program, partial, buffers, start, M, D: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr,
+    CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
+):  # fmt: skip
+    """One program of a send: CHUNK elements of one row."""
+    chunks: tl.constexpr = (D + CHUNK - 1) // CHUNK
+    row = program // chunks
+    i = (program % chunks) * CHUNK + tl.arange(0, CHUNK)
+    at = row.to(tl.int64) * D + i
+    bits = tl.load(partial + at, mask=i < D, other=0).to(BITS, bitcast=True)
+    bits = tl.where(bits == EMPTY, 0, bits).to(BITS)
+    for peer in tl.static_range(WORLD):
+        to = tl.load(buffers + (RANK + peer) % WORLD).to(tl.pointer_type(BITS))
+        base = tl.multiple_of(to, 16) + start + RANK * M * D
+        tl.store(base + at, bits, mask=i < D)
+
+
+@jit
+@no_type_check
+def _send_kernel(
+    partial, buffers, start, M, D: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr,
+    CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    _send(tl.program_id(0), partial, buffers, start, M, D, WORLD, RANK, CHUNK, BITS, EMPTY)
+
+
+@jit
+@no_type_check
+def _land_kernel(
+    stream, out, squares, sum0, sum1, own0, own1, factor0, factor1, M,
+    D: tl.constexpr, WORLD: tl.constexpr, WP: tl.constexpr, SUMS: tl.constexpr,
+    OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
+    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    _land(tl.program_id(0), stream, out, squares, sum0, sum1, own0, own1, factor0, factor1, M,
+          D, WORLD, WP, SUMS, OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT,
+          INTERPRETED)  # fmt: skip
+
+
+@jit
+@no_type_check
+def _finish(
+    y, m, n, inside, out, add, factor, buffers, start, N, M: tl.constexpr, KIND: tl.constexpr,
+    ADD: tl.constexpr, STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr,
+    WORLD: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
+):  # fmt: skip
+    """Store rows m, columns n of a product; add what is to be added; push."""
+    if STORE:
+        tl.store(out + m * N + n, y.to(KIND), mask=inside)
+    if ADD:
+        y += tl.load(add + m * N + n, mask=inside, other=0).to(tl.float32) * factor
+    if PUSH:
+        bits = y.to(KIND).to(BITS, bitcast=True)
+        bits = tl.where(bits == EMPTY, 0, bits).to(BITS)
+        for peer in tl.static_range(WORLD):
+            base = tl.multiple_of(tl.load(buffers + peer).to(tl.pointer_type(BITS)), 16)
+            tl.store(base + start + (RANK * M + m) * N + n, bits, mask=inside)
+    elif not STORE:
+        tl.store(out + m * N + n, y.to(KIND), mask=inside)
+
+
+@jit
+@no_type_check
+def _product(
+    program, x, weight, up, out, squares, add, factor, eps, buffers, start, N,
+    M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
+    STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program of a product: BN rows of the weight."""
+    # [row of x, row of the weight, column]: loaded in three dimensions, all share one layout.
+    m = tl.arange(0, MP)[:, None, None]
+    n = program * BN + tl.arange(0, BN)[None, :, None]
+    columns = tl.arange(0, BK)[None, None, :]
+    row = n.to(tl.int64) * K  # a head of 2**31 elements and more exists
+    # Weights depend on no other kernel: the first step's are read before the wait.
+    first = (n < N) & ((columns < K) | (K >= BK))
+    w = tl.load(weight + row + columns, mask=first, other=0)
+    u = w
+    if GATED:
+        u = tl.load(up + row + columns, mask=first, other=0)
+    if PDL:
+        gdc_wait()
+    # A thread sums its 8 neighbouring columns at once: an accumulator a row and not eight.
+    total = tl.zeros([MP, BN, BK // 8], tl.float32)
+    total_up = tl.zeros([MP, BN, BK // 8], tl.float32)
+    for k in tl.static_range(0, K, BK):
+        at = k + columns
+        fits = (at < K) | (K % BK == 0)
+        if k > 0:
+            w = tl.load(weight + row + at, mask=fits & (n < N), other=0)
+            if GATED:
+                u = tl.load(up + row + at, mask=fits & (n < N), other=0)
+        a = tl.load(x + m * K + at, mask=fits & ((m < M) | (M == MP)), other=0).to(tl.float32)
+        total += tl.sum(tl.reshape(a * w.to(tl.float32), [MP, BN, BK // 8, 8]), 3)
+        if GATED:
+            total_up += tl.sum(tl.reshape(a * u.to(tl.float32), [MP, BN, BK // 8, 8]), 3)
+    y = tl.sum(total, 2, keep_dims=True)
+    inside = (m < M) & (n < N)
+    if NORM:
+        chunks: tl.constexpr = (K + CHUNK - 1) // CHUNK
+        c = tl.arange(0, CP)[None, None, :]
+        parts = tl.load(squares + m * chunks + c, mask=(m < M) & (c < chunks), other=0)
+        scale = tl.rsqrt(tl.sum(parts, 2, keep_dims=True) / K + eps)
+        y = y * scale
+        if GATED:
+            y_up = tl.sum(total_up, 2, keep_dims=True) * scale
+            y = y / (1 + tl.exp(-y)) * y_up
+    elif GATED:
+        y = y / (1 + tl.exp(-y)) * tl.sum(total_up, 2, keep_dims=True)
+    _finish(y, m, n, inside, out, add, factor, buffers, start, N, M, x.dtype.element_ty, ADD, STORE,
+            PUSH, RANK, WORLD, BITS, EMPTY)  # fmt: skip
+
+
+@jit
+@no_type_check
+def _tile(
+    program, x, weight, up, out, squares, add, factor, eps, buffers, start, N,
+    M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
+    STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
+    KIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `_product` on tensor cores, for more rows."""
+    m, n = tl.arange(0, MP)[:, None], program * BN + tl.arange(0, BN)[None, :]
+    columns = tl.arange(0, BK)
+    rows = tl.trans(n).to(tl.int64) * K  # [BN, 1]
+    total = tl.zeros([MP, BN], tl.float32)
+    total_up = tl.zeros([MP, BN], tl.float32)
+    if PDL:
+        gdc_wait()
+    for k in tl.range(0, K, BK, num_stages=STAGES):
+        at = k + columns[None, :]
+        fits = (at < K) | (K % BK == 0)
+        a = tl.load(x + m * K + at, mask=fits & ((m < M) | (M == MP)), other=0).to(KIND)
+        w = tl.load(weight + rows + at, mask=fits & (tl.trans(n) < N), other=0).to(KIND)
+        total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
+        if GATED:
+            u = tl.load(up + rows + at, mask=fits & (tl.trans(n) < N), other=0).to(KIND)
+            total_up = tl.dot(a, tl.trans(u), total_up, input_precision="ieee")
+    y = total
+    if NORM:
+        chunks: tl.constexpr = (K + CHUNK - 1) // CHUNK
+        c = tl.arange(0, CP)[None, :]
+        parts = tl.load(squares + m * chunks + c, mask=(m < M) & (c < chunks), other=0)
+        scale = tl.rsqrt(tl.sum(parts, 1, keep_dims=True) / K + eps)
+        y = y * scale
+        total_up = total_up * scale
+    if GATED:
+        y = y / (1 + tl.exp(-y)) * total_up
+    _finish(y, m, n, (m < M) & (n < N), out, add, factor, buffers, start, N, M,
+            x.dtype.element_ty, ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY)  # fmt: skip
+
+
+@jit
+@no_type_check
+def _either(
+    program, x, weight, up, out, squares, add, factor, eps, buffers, start, N,
+    M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
+    STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
+    KIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if STAGES == 0:
+        _product(program, x, weight, up, out, squares, add, factor, eps, buffers, start, N, M, MP,
+                 K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK, BITS, EMPTY,
+                 PDL)  # fmt: skip
+    else:
+        _tile(program, x, weight, up, out, squares, add, factor, eps, buffers, start, N, M, MP, K,
+              BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK, BITS, EMPTY, STAGES,
+              KIND, PDL)  # fmt: skip
+
+
+@jit
+@no_type_check
+def _project_kernel(
+    x, weight, up, out, squares, add, factor, eps, buffers, start, N,
+    stream, landed, landed_squares, sum0, sum1, own0, own1, factor0, factor1, rows, riders,
+    products,
+    M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
+    STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, RIDES: tl.constexpr,
+    D: tl.constexpr, WORLD: tl.constexpr, WP: tl.constexpr, SUMS: tl.constexpr,
+    OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
+    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, INTERPRETED: tl.constexpr,
+    STAGES: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    # A landing's programs come first beside a product of few rows, which is short, and last beside
+    # tiles, which are long and would wait for a place.
+    before = riders if STAGES == 0 else 0
+    landing = 0 if STAGES == 0 else products
+    if RIDES:
+        if (program >= landing) & (program < landing + riders):
+            if PDL:
+                gdc_wait()
+            if RIDES == 1:
+                _land(program - landing, stream, landed, landed_squares, sum0, sum1, own0, own1,
+                      factor0, factor1, rows, D, WORLD, WP, SUMS, OWNS, REPLACES, CHUNK, BITS,
+                      EMPTY, SPIN_LIMIT, INTERPRETED)  # fmt: skip
+            else:
+                _send(program - landing, stream, buffers, start, rows, D, WORLD, RANK, CHUNK, BITS,
+                      EMPTY)  # fmt: skip
+        else:
+            _either(program - before, x, weight, up, out, squares, add, factor, eps, buffers, start,
+                    N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK,
+                    BITS, EMPTY, STAGES, KIND, PDL)  # fmt: skip
+    else:
+        _either(program, x, weight, up, out, squares, add, factor, eps, buffers, start, N, M, MP,
+                K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK, BITS, EMPTY,
+                STAGES, KIND, PDL)  # fmt: skip
+
+
+def _rider(rider: Job | Send | None, like: Tensor, push: Push | None) -> tuple[list, dict]:
+    """The kernel arguments of a rider: pointers and factors, and constants."""
+    job = rider if isinstance(rider, Job) else None
+    sums: list[Tensor] = [] if job is None else list(job.sums)
+    owns = [] if job is None else list(job.owns)
+    assert len(sums) <= MAX_SUMS, len(sums)
+    assert len(owns) <= MAX_OWNS, len(owns)
+    tensors = [like] * 3
+    if isinstance(rider, Job):
+        tensors = [rider.stream, rider.out, rider.squares]
+    elif isinstance(rider, Send):
+        tensors[0] = rider.partial
+    size = like.element_size()
+    world = sums[0].shape[0] if sums else 1 if push is None else push.world
+    pointers = [
+        *tensors,
+        *sums, *[like] * (MAX_SUMS - len(sums)),
+        *(own for own, _ in owns), *[like] * (MAX_OWNS - len(owns)),
+        *(float(factor) for _, factor in owns), *[0.0] * (MAX_OWNS - len(owns)),
+        tensors[0].shape[0],
+    ]  # fmt: skip
+    constants = {
+        "D": 0 if rider is None else tensors[0].shape[1],
+        "WORLD": world, "WP": triton.next_power_of_2(world), "SUMS": len(sums), "OWNS": len(owns),
+        "REPLACES": job is not None and job.replaces, "CHUNK": CHUNK, "BITS": _bits(like),
+        "EMPTY": EMPTY[size], "SPIN_LIMIT": SPIN_LIMIT, "INTERPRETED": INTERPRETED,
+    }  # fmt: skip
+    return pointers, constants
+
+
+def _bits(like: Tensor) -> object:
+    return tl.int16 if like.element_size() == 2 else tl.int32
+
+
+def programs_of(rider: Job | Send | None) -> int:
+    """How many programs a rider adds to a launch."""
+    if rider is None:
+        return 0
+    rows, size = (rider.stream if isinstance(rider, Job) else rider.partial).shape
+    return rows * -(-size // CHUNK)
+
+
+def land(job: Job) -> None:
+    """Run a landing by itself."""
+    assert not job.launched
+    job.launched = True
+    if not on_triton(job.stream):
+        land_reference(job)
+        return
+    pointers, constants = _rider(job, job.stream, None)
+    launch(
+        _land_kernel, (programs_of(job),), job.stream.device,
+        *pointers, **constants, num_warps=4,
+    )  # fmt: skip
+
+
+def send(job: Send) -> None:
+    """Run a send by itself."""
+    assert not job.launched
+    job.launched = True
+    partial, push = job.partial, job.push
+    launch(
+        _send_kernel, (programs_of(job),), partial.device,
+        partial, push.buffers, push.start, partial.shape[0], D=partial.shape[1],
+        WORLD=push.world, RANK=push.rank, CHUNK=CHUNK, BITS=_bits(partial),
+        EMPTY=EMPTY[partial.element_size()], num_warps=4,
+    )  # fmt: skip
+
+
+def new_job(stream: Tensor, **fields: object) -> Job:
+    """A landing onto `stream` [M, D], with fresh memory for what it writes."""
+    rows, size = stream.shape
+    squares = torch.empty(rows, -(-size // CHUNK), dtype=torch.float32, device=stream.device)
+    return Job(stream, torch.empty_like(stream), squares, **fields)  # type: ignore[arg-type]
+
+
+def _blocks(
+    rows: int, outputs: int, size: int, gated: bool, itemsize: int
+) -> tuple[int, int, int, int, int]:
+    """(rows padded, weight rows a program, columns a step, warps, stages; 0: no tensor cores).
+
+    Measured on an H200 over chains of products. Llama-3 8B at TP 4, one row, microseconds (floor by
+    4.1 TB/s): QKV 3.96 (3.1), attention's output 3.10 (2.0), gate and up 14.8 (14.3), down 7.33
+    (7.2). 16 rows: 10.2, 4.6, 17.2, 9.9, where cuBLAS took 8.8, 5.3, 17.4 (and SwiGLU), 12.6.
+    64 rows: 8.3, 4.3, 18.0, 9.8 (9.3, 5.4, 17.9, 10.9).
+    """
+    if rows > MAX_VECTOR_ROWS:
+        padded = max(16, triton.next_power_of_2(rows))
+        if padded == 16:
+            block, step, stages = 32 if gated else 64, 256, 4
+        elif padded == 32:
+            block, step, stages = (16, 256, 4) if gated else (32, 256, 5)
+        elif gated or size <= 1024:
+            block, step, stages = 32, 128, 5
+        else:  # few outputs: enough programs to draw on all of the memory's bandwidth
+            block, step, stages = 16 if outputs < 2048 else 32, 256, 4
+        return padded, block, step * 2 // itemsize, 4, stages
+    padded = triton.next_power_of_2(rows)
+    if rows > 1:
+        return padded, 2, 2048 if rows == 2 else 1024, 4, 0
+    if gated:
+        return padded, 2, 2048, 8, 0
+    if size <= 1024:
+        return padded, 4, 1024, 4, 0
+    # One step where it covers the columns exactly: the whole weight is read before the wait.
+    return (padded, 2, 4096, 4, 0) if size % 4096 == 0 else (padded, 2, 2048, 8, 0)
+
+
+def project(
+    x: Tensor, weight: Tensor, up: Tensor | None = None, *,
+    squares: Tensor | None = None, eps: float = 0.0, add: Tensor | None = None, factor: float = 1.0,
+    push: Push | None = None, keep: bool = True, rider: Job | Send | None = None,
+) -> Tensor | None:  # fmt: skip
+    """x [M, K] times weight [N, K] transposed, for M from 1 to 64: [M, N].
+
+    Summed in float32, rounded once.
+
+    up: then silu(x weight^T) * (x up^T). squares: x is a stream before its norm (of weight 1), and
+    these are its sums of squares, from its landing. add: [M, N], added with `factor` to what is
+    pushed (or, without `push`, to what is returned). push: where the result goes on every rank.
+    keep: whether the result, without what is added, is returned too. rider: a landing that runs
+    in the same launch; it must need nothing that this product makes.
+    """
+    rows, size = x.shape
+    outputs = weight.shape[0]
+    assert 1 <= rows <= MAX_ROWS, rows
+    assert x.is_contiguous()
+    assert weight.is_contiguous()
+    assert weight.shape[1] == size
+    assert push is not None or keep
+    if rider is not None:
+        assert not rider.launched
+    if isinstance(rider, Send):
+        assert push is None, "a launch writes to one place on other ranks"
+    if not on_triton(x):
+        assert push is None, "only GPUs share slots"
+        assert not isinstance(rider, Send), "only GPUs share slots"
+        if rider is not None:
+            land(rider)
+        plain = {} if add is None else {"add": add, "factor": factor}
+        return project_reference(x, weight, up, squares=squares, eps=eps, **plain).to(x.dtype)
+    if rider is not None:
+        rider.launched = True
+    padded, block, step, warps, stages = _blocks(rows, outputs, size, up is not None, x.itemsize)
+    riders = programs_of(rider)
+    to = rider.push if isinstance(rider, Send) else push
+    pointers, constants = _rider(rider, x, to)
+    if to is not None:
+        assert constants["WORLD"] == to.world
+    products = triton.cdiv(outputs, block)
+    # Added to what is returned only where nothing is pushed.
+    store = keep and not (add is not None and push is None)
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device) if keep else x
+    launch(
+        _project_kernel, (riders + products,), x.device,
+        x, weight, weight if up is None else up, out, x if squares is None else squares,
+        x if add is None else add, float(factor), float(eps),
+        x if to is None else to.buffers, 0 if to is None else to.start, outputs,
+        *pointers, riders, products,
+        M=rows, MP=padded, K=size, BN=block, BK=step, GATED=up is not None,
+        NORM=squares is not None, CP=triton.next_power_of_2(-(-size // CHUNK)),
+        ADD=add is not None, STORE=store, PUSH=push is not None,
+        RANK=0 if to is None else to.rank,
+        RIDES=0 if rider is None else 1 if isinstance(rider, Job) else 2, **constants,
+        STAGES=stages,
+        # The interpreter has no bfloat16 product.
+        KIND=tl.float32 if INTERPRETED else getattr(tl, str(x.dtype).removeprefix("torch.")),
+        num_warps=warps,
+    )  # fmt: skip
+    return out if keep else None

@@ -1,0 +1,282 @@
+"""Between the matrix products of a prompt: landing on a rank's own rows, SwiGLU, rotary.
+
+All three are limited by memory: each reads its inputs once and writes its results once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import no_type_check
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ladder.kernels.launch import begin, check, check_dtype, jit, launch, on_triton, tl, triton
+from ladder.kernels.norm import MAX_SIZE, Pair
+from ladder.models.errors import UserError
+
+MAX_PIECES = 8
+# Elements of one program: with 4 warps a thread has four 16-byte loads of bfloat16 from each input
+# in flight.
+TILE, WARPS = 4096, 4
+
+
+# -- landing ---------------------------------------------------------------------------------
+
+
+def land_rows_reference(
+    pieces: Sequence[Tensor], stream: Tensor, weight: Tensor, eps: float, out: Pair | None = None
+) -> Pair:
+    total = torch.zeros(stream.shape, dtype=torch.float32, device=stream.device)
+    for piece in (*pieces, stream):
+        total += piece.float()
+    normed = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+    if out is not None:
+        return out[0].copy_(total), out[1].copy_(normed)
+    return total.to(stream.dtype), normed.to(stream.dtype)
+
+
+@jit
+@no_type_check
+def _land_kernel(
+    stream, weight, landed, normed, eps, p0, p1, p2, p3, p4, p5, p6, p7,
+    COUNT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    # The whole row stays in registers: it is read once, so `landed` may be `stream` itself.
+    i = tl.arange(0, BLOCK)
+    inside = i < D
+    at = tl.program_id(0).to(tl.int64) * D + i
+    gain = tl.load(weight + i, mask=inside, other=0).to(tl.float32)
+    before = tl.load(stream + at, mask=inside, other=0).to(tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    if COUNT > 0:
+        total += tl.load(p0 + at, mask=inside, other=0).to(tl.float32)
+    if COUNT > 1:
+        total += tl.load(p1 + at, mask=inside, other=0).to(tl.float32)
+    if COUNT > 2:
+        total += tl.load(p2 + at, mask=inside, other=0).to(tl.float32)
+    if COUNT > 3:
+        total += tl.load(p3 + at, mask=inside, other=0).to(tl.float32)
+    if COUNT > 4:
+        total += tl.load(p4 + at, mask=inside, other=0).to(tl.float32)
+    if COUNT > 5:
+        total += tl.load(p5 + at, mask=inside, other=0).to(tl.float32)
+    if COUNT > 6:
+        total += tl.load(p6 + at, mask=inside, other=0).to(tl.float32)
+    if COUNT > 7:
+        total += tl.load(p7 + at, mask=inside, other=0).to(tl.float32)
+    total += before
+    scale = tl.rsqrt(tl.sum(total * total, 0) / D + eps)
+    tl.store(landed + at, total.to(landed.dtype.element_ty), mask=inside)
+    tl.store(normed + at, (total * scale * gain).to(normed.dtype.element_ty), mask=inside)
+
+
+@torch.no_grad()
+def land_rows(
+    pieces: Sequence[Tensor], stream: Tensor, weight: Tensor, eps: float, out: Pair | None = None
+) -> Pair:
+    """Sum up to 8 pieces, add the stream, and norm the sum: (new stream, normed), both [M, D].
+
+    pieces: each [M, D], the ranks' parts of one output, in rank order; peers' memory will do.
+    stream: [M, D], D up to 16384, not changed unless `out[0]` is the stream itself.
+    weight: [D]. All of one dtype (bfloat16, float16, float32) and contiguous.
+
+    The pieces are summed in float32 in their order, the stream comes last, and the new stream is
+    rounded once. What is normed is the sum before that rounding. Not differentiable.
+    """
+    if stream.dim() != 2 or not 1 <= stream.shape[1] <= MAX_SIZE:
+        raise UserError(
+            f"stream has shape {tuple(stream.shape)}; expected [M, D] with D up to {MAX_SIZE}"
+        )
+    if len(pieces) > MAX_PIECES:
+        raise UserError(f"{len(pieces)} pieces; land at most {MAX_PIECES} at a time")
+    rows, size = stream.shape
+    named = {f"pieces[{n}]": piece for n, piece in enumerate(pieces)}
+    named |= dict(zip(("out[0]", "out[1]"), out or (), strict=False))
+    check_dtype(stream=stream, weight=weight, **named)
+    check("stream", stream, (rows, size), stream)
+    check("weight", weight, (size,), stream)
+    for name, tensor in named.items():
+        check(name, tensor, (rows, size), stream)
+    if not on_triton(stream):
+        return land_rows_reference(pieces, stream, weight, eps, out)
+    landed, normed = (torch.empty_like(stream), torch.empty_like(stream)) if out is None else out
+    block = triton.next_power_of_2(size)
+    launch(
+        _land_kernel, (rows,), stream.device,
+        stream, weight, landed, normed, eps, *pieces, *[stream] * (MAX_PIECES - len(pieces)),
+        COUNT=len(pieces), D=size, BLOCK=block,
+        num_warps=min(16, max(1, block // 512)),
+        dependent=False,  # it follows copies and waits on a stream of its own, and no kernel
+    )  # fmt: skip
+    return landed, normed
+
+
+# -- SwiGLU ----------------------------------------------------------------------------------
+
+
+def swiglu_reference(packed: Tensor) -> Tensor:
+    gate, up = packed.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(packed.dtype)
+
+
+@jit
+@no_type_check
+def _swiglu_kernel(
+    packed, out, M, H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    begin(PDL)
+    # One dimension of programs, for the others end at 65535.
+    across = tl.cdiv(H, BLOCK)
+    row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (row < M) & (column < H)
+    source = packed + row * 2 * H + column
+    gate = tl.load(source, mask=inside, other=0).to(tl.float32)
+    up = tl.load(source + H, mask=inside, other=0).to(tl.float32)
+    y = gate / (1 + tl.exp(-gate)) * up
+    tl.store(out + row * H + column, y.to(out.dtype.element_ty), mask=inside)
+
+
+@torch.no_grad()
+def swiglu(packed: Tensor) -> Tensor:
+    """silu(gate) * up of packed [M, 2 H], gate then up in each row: [M, H].
+
+    bfloat16, float16 or float32, contiguous. Computed in float32, rounded once. Not
+    differentiable.
+    """
+    if packed.dim() != 2 or packed.shape[1] % 2:
+        raise UserError(f"packed has shape {tuple(packed.shape)}; expected [M, 2 H]")
+    rows, inner = packed.shape[0], packed.shape[1] // 2
+    check_dtype(packed=packed)
+    check("packed", packed, (rows, 2 * inner), packed)
+    if not on_triton(packed):
+        return swiglu_reference(packed)
+    out = torch.empty(rows, inner, dtype=packed.dtype, device=packed.device)
+    block = min(512, triton.next_power_of_2(inner))
+    tall = TILE // block
+    launch(
+        _swiglu_kernel, (triton.cdiv(rows, tall) * triton.cdiv(inner, block),), packed.device,
+        packed, out, rows, H=inner, ROWS=tall, BLOCK=block, num_warps=WARPS,
+    )  # fmt: skip
+    return out
+
+
+# -- rotary ----------------------------------------------------------------------------------
+
+
+def rotary_prompt_reference(
+    packed: Tensor, table: Tensor, keys: Tensor, values: Tensor, num_heads: int, num_kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    length = packed.shape[1]
+    heads = packed.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
+    cos, sin = table[:length, None].chunk(2, dim=-1)
+
+    def rotate(x: Tensor) -> Tensor:
+        left, right = x.float().chunk(2, dim=-1)
+        turned = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+        return turned.to(x.dtype)
+
+    keys[:, :, :length], values[:, :, :length] = rotate(k).transpose(1, 2), v.transpose(1, 2)
+    return rotate(q).transpose(1, 2), keys[:, :, :length], values[:, :, :length]
+
+
+@jit
+@no_type_check
+def _rotary_prompt_kernel(
+    packed, table, keys, values, q, S, batch_stride, head_stride,
+    HQ: tl.constexpr, HKV: tl.constexpr, HALF: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    # [token, head, column]: the table's rows are read once for all heads of a program.
+    blocks = tl.cdiv(S, TOKENS)
+    b = (tl.program_id(0) // blocks).to(tl.int64)
+    place = (tl.program_id(0) % blocks) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)[None, :, None]).to(tl.int64)
+    i = tl.arange(0, BLOCK)[None, None, :]
+    here = (place < S) & (i < HALF)
+    inside = here & (head < HQ + 2 * HKV)
+    source = packed + ((b * S + place) * (HQ + 2 * HKV) + head) * 2 * HALF + i
+    left = tl.load(source, mask=inside, other=0).to(tl.float32)
+    right = tl.load(source + HALF, mask=inside, other=0).to(tl.float32)
+    cos = tl.load(table + place * 2 * HALF + i, mask=here, other=0)
+    sin = tl.load(table + place * 2 * HALF + HALF + i, mask=here, other=0)
+    kind = keys.dtype.element_ty
+    turned = head < HQ + HKV
+    new_left = tl.where(turned, left * cos - right * sin, left).to(kind)
+    new_right = tl.where(turned, right * cos + left * sin, right).to(kind)
+    queries = inside & (head < HQ)
+    target = q + ((b * S + place) * HQ + head) * 2 * HALF + i
+    tl.store(target, new_left, mask=queries)
+    tl.store(target + HALF, new_right, mask=queries)
+    cached = b * batch_stride + place * 2 * HALF + i
+    stored = inside & (head >= HQ) & (head < HQ + HKV)
+    target = keys + cached + (head - HQ) * head_stride
+    tl.store(target, new_left, mask=stored)
+    tl.store(target + HALF, new_right, mask=stored)
+    stored = inside & (head >= HQ + HKV)
+    target = values + cached + (head - HQ - HKV) * head_stride
+    tl.store(target, new_left, mask=stored)
+    tl.store(target + HALF, new_right, mask=stored)
+
+
+@torch.no_grad()
+def rotary_prompt(
+    packed: Tensor, table: Tensor, keys: Tensor, values: Tensor, num_heads: int, num_kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate the queries and keys of prompts from position 0 on; store their keys and values.
+
+    packed: [B, S, (num_heads + 2 num_kv_heads) * head_dim], queries, then keys, then values.
+    table: [at least S, head_dim] float32, row p holding cos (head_dim / 2) then sin of position p;
+        halves are paired as Hugging Face does.
+    keys, values: [B, num_kv_heads, L, head_dim], L at least S, written in place at 0 .. S - 1; the
+        last two dimensions dense.
+
+    Returns queries [B, num_heads, S, head_dim], a view of dense [B, S, num_heads, head_dim], and
+    the first S places of keys and values: what torch's attention takes without another copy.
+    Rotates in float32 and rounds once; values are copied bit for bit. Not differentiable.
+    """
+    heads, head_dim = num_heads + 2 * num_kv_heads, keys.shape[-1]
+    if packed.dim() != 3 or packed.shape[2] != heads * head_dim or head_dim % 2:
+        raise UserError(
+            f"packed has shape {tuple(packed.shape)}; expected [B, S, {heads} x {head_dim}], with "
+            f"an even head_dim"
+        )
+    batch, length, _ = packed.shape
+    check_dtype(packed=packed, keys=keys, values=values)
+    check("packed", packed, (batch, length, heads * head_dim), packed)
+    for name, cache in (("keys", keys), ("values", values)):
+        expected = (batch, num_kv_heads, keys.shape[2], head_dim)
+        if tuple(cache.shape) != expected or cache.shape[2] < length:
+            raise UserError(
+                f"{name} has shape {tuple(cache.shape)}; expected [{batch}, {num_kv_heads}, L, "
+                f"{head_dim}] with the same L of {length} or more for both"
+            )
+        if cache.stride()[2:] != (head_dim, 1) or cache.stride() != keys.stride():
+            raise UserError(f"{name} has strides {cache.stride()}; expected dense rows of head_dim")
+        if cache.device != packed.device:
+            raise UserError(f"{name} is on {cache.device}, packed on {packed.device}; move it")
+    if table.dtype != torch.float32 or table.shape[0] < length:
+        raise UserError(
+            f"table is {table.dtype} {tuple(table.shape)}; expected torch.float32 [>= {length}, "
+            f"{head_dim}]"
+        )
+    check("table", table, (table.shape[0], head_dim), packed)
+    if not on_triton(packed):
+        return rotary_prompt_reference(packed, table, keys, values, num_heads, num_kv_heads)
+    q = torch.empty(batch, length, num_heads, head_dim, dtype=packed.dtype, device=packed.device)
+    block = triton.next_power_of_2(head_dim // 2)
+    several = min(4, triton.next_power_of_2(heads))
+    tokens = max(1, TILE // (block * several))
+    launch(
+        _rotary_prompt_kernel,
+        (batch * triton.cdiv(length, tokens), triton.cdiv(heads, several)), packed.device,
+        packed, table, keys, values, q, length, keys.stride(0), keys.stride(1),
+        HQ=num_heads, HKV=num_kv_heads, HALF=head_dim // 2,
+        TOKENS=tokens, HEADS=several, BLOCK=block, num_warps=WARPS,
+    )  # fmt: skip
+    return q.transpose(1, 2), keys[:, :, :length], values[:, :, :length]

@@ -1,0 +1,149 @@
+"""Which all-reduce for which message size: tables measured by `ladder bench comm`, as data.
+
+A table is a JSON list of entries, one for a kind of GPU and a number of ranks:
+
+    [{"gpu": "NVIDIA H200", "world": 4, "until": [[524288, "push"]], "source": "..."}]
+
+`until` gives, in ascending order, the largest message in bytes that an algorithm is used for; NCCL
+takes what is larger. dispatch.json, beside this file, holds what has been measured so far. A file
+of one's own (`ladder bench comm --write-table FILE`), named by the environment variable
+LADDER_DISPATCH, goes before it. Where neither knows the GPU and the number of ranks, DEFAULT holds:
+push where latency decides everywhere, NCCL for the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ladder.files import write_text
+from ladder.kernels.all_reduce import SENTINELS
+from ladder.models.errors import UserError, check_keys, unknown
+
+VARIABLE = "LADDER_DISPATCH"
+PACKAGED = Path(__file__).with_name("dispatch.json")
+ALGORITHMS = ("nccl", "push", "two-shot")
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """until: (largest message in bytes, algorithm), ascending; NCCL beyond. source: whence."""
+
+    until: tuple[tuple[int, str], ...]
+    source: str
+
+    def pick(self, size: int, dtype: torch.dtype) -> str:
+        """The algorithm for a message of `size` bytes; ours know whole 16 bytes of two types."""
+        if size % 16 or dtype not in SENTINELS:
+            return "nccl"
+        return next((name for largest, name in self.until if size <= largest), "nccl")
+
+    def largest(self, algorithm: str) -> int:
+        """The largest message in bytes that `algorithm` is used for; 0: it is not used."""
+        return max((size for size, name in self.until if name == algorithm), default=0)
+
+    @property
+    def hand_over(self) -> int:
+        """The bytes of a message beyond which everything is NCCL's."""
+        return max((size for size, name in self.until if name != "nccl"), default=0)
+
+    def describe(self) -> str:
+        """The ranges as lines of text."""
+        lines, after = [], ""
+        for largest, name in self.until:
+            lines.append(f"{name:9}{after}up to {size_text(largest)}")
+            after = f"beyond {size_text(largest)}, "
+        return "\n".join([*lines, f"{'nccl':9}{after.rstrip(', ') or 'all sizes'}"])
+
+
+DEFAULT = Dispatch(((64 * 1024, "push"),), "default for GPUs that have not been measured")
+
+
+def size_text(size: int) -> str:
+    """Bytes for people: 8192 is `8 KiB`; what is no whole number of KiB stays in bytes."""
+    if size % 1024:
+        return f"{size} bytes"
+    return f"{size // 1024} KiB" if size % 2**20 else f"{size // 2**20} MiB"
+
+
+def derive(times: Mapping[int, Mapping[str, float]]) -> tuple[tuple[int, str], ...]:
+    """`until` from measured times: message bytes -> algorithm -> microseconds.
+
+    At each size the fastest of ALGORITHMS that was measured, NCCL on a tie; between two sizes the
+    larger one's; beyond the largest NCCL. Other candidates (torch's kernels, say) do not count.
+    """
+    until: list[tuple[int, str]] = []
+    for size in sorted(times):
+        found = [name for name in ALGORITHMS if name in times[size]]
+        best = min(found, key=lambda name: times[size][name])
+        if until and until[-1][1] == best:
+            until.pop()
+        until.append((size, best))
+    while until and until[-1][1] == "nccl":
+        until.pop()
+    return tuple(until)
+
+
+def load_dispatch(gpu: str, world: int, file: str | Path | None = None) -> Dispatch:
+    """The table for `world` ranks on GPUs of this name.
+
+    file: a table that goes before the packaged one; None: the one that LADDER_DISPATCH names, if
+    any. Raises UserError where a file cannot be read or says what no table can.
+    """
+    file = file or os.environ.get(VARIABLE) or None
+    for path in [PACKAGED] if file is None else [Path(file), PACKAGED]:
+        for entry in read_table(path):
+            if (entry["gpu"], entry["world"]) == (gpu, world):
+                until = tuple((size, name) for size, name in entry["until"])
+                return Dispatch(until, f"{path.name}: {entry['source']}")
+    return DEFAULT
+
+
+def read_table(path: Path) -> list[dict[str, Any]]:
+    """The entries of a table; UserError where it is none."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot read the dispatch table {path}: {error}; unset {VARIABLE}, or write a table "
+            f"with `ladder bench comm --write-table {path}`"
+        ) from error
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise UserError(f"the dispatch table {path} must be a list of entries, each with keys")
+    for entry in entries:
+        _check_entry(path, entry)
+    return entries
+
+
+def _check_entry(path: Path, entry: dict[str, Any]) -> None:
+    keys = {"gpu": str, "world": int, "until": list, "source": str}
+    check_keys(f"the dispatch table {path}", entry, keys)
+    for key, kind in keys.items():
+        if not isinstance(entry.get(key), kind):
+            raise UserError(f"the dispatch table {path}: {key}={entry.get(key)!r} is no {kind}")
+    until = entry["until"]
+    shaped = all(isinstance(pair, list) and len(pair) == 2 for pair in until)
+    if not shaped or not all(type(pair[0]) is int and pair[0] > 0 for pair in until):
+        raise UserError(f"the dispatch table {path}: until={until!r} must be pairs [bytes, name]")
+    for _, name in until:
+        if name not in ALGORITHMS:
+            raise unknown(f"algorithm in the dispatch table {path}", name, ALGORITHMS)
+    if any(first[0] >= second[0] for first, second in pairwise(until)):
+        raise UserError(f"the dispatch table {path}: the bytes of until={until!r} must ascend")
+
+
+def write_table(path: Path, gpu: str, world: int, dispatch: Dispatch) -> None:
+    """Add an entry to the table `path`, in place of one for the same GPU and ranks."""
+    kept = read_table(path) if path.is_file() else []
+    kept = [entry for entry in kept if (entry["gpu"], entry["world"]) != (gpu, world)]
+    until = [list(pair) for pair in dispatch.until]
+    kept.append({"gpu": gpu, "world": world, "until": until, "source": dispatch.source})
+    lines = ",\n".join(f" {json.dumps(entry)}" for entry in kept)
+    write_text(path, f"[\n{lines}\n]\n")

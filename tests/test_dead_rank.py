@@ -1,0 +1,80 @@
+"""A rank that dies ends the job within seconds, and is named; on a CPU, in real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ladder.models.errors import UserError
+from ladder.parallel import launch
+
+LIMIT = 30.0  # seconds, most of them for importing torch in three processes
+
+
+def reduce_until(end: str) -> int:
+    """All-reduces for ever; rank 1 leaves as `end` says after a few."""
+    launch.join("cpu")
+    value = torch.ones(1000)
+    for turn in range(10**9):
+        if turn == 5 and launch.rank() == 1:
+            if end == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if end == "mistaken":
+                raise UserError("rank 1 is mistaken")
+            os._exit(int(end))
+        dist.all_reduce(value)
+    return 0
+
+
+def stuck(end: str) -> int:
+    """Rank 1 leaves as `end` says; the others never notice, and do not end when asked to."""
+    if launch.rank() == 1:
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(1000)
+    return 0
+
+
+@pytest.fixture(autouse=True)
+def _on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.mark.parametrize(
+    ("command", "end", "code", "words"),
+    [
+        (reduce_until, "killed", 1, "error: rank 1 was killed by signal 9 (SIGKILL)"),
+        (reduce_until, "7", 7, "error: rank 1 left with exit code 7, without a word"),
+        (reduce_until, "0", 1, "error: rank 1 left with exit code 0, without a word"),
+        (reduce_until, "mistaken", 2, "error: rank 1 is mistaken"),
+        (stuck, "killed", 1, "error: rank 1 was killed by signal 9 (SIGKILL)"),
+    ],
+    ids=["killed", "left", "left-with-0", "mistaken", "survivors-that-will-not-end"],
+)
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_a_dead_rank_ends_the_job_and_is_named(
+    command: object, end: str, code: int, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher that reports the survivors' lost connection, or waits for them, fails."""
+    begun = time.monotonic()
+    assert launch.run(command, (end,), nproc=3) == code  # type: ignore[arg-type]
+    assert time.monotonic() - begun < LIMIT
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert errors == [words]
+
+
+def fails_alone() -> int:
+    return 3
+
+
+def test_an_orderly_exit_code_needs_no_words(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch.run(fails_alone, (), nproc=2) == 3
+    assert capfd.readouterr().err == ""
