@@ -116,7 +116,7 @@ def _attention_kernel(
     half = i < HALF
     # What earlier steps wrote is read before the wait: an ordinary kernel lies between two steps
     # (the choice of the token), which all that follows it waits for.
-    position = tl.minimum(tl.load(positions + b), L - 1).to(tl.int32)
+    position = tl.maximum(tl.minimum(tl.load(positions + b), L - 1), 0).to(tl.int32)
     end = position + 1
     # The grid is fixed, but not what a program takes: the splits share the keys that there are.
     share = tl.cdiv(tl.cdiv(end, BN), SPLITS) * BN

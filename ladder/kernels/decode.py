@@ -474,10 +474,11 @@ def _blocks(
 ) -> tuple[int, int, int, int, int]:
     """(rows padded, weight rows a program, columns a step, warps, stages; 0: no tensor cores).
 
-    Measured on an H200 over chains of products. Llama-3 8B at TP 4, one row, microseconds (floor by
-    4.1 TB/s): QKV 3.96 (3.1), attention's output 3.10 (2.0), gate and up 14.8 (14.3), down 7.33
-    (7.2). 16 rows: 10.2, 4.6, 17.2, 9.9, where cuBLAS took 8.8, 5.3, 17.4 (and SwiGLU), 12.6.
-    64 rows: 8.3, 4.3, 18.0, 9.8 (9.3, 5.4, 17.9, 10.9).
+    Measured on an H200 over chains of products. One row, TP 4, microseconds and the floor by 4.2
+    TB/s, of QKV, attention's output, gate and up, down: Llama-3 8B 4.0 (3.0), 3.1 (2.0), 15.4
+    (14.0), 7.5 (7.0); 70B 11.1 (10.0), 8.2 (8.0), 53 (56), 27.8 (28); a 2B 2.3 (1.1), 1.5 (0.6),
+    5.0 (4.5), 3.3 (2.3). 8B with 16 rows: 10.2, 4.6, 17.2, 9.9, where cuBLAS took 8.8, 5.3, 17.4
+    (and SwiGLU), 12.6; with 64 rows: 8.3, 4.3, 18.0, 9.8 (9.3, 5.4, 17.9, 10.9).
     """
     if rows > MAX_VECTOR_ROWS:
         padded = max(16, triton.next_power_of_2(rows))
@@ -494,11 +495,13 @@ def _blocks(
     if rows > 1:
         return padded, 2, 2048 if rows == 2 else 1024, 4, 0
     if gated:
-        return padded, 2, 2048, 8, 0
-    if size <= 1024:
+        return padded, 2, 1024, 4, 0
+    if size <= 2048:
         return padded, 4, 1024, 4, 0
-    # One step where it covers the columns exactly: the whole weight is read before the wait.
-    return (padded, 2, 4096, 4, 0) if size % 4096 == 0 else (padded, 2, 2048, 8, 0)
+    if size > 4096:
+        return padded, 2, 4096, 8, 0
+    # One step where little of it is empty: the whole weight is read before the wait.
+    return (padded, 2, 2048, 8, 0) if 3072 < size < 4096 else (padded, 2, 4096, 4, 0)
 
 
 def project(
@@ -522,6 +525,10 @@ def project(
     assert x.is_contiguous()
     assert weight.is_contiguous()
     assert weight.shape[1] == size
+    assert weight.dtype == x.dtype, (weight.dtype, x.dtype)
+    assert up is None or (up.shape == weight.shape and up.is_contiguous())
+    assert add is None or add.shape == (rows, outputs), add.shape
+    assert squares is None or squares.shape == (rows, -(-size // CHUNK)), squares.shape
     assert push is not None or keep
     if rider is not None:
         assert not rider.launched
