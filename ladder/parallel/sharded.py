@@ -237,7 +237,6 @@ class Copies:
         # Outgrown ones stay: graphs that were recorded with them may be replayed.
         self.spaces: dict[tuple[int, torch.dtype], list[Workspace]] = {}
         self.posted = self.landed = 0
-        self.lanes: list[torch.cuda.Stream] = []
 
     def lend(self, rows: int, like: Tensor) -> Tensor | None:
         space = self._space(rows, like)
@@ -252,12 +251,11 @@ class Copies:
         space.meeting.meet(chosen)
         mine = slice(self.rank * shard, (self.rank + 1) * shard)
         pieces = [buffer[mine] for buffer in buffers]
-        if self.pull:
-            peers = self._peers()
-            pulled = [staging[step, :shard] for step in range(len(peers))]
-            self._copy([(to, pieces[peer]) for to, peer in zip(pulled, peers, strict=True)])
-            for to, peer in zip(pulled, peers, strict=True):
-                pieces[peer] = to
+        # One after another: all at once, on streams of their own, a prefill of 1024 tokens took
+        # 8.7 ms in place of 8.3 (Llama-3 8B, ladder, 4 H200s).
+        for step, peer in enumerate(self._peers()):
+            if self.pull:
+                pieces[peer] = staging[step, :shard].copy_(pieces[peer])
         return pieces
 
     def room(self, shard: int, like: Tensor) -> Tensor:
@@ -271,30 +269,9 @@ class Copies:
         assert full.data_ptr() == space.normed[chosen][self.rank].data_ptr()
         shard = len(full) // self.world
         mine = slice(self.rank * shard, (self.rank + 1) * shard)
-        self._copy([(space.normed[chosen][peer][mine], full[mine]) for peer in self._peers()])
+        for peer in self._peers():
+            space.normed[chosen][peer][mine].copy_(full[mine])
         space.meeting.meet(self.sets + chosen)
-
-    def _copy(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Copy (to, from) pairs at the same time, after and before the rest of this stream.
-
-        One after another they leave most of the links idle: 1024 tokens of Llama-3 8B between 4
-        H200s took 33 us for the pulls, with all links in use 17 are enough.
-        """
-        if not pairs[0][0].is_cuda:
-            for to, source in pairs:
-                to.copy_(source)
-            return
-        stream = torch.cuda.current_stream()
-        while len(self.lanes) < len(pairs) - 1:
-            self.lanes.append(torch.cuda.Stream(pairs[0][0].device, priority=-1))
-        lanes = self.lanes[: len(pairs) - 1]
-        for lane in lanes:
-            lane.wait_stream(stream)
-        for lane, (to, source) in zip([stream, *lanes], pairs, strict=True):
-            with torch.cuda.stream(lane):
-                to.copy_(source)
-        for lane in lanes:
-            stream.wait_stream(lane)
 
     def _peers(self) -> list[int]:
         """The other ranks, each rank beginning with another, so that all links are in use."""
