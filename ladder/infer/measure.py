@@ -182,7 +182,8 @@ def _references(
 
 def _build(point: Point, expected: Reference, device: torch.device) -> Live:
     """The point's engine, captured, warmed up and checked."""
-    before = free_bytes(device)
+    free_bytes(device)  # lets go of what earlier points left
+    before = torch.cuda.mem_get_info(device)[0]
     config = resolve(point)
     model = build(point, config, point.reducer, device)
     session = Engine(model).session(point.batch, point.prompt + point.new_tokens, Sampling())
@@ -191,7 +192,7 @@ def _build(point: Point, expected: Reference, device: torch.device) -> Live:
     prompts = list(expected.tokens[torch.arange(point.batch) % len(expected.tokens)])
     session.prefill([prompt[: point.prompt] for prompt in prompts], torch.zeros((1, point.batch)))
     torch.cuda.synchronize()
-    memory = (before - torch.cuda.mem_get_info(device)[0]) / 2**30
+    memory = worst((before - torch.cuda.mem_get_info(device)[0]) / 2**30, device)
     return Live(point, config, session, memory, checked)
 
 
