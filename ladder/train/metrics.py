@@ -1,8 +1,11 @@
-"""A run's metrics: one JSON object a line, and TensorBoard."""
+"""A run's metrics: one JSON object a line, TensorBoard, and Weights & Biases where asked for."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,12 +20,22 @@ class Metrics:
     """Appends to metrics.jsonl and TensorBoard's event files in the run's folder.
 
     resumed: the step that the run goes on from; records of later steps, which are about to be
-    written again, are dropped. On ranks that do not write (`enabled` false) it does nothing.
+    written again, are dropped. On ranks that do not write (`enabled` false) it does nothing. wandb:
+    the project at Weights & Biases, "" for none; recipe: what that shows as the run's config.
     """
 
-    def __init__(self, run: Path, tensorboard: bool, resumed: int, enabled: bool) -> None:
+    def __init__(
+        self,
+        run: Path,
+        tensorboard: bool,
+        resumed: int,
+        enabled: bool,
+        wandb: str = "",
+        recipe: Mapping[str, Any] | None = None,
+    ) -> None:
         self.enabled = enabled
         self.board: Any = None
+        self.remote: Any = None
         if not enabled:
             return
         path = run / FILE
@@ -38,6 +51,20 @@ class Metrics:
                     f"tensorboard=false"
                 ) from error
             self.board = SummaryWriter(str(run / "tensorboard"), purge_step=resumed + 1)
+        if wandb:
+            try:
+                module = import_module("wandb")
+            except ImportError as error:
+                raise UserError(
+                    f"wandb={wandb!r} needs the package wandb ({error}): install it, or leave "
+                    f"wandb out"
+                ) from error
+            # The run's own folder names it, so that a resumed run goes on where it was.
+            name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+            self.remote = module.init(
+                project=wandb, name=run.name, id=name, resume="allow", dir=str(run),
+                config=dict(recipe or {}),
+            )  # fmt: skip
 
     def write(self, step: int, **values: float) -> None:
         """Record values of `step` (1 is the first)."""
@@ -47,6 +74,8 @@ class Metrics:
         if self.board is not None:
             for name, value in values.items():
                 self.board.add_scalar(name, value, step)
+        if self.remote is not None:
+            self.remote.log(values, step=step)
 
     def __enter__(self) -> Metrics:
         return self
@@ -61,6 +90,8 @@ class Metrics:
             self.file.close()
             if self.board is not None:
                 self.board.close()
+            if self.remote is not None:
+                self.remote.finish(exit_code=0 if kind is None else 1)
 
 
 def read(run: Path) -> list[dict[str, Any]]:
