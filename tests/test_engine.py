@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
+from ladder.checkpoint import WEIGHTS, model_entries, write_config, write_tensors
 from ladder.infer.engine import (
     GRAPHED_PROMPT_TOKENS,
     WARM_UP_STEPS,
@@ -49,6 +51,22 @@ def engine_for(model: Transformer, graphs: bool, fused: bool = False) -> Engine:
     engine = Engine(model.float() if fused else model, fused=fused)
     engine.graphs = graphs  # which the constructor refuses on a CPU
     return engine
+
+
+def test_a_folder_in_place_of_a_model(tmp_path: Path) -> None:
+    """The same tokens as the model that was saved; a folder's options are refused beside a model."""
+    model = make("ladder", None).float()
+    write_config(tmp_path, model.config, None)
+    write_tensors(tmp_path, WEIGHTS, model_entries(model), writer=True)
+    prompts = prompts_of(3, 7)
+    found = Engine(str(tmp_path), device="cpu").generate(prompts, max_new_tokens=6)
+    assert found == Engine(model).generate(prompts, max_new_tokens=6)
+    with pytest.raises(UserError, match="--tp=2 with 1 processes"):
+        Engine(tmp_path, tp=2, device="cpu")
+    with pytest.raises(UserError, match="unknown reducer 'nope'"):
+        Engine(tmp_path, reducer="nope", device="cpu")
+    with pytest.raises(UserError, match="placed already"):
+        Engine(model, reducer="async")
 
 
 def prompts_of(*lengths: int, seed: int = 2) -> list[list[int]]:

@@ -205,7 +205,7 @@ def cold_starts(job: Job, ranks: int) -> int:
             continue
         times = cold.start(point)
         name = torch.cuda.get_device_name(0)
-        append(file, [{"point": _plain(point), "cold": times, "machine": _facts(name)}])
+        append(file, [{"point": _plain(point), "cold": times, "machine": facts(name)}])
         shown = ", ".join(f"{part[:-2]} {seconds:.1f}" for part, seconds in times.items())
         print(f"cold start of {point}, seconds: {shown}", flush=True)
     write_report(job.out)
@@ -247,7 +247,7 @@ def machine(device: torch.device, speed: float, rate: float) -> dict[str, Any]:
     """What the figures were measured on and with."""
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return {
-        **_facts(torch.cuda.get_device_name(device)),
+        **facts(torch.cuda.get_device_name(device)),
         "nccl": nccl,
         "gpus": launch.world_size(),
         "bandwidth_tb_s": round(speed / 1e12, 3),
@@ -255,7 +255,8 @@ def machine(device: torch.device, speed: float, rate: float) -> dict[str, Any]:
     }
 
 
-def _facts(gpu: str) -> dict[str, Any]:
+def facts(gpu: str) -> dict[str, Any]:
+    """What every record says of its machine, versions and command."""
     return {
         "gpu": gpu,
         "driver": driver(),

@@ -6,10 +6,8 @@ takes turns with the others, round by round. None is timed before its sums have 
 
 from __future__ import annotations
 
-import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -20,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ladder import __version__
 from ladder.config import DTYPES
 from ladder.files import make_folder
-from ladder.infer.bench import append, commit, driver
+from ladder.infer.bench import append, facts
 from ladder.kernels.all_reduce import PushAllReduce, reference_all_reduce
 from ladder.kernels.two_shot import TwoShotAllReduce
 from ladder.models.errors import UserError, unknown
@@ -251,17 +248,7 @@ def main(options: Any) -> int:
     group = dist.group.WORLD
     world, head, dtype = launch.world_size(), launch.rank() == 0, DTYPES[options.dtype]
     gpu = torch.cuda.get_device_name(device)
-    facts = {
-        "gpu": gpu,
-        "driver": driver(),
-        "torch": torch.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "python": platform.python_version(),
-        "ladder": __version__,
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["ladder", *sys.argv[1:]]),
-    }
+    about = {**facts(gpu), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     make_folder(Path(options.out))
     two_shot = TwoShotAllReduce(max(options.sizes), group, device, options.programs)
     results: dict[int, dict[str, Result]] = {}
@@ -276,11 +263,11 @@ def main(options: Any) -> int:
             times[name] = slowest.tolist()
         results[size] = summarise(times, size)
         if head:
-            append(Path(options.out) / RESULTS, records(results[size], size, options, facts))
+            append(Path(options.out) / RESULTS, records(results[size], size, options, about))
             print(f"{size_text(size)} measured", file=sys.stderr, flush=True)
     if head:
-        source = f"{gpu} x{world}, {options.dtype}, torch {facts['torch']}, NCCL {facts['nccl']}"
-        chosen = dispatch_of(results, f"`ladder bench comm`, {source}, {facts['date']}")
+        source = f"{gpu} x{world}, {options.dtype}, torch {about['torch']}, NCCL {about['nccl']}"
+        chosen = dispatch_of(results, f"`ladder bench comm`, {source}, {about['date']}")
         print(f"{source}; microseconds in a CUDA graph of {CALLS} calls\n{table(results)}\n")
         print(verdict(chosen), flush=True)
         if options.write_table is not None:
@@ -290,12 +277,12 @@ def main(options: Any) -> int:
 
 
 def records(
-    row: Mapping[str, Result], size: int, options: Any, facts: Mapping[str, Any]
+    row: Mapping[str, Result], size: int, options: Any, about: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """The lines of comm.jsonl for one size."""
     made = []
     for name, result in row.items():
         programs = options.programs if name == "two-shot" else None
         point = Point(name, size, options.dtype, launch.world_size(), programs)
-        made.append({"point": asdict(point), "result": asdict(result), "machine": facts})
+        made.append({"point": asdict(point), "result": asdict(result), "machine": about})
     return made

@@ -8,15 +8,14 @@ import sys
 import torch
 from tokenizers import Tokenizer
 
-from ladder.checkpoint import load_model, newest, read_stop_tokens
-from ladder.config import DTYPES
+from ladder.checkpoint import newest, read_stop_tokens
 from ladder.data.tokenizer import load_tokenizer
 from ladder.infer.engine import generate
+from ladder.infer.load import load_for_inference
 from ladder.infer.sampling import Sampling
 from ladder.models.errors import UserError
 from ladder.parallel import launch
 from ladder.parallel.dispatch import size_text
-from ladder.parallel.reducers import pick_reducer
 
 
 class Stream:
@@ -48,34 +47,21 @@ def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> 
 def generate_command(options: argparse.Namespace) -> int:
     """Run `ladder generate` on this rank; rank 0 prints. See `ladder generate --help`."""
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    if options.dtype != "auto" and options.dtype not in DTYPES:
-        raise UserError(f"--dtype={options.dtype} must be auto, {' or '.join(DTYPES)}")
-    device = launch.join(options.device)
-    tp = options.tp or launch.world_size()
-    if tp != launch.world_size():
-        raise UserError(
-            f"--tp={tp} with {launch.world_size()} processes: start as many as tp (--nproc={tp})"
-        )
-    mesh = launch.make_mesh(device, tp)
+    launch.join(options.device)
     folder = newest(options.model)
-    launch.agree({"model": str(folder), "options": {**vars(options), "verb": None}})
+    launch.agree({"options": {**vars(options), "verb": None}})
     tokenizer = load_tokenizer(folder)
     tokenizer.encode_special_tokens = False  # a prompt may hold them, in a chat template say
     stop = set() if options.ignore_eos else set(read_stop_tokens(folder))
     stop |= {_stop_token(tokenizer, text) for text in options.stop}
     prompts = [tokenizer.encode(text).ids for text in options.prompt]
-    reducer = pick_reducer(tp) if options.reducer == "auto" else options.reducer
-    if reducer == "push" and launch.rank() == 0:
-        print("reducer: push (all-reduces over peer memory)", file=sys.stderr)
-    model = load_model(
+    model = load_for_inference(
         folder,
-        None if mesh is None else mesh["tp"],
-        device=device,
-        dtype=None if options.dtype == "auto" else DTYPES[options.dtype],
-        reducer=reducer,
+        tp=options.tp,
+        reducer=options.reducer,
+        dtype=options.dtype,
+        device=options.device,
     )
-    model.config.refuse_bound()
-    model.eval()
     main = launch.rank() == 0
     stream = Stream(tokenizer, prompts[0]) if main and len(prompts) == 1 else None
     if stream is not None:

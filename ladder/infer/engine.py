@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ladder.infer.cache import Cache
 from ladder.infer.fused import FusedHead, can_fuse, fuse
+from ladder.infer.load import load_for_inference
 from ladder.infer.sampling import Sampling, choose_greedily, choose_parallel, draws
 from ladder.kernels.choice import GreedyChoice
 from ladder.models.errors import UserError
@@ -175,17 +177,33 @@ class Session:
 
 
 class Engine:
-    """Generates with a model that is placed on its device and ranks; every rank calls it alike.
+    """Generates with a model on its device and ranks; every rank calls it alike.
 
-    graphs: whether decode steps are CUDA graphs; None: on GPUs. fused: whether to pack the model's
-    weights and decode with fused kernels (`ladder.infer.fused`; the model is for this engine then);
-    None: on GPUs where these know the model. Sessions (a cache and a graph for
-    a batch size, a cache length and a kind of sampling) are kept for the next call.
+    model: one that is placed, or a folder to load (`load_for_inference`, which `tp`, `reducer` and
+    `device` are for: processes, 0 for all that run; `async`, `push` or `auto`; `cpu`, `cuda` or
+    `auto`). graphs: whether decode steps are CUDA graphs; None: on GPUs. fused: whether to pack the
+    model's weights and decode with fused kernels (`ladder.infer.fused`; the model is for this
+    engine then); None: on GPUs where these know the model. Sessions (a cache and a graph for a
+    batch size, a cache length and a kind of sampling) are kept for the next call.
     """
 
     def __init__(
-        self, model: Transformer, graphs: bool | None = None, fused: bool | None = None
+        self,
+        model: Transformer | str | Path,
+        graphs: bool | None = None,
+        fused: bool | None = None,
+        *,
+        tp: int = 0,
+        reducer: str = "auto",
+        device: str = "auto",
     ) -> None:
+        if isinstance(model, Transformer):
+            if (tp, reducer, device) != (0, "auto", "auto"):
+                raise UserError(
+                    "tp, reducer and device are for a folder; this model is placed already"
+                )
+        else:
+            model = load_for_inference(model, tp=tp, reducer=reducer, device=device)
         on_gpu = local_tensor(model.model.embed_tokens.weight).is_cuda
         if graphs and not on_gpu:
             raise UserError("graphs=True needs a model on a GPU; leave it out on a CPU")

@@ -1,0 +1,47 @@
+"""A model folder on this process's device and ranks, for inference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ladder.checkpoint import load_model, newest
+from ladder.config import DTYPES
+from ladder.models.errors import UserError
+from ladder.models.transformer import Transformer
+from ladder.parallel import launch
+from ladder.parallel.reducers import pick_reducer
+
+
+def load_for_inference(
+    folder: str | Path,
+    *,
+    tp: int = 0,
+    reducer: str = "auto",
+    dtype: str = "auto",
+    device: str = "auto",
+) -> Transformer:
+    """The model of a run's folder, a checkpoint or a Hugging Face Llama folder, placed.
+
+    tp: processes that share it; 0: all that run, which is all that is allowed. reducer: a name in
+    `REDUCERS`, or `auto` for the fastest that can run here. dtype: a name in `DTYPES`, or `auto`
+    for the stored one. Raises UserError where any of these cannot be met. Every rank calls it.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise UserError(f"--dtype={dtype} must be auto, {' or '.join(DTYPES)}")
+    place = launch.join(device)
+    processes = launch.world_size()
+    if tp not in (0, processes):
+        raise UserError(f"--tp={tp} with {processes} processes: start as many as tp (--nproc={tp})")
+    mesh = launch.make_mesh(place, processes)
+    found = newest(Path(folder))
+    launch.agree({"model": str(found)})
+    model = load_model(
+        found,
+        None if mesh is None else mesh["tp"],
+        device=place,
+        dtype=None if dtype == "auto" else DTYPES[dtype],
+        reducer=pick_reducer(processes) if reducer == "auto" else reducer,
+    )
+    model.config.refuse_bound()
+    model.eval()
+    return model
