@@ -54,7 +54,7 @@ def engine_for(model: Transformer, graphs: bool, fused: bool = False) -> Engine:
 
 
 def test_a_folder_in_place_of_a_model(tmp_path: Path) -> None:
-    """The same tokens as the model that was saved; a folder's options are refused beside a model."""
+    """The same tokens as the model that was saved; its options are refused beside a model."""
     model = make("ladder", None).float()
     write_config(tmp_path, model.config, None)
     write_tensors(tmp_path, WEIGHTS, model_entries(model), writer=True)
