@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from ladder.config import model_config
+from ladder.config import build, model_config
 from ladder.models import Transformer
 from ladder.models.errors import UserError
+from ladder.train.config import TrainConfig
 from ladder.train.efficiency import flops_per_token, peak_flops
+from ladder.train.loop import train
 from ladder.train.metrics import Metrics
 
 
@@ -71,3 +73,25 @@ def test_without_the_package_the_option_is_named(
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="wandb='mine' needs the package wandb"):
         Metrics(tmp_path, False, 0, True, "mine")
+
+
+def test_a_run_sends_its_metrics(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each logged step, and the resolved recipe as the run's config."""
+    seen: dict[str, Any] = {"steps": []}
+    remote = SimpleNamespace(
+        log=lambda values, step: seen["steps"].append((step, "loss" in values)),
+        finish=lambda exit_code: seen.update(code=exit_code),
+    )
+    module = SimpleNamespace(init=lambda **options: seen.update(options) or remote)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    settings = {
+        "data": str(corpus), "out": str(tmp_path / "run"), "steps": 2, "seq_len": 16,
+        "batch_size": 2, "warmup_steps": 1, "log_interval": 1, "eval_windows": 2,
+        "tensorboard": False, "wandb": "mine",
+    }  # fmt: skip
+    train(build(TrainConfig, settings, "test recipe"), device="cpu")
+    assert (seen["project"], seen["code"]) == ("mine", 0)
+    assert seen["config"]["steps"] == 2
+    assert [step for step, is_loss in seen["steps"] if is_loss] == [1, 2]

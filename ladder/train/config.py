@@ -27,6 +27,7 @@ FREE_ON_RESUME = (
     "eval_interval",
     "checkpoint_interval",
     "tensorboard",
+    "wandb",
     "out",
     "tp",
     "data",
@@ -47,6 +48,7 @@ class TrainConfig:
     eval_windows: held-out windows per evaluation, the last one included (0: all).
     checkpoint_interval: 0 saves after the last step only.
     dtype: float32, or bfloat16 for activations and matrix products (parameters stay float32).
+    wandb: a project at Weights & Biases that gets the metrics too; empty: none.
     """
 
     data: str
@@ -72,6 +74,7 @@ class TrainConfig:
     eval_windows: int = 64
     checkpoint_interval: int = 0
     tensorboard: bool = True
+    wandb: str = ""
 
     def __post_init__(self) -> None:
         for item in fields(self):

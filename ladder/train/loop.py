@@ -16,6 +16,7 @@ from ladder.checkpoint import checkpoints
 from ladder.config import DTYPES
 from ladder.data.batches import TokenData, Windows, open_data
 from ladder.files import make_folder, write_text
+from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
@@ -23,6 +24,7 @@ from ladder.parallel.sharding import initialise, place, sum_shared_gradients
 from ladder.progress import Progress
 from ladder.train import state
 from ladder.train.config import TrainConfig, refuse_changes
+from ladder.train.efficiency import flops_per_token, peak_flops
 from ladder.train.evaluate import Heldout, bits_per_byte, check_heldout
 from ladder.train.metrics import Metrics
 from ladder.train.optim import average_gradients, clip_gradients, learning_rate, make_optimizer
@@ -86,9 +88,9 @@ def train(
             )
     else:
         initialise(model, config.seed)
+    recipe = config.resolved(model_config)
     if main:
         make_folder(run)
-        recipe = config.resolved(model_config)
         write_text(run / "recipe.json", json.dumps(recipe, indent=1) + "\n")
         print(_header(config, model, data, dp), flush=True)
 
@@ -96,7 +98,7 @@ def train(
     result: Heldout | None = None
     tokens_per_step = config.batch_size * config.seq_len
     with (
-        Metrics(run, config.tensorboard, start, main) as metrics,
+        Metrics(run, config.tensorboard, start, main, config.wandb, recipe) as metrics,
         Progress("train", config.steps, "steps", quiet=not main, start=start) as progress,
     ):
         since, since_step = time.perf_counter(), start
@@ -134,6 +136,7 @@ def train(
                     gradient_norm=norm,
                     tokens=done * tokens_per_step,
                     tokens_per_second=speed,
+                    **_utilisation(model_config, config.seq_len, speed, place_),
                 )
                 progress.update(done, f"loss {loss.item():.3f}, {speed:,.0f} tokens/s")
             if done == config.steps or (config.eval_interval and done % config.eval_interval == 0):
@@ -213,6 +216,19 @@ def _backward(
         loss.backward()
         total += loss.detach()
     return total
+
+
+def _utilisation(
+    config: ModelConfig, seq_len: int, speed: float, device: torch.device
+) -> dict[str, float]:
+    """On GPUs: the most memory so far (GiB, this rank's), and where its peak is known the MFU."""
+    if device.type != "cuda":
+        return {}
+    found = {"memory_gib": torch.cuda.max_memory_allocated(device) / 2**30}
+    peak = peak_flops(device)
+    if peak is not None:
+        found["mfu"] = speed * flops_per_token(config, seq_len) / (peak * launch.world_size())
+    return found
 
 
 def _header(config: TrainConfig, model: Transformer, data: TokenData, dp: int) -> str:
