@@ -51,6 +51,7 @@ DEPENDS_ON_T: dict[str, PlanSpec] = {
     "own 2 later, peers at once": [
         {"layers": "0-3", "attention": {"own_lag": 2}, "mlp": {"own_lag": 1, "peer_lag": 2}}
     ],
+    "parallel, the own part scaled": [{"layers": "0-3", "attention+mlp": {"own_scale": 1.5}}],
     "a mix of everything": [
         {
             "layers": 0,

@@ -54,6 +54,7 @@ def anything(reducer: str, tp: int) -> None:
         (["--suite", "table9"], ["'table9'", "table1"]),
         (["--suite", "table1", "--new-tokens", "1"], ["--new-tokens=1", "set 1 of suite 'table1'"]),
         (["--budget", "0"], ["--budget=0"]),
+        (["--cold", "--profile"], ["--profile", "--cold"]),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -310,6 +311,13 @@ def test_finished_points_are_skipped(tmp_path: Path, measured: list[list[Point]]
     assert "<table>" in (tmp_path / bench.PAGE).read_text()
 
 
+def test_a_half_written_result_is_named(tmp_path: Path) -> None:
+    file = tmp_path / bench.RESULTS
+    file.write_text(json.dumps(record(POINT)) + '\n{"point": {"mo')
+    with pytest.raises(UserError, match=r"line 2 of .*inference.jsonl.*remove the line"):
+        bench.finished(file)
+
+
 def test_a_spent_budget_starts_nothing(
     tmp_path: Path, measured: list[list[Point]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -391,6 +399,14 @@ def test_ratios_by_hand() -> None:
     assert "1.250" in text  # x standard
     assert "8192 bytes push" in text
     assert "without reduces" not in text
+
+
+def test_virtual_ranks_are_compared_with_their_own_kind() -> None:
+    """T 4 on two ranks: not with what T 2 takes without reduces, measured beside it."""
+    virtual = replace(POINT, plan="ladder", tp=2, degree=4)
+    pair = [replace(virtual, dropped=True), replace(virtual, degree=0, dropped=True)]
+    found = derive([record(virtual, 15.0), record(pair[0], 10.0), record(pair[1], 5.0)])
+    assert [row["prefill_exposed"] for row in found] == [pytest.approx(0.5)]
 
 
 def test_what_was_not_measured_is_left_blank() -> None:

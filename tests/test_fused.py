@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ladder.infer.engine import Engine
-from ladder.models import Transformer
+from ladder.models import Transformer, UserError
 from ladder.models.presets import PlanSpec
 from ladder.parallel.sharding import place
 from tests.distributed import Pools, tp_mesh
@@ -39,6 +39,15 @@ def test_the_fused_path_decodes_what_the_plain_one_does(name: str) -> None:
     plain, fused = (full_model(config, 5, torch.float32) for _ in range(2))
     expected = decode(plain, False)
     assert decode(fused, True) == expected
+
+
+def test_prompts_of_one_token_and_no_way_back() -> None:
+    """A prefill of one place looks like a decode step, whose input has no places to choose from."""
+    plain, fused = (full_model(small_config(), 5, torch.float32) for _ in range(2))
+    expected = Engine(plain).generate([[3], [5]], max_new_tokens=6)
+    assert Engine(fused, fused=True).generate([[3], [5]], max_new_tokens=6) == expected
+    with pytest.raises(UserError, match="no engine has fused"):
+        Engine(fused, fused=False)
 
 
 @pytest.mark.parametrize("name", PLANS)

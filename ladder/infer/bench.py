@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from ladder.infer.page import write_page
 from ladder.infer.points import Point, Settings, describe, expand, load_suite
 from ladder.models.errors import UserError
 from ladder.parallel import launch
-from ladder.parallel.reducers import push_refusal
+from ladder.parallel.reducers import common_push_refusal
 
 __all__ = ["bandwidth", "commit", "main", "random_model"]
 
@@ -60,6 +60,8 @@ def main(options: Any) -> int:
     settings = chosen(options)
     if options.budget is not None and not options.budget > 0:
         raise UserError(f"--budget={options.budget} must be above 0 minutes")
+    if options.cold and options.profile:
+        raise UserError("--profile traces the steps that are timed, and --cold times none: use one")
     there = torch.cuda.device_count()
     if not there:
         raise UserError("`ladder bench inference` measures GPUs, and torch sees none here")
@@ -107,7 +109,7 @@ def run_job(job: Job) -> int:
         raise UserError("NCCL_P2P_DISABLE is set while P2P is on: say --p2p off, or unset it")
     device = launch.join("cuda")
     launch.agree({"options": str(job.settings), "P2P": job.p2p})
-    cases, left_out = expand(job.settings, launch.world_size(), job.p2p, _refusal())
+    cases, left_out = expand(job.settings, launch.world_size(), job.p2p, _refusal)
     for line in left_out:
         _say(f"left out: {line}")
     if not cases:
@@ -170,18 +172,9 @@ def _from_first(value: Any) -> Any:
     return values[0]
 
 
-def _refusal() -> Any:
-    """A function (reducer, tp) -> why some rank cannot run it, or None; every rank asks alike."""
-
-    def refusal(reducer: str, tp: int) -> str | None:
-        mine = push_refusal(tp) if reducer in PEER_MEMORY else None
-        if launch.world_size() == 1:
-            return mine
-        everyone: list[Any] = [None] * launch.world_size()
-        dist.all_gather_object(everyone, mine)
-        return next((why for why in everyone if why), None)
-
-    return refusal
+def _refusal(reducer: str, tp: int) -> str | None:
+    """Why some rank cannot run it, or None; every rank asks alike."""
+    return common_push_refusal(tp) if reducer in PEER_MEMORY else None
 
 
 def cold_starts(job: Job, ranks: int) -> int:
@@ -205,22 +198,26 @@ def cold_starts(job: Job, ranks: int) -> int:
             continue
         times = cold.start(point)
         name = torch.cuda.get_device_name(0)
-        append(file, [{"point": _plain(point), "cold": times, "machine": facts(name)}])
+        append(file, [{"point": asdict(point), "cold": times, "machine": facts(name)}])
         shown = ", ".join(f"{part[:-2]} {seconds:.1f}" for part, seconds in times.items())
         print(f"cold start of {point}, seconds: {shown}", flush=True)
     write_report(job.out)
     return 0
 
 
-def _plain(point: Point) -> dict[str, Any]:
-    return {item.name: getattr(point, item.name) for item in fields(point)}
-
-
 def finished(file: Path, kind: str = "check") -> dict[Point, dict[str, Any]]:
     """The points that a result file holds already; records without `kind` are of an older form."""
     if not file.is_file():
         return {}
-    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    records = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise UserError(
+                f"line {number} of {file} is not JSON ({error}): its writing was interrupted; "
+                f"remove the line, or choose another --out"
+            ) from error
     return by_point(record for record in records if kind in record)
 
 

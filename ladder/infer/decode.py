@@ -87,7 +87,7 @@ class Product:
     ) -> Tensor | None:  # fmt: skip
         """Compute it, with factor * `add` in what is pushed (but not in what is kept)."""
         for n, other in enumerate(self.others):
-            assert not keep or add is None or push is None, "the own part would hold what is added"
+            assert not keep or push is None, "what is kept would lack the other products"
             add = project(other.x, other.weight, add=add, factor=1.0 if n else factor)
             factor = 1.0
         return project(
@@ -195,7 +195,8 @@ class DecodeReducer(Reducer):
         self.turn += 1
         start = chosen * slots[chosen].numel()
         push = Push(buffers, start, self.ranks.process, self.ranks.processes)
-        if blocking or add is not None:
+        # Where the own part is kept and is a sum of products, it must be whole before it is sent.
+        if (blocking or add is not None) and not (keep_own and partial.others):
             return Pending(slots[chosen], partial.run(add, share, push, keep_own, rider))
         whole = partial.run(rider=rider)
         assert whole is not None

@@ -63,7 +63,10 @@ def _row(point: Point, record: Record, same: dict[Point, Record]) -> dict[str, A
         nccl = _times(same, phase, "standard", "async")
         none = _times(same, phase, "none")
         bare = record["without_reduces"]
-        compute = _times(same, phase, bare[0], dropped=bare[1]) if bare else []
+        compute: list[float] = []
+        if bare:  # a counterpart of its own has its T; `none` has none
+            degree = point.degree if bare[1] else 0
+            compute = _times(same, phase, bare[0], dropped=bare[1], degree=degree)
         row |= {
             f"{phase}_x_standard": min(standard) / own if standard else None,
             f"{phase}_x_nccl": nccl[0] / own if nccl else None,
@@ -80,7 +83,7 @@ def _row(point: Point, record: Record, same: dict[Point, Record]) -> dict[str, A
 
 def _times(
     same: dict[Point, Record], phase: str, plan: str, reducer: str | None = None,
-    dropped: bool = False,
+    dropped: bool = False, degree: int = 0,
 ) -> list[float]:  # fmt: skip
     """Milliseconds of the case's points of that plan (and reducer)."""
     return [
@@ -89,7 +92,7 @@ def _times(
         if point.plan == plan
         and point.dropped == dropped
         and reducer in (None, point.reducer)
-        and point.degree in (0, point.tp)
+        and point.degree == degree
     ]
 
 

@@ -118,7 +118,9 @@ class Session:
     def _prefill(self, padded: Tensor) -> None:
         places = torch.arange(padded.shape[1], device=padded.device).expand(len(padded), -1)
         self.cache.at(places, padded.shape[1])
-        self._choose(padded, None, positions=places, cache=self.cache, last=self.positions - 1)
+        # A single place is the last one; fused modules take such inputs for a decode step's.
+        last = self.positions - 1 if padded.shape[1] > 1 else None
+        self._choose(padded, None, positions=places, cache=self.cache, last=last)
 
     def step(self) -> None:
         """Decode one token of every sequence; a finished one goes on in place, unused."""
@@ -209,6 +211,8 @@ class Engine:
             raise UserError("graphs=True needs a model on a GPU; leave it out on a CPU")
         if fused and not can_fuse(model):
             raise UserError("fused=True cannot run virtual ranks or biases; leave it out")
+        if fused is False and isinstance(model.lm_head, FusedHead):
+            raise UserError("fused=False needs a model that no engine has fused; load it again")
         self.fused = on_gpu and can_fuse(model) if fused is None else fused
         if self.fused and not isinstance(model.lm_head, FusedHead):
             fuse(model)

@@ -149,7 +149,7 @@ def _push_all_reduce(
     partial,
     out,
     buffers,  # int64 [world]: each rank's slots, [SETS, world, words] of int32
-    epochs,  # int32 [programs]: calls made so far
+    epochs,  # int32 [programs]: calls made so far, modulo sets: it never overflows
     rank,
     words,
     world: tl.constexpr,
@@ -180,7 +180,7 @@ def _push_all_reduce(
         own + current, words, offsets, inside, rank, value, world, sentinel, spin_limit
     )
     tl.store(out + offsets, add_up(arrived, world, packed), mask=inside)
-    tl.store(epochs + program, epoch + 1)
+    tl.store(epochs + program, (epoch + 1) % sets)
 
 
 class PushAllReduce:

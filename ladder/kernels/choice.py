@@ -120,7 +120,7 @@ def _choose_kernel(
         empty = tl.full([WP], EMPTY, tl.int32)
         tl.store(before, empty, mask=inside)
         tl.store(before + 1, empty, mask=inside)
-        tl.store(epochs + b, epoch + 1)
+        tl.store(epochs + b, (epoch + 1) % SETS)
     finite = (wrong == 0) & (tl.abs(top) < float("inf"))
     tl.store(out + b, tl.where(finite, token, -1).to(tl.int64))
     tl.store(tokens + b, tl.where(finite, token, 0).to(tl.int64))

@@ -45,9 +45,9 @@ def jit(function: Callable[..., None]) -> Any:
 def begin(PDL: tl.constexpr):
     """Open a kernel under programmatic dependent launch: nothing is read or written before it.
 
-    Every program of every kernel must come through here, those that find nothing to do as well:
-    the wait is for the previous kernel only, so that an older kernel has ended is known only
-    because the previous one waited for it.
+    Every program of every kernel must come through here, or wait by itself where it may read
+    something earlier (weights); those that find nothing to do as well: the wait is for the previous
+    kernel only, so that an older kernel has ended is known only because the previous one waited.
     """
     if PDL:
         gdc_launch_dependents()

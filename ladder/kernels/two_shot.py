@@ -56,7 +56,7 @@ def _two_shot_all_reduce(
     partial,
     out,
     buffers,  # int64 [world]: each rank's slots, [SETS, 2 (scatter, gather), world, stride] words
-    epochs,  # int32 [programs]: calls made so far
+    epochs,  # int32 [programs]: calls made so far, modulo sets: it never overflows
     rank,
     words,
     shard,
@@ -120,7 +120,7 @@ def _two_shot_all_reduce(
                 theirs = inside & (rank != peer)
                 tl.store(out + index, arrived[peer], mask=theirs & (index < words))
                 tl.store(own + gather + peer * stride + offsets, sentinel, mask=theirs)
-    tl.store(epochs + program, epoch + 1)
+    tl.store(epochs + program, (epoch + 1) % sets)
 
 
 class TwoShotAllReduce:

@@ -221,9 +221,22 @@ def push_refusal(processes: int) -> str | None:
     return None
 
 
+def common_push_refusal(processes: int) -> str | None:
+    """`push_refusal` of the first rank that has one, on every rank; all ranks must call it."""
+    mine = push_refusal(processes)
+    if not dist.is_initialized():
+        return mine
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return next((why for why in everyone if why), None)
+
+
 def pick_reducer(processes: int) -> str:
-    """The fastest reducer for inference here: `push` where it can run, else `async`."""
-    return "async" if processes == 1 or push_refusal(processes) else "push"
+    """The fastest reducer for inference here: `push` where all ranks can run it, else `async`.
+
+    All ranks must call it.
+    """
+    return "async" if processes == 1 or common_push_refusal(processes) else "push"
 
 
 REDUCERS: dict[str, type[AsyncReducer]] = {"async": AsyncReducer, "push": PushReducer}
