@@ -51,7 +51,6 @@ DEPENDS_ON_T: dict[str, PlanSpec] = {
     "own 2 later, peers at once": [
         {"layers": "0-3", "attention": {"own_lag": 2}, "mlp": {"own_lag": 1, "peer_lag": 2}}
     ],
-    "parallel, the own part scaled": [{"layers": "0-3", "attention+mlp": {"own_scale": 1.5}}],
     "a mix of everything": [
         {
             "layers": 0,
@@ -72,6 +71,11 @@ DEPENDS_ON_T: dict[str, PlanSpec] = {
     ],
 }
 PLANS: dict[str, PlanSpec] = {**SAME_AT_ANY_T, **DEPENDS_ON_T}
+# And for the fused modules: an own part that is a sum of two products, kept apart from the push.
+FUSED_PLANS: dict[str, PlanSpec] = {
+    **PLANS,
+    "parallel, the own part scaled": [{"layers": "0-3", "attention+mlp": {"own_scale": 1.5}}],
+}
 
 
 def small_config(

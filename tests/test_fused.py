@@ -13,7 +13,7 @@ from ladder.models import Transformer, UserError
 from ladder.models.presets import PlanSpec
 from ladder.parallel.sharding import place
 from tests.distributed import Pools, tp_mesh
-from tests.samples import DEPENDS_ON_T, PLANS, full_model, small_config, virtual
+from tests.samples import FUSED_PLANS, SAME_AT_ANY_T, full_model, small_config, virtual
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6]]
 
@@ -32,10 +32,10 @@ def fused_on_ranks(rank: int, world_size: int, plan: PlanSpec, depends: bool) ->
     return decode(model, True)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", FUSED_PLANS)
 def test_the_fused_path_decodes_what_the_plain_one_does(name: str) -> None:
     """A norm's weight folded into the wrong matrix, or a landing left out, gives other tokens."""
-    config = small_config(PLANS[name], 1, name in DEPENDS_ON_T)
+    config = small_config(FUSED_PLANS[name], 1, name not in SAME_AT_ANY_T)
     plain, fused = (full_model(config, 5, torch.float32) for _ in range(2))
     expected = decode(plain, False)
     assert decode(fused, True) == expected
@@ -50,9 +50,9 @@ def test_prompts_of_one_token_and_no_way_back() -> None:
         Engine(fused, fused=False)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", FUSED_PLANS)
 def test_the_fused_path_on_two_ranks(pools: Pools, name: str) -> None:
     """Every rank decodes what one plain process does, which holds both ranks as virtual ones."""
-    depends = name in DEPENDS_ON_T
-    expected = decode(virtual(full_model(small_config(PLANS[name], 2, depends), 5), 2), False)
-    assert pools(2).run(fused_on_ranks, PLANS[name], depends) == [expected, expected]
+    depends = name not in SAME_AT_ANY_T
+    expected = decode(virtual(full_model(small_config(FUSED_PLANS[name], 2, depends), 5), 2), False)
+    assert pools(2).run(fused_on_ranks, FUSED_PLANS[name], depends) == [expected, expected]

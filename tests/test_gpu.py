@@ -189,8 +189,8 @@ def decode_on_gpus() -> int:
     mesh = launch.make_mesh(device, world)
     tp = None if mesh is None else mesh["tp"]
     source = torch.Generator().manual_seed(6)
-    for name, spec in samples.PLANS.items():
-        config = samples.small_config(spec, world, name in samples.DEPENDS_ON_T,
+    for name, spec in samples.FUSED_PLANS.items():
+        config = samples.small_config(spec, world, name not in samples.SAME_AT_ANY_T,
                                       num_heads=8, num_kv_heads=4, hidden_size=64)  # fmt: skip
         oracle = samples.full_model(config, 7)
         model = samples.full_model(config, 7, torch.float32)
