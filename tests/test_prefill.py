@@ -69,6 +69,11 @@ def check_land_rows(device: str, rows: int, size: int, count: int, dtype: torch.
     assert torch.equal(again, landed)
     assert torch.equal(same, normed)
     assert (around[[0, -1]] == 7.0).all()
+    copies = [torch.full((rows + 2, size), 7.0, dtype=dtype, device=device) for _ in range(7)]
+    land_rows(pieces, before, weight, 1e-5, (stream, same), [copy[1:-1] for copy in copies])
+    for copy in copies:
+        assert torch.equal(copy[1:-1], normed)
+        assert (copy[[0, -1]] == 7.0).all()
 
 
 def check_swiglu(device: str, rows: int, inner: int, dtype: torch.dtype) -> None:
@@ -388,6 +393,7 @@ def test_copies_meet_and_reuse_their_buffers(
     world, machine = 4, Machine(4)
     monkeypatch.setattr(sharded, "dist", FAKE)
     monkeypatch.setattr(sharded, "symmetric", shared)
+    monkeypatch.setattr(sharded, "Kernels", sharded.Flags)
     monkeypatch.setattr(sharded, "push_refusal", lambda processes: None)
     monkeypatch.setattr(sharded, "SMALLEST", 4)
     stream = SimpleNamespace(cuda_stream=0)

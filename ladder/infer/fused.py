@@ -35,8 +35,10 @@ from ladder.models.transformer import Transformer
 from ladder.parallel.reducers import PushReducer
 from ladder.parallel.sharded import ShardedReducer, sharded_refusal
 
-FEW_TOKENS = 4096  # below it a plan that blocks is faster with whole streams
-SMALL_PROMPTS = 16384  # tokens up to which kernels, not memory operations, make ranks meet
+# Up to these sizes of a partial the landing's kernel does the copying. A plan that blocks loses no
+# SM to it. Tokens up to which kernels, not memory operations, make ranks meet.
+DIRECT_BYTES, DIRECT_BYTES_BLOCKING = 8 * 2**20, 16 * 2**20
+SMALL_PROMPTS = 16384
 
 Lend = Callable[[tuple[int, int, int], Tensor], Tensor | None]  # Reducer.buffer of this pass
 
@@ -193,15 +195,18 @@ def fuse(model: Transformer) -> None:
     base.add_norm = fused_add_norm
     shards: dict[str, Reducer] = {}  # by transport
     if isinstance(base, PushReducer) and sharded_refusal(plan, base.ranks) is None:
-        for transport in ("copy-kernels", "copy"):
+        for transport in ("direct", "copy-kernels", "copy"):
             shards[transport] = ShardedReducer(base.ranks, base.group, plan, transport)
             shards[transport].add_norm = fused_add_norm
-    lags = not all(plan.blocking)
+    token_bytes = model.config.hidden_size * local(model.model.embed_tokens.weight).element_size()
+    direct_bytes = DIRECT_BYTES_BLOCKING if all(plan.blocking) else DIRECT_BYTES
 
     def prompts(tokens: int) -> Reducer:
-        """What was fastest on 4 H200s, for 1, 8 and 64 prompts of 1024 (benchmarks/prefill.py)."""
-        if not shards or (tokens < FEW_TOKENS and not lags):
+        """What was fastest on 4 H200s, for 1 to 64 prompts of 1024 (benchmarks/prefill.py)."""
+        if not shards:
             return base
+        if tokens * token_bytes <= direct_bytes:
+            return shards["direct"]
         return shards["copy-kernels" if tokens <= SMALL_PROMPTS else "copy"]
 
     def lend(shape: tuple[int, int, int], like: Tensor) -> Tensor | None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
 import torch.nn.functional as F
@@ -126,7 +126,7 @@ def project_reference(
 @no_type_check
 def _land(
     program, stream, out, squares, sum0, sum1, own0, own1, factor0, factor1,
-    M, D: tl.constexpr, WORLD: tl.constexpr, WP: tl.constexpr, SUMS: tl.constexpr,
+    M, D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
     OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
     EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -140,23 +140,31 @@ def _land(
     total = tl.zeros([CHUNK], tl.float32)
     if not REPLACES:
         total += tl.load(stream + at, mask=inside, other=0).to(tl.float32)
-    peers = tl.arange(0, WP)[:, None]
-    mask = (peers < WORLD) & inside[None, :]
     for k in tl.static_range(SUMS):
-        slot = (sum0 if k == 0 else sum1).to(tl.pointer_type(BITS))
-        slot += peers.to(tl.int64) * M * D + at[None, :]
-        bits = tl.load(slot, mask=mask, other=0, volatile=True)
-        if not INTERPRETED:
-            spins = 0
-            while tl.max((bits == EMPTY).to(tl.int32)) > 0:
-                bits = tl.load(slot, mask=mask, other=0, volatile=True)
+        slot = (sum0 if k == 0 else sum1).to(tl.pointer_type(BITS)) + at
+        arrived = total
+        spins = 0
+        missing = 1
+        while missing > 0:
+            # A vector a rank, not a matrix over the ranks: a sum across warps would take shared
+            # memory, and a kernel that takes much of it cannot run beside one that takes little.
+            arrived = total
+            empty = tl.zeros([CHUNK], tl.int32)
+            for peer in tl.static_range(WORLD):
+                bits = tl.load(slot + peer * M * D, mask=inside, other=0, volatile=True)
+                empty |= (bits == EMPTY).to(tl.int32)
+                arrived += bits.to(kind, bitcast=True).to(tl.float32)
+            missing = 0
+            if not INTERPRETED:
+                missing = tl.max(empty)
                 spins += 1
                 if spins > SPIN_LIMIT:
                     tl.inline_asm_elementwise(
                         "trap; mov.u32 $0, 0;", "=r,r", [spins], tl.int32, is_pure=False, pack=1
                     )
-        total += tl.sum(bits.to(kind, bitcast=True).to(tl.float32), 0)
-        tl.store(slot, tl.full([WP, CHUNK], EMPTY, BITS), mask=mask)
+        total = arrived
+        for peer in tl.static_range(WORLD):
+            tl.store(slot + peer * M * D, tl.full([CHUNK], EMPTY, BITS), mask=inside)
     if OWNS > 0:
         total += tl.load(own0 + at, mask=inside, other=0).to(tl.float32) * factor0
     if OWNS > 1:
@@ -202,7 +210,7 @@ def _send_kernel(
 @no_type_check
 def _land_kernel(
     stream, out, squares, sum0, sum1, own0, own1, factor0, factor1, M,
-    D: tl.constexpr, WORLD: tl.constexpr, WP: tl.constexpr, SUMS: tl.constexpr,
+    D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
     OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
     EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -210,7 +218,7 @@ def _land_kernel(
         gdc_launch_dependents()
         gdc_wait()
     _land(tl.program_id(0), stream, out, squares, sum0, sum1, own0, own1, factor0, factor1, M,
-          D, WORLD, WP, SUMS, OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT,
+          D, WORLD, SUMS, OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT,
           INTERPRETED)  # fmt: skip
 
 
@@ -244,8 +252,9 @@ def _product(
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, PDL: tl.constexpr,
+    partial, rows, riders, SENDS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """One program of a product: BN rows of the weight."""
+    """One program of a product: BN rows of the weight. The first `riders` send, where SENDS."""
     # [row of x, row of the weight, column]: loaded in three dimensions, all share one layout.
     m = tl.arange(0, MP)[:, None, None]
     n = program * BN + tl.arange(0, BN)[None, :, None]
@@ -259,6 +268,11 @@ def _product(
         u = tl.load(up + row + columns, mask=first, other=0)
     if PDL:
         gdc_wait()
+    # Not in programs of its own: in a branch beside another, a product has fewer loads under way
+    # (a 70B's gate and up, and down, at TP 4: 89.7 us, and 79.8 so; without a send 79.7).
+    if SENDS:  # noqa: SIM102  (known when this is compiled; `program` is not)
+        if program < riders:
+            _send(program, partial, buffers, start, rows, D, WORLD, RANK, CHUNK, BITS, EMPTY)
     # A thread sums its 8 neighbouring columns at once: an accumulator a row and not eight.
     total = tl.zeros([MP, BN, BK // 8], tl.float32)
     total_up = tl.zeros([MP, BN, BK // 8], tl.float32)
@@ -339,12 +353,13 @@ def _either(
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
-    KIND: tl.constexpr, PDL: tl.constexpr,
+    KIND: tl.constexpr, PDL: tl.constexpr, partial, rows, riders, SENDS: tl.constexpr,
+    D: tl.constexpr,
 ):  # fmt: skip
     if STAGES == 0:
         _product(program, x, weight, up, out, squares, add, factor, eps, buffers, start, N, M, MP,
                  K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK, BITS, EMPTY,
-                 PDL)  # fmt: skip
+                 PDL, partial, rows, riders, SENDS, D)  # fmt: skip
     else:
         _tile(program, x, weight, up, out, squares, add, factor, eps, buffers, start, N, M, MP, K,
               BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK, BITS, EMPTY, STAGES,
@@ -360,7 +375,7 @@ def _project_kernel(
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, RIDES: tl.constexpr,
-    D: tl.constexpr, WORLD: tl.constexpr, WP: tl.constexpr, SUMS: tl.constexpr,
+    D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
     OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
     EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, INTERPRETED: tl.constexpr,
     STAGES: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
@@ -372,25 +387,25 @@ def _project_kernel(
     # tiles, which are long and would wait for a place.
     before = riders if STAGES == 0 else 0
     landing = 0 if STAGES == 0 else products
-    if RIDES:
-        if (program >= landing) & (program < landing + riders):
-            if PDL:
-                gdc_wait()
-            if RIDES == 1:
-                _land(program - landing, stream, landed, landed_squares, sum0, sum1, own0, own1,
-                      factor0, factor1, rows, D, WORLD, WP, SUMS, OWNS, REPLACES, CHUNK, BITS,
-                      EMPTY, SPIN_LIMIT, INTERPRETED)  # fmt: skip
-            else:
-                _send(program - landing, stream, buffers, start, rows, D, WORLD, RANK, CHUNK, BITS,
-                      EMPTY)  # fmt: skip
-        else:
-            _either(program - before, x, weight, up, out, squares, add, factor, eps, buffers, start,
-                    N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK,
-                    BITS, EMPTY, STAGES, KIND, PDL)  # fmt: skip
-    else:
+    SENDS: tl.constexpr = (RIDES == 2) & (STAGES == 0)
+    if (RIDES == 0) | SENDS:
         _either(program, x, weight, up, out, squares, add, factor, eps, buffers, start, N, M, MP,
                 K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK, BITS, EMPTY,
-                STAGES, KIND, PDL)  # fmt: skip
+                STAGES, KIND, PDL, stream, rows, riders, SENDS, D)  # fmt: skip
+    elif (program >= landing) & (program < landing + riders):
+        if PDL:
+            gdc_wait()
+        if RIDES == 1:
+            _land(program - landing, stream, landed, landed_squares, sum0, sum1, own0, own1,
+                  factor0, factor1, rows, D, WORLD, SUMS, OWNS, REPLACES, CHUNK, BITS,
+                  EMPTY, SPIN_LIMIT, INTERPRETED)  # fmt: skip
+        else:
+            _send(program - landing, stream, buffers, start, rows, D, WORLD, RANK, CHUNK, BITS,
+                  EMPTY)  # fmt: skip
+    else:
+        _either(program - before, x, weight, up, out, squares, add, factor, eps, buffers, start,
+                N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK,
+                BITS, EMPTY, STAGES, KIND, PDL, stream, rows, riders, False, D)  # fmt: skip
 
 
 def _rider(rider: Job | Send | None, like: Tensor, push: Push | None) -> tuple[list, dict]:
@@ -416,7 +431,7 @@ def _rider(rider: Job | Send | None, like: Tensor, push: Push | None) -> tuple[l
     ]  # fmt: skip
     constants = {
         "D": 0 if rider is None else tensors[0].shape[1],
-        "WORLD": world, "WP": triton.next_power_of_2(world), "SUMS": len(sums), "OWNS": len(owns),
+        "WORLD": world, "SUMS": len(sums), "OWNS": len(owns),
         "REPLACES": job is not None and job.replaces, "CHUNK": CHUNK, "BITS": _bits(like),
         "EMPTY": EMPTY[size], "SPIN_LIMIT": SPIN_LIMIT, "INTERPRETED": INTERPRETED,
     }  # fmt: skip
@@ -475,10 +490,10 @@ def _blocks(
     """(rows padded, weight rows a program, columns a step, warps, stages; 0: no tensor cores).
 
     Measured on an H200 over chains of products. One row, TP 4, microseconds and the floor by 4.2
-    TB/s, of QKV, attention's output, gate and up, down: Llama-3 8B 4.0 (3.0), 3.1 (2.0), 15.4
-    (14.0), 7.5 (7.0); 70B 11.1 (10.0), 8.2 (8.0), 53 (56), 27.8 (28); a 2B 2.3 (1.1), 1.5 (0.6),
-    5.0 (4.5), 3.3 (2.3). 8B with 16 rows: 10.2, 4.6, 17.2, 9.9, where cuBLAS took 8.8, 5.3, 17.4
-    (and SwiGLU), 12.6; with 64 rows: 8.3, 4.3, 18.0, 9.8 (9.3, 5.4, 17.9, 10.9).
+    TB/s, of QKV and attention's output together, gate and up and down together: Llama-3 8B 6.5
+    (5.0), 21.9 (21.0); 70B 19.1 (18), 78.1 (84: what is only read comes faster than a copy); a 2B
+    3.6 (1.4), 8.1 (6.7). 8B with 16 rows, each by itself: 10.2, 4.6, 17.2, 9.9, where cuBLAS took
+    8.8, 5.3, 17.4 (and SwiGLU), 12.6; with 64 rows: 8.3, 4.3, 18.0, 9.8 (9.3, 5.4, 17.9, 10.9).
     """
     if rows > MAX_VECTOR_ROWS:
         padded = max(16, triton.next_power_of_2(rows))
@@ -496,12 +511,31 @@ def _blocks(
         return padded, 2, 2048 if rows == 2 else 1024, 4, 0
     if gated:
         return padded, 2, 1024, 4, 0
-    if size <= 2048:
+    # One step where little of it is empty: the whole weight is read before the wait.
+    if size <= 512:
+        return padded, 2, 512, 2, 0
+    if size <= 1024:
         return padded, 4, 1024, 4, 0
+    if size <= 2048:
+        return (padded, 2, 2048, 4, 0) if outputs < 4096 else (padded, 4, 1024, 4, 0)
     if size > 4096:
         return padded, 2, 4096, 8, 0
-    # One step where little of it is empty: the whole weight is read before the wait.
+    if outputs < 1024:
+        return padded, 1, 4096, 4, 0
     return (padded, 2, 2048, 8, 0) if 3072 < size < 4096 else (padded, 2, 4096, 4, 0)
+
+
+def _registers(size: int, block: int, step: int, warps: int) -> dict[str, int]:
+    """The registers of a product of one row without a rider, for the same product with a landing.
+
+    Left to itself, the compiler takes more for the landing, and fewer programs fit beside each
+    other, or fewer, and has fewer loads under way: of a 70B's 79.6 us for gate and up, and down, it
+    made 83.8 (79.6 so), of an 8B's 22.2 23.2 (22.2 so). {}: unknown.
+    """
+    held = block * step // (32 * warps)  # elements of the weight that a thread has in one step
+    if held > 32:
+        return {}
+    return {"maxnreg": 32 if held * min(2, -(-size // step)) <= 32 else 48}
 
 
 def project(
@@ -541,20 +575,27 @@ def project(
             land(rider)
         plain = {} if add is None else {"add": add, "factor": factor}
         return project_reference(x, weight, up, squares=squares, eps=eps, **plain).to(x.dtype)
-    if rider is not None:
-        rider.launched = True
     padded, block, step, warps, stages = _blocks(rows, outputs, size, up is not None, x.itemsize)
+    products = triton.cdiv(outputs, block)
     riders = programs_of(rider)
+    sends = isinstance(rider, Send) and stages == 0  # in the product's own programs
+    if isinstance(rider, Send) and sends and riders > products:
+        send(rider)
+        rider, riders, sends = None, 0, False
+    cap: dict[str, Any] = {}
+    if isinstance(rider, Job) and rows == 1 and up is None and x.itemsize == 2:
+        cap = _registers(size, block, step, warps)
     to = rider.push if isinstance(rider, Send) else push
     pointers, constants = _rider(rider, x, to)
     if to is not None:
         assert constants["WORLD"] == to.world
-    products = triton.cdiv(outputs, block)
+    if rider is not None:
+        rider.launched = True
     # Added to what is returned only where nothing is pushed.
     store = keep and not (add is not None and push is None)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device) if keep else x
     launch(
-        _project_kernel, (riders + products,), x.device,
+        _project_kernel, (products + (0 if sends else riders),), x.device,
         x, weight, weight if up is None else up, out, x if squares is None else squares,
         x if add is None else add, float(factor), float(eps),
         x if to is None else to.buffers, 0 if to is None else to.start, outputs,
@@ -567,6 +608,6 @@ def project(
         STAGES=stages,
         # The interpreter has no bfloat16 product.
         KIND=tl.float32 if INTERPRETED else getattr(tl, str(x.dtype).removeprefix("torch.")),
-        num_warps=warps,
+        num_warps=warps, **({} if INTERPRETED else cap),
     )  # fmt: skip
     return out if keep else None

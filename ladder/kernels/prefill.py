@@ -26,12 +26,15 @@ TILE, WARPS = 4096, 4
 
 
 def land_rows_reference(
-    pieces: Sequence[Tensor], stream: Tensor, weight: Tensor, eps: float, out: Pair | None = None
-) -> Pair:
+    pieces: Sequence[Tensor], stream: Tensor, weight: Tensor, eps: float, out: Pair | None = None,
+    copies: Sequence[Tensor] = (),
+) -> Pair:  # fmt: skip
     total = torch.zeros(stream.shape, dtype=torch.float32, device=stream.device)
     for piece in (*pieces, stream):
         total += piece.float()
     normed = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+    for copy in copies:
+        copy.copy_(normed)
     if out is not None:
         return out[0].copy_(total), out[1].copy_(normed)
     return total.to(stream.dtype), normed.to(stream.dtype)
@@ -41,7 +44,8 @@ def land_rows_reference(
 @no_type_check
 def _land_kernel(
     stream, weight, landed, normed, eps, p0, p1, p2, p3, p4, p5, p6, p7,
-    COUNT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    c0, c1, c2, c3, c4, c5, c6, COUNT: tl.constexpr, COPIES: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     # The whole row stays in registers: it is read once, so `landed` may be `stream` itself.
@@ -70,18 +74,35 @@ def _land_kernel(
     total += before
     scale = tl.rsqrt(tl.sum(total * total, 0) / D + eps)
     tl.store(landed + at, total.to(landed.dtype.element_ty), mask=inside)
-    tl.store(normed + at, (total * scale * gain).to(normed.dtype.element_ty), mask=inside)
+    y = (total * scale * gain).to(normed.dtype.element_ty)
+    tl.store(normed + at, y, mask=inside)
+    if COPIES > 0:
+        tl.store(c0 + at, y, mask=inside)
+    if COPIES > 1:
+        tl.store(c1 + at, y, mask=inside)
+    if COPIES > 2:
+        tl.store(c2 + at, y, mask=inside)
+    if COPIES > 3:
+        tl.store(c3 + at, y, mask=inside)
+    if COPIES > 4:
+        tl.store(c4 + at, y, mask=inside)
+    if COPIES > 5:
+        tl.store(c5 + at, y, mask=inside)
+    if COPIES > 6:
+        tl.store(c6 + at, y, mask=inside)
 
 
 @torch.no_grad()
 def land_rows(
-    pieces: Sequence[Tensor], stream: Tensor, weight: Tensor, eps: float, out: Pair | None = None
-) -> Pair:
+    pieces: Sequence[Tensor], stream: Tensor, weight: Tensor, eps: float, out: Pair | None = None,
+    copies: Sequence[Tensor] = (),
+) -> Pair:  # fmt: skip
     """Sum up to 8 pieces, add the stream, and norm the sum: (new stream, normed), both [M, D].
 
     pieces: each [M, D], the ranks' parts of one output, in rank order; peers' memory will do.
     stream: [M, D], D up to 16384, not changed unless `out[0]` is the stream itself.
     weight: [D]. All of one dtype (bfloat16, float16, float32) and contiguous.
+    copies: up to 7, each [M, D], peers' memory will do: what is normed is written there too.
 
     The pieces are summed in float32 in their order, the stream comes last, and the new stream is
     rounded once. What is normed is the sum before that rounding. Not differentiable.
@@ -94,6 +115,9 @@ def land_rows(
         raise UserError(f"{len(pieces)} pieces; land at most {MAX_PIECES} at a time")
     rows, size = stream.shape
     named = {f"pieces[{n}]": piece for n, piece in enumerate(pieces)}
+    if len(copies) >= MAX_PIECES:
+        raise UserError(f"{len(copies)} copies; write at most {MAX_PIECES - 1} at a time")
+    named |= {f"copies[{n}]": copy for n, copy in enumerate(copies)}
     named |= dict(zip(("out[0]", "out[1]"), out or (), strict=False))
     check_dtype(stream=stream, weight=weight, **named)
     check("stream", stream, (rows, size), stream)
@@ -101,13 +125,14 @@ def land_rows(
     for name, tensor in named.items():
         check(name, tensor, (rows, size), stream)
     if not on_triton(stream):
-        return land_rows_reference(pieces, stream, weight, eps, out)
+        return land_rows_reference(pieces, stream, weight, eps, out, copies)
     landed, normed = (torch.empty_like(stream), torch.empty_like(stream)) if out is None else out
     block = triton.next_power_of_2(size)
     launch(
         _land_kernel, (rows,), stream.device,
         stream, weight, landed, normed, eps, *pieces, *[stream] * (MAX_PIECES - len(pieces)),
-        COUNT=len(pieces), D=size, BLOCK=block,
+        *copies, *[stream] * (MAX_PIECES - 1 - len(copies)),
+        COUNT=len(pieces), COPIES=len(copies), D=size, BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
         dependent=False,  # it follows copies and waits on a stream of its own, and no kernel
     )  # fmt: skip

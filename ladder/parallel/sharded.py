@@ -154,8 +154,11 @@ class Transport(Protocol):
     def room(self, shard: int, like: Tensor) -> Tensor:
         """[T x shard, D], in which this rank is to write its own rows before `gather`."""
 
+    def copies(self, full: Tensor) -> list[Tensor]:
+        """Where whoever writes this rank's rows of `full` is to write them too."""
+
     def gather(self, full: Tensor) -> None:
-        """Fill the other ranks' rows of what `room` gave."""
+        """Fill the other ranks' rows of what `room` gave, once its and its copies' are written."""
 
 
 class Collectives:
@@ -181,6 +184,9 @@ class Collectives:
 
     def room(self, shard: int, like: Tensor) -> Tensor:
         return torch.empty(self.world * shard, like.shape[-1], dtype=like.dtype, device=like.device)
+
+    def copies(self, full: Tensor) -> list[Tensor]:
+        return []
 
     def gather(self, full: Tensor) -> None:
         mine = full.chunk(self.world)[self.rank]
@@ -208,6 +214,8 @@ class Copies:
 
     A rank pulls its rows of the peers' partials, lands them, and pushes its normed rows to the
     peers. The ranks meet twice in between: READY, before the pulls, and FULL, after the pushes.
+    direct: the landing's kernel itself reads the partials, and writes the normed rows, where they
+    are; sooner done with few rows, but it takes SMs from what runs meanwhile.
 
     Why `sets` = 1 + the largest lag of the plan, used in turn, are enough, L being that lag. Every
     call below is in one order on its rank (ShardedReducer sees to it), and whoever passes a meeting
@@ -226,14 +234,14 @@ class Copies:
       kind, to which this rank came after it had cleared the flag: the same argument.
     """
 
-    def __init__(self, group: dist.ProcessGroup, sets: int, *, kernels: bool, pull: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, sets: int, *, kernels: bool, direct: bool) -> None:
         self.group, self.sets = group, sets
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         refusal = push_refusal(self.world)
         if refusal:
             raise UserError(f"transport=copy cannot run here: {refusal}; use transport=collective")
         self.meetings = Kernels if kernels else Flags
-        self.pull = pull
+        self.direct = direct
         # Outgrown ones stay: graphs that were recorded with them may be replayed.
         self.spaces: dict[tuple[int, torch.dtype], list[Workspace]] = {}
         self.posted = self.landed = 0
@@ -253,8 +261,8 @@ class Copies:
         pieces = [buffer[mine] for buffer in buffers]
         # One after another: all at once, on streams of their own, a prefill of 1024 tokens took
         # 8.7 ms in place of 8.3 (Llama-3 8B, ladder, 4 H200s).
-        for step, peer in enumerate(self._peers()):
-            if self.pull:
+        if not self.direct:
+            for step, peer in enumerate(self._peers()):
                 pieces[peer] = staging[step, :shard].copy_(pieces[peer])
         return pieces
 
@@ -264,14 +272,24 @@ class Copies:
         self.landed += 1
         return self._space(rows, like).normed[chosen][self.rank][:rows]
 
+    def copies(self, full: Tensor) -> list[Tensor]:
+        return self._peers_rows(full) if self.direct else []
+
     def gather(self, full: Tensor) -> None:
+        if not self.direct:
+            mine = full.chunk(self.world)[self.rank]
+            for theirs in self._peers_rows(full):
+                theirs.copy_(mine)
+        space, chosen = self._space(len(full), full), (self.landed - 1) % self.sets
+        space.meeting.meet(self.sets + chosen)
+
+    def _peers_rows(self, full: Tensor) -> list[Tensor]:
+        """This rank's rows of the newest `room`, in every peer's memory."""
         space, chosen = self._space(len(full), full), (self.landed - 1) % self.sets
         assert full.data_ptr() == space.normed[chosen][self.rank].data_ptr()
         shard = len(full) // self.world
         mine = slice(self.rank * shard, (self.rank + 1) * shard)
-        for peer in self._peers():
-            space.normed[chosen][peer][mine].copy_(full[mine])
-        space.meeting.meet(self.sets + chosen)
+        return [space.normed[chosen][peer][mine] for peer in self._peers()]
 
     def _peers(self) -> list[int]:
         """The other ranks, each rank beginning with another, so that all links are in use."""
@@ -295,7 +313,7 @@ class Copies:
             buffers = [symmetric((rows, size), self.group, **make) for _ in range(2 * self.sets)]
             staging = [
                 torch.empty(self.world - 1, rows // self.world, size, **make)
-                for _ in range(self.sets if self.pull else 0)
+                for _ in range(0 if self.direct else self.sets)
             ]
             meeting = self.meetings(self.group, 2 * self.sets, like.device)
         staging = staging or [torch.empty(0, **make)] * self.sets
@@ -304,11 +322,9 @@ class Copies:
 
 TRANSPORTS: dict[str, Callable[[dist.ProcessGroup, int], Transport]] = {
     "collective": Collectives,
-    "copy": functools.partial(Copies, kernels=False, pull=True),
-    "copy-kernels": functools.partial(Copies, kernels=True, pull=True),  # they meet by kernels
-    "direct": functools.partial(
-        Copies, kernels=False, pull=False
-    ),  # landing reads the peers' memory
+    "copy": functools.partial(Copies, kernels=False, direct=False),
+    "copy-kernels": functools.partial(Copies, kernels=True, direct=False),  # they meet by kernels
+    "direct": functools.partial(Copies, kernels=True, direct=True),
 }
 
 
@@ -419,8 +435,11 @@ class ShardedReducer(AsyncReducer):
         here = any(arrival.blocking for arrival in landed)
         with self._place(rows, here):
             weight = local(norm.weight).to(rows.dtype).flatten()
-            for pieces in [arrival.pieces for arrival in landed] or [[]]:
-                land_rows(pieces, source, weight, norm.eps, (rows, mine))
+            everything = [arrival.pieces for arrival in landed] or [[]]
+            for n, pieces in enumerate(everything):
+                last = n == len(everything) - 1
+                copies = self.transport.copies(full) if last else []
+                land_rows(pieces, source, weight, norm.eps, (rows, mine), copies)
                 source = rows
             self.transport.gather(full)
             if rows.is_cuda and not here:
