@@ -72,6 +72,42 @@ def test_a_wrong_weight_is_refused(spoil: Any) -> None:
     assert "allowed" in str(found)
 
 
+def test_a_wrong_choice_of_the_token_is_refused() -> None:
+    """The logits are right; what the engine returns is not."""
+    config = resolve(TINY)
+    session = Engine(random_model(config, "async", 1, CPU)).session(3, 9 + STEPS, Sampling())
+    choose = session._choose
+
+    def wrongly(*arguments: Any, **named: Any) -> None:
+        choose(*arguments, **named)
+        session.out[1] = (session.out[1] + 1) % config.vocab_size
+
+    session._choose = wrongly  # type: ignore[method-assign]
+    found = check(session, reference(random_model(config, "async", 1, CPU), 2, 9, STEPS))
+    assert found.disagreements > 0
+    assert not found.passes
+
+
+def test_a_second_run_that_differs_is_refused() -> None:
+    config = resolve(TINY)
+    model = random_model(config, "async", 1, CPU)
+    session = Engine(model).session(3, 9 + STEPS, Sampling())
+    prefill, runs = session.prefill, []
+
+    def changing(*arguments: Any) -> None:
+        runs.append(1)
+        if len(runs) == 2:
+            with torch.no_grad():
+                model.lm_head.weight[7, 3] += 2**-6  # far less than the allowed error
+        prefill(*arguments)
+
+    session.prefill = changing  # type: ignore[method-assign]
+    found = check(session, reference(random_model(config, "async", 1, CPU), 2, 9, STEPS))
+    assert found.error <= 2 * found.plain_error
+    assert not found.repeats
+    assert not found.passes
+
+
 def test_another_plan_is_refused() -> None:
     ladder, standard = resolve(TINY), resolve(replace(TINY, plan="standard"))
     found = engine_check(ladder, other=standard)

@@ -203,11 +203,13 @@ def fuse(model: Transformer) -> None:
 
     def prompts(tokens: int) -> Reducer:
         """What was fastest on 4 H200s, for 1 to 64 prompts of 1024 (benchmarks/prefill.py)."""
-        if not shards:
+        if not isinstance(base, PushReducer) or not shards:
             return base
-        if tokens * token_bytes <= direct_bytes:
-            return shards["direct"]
-        return shards["copy-kernels" if tokens <= SMALL_PROMPTS else "copy"]
+        size = tokens * token_bytes
+        transport = "copy-kernels" if tokens <= SMALL_PROMPTS else "copy"
+        transport = "direct" if size <= direct_bytes else transport
+        base.picked[size] = f"sharded by tokens, {transport}"
+        return shards[transport]
 
     def lend(shape: tuple[int, int, int], like: Tensor) -> Tensor | None:
         return base.pick(torch.Size(shape[:2])).buffer(shape, like)

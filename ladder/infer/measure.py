@@ -23,6 +23,7 @@ from ladder.infer.sampling import Sampling, draws
 from ladder.infer.verify import STEPS, Check, Reference, check, reference, sequences
 from ladder.models.config import ModelConfig
 from ladder.parallel import launch
+from ladder.parallel.sharding import local_tensor
 
 ROUNDS = 3
 HEADROOM = 0.92  # of the free memory is planned with
@@ -35,8 +36,8 @@ class Result:
     prefill: from token ids on the host to the first token chosen. decode: between the ends of
     steps that follow each other, median and p99 over all steps of all rounds; its floor is a step's
     bytes over the bandwidth. total: from the start of the prefill to the last of new_tokens tokens,
-    in one go. memory: of the device, with caches, graphs and workspaces. picked: message bytes ->
-    the algorithm that the reducer took; None where it does not say.
+    in one go. memory: of weights, KV cache and graphs, on the fullest rank. picked: message bytes
+    -> the algorithm that the reducer took; None where it does not say.
     """
 
     prefill_ms: float
@@ -183,7 +184,6 @@ def _references(
 def _build(point: Point, expected: Reference, device: torch.device) -> Live:
     """The point's engine, captured, warmed up and checked."""
     free_bytes(device)  # lets go of what earlier points left
-    before = torch.cuda.mem_get_info(device)[0]
     config = resolve(point)
     model = build(point, config, point.reducer, device)
     session = Engine(model).session(point.batch, point.prompt + point.new_tokens, Sampling())
@@ -192,8 +192,22 @@ def _build(point: Point, expected: Reference, device: torch.device) -> Live:
     prompts = list(expected.tokens[torch.arange(point.batch) % len(expected.tokens)])
     session.prefill([prompt[: point.prompt] for prompt in prompts], torch.zeros((1, point.batch)))
     torch.cuda.synchronize()
-    memory = worst((before - torch.cuda.mem_get_info(device)[0]) / 2**30, device)
-    return Live(point, config, session, memory, checked)
+    return Live(point, config, session, worst(held_bytes(session) / 2**30, device), checked)
+
+
+def held_bytes(session: Session) -> int:
+    """What the session holds on this rank's GPU: weights, KV cache, and its graphs' memory."""
+    found = [session.cache.keys, session.cache.values]
+    for module in session.model.modules():
+        own = (vars(module), module._parameters, module._buffers)  # packed weights are attributes
+        found += [local_tensor(v) for each in own for v in each.values() if isinstance(v, Tensor)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in found}
+    graphs = [session.graph, *(graph for graph, _, _ in session.prompt_graphs.values())]
+    pools = {graph.pool() for graph in graphs if graph is not None}
+    segments = torch.cuda.memory_snapshot() if pools else []
+    return sum(storage.nbytes() for storage in storages.values()) + sum(
+        segment["total_size"] for segment in segments if segment["segment_pool_id"] in pools
+    )
 
 
 @dataclass

@@ -51,6 +51,7 @@ KINDS = (
     ("Memset", TRANSFER),
     ("_land", LANDING),  # wait + sum + residual + norm, alone in its kernel
     ("nccl", COMMUNICATION),
+    ("_send_kernel", COMMUNICATION),
     ("symm_mem", COMMUNICATION),
     ("symmetric_memory", COMMUNICATION),
     ("all_reduce", COMMUNICATION),  # _push_all_reduce, torch's one-shot and two-shot

@@ -492,7 +492,7 @@ def _blocks(
     Measured on an H200 over chains of products. One row, TP 4, microseconds and the floor by 4.2
     TB/s, of QKV and attention's output together, gate and up and down together: Llama-3 8B 6.5
     (5.0), 21.9 (21.0); 70B 19.1 (18), 78.1 (84: what is only read comes faster than a copy); a 2B
-    3.6 (1.4), 8.1 (6.7). 8B with 16 rows, each by itself: 10.2, 4.6, 17.2, 9.9, where cuBLAS took
+    3.9 (1.4), 8.3 (6.7). 8B with 16 rows, each by itself: 10.2, 4.6, 17.2, 9.9, where cuBLAS took
     8.8, 5.3, 17.4 (and SwiGLU), 12.6; with 64 rows: 8.3, 4.3, 18.0, 9.8 (9.3, 5.4, 17.9, 10.9).
     """
     if rows > MAX_VECTOR_ROWS:
@@ -511,30 +511,29 @@ def _blocks(
         return padded, 2, 2048 if rows == 2 else 1024, 4, 0
     if gated:
         return padded, 2, 1024, 4, 0
-    # One step where little of it is empty: the whole weight is read before the wait.
-    if size <= 512:
-        return padded, 2, 512, 2, 0
     if size <= 1024:
         return padded, 4, 1024, 4, 0
-    if size <= 2048:
-        return (padded, 2, 2048, 4, 0) if outputs < 4096 else (padded, 4, 1024, 4, 0)
+    if size <= 2048:  # few outputs: more programs
+        return padded, 2 if outputs < 4096 else 4, 1024, 4, 0
     if size > 4096:
         return padded, 2, 4096, 8, 0
     if outputs < 1024:
-        return padded, 1, 4096, 4, 0
+        return padded, 1, 2048, 4, 0
+    # One step where little of it is empty: the whole weight is read before the wait.
     return (padded, 2, 2048, 8, 0) if 3072 < size < 4096 else (padded, 2, 4096, 4, 0)
 
 
 def _registers(size: int, block: int, step: int, warps: int) -> dict[str, int]:
     """The registers of a product of one row without a rider, for the same product with a landing.
 
-    Left to itself, the compiler takes more for the landing, and fewer programs fit beside each
-    other, or fewer, and has fewer loads under way: of a 70B's 79.6 us for gate and up, and down, it
-    made 83.8 (79.6 so), of an 8B's 22.2 23.2 (22.2 so). {}: unknown.
+    Left to itself, the compiler takes others for the landing's sake, and fewer programs fit beside
+    each other, or they have fewer loads under way: a step of a Llama-3 8B at TP 4 took 1.371 ms and
+    takes 1.306. With 4 warps, of which a thread lands twice as much, they do not suffice (a 2B's
+    0.487 ms became 0.525): {}.
     """
-    held = block * step // (32 * warps)  # elements of the weight that a thread has in one step
-    if held > 32:
+    if warps < 8:
         return {}
+    held = block * step // (32 * warps)  # elements of the weight that a thread has in one step
     return {"maxnreg": 32 if held * min(2, -(-size // step)) <= 32 else 48}
 
 

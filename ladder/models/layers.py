@@ -86,10 +86,14 @@ class HeadSplit(Split):
         index = self.held_heads()
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
         if index != list(range(weight.shape[0] // self.head_dim)):
-            weight = weight.unflatten(0, (-1, self.head_dim))[index].flatten(0, 1)
-            if bias is not None:
-                bias = bias.unflatten(0, (-1, self.head_dim))[index].flatten(0, 1)
+            weight = self._pick(weight, index)
+            bias = None if bias is None else self._pick(bias, index)
         return self.columns(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    def _pick(self, value: Tensor, index: list[int]) -> Tensor:
+        """The heads of `index`, in its order. Not by an index: no graph can hold a list's copy."""
+        heads = value.unflatten(0, (-1, self.head_dim))
+        return torch.cat([heads[i] for i in index])
 
     def held_heads(self) -> list[int]:
         """The heads that the held ranks use, one after another, counted from the first stored."""
