@@ -219,7 +219,15 @@ def make_mesh(device: torch.device, tp: int) -> DeviceMesh | None:
         )
     if world == 1:
         return None
-    return init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
+    override = {}
+    if device.type == "cuda":
+        # Reduces run beneath matrix products: without priority a reduce's blocks wait until those
+        # of the product that was launched before it all have a place.
+        nccl = dist.ProcessGroupNCCL  # only builds with CUDA have it
+        override = {"tp": nccl.Options(is_high_priority_stream=True)}
+    return init_device_mesh(
+        device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"), backend_override=override
+    )
 
 
 def agree(values: dict[str, Any]) -> None:
