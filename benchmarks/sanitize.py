@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ladder import kernels
 from ladder.kernels import launch
-from ladder.kernels.decode import CHUNK
+from ladder.kernels.landing import CHUNK
 
 Pairs = Iterator[tuple[Tensor, Tensor]]
 CASES: dict[str, Callable[[torch.dtype], Pairs]] = {}

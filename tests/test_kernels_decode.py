@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.kernels import Push, Send, decode_attention, land, launch, new_job, project, send
-from ladder.kernels.decode import CHUNK, MAX_ROWS
+from ladder.kernels.decode import MAX_ROWS
+from ladder.kernels.landing import CHUNK
 from ladder.models import ModelConfig
 from ladder.models.layers import rotary_tables, rotate
 from tests.test_kernels import (  # noqa: F401  (fixtures)

@@ -30,17 +30,8 @@ import torch
 from torch import Tensor
 
 from ladder.kernels.all_reduce import SENTINELS, symmetric_slots
-from ladder.kernels.decode import (
-    MAX_OWNS,
-    MAX_SUMS,
-    Job,
-    Push,
-    Send,
-    land,
-    new_job,
-    project,
-    send,
-)
+from ladder.kernels.decode import project
+from ladder.kernels.landing import MAX_OWNS, MAX_SUMS, Job, Push, Send, land, new_job, send
 from ladder.models.layers import RMSNorm
 from ladder.models.plan import Landing, Plan, Sublayer
 from ladder.models.reducer import Norm, Pending, Reducer

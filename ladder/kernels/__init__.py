@@ -9,17 +9,8 @@ Imported without Triton, and run on CPU tensors without it: see `ladder.kernels.
 """
 
 from ladder.kernels.attention import decode_attention, decode_attention_reference
-from ladder.kernels.decode import (
-    Job,
-    Push,
-    Send,
-    land,
-    land_reference,
-    new_job,
-    project,
-    project_reference,
-    send,
-)
+from ladder.kernels.decode import project, project_reference
+from ladder.kernels.landing import Job, Push, Send, land, land_reference, new_job, send
 from ladder.kernels.norm import add_rms_norm, add_rms_norm_reference
 from ladder.kernels.prefill import (
     land_rows,

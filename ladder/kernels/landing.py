@@ -1,0 +1,271 @@
+"""A landing (wait, sum, residual, statistics of the norm) and the pushes that it waits for.
+
+A landing waits for the slots that every rank has pushed to, sums them over the ranks in float32 and
+in an order that is the same on every rank, adds the stream, rounds once, leaves the sums of
+squares, and clears the slots. A slot that is not yet written holds -0.0, which is never sent.
+
+It runs by itself (`land`), or in extra programs of a product (`ladder.kernels.decode.project`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import no_type_check
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ladder.kernels.all_reduce import SPIN_LIMIT
+from ladder.kernels.launch import (
+    INTERPRETED,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    launch,
+    on_triton,
+    tl,
+)
+
+CHUNK = 1024  # elements of a row that one program of a landing takes
+MAX_SUMS, MAX_OWNS = 2, 2
+# The bits of -0.0, by element size in bytes.
+EMPTY = {2: -(2**15), 4: -(2**31)}
+
+
+@dataclass(frozen=True)
+class Push:
+    """Where a partial goes: `slots` (rank, row, element) on every rank, from `start` elements on.
+
+    buffers: [world] int64, each rank's address of the same symmetric memory.
+    """
+
+    buffers: Tensor
+    start: int
+    rank: int
+    world: int
+
+
+@dataclass
+class Send:
+    """A finished partial [M, D] on its way to every rank's slots.
+
+    In place of a `Push` where nobody waits for it: a kernel ends only when every rank has
+    acknowledged what it wrote there, which is time lost on the critical path. Extra programs of
+    the next kernel do not delay it.
+    """
+
+    partial: Tensor
+    push: Push
+    launched: bool = False
+
+
+@dataclass
+class Job:
+    """One landing: out = stream (or nothing, where `replaces`) + sums over ranks + own parts.
+
+    stream, out: [M, D]; `out` is not the stream itself, which others may still read. squares:
+    [M, ceil(D / CHUNK)] float32, sums of the squares of `out`. sums: slots [world, M, D] of this
+    rank, cleared when they have been read. owns: (tensor [M, D], factor).
+    """
+
+    stream: Tensor
+    out: Tensor
+    squares: Tensor
+    sums: Sequence[Tensor] = ()
+    owns: Sequence[tuple[Tensor, float]] = ()
+    replaces: bool = False
+    launched: bool = False
+
+
+def land_reference(job: Job) -> None:
+    total = torch.zeros_like(job.stream, dtype=torch.float32)
+    if not job.replaces:
+        total += job.stream.float()
+    for slots in job.sums:
+        assert not torch.any((slots == 0) & torch.signbit(slots)), "a slot is empty"
+        for part in slots:
+            total += part.float()
+        slots.fill_(-0.0)
+    for own, factor in job.owns:
+        total += own.float() * factor
+    job.out.copy_(total)
+    padded = F.pad(job.out.float().square(), (0, -total.shape[1] % CHUNK))
+    job.squares.copy_(padded.unflatten(1, (-1, CHUNK)).sum(-1))
+
+
+@jit
+@no_type_check
+def _land(
+    program, stream, out, squares, sum0, sum1, own0, own1, factor0, factor1,
+    M, D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
+    OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
+    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """One program of a landing: CHUNK elements of one row."""
+    chunks: tl.constexpr = (D + CHUNK - 1) // CHUNK
+    row = program // chunks
+    i = (program % chunks) * CHUNK + tl.arange(0, CHUNK)
+    inside = i < D
+    at = row.to(tl.int64) * D + i
+    kind: tl.constexpr = stream.dtype.element_ty
+    total = tl.zeros([CHUNK], tl.float32)
+    if not REPLACES:
+        total += tl.load(stream + at, mask=inside, other=0).to(tl.float32)
+    for k in tl.static_range(SUMS):
+        slot = (sum0 if k == 0 else sum1).to(tl.pointer_type(BITS)) + at
+        arrived = total
+        spins = 0
+        missing = 1
+        while missing > 0:
+            # A vector a rank, not a matrix over the ranks: a sum across warps would take shared
+            # memory, and a kernel that takes much of it cannot run beside one that takes little.
+            arrived = total
+            empty = tl.zeros([CHUNK], tl.int32)
+            for peer in tl.static_range(WORLD):
+                bits = tl.load(slot + peer * M * D, mask=inside, other=0, volatile=True)
+                empty |= (bits == EMPTY).to(tl.int32)
+                arrived += bits.to(kind, bitcast=True).to(tl.float32)
+            missing = 0
+            if not INTERPRETED:
+                missing = tl.max(empty)
+                spins += 1
+                if spins > SPIN_LIMIT:
+                    tl.inline_asm_elementwise(
+                        "trap; mov.u32 $0, 0;", "=r,r", [spins], tl.int32, is_pure=False, pack=1
+                    )
+        total = arrived
+        for peer in tl.static_range(WORLD):
+            tl.store(slot + peer * M * D, tl.full([CHUNK], EMPTY, BITS), mask=inside)
+    if OWNS > 0:
+        total += tl.load(own0 + at, mask=inside, other=0).to(tl.float32) * factor0
+    if OWNS > 1:
+        total += tl.load(own1 + at, mask=inside, other=0).to(tl.float32) * factor1
+    rounded = total.to(kind)
+    tl.store(out + at, rounded, mask=inside)
+    total = rounded.to(tl.float32)
+    tl.store(squares + program, tl.sum(total * total, 0))
+
+
+@jit
+@no_type_check
+def _send(
+    program, partial, buffers, start, M, D: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr,
+    CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
+):  # fmt: skip
+    """One program of a send: CHUNK elements of one row."""
+    chunks: tl.constexpr = (D + CHUNK - 1) // CHUNK
+    row = program // chunks
+    i = (program % chunks) * CHUNK + tl.arange(0, CHUNK)
+    at = row.to(tl.int64) * D + i
+    bits = tl.load(partial + at, mask=i < D, other=0).to(BITS, bitcast=True)
+    bits = tl.where(bits == EMPTY, 0, bits).to(BITS)
+    for peer in tl.static_range(WORLD):
+        to = tl.load(buffers + (RANK + peer) % WORLD).to(tl.pointer_type(BITS))
+        base = tl.multiple_of(to, 16) + start + RANK * M * D
+        tl.store(base + at, bits, mask=i < D)
+
+
+@jit
+@no_type_check
+def _send_kernel(
+    partial, buffers, start, M, D: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr,
+    CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    _send(tl.program_id(0), partial, buffers, start, M, D, WORLD, RANK, CHUNK, BITS, EMPTY)
+
+
+@jit
+@no_type_check
+def _land_kernel(
+    stream, out, squares, sum0, sum1, own0, own1, factor0, factor1, M,
+    D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
+    OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
+    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    _land(tl.program_id(0), stream, out, squares, sum0, sum1, own0, own1, factor0, factor1, M,
+          D, WORLD, SUMS, OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT,
+          INTERPRETED)  # fmt: skip
+
+
+def rider_arguments(rider: Job | Send | None, like: Tensor, push: Push | None) -> tuple[list, dict]:
+    """The kernel arguments of a rider: pointers and factors, and constants."""
+    job = rider if isinstance(rider, Job) else None
+    sums: list[Tensor] = [] if job is None else list(job.sums)
+    owns = [] if job is None else list(job.owns)
+    assert len(sums) <= MAX_SUMS, len(sums)
+    assert len(owns) <= MAX_OWNS, len(owns)
+    tensors = [like] * 3
+    if isinstance(rider, Job):
+        tensors = [rider.stream, rider.out, rider.squares]
+    elif isinstance(rider, Send):
+        tensors[0] = rider.partial
+    size = like.element_size()
+    world = sums[0].shape[0] if sums else 1 if push is None else push.world
+    pointers = [
+        *tensors,
+        *sums, *[like] * (MAX_SUMS - len(sums)),
+        *(own for own, _ in owns), *[like] * (MAX_OWNS - len(owns)),
+        *(float(factor) for _, factor in owns), *[0.0] * (MAX_OWNS - len(owns)),
+        tensors[0].shape[0],
+    ]  # fmt: skip
+    constants = {
+        "D": 0 if rider is None else tensors[0].shape[1],
+        "WORLD": world, "SUMS": len(sums), "OWNS": len(owns),
+        "REPLACES": job is not None and job.replaces, "CHUNK": CHUNK, "BITS": bits_of(like),
+        "EMPTY": EMPTY[size], "SPIN_LIMIT": SPIN_LIMIT, "INTERPRETED": INTERPRETED,
+    }  # fmt: skip
+    return pointers, constants
+
+
+def bits_of(like: Tensor) -> object:
+    return tl.int16 if like.element_size() == 2 else tl.int32
+
+
+def programs_of(rider: Job | Send | None) -> int:
+    """How many programs a rider adds to a launch."""
+    if rider is None:
+        return 0
+    rows, size = (rider.stream if isinstance(rider, Job) else rider.partial).shape
+    return rows * -(-size // CHUNK)
+
+
+def land(job: Job) -> None:
+    """Run a landing by itself."""
+    assert not job.launched
+    job.launched = True
+    if not on_triton(job.stream):
+        land_reference(job)
+        return
+    pointers, constants = rider_arguments(job, job.stream, None)
+    launch(
+        _land_kernel, (programs_of(job),), job.stream.device,
+        *pointers, **constants, num_warps=4,
+    )  # fmt: skip
+
+
+def send(job: Send) -> None:
+    """Run a send by itself."""
+    assert not job.launched
+    job.launched = True
+    partial, push = job.partial, job.push
+    launch(
+        _send_kernel, (programs_of(job),), partial.device,
+        partial, push.buffers, push.start, partial.shape[0], D=partial.shape[1],
+        WORLD=push.world, RANK=push.rank, CHUNK=CHUNK, BITS=bits_of(partial),
+        EMPTY=EMPTY[partial.element_size()], num_warps=4,
+    )  # fmt: skip
+
+
+def new_job(stream: Tensor, **fields: object) -> Job:
+    """A landing onto `stream` [M, D], with fresh memory for what it writes."""
+    rows, size = stream.shape
+    squares = torch.empty(rows, -(-size // CHUNK), dtype=torch.float32, device=stream.device)
+    return Job(stream, torch.empty_like(stream), squares, **fields)  # type: ignore[arg-type]
