@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,10 @@ class TokenData:
         if name not in self.splits:
             raise unknown("split", name, self.splits)
         return self.splits[name]
+
+    def windows(self, split: str, seq_len: int) -> Batches:
+        """The windows of a split, each of `seq_len` tokens, to draw batches from."""
+        return Windows(self.split(split), seq_len)
 
 
 def open_data(folder: str | Path) -> TokenData:
@@ -151,38 +156,24 @@ def _load_token_bytes(path: Path, vocab_size: int) -> npt.NDArray[np.int32]:
     return lengths.astype(np.int32)
 
 
-class Windows:
-    """The non-overlapping windows of a split.
+class Batches(ABC):
+    """Windows with a number each, and the endless order in which training draws them."""
 
-    Window i covers tokens [i S, i S + S + 1), S = seq_len: S inputs, and as targets the tokens
-    that follow them. So each token of the split is a target at most once. The first token never
-    is, nor are the fewer than S at the end that fill no window.
-    """
-
-    def __init__(self, split: Split, seq_len: int) -> None:
-        if seq_len < 1:
-            raise UserError(f"seq_len={seq_len} must be 1 or more")
-        if len(split) < seq_len + 1:
-            raise UserError(
-                f"seq_len={seq_len} is longer than split {split.name!r}, whose {len(split):,} "
-                f"tokens allow at most {max(len(split) - 1, 0):,}; use a shorter one, or prepare "
-                f"more documents"
-            )
-        self.split, self.seq_len = split, seq_len
-        self._orders: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
-
+    @abstractmethod
     def __len__(self) -> int:
-        return (len(self.split) - 1) // self.seq_len
+        """How many windows there are."""
 
+    @abstractmethod
     def read(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets of the windows named: two int64 [len(indices), seq_len]."""
-        size = self.seq_len
-        block = np.empty((len(indices), size + 1), np.int64)
-        for row, i in enumerate(indices):
-            assert 0 <= i < len(self), (i, len(self))
-            block[row] = self.split.read(i * size, i * size + size + 1)
-        tokens = torch.from_numpy(block)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    @abstractmethod
+    def draw(self, seed: int, entry: int) -> int:
+        """The window at place `entry` of the endless order, of no state but its arguments."""
+
+    @abstractmethod
+    def first(self, limit: int | None) -> Sequence[int]:
+        """The windows to evaluate on: the first `limit`, or every one once where that is None."""
 
     def batch(
         self, step: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1
@@ -208,11 +199,49 @@ class Windows:
         assert 0 <= rank < ranks, (rank, ranks)
         part = batch_size // ranks
         first = step * batch_size + rank * part
-        found = []
-        for entry in range(first, first + part):
-            epoch, at = divmod(entry, len(self))
-            found.append(int(self._order(seed, epoch)[at]))
-        return found
+        return [self.draw(seed, entry) for entry in range(first, first + part)]
+
+
+class Windows(Batches):
+    """The non-overlapping windows of a split.
+
+    Window i covers tokens [i S, i S + S + 1), S = seq_len: S inputs, and as targets the tokens
+    that follow them. So each token of the split is a target at most once. The first token never
+    is, nor are the fewer than S at the end that fill no window.
+
+    source: the split's number among several, so that each of them is shuffled in its own way.
+    """
+
+    def __init__(self, split: Split, seq_len: int, source: int = 0) -> None:
+        if seq_len < 1:
+            raise UserError(f"seq_len={seq_len} must be 1 or more")
+        if len(split) < seq_len + 1:
+            raise UserError(
+                f"seq_len={seq_len} is longer than split {split.name!r}, whose {len(split):,} "
+                f"tokens allow at most {max(len(split) - 1, 0):,}; use a shorter one, or prepare "
+                f"more documents"
+            )
+        self.split, self.seq_len, self.source = split, seq_len, source
+        self._orders: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
+
+    def __len__(self) -> int:
+        return (len(self.split) - 1) // self.seq_len
+
+    def read(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        size = self.seq_len
+        block = np.empty((len(indices), size + 1), np.int64)
+        for row, i in enumerate(indices):
+            assert 0 <= i < len(self), (i, len(self))
+            block[row] = self.split.read(i * size, i * size + size + 1)
+        tokens = torch.from_numpy(block)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def draw(self, seed: int, entry: int) -> int:
+        epoch, at = divmod(entry, len(self))
+        return int(self._order(seed, epoch)[at])
+
+    def first(self, limit: int | None) -> Sequence[int]:
+        return range(len(self))[:limit]
 
     def _order(self, seed: int, epoch: int) -> npt.NDArray[np.int64]:
         """The permutation of all windows in one epoch. The last two are kept: a step may end one.
@@ -224,7 +253,8 @@ class Windows:
         if key not in self._orders:
             while len(self._orders) > 1:
                 del self._orders[next(iter(self._orders))]
-            random = np.random.PCG64(np.random.SeedSequence(key)).random_raw(len(self))
+            entropy = (*key, self.source) if self.source else key
+            random = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(len(self))
             self._orders[key] = np.argsort(random, kind="stable")
         return self._orders[key]
 
@@ -234,15 +264,17 @@ def heldout_windows(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """The held-out windows from the first on, in batches, for bits per byte.
 
+    Of several sources: in the proportions of their weights until one is used up (see `Mix`).
+
     limit: the most windows; None is all. Yields inputs, targets and the bytes of text that each
     target stands for: three int64 [batch, seq_len], where batch is `batch_size` but for the last.
     Bits per byte is the sum of the targets' losses in nats / ln 2 / the sum of the bytes.
     """
     if batch_size < 1 or (limit is not None and limit < 1):
         raise UserError(f"batch_size={batch_size} and limit={limit} must be 1 or more")
-    windows = Windows(data.split("heldout"), seq_len)
+    windows = data.windows("heldout", seq_len)
     lengths = torch.from_numpy(data.token_bytes.astype(np.int64))
-    count = len(windows) if limit is None else min(limit, len(windows))
-    for start in range(0, count, batch_size):
-        tokens, targets = windows.read(range(start, min(start + batch_size, count)))
+    chosen = windows.first(limit)
+    for start in range(0, len(chosen), batch_size):
+        tokens, targets = windows.read(chosen[start : start + batch_size])
         yield tokens, targets, lengths[targets]

@@ -17,6 +17,7 @@ from ladder.config import (
     load_plan,
     model_config,
 )
+from ladder.data.mix import parse_sources
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 
@@ -41,7 +42,8 @@ class TrainConfig:
 
     model: a name from configs/models, a YAML path, or a mapping of `name` and overrides; its
         vocabulary is the data's. plan, tp_degree: see `ladder plans`.
-    data: a folder made by `ladder data prepare`. out: the run's folder.
+    data: a folder made by `ladder data prepare`, or a list of several, each `{path, weight}`:
+        sequences are drawn in the proportions of the weights. out: the run's folder.
     batch_size: sequences per step over all ranks; micro_batch_size: sequences per forward pass on
         one rank (0: all of its share at once).
     lr: the peak, reached after warmup_steps; from there a cosine to min_lr at the last step.
@@ -51,7 +53,7 @@ class TrainConfig:
     wandb: a project at Weights & Biases that gets the metrics too; empty: none.
     """
 
-    data: str
+    data: Any
     out: str
     model: Any = "tiny"
     plan: Any = "standard"
@@ -77,6 +79,7 @@ class TrainConfig:
     wandb: str = ""
 
     def __post_init__(self) -> None:
+        parse_sources(self.data)
         for item in fields(self):
             value = getattr(self, item.name)
             if item.type == "float" and item.name != "grad_clip" and not math.isfinite(value):

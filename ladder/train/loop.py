@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from ladder.checkpoint import checkpoints
 from ladder.config import DTYPES
-from ladder.data.batches import TokenData, Windows, open_data
+from ladder.data.batches import TokenData
+from ladder.data.mix import open_sources
 from ladder.files import make_folder, write_text
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
@@ -46,7 +47,7 @@ def train(
     mesh = launch.make_mesh(place_, config.tp)
     launch.agree(config.to_dict())
     run = Path(config.out)
-    data = open_data(config.data)
+    data = open_sources(config.data)
     content = [data.index["tokenizer_sha256"], data.index["splits"]]  # not where it came from
     fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     launch.agree({"data": fingerprint})
@@ -68,7 +69,7 @@ def train(
             f"micro_batch_size={micro} does not divide the {share} sequences of each "
             f"rank's batch; choose a divisor"
         )
-    windows = Windows(data.split("train"), config.seq_len)
+    windows = data.windows("train", config.seq_len)
     check_heldout(data, config.seq_len, config.eval_windows)
 
     with torch.device("meta"):
@@ -199,7 +200,8 @@ def _check_run(
     if record.get("data") != fingerprint:
         raise UserError(
             f"data={config.data} has changed since the run in {run} was started; "
-            f"resume with the data it was started with"
+            f"resume with the data it was started with, several sources in their old order and "
+            f"weights"
         )
     if record["step"] >= config.steps:
         raise UserError(f"out={config.out} has finished its steps={config.steps} already")

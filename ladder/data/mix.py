@@ -1,0 +1,217 @@
+"""Several prepared folders as one: sequences drawn from each in the proportion of its weight.
+
+Which source each place of the endless order takes repeats in a cycle, as long as the sum of the
+weights in lowest terms (0.7 and 0.3: ten places). So where a place reads is a function of its
+number, as it is for one folder: the same for any number of ranks, with no state to resume.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ladder.data.batches import Batches, Split, TokenData, Windows, open_data
+from ladder.data.sources import SPLITS
+from ladder.models.errors import UserError, check_keys
+
+LONGEST_CYCLE = 100_000  # planned when a run starts, in under a second
+
+
+@dataclass(frozen=True)
+class Mix(TokenData):
+    """Prepared folders with one tokenizer and a weight each.
+
+    splits: all sources' tokens, one source after another. folder: the first, for its tokenizer.
+    index: what the sources hold and their shares, which a continued run must find again.
+    shares: the sequences of each source in one cycle: whole numbers without a common divisor.
+    """
+
+    sources: tuple[TokenData, ...]
+    shares: tuple[int, ...]
+
+    def windows(self, split: str, seq_len: int) -> Batches:
+        parts = []
+        for number, source in enumerate(self.sources):
+            try:
+                parts.append(Windows(source.split(split), seq_len, number))
+            except UserError as error:
+                raise UserError(f"data source {source.folder}: {error}") from error
+        return MixedWindows(parts, self.shares)
+
+
+class MixedWindows(Batches):
+    """The windows of several sources, numbered one source after another.
+
+    Of the first n places of the order, n times its part of the weights belong to a source, give or
+    take less than one. Its own windows come in its own order, so that all of them are drawn before
+    one comes again. Evaluation takes the windows of each source from the first on, in the same
+    proportions; once a source is used up, the others go on without it.
+    """
+
+    def __init__(self, parts: Sequence[Windows], shares: Sequence[int]) -> None:
+        self.parts, self.shares = parts, shares
+        self.bases = np.cumsum([0, *(len(part) for part in parts)])
+        self.source = plan_cycle(shares)  # of each place in the cycle
+        self.places = [np.flatnonzero(self.source == k) for k in range(len(parts))]
+        self.turn = np.empty(len(self.source), np.int64)  # how often it was drawn in the cycle yet
+        for places in self.places:
+            self.turn[places] = np.arange(len(places))
+
+    def __len__(self) -> int:
+        return int(self.bases[-1])
+
+    def read(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        pairs = []
+        for i in indices:
+            assert 0 <= i < len(self), (i, len(self))
+            source = int(np.searchsorted(self.bases, i, side="right")) - 1
+            pairs.append(self.parts[source].read([i - int(self.bases[source])]))
+        return torch.cat([tokens for tokens, _ in pairs]), torch.cat([after for _, after in pairs])
+
+    def draw(self, seed: int, entry: int) -> int:
+        cycle, at = divmod(entry, len(self.source))
+        source = int(self.source[at])
+        turn = cycle * self.shares[source] + int(self.turn[at])
+        return int(self.bases[source]) + self.parts[source].draw(seed, turn)
+
+    def first(self, limit: int | None) -> Sequence[int]:
+        places = []  # of every window in the order that each source would go through unshuffled
+        for part, share, own in zip(self.parts, self.shares, self.places, strict=True):
+            cycle, turn = np.divmod(np.arange(len(part)), share)
+            places.append(cycle * len(self.source) + own[turn])
+        chosen: list[int] = np.argsort(np.concatenate(places))[:limit].tolist()
+        return chosen
+
+
+def plan_cycle(shares: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Which source each place of a cycle takes: [sum of shares], source k shares[k] times.
+
+    After n places a source has been taken less than once more or less than n share / sum. Its next
+    turn may not come before that allows, and of those that may, the most urgent is taken: for unit
+    jobs that start and end at whole times, earliest deadline first keeps every deadline there is.
+    """
+    length = sum(shares)
+    taken = [0] * len(shares)
+    cycle = np.empty(length, np.int64)
+    for n in range(length):
+        _, source = min(
+            (-(-(count + 1) * length // share), k)
+            for k, (count, share) in enumerate(zip(taken, shares, strict=True))
+            if count * length < share * (n + 1)
+        )
+        cycle[n] = source
+        taken[source] += 1
+    return cycle
+
+
+def open_sources(data: Any) -> TokenData:
+    """Open a recipe's `data`: a prepared folder, or a list of `{path, weight}`.
+
+    Raises UserError for a folder that is not whole, and for sources that differ in tokenizer.
+    """
+    if isinstance(data, str):
+        return open_data(data)
+    named = parse_sources(data)
+    sources = tuple(open_data(path) for path, _ in named)
+    first = sources[0]
+    for source in sources[1:]:
+        if source.index["tokenizer_sha256"] != first.index["tokenizer_sha256"]:
+            raise UserError(
+                f"data sources {first.folder} and {source.folder} were made with different "
+                f"tokenizers; prepare one again with the other's tokenizer.json"
+            )
+    if len(sources) == 1:
+        return first
+    shares = _shares([weight for _, weight in named])
+    return Mix(
+        first.folder,
+        first.vocab_size,
+        first.eos_id,
+        first.token_bytes,
+        {name: _join([source.split(name) for source in sources]) for name in SPLITS},
+        {
+            "tokenizer_sha256": first.index["tokenizer_sha256"],
+            "splits": [
+                [share, source.index["splits"]]
+                for share, source in zip(shares, sources, strict=True)
+            ],
+        },
+        sources,
+        shares,
+    )
+
+
+def parse_sources(data: Any) -> list[tuple[str, Fraction]]:
+    """The folders and weights that a recipe's `data` names. Opens none of them."""
+    if isinstance(data, str):
+        return [(data, Fraction(1))]
+    if not isinstance(data, Sequence) or not data:
+        raise UserError(
+            f"data={data!r} is neither a prepared folder nor a list of them; give a path, or a "
+            f"list with {{path: ..., weight: ...}} for each"
+        )
+    found = [_parse(f"data source {number}", item) for number, item in enumerate(data, 1)]
+    resolved = [Path(path).resolve() for path, _ in found]
+    for number, (path, _) in enumerate(found):
+        if resolved[number] in resolved[:number]:
+            raise UserError(f"data names {path} twice; name it once, with the weights added up")
+    _shares([weight for _, weight in found])
+    return found
+
+
+def _parse(where: str, item: Any) -> tuple[str, Fraction]:
+    if not isinstance(item, Mapping):
+        raise UserError(f"{where} is {item!r}; give {{path: ..., weight: ...}}")
+    check_keys(where, item, ["path", "weight"])
+    for name in ("path", "weight"):
+        if name not in item:
+            raise UserError(f"{where} lacks {name}; give {{path: ..., weight: ...}}")
+    path, weight = item["path"], item["weight"]
+    if not isinstance(path, str) or not path:
+        raise UserError(f"{where}: path={path!r} must be a prepared folder")
+    try:
+        number = float("nan") if isinstance(weight, bool) else float(weight)
+    except (TypeError, ValueError, OverflowError):
+        number = float("nan")
+    if not math.isfinite(number) or not number > 0:
+        raise UserError(
+            f"{where} ({path}): weight={weight!r} must be a finite number above 0; leave a source "
+            f"that is not wanted out"
+        )
+    return path, Fraction(str(weight))  # by its digits: 0.1 is a tenth, as no binary number is
+
+
+def _shares(weights: Sequence[Fraction]) -> tuple[int, ...]:
+    """Weights in lowest terms."""
+    scale = math.lcm(*(weight.denominator for weight in weights))
+    whole = [int(weight * scale) for weight in weights]
+    divisor = math.gcd(*whole)
+    shares = tuple(value // divisor for value in whole)
+    if sum(shares) > LONGEST_CYCLE:
+        near = ", ".join(f"{max(float(weight / sum(weights)), 0.001):.3f}" for weight in weights)
+        raise UserError(
+            f"the data's weights are too fine: in lowest terms they sum to {sum(shares):,}, above "
+            f"{LONGEST_CYCLE:,}; round them, say to {near}"
+        )
+    return shares
+
+
+def _join(splits: Sequence[Split]) -> Split:
+    """Splits one after another. Their tokens are of one size, for they share a vocabulary."""
+    shards = tuple(shard for split in splits for shard in split.shards)
+    return Split(
+        splits[0].name,
+        shards,
+        np.cumsum([0, *(len(shard) for shard in shards)], dtype=np.int64),
+        sum(split.documents for split in splits),
+        sum(split.bytes for split in splits),
+        splits[0].vocab_size,
+    )
