@@ -8,6 +8,7 @@ them, and no process ever holds the whole model.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -85,6 +86,10 @@ def read_stop_tokens(folder: Path) -> list[int]:
 def write_config(folder: Path, config: ModelConfig, eos_token_id: int | None) -> None:
     data = {"model_type": "ladder", "eos_token_id": eos_token_id, "model": config.to_dict()}
     write_text(folder / "config.json", json.dumps(data, indent=1) + "\n")
+
+
+# Gathering a tensor that two dimensions of a mesh shard takes two steps; it warns of that.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def full(value: Tensor) -> Tensor:
@@ -186,6 +191,8 @@ class TensorReader:
     def part(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """A slice of tensor `name`, from the file."""
         view = self._view(name)
+        if any(each.start == each.stop for each in part):  # more ranks than rows
+            return torch.empty([each.stop - each.start for each in part])
         return view[part] if len(part) > 1 else view[part[0]]
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -22,9 +22,11 @@ def test_a_recipe_resolves_under_every_plan(name: str, plan: str) -> None:
     assert model.plan == resolve_plan(load_plan(plan), model.num_layers, None)
 
 
-def test_the_papers_recipe() -> None:
-    """Ladder Residual 4.1: tokens, batch, warm-up, schedule."""
-    config = load_train_config("paper-1b", [])
+@pytest.mark.parametrize(("name", "dp_shard"), [("paper-1b", 1), ("paper-3b", 8)])
+def test_the_papers_recipe(name: str, dp_shard: int) -> None:
+    """Ladder Residual 4.1: tokens, batch, warm-up, schedule; DDP for the 1B, HSDP for the 3B."""
+    config = load_train_config(name, [])
+    assert (config.model, config.dp_shard) == (name, dp_shard)
     tokens = config.batch_size * config.seq_len
     assert tokens == 4 * 2**20
     assert abs((config.steps - config.warmup_steps) * tokens - 92e9) < 2 * tokens

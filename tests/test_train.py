@@ -324,7 +324,7 @@ def test_not_finite_stops_and_loses_nothing(
     config = recipe(corpus, tmp_path / "run")
     train(config, device="cpu", stop_after=3)
     before = weights(tmp_path / "run")
-    monkeypatch.setattr("ladder.train.loop.clip_gradients", lambda model, limit: float("nan"))
+    monkeypatch.setattr("ladder.train.loop.clip_gradients", lambda model, limit, mesh: float("nan"))
     with pytest.raises(UserError, match=r"step 4: .*not finite"):
         train(config, device="cpu", resume=True)
     assert [step for step, _ in checkpoints(tmp_path / "run")] == [3]

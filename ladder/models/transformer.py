@@ -40,6 +40,8 @@ class Transformer(nn.Module):
         self.config = config
         self.compute_dtype: torch.dtype | None = None
         self.rotary = rotary_tables  # one that looks them up may be handed over
+        # This process's part of each parameter's rows, and of how many: see ladder.parallel.data.
+        self.data_shard = 0, 1
         plan, size, eps = config.plan, config.hidden_size, config.norm_eps
         norms = [
             RMSNorm(size, eps, per_rank=0 if equal else config.tp_degree or 1)

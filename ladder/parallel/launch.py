@@ -209,16 +209,29 @@ def join(device: str = "auto") -> torch.device:
     return place
 
 
-def make_mesh(device: torch.device, tp: int) -> DeviceMesh | None:
-    """A mesh with the dimensions `dp` and `tp`, tp innermost; None for one process."""
+DATA_DIMS = ("replicate", "shard")  # of the mesh: data parallelism, see ladder.parallel.data
+
+
+def make_mesh(device: torch.device, tp: int, dp_shard: int = 1) -> DeviceMesh | None:
+    """A mesh with the dimensions `replicate`, `shard` and `tp`, tp innermost; None for one process.
+
+    dp_shard: the size of `shard`; 0: all data-parallel ranks.
+    """
     world = world_size()
     if tp < 1 or world % tp:
         raise UserError(
             f"tp={tp} does not divide the number of processes, {world}; start it with --nproc "
             f"(or torchrun) and a multiple of {max(tp, 1)} processes"
         )
+    data = world // tp
+    if dp_shard < 0 or data % (dp_shard or data):
+        raise UserError(
+            f"dp_shard={dp_shard} does not divide the {data} data-parallel ranks ({world} "
+            f"processes, tp={tp}); choose a divisor, or 0 for all of them"
+        )
     if world == 1:
         return None
+    shard = dp_shard or data
     override = {}
     if device.type == "cuda":
         # Reduces run beneath matrix products: without priority a reduce's blocks wait until those
@@ -226,7 +239,10 @@ def make_mesh(device: torch.device, tp: int) -> DeviceMesh | None:
         nccl = dist.ProcessGroupNCCL  # only builds with CUDA have it
         override = {"tp": nccl.Options(is_high_priority_stream=True)}
     return init_device_mesh(
-        device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"), backend_override=override
+        device.type,
+        (data // shard, shard, tp),
+        mesh_dim_names=(*DATA_DIMS, "tp"),
+        backend_override=override,
     )
 
 

@@ -115,12 +115,13 @@ def place(
 
 def _replace_parameters(model: nn.Module, put: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
     """Replace every parameter by `put(name, parameter)`; tied ones stay tied."""
-    done: dict[int, nn.Parameter] = {}
+    # By the old parameter itself, which is kept: an id alone may come again once it is gone.
+    done: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) not in done:
-                done[id(parameter)] = put(f"{prefix}.{name}", parameter)
-            setattr(module, name, done[id(parameter)])
+            if parameter not in done:
+                done[parameter] = put(f"{prefix}.{name}", parameter)
+            setattr(module, name, done[parameter])
 
 
 def local_tensor(value: Tensor) -> Tensor:
@@ -130,9 +131,13 @@ def local_tensor(value: Tensor) -> Tensor:
 
 def local_parameters(model: Transformer) -> Iterator[tuple[str, Tensor, tuple[slice, ...]]]:
     """(name, local tensor, its slices of the full parameter), each parameter once, in order."""
+    index, count = model.data_shard
     for name, parameter in model.named_parameters():
-        part = shard_slices(name, parameter.shape, model.config, model.reducer.ranks)
-        yield name, local_tensor(parameter), part
+        rows, *rest = shard_slices(name, parameter.shape, model.config, model.reducer.ranks)
+        chunk = math.ceil((rows.stop - rows.start) / count)
+        start = min(rows.start + index * chunk, rows.stop)
+        rows = slice(start, min(start + chunk, rows.stop))
+        yield name, local_tensor(parameter), (rows, *rest)
 
 
 @torch.no_grad()

@@ -31,6 +31,7 @@ FREE_ON_RESUME = (
     "wandb",
     "out",
     "tp",
+    "dp_shard",
     "data",
     "model",
 )
@@ -44,6 +45,8 @@ class TrainConfig:
         vocabulary is the data's. plan, tp_degree: see `ladder plans`.
     data: a folder made by `ladder data prepare`, or a list of several, each `{path, weight}`:
         sequences are drawn in the proportions of the weights. out: the run's folder.
+    dp_shard: over how many data-parallel ranks parameters, gradients and optimiser state are
+        sharded; 1: none of them (DDP), 0: all (FSDP), in between: replicas of shards (HSDP).
     batch_size: sequences per step over all ranks; micro_batch_size: sequences per forward pass on
         one rank (0: all of its share at once).
     lr: the peak, reached after warmup_steps; from there a cosine to min_lr at the last step.
@@ -59,6 +62,7 @@ class TrainConfig:
     plan: Any = "standard"
     tp_degree: int | None = None
     tp: int = 1
+    dp_shard: int = 1
     steps: int = 1000
     seq_len: int = 512
     batch_size: int = 16
@@ -86,6 +90,7 @@ class TrainConfig:
                 raise UserError(f"{item.name}={value} must be a finite number")
         positive = ("tp", "steps", "seq_len", "batch_size", "log_interval")
         not_negative = (
+            "dp_shard",
             "micro_batch_size",
             "warmup_steps",
             "eval_interval",

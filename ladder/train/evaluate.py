@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.data.batches import TokenData, heldout_windows
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
+from ladder.parallel.data import data_parallel, let_go, sum_over_data
 from ladder.parallel.sharding import local_tensor
 
 
@@ -50,17 +51,20 @@ def bits_per_byte(
     are predicted but stand for no bytes.
     """
     device = local_tensor(model.model.embed_tokens.weight).device
-    dp, dp_rank = (1, 0) if mesh is None else (mesh["dp"].size(), mesh.get_local_rank("dp"))
+    dp, dp_rank = data_parallel(mesh)
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, tokens, bytes
     batches = heldout_windows(data, seq_len, limit or None, batch_size)
-    for i, (tokens, targets, lengths) in enumerate(batches):
-        if i % dp != dp_rank:
-            continue
+    # Every rank runs as many forward passes as the others, which wait for its shards in each: one
+    # that is left without a batch runs the newest one, and does not count it.
+    while group := list(itertools.islice(batches, dp)):
+        tokens, targets, lengths = group[min(dp_rank, len(group) - 1)]
         losses = model(tokens.to(device), targets.to(device))
+        if dp_rank >= len(group):
+            continue
         sums[0] += losses.double().sum()
         sums[1] += targets.numel()
         sums[2] += int(lengths.sum())
-    if mesh is not None and dp > 1:
-        dist.all_reduce(sums, group=mesh.get_group("dp"))
+    let_go(model)
+    sum_over_data(sums, mesh)
     nats, tokens_seen, text = sums.tolist()
     return Heldout(nats / tokens_seen, nats / math.log(2) / text, int(tokens_seen))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.checkpoint import checkpoints
 from ladder.config import DTYPES
@@ -21,6 +21,7 @@ from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
+from ladder.parallel.data import data_parallel, reduce_gradients, shard_over_data, sum_over_data
 from ladder.parallel.sharding import initialise, place, sum_shared_gradients
 from ladder.progress import Progress
 from ladder.train import state
@@ -28,7 +29,7 @@ from ladder.train.config import TrainConfig, refuse_changes
 from ladder.train.efficiency import flops_per_token, peak_flops
 from ladder.train.evaluate import Heldout, bits_per_byte, check_heldout
 from ladder.train.metrics import Metrics
-from ladder.train.optim import average_gradients, clip_gradients, learning_rate, make_optimizer
+from ladder.train.optim import clip_gradients, learning_rate, make_optimizer
 
 
 def train(
@@ -44,7 +45,7 @@ def train(
     return after that many steps in all, as an interruption at that point would.
     """
     place_ = launch.join(device)
-    mesh = launch.make_mesh(place_, config.tp)
+    mesh = launch.make_mesh(place_, config.tp, config.dp_shard)
     launch.agree(config.to_dict())
     run = Path(config.out)
     data = open_sources(config.data)
@@ -56,7 +57,7 @@ def train(
     record = _check_run(run, config, fingerprint, resume, found)
     start = record["step"] if record else 0
     launch.agree({"start": start})  # before any rank writes what another would find
-    dp, dp_rank = (1, 0) if mesh is None else (mesh["dp"].size(), mesh.get_local_rank("dp"))
+    dp, dp_rank = data_parallel(mesh)
     if config.batch_size % dp:
         raise UserError(
             f"batch_size={config.batch_size} is not divisible by the {dp} data-parallel "
@@ -72,19 +73,17 @@ def train(
     windows = data.windows("train", config.seq_len)
     check_heldout(data, config.seq_len, config.eval_windows)
 
-    with torch.device("meta"):
-        model = Transformer(model_config)
-    place(model, None if mesh is None else mesh["tp"], device=place_, dtype=torch.float32)
-    model.compute_dtype = DTYPES[config.dtype]
+    model = make_model(model_config, DTYPES[config.dtype], mesh, place_)
     optimizer = make_optimizer(model, config)
     main = launch.rank() == 0
     if record:
         state.restore(found[-1][1], model, optimizer, start)
         before = record.get("layout")
-        if main and before != {"tp": config.tp, "dp": dp}:
+        layout = {"tp": config.tp, "dp": dp, "dp_shard": model.data_shard[1]}
+        if main and before != layout:
             print(
-                f"resuming at tp {config.tp}, dp {dp} what ran at {before}: the same run up to "
-                f"rounding, not to the bit",
+                f"resuming at {layout} what ran at {before}: the same run up to rounding, not to "
+                f"the bit",
                 flush=True,
             )
     else:
@@ -108,11 +107,8 @@ def train(
             loss = _backward(model, tokens.to(place_), targets.to(place_), micro)
             if mesh is not None:
                 sum_shared_gradients(model)
-                if dp > 1:
-                    average_gradients(model, mesh.get_group("dp"))
-                    dist.all_reduce(loss, group=mesh.get_group("dp"))
-                    loss /= dp
-            norm = clip_gradients(model, config.grad_clip)
+                loss = sum_over_data(loss, mesh) / dp
+            norm = clip_gradients(model, config.grad_clip, mesh)
             if not math.isfinite(norm) or not math.isfinite(loss.item()):
                 raise UserError(
                     f"step {step + 1}: loss={loss.item()}, gradient norm={norm}: not finite. The "
@@ -155,7 +151,7 @@ def train(
                 saved = {
                     "step": done,
                     "data": fingerprint,
-                    "layout": {"tp": config.tp, "dp": dp},
+                    "layout": {"tp": config.tp, "dp": dp, "dp_shard": model.data_shard[1]},
                     "config": config.to_dict(),
                 }
                 state.save(run, saved, model, optimizer, data, mesh)
@@ -167,6 +163,22 @@ def train(
             flush=True,
         )
     return result
+
+
+def make_model(
+    config: ModelConfig, compute_dtype: torch.dtype, mesh: DeviceMesh | None, device: torch.device
+) -> Transformer:
+    """The model on this mesh, its parameters in float32 and not yet filled."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    model.compute_dtype = compute_dtype
+    shares = mesh is not None and data_parallel(mesh)[0] > 1
+    first = "meta" if shares else device  # no rank makes whole what it will hold a share of
+    place(model, None if mesh is None else mesh["tp"], device=first, dtype=torch.float32)
+    if mesh is not None and shares:
+        shard_over_data(model, mesh)
+        model.to_empty(device=device)
+    return model
 
 
 def _check_run(
@@ -213,7 +225,9 @@ def _backward(
 ) -> torch.Tensor:
     """Accumulate the gradients of the mean loss over this rank's batch; returns that loss."""
     total = torch.zeros((), device=tokens.device)
-    for part, wanted in zip(tokens.split(micro), targets.split(micro), strict=True):
+    parts = list(zip(tokens.split(micro), targets.split(micro), strict=True))
+    for n, (part, wanted) in enumerate(parts, 1):
+        reduce_gradients(model, now=n == len(parts))
         loss = model(part, wanted).sum() / tokens.numel()
         loss.backward()
         total += loss.detach()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.models.transformer import Transformer
-from ladder.parallel.sharding import local_tensor
+from ladder.parallel.sharding import local_tensor, shard_dim
 from ladder.train.config import TrainConfig
 
 
@@ -39,36 +38,27 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 @torch.no_grad()
-def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Average every gradient over the data-parallel `group`: one all-reduce per dtype."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        by_dtype[parameter.grad.dtype].append(local_tensor(parameter.grad))
-    for grads in by_dtype.values():
-        flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat, group=group)
-        flat /= dist.get_world_size(group)
-        for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(part.view_as(grad))
-
-
-@torch.no_grad()
-def clip_gradients(model: nn.Module, limit: float) -> float:
+def clip_gradients(model: Transformer, limit: float, mesh: DeviceMesh | None = None) -> float:
     """Scale all gradients so that their norm over the whole mesh is at most `limit`.
 
-    Returns the norm before. One collective for each kind of placement.
+    Returns the norm before. Each rank squares its own part, in float32: one collective over `tp`
+    for what that shards, and one over `shard`.
     """
-    by_placement: dict[object, list[Tensor]] = defaultdict(list)
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        grad = parameter.grad
-        by_placement[grad.placements if isinstance(grad, DTensor) else None].append(grad)
-    norms = [nn.utils.get_total_norm(grads) for grads in by_placement.values()]
-    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    total = torch.linalg.vector_norm(torch.stack(norms))
-    scale = (limit / (total + 1e-6)).clamp(max=1.0)
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        local_tensor(parameter.grad).mul_(scale)
-    return float(total)
+    processes = model.reducer.ranks.processes
+    grads: dict[bool, list[Tensor]] = {False: [], True: []}  # whether TP shards them
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        sharded = shard_dim(name, parameter.dim(), model.config, processes) is not None
+        grads[sharded].append(local_tensor(parameter.grad))
+    squares = [
+        torch.stack([g.float().square().sum() for g in each]).sum() for each in grads.values()
+    ]
+    whole = squares[0] + model.reducer.sum_(squares[1])
+    if mesh is not None and mesh["shard"].size() > 1:
+        dist.all_reduce(whole, group=mesh.get_group("shard"))
+    norm = whole.sqrt()
+    scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+    for each in grads.values():
+        for grad in each:
+            grad.mul_(scale)
+    return float(norm)

@@ -47,7 +47,7 @@ def save(
     """Write a checkpoint, whole or not at all; every rank calls this.
 
     record: `step` (how many are done), the `data`'s fingerprint and the run's `config`.
-    The first tensor-parallel group gathers, rank 0 writes, the others wait.
+    The ranks of the first replica gather, rank 0 writes, the others wait.
     """
     writer = mesh is None or mesh.get_rank() == 0
     states = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
@@ -64,7 +64,7 @@ def save(
             write_text(temporary / "train.json", json.dumps(record, indent=1) + "\n")
             write_tensors(temporary, WEIGHTS, model_entries(model), writer=True)
             write_tensors(temporary, OPTIMIZER, moments, writer=True)
-    elif mesh is not None and mesh.get_local_rank("dp") == 0:
+    elif mesh is not None and mesh.get_local_rank("replicate") == 0:
         write_tensors(run, WEIGHTS, model_entries(model), writer=False)
         write_tensors(run, OPTIMIZER, moments, writer=False)
     if mesh is not None:

@@ -1,0 +1,68 @@
+"""Data parallelism: replicas of a model, or shards of it, by torch's FSDP2.
+
+One mechanism for DDP, FSDP and HSDP: parameters, gradients and optimiser state are sharded over the
+`shard` dimension of the mesh (of size 1: not at all) and replicated over `replicate`. Gradients are
+reduced in float32 while backward goes on, module by module.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from ladder.models.transformer import Transformer
+from ladder.parallel.launch import DATA_DIMS
+
+
+def data_parallel(mesh: DeviceMesh | None) -> tuple[int, int]:
+    """(how many data-parallel ranks there are, this one's number)."""
+    size, rank = 1, 0
+    for name in DATA_DIMS if mesh is not None else ():
+        assert mesh is not None
+        size, rank = size * mesh[name].size(), rank * mesh[name].size() + mesh.get_local_rank(name)
+    return size, rank
+
+
+def sum_over_data(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """Sum over the data-parallel ranks, in place."""
+    for name in DATA_DIMS if mesh is not None else ():
+        assert mesh is not None
+        if mesh[name].size() > 1:
+            dist.all_reduce(value, group=mesh.get_group(name))
+    return value
+
+
+def shard_over_data(model: Transformer, mesh: DeviceMesh) -> None:
+    """Make a placed model data-parallel over `mesh`.
+
+    Parameters may be on `meta`, to be made by `to_empty` afterwards. Computation is in the model's
+    compute_dtype, set before. Units are the modules that the model's loop calls; norms,
+    which reducers call in their own way, belong to the model itself and are whole while it runs.
+    """
+    replicas = mesh["replicate"].size()
+    policy = MixedPrecisionPolicy(
+        param_dtype=model.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    data = mesh["shard"] if replicas == 1 else mesh["replicate", "shard"]
+    units = [unit for layer in model.model.layers for unit in (layer.self_attn, layer.mlp)]
+    if not model.config.tie_embeddings:  # one matrix for both lives in the model's own unit
+        units = [model.model.embed_tokens, *units, model.lm_head]
+    for unit in units:
+        fully_shard(unit, mesh=data, mp_policy=policy)
+    fully_shard(model, mesh=data, mp_policy=policy, reshard_after_forward=False)
+    model.data_shard = mesh.get_local_rank("shard"), mesh["shard"].size()
+
+
+def let_go(model: Transformer) -> None:
+    """Shard again what a forward pass without a backward one has left whole."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
+def reduce_gradients(model: Transformer, now: bool) -> None:
+    """Whether the next backward pass reduces gradients: only a step's last one is to."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)

@@ -1,0 +1,198 @@
+"""DDP, FSDP and HSDP, alone and with TP: the losses, norms and weights of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from ladder.checkpoint import full
+from ladder.config import build, model_config
+from ladder.models.errors import UserError
+from ladder.parallel import launch
+from ladder.parallel.data import data_parallel, reduce_gradients
+from ladder.parallel.sharding import initialise, local_parameters, local_tensor
+from ladder.train import loop, metrics
+from ladder.train.config import TrainConfig
+from ladder.train.loop import make_model, train
+from ladder.train.optim import clip_gradients
+from tests.distributed import Pools
+from tests.test_train import recipe
+
+CPU = torch.device("cpu")
+LAYOUTS = {  # world: (tp, dp_shard, and what that is called)
+    2: [(1, 1, "DDP"), (1, 0, "FSDP")],
+    4: [(1, 1, "DDP"), (1, 0, "FSDP"), (1, 2, "HSDP"), (2, 1, "TP x DDP"), (2, 0, "TP x FSDP")],
+}
+
+
+def curve(run: Path) -> tuple[list[float], list[float]]:
+    found = [record for record in metrics.read(run) if "loss" in record]
+    return [record["loss"] for record in found], [record["gradient_norm"] for record in found]
+
+
+def train_all(rank: int, world: int, settings: dict[str, Any], out: str) -> None:
+    for tp, dp_shard, name in LAYOUTS[world]:
+        changes = {"tp": tp, "dp_shard": dp_shard, "out": f"{out}/{name}"}
+        train(build(TrainConfig, settings | changes, "test recipe"), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("plan", "degree", "world"),
+    [
+        ("standard", None, 2),
+        ("parallel", None, 2),
+        ("ladder", None, 4),
+        ("hybrid", None, 2),
+        ("desync-2x", 4, 4),
+        ("dtp-1", 4, 2),
+    ],
+)
+def test_every_layout_trains_as_one_process(
+    corpus: Path, tmp_path: Path, pools: Pools, plan: str, degree: int | None, world: int
+) -> None:
+    """Twenty steps of micro-batches. Catches gradients that are summed and not averaged, reduced
+    once too often, or of one micro-batch only; shared ones summed over the wrong ranks; a norm
+    that counts replicas or leaves shards out; windows read twice."""
+    alone = recipe(
+        corpus, tmp_path / "alone", plan=plan, tp_degree=degree, steps=20, batch_size=8, lr=3e-3
+    )
+    train(alone, device="cpu")
+    expected, norms = curve(tmp_path / "alone")
+    settings = alone.to_dict() | {"micro_batch_size": 2}
+    pools(world).run(train_all, settings, str(tmp_path))
+    for _, _, name in LAYOUTS[world]:
+        found = curve(tmp_path / name)
+        assert found[0] == pytest.approx(expected, abs=1e-4), name
+        assert found[1] == pytest.approx(norms, rel=1e-3), name
+        held = [
+            [record["heldout_loss"] for record in metrics.read(tmp_path / run) if
+             "heldout_loss" in record]
+            for run in ("alone", name)
+        ]  # fmt: skip
+        assert held[1] == pytest.approx(held[0], abs=1e-4), name
+
+
+def resume_all(rank: int, world: int, settings: dict[str, Any]) -> None:
+    """One run, each quarter of it under another layout."""
+    for n, (tp, dp_shard, _) in enumerate(LAYOUTS[world]):
+        changes = {"tp": tp, "dp_shard": dp_shard}
+        config = build(TrainConfig, settings | changes, "test recipe")
+        train(config, device="cpu", resume=n > 0, stop_after=4 * (n + 1))
+
+
+def test_a_run_goes_on_under_other_layouts(corpus: Path, tmp_path: Path, pools: Pools) -> None:
+    """Catches shards that are saved in part, or moments read into the wrong rows."""
+    alone = recipe(corpus, tmp_path / "alone", plan="ladder", steps=20, batch_size=8, lr=3e-3)
+    train(alone, device="cpu")
+    pools(4).run(resume_all, alone.to_dict() | {"out": str(tmp_path / "run")})
+    assert curve(tmp_path / "run")[0] == pytest.approx(curve(tmp_path / "alone")[0], abs=1e-4)
+
+
+def made(mesh: Any, dtype: torch.dtype) -> Any:
+    shape = {"hidden_size": 24, "intermediate_size": 40, "num_heads": 4, "num_kv_heads": 2}
+    config = model_config(
+        {"name": "tiny", "num_layers": 2, "tie_embeddings": False, **shape}, "ladder", None,
+        vocab_size=301,
+    )  # fmt: skip
+    model = make_model(config, dtype, mesh, CPU)
+    initialise(model, 3)
+    return model
+
+
+def shards(rank: int, world: int) -> dict[str, Any]:
+    """What this rank holds, and the whole weights, under FSDP and TP 2."""
+    mesh = launch.make_mesh(CPU, 2, 0)
+    model = made(mesh, torch.float32)
+    whole = {name: full(parameter) for name, parameter in model.named_parameters()}
+    parts = {name: (local.shape, local.numel()) for name, local, _ in local_parameters(model)}
+    right = all(
+        torch.equal(local, whole[name][part]) for name, local, part in local_parameters(model)
+    )
+    return {"whole": whole, "parts": parts, "right": right, "data": data_parallel(mesh)}
+
+
+def test_each_rank_holds_its_share_of_the_same_weights(pools: Pools) -> None:
+    """Catches weights that depend on the layout, shards at wrong rows, and whole copies; 301 rows
+    and 24 wide norms divide unevenly."""
+    expected = dict(made(None, torch.float32).named_parameters())
+    found = pools(4).run(shards)
+    assert [each["data"] for each in found] == [(2, 0), (2, 0), (2, 1), (2, 1)]
+    for each in found:
+        assert each["right"]
+        for name, value in expected.items():
+            assert torch.equal(each["whole"][name], value), name
+    for name, value in expected.items():
+        held = [each["parts"][name][1] for each in found]
+        assert sum(held) == value.numel() * (2 if "norm" in name else 1), name
+        assert max(held) < value.numel() * 0.6, name
+
+
+def half_precision(rank: int, world: int) -> tuple[float, float, str]:
+    """The error of bfloat16 gradients, of one process and of FSDP, and the type of the latter."""
+    tokens = torch.randint(0, 301, (8, 2, 17), generator=torch.Generator().manual_seed(5))
+    mesh = launch.make_mesh(CPU, 1, 0)
+
+    def gradients(dtype: torch.dtype, mesh: Any) -> dict[str, torch.Tensor]:
+        model = made(mesh, dtype)
+        share = tokens if mesh is None else tokens.chunk(world)[rank]
+        for n, part in enumerate(share, 1):
+            reduce_gradients(model, now=n == len(share))
+            (model(part[:, :-1], part[:, 1:]).sum() / share.numel()).backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad.dtype == torch.float32, name
+            assert local_tensor(parameter.grad).dtype == torch.float32, name
+            assert mesh is None or isinstance(parameter.grad, DTensor), name
+        return {name: full(p.grad) for name, p in model.named_parameters()}
+
+    exact = gradients(torch.float32, None)
+
+    def error(found: dict[str, torch.Tensor]) -> float:
+        return max(
+            float((found[name] - value).norm() / value.norm()) for name, value in exact.items()
+        )
+
+    return error(gradients(torch.bfloat16, None)), error(gradients(torch.bfloat16, mesh)), "ok"
+
+
+def test_bfloat16_gradients_are_reduced_in_float32(pools: Pools) -> None:
+    """Catches gradients that are summed over micro-batches or ranks in bfloat16, or missing."""
+    for alone, sharded, _ in pools(2).run(half_precision):
+        assert 0 < alone < 0.05
+        assert sharded < 1.5 * alone
+
+
+def clipped(rank: int, world: int) -> list[float]:
+    """The norms that `clip_gradients` finds, before and after, under TP 2 x FSDP 2."""
+    mesh = launch.make_mesh(CPU, 2, 0)
+    model = made(mesh, torch.float32)
+    source = torch.Generator().manual_seed(0)
+    wholes = {n: torch.randn(p.shape, generator=source) for n, p in model.named_parameters()}
+    for name, _, part in local_parameters(model):
+        parameter = dict(model.named_parameters())[name]
+        parameter.grad = torch.zeros_like(parameter)
+        local_tensor(parameter.grad).copy_(wholes[name][part])
+    exact = float(torch.stack([g.double().square().sum() for g in wholes.values()]).sum().sqrt())
+    return [exact, clip_gradients(model, 0.5, mesh), clip_gradients(model, 9.0, mesh)]
+
+
+def test_gradients_are_clipped_by_the_norm_of_the_whole_mesh(pools: Pools) -> None:
+    for exact, before, after in pools(4).run(clipped):
+        assert before == pytest.approx(exact, rel=1e-5)
+        assert after == pytest.approx(0.5, rel=1e-4)
+
+
+def test_a_layout_that_does_not_divide_is_refused(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match="dp_shard=-1 must be 0 or more"):
+        recipe(corpus, tmp_path / "run", dp_shard=-1)
+    with pytest.raises(UserError, match=r"dp_shard=2 does not divide the 1 data-parallel ranks"):
+        train(recipe(corpus, tmp_path / "run", dp_shard=2), device="cpu")
+    monkeypatch.setattr(loop.launch, "world_size", lambda: 6)
+    with pytest.raises(UserError, match=r"dp_shard=2 does not divide the 3 .*\(6 processes, tp=2"):
+        launch.make_mesh(CPU, 2, 2)
+    assert not (tmp_path / "run").exists()
