@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from ladder.checkpoint import checkpoints, load_model, newest
 from ladder.config import build
 from ladder.models import UserError
-from ladder.train import metrics
+from ladder.train import metrics, state
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from ladder.train.optim import learning_rate
@@ -263,6 +263,8 @@ def test_a_checkpoint_of_another_plan_is_refused(corpus: Path, tmp_path: Path) -
     train(recipe(corpus, tmp_path / "run"), device="cpu", stop_after=2)
     path = newest(tmp_path / "run") / "train.json"
     path.write_text(path.read_text().replace('"ladder"', '"standard"'))
+    sums = path.with_name(state.CHECKSUMS)
+    sums.write_text(json.dumps({"train.json": state.checksum(path)}))
     with pytest.raises(UserError, match="of another model: plan differ"):
         train(recipe(corpus, tmp_path / "run", plan="standard"), device="cpu", resume=True)
 

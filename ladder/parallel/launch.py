@@ -10,12 +10,14 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -58,10 +60,29 @@ def run(command: Callable[..., int], arguments: tuple[Any, ...], nproc: int = 1)
         context = mp.spawn(_child, (nproc, folder, command, arguments), nprocs=nproc, join=False)
         assert context is not None
         ranks = context.processes
+        before = _pass_on(signal.SIGTERM, ranks)
         try:
             return _watch(ranks, Path(folder))
         finally:  # an interrupt of this process alone must not leave them running
             _end(ranks)
+            if before is not None:
+                signal.signal(signal.SIGTERM, before)
+
+
+def _pass_on(number: signal.Signals, ranks: Sequence[BaseProcess]) -> Any:
+    """Hand a signal on to the ranks, whose business it is; returns the handler that there was.
+
+    None where there is nothing to restore: only the main thread may handle signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return None
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        for process in ranks:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, number)
+
+    return signal.signal(number, hand_on)
 
 
 def _watch(ranks: Sequence[BaseProcess], folder: Path) -> int:

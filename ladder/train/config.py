@@ -27,6 +27,7 @@ FREE_ON_RESUME = (
     "log_interval",
     "eval_interval",
     "checkpoint_interval",
+    "keep_checkpoints",
     "tensorboard",
     "wandb",
     "out",
@@ -51,7 +52,8 @@ class TrainConfig:
         one rank (0: all of its share at once).
     lr: the peak, reached after warmup_steps; from there a cosine to min_lr at the last step.
     eval_windows: held-out windows per evaluation, the last one included (0: all).
-    checkpoint_interval: 0 saves after the last step only.
+    checkpoint_interval: 0 saves after the last step only. keep_checkpoints: the newest so many are
+        kept; 0: all.
     dtype: float32, or bfloat16 for activations and matrix products (parameters stay float32).
     wandb: a project at Weights & Biases that gets the metrics too; empty: none.
     """
@@ -79,6 +81,7 @@ class TrainConfig:
     eval_interval: int = 0
     eval_windows: int = 64
     checkpoint_interval: int = 0
+    keep_checkpoints: int = 0
     tensorboard: bool = True
     wandb: str = ""
 
@@ -96,6 +99,7 @@ class TrainConfig:
             "eval_interval",
             "eval_windows",
             "checkpoint_interval",
+            "keep_checkpoints",
             "weight_decay",
             "min_lr",
             "seed",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.checkpoint import checkpoints
@@ -28,6 +29,7 @@ from ladder.train import state
 from ladder.train.config import TrainConfig, refuse_changes
 from ladder.train.efficiency import flops_per_token, peak_flops
 from ladder.train.evaluate import Heldout, bits_per_byte, check_heldout
+from ladder.train.interruption import Interruption
 from ladder.train.metrics import Metrics
 from ladder.train.optim import clip_gradients, learning_rate, make_optimizer
 
@@ -42,7 +44,7 @@ def train(
     """Train as `config` says, on every process of this launch; returns the last evaluation.
 
     resume: go on from the run's newest checkpoint, exactly where it stopped. stop_after: save and
-    return after that many steps in all, as an interruption at that point would.
+    return after that many steps in all, as SIGTERM at that point would.
     """
     place_ = launch.join(device)
     mesh = launch.make_mesh(place_, config.tp, config.dp_shard)
@@ -91,6 +93,7 @@ def train(
     recipe = config.resolved(model_config)
     if main:
         make_folder(run)
+        state.remove_partial(run)
         write_text(run / "recipe.json", json.dumps(recipe, indent=1) + "\n")
         print(_header(config, model, data, dp), flush=True)
 
@@ -100,19 +103,23 @@ def train(
     with (
         Metrics(run, config.tensorboard, start, main, config.wandb, recipe) as metrics,
         Progress("train", config.steps, "steps", quiet=not main, start=start) as progress,
+        Interruption() as interruption,
     ):
         since, since_step = time.perf_counter(), start
         for step in range(start, last):
             tokens, targets = windows.batch(step, config.batch_size, config.seed, dp_rank, dp)
-            loss = _backward(model, tokens.to(place_), targets.to(place_), micro)
+            own = _backward(model, tokens.to(place_), targets.to(place_), micro)
+            loss = sum_over_data(own.clone(), mesh) / dp
             if mesh is not None:
                 sum_shared_gradients(model)
-                loss = sum_over_data(loss, mesh) / dp
             norm = clip_gradients(model, config.grad_clip, mesh)
             if not math.isfinite(norm) or not math.isfinite(loss.item()):
+                drawn = windows.order(step, config.batch_size, config.seed, dp_rank, dp)
+                where = _first_not_finite(own.item(), drawn)
                 raise UserError(
-                    f"step {step + 1}: loss={loss.item()}, gradient norm={norm}: not finite. The "
-                    f"checkpoints so far are untouched; lower lr={config.lr}, or use dtype=float32"
+                    f"step {step + 1}: loss={loss.item()}, gradient norm={norm}: not finite"
+                    f"{where}. The checkpoints so far are untouched; lower lr={config.lr}, or use "
+                    f"dtype=float32"
                 )
             rate = learning_rate(step, config)
             for group in optimizer.param_groups:
@@ -121,7 +128,8 @@ def train(
             optimizer.zero_grad(set_to_none=True)
 
             done = step + 1
-            ended = done == last
+            stopped = interruption.on_any_rank(place_)
+            ended = done == last or stopped
             if done % config.log_interval == 0 or ended:
                 now = time.perf_counter()
                 speed = tokens_per_step * (done - since_step) / (now - since)
@@ -155,7 +163,17 @@ def train(
                     "config": config.to_dict(),
                 }
                 state.save(run, saved, model, optimizer, data, mesh)
+                if main and config.keep_checkpoints:
+                    state.remove_old(run, config.keep_checkpoints)
                 since, since_step = time.perf_counter(), done
+            if stopped and done < last:
+                if main:
+                    print(
+                        f"told to stop (SIGTERM): saved step {done} of {config.steps}; go on with "
+                        f"--resume\nrun: {run}",
+                        flush=True,
+                    )
+                return None
     if main and result is not None:
         print(
             f"held-out: {result.bits_per_byte:.4f} bits per byte, loss {result.loss:.4f} "
@@ -207,6 +225,7 @@ def _check_run(
             f"--resume: out={config.out} has no checkpoint to go on from; leave "
             f"--resume out to start"
         )
+    state.verify(found)
     record = state.read_record(found[-1][1])
     refuse_changes(record["config"], config, run)
     if record.get("data") != fingerprint:
@@ -218,6 +237,18 @@ def _check_run(
     if record["step"] >= config.steps:
         raise UserError(f"out={config.out} has finished its steps={config.steps} already")
     return record
+
+
+def _first_not_finite(loss: float, drawn: list[int]) -> str:
+    """Whose loss was the first that is not finite, and on which windows; all ranks must call it."""
+    everyone: list[Any] = [(loss, drawn)]
+    if launch.world_size() > 1:
+        everyone *= launch.world_size()
+        dist.all_gather_object(everyone, (loss, drawn))
+    for rank, (value, windows) in enumerate(everyone):
+        if not math.isfinite(value):
+            return f"; first on rank {rank}, whose loss was {value}, of the windows {windows}"
+    return "; every rank's loss was finite, and what is not is the gradient"
 
 
 def _backward(

@@ -1,11 +1,13 @@
 """Checkpoints of a run: weights, optimiser state and step, enough to go on exactly.
 
 A run's folder holds `checkpoints/step-000100/`: a model folder (see ladder.checkpoint) with
-optimizer.safetensors (`exp_avg.NAME`, `exp_avg_sq.NAME`, full tensors) and train.json beside it.
+optimizer.safetensors (`exp_avg.NAME`, `exp_avg_sq.NAME`, full tensors), train.json, and the SHA-256
+of every file in checksums.json.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ladder.checkpoint import (
     WEIGHTS,
     TensorReader,
+    checkpoints,
     entry,
     model_entries,
     read_config,
@@ -30,9 +33,11 @@ from ladder.data.batches import TokenData
 from ladder.files import new_folder, write_text
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
+from ladder.parallel import launch
 from ladder.parallel.sharding import local_parameters, local_tensor
 
 OPTIMIZER = "optimizer"
+CHECKSUMS = "checksums.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -64,11 +69,58 @@ def save(
             write_text(temporary / "train.json", json.dumps(record, indent=1) + "\n")
             write_tensors(temporary, WEIGHTS, model_entries(model), writer=True)
             write_tensors(temporary, OPTIMIZER, moments, writer=True)
+            sums = {file.name: checksum(file) for file in sorted(temporary.iterdir())}
+            write_text(temporary / CHECKSUMS, json.dumps(sums, indent=1) + "\n")
     elif mesh is not None and mesh.get_local_rank("replicate") == 0:
         write_tensors(run, WEIGHTS, model_entries(model), writer=False)
         write_tensors(run, OPTIMIZER, moments, writer=False)
     if mesh is not None:
         dist.barrier()
+
+
+def checksum(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def verify(found: list[tuple[int, Path]]) -> None:
+    """Raise UserError, on every rank, unless the newest of these checkpoints is as it was written.
+
+    The ranks share the files out.
+    """
+    folder = found[-1][1]
+    sums = read_json(folder / CHECKSUMS)
+    wrong = []
+    for name in sorted(sums)[launch.rank() :: launch.world_size()]:
+        try:
+            if checksum(folder / name) != sums[name]:
+                wrong.append(f"{folder / name} is damaged: it is not what was written")
+        except OSError as error:
+            wrong.append(f"{folder / name} cannot be read ({error.strerror})")
+    everyone = [wrong]
+    if launch.world_size() > 1:
+        everyone *= launch.world_size()
+        dist.all_gather_object(everyone, wrong)
+    first = next((each for rank in everyone for each in rank), None)
+    if first is not None:
+        earlier = [path for _, path in found[:-1]]
+        remedy = f"go on from {earlier[-1].name}" if earlier else "begin again, without --resume"
+        gone = folder if earlier else folder.parent.parent
+        raise UserError(f"{first}; copy it again, or remove {gone} to {remedy}")
+
+
+def remove_partial(run: Path) -> None:
+    """Remove what a killed process left of checkpoints that it was writing or removing."""
+    for folder in (run / "checkpoints").glob(".step-*"):
+        shutil.rmtree(folder)
+
+
+def remove_old(run: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints, each first from view and then from the disk."""
+    for _, folder in checkpoints(run)[:-keep]:
+        gone = folder.with_name(f".{folder.name}.old")
+        folder.rename(gone)
+        shutil.rmtree(gone)
 
 
 def read_record(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,279 @@
+"""What may happen to a run: killed at any moment, told to stop, a full disk, damaged files."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ladder.checkpoint import checkpoints, newest
+from ladder.config import build
+from ladder.models.errors import UserError
+from ladder.train import loop, metrics
+from ladder.train.config import TrainConfig
+from ladder.train.loop import train
+from tests.distributed import Pools
+from tests.test_train import losses, recipe, untimed, weights
+
+ROOT = Path(__file__).parent.parent
+STEPS = 60
+SAVING = {"steps": STEPS, "checkpoint_interval": 1, "keep_checkpoints": 3}
+
+
+def start(config: TrainConfig, *options: str, **popen: Any) -> subprocess.Popen[str]:
+    """`ladder train` of a recipe, in a session of its own."""
+    path = Path(config.out).with_suffix(".json")
+    path.write_text(json.dumps(config.to_dict()))
+    return subprocess.Popen(
+        [sys.executable, "-m", "ladder", "train", str(path), "--device", "cpu", *options],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        **popen,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=90)
+    return process.returncode, out, err
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    """Until it holds, or the process has ended; fails after a minute."""
+    end = time.monotonic() + 60
+    while not condition() and process.poll() is None:
+        assert time.monotonic() < end, "nothing happened in a minute"
+        time.sleep(0.005)
+
+
+def steps_of(run: Path) -> list[int]:
+    return [step for step, _ in checkpoints(run)]
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """The processes that `--nproc` started: those children that train."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+            command = (stat.parent / "cmdline").read_text()
+        except OSError:  # it has ended since
+            continue
+        if int(fields[1]) == process.pid and "spawn_main" in command:
+            found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_killed_at_random_moments_a_run_ends_as_if_it_never_was(
+    corpus: Path, tmp_path: Path, nproc: int
+) -> None:
+    """SIGKILL of any process, mostly while it saves, for it saves after every step. Catches a
+    checkpoint that is seen before it is whole, partial folders that stay, metrics that are doubled
+    or lost, and state that a resumed run lacks."""
+    whole = recipe(corpus, tmp_path / "whole", tp=nproc, **SAVING)
+    assert ended(start(whole, "--nproc", str(nproc)))[0] == 0
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    moments = random.Random(seed)
+    run = tmp_path / "run"
+    config = recipe(corpus, run, tp=nproc, **SAVING)
+    kills = 0
+    for _ in range(20):
+        before = steps_of(run)
+        resume = ["--resume"] if run.exists() else []
+        process = start(config, "--nproc", str(nproc), *resume)
+        wait_for(lambda before=before: steps_of(run)[-1:] > before[-1:], process)
+        time.sleep(moments.random() * 0.3)
+        if kills < 3 and process.poll() is None:
+            victims = ranks_of(process) if nproc > 1 else [process.pid]
+            os.kill(moments.choice(victims or [process.pid]), signal.SIGKILL)
+            kills += 1
+        code, _, err = ended(process)
+        if code == 0:
+            break
+        assert "rank" in err or nproc == 1, err
+    assert kills == 3
+    assert code == 0, err
+    assert untimed(run) == untimed(tmp_path / "whole")
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        expected = load_file(newest(tmp_path / "whole") / name)
+        for key, value in load_file(newest(run) / name).items():
+            assert torch.equal(value, expected[key]), key
+    assert steps_of(run) == [STEPS - 2, STEPS - 1, STEPS]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        f"step-{step:06d}" for step in steps_of(run)
+    ]
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_sigterm_saves_and_ends_in_order(corpus: Path, tmp_path: Path, nproc: int) -> None:
+    """To the launcher, or to one rank alone. Catches a step that is lost or done twice, ranks that
+    stop at different steps, and a launcher that dies and leaves its ranks."""
+    whole = recipe(corpus, tmp_path / "whole", tp=nproc, steps=400)
+    run = tmp_path / "run"
+    config = recipe(corpus, run, tp=nproc, steps=400)
+    process = start(config, "--nproc", str(nproc))
+    wait_for(lambda: (run / metrics.FILE).exists() and len(losses(run)) > 3, process)
+    target = process.pid if nproc == 1 else ranks_of(process)[1]
+    os.kill(target, signal.SIGTERM)
+    code, out, err = ended(process)
+    assert code == 0, err
+    (step,) = steps_of(run)
+    assert 3 < step < 400
+    assert f"told to stop (SIGTERM): saved step {step} of 400; go on with --resume" in out
+    assert len(losses(run)) == step
+    process = start(config, "--nproc", str(nproc), "--resume")
+    wait_for(lambda: len(losses(run)) > step + 3, process)
+    process.send_signal(signal.SIGTERM)
+    code, out, err = ended(process)
+    assert code == 0, err
+    assert "told to stop" in out
+    last = steps_of(run)[-1]
+    if nproc == 1:
+        train(whole, device="cpu", stop_after=last)
+        assert losses(run) == losses(tmp_path / "whole")
+        assert all(torch.equal(v, weights(run)[n]) for n, v in weights(whole_run(whole)).items())
+
+
+def whole_run(config: TrainConfig) -> Path:
+    return Path(config.out)
+
+
+def test_a_full_disk_loses_no_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    """A file may not grow beyond 50 kB: the second save fails. Catches a half-written folder that
+    takes the name, and a traceback in place of an error."""
+    run = tmp_path / "run"
+    train(recipe(corpus, run), device="cpu", stop_after=2)
+    before = weights(run)
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+
+    code, _, err = ended(start(recipe(corpus, run), "--resume", preexec_fn=limit))
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert code == 2, err
+    assert len(errors) == 1
+    assert "step-000006 cannot be written" in errors[0]
+    assert "make room" in errors[0]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000002"]
+    train(recipe(corpus, run), device="cpu", resume=True)
+    train(recipe(corpus, tmp_path / "whole"), device="cpu")
+    assert untimed(run) == untimed(tmp_path / "whole")
+    assert not all(torch.equal(value, weights(run)[name]) for name, value in before.items())
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [flip, Path.unlink])
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "tokenizer.json"])
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_named(
+    corpus: Path, tmp_path: Path, file: str, damage: Callable[[Path], None]
+) -> None:
+    """One bit of a weight changes no shape: only its checksum tells."""
+    run = tmp_path / "run"
+    config = recipe(corpus, run, checkpoint_interval=2)
+    train(config, device="cpu", stop_after=5)
+    damage(newest(run) / file)
+    with pytest.raises(
+        UserError, match=rf"{file} .*remove .*step-000005 to go on from step-000004"
+    ):
+        train(config, device="cpu", resume=True)
+    for path in newest(run).iterdir():
+        path.unlink()
+    newest_folder = run / "checkpoints" / "step-000005"
+    newest_folder.rmdir()
+    train(config, device="cpu", resume=True)
+    train(recipe(corpus, tmp_path / "whole"), device="cpu")
+    assert losses(run) == losses(tmp_path / "whole")
+
+
+def test_damage_is_told_on_every_rank(corpus: Path, tmp_path: Path, pools: Pools) -> None:
+    run = tmp_path / "run"
+    config = recipe(corpus, run, tp=2)
+    pools(2).run(stop_at_two, config.to_dict())
+    flip(newest(run) / "model.safetensors")
+    for message in pools(2).run(resume_and_fail, config.to_dict()):
+        assert "model.safetensors is damaged" in message
+        assert "begin again, without --resume" in message
+
+
+def stop_at_two(rank: int, world: int, settings: dict[str, Any]) -> None:
+    train(build(TrainConfig, settings, "test recipe"), device="cpu", stop_after=2)
+
+
+def resume_and_fail(rank: int, world: int, settings: dict[str, Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        train(build(TrainConfig, settings, "test recipe"), device="cpu", resume=True)
+    return str(caught.value)
+
+
+def test_a_missing_shard_stops_a_resumed_run(corpus: Path, tmp_path: Path) -> None:
+    import shutil
+
+    data = tmp_path / "data"
+    shutil.copytree(corpus, data)
+    train(recipe(data, tmp_path / "run"), device="cpu", stop_after=2)
+    next(data.glob("train-*.bin")).unlink()
+    with pytest.raises(UserError, match=r"shard .*train-00000\.bin cannot be read"):
+        train(recipe(data, tmp_path / "run"), device="cpu", resume=True)
+    assert steps_of(tmp_path / "run") == [2]
+
+
+def test_only_the_newest_checkpoints_are_kept(corpus: Path, tmp_path: Path) -> None:
+    """Catches one that is removed before the next is whole: at no time are there fewer."""
+    config = recipe(corpus, tmp_path / "run", checkpoint_interval=1, keep_checkpoints=2)
+    train(config, device="cpu")
+    assert steps_of(tmp_path / "run") == [5, 6]
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
+
+
+def poisoned(rank: int, world: int, settings: dict[str, Any]) -> tuple[str, list[int]]:
+    """Rank 1's loss is not a number in the third step; returns the error, and what rank 1 read."""
+    backward, calls, drawn = loop._backward, [], []
+    order = loop.TokenData.windows
+
+    def spoilt(*arguments: Any) -> torch.Tensor:
+        calls.append(1)
+        loss = backward(*arguments)
+        return loss * float("nan") if len(calls) == 3 and rank == 1 else loss
+
+    config = build(TrainConfig, settings, "test recipe")
+    drawn = order(loop.open_sources(config.data), "train", 16).order(2, 4, config.seed, 1, 2)
+    loop._backward = spoilt  # type: ignore[assignment]
+    try:
+        with pytest.raises(UserError) as caught:
+            train(config, device="cpu")
+    finally:
+        loop._backward = backward
+    return str(caught.value), drawn
+
+
+def test_a_loss_that_is_not_finite_names_its_rank_and_windows(
+    corpus: Path, tmp_path: Path, pools: Pools
+) -> None:
+    config = recipe(corpus, tmp_path / "run", checkpoint_interval=1)
+    for message, drawn in pools(2).run(poisoned, config.to_dict()):
+        assert "step 3: loss=nan" in message
+        assert f"first on rank 1, whose loss was nan, of the windows {drawn}" in message
+    assert steps_of(tmp_path / "run") == [1, 2]
