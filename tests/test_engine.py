@@ -6,7 +6,9 @@ Graphs are stood in for by a replay that runs the recorded work again, so that w
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,11 +18,11 @@ import torch
 from ladder.checkpoint import WEIGHTS, model_entries, write_config, write_tensors
 from ladder.infer.engine import (
     GRAPHED_PROMPT_TOKENS,
-    WARM_UP_STEPS,
     Completion,
     Engine,
     Session,
 )
+from ladder.infer.graphs import WARM_UP_STEPS, no_collection
 from ladder.infer.sampling import Sampling
 from ladder.models import Transformer, UserError
 from tests.test_generate import make
@@ -39,18 +41,35 @@ class Replay:
 
 @pytest.fixture(autouse=True)
 def _graphs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def record(self: Session, work: Callable[[], None]) -> Replay:
+    def record(work: Callable[[], None]) -> tuple[Replay, None]:
         for _ in range(WARM_UP_STEPS):
             work()
-        return Replay(work)
+        return Replay(work), None
 
-    monkeypatch.setattr(Session, "_record", record)
+    monkeypatch.setattr("ladder.infer.engine.record", record)
 
 
 def engine_for(model: Transformer, graphs: bool, fused: bool = False) -> Engine:
     engine = Engine(model.float() if fused else model, fused=fused)
     engine.graphs = graphs  # which the constructor refuses on a CPU
     return engine
+
+
+def test_no_garbage_is_collected_during_a_capture() -> None:
+    """An engine in a cycle, freed there with its symmetric memory, would end the process."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+    with no_collection():
+        gone = weakref.ref(Cycle())
+        kept = [[n] for n in range(100_000)]  # enough to call for a collection
+        assert gone() is not None
+    del kept
+    gc.collect()
+    assert gone() is None
+    assert gc.isenabled()
 
 
 def test_a_folder_in_place_of_a_model(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from ladder.config import DTYPES
 from ladder.files import make_folder
 from ladder.infer.bench import append, facts
+from ladder.infer.graphs import record
 from ladder.kernels.all_reduce import PushAllReduce, reference_all_reduce
 from ladder.kernels.two_shot import TwoShotAllReduce
 from ladder.models.errors import UserError, unknown
@@ -102,20 +103,6 @@ def candidates(
     return found
 
 
-def capture(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """`work` in a CUDA graph, after two warm-up runs, and what it returned."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        kept = work()
-    return graph, kept
-
-
 def check(name: str, candidate: Candidate, group: Any) -> None:
     """Raise RuntimeError, on every rank, unless the sums are right, in a graph and again.
 
@@ -137,7 +124,7 @@ def check(name: str, candidate: Candidate, group: Any) -> None:
         source.copy_(partial)
         return candidate.call()
 
-    graph, total = capture(work)
+    graph, total = record(work)
     wrong = torch.zeros((), device=source.device)
     for _ in range(3):
         total.fill_(torch.nan)
@@ -162,7 +149,7 @@ def measure(found: Mapping[str, Candidate], group: Any) -> dict[str, list[float]
 
         return work
 
-    graphs = {name: capture(calls(candidate))[0] for name, candidate in found.items()}
+    graphs = {name: record(calls(candidate))[0] for name, candidate in found.items()}
     times: dict[str, list[float]] = {name: [] for name in found}
     for turn in range(ROUNDS + 1):  # the first warms up
         for name, graph in graphs.items():

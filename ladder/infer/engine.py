@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ladder.infer.cache import Cache
 from ladder.infer.fused import FusedHead, can_fuse, fuse
+from ladder.infer.graphs import record
 from ladder.infer.load import load_for_inference
 from ladder.infer.sampling import Sampling, choose_greedily, choose_parallel, draws
 from ladder.kernels.choice import GreedyChoice
@@ -31,7 +32,6 @@ CAPACITY_STEP = 256  # graphs are kept for cache lengths that are multiples of t
 GRAPHED_PROMPT_TOKENS = 16384  # beyond it a prefill keeps the GPU busy without a graph
 # (up to this length, prompts are padded to a multiple of this): a graph for each width in use
 PROMPT_STEPS = ((64, 16), (512, 64), (4096, 256), (math.inf, 1024))
-WARM_UP_STEPS = 2  # before a capture: kernels are loaded and NCCL's buffers made
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Session:
             return
         if width not in self.prompt_graphs:
             places = torch.zeros_like(padded, device=self.tokens.device)
-            graph = self._record(lambda: self._prefill(places))
+            graph, _ = record(lambda: self._prefill(places))
             self.prompt_graphs[width] = graph, places, self.logits
             self.counter.zero_()  # the warm-up took steps of its own
             self.positions.copy_(lengths)
@@ -160,22 +160,8 @@ class Session:
 
     def capture(self) -> None:
         """Record `step` in a CUDA graph; what the warm-up steps write is overwritten by prefill."""
-        self.graph = self._record(self._step)
+        self.graph, _ = record(self._step)
         self.graph_logits = self.logits
-
-    def _record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP_STEPS):
-                work()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog thread may touch the driver meanwhile: only this thread is recorded.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            work()
-        return graph
 
 
 class Engine:
