@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ladder import kernels
-from ladder.kernels import launch
+from ladder.kernels import choice, launch
 from ladder.kernels.landing import CHUNK
 
 Pairs = Iterator[tuple[Tensor, Tensor]]
@@ -182,6 +182,15 @@ def rotary_prompt(dtype: torch.dtype) -> Pairs:
         found = kernels.rotary_prompt(packed, table, *cache, heads, kv)
         wanted = kernels.rotary_prompt_reference(packed, table, *others, heads, kv)
         yield from zip((*found, *cache), (*wanted, *others), strict=True)
+
+
+@case("embed")
+def embed(dtype: torch.dtype) -> Pairs:
+    for count, rows, size, first in ((1, 7, 12, 0), (3, 20, 1030, 40), (64, 9, 2048, 5)):
+        weight = random(dtype, rows, size)
+        tokens = torch.randint(0, first + rows + 3, (count,), device=DEVICE)
+        found = choice.embed(tokens, weight, first)
+        yield found, choice.embed(tokens.cpu(), weight.cpu(), first).to(DEVICE)
 
 
 def compare(name: str, found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
