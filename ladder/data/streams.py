@@ -47,7 +47,7 @@ def parse_stream(path: str) -> Stream:
     for key in options:
         if key not in KEYS:
             raise unknown(f"option of {path!r}", key, KEYS)
-    if not dataset or (query and not options):
+    if not dataset or not all(options.values()):
         raise UserError(
             f"data path {path!r} is not of the form hf:OWNER/NAME or "
             f"hf:OWNER/NAME?name=CONFIG&split=train"
