@@ -226,7 +226,8 @@ def _cut_rows(
                 if column.path_in_schema == text_field
             )
             rows, stop = rows + group.num_rows, stop + 1
-    share = size * rows // max(metadata.num_rows, 1)
+        total = max(metadata.num_rows, 1)
+    share = size * (number + rows) // total - size * number // total
     return Part(source, start, stop, number, share), (number + rows if stop < groups else None)
 
 

@@ -80,17 +80,18 @@ class Reader:
                 revision=stream.revision or None,
                 streaming=True,
             )
+            columns = self.rows.column_names  # None where only the rows can tell
+            if columns is not None and text_field in columns:
+                self.rows = self.rows.select_columns([text_field])
+            if state is not None:
+                self.rows.load_state_dict(dict(state))
         except Exception as error:  # the library raises nothing narrower
             raise UserError(
                 f"{stream.path} cannot be opened ({_line(error)}); check its name, the "
                 f"configuration (?name=), the split and the network"
             ) from error
-        columns = self.rows.column_names  # None where only the rows can tell
         if columns is not None:
             self._check(columns)
-            self.rows = self.rows.select_columns([text_field])
-        if state is not None:
-            self.rows.load_state_dict(dict(state))
 
     def state(self) -> dict[str, Any]:
         found: dict[str, Any] = self.rows.state_dict()

@@ -35,16 +35,26 @@ def in_order(
     context = multiprocessing.get_context("spawn")  # this process has threads, forks would not
     theirs, ours = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(workers, context, _begin, (theirs, workers, work))
+    running: deque[tuple[T, Future[R]]] = deque()
+    failure: Exception | None = None  # of `items`; it waits for the results before it
+    coming = iter(items)
     try:
-        running: deque[tuple[T, Future[R]]] = deque()
-        for item in items:
-            running.append((item, pool.submit(_do, item)))
-            if len(running) > 2 * workers:
-                done, result = running.popleft()
-                yield done, result.result()
-        while running:
+        while True:
+            while failure is None and len(running) <= 2 * workers:
+                try:
+                    item = next(coming)
+                except StopIteration:
+                    break
+                except Exception as error:
+                    failure = error
+                else:
+                    running.append((item, pool.submit(_do, item)))
+            if not running:
+                break
             done, result = running.popleft()
             yield done, result.result()
+        if failure is not None:
+            raise failure
     except BrokenProcessPool as error:
         raise UserError(
             f"one of workers={workers} processes was killed, for want of memory perhaps; take fewer"
