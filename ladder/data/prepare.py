@@ -112,8 +112,10 @@ def prepare(
         _go_on_or_start(work, arguments, heldout_below(heldout_fraction), dtype, overwrite)
         encode = Encode(definition.decode("utf-8"), eos_id, STORED[dtype], text_field)
         total = None if None in sizes else sum(size or 0 for size in sizes)
+        goal = (total, "bytes") if max_tokens is None else (max_tokens, "tokens")
         while True:
-            with Progress("tokenise", total, "bytes", start=work.state["read"]) as progress:
+            start = work.state["read"] if max_tokens is None else _tokens(work)
+            with Progress("tokenise", *goal, start=start) as progress:
                 _tokenise(work, sources, encode, workers, progress, max_tokens, shard_tokens)
             names = Names(*work.state["names"])
             names.check(paths)
@@ -182,30 +184,35 @@ def _tokenise(
 ) -> None:
     """Add the units that are not done yet to the shards, in order."""
     below = np.uint64(work.state["heldout_below"])
-
-    def done() -> int:
-        return sum(record["tokens"] for record in work.state["splits"].values())
-
-    if max_tokens is not None and done() >= max_tokens:
+    if max_tokens is not None and _tokens(work) >= max_tokens:
         return
     todo = units(sources, encode.text_field, Cursor(*work.state["cursor"]))
     with closing(in_order(encode, todo, workers)) as results:
         for unit, encoded in results:
             if max_tokens is not None:
-                encoded = encoded.up_to(max_tokens - done())
+                encoded = encoded.up_to(max_tokens - _tokens(work))
             heldout = encoded.keys < below
             for split, chosen in (("train", ~heldout), ("heldout", heldout)):
-                tokens = encoded.tokens[np.repeat(chosen, encoded.lengths)]
+                part = encoded.tokens[np.repeat(chosen, encoded.lengths)]
                 size = int(encoded.bytes[chosen].sum())
-                work.append(split, tokens, int(chosen.sum()), size, shard_tokens)
+                work.append(split, part, int(chosen.sum()), size, shard_tokens)
             work.commit(
                 cursor=unit.after,
                 read=work.state["read"] + unit.size,
                 names=Names(*work.state["names"]).merge(encoded.names()),
             )
-            progress.update(work.state["read"], f"{done():,} tokens")
-            if max_tokens is not None and done() >= max_tokens:
+            read, tokens = work.state["read"], _tokens(work)
+            if max_tokens is None:
+                progress.update(read, f"{tokens:,} tokens")
+                continue
+            progress.update(tokens, f"{read:,} bytes")
+            if tokens >= max_tokens:
                 return
+
+
+def _tokens(work: Unfinished) -> int:
+    """How many there are so far, in both splits."""
+    return sum(record["tokens"] for record in work.state["splits"].values())
 
 
 def _check_free(out: Path, overwrite: bool) -> None:

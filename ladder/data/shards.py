@@ -107,6 +107,8 @@ class Unfinished:
             part, tokens = np.split(tokens, [shard_tokens - shard["tokens"]])
             data = part.tobytes()
             path = self.data / shard["file"]
+            if not shard["tokens"]:
+                self._touched.add(self.data)  # a new file is an entry of its folder
             with path.open("ab") as file:
                 file.write(data)
             self._touched.add(path)
