@@ -106,24 +106,20 @@ def plans(options: argparse.Namespace) -> int:
 # ---- data -----------------------------------------------------------------------------------
 
 
-def _sources(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "paths",
-        nargs="*",
-        metavar="PATH",
-        help="text files, folders or JSONL files; none: this Python's own standard library",
-    )
-    parser.add_argument("--text-field", default="text", help="the field of JSONL lines to read")
-    parser.add_argument(
-        "--heldout-fraction", type=float, default=0.05, help="share of documents held out"
-    )
-
-
 def _tokenizer(verbs: Any) -> None:
     outer = verbs.add_parser("tokenizer", help="train a tokenizer")
     inner = outer.add_subparsers(title="commands", metavar="COMMAND", required=True)
     parser = _add(inner, "train", tokenizer_train, "train a byte-level BPE on the training text")
-    _sources(parser)
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="text, JSONL or Parquet files, folders; none: this Python's own standard library",
+    )
+    parser.add_argument("--text-field", default="text", help="the field or column of the text")
+    parser.add_argument(
+        "--heldout-fraction", type=float, default=0.05, help="share of documents held out"
+    )
     parser.add_argument("--vocab-size", type=int, default=16384, help="tokens, 257 or more")
     parser.add_argument("--out", type=Path, required=True, help="the folder for tokenizer.json")
     parser.add_argument("--overwrite", action="store_true", help="replace one that is there")
@@ -154,23 +150,40 @@ def _data(verbs: Any) -> None:
     outer = verbs.add_parser("data", help="prepare training data")
     inner = outer.add_subparsers(title="commands", metavar="COMMAND", required=True)
     parser = _add(inner, "prepare", data_prepare, "turn text into token shards with an index")
-    _sources(parser)
-    parser.add_argument("--tokenizer", type=Path, required=True, help="its file or folder")
+    parser.add_argument("--config", help="a YAML file, or a name from configs/data; options win")
+    # What is not given comes from the config, or from ladder.data.config.PrepareConfig.
+    parser.argument_default = argparse.SUPPRESS
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="text, JSONL or Parquet files, folders, hf:OWNER/NAME?name=CONFIG&split=train (a "
+        "Hugging Face dataset, streamed); none: this Python's own standard library",
+    )
+    parser.add_argument("--text-field", help="the field or column of the text (text)")
+    parser.add_argument("--heldout-fraction", type=float, help="share of documents held out (0.05)")
+    parser.add_argument(
+        "--max-tokens", type=int, help="end with the document that completes this many (no end)"
+    )
+    parser.add_argument("--workers", type=int, help="processes; they change no byte (1)")
+    parser.add_argument("--tokenizer", help="its file or folder")
+    parser.argument_default = None
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace data that is there")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace data, or unfinished work, that is there"
+    )
 
 
 def data_prepare(options: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from ladder.data.config import load_prepare_config
     from ladder.data.prepare import prepare
 
-    index = prepare(
-        options.paths or None,
-        options.tokenizer,
-        options.out,
-        heldout_fraction=options.heldout_fraction,
-        text_field=options.text_field,
-        overwrite=options.overwrite,
-    )
+    names = ("paths", "text_field", "heldout_fraction", "max_tokens", "workers", "tokenizer")
+    given = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    config = load_prepare_config(options.config, given)
+    index = prepare(**asdict(config), out=options.out, overwrite=options.overwrite)
     for name, split in index["splits"].items():
         print(
             f"{name}: {split['tokens']:,} tokens, {split['bytes']:,} bytes, "

@@ -74,7 +74,8 @@ OPTIONAL = (
     Package("transformers", "5.16", "Hugging Face integration and its parity tests"),
     Package("matplotlib", "3.9", "figures in report pages"),
     Package("lm_eval", unlocks="evaluation on lm-evaluation-harness tasks"),
-    Package("datasets", unlocks="data prepared from Hugging Face datasets"),
+    Package("pyarrow", "18.0", "data prepared from Parquet files"),
+    Package("datasets", "4.0", "data prepared from Hugging Face datasets"),
     Package(
         "axolotl",
         unlocks="fine-tuning through Axolotl, which pins its own torch and transformers",

@@ -14,24 +14,34 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import tokenizers
 from tokenizers import Tokenizer
 
-from ladder.data.sources import SPLITS, Document, open_corpus
+from ladder.data import units as cutting
+from ladder.data.formats import Document, Source, size_of
+from ladder.data.shards import Unfinished, unfinished
+from ladder.data.sources import SPLITS, Names, find_sources, heldout_below, name_hash
+from ladder.data.streams import Stream
 from ladder.data.tokenizer import (
     FILE,
     end_of_text,
     load_tokenizer,
+    parse_tokenizer,
     pieces,
     token_byte_lengths,
     tokenizer_file,
 )
-from ladder.files import new_folder
+from ladder.data.units import Cursor, Unit, units
+from ladder.data.workers import in_order
 from ladder.models.errors import UserError
 from ladder.progress import Progress
 
@@ -40,6 +50,8 @@ TOKEN_BYTES = "token_bytes.npy"
 VERSION = 1
 STORED = {"uint16": "<u2", "uint32": "<u4"}
 BATCH = 2**21  # characters that are tokenised at once: some 100 MB of the library's memory
+
+NOTHING = {"cursor": Cursor(), "read": 0, "names": Names()}  # of the work is done
 
 OURS = re.compile(rf"{INDEX}|{FILE}|{TOKEN_BYTES}|({'|'.join(SPLITS)})-\d+\.bin")
 
@@ -52,17 +64,28 @@ def prepare(
     heldout_fraction: float = 0.05,
     text_field: str = "text",
     shard_tokens: int = 2**24,
+    max_tokens: int | None = None,
+    workers: int = 1,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Tokenise a corpus (see `open_corpus`) into a folder of shards, and return its index.
+    """Tokenise a corpus (see `find_sources`) into a folder of shards, and return its index.
 
     All or nothing: the folder appears when it is complete. One that `out` already holds stays as
-    it is, and usable, until then; it is replaced only with `overwrite`.
+    it is, and usable, until then; it is replaced only with `overwrite`. What is done is kept beside
+    it meanwhile (see ladder.data.shards), and a call with the same arguments goes on there.
 
-    Raises UserError for what is wrong with the paths, the tokenizer, `out` or an option.
+    max_tokens: end with the document, in the corpus's order, with which the splits together hold
+        that many. workers: processes that tokenise. The result has the same bytes for any number of
+        them, and however often the work was interrupted.
+
+    Raises UserError for what is wrong with the paths, the tokenizer, `out` or an option, and where
+    the unfinished work of a call with other arguments would be lost.
     """
-    if shard_tokens < 1:
-        raise UserError(f"shard_tokens={shard_tokens} must be 1 or more")
+    for option, value in (("shard_tokens", shard_tokens), ("workers", workers)):
+        if value < 1:
+            raise UserError(f"{option}={value} must be 1 or more")
+    if max_tokens is not None and max_tokens < 1:
+        raise UserError(f"max_tokens={max_tokens} must be 1 or more; leave it out for all there is")
     out = Path(out).resolve()
     _check_free(out, overwrite)
     encoder = load_tokenizer(tokenizer)
@@ -70,36 +93,126 @@ def prepare(
     eos_id = end_of_text(encoder)
     token_bytes = token_byte_lengths(encoder)
     token_bytes[eos_id] = 0  # it stands for no text, even where a file calls it not special
-    corpus = open_corpus(paths, heldout_fraction=heldout_fraction, text_field=text_field)
-
     dtype = "uint16" if len(token_bytes) <= 65535 else "uint32"
-    splits: dict[str, dict[str, Any]] = {}
-    with new_folder(out, overwrite=True) as partial:
-        with Progress("tokenise", corpus.bytes, "bytes") as progress:
+    sources, description = find_sources(paths, heldout_fraction, text_field)
+    if max_tokens is not None:
+        description["max_tokens"] = max_tokens
+    sizes = [None if isinstance(source, Stream) else size_of(source) for source in sources]
+    arguments = {
+        **description,
+        "shard_tokens": shard_tokens,
+        "tokenizer_sha256": hashlib.sha256(definition).hexdigest(),
+        "tokenizers": tokenizers.__version__,
+        "files": _fingerprint(sources),
+        "unit": cutting.UNIT,
+    }
 
-            def report() -> None:
-                read = sum(record["bytes"] for record in splits.values())
-                tokens = sum(record["tokens"] for record in splits.values())
-                progress.update(read, f"{tokens:,} tokens")
-
-            for split in SPLITS:
-                splits[split] = {"tokens": 0, "bytes": 0, "documents": 0, "shards": []}
-                batches = _encode(corpus.read(split), encoder, eos_id, np.dtype(STORED[dtype]))
-                _write(batches, partial, split, shard_tokens, splits[split], report)
+    with unfinished(out) as work:
+        _check_free(out, overwrite)
+        _go_on_or_start(work, arguments, heldout_below(heldout_fraction), dtype, overwrite)
+        encode = Encode(definition.decode("utf-8"), eos_id, STORED[dtype], text_field)
+        total = None if None in sizes else sum(size or 0 for size in sizes)
+        goal = (total, "bytes") if max_tokens is None else (max_tokens, "tokens")
+        while True:
+            start = work.state["read"] if max_tokens is None else _tokens(work)
+            with Progress("tokenise", *goal, start=start) as progress:
+                _tokenise(work, sources, encode, workers, progress, max_tokens, shard_tokens)
+            names = Names(*work.state["names"])
+            names.check(paths)
+            below = heldout_below(heldout_fraction, names)
+            if below == work.state["heldout_below"]:
+                break
+            # A split was left empty, of few documents: with all names known, it need not be.
+            work.start({**work.state, **NOTHING, "heldout_below": below}, SPLITS)
+        work.close_shards()
         index = {
             "version": VERSION,
             "dtype": dtype,
             "vocab_size": len(token_bytes),
             "eos_id": eos_id,
-            "tokenizer_sha256": hashlib.sha256(definition).hexdigest(),
+            "tokenizer_sha256": arguments["tokenizer_sha256"],
             "token_bytes": TOKEN_BYTES,
-            "source": corpus.description,
-            "splits": splits,
+            "source": description,
+            "splits": work.state["splits"],
         }
-        (partial / FILE).write_bytes(definition)
-        np.save(partial / TOKEN_BYTES, token_bytes.astype("<i4"))
-        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+        def fill(folder: Path) -> None:
+            (folder / FILE).write_bytes(definition)
+            np.save(folder / TOKEN_BYTES, token_bytes.astype("<i4"))
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+        work.finish(fill, partial(_check_free, out, overwrite))
     return index
+
+
+def _fingerprint(sources: Sequence[Source | Stream]) -> str:
+    """A hash of the files' names, sizes and dates: what is tokenised must not change midway."""
+    found = hashlib.sha256()
+    for source in sources:
+        if not isinstance(source, Stream):
+            status = source.path.stat()
+            line = f"{source.name}\0{status.st_size}\0{status.st_mtime_ns}\n"
+            found.update(line.encode("utf-8", "surrogateescape"))
+    return found.hexdigest()
+
+
+def _go_on_or_start(
+    work: Unfinished, arguments: Mapping[str, Any], below: int, dtype: str, overwrite: bool
+) -> None:
+    if work.units:
+        other = work.differs(arguments)
+        if other and not overwrite:
+            raise UserError(
+                f"{work.folder} holds the unfinished work of a call with {other}; repeat that call "
+                f"to finish it, or give --overwrite to start over"
+            )
+        if not other and work.go_on():
+            print(f"going on after {work.state['names'][0]:,} documents", file=sys.stderr)
+            return
+    state = {**NOTHING, "arguments": arguments, "heldout_below": below}
+    work.start({**state, "itemsize": np.dtype(STORED[dtype]).itemsize}, SPLITS)
+
+
+def _tokenise(
+    work: Unfinished,
+    sources: Sequence[Source | Stream],
+    encode: Encode,
+    workers: int,
+    progress: Progress,
+    max_tokens: int | None,
+    shard_tokens: int,
+) -> None:
+    """Add the units that are not done yet to the shards, in order."""
+    below = np.uint64(work.state["heldout_below"])
+    if max_tokens is not None and _tokens(work) >= max_tokens:
+        return
+    todo = units(sources, encode.text_field, Cursor(*work.state["cursor"]))
+    with closing(in_order(encode, todo, workers)) as results:
+        for unit, encoded in results:
+            if max_tokens is not None:
+                encoded = encoded.up_to(max_tokens - _tokens(work))
+            heldout = encoded.keys < below
+            for split, chosen in (("train", ~heldout), ("heldout", heldout)):
+                part = encoded.tokens[np.repeat(chosen, encoded.lengths)]
+                size = int(encoded.bytes[chosen].sum())
+                work.append(split, part, int(chosen.sum()), size, shard_tokens)
+            work.commit(
+                cursor=unit.after,
+                read=work.state["read"] + unit.size,
+                names=Names(*work.state["names"]).merge(encoded.names()),
+            )
+            read, tokens = work.state["read"], _tokens(work)
+            if max_tokens is None:
+                progress.update(read, f"{tokens:,} tokens")
+                continue
+            progress.update(tokens, f"{read:,} bytes")
+            if tokens >= max_tokens:
+                return
+
+
+def _tokens(work: Unfinished) -> int:
+    """How many there are so far, in both splits."""
+    return sum(record["tokens"] for record in work.state["splits"].values())
 
 
 def _check_free(out: Path, overwrite: bool) -> None:
@@ -122,71 +235,101 @@ def _check_free(out: Path, overwrite: bool) -> None:
         )
 
 
-class _Batch(NamedTuple):
-    """The tokens of some texts, and of how many documents (those that end here) and bytes."""
+class Encoded(NamedTuple):
+    """The tokens of some documents.
+
+    Of each document: keys, the hash of its name (uint64), lengths in tokens, bytes of text (int64).
+    """
 
     tokens: npt.NDArray[Any]
-    documents: int
-    bytes: int
+    keys: npt.NDArray[np.uint64]
+    lengths: npt.NDArray[np.int64]
+    bytes: npt.NDArray[np.int64]
+
+    def up_to(self, tokens: int) -> Encoded:
+        """The documents up to the one with which there are `tokens` tokens."""
+        ends = np.cumsum(self.lengths)
+        count = int(np.searchsorted(ends, tokens)) + 1
+        length = int(ends[:count][-1]) if len(ends) else 0
+        return Encoded(
+            self.tokens[:length], self.keys[:count], self.lengths[:count], self.bytes[:count]
+        )
+
+    def names(self) -> Names:
+        if not len(self.keys):
+            return Names()
+        return Names(len(self.keys), int(self.keys.min()), int(self.keys.max()))
+
+
+class Encode:
+    """Reads and tokenises a unit of work. Pickled, it takes its tokenizer along as its file's text.
+
+    definition: what a tokenizer.json says. dtype: of the tokens, as they are stored.
+    """
+
+    def __init__(self, definition: str, eos_id: int, dtype: str, text_field: str) -> None:
+        self.definition, self.eos_id, self.dtype = definition, eos_id, dtype
+        self.text_field = text_field
+        self._tokenizer: Tokenizer | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tokenizer": None}
+
+    def __call__(self, unit: Unit) -> Encoded:
+        if self._tokenizer is None:
+            self._tokenizer = parse_tokenizer(self.definition)
+        keys: list[int] = []
+        sizes: list[int] = []
+
+        def noted() -> Iterator[Document]:
+            for document in unit.read(self.text_field):
+                keys.append(name_hash(document.name))
+                sizes.append(document.bytes)
+                yield document
+
+        tokens: list[npt.NDArray[Any]] = [np.empty(0, self.dtype)]
+        ends: list[int] = [0]
+        done = 0
+        for batch, places in _encode(noted(), self._tokenizer, self.eos_id, np.dtype(self.dtype)):
+            tokens.append(batch)
+            ends += [done + place for place in places]
+            done += len(batch)
+        lengths = np.array(ends[1:], np.int64) - np.array(ends[:-1], np.int64)
+        return Encoded(
+            np.concatenate(tokens), np.array(keys, np.uint64), lengths, np.array(sizes, np.int64)
+        )
 
 
 def _encode(
     documents: Iterable[Document], tokenizer: Tokenizer, eos_id: int, dtype: np.dtype[Any]
-) -> Iterator[_Batch]:
-    """The tokens of all documents, end-of-text after each, in batches of moderate size."""
+) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
+    """The tokens of all documents, end-of-text after each, in batches of moderate size.
+
+    With each batch, the places in it where documents end.
+    """
     texts: list[str] = []
     last: list[bool] = []  # whether each text ends its document
-    size = read = 0
+    size = 0
 
-    def flush() -> _Batch:
+    def flush() -> tuple[npt.NDArray[Any], list[int]]:
         ids: list[int] = []
+        places: list[int] = []
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         for encoding, ends in zip(encodings, last, strict=True):
             ids.extend(encoding.ids)
             if ends:
                 ids.append(eos_id)
-        return _Batch(np.array(ids, dtype), sum(last), read)
+                places.append(len(ids))
+        return np.array(ids, dtype), places
 
     for document in documents:
         for piece in pieces(document.text):
             if size >= BATCH:
                 yield flush()
-                texts, last, size, read = [], [], 0, 0
+                texts, last, size = [], [], 0
             texts.append(piece)
             last.append(False)
             size += len(piece)
         last[-1] = True
-        read += document.bytes
     if texts:
         yield flush()
-
-
-def _write(
-    batches: Iterable[_Batch],
-    folder: Path,
-    split: str,
-    shard_tokens: int,
-    record: dict[str, Any],
-    report: Callable[[], None],
-) -> None:
-    """Write tokens to files of `shard_tokens` each, the last one shorter; `record` is filled in."""
-    hashes: list[Any] = []
-    for batch in batches:
-        tokens = batch.tokens
-        while len(tokens):
-            if not hashes or record["shards"][-1]["tokens"] == shard_tokens:
-                record["shards"].append({"file": f"{split}-{len(hashes):05d}.bin", "tokens": 0})
-                hashes.append(hashlib.sha256())
-            shard = record["shards"][-1]
-            part, tokens = np.split(tokens, [shard_tokens - shard["tokens"]])
-            data = part.tobytes()
-            with (folder / shard["file"]).open("ab") as file:
-                file.write(data)
-            hashes[-1].update(data)
-            shard["tokens"] += len(part)
-        record["tokens"] += len(batch.tokens)
-        record["documents"] += batch.documents
-        record["bytes"] += batch.bytes
-        report()
-    for shard, found in zip(record["shards"], hashes, strict=True):
-        shard["sha256"] = found.hexdigest()

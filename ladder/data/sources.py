@@ -1,15 +1,13 @@
-"""Documents: where the text comes from, and which of it is held out.
+"""Where the text comes from, and which of it is held out.
 
-A document is a whole text file, or one line of a .jsonl file. It is named by its path inside the
-folder that was given (a file: its own name; a line: the file's name and the line's number), and
-held out where a hash of that name is low. So the split is the same on every machine, and adding
-documents moves none of the others between the splits.
+A document is named by its path inside the folder that was given (a file: its own name; a line or
+row: the file's name and its number), and held out where a hash of that name is low. So the split is
+the same on every machine, and adding documents moves none of the others between the splits.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 import sysconfig
@@ -18,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ladder.data.formats import Document, Part, Source, read
+from ladder.data.streams import SCHEME, Stream, parse_stream
 from ladder.models.errors import UserError, unknown
 from ladder.progress import Progress
 
@@ -27,21 +27,6 @@ HASH_RANGE = 2**64
 # What the default corpus leaves out: foreign packages, tests, and what differs between machines.
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 STDLIB_LOCAL = ("_sysconfigdata", "sitecustomize", "usercustomize", "config-")
-
-
-class Source(NamedTuple):
-    """A file of one document, or of one per line; no two of a corpus have the same name."""
-
-    name: str
-    path: Path
-
-
-class Document(NamedTuple):
-    """One text. bytes: its length in UTF-8."""
-
-    name: str
-    text: str
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -76,50 +61,101 @@ def open_corpus(
 ) -> Corpus:
     """Find the documents, read each once to check it, and split them.
 
-    paths: text files, .jsonl files (the text is in `text_field` of each line), folders (all files
-        below them but hidden ones); None is the running Python's standard library, one document
-        per .py file, without tests. Empty documents are passed over.
-    heldout_fraction: of the documents, about. From 2 documents on, each split has at least one;
-        0 holds none out.
+    paths, text_field, heldout_fraction: as for `find_sources` and `heldout_below`, but no streams.
 
     Raises UserError for a path that cannot be read, text that is not UTF-8, a broken line, no data.
     """
+    sources, description = find_sources(paths, heldout_fraction, text_field)
+    files = []
+    for source in sources:
+        if isinstance(source, Stream):
+            raise UserError(
+                f"{source.path} is a stream, too long to be read twice; give files here, such as "
+                f"some of its Parquet files"
+            )
+        files.append(source)
+
+    names = Names()
+    size = 0
+    with Progress("read", None, "documents") as progress:
+        for document in _read(files, text_field):
+            key = name_hash(document.name)
+            names = names.merge(Names(1, key, key))
+            size += document.bytes
+            progress.update(names.documents, f"{size / 1e6:,.1f} MB")
+    names.check(paths)
+    below = heldout_below(heldout_fraction, names)
+    return Corpus(tuple(files), text_field, names.documents, size, below, description)
+
+
+def find_sources(
+    paths: Sequence[str | Path] | None, heldout_fraction: float, text_field: str
+) -> tuple[list[Source | Stream], dict[str, Any]]:
+    """The files and streams that hold the documents, and plain data that says what they are.
+
+    paths: text files, .jsonl and .parquet files (the text is in the field or column `text_field`),
+        folders (all files below them but hidden ones), `hf:OWNER/NAME` (a Hugging Face dataset, see
+        ladder.data.streams); None is the running Python's standard library, one document per .py
+        file, without tests. Empty documents are passed over.
+
+    Raises UserError for a path or a fraction that cannot be.
+    """
     if not 0 <= heldout_fraction < 1:
         raise UserError(f"heldout_fraction={heldout_fraction!r} must be 0 or more and below 1")
+    description: dict[str, Any]
     if paths is None:
-        sources = _standard_library()
-        description: dict[str, Any] = {
-            "kind": "standard library",
-            "python": platform.python_version(),
-        }
+        found: list[Source | Stream] = [*_standard_library()]
+        description = {"kind": "standard library", "python": platform.python_version()}
     else:
         if isinstance(paths, str | Path):
             paths = [paths]
-        sources = _find(paths)
+        found = _find(paths)
         description = {
             "kind": "files",
             "paths": [str(path) for path in paths],
             "text_field": text_field,
         }
+        streams = [source for source in found if isinstance(source, Stream)]
+        if streams:  # what they held is known by their revision alone
+            description["streams"] = [stream._asdict() for stream in streams]
     description["heldout_fraction"] = heldout_fraction
+    return found, description
 
-    count = size = 0
-    lowest, highest = HASH_RANGE, -1
-    with Progress("read", None, "documents") as progress:
-        for document in _read(sources, text_field):
-            count, size = count + 1, size + document.bytes
-            key = name_hash(document.name)
-            lowest, highest = min(lowest, key), max(highest, key)
-            progress.update(count, f"{size / 1e6:,.1f} MB")
-    if count == 0:
-        where = "the standard library" if paths is None else ", ".join(map(str, paths))
-        raise UserError(f"no text in {where}; give files or folders with text in them")
-    below = int(heldout_fraction * HASH_RANGE)
-    if count == 1:
-        below = 0
-    elif heldout_fraction > 0:  # at least the lowest is held out, and never the highest
-        below = min(max(below, lowest + 1), highest)
-    return Corpus(tuple(sources), text_field, count, size, below, description)
+
+class Names(NamedTuple):
+    """How many documents there are, and the lowest and highest hash of their names."""
+
+    documents: int = 0
+    lowest: int = HASH_RANGE
+    highest: int = -1
+
+    def merge(self, other: Names) -> Names:
+        return Names(
+            self.documents + other.documents,
+            min(self.lowest, other.lowest),
+            max(self.highest, other.highest),
+        )
+
+    def check(self, paths: Sequence[str | Path] | None) -> None:
+        """Refuse a corpus without documents."""
+        if self.documents == 0:
+            where = "the standard library" if paths is None else ", ".join(map(str, paths))
+            raise UserError(f"no text in {where}; give files or folders with text in them")
+
+
+def heldout_below(fraction: float, names: Names | None = None) -> int:
+    """The hash below which a document is held out, so that about `fraction` of them are.
+
+    names: of the documents, where they are known. From 2 documents on, each split then has at least
+    one; a fraction of 0 holds none out.
+    """
+    below = int(fraction * HASH_RANGE)
+    if names is None or fraction == 0:
+        return below
+    if names.documents == 1:
+        return 0
+    # at least the lowest is held out, and never the highest
+    return min(max(below, names.lowest + 1), names.highest)
 
 
 def name_hash(name: str) -> int:
@@ -128,12 +164,27 @@ def name_hash(name: str) -> int:
     return int.from_bytes(digest, "big")
 
 
-def _find(paths: Iterable[str | Path]) -> list[Source]:
-    """The files that `paths` stand for, each once, under names that differ."""
-    found: list[Source] = []
+def _find(paths: Iterable[str | Path]) -> list[Source | Stream]:
+    """The files and streams that `paths` stand for, each once, under names that differ."""
+    found: list[Source | Stream] = []
     names: set[str] = set()
     seen: set[Path] = set()
-    for path in map(Path, paths):
+
+    def free(wanted: str) -> str:
+        name, copy = wanted, 1
+        while name in names:
+            copy += 1
+            name = f"{wanted}#{copy}"
+        names.add(name)
+        return name
+
+    for given in paths:
+        if isinstance(given, str) and given.startswith(SCHEME):
+            stream = parse_stream(given)
+            if stream not in found:
+                found.append(stream._replace(name=free(stream.name)))
+            continue
+        path = Path(given)
         if os.path.isdir(path):
             files = [(file.relative_to(path).as_posix(), file) for file in _walk(path)]
         elif os.path.isfile(path):
@@ -152,12 +203,7 @@ def _find(paths: Iterable[str | Path]) -> list[Source]:
             if resolved in seen:  # twice in the corpus, it could be in both splits
                 continue
             seen.add(resolved)
-            name, copy = relative, 1
-            while name in names:
-                copy += 1
-                name = f"{relative}#{copy}"
-            names.add(name)
-            found.append(Source(name, file))
+            found.append(Source(free(relative), file))
     return found
 
 
@@ -201,60 +247,4 @@ def _standard_library() -> list[Source]:
 def _read(sources: Iterable[Source], text_field: str) -> Iterator[Document]:
     """Every document that is not empty, in order; one is in memory at a time."""
     for source in sources:
-        try:
-            if source.path.suffix == ".jsonl":
-                yield from _read_lines(source, text_field)
-                continue
-            data = source.path.read_bytes()
-        except OSError as error:
-            raise UserError(
-                f"{source.path} cannot be read: {error.strerror}; check the path and permissions"
-            ) from error
-        try:
-            text = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{source.path} is not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x})"
-                f"; convert it, or take it out of the paths given"
-            ) from error
-        if data:
-            yield Document(source.name, text, len(data))
-
-
-def _read_lines(source: Source, text_field: str) -> Iterator[Document]:
-    with source.path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{source.path} line {number}"
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(
-                    f"{where} is not valid JSON ({error}); mend or remove the line"
-                ) from error
-            if not isinstance(record, dict):
-                raise UserError(
-                    f"{where} is a JSON {type(record).__name__}, not an object with a field "
-                    f"{text_field!r}; mend or remove the line"
-                )
-            if text_field not in record:
-                known = ", ".join(record) or "none"
-                raise UserError(
-                    f"{where} has no field text_field={text_field!r}; its fields: {known}"
-                )
-            text = record[text_field]
-            if not isinstance(text, str):
-                raise UserError(
-                    f"{where}: field {text_field!r} is a {type(text).__name__}, not a string; "
-                    f"mend the line or choose another text_field"
-                )
-            try:
-                size = len(text.encode("utf-8"))
-            except UnicodeEncodeError as error:
-                raise UserError(
-                    f"{where}: the text has half a surrogate pair at character {error.start}, "
-                    f"which is no Unicode text; mend or remove the line"
-                ) from error
-            if text:
-                yield Document(f"{source.name}:{number}", text, size)
+        yield from read(Part(source), text_field)

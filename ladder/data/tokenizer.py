@@ -69,9 +69,14 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not file.is_file():
         raise UserError(f"no tokenizer at {file}; train one, or give a folder that holds {FILE}")
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        return parse_tokenizer(file.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises nothing narrower
         raise UserError(f"{file} is not a tokenizer ({error}); train or copy it again") from error
+
+
+def parse_tokenizer(definition: str) -> Tokenizer:
+    """The tokenizer that the text of a tokenizer.json defines, as `load_tokenizer` has it."""
+    tokenizer = Tokenizer.from_str(definition)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True

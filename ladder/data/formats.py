@@ -1,0 +1,256 @@
+"""Documents, and the files that hold them: text, JSON lines, Parquet.
+
+A document is a whole text file, one line of a .jsonl file or one row of a .parquet file. A file can
+be cut into parts that are read apart from each other; its documents are the same however it is cut.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ladder.models.errors import UserError
+
+ROWS = 1024  # of a Parquet file that are in memory as Python strings at once
+
+
+class Source(NamedTuple):
+    """A file of one document, or of one per line or row; no two of a corpus have the same name."""
+
+    name: str
+    path: Path
+
+
+class Document(NamedTuple):
+    """One text. bytes: its length in UTF-8."""
+
+    name: str
+    text: str
+    bytes: int
+
+
+class Part(NamedTuple):
+    """A stretch of a file: bytes of a .jsonl, row groups of a .parquet, all of any other.
+
+    start, stop: where it begins and ends; a stop of None is the file's end. number: the lines or
+    rows before it, which its documents' names count. size: its share of the file, in bytes.
+    """
+
+    source: Source
+    start: int = 0
+    stop: int | None = None
+    number: int = 0
+    size: int = 0
+
+
+def size_of(source: Source) -> int:
+    """The file's size in bytes. Raises UserError for one that is not there."""
+    with _readable(source.path):
+        return source.path.stat().st_size
+
+
+def cut(
+    source: Source, text_field: str, start: int, number: int, room: int
+) -> tuple[Part, int | None]:
+    """The part of about `room` bytes of text that begins at `start`, after `number` documents.
+
+    Returns it and the number of the documents before the next part; None: there is no next one.
+    """
+    size = size_of(source)
+    with _readable(source.path):
+        if source.path.suffix == ".jsonl":
+            return _cut_lines(source, start, number, room, size)
+        if source.path.suffix == ".parquet":
+            return _cut_rows(source, text_field, start, number, room, size)
+    return Part(source, size=size), None
+
+
+def read(part: Part, text_field: str) -> Iterator[Document]:
+    """Every document of the part that is not empty, in order; one is in memory at a time.
+
+    Raises UserError for a file that cannot be read, text that is not UTF-8, a broken line or row.
+    """
+    path = part.source.path
+    with _readable(path):
+        if path.suffix == ".jsonl":
+            yield from _read_lines(part, text_field)
+            return
+        if path.suffix == ".parquet":
+            yield from _read_rows(part, text_field)
+            return
+        data = path.read_bytes()
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x}); convert "
+            f"it, or take it out of the paths given"
+        ) from error
+    if data:
+        yield Document(part.source.name, text, len(data))
+
+
+def utf8_size(text: str, where: str) -> int:
+    """The length of a text in UTF-8; UserError naming the document where it has none."""
+    try:
+        return len(text.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where}: the text has half a surrogate pair at character {error.start}, which is no "
+            f"Unicode text; mend or remove the line"
+        ) from error
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read: {error.strerror or error}; check the path and permissions"
+        ) from error
+
+
+# ---- JSON lines
+
+
+def _cut_lines(
+    source: Source, start: int, number: int, room: int, size: int
+) -> tuple[Part, int | None]:
+    stop, lines = min(start + room, size), 0
+    with source.path.open("rb") as file:
+        file.seek(start)
+        for at in range(start, stop, 2**20):
+            lines += file.read(min(2**20, stop - at)).count(b"\n")
+        rest = file.readline() if stop < size else b""  # of the line that the cut fell into
+    stop, lines = stop + len(rest), lines + rest.endswith(b"\n")
+    part = Part(source, start, stop, number, stop - start)
+    return part, (number + lines if stop < size else None)
+
+
+def _read_lines(part: Part, text_field: str) -> Iterator[Document]:
+    with part.source.path.open("rb") as lines:
+        lines.seek(part.start)
+        at = part.start
+        for number, line in enumerate(lines, part.number + 1):
+            if part.stop is not None and at >= part.stop:
+                return
+            at += len(line)
+            if not line.strip():
+                continue
+            where = f"{part.source.path} line {number}"
+            text = _text_of(line, where, text_field)
+            size = utf8_size(text, where)
+            if text:
+                yield Document(f"{part.source.name}:{number}", text, size)
+
+
+def _text_of(line: bytes, where: str, text_field: str) -> str:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not valid JSON ({error}); mend or remove the line") from error
+    if not isinstance(record, dict):
+        raise UserError(
+            f"{where} is a JSON {type(record).__name__}, not an object with a field "
+            f"{text_field!r}; mend or remove the line"
+        )
+    if text_field not in record:
+        known = ", ".join(record) or "none"
+        raise UserError(f"{where} has no field text_field={text_field!r}; its fields: {known}")
+    text = record[text_field]
+    if not isinstance(text, str):
+        raise UserError(
+            f"{where}: field {text_field!r} is a {type(text).__name__}, not a string; mend the "
+            f"line or choose another text_field"
+        )
+    return text
+
+
+# ---- Parquet
+
+
+@contextmanager
+def _parquet(path: Path, text_field: str) -> Iterator[Any]:
+    """A Parquet file (pyarrow.parquet.ParquetFile) that has a column of strings `text_field`."""
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise UserError(
+            f"{path} is a Parquet file, which needs pyarrow ({error}): pip install 'ladder[data]'"
+        ) from error
+    try:
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            schema = file.schema_arrow
+            if text_field not in schema.names:
+                known = ", ".join(schema.names) or "none"
+                raise UserError(
+                    f"{path} has no column text_field={text_field!r}; its columns: {known}"
+                )
+            kind = schema.field(text_field).type
+            if arrow.types.is_dictionary(kind):  # strings that are stored once each
+                kind = kind.value_type
+            strings = (arrow.types.is_string, arrow.types.is_large_string)
+            if not any(fits(kind) for fits in strings):
+                raise UserError(
+                    f"{path}: column {text_field!r} is of type {kind}, not string; choose another "
+                    f"text_field"
+                )
+            yield file
+    except (FileNotFoundError, PermissionError):
+        raise
+    except (arrow.ArrowException, OSError) as error:  # OSError: damaged pages, for instance
+        raise UserError(
+            f"{path} is no Parquet file, or damaged ({' '.join(str(error).split())}); copy it "
+            f"again, or take it out of the paths given"
+        ) from error
+
+
+def _cut_rows(
+    source: Source, text_field: str, start: int, number: int, room: int, size: int
+) -> tuple[Part, int | None]:
+    """Whole row groups, one at least: what a Parquet file can be read by."""
+    with _parquet(source.path, text_field) as file:
+        metadata = file.metadata
+        groups, rows, text, stop = metadata.num_row_groups, 0, 0, start
+        while stop < groups and text < room:
+            group = metadata.row_group(stop)
+            columns = (group.column(index) for index in range(group.num_columns))
+            text += sum(
+                column.total_uncompressed_size
+                for column in columns
+                if column.path_in_schema == text_field
+            )
+            rows, stop = rows + group.num_rows, stop + 1
+        total = max(metadata.num_rows, 1)
+    share = size * (number + rows) // total - size * number // total
+    return Part(source, start, stop, number, share), (number + rows if stop < groups else None)
+
+
+def _read_rows(part: Part, text_field: str) -> Iterator[Document]:
+    with _parquet(part.source.path, text_field) as file:
+        stop = file.metadata.num_row_groups if part.stop is None else part.stop
+        number = part.number
+        for group in range(part.start, stop):
+            for batch in file.iter_batches(ROWS, row_groups=[group], columns=[text_field]):
+                for value in batch.column(0):
+                    number += 1
+                    where = f"{part.source.path} row {number}"
+                    try:
+                        text = value.as_py()
+                    except UnicodeDecodeError as error:
+                        raise UserError(
+                            f"{where}: column {text_field!r} is not UTF-8 text ({error}); mend or "
+                            f"remove the row"
+                        ) from error
+                    if text is None:
+                        raise UserError(
+                            f"{where}: column {text_field!r} is null, not a string; fill or "
+                            f"remove the rows without text"
+                        )
+                    if text:
+                        yield Document(f"{part.source.name}:{number}", text, utf8_size(text, where))

@@ -1,0 +1,157 @@
+"""Hugging Face datasets, read as streams: nothing is downloaded but what is read, when it is read.
+
+A document is a row; it is named by the dataset and the row's position, from 1 on. A stream is read
+by one process, in its own order, and can be taken up again where it was left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
+
+from ladder.data.formats import Document, utf8_size
+from ladder.models.errors import UserError, unknown
+
+SCHEME = "hf:"
+KEYS = ("name", "split", "revision")
+
+
+class Stream(NamedTuple):
+    """A split of a dataset.
+
+    name: what its documents are called by. path: as it was given. dataset: OWNER/NAME, or a folder.
+    config: which of its configurations; empty: its only one. revision: the commit of the Hub that
+    is read; empty for a folder.
+    """
+
+    name: str
+    path: str
+    dataset: str
+    config: str
+    split: str
+    revision: str
+
+
+def parse_stream(path: str) -> Stream:
+    """What `hf:OWNER/NAME?name=CONFIG&split=SPLIT&revision=COMMIT` means.
+
+    Without a split it is `train`; without a revision, the one that the Hub has now, so that what is
+    read is known afterwards and does not change under a call that is resumed.
+
+    Raises UserError for a path of another form, without the packages, or without the dataset.
+    """
+    dataset, _, query = path.removeprefix(SCHEME).partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    for key in options:
+        if key not in KEYS:
+            raise unknown(f"option of {path!r}", key, KEYS)
+    if not dataset or not all(options.values()):
+        raise UserError(
+            f"data path {path!r} is not of the form hf:OWNER/NAME or "
+            f"hf:OWNER/NAME?name=CONFIG&split=train"
+        )
+    _datasets(path)
+    revision = options.get("revision", "")
+    if not Path(dataset).is_dir():
+        revision = _resolve(path, dataset, revision)
+    return Stream(
+        dataset, path, dataset, options.get("name", ""), options.get("split", "train"), revision
+    )
+
+
+class Reader:
+    """The documents of a stream, one by one, from a place on.
+
+    number: the rows read so far, empty ones too. `state()` and it are what a new Reader needs to go
+    on: plain data.
+    """
+
+    def __init__(
+        self, stream: Stream, text_field: str, state: Mapping[str, Any] | None, number: int
+    ) -> None:
+        self.stream, self.text_field, self.number = stream, text_field, number
+        try:
+            self.rows = _datasets(stream.path).load_dataset(
+                stream.dataset,
+                name=stream.config or None,
+                split=stream.split,
+                revision=stream.revision or None,
+                streaming=True,
+            )
+            columns = self.rows.column_names  # None where only the rows can tell
+            if columns is not None and text_field in columns:
+                self.rows = self.rows.select_columns([text_field])
+            if state is not None:
+                self.rows.load_state_dict(dict(state))
+        except Exception as error:  # the library raises nothing narrower
+            raise UserError(
+                f"{stream.path} cannot be opened ({_line(error)}); check its name, the "
+                f"configuration (?name=), the split and the network"
+            ) from error
+        if columns is not None:
+            self._check(columns)
+
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.rows.state_dict()
+        return found
+
+    def __iter__(self) -> Iterator[Document]:
+        rows = iter(self.rows)
+        while True:
+            try:
+                row = next(rows, None)
+            except Exception as error:  # of the network, of decompression, of a file's format
+                raise UserError(
+                    f"{self.stream.path} broke off after row {self.number} ({_line(error)}); check "
+                    f"the network, and run the same command again"
+                ) from error
+            if row is None:
+                return
+            self.number += 1
+            where = f"{self.stream.path} row {self.number}"
+            self._check(row)
+            text = row[self.text_field]
+            if not isinstance(text, str):
+                raise UserError(
+                    f"{where}: column {self.text_field!r} is a {type(text).__name__}, not a "
+                    f"string; choose another text_field"
+                )
+            if text:
+                yield Document(f"{self.stream.name}:{self.number}", text, utf8_size(text, where))
+
+    def _check(self, columns: Any) -> None:
+        if self.text_field not in columns:
+            raise UserError(
+                f"{self.stream.path} has no column text_field={self.text_field!r}; its columns: "
+                f"{', '.join(columns) or 'none'}"
+            )
+
+
+def _datasets(path: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"{path} is a Hugging Face dataset, which needs the package datasets ({error}): pip "
+            f"install 'ladder[data]'"
+        ) from error
+    return datasets
+
+
+def _resolve(path: str, dataset: str, revision: str) -> str:
+    """The commit that a revision is, or that the Hub has now."""
+    from huggingface_hub import HfApi  # datasets depends on it
+
+    try:
+        return str(HfApi().dataset_info(dataset, revision=revision or None).sha)
+    except Exception as error:  # of the network, of the Hub, of a name that cannot be one
+        raise UserError(
+            f"{path} cannot be reached ({_line(error)}); check the dataset's name and the network, "
+            f"and for one that needs a login, `hf auth login`"
+        ) from error
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

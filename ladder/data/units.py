@@ -1,0 +1,85 @@
+"""Units of work: stretches of a corpus, in its order, each tokenised by one process.
+
+Where a unit ends depends on the corpus alone, not on how many processes there are or on what was
+done before; and each says where the next one begins, which is all that going on later takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from ladder.data.formats import Document, Part, Source, cut, read
+from ladder.data.streams import Reader, Stream
+
+UNIT = 2**23  # bytes of text: seconds of work, and all that an interruption costs a process
+
+
+class Cursor(NamedTuple):
+    """A place in a corpus. JSON keeps it.
+
+    source: the number of the file or stream. at: where in it, as its `Part` or `Reader` counts; a
+    stream's beginning is None. number: its lines or rows before that place.
+    """
+
+    source: int = 0
+    at: Any = None
+    number: int = 0
+
+
+class Unit(NamedTuple):
+    """Parts of files, or documents of a stream.
+
+    size: bytes of input, about. after: where the next unit begins.
+    """
+
+    parts: tuple[Part, ...]
+    documents: tuple[Document, ...]
+    size: int
+    after: Cursor
+
+    def read(self, text_field: str) -> Iterator[Document]:
+        yield from self.documents
+        for part in self.parts:
+            yield from read(part, text_field)
+
+
+def units(sources: Sequence[Source | Stream], text_field: str, cursor: Cursor) -> Iterator[Unit]:
+    """All units from a place on, cut as they are asked for."""
+    parts: list[Part] = []
+    size = 0
+    for index in range(cursor.source, len(sources)):
+        source = sources[index]
+        here = cursor if index == cursor.source else Cursor(index)
+        if isinstance(source, Stream):
+            if parts:
+                yield Unit(tuple(parts), (), size, here)
+                parts, size = [], 0
+            yield from _of_stream(source, text_field, here)
+            continue
+        number: int | None = here.number
+        while number is not None:
+            part, number = cut(source, text_field, here.at or 0, here.number, UNIT - size)
+            ended = number is None
+            here = Cursor(index + 1) if number is None else Cursor(index, part.stop, number)
+            parts.append(part)
+            size += part.size
+            if size >= UNIT or not ended:  # what was cut off fills its unit
+                yield Unit(tuple(parts), (), size, here)
+                parts, size = [], 0
+    if parts:
+        yield Unit(tuple(parts), (), size, Cursor(len(sources)))
+
+
+def _of_stream(stream: Stream, text_field: str, here: Cursor) -> Iterator[Unit]:
+    reader = Reader(stream, text_field, here.at, here.number)
+    documents: list[Document] = []
+    size = 0
+    for document in reader:
+        documents.append(document)
+        size += document.bytes
+        if size >= UNIT:
+            after = Cursor(here.source, reader.state(), reader.number)
+            yield Unit((), tuple(documents), size, after)
+            documents, size = [], 0
+    yield Unit((), tuple(documents), size, Cursor(here.source + 1))
