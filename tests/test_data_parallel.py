@@ -13,11 +13,12 @@ from ladder.checkpoint import full
 from ladder.config import build, model_config
 from ladder.models.errors import UserError
 from ladder.parallel import launch
+from ladder.parallel.apply import make_model
 from ladder.parallel.data import data_parallel, reduce_gradients
 from ladder.parallel.sharding import initialise, local_parameters, local_tensor
 from ladder.train import loop, metrics
 from ladder.train.config import TrainConfig
-from ladder.train.loop import make_model, train
+from ladder.train.loop import train
 from ladder.train.optim import clip_gradients
 from tests.distributed import Pools
 from tests.test_train import recipe

@@ -142,8 +142,12 @@ class Reducer:
 
     # -- what is communicated beside the sublayers --------------------------------------------
 
+    def start_stream(self, partial: Tensor) -> Tensor:
+        """The stream that sublayers are added to, from the embedding's partial [B, S, D]."""
+        return self.sum(partial)
+
     def sum(self, partial: Tensor) -> Tensor:
-        """Sum over the processes, waited for: the embedding, and the final mean. Differentiable."""
+        """Sum over the processes, waited for. Differentiable."""
         return partial
 
     def sum_(self, value: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ class Transformer(nn.Module):
             )
         reducer, plan = self.reducer.pick(tokens.shape), self.config.plan
         ranks = reducer.ranks
-        embedded = reducer.sum(self.model.embed_tokens(tokens))
+        embedded = reducer.start_stream(self.model.embed_tokens(tokens))
         stream = embedded if self.compute_dtype is None else embedded.to(self.compute_dtype)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)

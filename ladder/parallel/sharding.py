@@ -15,7 +15,7 @@ from ladder.models.config import ModelConfig
 from ladder.models.errors import unknown
 from ladder.models.reducer import Ranks, Reducer
 from ladder.models.transformer import Transformer
-from ladder.parallel.reducers import REDUCERS
+from ladder.parallel.reducers import REDUCERS, AsyncReducer
 
 # Parameter name (its last parts) -> dimension split over the TP processes.
 SHARD_DIMS = {
@@ -69,17 +69,19 @@ def place(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    reducer: str = "async",
+    reducer: str | type[AsyncReducer] = "async",
 ) -> None:
     """Put a model that was built anywhere (on `meta`, too) on `device`, its shards on `mesh`.
 
     mesh: one dimension, the TP processes; None for one process. Parameters become DTensors on it,
     holding this process's shard: copied from the model, or uninitialised where it is on `meta`.
     T = tp_degree where the plan depends on it (the rest are virtual ranks), else the mesh's size.
-    reducer: a name in REDUCERS.
+    reducer: a name in REDUCERS, or a class with the same arguments.
     """
-    if reducer not in REDUCERS:
-        raise unknown("reducer", reducer, REDUCERS)
+    if isinstance(reducer, str):
+        if reducer not in REDUCERS:
+            raise unknown("reducer", reducer, REDUCERS)
+        reducer = REDUCERS[reducer]
     processes = mesh.size() if mesh is not None else 1
     degree = model.config.tp_degree or processes
     if degree % processes:
@@ -89,7 +91,7 @@ def place(
         model.use(Reducer(Ranks(degree, 0, degree)))
     else:
         ranks = Ranks(degree, mesh.get_local_rank() * held, held)
-        model.use(REDUCERS[reducer](ranks, mesh.get_group()))
+        model.use(reducer(ranks, mesh.get_group()))
     ranks = model.reducer.ranks
 
     def put(name: str, parameter: nn.Parameter) -> nn.Parameter:

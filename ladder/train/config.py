@@ -19,10 +19,12 @@ from ladder.config import (
 )
 from ladder.data.mix import parse_sources
 from ladder.models.config import ModelConfig
-from ladder.models.errors import UserError
+from ladder.models.errors import UserError, unknown
+from ladder.parallel.apply import CHECKPOINTING
 
 # What may differ between a run and its continuation: none of these changes what is computed.
-# The layout (tp) changes it by rounding alone; data is compared by content, model by its shape.
+# The layout (tp and what follows it) changes it by rounding alone; data is compared by content,
+# model by its shape.
 FREE_ON_RESUME = (
     "log_interval",
     "eval_interval",
@@ -33,6 +35,9 @@ FREE_ON_RESUME = (
     "out",
     "tp",
     "dp_shard",
+    "sequence_parallel",
+    "activation_checkpointing",
+    "compile",
     "data",
     "model",
 )
@@ -48,6 +53,10 @@ class TrainConfig:
         sequences are drawn in the proportions of the weights. out: the run's folder.
     dp_shard: over how many data-parallel ranks parameters, gradients and optimiser state are
         sharded; 1: none of them (DDP), 0: all (FSDP), in between: replicas of shards (HSDP).
+    sequence_parallel: the residual stream is sharded by tokens over the TP ranks, beside TP.
+    activation_checkpointing: what the forward pass keeps for the backward one: `none` keeps all,
+        `selective` the results of matrix products and attention, `full` a sublayer's input.
+    compile: each sublayer by torch.compile.
     batch_size: sequences per step over all ranks; micro_batch_size: sequences per forward pass on
         one rank (0: all of its share at once).
     lr: the peak, reached after warmup_steps; from there a cosine to min_lr at the last step.
@@ -65,6 +74,9 @@ class TrainConfig:
     tp_degree: int | None = None
     tp: int = 1
     dp_shard: int = 1
+    sequence_parallel: bool = False
+    activation_checkpointing: str = "none"
+    compile: bool = False
     steps: int = 1000
     seq_len: int = 512
     batch_size: int = 16
@@ -118,6 +130,8 @@ class TrainConfig:
             raise UserError(f"grad_clip={self.grad_clip} must be above 0; inf clips nothing")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"betas={list(self.betas)} must be two numbers in [0, 1)")
+        if self.activation_checkpointing not in CHECKPOINTING:
+            raise unknown("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
         if self.dtype not in DTYPES:
             raise UserError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
         if self.warmup_steps >= self.steps:

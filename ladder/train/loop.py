@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.checkpoint import checkpoints
 from ladder.config import DTYPES
@@ -22,8 +21,9 @@ from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
-from ladder.parallel.data import data_parallel, reduce_gradients, shard_over_data, sum_over_data
-from ladder.parallel.sharding import initialise, place, sum_shared_gradients
+from ladder.parallel.apply import make_model
+from ladder.parallel.data import data_parallel, reduce_gradients, sum_over_data
+from ladder.parallel.sharding import initialise, sum_shared_gradients
 from ladder.progress import Progress
 from ladder.train import state
 from ladder.train.config import TrainConfig, refuse_changes
@@ -75,7 +75,15 @@ def train(
     windows = data.windows("train", config.seq_len)
     check_heldout(data, config.seq_len, config.eval_windows)
 
-    model = make_model(model_config, DTYPES[config.dtype], mesh, place_)
+    model = make_model(
+        model_config,
+        DTYPES[config.dtype],
+        mesh,
+        place_,
+        sequence_parallel=config.sequence_parallel,
+        activation_checkpointing=config.activation_checkpointing,
+        compile=config.compile,
+    )
     optimizer = make_optimizer(model, config)
     main = launch.rank() == 0
     if record:
@@ -181,22 +189,6 @@ def train(
             flush=True,
         )
     return result
-
-
-def make_model(
-    config: ModelConfig, compute_dtype: torch.dtype, mesh: DeviceMesh | None, device: torch.device
-) -> Transformer:
-    """The model on this mesh, its parameters in float32 and not yet filled."""
-    with torch.device("meta"):
-        model = Transformer(config)
-    model.compute_dtype = compute_dtype
-    shares = mesh is not None and data_parallel(mesh)[0] > 1
-    first = "meta" if shares else device  # no rank makes whole what it will hold a share of
-    place(model, None if mesh is None else mesh["tp"], device=first, dtype=torch.float32)
-    if mesh is not None and shares:
-        shard_over_data(model, mesh)
-        model.to_empty(device=device)
-    return model
 
 
 def _check_run(

@@ -1,0 +1,120 @@
+"""The one function that makes a model parallel for training, and in which order.
+
+TP (or sequence parallelism) places the parameters; activation checkpointing and compilation wrap
+each sublayer's forward; FSDP2 shards what is then there. Sublayers are the unit of all of them:
+tensors in, tensors out, with no communication inside.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from ladder.models.config import ModelConfig
+from ladder.models.errors import UserError, unknown
+from ladder.models.reducer import Ranks
+from ladder.models.transformer import Transformer
+from ladder.parallel.data import data_parallel, shard_over_data
+from ladder.parallel.sequence import SequenceReducer
+from ladder.parallel.sharded import sharded_refusal
+from ladder.parallel.sharding import place
+
+CHECKPOINTING = ("none", "full", "selective")
+aten = torch.ops.aten
+# What selective checkpointing keeps: computed once, at a price. The rest is elementwise.
+KEPT = (
+    aten.mm.default,
+    aten.bmm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+
+
+def make_model(
+    config: ModelConfig,
+    compute_dtype: torch.dtype,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    *,
+    sequence_parallel: bool = False,
+    activation_checkpointing: str = "none",
+    compile: bool = False,
+    sequence_reducer: type[SequenceReducer] = SequenceReducer,
+) -> Transformer:
+    """The model on this mesh (see `launch.make_mesh`), its parameters in float32, not yet filled.
+
+    sequence_parallel: the stream is sharded by tokens over the TP ranks. activation_checkpointing:
+    a name in CHECKPOINTING: `full` keeps a sublayer's input and computes the rest again in the
+    backward pass, `selective` keeps the results of matrix products and attention too. compile:
+    each sublayer by torch.compile.
+
+    Raises UserError where the plan, or the lack of TP, allows no sequence parallelism.
+    """
+    with torch.device("meta"):
+        model = Transformer(config)
+    model.compute_dtype = compute_dtype
+    shares = mesh is not None and data_parallel(mesh)[0] > 1
+    first = "meta" if shares else device  # no rank makes whole what it will hold a share of
+    tp = None if mesh is None else mesh["tp"]
+    processes = 1 if tp is None else tp.size()
+    if sequence_parallel:
+        held = (config.tp_degree or processes) // processes
+        refusal = sharded_refusal(config.plan, Ranks(processes * held, 0, held))
+        if refusal:
+            raise UserError(
+                f"sequence_parallel=true with tp={processes} and plan {config.plan.name!r}: "
+                f"{refusal}; set it to false"
+            )
+    reducer = sequence_reducer if sequence_parallel else "async"
+    place(model, tp, device=first, dtype=torch.float32, reducer=reducer)
+    wrap_sublayers(model, activation_checkpointing, compile)
+    if mesh is not None and shares:
+        shard_over_data(model, mesh)
+        model.to_empty(device=device)
+    return model
+
+
+def wrap_sublayers(model: Transformer, activation_checkpointing: str, compile: bool) -> None:
+    """Checkpoint and compile the forward of each sublayer.
+
+    Their `forward` is replaced, and no module is put around them: names of parameters stay, and
+    FSDP2's hooks stay outside.
+    """
+    if activation_checkpointing not in CHECKPOINTING:
+        raise unknown("activation_checkpointing", activation_checkpointing, CHECKPOINTING)
+    for layer in model.model.layers:
+        for sublayer in (layer.self_attn, layer.mlp):
+            _wrap(sublayer, activation_checkpointing, compile)
+
+
+def _wrap(sublayer: nn.Module, activation_checkpointing: str, compile: bool) -> None:
+    forward: Callable[..., Any] = sublayer.forward
+    if activation_checkpointing != "none":
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if activation_checkpointing == "selective":
+            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
+        forward = functools.partial(checkpoint, forward, **options)
+    if compile:
+        # Attention and MLP, with and without gradients, whole and last batches: beyond the limit,
+        # 8 by default, torch would run them uncompiled.
+        limits = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, 64)
+        forward = torch.compile(forward, dynamic=False)
+    sublayer.forward = forward
+
+
+def _keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = operation in KEPT
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
