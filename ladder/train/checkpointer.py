@@ -67,6 +67,7 @@ class Checkpointer:
         replica = mesh.get_local_rank("replicate") if mesh is not None else 0
         replicas = mesh["replicate"].size() if mesh is not None else 1
         self.parts = dict(own_parts(model, replica, replicas))
+        self.planner = ShardPlanner()
         self._allocate()
 
     def _allocate(self) -> None:
@@ -82,7 +83,7 @@ class Checkpointer:
         self.pinned = size > 0 and any(local.is_cuda for local in locals_.values())
         if self.pinned:
             cudart = torch.cuda.cudart()
-            torch.cuda.check_error(int(cudart.cudaHostRegister(self.memory.data_ptr(), size, 0)))
+            torch.cuda.check_error(int(cudart.cudaHostRegister(self.memory.data_ptr(), size, 1)))
         self.shards: dict[str, Shard] = {}
         offset = 0
         for name, local in locals_.items():
@@ -173,7 +174,7 @@ class Checkpointer:
             dcp.save(
                 dict(self.shards),
                 storage_writer=ShardWriter(temporary, commit),
-                planner=ShardPlanner(),
+                planner=self.planner,
                 process_group=self.group,
                 no_dist=self.group is None,
             )
