@@ -71,15 +71,15 @@ class Checkpointer:
         self._allocate()
 
     def _allocate(self) -> None:
-        """Make the staging memory, once: pinning it takes longer than all that is copied to it.
+        """Make the staging memory, once: to get it takes longer than all that is copied to it.
 
-        One block, page-locked where it is for GPUs. Pinned tensors from torch would be rounded up
-        to powers of two.
+        One block, page-locked where it is for GPUs; pinned tensors from torch would be rounded up
+        to powers of two. Zeroed, for memory is had when it is first touched.
         """
         parameters = dict(self.model.named_parameters())
         locals_ = {name: local_tensor(parameters[name]) for name in self.parts}
         size = sum(_room(local) for local in locals_.values()) * len(_keys(""))
-        self.memory = torch.empty(size, dtype=torch.uint8)
+        self.memory = torch.empty(size, dtype=torch.uint8).zero_()
         self.pinned = size > 0 and any(local.is_cuda for local in locals_.values())
         if self.pinned:
             cudart = torch.cuda.cudart()
