@@ -1,14 +1,16 @@
-"""Model folders: config.json, safetensors files with full tensors, tokenizer.json.
+"""Model folders: config.json, safetensors files, tokenizer.json.
 
 A folder is ours (model_type `ladder`, with the residual plan) or a Hugging Face Llama's; both hold
-the same tensor names and layouts. Files hold full tensors, so any parallelism reads its slices of
-them, and no process ever holds the whole model.
+the same tensor names and layouts. Files hold full tensors, or in a checkpoint of several ranks each
+rank's shards (see ladder.train.shards): any parallelism reads its slices of either, and no process
+ever holds the whole model.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from ladder.parallel.sharding import local_parameters, place
 
 SHARD_BYTES = 2**30  # a file of a checkpoint holds about this much, or one tensor
 WEIGHTS = "model"
+SHARDING_INFO = "DCP_SHARDING_INFO"  # in a file of shards: where in its tensor each begins
 DTYPES = {  # the types of weights, by safetensors' names
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -141,18 +144,35 @@ def write_tensors(folder: Path, stem: str, entries: Iterable[Entry], writer: boo
         write_text(folder / f"{stem}.safetensors.index.json", text)
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Where a tensor lies, or a box of it that begins at `start`; None: all of it."""
+
+    file: str
+    start: tuple[int, ...] | None = None
+
+
 class TensorReader:
-    """Reads parts of the tensors of a folder's `stem` files; opens each file once."""
+    """Reads parts of the tensors of a folder's `stem` files; opens each file once.
+
+    files: the chunks of each tensor.
+    """
 
     def __init__(self, folder: Path, stem: str) -> None:
         self.folder = folder
         index = folder / f"{stem}.safetensors.index.json"
         single = folder / f"{stem}.safetensors"
         self.handles: dict[str, Any] = {}
+        self.files: dict[str, list[Chunk]] = {}
         if index.is_file():
-            self.files: dict[str, str] = _weight_map(index)
+            self.files = {name: [Chunk(file)] for name, file in _weight_map(index).items()}
         elif single.is_file():
-            self.files = dict.fromkeys(self._open(single.name).keys(), single.name)
+            names = self._open(single.name).keys()
+            self.files = {name: [Chunk(single.name)] for name in names}
+        elif shards := sorted(folder.glob(f"shard-*-{stem}-*.safetensors")):
+            for shard in shards:
+                for name, start in self._starts(shard.name).items():
+                    self.files.setdefault(name, []).append(Chunk(shard.name, start))
         else:
             raise UserError(f"{folder} has neither {single.name} nor {index.name}")
 
@@ -167,10 +187,25 @@ class TensorReader:
                 ) from error
         return self.handles[name]
 
-    def _view(self, name: str) -> Any:
+    def _starts(self, file: str) -> dict[str, tuple[int, ...]]:
+        """Where the boxes of a file of shards begin."""
+        try:
+            info = json.loads((self._open(file).metadata() or {})[SHARDING_INFO])
+            return {name: tuple(each["saved_offsets"]) for name, each in info.items()}
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise UserError(
+                f"{self.folder / file} does not say which shards it holds ({SHARDING_INFO}); the "
+                f"file is damaged"
+            ) from error
+
+    def _chunks(self, name: str) -> list[Chunk]:
         if name not in self.files:
             raise UserError(f"{self.folder} lacks the tensor {name!r}; it is another model's")
-        file = self.files[name]
+        return self.files[name]
+
+    def _view(self, name: str, chunk: Chunk | None = None) -> Any:
+        """The tensor, or chunk, in its file; without `chunk` the first."""
+        file = (chunk or self._chunks(name)[0]).file
         try:
             view = self._open(file).get_slice(name)
         except SafetensorError as error:
@@ -189,14 +224,40 @@ class TensorReader:
         return DTYPES[self._view(name).get_dtype()]
 
     def part(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """A slice of tensor `name`, from the file."""
-        view = self._view(name)
-        if any(each.start == each.stop for each in part):  # more ranks than rows
-            return torch.empty([each.stop - each.start for each in part])
-        return view[part] if len(part) > 1 else view[part[0]]
+        """A slice of tensor `name`, from its files."""
+        sizes = [each.stop - each.start for each in part]
+        if not all(sizes):  # more ranks than rows
+            return torch.empty(sizes)
+        chunks = self._chunks(name)
+        if chunks[0].start is None:
+            return _cut(self._view(name), part)
+        found = torch.empty(sizes, dtype=self.dtype(name))
+        missing = found.numel()
+        for chunk in chunks:
+            view = self._view(name, chunk)
+            source, target = [], []
+            for wanted, begin, size in zip(part, chunk.start or (), view.get_shape(), strict=True):
+                low, high = max(wanted.start, begin), min(wanted.stop, begin + size)
+                source.append(slice(low - begin, high - begin))
+                target.append(slice(low - wanted.start, high - wanted.start))
+            if all(each.start < each.stop for each in source):
+                found[tuple(target)] = _cut(view, tuple(source))
+                missing -= math.prod(each.stop - each.start for each in source)
+        if missing:
+            raise UserError(
+                f"{self.folder} lacks a part of the tensor {name!r}: a shard is missing; fetch the "
+                f"folder again"
+            )
+        return found
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._view(name).get_shape())
+        chunks = self._chunks(name)
+        ends = []
+        for chunk in chunks:
+            sizes = self._view(name, chunk).get_shape()
+            starts = chunk.start or (0,) * len(sizes)
+            ends.append([start + size for start, size in zip(starts, sizes, strict=True)])
+        return tuple(map(max, zip(*ends, strict=True)))
 
     def fill(self, model: Transformer, rename: Callable[[str], str] = str) -> None:
         """Copy into the model's parameters; each process reads its own slices only."""
@@ -218,6 +279,10 @@ class TensorReader:
                 f"{self.folder} holds tensors that the model does not have: "
                 f"{', '.join(extra[:3])}; it is another model's"
             )
+
+
+def _cut(view: Any, part: tuple[slice, ...]) -> Tensor:
+    return view[part] if len(part) > 1 else view[part[0]]
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from ladder.checkpoint import checkpoints, newest
 from ladder.config import build
@@ -26,7 +25,7 @@ from ladder.train import loop, metrics
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests.distributed import Pools
-from tests.test_train import losses, recipe, untimed, weights
+from tests.test_train import losses, recipe, stored, untimed, weights
 
 ROOT = Path(__file__).parent.parent
 STEPS = 50
@@ -113,9 +112,9 @@ def test_killed_at_random_moments_a_run_ends_as_if_it_never_was(
     assert kills > 0
     assert code == 0, err
     assert untimed(run) == untimed(tmp_path / "whole")
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        expected = load_file(newest(tmp_path / "whole") / name)
-        for key, value in load_file(newest(run) / name).items():
+    for stem in ("model", "optimizer"):
+        expected = stored(newest(tmp_path / "whole"), stem)
+        for key, value in stored(newest(run), stem).items():
             assert torch.equal(value, expected[key]), key
     assert steps_of(run) == [STEPS - 2, STEPS - 1, STEPS]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
@@ -210,9 +209,10 @@ def test_damage_is_told_on_every_rank(corpus: Path, tmp_path: Path, pools: Pools
     run = tmp_path / "run"
     config = recipe(corpus, run, tp=2)
     pools(2).run(stop_at_two, config.to_dict())
-    flip(newest(run) / "model.safetensors")
+    shard = newest(run) / "shard-00002-model-00001-of-00001.safetensors"
+    flip(shard)
     for message in pools(2).run(resume_and_fail, config.to_dict()):
-        assert "model.safetensors is damaged" in message
+        assert f"{shard.name} is damaged" in message
         assert "begin again, without --resume" in message
 
 

@@ -142,6 +142,25 @@ def local_parameters(model: Transformer) -> Iterator[tuple[str, Tensor, tuple[sl
         yield name, local_tensor(parameter), (rows, *rest)
 
 
+def own_parts(
+    model: Transformer, replica: int, replicas: int
+) -> Iterator[tuple[str, tuple[slice, ...]]]:
+    """The (name, slices) that this process is to save: over all processes, each number once.
+
+    Replicas share out what they all hold, by size; what TP holds whole is its first process's. All
+    come to the same answer, and need not ask each other.
+    """
+    ranks = model.reducer.ranks
+    loads = [0] * replicas
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for name, local, part in local_parameters(model):
+        owner = loads.index(min(loads))
+        loads[owner] += local.numel()
+        split = shard_dim(name, len(shapes[name]), model.config, ranks.processes) is not None
+        if owner == replica and (split or ranks.process == 0) and local.numel():
+            yield name, part
+
+
 @torch.no_grad()
 def initialise(model: Transformer, seed: int) -> None:
     """Fill the model's parameters from `seed`: the same model under every parallelism.

@@ -26,6 +26,7 @@ from ladder.parallel.data import data_parallel, reduce_gradients, sum_over_data
 from ladder.parallel.sharding import initialise, sum_shared_gradients
 from ladder.progress import Progress
 from ladder.train import state
+from ladder.train.checkpointer import Checkpointer
 from ladder.train.config import TrainConfig, refuse_changes
 from ladder.train.efficiency import flops_per_token, peak_flops
 from ladder.train.evaluate import Heldout, bits_per_byte, check_heldout
@@ -112,6 +113,7 @@ def train(
         Metrics(run, config.tensorboard, start, main, config.wandb, recipe) as metrics,
         Progress("train", config.steps, "steps", quiet=not main, start=start) as progress,
         Interruption() as interruption,
+        Checkpointer(run, model, optimizer, data, mesh, config.keep_checkpoints) as checkpointer,
     ):
         since, since_step = time.perf_counter(), start
         for step in range(start, last):
@@ -170,9 +172,9 @@ def train(
                     "layout": {"tp": config.tp, "dp": dp, "dp_shard": model.data_shard[1]},
                     "config": config.to_dict(),
                 }
-                state.save(run, saved, model, optimizer, data, mesh)
-                if main and config.keep_checkpoints:
-                    state.remove_old(run, config.keep_checkpoints)
+                metrics.write(done, checkpoint_seconds=checkpointer.save(saved))
+                if ended:
+                    checkpointer.wait()
                 since, since_step = time.perf_counter(), done
             if stopped and done < last:
                 if main:

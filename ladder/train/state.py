@@ -1,14 +1,12 @@
 """Checkpoints of a run: weights, optimiser state and step, enough to go on exactly.
 
-A run's folder holds `checkpoints/step-000100/`: a model folder (see ladder.checkpoint) with
-optimizer.safetensors (`exp_avg.NAME`, `exp_avg_sq.NAME`, full tensors), train.json, and the SHA-256
-of every file in checksums.json.
+A run's folder holds `checkpoints/step-000100/`: a model folder (see ladder.checkpoint) with the
+optimiser's state (`exp_avg.NAME`, `exp_avg_sq.NAME`) in the same kind of files, train.json, and the
+SHA-256 of every file in checksums.json. ladder.train.checkpointer writes it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,71 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from ladder.checkpoint import (
-    WEIGHTS,
-    TensorReader,
-    checkpoints,
-    entry,
-    model_entries,
-    read_config,
-    read_json,
-    write_config,
-    write_tensors,
-)
-from ladder.data.batches import TokenData
-from ladder.files import new_folder, write_text
+from ladder.checkpoint import WEIGHTS, TensorReader, checkpoints, read_config, read_json
+from ladder.files import checksum
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.parallel.sharding import local_parameters, local_tensor
+from ladder.train.shards import MOMENTS, OPTIMIZER
 
-OPTIMIZER = "optimizer"
 CHECKSUMS = "checksums.json"
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def save(
-    run: Path,
-    record: dict[str, Any],
-    model: Transformer,
-    optimizer: torch.optim.Optimizer,
-    data: TokenData,
-    mesh: DeviceMesh | None,
-) -> None:
-    """Write a checkpoint, whole or not at all; every rank calls this.
-
-    record: `step` (how many are done), the `data`'s fingerprint and the run's `config`.
-    The ranks of the first replica gather, rank 0 writes, the others wait.
-    """
-    writer = mesh is None or mesh.get_rank() == 0
-    states = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
-    moments = [
-        entry(f"{moment}.{name}", state[moment])
-        for moment in MOMENTS
-        for name, state in states.items()
-    ]
-    if writer:
-        folder = run / "checkpoints" / f"step-{record['step']:06d}"
-        with new_folder(folder) as temporary:
-            write_config(temporary, model.config, data.eos_id)
-            shutil.copy(data.folder / "tokenizer.json", temporary)
-            write_text(temporary / "train.json", json.dumps(record, indent=1) + "\n")
-            write_tensors(temporary, WEIGHTS, model_entries(model), writer=True)
-            write_tensors(temporary, OPTIMIZER, moments, writer=True)
-            sums = {file.name: checksum(file) for file in sorted(temporary.iterdir())}
-            write_text(temporary / CHECKSUMS, json.dumps(sums, indent=1) + "\n")
-    elif mesh is not None and mesh.get_local_rank("replicate") == 0:
-        write_tensors(run, WEIGHTS, model_entries(model), writer=False)
-        write_tensors(run, OPTIMIZER, moments, writer=False)
-    if mesh is not None:
-        dist.barrier()
-
-
-def checksum(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def verify(found: list[tuple[int, Path]]) -> None:
@@ -119,8 +62,14 @@ def remove_old(run: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints, each first from view and then from the disk."""
     for _, folder in checkpoints(run)[:-keep]:
         gone = folder.with_name(f".{folder.name}.old")
-        folder.rename(gone)
-        shutil.rmtree(gone)
+        try:
+            folder.rename(gone)
+            shutil.rmtree(gone)
+        except OSError as error:
+            raise UserError(
+                f"keep_checkpoints={keep}: {folder} cannot be removed ({error}); remove it, or "
+                f"keep all with keep_checkpoints=0, and go on with --resume"
+            ) from error
 
 
 def read_record(folder: Path) -> dict[str, Any]:

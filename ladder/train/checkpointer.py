@@ -1,0 +1,211 @@
+"""Saving while training goes on: state is copied to the CPU at once, and a thread writes the copy.
+
+A thread of our own around `dcp.save`, not `dcp.async_save`: that ends with the tensors, and what
+makes a checkpoint of them (its other files, the checksums, its name, the end of older ones) has to
+happen behind training too, in order, with its failures known to every rank. It would also stage
+DTensors anew for each save, and what all replicas hold on every one of them. A process in place
+of the thread would outlive a killed rank, and need that rank's memory shared.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
+
+from ladder.checkpoint import write_config
+from ladder.data.batches import TokenData
+from ladder.files import checksum, sync, write_text
+from ladder.models.errors import UserError
+from ladder.models.transformer import Transformer
+from ladder.parallel.sharding import local_tensor, own_parts
+from ladder.train import state
+from ladder.train.shards import MOMENTS, Shard, ShardPlanner, ShardWriter
+
+# It says so of every save of a single process.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
+
+
+class Checkpointer:
+    """Saves a run's checkpoints, one at a time; every rank makes one, and calls it alike.
+
+    keep: how many checkpoints stay; 0: all. Within `with`: its end waits for the save under way,
+    also where an exception ends it.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        model: Transformer,
+        optimizer: torch.optim.Optimizer,
+        data: TokenData,
+        mesh: DeviceMesh | None,
+        keep: int,
+    ) -> None:
+        self.run, self.model, self.optimizer, self.data, self.keep = (
+            run, model, optimizer, data, keep,
+        )  # fmt: skip
+        self.main = mesh is None or mesh.get_rank() == 0
+        # Its own group: the thread's collectives must not mix with those of training; and gloo, for
+        # what it sends lies on the CPU.
+        self.group = dist.new_group(backend="gloo") if mesh is not None else None
+        self.thread: threading.Thread | None = None
+        self.failure: BaseException | None = None
+        replica = mesh.get_local_rank("replicate") if mesh is not None else 0
+        replicas = mesh["replicate"].size() if mesh is not None else 1
+        self.parts = dict(own_parts(model, replica, replicas))
+        self.planner = ShardPlanner()
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Make the staging memory, once: to get it takes longer than all that is copied to it.
+
+        One block, page-locked where it is for GPUs; pinned tensors from torch would be rounded up
+        to powers of two. Zeroed, for memory is had when it is first touched.
+        """
+        parameters = dict(self.model.named_parameters())
+        locals_ = {name: local_tensor(parameters[name]) for name in self.parts}
+        size = sum(_room(local) for local in locals_.values()) * len(_keys(""))
+        self.memory = torch.empty(size, dtype=torch.uint8).zero_()
+        self.pinned = size > 0 and any(local.is_cuda for local in locals_.values())
+        if self.pinned:
+            cudart = torch.cuda.cudart()
+            torch.cuda.check_error(int(cudart.cudaHostRegister(self.memory.data_ptr(), size, 1)))
+        self.shards: dict[str, Shard] = {}
+        offset = 0
+        for name, local in locals_.items():
+            start = tuple(each.start for each in self.parts[name])
+            for key in _keys(name):
+                value = self.memory[offset : offset + local.nbytes].view(local.dtype)
+                self.shards[key] = Shard(value.view(local.shape), start, parameters[name].shape)
+                offset += _room(local)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.wait()
+        except Exception as failed:
+            if error is None:
+                raise
+            if self.main:  # what ended training is the error to go on with
+                print(f"also: {failed}", file=sys.stderr, flush=True)
+        finally:
+            if self.pinned:
+                torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
+            if self.group is not None:
+                dist.destroy_process_group(self.group)
+
+    def save(self, record: dict[str, Any]) -> float:
+        """Begin to save the state as it is; returns the seconds that training stood still for it.
+
+        record: `step` (how many are done), the data's fingerprint, the layout and the run's
+        `config`. Waits for the save before, and raises what that failed with.
+        """
+        begun = time.perf_counter()
+        self.wait()
+        self._stage()
+        self.folder = self.run / "checkpoints" / f"step-{record['step']:06d}"
+        self.thread = threading.Thread(target=self._write, args=(record,), daemon=True)
+        self.thread.start()
+        return time.perf_counter() - begun
+
+    @torch.no_grad()
+    def _stage(self) -> None:
+        parameters = dict(self.model.named_parameters())
+        for name in self.parts:
+            parameter = parameters[name]
+            values = [parameter, *(self.optimizer.state[parameter][each] for each in MOMENTS)]
+            for key, value in zip(_keys(name), values, strict=True):
+                self.shards[key].value.copy_(local_tensor(value), non_blocking=True)
+        if self.pinned:
+            torch.cuda.current_stream().synchronize()
+
+    def wait(self) -> None:
+        """Until nothing is being written; raises, on every rank, what a save failed with."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        if self.failure is not None:
+            error, self.failure = self.failure, None
+            raise _explained(error, self.folder)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        """Write the staged state: a checkpoint, whole or not at all."""
+        folder = self.folder
+        temporary = folder.with_name(f".{folder.name}.partial")
+
+        def commit(sums: dict[str, str]) -> None:
+            write_config(temporary, self.model.config, self.data.eos_id)
+            shutil.copy(self.data.folder / "tokenizer.json", temporary)
+            write_text(temporary / "train.json", json.dumps(record, indent=1) + "\n")
+            for file in temporary.iterdir():
+                if file.name not in sums:
+                    sync(file)
+                    sums[file.name] = checksum(file)
+            text = json.dumps(dict(sorted(sums.items())), indent=1)
+            write_text(temporary / state.CHECKSUMS, text + "\n")
+            sync(temporary)
+            temporary.rename(folder)
+            sync(folder.parent)
+            if self.keep:
+                state.remove_old(self.run, self.keep)
+
+        try:
+            dcp.save(
+                dict(self.shards),
+                storage_writer=ShardWriter(temporary, commit),
+                planner=self.planner,
+                process_group=self.group,
+                no_dist=self.group is None,
+            )
+        except BaseException as error:  # DCP's own is no Exception
+            self.failure = error
+            if self.main:
+                shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _keys(name: str) -> list[str]:
+    """What is saved of a parameter: itself and its moments."""
+    return [name, *(f"{moment}.{name}" for moment in MOMENTS)]
+
+
+def _room(local: torch.Tensor) -> int:
+    """Bytes of the staging memory for a tensor: whole cache lines."""
+    return math.ceil(local.nbytes / 64) * 64
+
+
+def _explained(error: BaseException, folder: Path) -> Exception:
+    """The error for a save that failed: one that the user can mend, if it is of that kind."""
+    if isinstance(error, CheckpointException):
+        rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, UserError):
+            return cause
+        if isinstance(cause, OSError):
+            on = f" on rank {rank}" if dist.is_initialized() else ""
+            return UserError(
+                f"{folder} cannot be written ({cause}{on}); the checkpoints before it are "
+                f"untouched: make room, and go on with --resume"
+            )
+    failed = RuntimeError(f"{folder} cannot be written: {error}")
+    failed.__cause__ = error
+    return failed
