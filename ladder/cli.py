@@ -262,7 +262,7 @@ def generate(options: argparse.Namespace) -> int:
 
 
 def _bench(verbs: Any) -> None:
-    outer = verbs.add_parser("bench", help="measure inference and communication on GPUs")
+    outer = verbs.add_parser("bench", help="measure inference, communication and training")
     inner = outer.add_subparsers(title="commands", metavar="COMMAND", required=True)
     parser = _add(inner, "inference", bench_inference, "time prefill and decode, plan by plan")
     # What is not given comes from ladder.infer.points.Settings, or from the suite.
@@ -321,6 +321,37 @@ def _bench(verbs: Any) -> None:
         "--write-table", type=Path, metavar="FILE", help="add the dispatch table to this file"
     )
     parser.add_argument("--nproc", type=int, default=1, help="processes to start, one a GPU")
+
+
+    parser = _add(inner, "train", bench_train, "time training steps, plan by plan")
+    parser.add_argument("--model", default="paper-1b", help="a name from configs/models")
+    parser.add_argument("--layers", type=int, default=0, help="fewer layers than it has; 0: all")
+    parser.add_argument(
+        "--plans", nargs="+", default=["standard", "ladder"], help="presets, and `none`, the bound"
+    )
+    parser.add_argument(
+        "--layouts", nargs="+", default=["ddp"], help="ddp, fsdp, hsdp2, tp4, tp4+sp, tp2+sp+fsdp"
+    )
+    parser.add_argument(
+        "--tp-degree", type=int, default=4, help="T of plans that depend on it; the rest virtual"
+    )
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--batch", type=int, default=8, help="sequences a step and data rank")
+    parser.add_argument(
+        "--micro-batch", type=int, default=0, help="sequences a forward pass; 0: all at once"
+    )
+    parser.add_argument("--dtype", default="bfloat16", help="bfloat16 or float32")
+    parser.add_argument("--activation-checkpointing", default="none", help="none, selective, full")
+    parser.add_argument("--compile", action="store_true", help="compile each sublayer")
+    parser.add_argument("--steps", type=int, default=10, help="steps that are timed")
+    parser.add_argument("--out", default="runs/bench", help="train.jsonl there is appended to")
+    _add_processes(parser)
+
+
+def bench_train(options: argparse.Namespace) -> int:
+    from ladder.train.bench import main as run
+
+    return run(options)
 
 
 def bench_inference(options: argparse.Namespace) -> int:

@@ -11,7 +11,6 @@ import torch
 
 from ladder.cli import main
 from ladder.infer import comm
-from ladder.infer.bench import append
 from ladder.models.errors import UserError
 from ladder.parallel import dispatch
 from ladder.parallel.dispatch import (
@@ -23,6 +22,7 @@ from ladder.parallel.dispatch import (
     size_text,
     write_table,
 )
+from ladder.records import append
 
 KIB, MIB = 1024, 2**20
 TABLE = Dispatch(((64 * KIB, "push"), (4 * MIB, "two-shot")), "a test")

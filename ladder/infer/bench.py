@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ladder import __version__
 from ladder.files import make_folder, write_text
 from ladder.infer import cold
 from ladder.infer.build import random_model
@@ -34,6 +30,7 @@ from ladder.infer.points import Point, Settings, describe, expand, load_suite
 from ladder.models.errors import UserError
 from ladder.parallel import launch
 from ladder.parallel.reducers import common_push_refusal
+from ladder.records import append, commit, facts
 
 __all__ = ["bandwidth", "commit", "main", "random_model"]
 
@@ -221,12 +218,6 @@ def finished(file: Path, kind: str = "check") -> dict[Point, dict[str, Any]]:
     return by_point(record for record in records if kind in record)
 
 
-def append(file: Path, records: Sequence[dict[str, Any]]) -> None:
-    """One line a record; a point that was interrupted leaves none."""
-    with file.open("a", encoding="utf-8") as stream:
-        stream.write("".join(json.dumps(record) + "\n" for record in records))
-
-
 def write_report(out: Path) -> None:
     """summary.json (derived rows) and the page, from all that the folder holds."""
     records = list(finished(out / RESULTS).values())
@@ -250,31 +241,3 @@ def machine(device: torch.device, speed: float, rate: float) -> dict[str, Any]:
         "bandwidth_tb_s": round(speed / 1e12, 3),
         "matrix_tflop_s": round(rate / 1e12, 1),
     }
-
-
-def facts(gpu: str) -> dict[str, Any]:
-    """What every record says of its machine, versions and command."""
-    return {
-        "gpu": gpu,
-        "driver": driver(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "ladder": __version__,
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["ladder", *sys.argv[1:]]),
-    }
-
-
-def driver() -> str:
-    """The NVIDIA driver's version, or `unknown`."""
-    path = Path("/sys/module/nvidia/version")
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else "unknown"
-
-
-def commit() -> str:
-    """The commit of the checkout that this package lies in, or `unknown`."""
-    folder = Path(__file__).parent
-    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return result.stdout.strip() or "unknown"

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ladder.config import DTYPES
 from ladder.files import make_folder
-from ladder.infer.bench import append, facts
 from ladder.infer.graphs import record
 from ladder.kernels.all_reduce import PushAllReduce, reference_all_reduce
 from ladder.kernels.two_shot import TwoShotAllReduce
@@ -28,6 +27,7 @@ from ladder.models.errors import UserError, unknown
 from ladder.parallel import launch
 from ladder.parallel.dispatch import Dispatch, derive, size_text, write_table
 from ladder.parallel.reducers import push_refusal
+from ladder.records import append, facts
 
 PUSH_SIZES = 4 * 2**20  # bytes; beyond them a push sends far more than it needs to
 CALLS, REPLAYS, ROUNDS = 20, 5, 7

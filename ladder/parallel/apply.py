@@ -25,6 +25,7 @@ from ladder.models.errors import UserError, unknown
 from ladder.models.reducer import Ranks
 from ladder.models.transformer import Transformer
 from ladder.parallel.data import data_parallel, shard_over_data
+from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sequence import SequenceReducer
 from ladder.parallel.sharded import sharded_refusal
 from ladder.parallel.sharding import place
@@ -51,14 +52,14 @@ def make_model(
     sequence_parallel: bool = False,
     activation_checkpointing: str = "none",
     compile: bool = False,
-    sequence_reducer: type[SequenceReducer] = SequenceReducer,
+    reducer: type[AsyncReducer] | None = None,
 ) -> Transformer:
     """The model on this mesh (see `launch.make_mesh`), its parameters in float32, not yet filled.
 
     sequence_parallel: the stream is sharded by tokens over the TP ranks. activation_checkpointing:
     a name in CHECKPOINTING: `full` keeps a sublayer's input and computes the rest again in the
     backward pass, `selective` keeps the results of matrix products and attention too. compile:
-    each sublayer by torch.compile.
+    each sublayer by torch.compile. reducer: in place of AsyncReducer or SequenceReducer.
 
     Raises UserError where the plan, or the lack of TP, allows no sequence parallelism.
     """
@@ -77,7 +78,7 @@ def make_model(
                 f"sequence_parallel=true with tp={processes} and plan {config.plan.name!r}: "
                 f"{refusal}; set it to false"
             )
-    reducer = sequence_reducer if sequence_parallel else "async"
+    reducer = reducer or (SequenceReducer if sequence_parallel else AsyncReducer)
     place(model, tp, device=first, dtype=torch.float32, reducer=reducer)
     wrap_sublayers(model, activation_checkpointing, compile)
     if mesh is not None and shares:

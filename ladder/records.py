@@ -1,0 +1,50 @@
+"""Records of measurements: JSON lines that say what they were measured on and with."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ladder import __version__
+
+
+def append(file: Path, records: Sequence[dict[str, Any]]) -> None:
+    """One line a record; a point that was interrupted leaves none."""
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write("".join(json.dumps(record) + "\n" for record in records))
+
+
+def facts(gpu: str) -> dict[str, Any]:
+    """What every record says of its machine, versions and command."""
+    return {
+        "gpu": gpu,
+        "driver": driver(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "ladder": __version__,
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(["ladder", *sys.argv[1:]]),
+    }
+
+
+def driver() -> str:
+    """The NVIDIA driver's version, or `unknown`."""
+    path = Path("/sys/module/nvidia/version")
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else "unknown"
+
+
+def commit() -> str:
+    """The commit of the checkout that this package lies in, or `unknown`."""
+    folder = Path(__file__).parent
+    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or "unknown"

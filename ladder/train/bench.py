@@ -1,0 +1,303 @@
+"""`ladder bench train`: training steps of several plans under several layouts, in one run.
+
+A step is what `ladder train` does: forward, backward, shared gradients, clipping, AdamW; on random
+tokens. Each plan under TP is also timed with a reducer that drops its sublayers' reduces: what it
+takes beyond that is exposed communication. `none` is that bound for `standard` wiring.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ladder.config import DTYPES, load_plan, model_config
+from ladder.files import make_folder
+from ladder.models.config import ModelConfig
+from ladder.models.errors import UserError
+from ladder.models.plan import resolve_plan
+from ladder.models.transformer import INIT_STD, Transformer
+from ladder.parallel import launch
+from ladder.parallel.apply import make_model
+from ladder.parallel.data import data_parallel
+from ladder.parallel.reducers import AsyncReducer
+from ladder.parallel.sequence import SequenceReducer
+from ladder.parallel.sharding import local_parameters, sum_shared_gradients
+from ladder.records import append, facts
+from ladder.train.config import TrainConfig
+from ladder.train.efficiency import flops_per_token, peak_flops
+from ladder.train.optim import clip_gradients, make_optimizer
+
+RESULTS = "train.jsonl"
+WARM_UP = 3  # steps before the timed ones
+LAYOUTS = "ddp, fsdp, hsdpN (replicas of N shards), tpN, tpN+sp, and tpN or tpN+sp with +fsdp"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """tp processes, dp_shard as in `launch.make_mesh`, and whether the stream is sharded too."""
+
+    name: str
+    tp: int = 1
+    dp_shard: int = 1
+    sequence_parallel: bool = False
+
+
+def parse_layout(text: str) -> Layout:
+    """`tp4+sp+fsdp` and the like. Raises UserError for anything else."""
+    fields: dict[str, Any] = {}
+    for part in text.split("+"):
+        kind = part.rstrip("0123456789")
+        number = int(part[len(kind) :] or 0)
+        if kind == "tp" and number:
+            fields["tp"] = number
+        elif kind == "sp" and part == kind:
+            fields["sequence_parallel"] = True
+        elif kind == "hsdp" and number:
+            fields["dp_shard"] = number
+        elif part in ("ddp", "fsdp"):
+            fields["dp_shard"] = 1 if part == "ddp" else 0
+        else:
+            raise UserError(f"--layouts: {part!r} of {text!r} is unknown; known: {LAYOUTS}")
+    if fields.get("sequence_parallel") and fields.get("tp", 1) == 1:
+        raise UserError(f"--layouts: {text!r} has sp without tpN; sequences are sharded beside TP")
+    return Layout(text, **fields)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One configuration. silent: the sublayers' reduces are dropped."""
+
+    model: str
+    layers: int
+    plan: str
+    layout: str
+    seq_len: int
+    batch: int
+    micro_batch: int
+    dtype: str
+    checkpointing: str
+    compile: bool
+    silent: bool = False
+
+
+class SilentReducer(AsyncReducer):
+    """Drops the sublayers' reduces: what is computed is no model, and as much work."""
+
+    def post(self, partial: Tensor, blocking: bool = False) -> Any:
+        return self.sum_held(partial)
+
+    def wait(self, handle: Any) -> Tensor:
+        return handle if isinstance(handle, Tensor) else super().wait(handle)
+
+
+class SilentSequenceReducer(SequenceReducer):
+    """Keeps its own rows of a partial, and repeats its own rows for those of the others."""
+
+    def scatter(self, rows: Tensor) -> tuple[Tensor, Any]:
+        return rows.chunk(self.ranks.processes)[self.ranks.process].clone(), None
+
+    def collect(self, rows: Tensor) -> tuple[Tensor, Any]:
+        return rows.repeat(self.ranks.processes, 1), None
+
+
+def points(options: Any) -> list[Point]:
+    """The points of the command's options, a plan beside its bound."""
+    found: list[Point] = []
+    for name in options.layouts:
+        layout = parse_layout(name)
+        for plan in options.plans:
+            reduces = [False, True] if layout.tp > 1 else [False]
+            if plan == "none":
+                if layout.tp == 1:
+                    continue  # without TP there is nothing to drop
+                plan, reduces = "standard", [True]
+            for silent in reduces:
+                point = Point(
+                    options.model, options.layers, plan, name, options.seq_len, options.batch,
+                    options.micro_batch or options.batch, options.dtype,
+                    options.activation_checkpointing, options.compile, silent,
+                )  # fmt: skip
+                if point not in found:
+                    found.append(point)
+    return found
+
+
+def shape_of(point: Point, tp_degree: int) -> ModelConfig:
+    """The model of a point. Raises UserError for what does not fit it."""
+    layers = {"num_layers": point.layers} if point.layers else {}
+    shape = model_config({"name": point.model, "max_seq_len": point.seq_len, **layers})
+    plan = resolve_plan(load_plan(point.plan), shape.num_layers, tp_degree)
+    shape.check_divides(parse_layout(point.layout).tp, "--layouts tp")
+    return replace(shape, plan=plan, tp_degree=tp_degree if plan.depends_on_tp else None)
+
+
+def recipe_of(point: Point) -> TrainConfig:
+    """The training options of a point, checked as a recipe's are."""
+    layout = parse_layout(point.layout)
+    return TrainConfig(
+        data="random tokens",
+        out="",
+        tp=layout.tp,
+        dp_shard=layout.dp_shard,
+        sequence_parallel=layout.sequence_parallel,
+        activation_checkpointing=point.checkpointing,
+        compile=point.compile,
+        dtype=point.dtype,
+        seq_len=point.seq_len,
+    )
+
+
+def build(
+    point: Point, recipe: TrainConfig, tp_degree: int, device: torch.device
+) -> tuple[Transformer, DeviceMesh | None]:
+    """The point's model with random weights, and its mesh."""
+    mesh = launch.make_mesh(device, recipe.tp, recipe.dp_shard)
+    silent = SilentSequenceReducer if recipe.sequence_parallel else SilentReducer
+    model = make_model(
+        shape_of(point, tp_degree),
+        DTYPES[recipe.dtype],
+        mesh,
+        device,
+        sequence_parallel=recipe.sequence_parallel,
+        activation_checkpointing=recipe.activation_checkpointing,
+        compile=recipe.compile,
+        reducer=silent if point.silent else None,
+    )
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, local, _ in local_parameters(model):
+            local.fill_(1.0) if "norm" in name else local.normal_(0.0, INIT_STD)
+    return model, mesh
+
+
+def measure(point: Point, steps: int, tp_degree: int, device: torch.device) -> dict[str, Any]:
+    """Time `steps` steps of a point: milliseconds of each, on this rank, and memory."""
+    recipe = recipe_of(point)
+    model, mesh = build(point, recipe, tp_degree, device)
+    optimizer = make_optimizer(model, recipe)
+    source = torch.Generator().manual_seed(data_parallel(mesh)[1])
+    shape = (point.batch, point.seq_len)
+    tokens = torch.randint(0, model.config.vocab_size, shape, generator=source).to(device)
+    parts = [Part(each, each, None) for each in tokens.split(point.micro_batch)]
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    times: list[float] = []
+    for step in range(WARM_UP + steps):
+        begun = time.perf_counter()
+        backward(model, parts)
+        sum_shared_gradients(model)
+        norm = clip_gradients(model, recipe.grad_clip, mesh)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if step >= WARM_UP:
+            times.append(1e3 * (time.perf_counter() - begun))
+        if not math.isfinite(norm):
+            raise RuntimeError(f"{point}: the gradient norm is {norm}")
+    result: dict[str, Any] = {"step_ms": statistics.median(times), "steps_ms": times}
+    if device.type == "cuda":
+        result["memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+    ranks = data_parallel(mesh)[0]
+    rate = 1e3 * point.batch * point.seq_len * ranks / result["step_ms"]
+    result["tokens_s_gpu"] = rate / launch.world_size()
+    peak = peak_flops(device)
+    if peak is not None:
+        flops = flops_per_token(model.config, point.seq_len)
+        result["mfu"] = result["tokens_s_gpu"] * flops / peak
+    return result
+
+
+def main(options: Any) -> int:
+    """Run `ladder bench train` on every rank; rank 0 records and prints."""
+    device = launch.join(options.device)
+    launch.agree({"options": {**vars(options), "verb": None, "out": str(options.out)}})
+    if options.steps < 1:
+        raise UserError(f"--steps={options.steps} must be 1 or more")
+    if options.batch % (options.micro_batch or options.batch):
+        raise UserError(
+            f"--micro-batch={options.micro_batch} does not divide --batch={options.batch}; choose "
+            f"a divisor"
+        )
+    todo = points(options)
+    if not todo:
+        raise UserError("--plans none needs a layout with tpN: without TP there is no reduce")
+    for point in todo:  # all are checked before the first is timed
+        recipe = recipe_of(point)
+        launch.make_mesh(device, recipe.tp, recipe.dp_shard)
+        shape_of(point, options.tp_degree)
+    main_rank = launch.rank() == 0
+    out = Path(options.out)
+    if main_rank:
+        make_folder(out)
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
+    machine = {**facts(gpu), "ranks": launch.world_size()}
+    records = []
+    for point in todo:
+        result = measure(point, options.steps, options.tp_degree, device)
+        _let_go(device)
+        record = {"point": asdict(point), "result": result, "machine": machine}
+        records.append(record)
+        if main_rank:
+            append(out / RESULTS, [record])
+            name = label(point)
+            print(f"{point.layout} {name}: {result['step_ms']:.1f} ms", file=sys.stderr, flush=True)
+    if main_rank:
+        print(table(records))
+        print(f"\n{out / RESULTS}")
+    return 0
+
+
+def _let_go(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def label(point: Point) -> str:
+    if not point.silent:
+        return point.plan
+    return "none" if point.plan == "standard" else f"{point.plan} without reduces"
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """The records as text; what each is compared with is in the same run."""
+    found = {Point(**each["point"]): each["result"] for each in records}
+    header = ("layout", "plan", "step ms", "range", "tokens/s/GPU", "MFU", "exposed", "x standard",
+              "GiB")  # fmt: skip
+    rows = [header]
+    for point, result in found.items():
+        own = {**asdict(point), "silent": True}
+        bound = None if point.silent else found.get(Point(**own))
+        standard = found.get(Point(**{**asdict(point), "plan": "standard", "silent": False}))
+        exposed = f"{result['step_ms'] / bound['step_ms'] - 1:.1%}" if bound else "-"
+        speed = f"{standard['step_ms'] / result['step_ms']:.3f}" if standard else "-"
+        times = result["steps_ms"]
+        rows.append(
+            (
+                point.layout, label(point), f"{result['step_ms']:.1f}",
+                f"{min(times):.1f}-{max(times):.1f}", f"{result['tokens_s_gpu']:,.0f}",
+                f"{result['mfu']:.1%}" if "mfu" in result else "-", exposed, speed,
+                f"{result['memory_gib']:.1f}" if "memory_gib" in result else "-",
+            )  # fmt: skip
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join(lines)
