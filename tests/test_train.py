@@ -64,9 +64,10 @@ def losses(run: Path) -> list[float]:
 
 
 def untimed(run: Path) -> list[dict[str, Any]]:
-    """All that a run recorded, but for its speed."""
+    """All that a run recorded, but for its times."""
+    times = ("tokens_per_second", "data_wait")
     return [
-        {name: value for name, value in record.items() if name != "tokens_per_second"}
+        {name: value for name, value in record.items() if name not in times}
         for record in metrics.read(run)
     ]
 
