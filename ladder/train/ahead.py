@@ -98,9 +98,8 @@ class Ahead:
         return Batch(batch.windows, parts)
 
     def _start(self) -> None:
-        for step in self.steps:
+        if (step := next(self.steps, None)) is not None:
             self.coming.append(self.pool.submit(self._fetch, step))
-            return
 
     def _fetch(self, step: int) -> Batch:
         batch = self.read(step)
