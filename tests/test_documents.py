@@ -149,8 +149,8 @@ def test_positions_go_on_without_effect(path: str, plan: str, ranks: int) -> Non
 
 @pytest.mark.parametrize(("plan", "ranks"), CASES)
 def test_nothing_before_a_document_matters(path: str, plan: str, ranks: int) -> None:
-    """Other tokens, and documents cut elsewhere, before it leave its losses to the bit. Catches the
-    end-of-text token of the document before, which a boundary one too early lets in."""
+    """Other tokens, and documents cut elsewhere, before it leave its losses to the bit. Catches any
+    way in for what stands before it: one layer without the mask, or sums over the window."""
     model = model_at(plan, ranks)
     tokens, targets = sample()
     other = tokens.clone()
