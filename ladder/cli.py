@@ -322,7 +322,6 @@ def _bench(verbs: Any) -> None:
     )
     parser.add_argument("--nproc", type=int, default=1, help="processes to start, one a GPU")
 
-
     parser = _add(inner, "train", bench_train, "time training steps, plan by plan")
     parser.add_argument("--model", default="paper-1b", help="a name from configs/models")
     parser.add_argument("--layers", type=int, default=0, help="fewer layers than it has; 0: all")

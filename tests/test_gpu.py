@@ -11,7 +11,8 @@ import torch
 from ladder.config import build
 from ladder.infer.engine import Engine, generate
 from ladder.infer.sampling import Sampling
-from ladder.models import ModelConfig, Transformer
+from ladder.models import ModelConfig, Transformer, document_starts
+from ladder.models.documents import Packed, within_documents
 from ladder.parallel import launch
 from ladder.parallel.sharding import (
     initialise,
@@ -180,6 +181,68 @@ def test_training_on_gpus_equals_the_cpu(
         for run in ("cpu", "gpu")
     ]
     assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+
+
+def ragged() -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of several documents a row, of 1 to 300 tokens, and where each begins."""
+    source = torch.Generator().manual_seed(12)
+    tokens = torch.randint(1, 515, (3, 400), generator=source)
+    for row, ends in enumerate(([0, 1, 40, 290], [299], [])):
+        tokens[row, ends] = 0
+    return tokens, document_starts(tokens, 0)
+
+
+@pytest.mark.parametrize(("plan", "degree"), [("ladder", None), ("desync-4x", 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_documents_on_a_gpu(plan: str, degree: int | None, dtype: torch.dtype) -> None:
+    """Logits and gradients against the CPU's mask in float64; bfloat16 takes the kernel, with fewer
+    heads of keys than of queries. Catches a kernel that pairs them wrongly, is not causal, gives no
+    gradient, or makes the host wait."""
+    tokens, starts = ragged()
+    targets = tokens.roll(-1, 1)
+    device = torch.device("cuda", 0)
+    oracle = make(plan, degree, torch.float64)
+    model = make(plan, degree, torch.float32, device=device)
+    model.compute_dtype = dtype
+    inputs = [value.to(device) for value in (tokens, targets, starts)]
+    expected = oracle(tokens, targets, documents=starts)
+    expected.sum().backward()
+    model(inputs[0], inputs[1], documents=inputs[2])  # whatever is compiled or set up first
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        losses = model(inputs[0], inputs[1], documents=inputs[2])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    losses.sum().backward()
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+    assert relative(losses.detach(), expected.detach()) < tolerance
+    wanted = dict(oracle.named_parameters())
+    for name, parameter in model.named_parameters():
+        grad, reference = parameter.grad, wanted[name].grad
+        assert grad is not None
+        assert reference is not None
+        assert relative(grad, reference) < 2 * tolerance, name
+    kernel = isinstance(within_documents(inputs[2], tokens.shape, 1, dtype, 32), Packed)
+    assert kernel == (dtype == torch.bfloat16)
+
+
+def test_masked_training_on_a_gpu(corpus: Path, tmp_path: Path) -> None:
+    """The CPU's losses in bfloat16, with batches from pinned memory. Catches batches that are
+    overwritten while they are copied, and documents that are another micro-batch's."""
+    settings: dict[str, Any] = {
+        "data": str(corpus), "plan": "ladder", "mask_documents": True, "dtype": "bfloat16",
+        "steps": 12, "seq_len": 256, "batch_size": 4, "micro_batch_size": 2, "warmup_steps": 1,
+        "log_interval": 1, "eval_windows": 4, "lr": 1e-3, "tensorboard": False,
+    }  # fmt: skip
+    found = []
+    for out, device in (("cpu", "cpu"), ("gpu", "cuda")):
+        config = build(TrainConfig, settings | {"out": str(tmp_path / out)}, "test recipe")
+        result = train(config, device=device)
+        assert result is not None
+        records = [record for record in metrics.read(tmp_path / out) if "loss" in record]
+        assert all(0 <= record["data_wait"] < 1 for record in records)
+        found.append([*(record["loss"] for record in records), result.loss])
+    assert found[1] == pytest.approx(found[0], rel=2e-2)
 
 
 def decode_on_gpus() -> int:

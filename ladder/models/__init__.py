@@ -1,6 +1,7 @@
 """The model: residual plans, layers, the one Transformer. Imports torch and itself only."""
 
 from ladder.models.config import ModelConfig, RopeScaling
+from ladder.models.documents import document_starts
 from ladder.models.errors import UserError
 from ladder.models.plan import Plan, Sublayer
 from ladder.models.presets import resolve_plan
@@ -16,5 +17,6 @@ __all__ = [
     "Sublayer",
     "Transformer",
     "UserError",
+    "document_starts",
     "resolve_plan",
 ]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ladder.models.config import ModelConfig
+from ladder.models.documents import Packed, attend
 from ladder.models.reducer import Ranks
 
 
@@ -181,7 +182,8 @@ class Attention(nn.Module):
     """Grouped-query causal self-attention on this process's heads: normed x -> partial.
 
     With a cache, `mask` ([R * B, 1, S, keys], true where attended) replaces the causal one;
-    without a mask, the tokens are the first of their sequences and see only themselves.
+    without a mask, the tokens are the first of their sequences and see only themselves. Without a
+    cache, a mask is what keeps tokens within their documents: see ladder.models.documents.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -194,7 +196,7 @@ class Attention(nn.Module):
         self.o_proj = Split(config.num_heads * head_dim, size, bias, row=True)
 
     def forward(
-        self, x: Tensor, tables: Tensor, mask: Tensor | None, cache: KeyValueCache | None
+        self, x: Tensor, tables: Tensor, mask: Tensor | Packed | None, cache: KeyValueCache | None
     ) -> Tensor:
         q = rotate(self._heads(self.q_proj(x)), tables)
         k = rotate(self._heads(self.k_proj(x)), tables)
@@ -202,9 +204,12 @@ class Attention(nn.Module):
         if cache is not None:
             held = cache.update(self.layer, k, v)
             k, v = (k, v) if mask is None else held
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        if isinstance(mask, Packed):
+            out = attend(q, k, v, mask)
+        else:
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+            )
         out = out.transpose(1, 2).flatten(2)
         return self.o_proj(out.unflatten(0, x.shape[:2]) if x.dim() == 4 else out)
 

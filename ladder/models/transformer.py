@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ladder.models.config import ModelConfig
+from ladder.models.documents import Packed, within_documents
 from ladder.models.errors import UserError
 from ladder.models.layers import (
     Embedding,
@@ -102,6 +103,7 @@ class Transformer(nn.Module):
         targets: Tensor | None = None,
         *,
         positions: Tensor | None = None,
+        documents: Tensor | None = None,
         cache: KeyValueCache | None = None,
         mask: Tensor | None = None,
         last: Tensor | None = None,
@@ -112,6 +114,8 @@ class Transformer(nn.Module):
         tokens: [B, S] int64. targets: [B, S] int64, negative where no loss is wanted; then the
             result is the cross-entropy in nats, [B, S] float32, 0 at those places.
         positions: [B or 1, S] int64; 0 .. S - 1 by default.
+        documents: int32 [N + 1], from `document_starts`: tokens attend within their own document
+            alone. Not together with a cache. Positions go on over all of them.
         cache, mask: for generation; mask is [B, 1, S, keys], true where attended. Without a mask
             the tokens are prompts from position 0 on, which see themselves and not the cache.
         last: [B] int64, the one place of each sequence whose logits are wanted: [B, 1, vocab_size].
@@ -122,6 +126,8 @@ class Transformer(nn.Module):
         """
         assert tokens.dim() == 2, tokens.shape
         assert mask is None or cache is not None, "a mask is for what a cache holds"
+        assert documents is None or cache is None, "a cache holds one document of each sequence"
+        assert documents is None or documents.dim() == 1, "documents are where each one begins"
         if tokens.shape[1] > self.config.max_seq_len:
             raise UserError(
                 f"a sequence of {tokens.shape[1]} tokens is longer than the model's "
@@ -139,6 +145,11 @@ class Transformer(nn.Module):
             if tables.shape[1] > 1:
                 tables = tables.repeat(1, ranks.held, 1, 1, 1)
             mask = None if mask is None else mask.repeat(ranks.held, 1, 1, 1)
+        seen: Tensor | Packed | None = mask
+        if documents is not None:
+            seen = within_documents(
+                documents, tokens.shape, ranks.held, stream.dtype, self.config.head_dim
+            )
 
         pending: dict[int, Pending] = {}
 
@@ -158,7 +169,7 @@ class Transformer(nn.Module):
             layer = self.model.layers[plan.layers[n]]
             partials = []
             if record.kind != "mlp":
-                partials.append(layer.self_attn(normed, tables, mask, cache))
+                partials.append(layer.self_attn(normed, tables, seen, cache))
             if record.kind != "attention":
                 partials.append(layer.mlp(normed))
             partial = partials[0] if len(partials) == 1 else partials[0] + partials[1]

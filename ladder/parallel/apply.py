@@ -71,13 +71,7 @@ def make_model(
     tp = None if mesh is None else mesh["tp"]
     processes = 1 if tp is None else tp.size()
     if sequence_parallel:
-        held = (config.tp_degree or processes) // processes
-        refusal = sharded_refusal(config.plan, Ranks(processes * held, 0, held))
-        if refusal:
-            raise UserError(
-                f"sequence_parallel=true with tp={processes} and plan {config.plan.name!r}: "
-                f"{refusal}; set it to false"
-            )
+        check_sequence_parallel(config, processes)
     reducer = reducer or (SequenceReducer if sequence_parallel else AsyncReducer)
     place(model, tp, device=first, dtype=torch.float32, reducer=reducer)
     wrap_sublayers(model, activation_checkpointing, compile)
@@ -85,6 +79,17 @@ def make_model(
         shard_over_data(model, mesh)
         model.to_empty(device=device)
     return model
+
+
+def check_sequence_parallel(config: ModelConfig, tp: int) -> None:
+    """Raise UserError where the model's stream cannot be sharded by tokens over `tp` processes."""
+    held = (config.tp_degree or tp) // tp
+    refusal = sharded_refusal(config.plan, Ranks(tp * held, 0, held))
+    if refusal:
+        raise UserError(
+            f"sequence_parallel=true with tp={tp} and plan {config.plan.name!r}: {refusal}; set it "
+            f"to false"
+        )
 
 
 def wrap_sublayers(model: Transformer, activation_checkpointing: str, compile: bool) -> None:

@@ -50,8 +50,9 @@ def shard_over_data(model: Transformer, mesh: DeviceMesh) -> None:
     units = [unit for layer in model.model.layers for unit in (layer.self_attn, layer.mlp)]
     if not model.config.tie_embeddings:  # one matrix for both lives in the model's own unit
         units = [model.model.embed_tokens, *units, model.lm_head]
+    shards = mesh["shard"].size() > 1  # else there is nothing to gather again for backward
     for unit in units:
-        fully_shard(unit, mesh=data, mp_policy=policy)
+        fully_shard(unit, mesh=data, mp_policy=policy, reshard_after_forward=shards)
     fully_shard(model, mesh=data, mp_policy=policy, reshard_after_forward=False)
     model.data_shard = mesh.get_local_rank("shard"), mesh["shard"].size()
 

@@ -25,17 +25,19 @@ from ladder.config import DTYPES, load_plan, model_config
 from ladder.files import make_folder
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
-from ladder.models.plan import resolve_plan
+from ladder.models.presets import resolve_plan
 from ladder.models.transformer import INIT_STD, Transformer
 from ladder.parallel import launch
-from ladder.parallel.apply import make_model
+from ladder.parallel.apply import check_sequence_parallel, make_model
 from ladder.parallel.data import data_parallel
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sequence import SequenceReducer
 from ladder.parallel.sharding import local_parameters, sum_shared_gradients
 from ladder.records import append, facts
+from ladder.train.ahead import Part
 from ladder.train.config import TrainConfig
 from ladder.train.efficiency import flops_per_token, peak_flops
+from ladder.train.loop import backward
 from ladder.train.optim import clip_gradients, make_optimizer
 
 RESULTS = "train.jsonl"
@@ -236,7 +238,9 @@ def main(options: Any) -> int:
     for point in todo:  # all are checked before the first is timed
         recipe = recipe_of(point)
         launch.make_mesh(device, recipe.tp, recipe.dp_shard)
-        shape_of(point, options.tp_degree)
+        shape = shape_of(point, options.tp_degree)
+        if recipe.sequence_parallel:
+            check_sequence_parallel(shape, recipe.tp)
     main_rank = launch.rank() == 0
     out = Path(options.out)
     if main_rank:
@@ -284,14 +288,13 @@ def table(records: Sequence[dict[str, Any]]) -> str:
         exposed = f"{result['step_ms'] / bound['step_ms'] - 1:.1%}" if bound else "-"
         speed = f"{standard['step_ms'] / result['step_ms']:.3f}" if standard else "-"
         times = result["steps_ms"]
-        rows.append(
-            (
-                point.layout, label(point), f"{result['step_ms']:.1f}",
-                f"{min(times):.1f}-{max(times):.1f}", f"{result['tokens_s_gpu']:,.0f}",
-                f"{result['mfu']:.1%}" if "mfu" in result else "-", exposed, speed,
-                f"{result['memory_gib']:.1f}" if "memory_gib" in result else "-",
-            )  # fmt: skip
-        )
+        row = (
+            point.layout, label(point), f"{result['step_ms']:.1f}",
+            f"{min(times):.1f}-{max(times):.1f}", f"{result['tokens_s_gpu']:,.0f}",
+            f"{result['mfu']:.1%}" if "mfu" in result else "-", exposed, speed,
+            f"{result['memory_gib']:.1f}" if "memory_gib" in result else "-",
+        )  # fmt: skip
+        rows.append(row)
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
     lines = [
         "  ".join(

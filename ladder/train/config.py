@@ -59,6 +59,9 @@ class TrainConfig:
     compile: each sublayer by torch.compile.
     batch_size: sequences per step over all ranks; micro_batch_size: sequences per forward pass on
         one rank (0: all of its share at once).
+    mask_documents: a token attends only to tokens of its own document in the window; an end-of-text
+        token belongs to the document that it ends. Nothing else changes: not the order of the data,
+        the tokens that have a loss, or the positions.
     lr: the peak, reached after warmup_steps; from there a cosine to min_lr at the last step.
     eval_windows: held-out windows per evaluation, the last one included (0: all).
     checkpoint_interval: 0 saves after the last step only. keep_checkpoints: the newest so many are
@@ -81,6 +84,7 @@ class TrainConfig:
     seq_len: int = 512
     batch_size: int = 16
     micro_batch_size: int = 0
+    mask_documents: bool = False
     lr: float = 3e-4
     min_lr: float = 3e-5
     warmup_steps: int = 100
@@ -171,12 +175,16 @@ def load_train_config(source: str, overrides: Sequence[str]) -> TrainConfig:
 
 
 def refuse_changes(old: Mapping[str, Any], new: TrainConfig, run: Path) -> None:
-    """Raise UserError where a resumed run's config would change what is computed."""
+    """Raise UserError where a resumed run's config would change what is computed.
+
+    An option that the old run did not know yet had its default.
+    """
     current = new.to_dict()
     for item in fields(TrainConfig):
         name = item.name
-        if name not in FREE_ON_RESUME and old.get(name) != current[name]:
+        before = old.get(name, item.default)
+        if name not in FREE_ON_RESUME and before != current[name]:
             raise UserError(
                 f"{name}={current[name]!r} differs from the run in {run}, which was started with "
-                f"{name}={old.get(name)!r}; resume with that, or start a new run with another out"
+                f"{name}={before!r}; resume with that, or start a new run with another out"
             )

@@ -15,7 +15,8 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
 
     6 x parameters without the input embedding, and 6 x layers x sequence x attention width for
     causal attention, counted once (half of the square). What is computed again under activation
-    checkpointing does not count.
+    checkpointing does not count. Where documents are masked apart, less is computed: this counts
+    the whole window all the same.
     """
     size, head = config.hidden_size, config.head_dim
     width = config.num_heads * head

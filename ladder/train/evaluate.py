@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.data.batches import TokenData, heldout_windows
+from ladder.models.documents import document_starts
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel.data import data_parallel, let_go, sum_over_data
@@ -44,11 +45,15 @@ def bits_per_byte(
     batch_size: int,
     limit: int,
     mesh: DeviceMesh | None = None,
+    mask_documents: bool = False,
 ) -> Heldout:
     """Evaluate on the first `limit` held-out windows of seq_len tokens (0: all of them).
 
     Data-parallel ranks share the batches out; every rank returns the same. End-of-document tokens
     are predicted but stand for no bytes.
+
+    mask_documents: each token sees its own document alone, as it did when such a model was trained.
+    The targets and their bytes are the same with and without, so that the figures compare.
     """
     device = local_tensor(model.model.embed_tokens.weight).device
     dp, dp_rank = data_parallel(mesh)
@@ -58,7 +63,8 @@ def bits_per_byte(
     # that is left without a batch runs the newest one, and does not count it.
     while group := list(itertools.islice(batches, dp)):
         tokens, targets, lengths = group[min(dp_rank, len(group) - 1)]
-        losses = model(tokens.to(device), targets.to(device))
+        documents = document_starts(tokens, data.eos_id).to(device) if mask_documents else None
+        losses = model(tokens.to(device), targets.to(device), documents=documents)
         if dp_rank >= len(group):
             continue
         sums[0] += losses.double().sum()

@@ -26,6 +26,7 @@ from ladder.parallel.data import data_parallel, reduce_gradients, sum_over_data
 from ladder.parallel.sharding import initialise, sum_shared_gradients
 from ladder.progress import Progress
 from ladder.train import state
+from ladder.train.ahead import Ahead, Batch, Part, read_batch
 from ladder.train.checkpointer import Checkpointer
 from ladder.train.config import TrainConfig, refuse_changes
 from ladder.train.efficiency import flops_per_token, peak_flops
@@ -109,23 +110,26 @@ def train(
     last = min(config.steps, stop_after or config.steps)
     result: Heldout | None = None
     tokens_per_step = config.batch_size * config.seq_len
+
+    def read(step: int) -> Batch:
+        return read_batch(windows, config, step, dp_rank, dp, micro, data.eos_id)
+
     with (
         Metrics(run, config.tensorboard, start, main, config.wandb, recipe) as metrics,
         Progress("train", config.steps, "steps", quiet=not main, start=start) as progress,
         Interruption() as interruption,
         Checkpointer(run, model, optimizer, data, mesh, config.keep_checkpoints) as checkpointer,
+        Ahead(read, range(start, last), place_) as batches,
     ):
-        since, since_step = time.perf_counter(), start
-        for step in range(start, last):
-            tokens, targets = windows.batch(step, config.batch_size, config.seed, dp_rank, dp)
-            own = _backward(model, tokens.to(place_), targets.to(place_), micro)
+        since, since_step, waited = time.perf_counter(), start, 0.0
+        for step, batch in zip(range(start, last), batches, strict=True):
+            own = backward(model, batch.parts)
             loss = sum_over_data(own.clone(), mesh) / dp
             if mesh is not None:
                 sum_shared_gradients(model)
             norm = clip_gradients(model, config.grad_clip, mesh)
             if not math.isfinite(norm) or not math.isfinite(loss.item()):
-                drawn = windows.order(step, config.batch_size, config.seed, dp_rank, dp)
-                where = _first_not_finite(own.item(), drawn)
+                where = _first_not_finite(own.item(), batch.windows)
                 raise UserError(
                     f"step {step + 1}: loss={loss.item()}, gradient norm={norm}: not finite"
                     f"{where}. The checkpoints so far are untouched; lower lr={config.lr}, or use "
@@ -143,7 +147,8 @@ def train(
             if done % config.log_interval == 0 or ended:
                 now = time.perf_counter()
                 speed = tokens_per_step * (done - since_step) / (now - since)
-                since, since_step = now, done
+                wait = (batches.waited - waited) / (now - since)
+                since, since_step, waited = now, done, batches.waited
                 metrics.write(
                     done,
                     loss=loss.item(),
@@ -151,19 +156,21 @@ def train(
                     gradient_norm=norm,
                     tokens=done * tokens_per_step,
                     tokens_per_second=speed,
+                    data_wait=wait,
                     **_utilisation(model_config, config.seq_len, speed, place_),
                 )
                 progress.update(done, f"loss {loss.item():.3f}, {speed:,.0f} tokens/s")
             if done == config.steps or (config.eval_interval and done % config.eval_interval == 0):
                 result = bits_per_byte(
-                    model, data, config.seq_len, micro, config.eval_windows, mesh
-                )
+                    model, data, config.seq_len, micro, config.eval_windows, mesh,
+                    config.mask_documents,
+                )  # fmt: skip
                 metrics.write(
                     done,
                     heldout_loss=result.loss,
                     heldout_bits_per_byte=result.bits_per_byte,
                 )
-                since, since_step = time.perf_counter(), done
+                since, since_step, waited = time.perf_counter(), done, batches.waited
             due = config.checkpoint_interval and done % config.checkpoint_interval == 0
             if ended or due:
                 saved = {
@@ -175,7 +182,7 @@ def train(
                 metrics.write(done, checkpoint_seconds=checkpointer.save(saved))
                 if ended:
                     checkpointer.wait()
-                since, since_step = time.perf_counter(), done
+                since, since_step, waited = time.perf_counter(), done, batches.waited
             if stopped and done < last:
                 if main:
                     print(
@@ -245,15 +252,13 @@ def _first_not_finite(loss: float, drawn: list[int]) -> str:
     return "; every rank's loss was finite, and what is not is the gradient"
 
 
-def _backward(
-    model: Transformer, tokens: torch.Tensor, targets: torch.Tensor, micro: int
-) -> torch.Tensor:
+def backward(model: Transformer, parts: list[Part]) -> torch.Tensor:
     """Accumulate the gradients of the mean loss over this rank's batch; returns that loss."""
-    total = torch.zeros((), device=tokens.device)
-    parts = list(zip(tokens.split(micro), targets.split(micro), strict=True))
-    for n, (part, wanted) in enumerate(parts, 1):
+    total = torch.zeros((), device=parts[0].tokens.device)
+    count = sum(part.tokens.numel() for part in parts)
+    for n, part in enumerate(parts, 1):
         reduce_gradients(model, now=n == len(parts))
-        loss = model(part, wanted).sum() / tokens.numel()
+        loss = model(part.tokens, part.targets, documents=part.documents).sum() / count
         loss.backward()
         total += loss.detach()
     return total

@@ -1,0 +1,83 @@
+"""Attention within documents, where a window of the token stream holds several of them.
+
+Positions go on over the whole window and do not begin again with each document: rotary attention
+depends on the difference of two positions alone, which is the same within a document either way.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+# torch 2.11 takes fewer heads of keys and values as they come, and later versions by this option.
+_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+class Packed(NamedTuple):
+    """Documents for a kernel that attends within each of many sequences that lie end to end.
+
+    starts: int32 [N + 1], as `document_starts` has them. longest: none has more tokens.
+    """
+
+    starts: Tensor
+    longest: int
+
+
+def document_starts(tokens: Tensor, end: int) -> Tensor:
+    """Where each document begins in tokens [B, S], row after row, and B * S: int32 [N + 1].
+
+    `end` is the token that ends a document, and belongs to it; a row begins one too. For tokens in
+    the host's memory: N depends on them, so that on a GPU the host would wait for it.
+    """
+    begins = torch.ones_like(tokens, dtype=torch.bool)
+    begins[:, 1:] = tokens[:, :-1] == end
+    starts = begins.flatten().nonzero().flatten()
+    return F.pad(starts, (0, 1), value=tokens.numel()).int()
+
+
+def within_documents(
+    starts: Tensor, shape: torch.Size, held: int, dtype: torch.dtype, head_dim: int
+) -> Packed | Tensor:
+    """What attention needs to stay within the documents of tokens of `shape`, once for all layers.
+
+    For queries of that dtype and head_dim, of `held` ranks one after another. Where there is no
+    kernel for them, a mask [held * B, 1, S, S], true where attended. The host waits for nothing.
+    """
+    rows, size = shape
+    if held > 1:
+        offsets = rows * size * torch.arange(held, dtype=torch.int32, device=starts.device)
+        each = (starts[:-1] + offsets[:, None]).flatten()
+        starts = torch.cat((each, starts[-1:] * held))
+    if _has_kernel(starts.device, dtype, head_dim):
+        return Packed(starts, size)
+    places = torch.arange(held * rows * size, dtype=torch.int32, device=starts.device)
+    number = torch.searchsorted(starts, places, right=True).view(held * rows, 1, size)
+    return (number.unsqueeze(3) == number.unsqueeze(2)).tril()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
+    """Causal attention within each document; [R * B, heads, S, head_dim] in and out."""
+    rows, _, size, _ = q.shape
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    starts, longest = packed
+    grouped = _GROUPED if q.shape[1] != k.shape[1] else {}
+    out = varlen_attn(
+        *flat, starts, starts, longest, longest, window_size=(-1, 0), **grouped
+    )  # to the left without end, to the right not at all: causal
+    return out.unflatten(0, (rows, size)).transpose(1, 2)
+
+
+def _has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether flash attention, which `varlen_attn` is, computes this there."""
+    return (
+        device.type == "cuda"
+        and dtype in (torch.bfloat16, torch.float16)
+        and head_dim % 8 == 0
+        and head_dim <= 256
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )

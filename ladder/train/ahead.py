@@ -1,0 +1,109 @@
+"""The batches of a run, read ahead of training by a thread, in the order of the steps."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ladder.data.batches import Batches
+from ladder.models.documents import document_starts
+from ladder.train.config import TrainConfig
+
+DEPTH = 2  # batches
+
+
+class Part(NamedTuple):
+    """What one forward pass takes: int64 [micro-batch, seq_len] twice, and where documents begin
+    (see `document_starts`) where they are masked apart."""
+
+    tokens: Tensor
+    targets: Tensor
+    documents: Tensor | None
+
+
+class Batch(NamedTuple):
+    """This rank's share of one step: the numbers of its windows, and its micro-batches."""
+
+    windows: list[int]
+    parts: list[Part]
+
+
+def read_batch(
+    windows: Batches, config: TrainConfig, step: int, rank: int, ranks: int, micro: int, end: int
+) -> Batch:
+    """Share `rank` of data parallelism's `ranks`, `micro` sequences a part; `end`: end of text."""
+    drawn = windows.order(step, config.batch_size, config.seed, rank, ranks)
+    tokens, targets = windows.read(drawn)
+    parts = [
+        Part(part, wanted, document_starts(part, end) if config.mask_documents else None)
+        for part, wanted in zip(tokens.split(micro), targets.split(micro), strict=True)
+    ]
+    return Batch(drawn, parts)
+
+
+class Ahead:
+    """Within `with`, an iterator over read(step) for each of `steps`, with parts on `device`.
+
+    One thread reads, up to DEPTH batches ahead and one after another, so what comes does not depend
+    on timing. What it raises is raised where that batch is asked for. It ends with the `with`.
+
+    waited: the seconds so far that whoever iterates has waited for batches and their copies.
+    """
+
+    def __init__(self, read: Callable[[int], Batch], steps: range, device: torch.device) -> None:
+        self.read, self.device, self.waited = read, device, 0.0
+        self.steps: Iterator[int] = iter(steps)
+        self.coming: deque[Future[Batch]] = deque()
+
+    def __enter__(self) -> Ahead:
+        if self.device.type == "cuda":  # or else its pinned memory might be another GPU's
+            device = (self.device,)
+            self.pool = ThreadPoolExecutor(1, "batches", torch.cuda.set_device, device)
+        else:
+            self.pool = ThreadPoolExecutor(1, "batches")
+        for _ in range(DEPTH):
+            self._start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.pool.shutdown(cancel_futures=True)
+
+    def __iter__(self) -> Ahead:
+        return self
+
+    def __next__(self) -> Batch:
+        if not self.coming:
+            raise StopIteration
+        begun = time.perf_counter()
+        batch = self.coming.popleft().result()
+        self._start()
+        parts = [
+            # Pinned memory stays until the copy from it is done: torch's allocator sees to that.
+            Part(*(None if x is None else x.to(self.device, non_blocking=True) for x in part))
+            for part in batch.parts
+        ]
+        self.waited += time.perf_counter() - begun
+        return Batch(batch.windows, parts)
+
+    def _start(self) -> None:
+        if (step := next(self.steps, None)) is not None:
+            self.coming.append(self.pool.submit(self._fetch, step))
+
+    def _fetch(self, step: int) -> Batch:
+        batch = self.read(step)
+        if self.device.type != "cuda":
+            return batch
+        parts = [Part(*(None if x is None else x.pin_memory() for x in p)) for p in batch.parts]
+        return Batch(batch.windows, parts)
