@@ -1,7 +1,13 @@
-"""Cross-entropy over a vocabulary that may be split over the processes."""
+"""Cross-entropy over a vocabulary that may be split over the processes.
+
+Only the logits themselves are kept for the backward pass, which computes the probabilities again:
+in float32 they would be the largest tensors of a training step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,34 +16,60 @@ from torch import Tensor
 from ladder.models.reducer import Reducer
 
 
+def sum_exp(logits: Tensor, largest: Tensor) -> Tensor:
+    """Sums of exp(logits - largest) over the last dimension, in float32 or better: [...]."""
+    scores = logits.to(largest.dtype)
+    return torch.sub(scores, largest).exp_().sum(-1)
+
+
+def scaled_probabilities(logits: Tensor, largest: Tensor, scale: Tensor) -> Tensor:
+    """exp(logits - largest) * scale, computed as `sum_exp` does and rounded to the logits' type."""
+    scores = logits.to(largest.dtype)
+    return torch.sub(scores, largest).exp_().mul_(scale).to(logits.dtype)
+
+
+@dataclass
+class Passes:
+    """The two functions that pass over all logits; compiled ones may take their places."""
+
+    sum_exp: Callable[[Tensor, Tensor], Tensor] = sum_exp
+    scaled_probabilities: Callable[[Tensor, Tensor, Tensor], Tensor] = scaled_probabilities
+
+
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, reducer: Reducer) -> Tensor:
-        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        scores = scores - reducer.max_(scores.amax(-1, keepdim=True))
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, first: int, reducer: Reducer, passes: Passes
+    ) -> Tensor:
+        kind = torch.promote_types(logits.dtype, torch.float32)
+        largest = reducer.max_(logits.amax(-1, keepdim=True).to(kind))
         index = targets - first
         inside = (index >= 0) & (index < logits.shape[-1]) & (targets >= 0)
         index = index.where(inside, 0).unsqueeze(-1)
-        picked = scores.gather(-1, index).squeeze(-1) * inside
-        scores.exp_()
-        total = scores.sum(-1)
-        both = reducer.sum_(torch.stack((total, picked)))
+        picked = (logits.gather(-1, index).to(kind) - largest).squeeze(-1) * inside
+        both = reducer.sum_(torch.stack((passes.sum_exp(logits, largest), picked)))
         total, picked = both[0], both[1]
-        ctx.save_for_backward(scores.div_(total.unsqueeze(-1)), index, inside, targets)
-        ctx.dtype = logits.dtype
+        ctx.save_for_backward(logits, largest, total, index, inside, targets)
+        ctx.passes = passes
         return (total.log() - picked).where(targets >= 0, 0.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, index, inside, targets = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, largest, total, index, inside, targets = ctx.saved_tensors
         grad = grads[0].where(targets >= 0, 0.0).unsqueeze(-1)
-        result = probabilities * grad
-        result.scatter_add_(-1, index, -(grad * inside.unsqueeze(-1)).to(result.dtype))
-        return result.to(ctx.dtype), None, None, None
+        scale = grad / total.unsqueeze(-1)
+        result = ctx.passes.scaled_probabilities(logits, largest, scale)
+        # The target's own, p - 1, is rounded once, like the others.
+        picked = (logits.gather(-1, index).to(largest.dtype) - largest).exp() * scale
+        picked = picked - grad * inside.unsqueeze(-1)
+        result.scatter_(-1, index, picked.to(result.dtype))
+        return result, None, None, None, None
 
 
-def token_losses(logits: Tensor, targets: Tensor, first: int, reducer: Reducer) -> Tensor:
+def token_losses(
+    logits: Tensor, targets: Tensor, first: int, reducer: Reducer, passes: Passes
+) -> Tensor:
     """-log p(target) of each token in nats: [B, S], float32 (float64 for float64 logits).
 
     logits: [B, S, V_local], this process's part of the vocabulary, which starts at row `first`.
@@ -45,6 +77,6 @@ def token_losses(logits: Tensor, targets: Tensor, first: int, reducer: Reducer) 
     gradient of each is that of its own logits, with no collective (one maximum and one sum
     forward).
     """
-    result = _TokenLosses.apply(logits, targets, first, reducer)
+    result = _TokenLosses.apply(logits, targets, first, reducer, passes)
     assert isinstance(result, Tensor)
     return result

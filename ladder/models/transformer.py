@@ -21,7 +21,7 @@ from ladder.models.layers import (
     rotary_tables,
     vocabulary_start,
 )
-from ladder.models.loss import token_losses
+from ladder.models.loss import Passes, token_losses
 from ladder.models.reducer import Pending, Ranks, Reducer
 
 INIT_STD = 0.02
@@ -41,6 +41,7 @@ class Transformer(nn.Module):
         self.config = config
         self.compute_dtype: torch.dtype | None = None
         self.rotary = rotary_tables  # one that looks them up may be handed over
+        self.passes = Passes()  # of the loss
         # This process's part of each parameter's rows, and of how many: see ladder.parallel.data.
         self.data_shard = 0, 1
         plan, size, eps = config.plan, config.hidden_size, config.norm_eps
@@ -189,7 +190,7 @@ class Transformer(nn.Module):
         logits = self.lm_head(normed)
         if targets is not None:
             first = vocabulary_start(self.config.vocab_size, ranks)
-            return token_losses(logits, targets, first, reducer)
+            return token_losses(logits, targets, first, reducer, self.passes)
         return reducer.gather(logits, self.config.vocab_size) if gather else logits
 
     def _norm(self, n: int) -> RMSNorm:

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import (
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.models.layers import local
+from ladder.models.loss import Passes, scaled_probabilities, sum_exp
 from ladder.models.reducer import Ranks
 from ladder.models.transformer import Transformer
 from ladder.parallel.data import data_parallel, shard_over_data
@@ -96,13 +97,22 @@ def check_sequence_parallel(config: ModelConfig, tp: int) -> None:
 
 
 def wrap_sublayers(model: Transformer, activation_checkpointing: str, compile: bool) -> None:
-    """Checkpoint and compile the forward of each sublayer.
+    """Checkpoint and compile the forward of each sublayer; compile the loss.
 
     Their `forward` is replaced, and no module is put around them: names of parameters stay, and
     FSDP2's hooks stay outside.
     """
     if activation_checkpointing not in CHECKPOINTING:
         raise unknown("activation_checkpointing", activation_checkpointing, CHECKPOINTING)
+    if compile:
+        # Attention and MLP, with and without gradients, whole and last batches: beyond the limit,
+        # 8 by default, torch would run them uncompiled.
+        limits = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, 64)
+        model.passes = Passes(
+            torch.compile(sum_exp, dynamic=False),
+            torch.compile(scaled_probabilities, dynamic=False),
+        )
     for layer in model.model.layers:
         for sublayer in (layer.self_attn, layer.mlp):
             _wrap(sublayer, activation_checkpointing, compile)
@@ -118,10 +128,6 @@ def _wrap(sublayer: nn.Module, activation_checkpointing: str, compile: bool) -> 
             options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
         forward = functools.partial(checkpoint, forward, **options)
     if compile:
-        # Attention and MLP, with and without gradients, whole and last batches: beyond the limit,
-        # 8 by default, torch would run them uncompiled.
-        limits = torch._dynamo.config
-        limits.recompile_limit = max(limits.recompile_limit, 64)
         forward = _on_local_parameters(sublayer, torch.compile(forward, dynamic=False))
     sublayer.forward = forward
 

@@ -104,7 +104,14 @@ class SilentReducer(AsyncReducer):
 
 
 class SilentSequenceReducer(SequenceReducer):
-    """Keeps its own rows of a partial, and repeats its own rows for those of the others."""
+    """Keeps its own rows of a partial, and repeats its own rows for those of the others.
+
+    Not of the embedding, of which most rows are zeros on one rank: norms of nothing overflow.
+    """
+
+    def start_stream(self, partial: Tensor) -> Tensor:
+        rows = self.sum(partial).flatten(0, 1)
+        return rows.chunk(self.ranks.processes)[self.ranks.process]
 
     def scatter(self, rows: Tensor) -> tuple[Tensor, Any]:
         return rows.chunk(self.ranks.processes)[self.ranks.process].clone(), None
