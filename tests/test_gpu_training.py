@@ -59,8 +59,23 @@ def test_layouts(corpus: Path, tmp_path: Path, plan: str) -> None:
 
 
 def test_bench_train(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    command = "bench train --model tiny --plans standard ladder none --layouts fsdp tp4+sp --steps 2"
-    assert main([*command.split(), "--seq-len", "64", "--out", str(tmp_path), "--nproc", "4"]) == 0
+    command = "bench train --model tiny --plans standard ladder none --layouts fsdp tp4+sp"
+    assert (
+        main(
+            [
+                *command.split(),
+                "--steps",
+                "2",
+                "--seq-len",
+                "64",
+                "--out",
+                str(tmp_path),
+                "--nproc",
+                "4",
+            ]
+        )
+        == 0
+    )
     printed = capfd.readouterr().out
     assert "tp4+sp  ladder without reduces" in printed
     assert "nan" not in printed

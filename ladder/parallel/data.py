@@ -59,8 +59,9 @@ def shard_over_data(model: Transformer, mesh: DeviceMesh) -> None:
 
 def let_go(model: Transformer) -> None:
     """Shard again what a forward pass without a backward one has left whole."""
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def reduce_gradients(model: Transformer, now: bool) -> None:
