@@ -7,6 +7,7 @@ tensors in, tensors out, with no communication inside.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.func import functional_call
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -22,6 +24,7 @@ from torch.utils.checkpoint import (
 
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
+from ladder.models.layers import local
 from ladder.models.reducer import Ranks
 from ladder.models.transformer import Transformer
 from ladder.parallel.data import data_parallel, shard_over_data
@@ -108,6 +111,8 @@ def wrap_sublayers(model: Transformer, activation_checkpointing: str, compile: b
 
 def _wrap(sublayer: nn.Module, activation_checkpointing: str, compile: bool) -> None:
     forward: Callable[..., Any] = sublayer.forward
+    if compile:
+        forward = functools.partial(functional_call, copy.copy(sublayer))
     if activation_checkpointing != "none":
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if activation_checkpointing == "selective":
@@ -118,8 +123,17 @@ def _wrap(sublayer: nn.Module, activation_checkpointing: str, compile: bool) -> 
         # 8 by default, torch would run them uncompiled.
         limits = torch._dynamo.config
         limits.recompile_limit = max(limits.recompile_limit, 64)
-        forward = torch.compile(forward, dynamic=False)
+        forward = _on_local_parameters(sublayer, torch.compile(forward, dynamic=False))
     sublayer.forward = forward
+
+
+def _on_local_parameters(sublayer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` of (parameters, arguments): plain tensors, for compiled code fails on DTensors."""
+
+    def run(*args: Any) -> Any:
+        return forward({name: local(each) for name, each in sublayer.named_parameters()}, args)
+
+    return run
 
 
 def _keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
