@@ -37,7 +37,7 @@ def hooks(
 ) -> Iterator[None]:
     """Within: `on_write(path)` runs before each file of tensors is written, `on_step()` after each
     backward pass."""
-    write, backward = shards.write_file, loop._backward
+    write, backward = shards.write_file, loop.backward
 
     def writing(path: Path, *arguments: Any) -> None:
         on_write(path)
@@ -48,11 +48,11 @@ def hooks(
         on_step()
         return loss
 
-    shards.write_file, loop._backward = writing, stepping
+    shards.write_file, loop.backward = writing, stepping
     try:
         yield
     finally:
-        shards.write_file, loop._backward = write, backward
+        shards.write_file, loop.backward = write, backward
 
 
 def saved_step(path: Path) -> int:

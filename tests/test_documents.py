@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.checkpoint import load_model, newest
+from ladder.config import build
 from ladder.data.batches import heldout_windows, open_data
 from ladder.models import Transformer, UserError, document_starts, documents
 from ladder.parallel.sharding import local_parameters, local_tensor, place, sum_shared_gradients
 from ladder.train import metrics, state
+from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests import restatement
 from tests.distributed import Pools, tp_mesh
@@ -68,7 +70,7 @@ def weigh(values: Tensor) -> Tensor:
 
 def plain_varlen(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tensor, longest: int,
-    longest_k: int, *, window_size: tuple[int, int], enable_gqa: bool = False,
+    longest_k: int, *, window_size: tuple[int, int],
 ) -> Tensor:  # fmt: skip
     """`varlen_attn` one sequence after another, in any dtype, on a CPU."""
     assert starts.dtype == starts_k.dtype == torch.int32
@@ -77,11 +79,30 @@ def plain_varlen(
     assert (marks[0], marks[-1]) == (0, len(q))
     done = []
     for begin, end in itertools.pairwise(marks):
-        assert 0 < end - begin <= min(longest, longest_k)
+        assert 0 <= end - begin <= min(longest, longest_k)
         part = [x[begin:end].transpose(0, 1) for x in (q, k, v)]
-        out = F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=enable_gqa)
+        out = F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True)
         done.append(out.transpose(0, 1))
     return torch.cat(done)
+
+
+@torch.library.custom_op("ladder_tests::varlen", mutates_args=())
+def _opaque(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
+    window = (-1, 0)
+    return plain_varlen(q, k, v, starts, starts, longest, longest, window_size=window).contiguous()
+
+
+@_opaque.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
+    return torch.empty_like(q)
+
+
+def opaque(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tensor, longest: int, *rest: int,
+    window_size: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    """The same as one operation, which a compiler does not look into."""
+    return _opaque(q, k, v, starts, longest)
 
 
 @pytest.fixture(params=["mask", "kernel"])
@@ -89,8 +110,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """Both ways: by a mask, and by the GPU's, with a plain function in place of its kernel."""
     if request.param == "kernel":
         monkeypatch.setattr(documents, "_has_kernel", lambda *_: True)
-        monkeypatch.setattr(documents, "varlen_attn", plain_varlen)
-        monkeypatch.setattr(documents, "_GROUPED", {"enable_gqa": True})
+        monkeypatch.setattr(documents, "_kernel", lambda: plain_varlen)
     return str(request.param)
 
 
@@ -289,18 +309,65 @@ def test_a_run_from_before_the_option_goes_on(corpus: Path, tmp_path: Path) -> N
     assert len(losses(run)) == 6
 
 
+def train_one(rank: int, world: int, settings: dict[str, Any]) -> None:
+    train(build(TrainConfig, settings, "test recipe"), device="cpu")
+
+
 @pytest.mark.parametrize(("plan", "degree"), [("ladder", None), ("desync-2x", 4)])
 def test_masked_training_on_ranks(
     corpus: Path, tmp_path: Path, pools: Pools, plan: str, degree: int | None
 ) -> None:
-    """DDP, FSDP, HSDP, TP and both, in micro-batches. Catches documents that begin where those of
+    """DDP, FSDP, HSDP, TP and both, in micro-batches; the ladder with its stream sharded by tokens
+    and checkpointed sublayers too. Catches documents that begin where those of
     another rank or micro-batch do, and FSDP that does not pass them on."""
     alone = masked(corpus, tmp_path / "alone", plan=plan, tp_degree=degree, batch_size=8)
     train(alone, device="cpu")
     settings = alone.to_dict() | {"micro_batch_size": 1}
     pools(4).run(train_all, settings, str(tmp_path))
-    for _, _, name in LAYOUTS[4]:
+    names = [name for _, _, name in LAYOUTS[4]]
+    if plan == "ladder":
+        wrapped = {"sequence_parallel": True, "activation_checkpointing": "selective", "tp": 2}
+        pools(2).run(train_one, settings | wrapped | {"out": str(tmp_path / "sharded")})
+        names.append("sharded")
+    for name in names:
         for found, expected in zip(curve(tmp_path / name), curve(tmp_path / "alone"), strict=True):
             assert found == pytest.approx(expected, rel=1e-3), name
-        held = [metrics.read(tmp_path / run)[-1]["heldout_loss"] for run in ("alone", name)]
+        held = [
+            [record["heldout_loss"] for record in metrics.read(tmp_path / run) if
+             "heldout_loss" in record]
+            for run in ("alone", name)
+        ]  # fmt: skip
         assert held[1] == pytest.approx(held[0], abs=1e-4), name
+
+
+def test_compiled_attention_is_compiled_for_few_numbers_of_documents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the GPU's way, where the documents' number is a shape. Catches a compilation for each of
+    them, which takes minutes and ends at torch's limit, and what cannot be compiled whole."""
+    monkeypatch.setattr(documents, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(documents, "_kernel", lambda: opaque)
+    graphs = 0
+
+    def count(graph: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    torch._dynamo.reset()
+    plain, compiled = model_at("ladder", 1, num_layers=1), model_at("ladder", 1, num_layers=1)
+    attention = compiled.model.layers[0].self_attn
+    attention.forward = torch.compile(
+        attention.forward, dynamic=False, fullgraph=True, backend=count
+    )
+    seen = set()
+    for ends in range(1, 12):
+        tokens = torch.full((2, 12), 9)
+        tokens[0, :ends] = END
+        starts = document_starts(tokens, END)
+        seen.add(len(starts) - 1)
+        with torch.no_grad():
+            found, expected = (m(tokens, documents=starts) for m in (compiled, plain))
+        assert relative_error(found, expected) < EXACT
+    assert seen == set(range(3, 14))
+    assert graphs == 3  # of up to 4, 8 and 16 documents

@@ -246,7 +246,7 @@ def test_only_the_newest_checkpoints_are_kept(corpus: Path, tmp_path: Path) -> N
 
 def poisoned(rank: int, world: int, settings: dict[str, Any]) -> tuple[str, list[int]]:
     """Rank 1's loss is not a number in the third step; returns the error, and what rank 1 read."""
-    backward, calls, drawn = loop._backward, [], []
+    backward, calls, drawn = loop.backward, [], []
     order = loop.TokenData.windows
 
     def spoilt(*arguments: Any) -> torch.Tensor:
@@ -256,12 +256,12 @@ def poisoned(rank: int, world: int, settings: dict[str, Any]) -> tuple[str, list
 
     config = build(TrainConfig, settings, "test recipe")
     drawn = order(loop.open_sources(config.data), "train", 16).order(2, 4, config.seed, 1, 2)
-    loop._backward = spoilt  # type: ignore[assignment]
+    loop.backward = spoilt  # type: ignore[assignment]
     try:
         with pytest.raises(UserError) as caught:
             train(config, device="cpu")
     finally:
-        loop._backward = backward
+        loop.backward = backward
     return str(caught.value), drawn
 
 

@@ -6,26 +6,27 @@ depends on the difference of two positions alone, which is the same within a doc
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
-
-# torch 2.11 takes fewer heads of keys and values as they come, and later versions by this option.
-_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 class Packed(NamedTuple):
     """Documents for a kernel that attends within each of many sequences that lie end to end.
 
-    starts: int32 [N + 1], as `document_starts` has them. longest: none has more tokens.
+    starts: int32 [N + 1], as `document_starts` has them; documents of no tokens may follow, which
+    make N a power of two: compiled attention is compiled anew for each N. longest: none has more
+    tokens. kernel: `varlen_attn`, or what has its signature.
     """
 
     starts: Tensor
     longest: int
+    kernel: Callable[..., Tensor]
 
 
 def document_starts(tokens: Tensor, end: int) -> Tensor:
@@ -54,7 +55,9 @@ def within_documents(
         each = (starts[:-1] + offsets[:, None]).flatten()
         starts = torch.cat((each, starts[-1:] * held))
     if _has_kernel(starts.device, dtype, head_dim):
-        return Packed(starts, size)
+        count = len(starts) - 1
+        empty = starts[-1:].expand((1 << (count - 1).bit_length()) - count)
+        return Packed(torch.cat((starts, empty)), size, _kernel())
     places = torch.arange(held * rows * size, dtype=torch.int32, device=starts.device)
     number = torch.searchsorted(starts, places, right=True).view(held * rows, 1, size)
     return (number.unsqueeze(3) == number.unsqueeze(2)).tril()
@@ -64,12 +67,25 @@ def attend(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
     """Causal attention within each document; [R * B, heads, S, head_dim] in and out."""
     rows, _, size, _ = q.shape
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
-    starts, longest = packed
-    grouped = _GROUPED if q.shape[1] != k.shape[1] else {}
-    out = varlen_attn(
-        *flat, starts, starts, longest, longest, window_size=(-1, 0), **grouped
-    )  # to the left without end, to the right not at all: causal
+    starts, longest, kernel = packed
+    # A window to the left without end and to the right not at all: causal.
+    out = kernel(*flat, starts, starts, longest, longest, window_size=(-1, 0))
     return out.unflatten(0, (rows, size)).transpose(1, 2)
+
+
+@functools.cache
+def _kernel() -> Callable[..., Tensor]:
+    """torch's `varlen_attn`, for fewer heads of keys and values than of queries too.
+
+    Imported where it is needed, for it brings all of torch's compiler. torch 2.11 takes whatever
+    heads its kernel can, and later versions by an option.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    found: Callable[..., Tensor] = varlen_attn
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        found = functools.partial(varlen_attn, enable_gqa=True)
+    return found
 
 
 def _has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:

@@ -45,6 +45,7 @@ KEPT = (
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
+KEPT_NAME = "torch_attn::_varlen_attn"  # registered when it is first used: ladder.models.documents
 
 
 def make_model(
@@ -142,5 +143,5 @@ def _on_local_parameters(sublayer: nn.Module, forward: Callable[..., Any]) -> Ca
 
 
 def _keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = operation in KEPT
+    kept = operation in KEPT or operation.name() == KEPT_NAME
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
