@@ -285,9 +285,9 @@ def page(options: argparse.Namespace) -> int:
     if any(record["recipe"] != records[0]["recipe"] for record in records):
         raise UserError(f"{options.quality} holds runs of several recipes; give one of one")
     shape = records[0]["recipe"]["model"]
-    latency = latency_rows(options.latency, shape["name"], shape["num_layers"])
+    latency, machines = latency_rows(options.latency, shape["name"], shape["num_layers"])
     make_folder(options.out.parent)
-    write_text(options.out, write_page(records, latency))
+    write_text(options.out, write_page(records, latency, machines))
     print(options.out)
     return 0
 

@@ -85,7 +85,7 @@ def rows(records: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def caption(records: Sequence[dict[str, Any]]) -> str:
-    first = records[0]
+    first = next(iter(by_plan(records).values()))[0]  # standard, where it is there
     split, heldout = first["data"]["train"], first["data"]["heldout"]
     return (
         f"{first['recipe']['model']['name']}, {first['parameters']:,} parameters; "
@@ -98,13 +98,14 @@ JOINED = ("plan", "bits per byte", "spread", "less standard", "decode ms/token",
           "x faster than standard", "on the frontier")  # fmt: skip
 
 
-def latency_rows(file: Path, model: str, layers: int) -> list[dict[str, Any]]:
-    """What a token of one sequence takes on T GPUs, plan by plan and reducer by reducer."""
+def latency_rows(file: Path, model: str, layers: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """What a token of one sequence takes on T GPUs, plan by plan and reducer by reducer; and on
+    which machines it was measured."""
     if not file.is_file():
         raise UserError(f"no results at {file}; `ladder bench inference` writes inference.jsonl")
     wanted = (model, layers, T, 1, True)
-    found = []
-    for row in derive(list(finished(file).values())):
+    found, records = [], list(finished(file).values())
+    for row in derive(records):
         point = row["point"]
         same = (point.model, point.layers, point.tp, point.batch, point.p2p) == wanted
         if same and point.degree in (0, T):
@@ -116,11 +117,16 @@ def latency_rows(file: Path, model: str, layers: int) -> list[dict[str, Any]]:
             f"{file} must hold one case of {model}, {layers} layers, TP {T}, batch 1; it holds "
             f"{known}: run `ladder bench inference --model {model} --nproc {T}` with a new --out"
         )
-    return found
+    return found, list(dict.fromkeys(machine(record["machine"]) for record in records))
 
 
-def write_page(records: Sequence[dict[str, Any]], latency: Sequence[dict[str, Any]]) -> str:
-    """The page as HTML: bits per byte against ms a token, then both tables."""
+def write_page(
+    records: Sequence[dict[str, Any]], latency: Sequence[dict[str, Any]], machines: Sequence[str]
+) -> str:
+    """The page as HTML: bits per byte against ms a token, then both tables.
+
+    machines: what the latencies were measured on.
+    """
     groups = by_plan(records)
     best: dict[str, dict[str, Any]] = {}  # of each plan, with its fastest reducer
     for row in latency:
@@ -143,8 +149,8 @@ def write_page(records: Sequence[dict[str, Any]], latency: Sequence[dict[str, An
         report.table(JOINED, [joined(plan, groups, best, places) for plan in groups]),
         report.text(
             "On the frontier: no other plan is at once better and faster. Differences within the "
-            "spread between seeds are noise; a plan with one seed has about the spread of those "
-            "with two."
+            "spread between seeds are noise; of a plan with one seed the spread was not "
+            "measured: take that of the others."
         ),
         report.heading("Quality"),
         report.table(COLUMNS, rows(records)),
@@ -154,12 +160,13 @@ def write_page(records: Sequence[dict[str, Any]], latency: Sequence[dict[str, An
         report.code(EXPLANATION),
         report.heading("Measured on"),
     ]
-    machines = dict.fromkeys(machine(row["machine"]) for row in records)
-    return report.page("Quality against latency", [*parts, *map(report.text, machines)])
+    lines = dict.fromkeys(f"Quality: {machine(record['machine'])}" for record in records)
+    lines |= dict.fromkeys(f"Latency: {each}" for each in machines)
+    return report.page("Quality against latency", [*parts, *map(report.text, lines)])
 
 
 def machine(facts: dict[str, Any]) -> str:
-    """Without the command, which has plan and seed in it."""
+    """Facts as a line, without the command, which names one plan and seed."""
     return ", ".join(f"{key}: {value}" for key, value in facts.items() if key != "command")
 
 

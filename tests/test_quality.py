@@ -196,7 +196,8 @@ def latency(plan: str, reducer: str, milliseconds: float, **point: Any) -> dict[
              "prompt": 1024, "new_tokens": 128, "layers": 12}  # fmt: skip
     times = {"prefill_ms": 1.0, "decode_ms": milliseconds, "total_ms": 99.0, "decode_p99_ms": 1.0,
              "prefill_floor_ms": 0.5, "floor_ms": 0.1, "memory_gib": 1.0, "picked": {}}  # fmt: skip
-    return {"point": names | point, "result": times, "check": {}, "without_reduces": None}
+    return {"point": names | point, "result": times, "check": {}, "without_reduces": None,
+            "machine": {"gpu": "H200", "nccl": "2.28"}}  # fmt: skip
 
 
 RECORDS = [
@@ -232,6 +233,7 @@ def test_the_page_joins_quality_and_latency(tmp_path: Path) -> None:
     assert quality.main(["page", "--quality", found, "--latency", times, "--out", str(out)]) == 0
     page = out.read_text()
     assert page.count("<svg") == 1
+    assert "<p>Latency: gpu: H200, nccl: 2.28</p>" in page
     assert not any(word in page for word in ("<script", "<link", "src="))  # it needs nothing else
 
     def row(*values: str) -> str:
