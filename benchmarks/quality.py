@@ -36,10 +36,10 @@ from ladder.config import load_plan
 from ladder.data.batches import TokenData
 from ladder.data.mix import open_sources
 from ladder.files import make_folder, write_text
-from ladder.infer.bench import append, facts
 from ladder.models import ModelConfig, Transformer, resolve_plan
 from ladder.models.errors import UserError
 from ladder.plans import aligned
+from ladder.records import append, facts
 from ladder.train import metrics
 from ladder.train.config import TrainConfig, load_train_config
 
