@@ -28,11 +28,13 @@ OTHERS = {  # lowest and highest: the papers say 1B, 3B and 176B; the rest is ou
     "paper-3b": (2.9e9, 3.6e9),
     "bloom-176b": (176e9 * 0.98, 176e9 * 1.02),
     "2b-class": (1.9e9, 2.1e9),
+    "quality-100m": (0.95e8, 1.05e8),
     "tiny": (0.4e6, 0.6e6),
 }
 # The largest T that each shape is meant for: one node of 8, two of them for the largest.
 LARGEST_TP = dict.fromkeys((*LLAMAS, *OTHERS), 8) | {
     "paper-3b": 4,  # 8 does not divide its 36 heads
+    "quality-100m": 4,
     "bloom-176b": 16,
     "llama-3.1-405b": 16,
 }

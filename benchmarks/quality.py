@@ -1,0 +1,335 @@
+"""Quality at equal tokens: one small model under each plan, and what that quality costs in latency.
+
+    python benchmarks/quality.py run [key=value ...] [--data FOLDER] [--out FOLDER] [--runs FOLDER]
+        [--gpus N] [--budget MINUTES] [--only PLAN[:SEED] ...]
+    python benchmarks/quality.py page --quality FILE --latency FILE [--out FILE]
+
+`run` trains the recipe quality-100m by `ladder train`, one run a GPU at a time (without GPUs one
+run at a time on the CPU), those that take longest first. A finished run is a line in
+`--out`/quality.jsonl and is skipped when the command is started again; one that was broken off
+begins again. key=value overrides the recipe, for all runs alike. The data is what
+benchmarks/quality_data.py prepares. `page` joins the results with the decode latency of the same
+shape: `ladder bench inference --model quality-100m --plans ... --nproc 4`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from quality_report import COLUMNS, PLANS, T, caption, latency_rows, read, rows, write_page
+
+import ladder
+from ladder.config import load_plan
+from ladder.data.batches import TokenData
+from ladder.data.mix import open_sources
+from ladder.files import make_folder, write_text
+from ladder.models import ModelConfig, Transformer, resolve_plan
+from ladder.models.errors import UserError
+from ladder.plans import aligned
+from ladder.records import append, facts
+from ladder.train import metrics
+from ladder.train.config import TrainConfig, load_train_config
+
+RECIPE = "quality-100m"
+SEEDS = {"standard": (0, 1), "ladder": (0, 1)}  # the others: 0
+OWN = ("data", "out", "plan", "seed", "tp", "tp_degree")  # keys of the recipe that are set here
+PER_RUN = ("data", "out", "plan", "seed", "tp_degree")  # keys in which runs side by side differ
+RESULTS, TABLE = "quality.jsonl", "quality.txt"
+POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: its plan and seed, and what they resolve to."""
+
+    plan: str
+    seed: int
+    config: TrainConfig
+    model: ModelConfig
+    overrides: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.plan}-seed{self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.out)
+
+    @property
+    def command(self) -> list[str]:
+        return ["-m", "ladder", "train", RECIPE, *self.overrides]
+
+
+@dataclass
+class Started:
+    """A run under way, its output in a file."""
+
+    run: Run
+    process: subprocess.Popen[bytes]
+    log: Path
+    stream: IO[bytes]
+    since: float
+
+    def tail(self) -> str:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+
+# ---- run ------------------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train what is not finished; 1 if a training failed."""
+    if options.budget is not None and not options.budget > 0:
+        raise UserError(f"--budget={options.budget} must be above 0 minutes")
+    deadline = time.monotonic() + 60 * (options.budget or float("inf"))
+    gpus = visible_gpus(options.gpus)
+    data = open_sources(str(options.data))
+    runs = [resolve(plan, seed, options, data) for plan, seed in chosen(options.only)]
+    file = options.out / RESULTS
+    records = read(file) if file.is_file() else []
+    common = {"recipe": recipe_of(runs[0]), "data": summary(data)}
+    for record in records:
+        if any(record[key] != value for key, value in common.items()):
+            raise UserError(
+                f"{file} holds runs of another recipe or of other data; choose another --out"
+            )
+    for folder in (options.out, options.runs):
+        make_folder(folder)
+    done = {(record["plan"], record["seed"]) for record in records}
+    waiting = [each for each in runs if (each.plan, each.seed) not in done]
+    # Virtual ranks make a run long; sorting keeps the order of the rest: a second seed is last.
+    waiting.sort(key=lambda each: (each.seed, not each.model.plan.depends_on_tp))
+    failed = train_all(waiting, gpus, deadline, records, file, common)
+    if records:
+        text = f"{caption(records)}\n{aligned([list(COLUMNS), *rows(records)])}"
+        write_text(options.out / TABLE, text + "\n")
+        print(f"\n{text}\n\n{file}")
+    return 1 if failed else 0
+
+
+def visible_gpus(count: int | None) -> list[str | None]:
+    """What CUDA_VISIBLE_DEVICES is to be for each run at a time; None leaves it as it is."""
+    there = torch.cuda.device_count()
+    if count is not None and not 1 <= count <= there:
+        raise UserError(f"--gpus={count}: this machine has {there}; leave it out for all of them")
+    if not there:
+        return [None]
+    own = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = own.split(",") if own else [str(n) for n in range(there)]
+    return list(names[: count or there])
+
+
+def chosen(only: Sequence[str] | None) -> list[tuple[str, int]]:
+    """(plan, seed) of all runs, or of those named: PLAN, with the seeds it has, or PLAN:SEED."""
+    found: dict[tuple[str, int], None] = {}
+    for name in only or PLANS:
+        plan, colon, seed = name.partition(":")
+        if colon and not seed.isdecimal():
+            raise UserError(f"--only={name}: the seed must be a whole number, as in {plan}:1")
+        for each in (int(seed),) if colon else SEEDS.get(plan, (0,)):
+            found[plan, each] = None
+    return list(found)
+
+
+def resolve(plan: str, seed: int, options: argparse.Namespace, data: TokenData) -> Run:
+    """UserError, before anything is trained, where the plan or an override is wrong."""
+    for override in options.overrides:
+        key = override.partition("=")[0]
+        if key in OWN:
+            raise UserError(f"override {override!r}: {key} is set by the benchmark; leave it out")
+    folder = options.runs / f"{plan}-seed{seed}"
+    shared = [*options.overrides, f"data={options.data}", f"out={folder}"]
+    shape = load_train_config(RECIPE, shared).model_config(data.vocab_size)
+    own = [f"plan={plan}", f"seed={seed}"]
+    if resolve_plan(load_plan(plan), shape.num_layers, T).depends_on_tp:
+        own.append(f"tp_degree={T}")
+    overrides = (*shared, *own)
+    config = load_train_config(RECIPE, overrides)
+    return Run(plan, seed, config, config.model_config(data.vocab_size), overrides)
+
+
+def recipe_of(each: Run) -> dict[str, Any]:
+    """The recipe without what differs between the runs of a table, as JSON would give it back."""
+    recipe = each.config.resolved(each.model)
+    kept = {key: value for key, value in recipe.items() if key not in PER_RUN}
+    found: dict[str, Any] = json.loads(json.dumps(kept))
+    return found
+
+
+def summary(data: TokenData) -> dict[str, Any]:
+    found: dict[str, Any] = {"tokenizer_sha256": data.index["tokenizer_sha256"][:16]}
+    for name, split in data.splits.items():
+        found[name] = {"tokens": len(split), "bytes": split.bytes, "documents": split.documents}
+    return found
+
+
+def train_all(
+    waiting: list[Run], gpus: Sequence[str | None], deadline: float,
+    records: list[dict[str, Any]], file: Path, common: dict[str, Any],
+) -> list[Run]:  # fmt: skip
+    """Train each, as many at a time as there are `gpus`; returns those that failed.
+
+    A run that would, as long as the longest of its kind took, end after the deadline is not begun.
+    """
+    running: dict[str | None, Started] = {}
+    failed: list[Run] = []
+    try:
+        while waiting or running:
+            for gpu in [gpu for gpu in gpus if gpu not in running]:
+                fits = [e for e in waiting if time.monotonic() + expected_s(e, records) < deadline]
+                if fits:
+                    waiting.remove(fits[0])
+                    running[gpu] = start(fits[0], gpu)
+                    print(f"{fits[0].name}: begun{on(gpu)}", flush=True)
+            if not running:
+                break
+            time.sleep(POLL_S)
+            for gpu, started in list(running.items()):
+                if started.process.poll() is None:
+                    continue
+                del running[gpu]
+                started.stream.close()
+                if started.process.returncode:
+                    failed.append(started.run)
+                    print(f"error: {started.run.name}{on(gpu)}: {started.tail()} (all of it: "
+                          f"{started.log})", file=sys.stderr, flush=True)  # fmt: skip
+                    continue
+                records.append({**record(started), **common})
+                append(file, records[-1:])
+                print(f"{started.run.name}: {records[-1]['heldout_bits_per_byte']:.4f} bits per "
+                      f"byte, {records[-1]['wall_s']:.0f} s", flush=True)  # fmt: skip
+    finally:
+        for started in running.values():
+            started.process.kill()
+            started.process.wait()
+    if waiting:
+        print(f"left out, the budget is spent: {', '.join(each.name for each in waiting)}")
+    return failed
+
+
+def on(gpu: str | None) -> str:
+    return "" if gpu is None else f" on GPU {gpu}"
+
+
+def expected_s(each: Run, records: Sequence[dict[str, Any]]) -> float:
+    """The longest that a run with as many virtual ranks took; 0 while none has ended."""
+    alike = [r["wall_s"] for r in records if r["tp_degree"] == each.model.tp_degree]
+    return max(alike, default=0.0)
+
+
+def start(each: Run, gpu: str | None) -> Started:
+    """Begin a training, anew where it was broken off: a checkpoint is written at the end alone."""
+    if (each.folder / "recipe.json").exists():
+        shutil.rmtree(each.folder)
+    log = each.folder.with_name(f"{each.folder.name}.log")
+    stream = log.open("wb")
+    package = Path(ladder.__file__).parents[1]
+    env = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    if gpu is not None:
+        env["CUDA_VISIBLE_DEVICES"] = gpu
+    process = subprocess.Popen(
+        [sys.executable, *each.command], env=env, stdin=subprocess.DEVNULL, stdout=stream,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    return Started(each, process, log, stream, time.monotonic())
+
+
+def record(started: Started) -> dict[str, Any]:
+    """What a training gave, from its metrics."""
+    each, found = started.run, metrics.read(started.run.folder)
+    steps = [entry for entry in found if "loss" in entry]
+    heldout = next(entry for entry in reversed(found) if "heldout_loss" in entry)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Transformer(each.model).parameters())
+    on_gpu = torch.cuda.is_available()
+    return {
+        "plan": each.plan,
+        "seed": each.seed,
+        "tp_degree": each.model.tp_degree,
+        "parameters": parameters,
+        "tokens": steps[-1]["tokens"],
+        "heldout_bits_per_byte": heldout["heldout_bits_per_byte"],
+        "heldout_loss": heldout["heldout_loss"],
+        "wall_s": round(time.monotonic() - started.since, 1),
+        "tokens_per_second": statistics.median(entry["tokens_per_second"] for entry in steps),
+        "mfu": statistics.median(e["mfu"] for e in steps) if "mfu" in steps[-1] else None,
+        "memory_gib": steps[-1].get("memory_gib"),
+        "losses": [[entry["step"], round(entry["loss"], 4)] for entry in steps],
+        "machine": {
+            **facts(torch.cuda.get_device_name(0) if on_gpu else "none"),
+            "command": " ".join(["python", *each.command]),
+        },
+    }
+
+
+# ---- page and command line ------------------------------------------------------------------
+
+
+def page(options: argparse.Namespace) -> int:
+    records = read(options.quality)
+    if any(record["recipe"] != records[0]["recipe"] for record in records):
+        raise UserError(f"{options.quality} holds runs of several recipes; give one of one")
+    shape = records[0]["recipe"]["model"]
+    latency, machines = latency_rows(options.latency, shape["name"], shape["num_layers"])
+    make_folder(options.out.parent)
+    write_text(options.out, write_page(records, latency, machines))
+    print(options.out)
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Quality at equal tokens, plan by plan.")
+    verbs = parser.add_subparsers(metavar="COMMAND", required=True)
+    add = verbs.add_parser("run", help="train what is not finished, and print the table")
+    add.set_defaults(verb=run)
+    add.add_argument("overrides", nargs="*", metavar="key=value", help="for the recipe of all runs")
+    add.add_argument("--data", type=Path, default=Path("runs/quality-data/data"))
+    add.add_argument("--out", type=Path, default=Path("runs/quality"), help="for the results")
+    add.add_argument("--runs", type=Path, help="for the trainings' folders (--out)")
+    add.add_argument("--gpus", type=int, help="runs at a time, one a GPU (all)")
+    add.add_argument("--budget", type=float, metavar="MINUTES", help="begin none that ends later")
+    add.add_argument("--only", nargs="+", metavar="PLAN[:SEED]", help="these runs, or others")
+    add = verbs.add_parser("page", help="join the results with latency, in one HTML file")
+    add.set_defaults(verb=page)
+    add.add_argument("--quality", type=Path, required=True, help="what `run` wrote")
+    add.add_argument("--latency", type=Path, required=True, help="inference.jsonl")
+    add.add_argument("--out", type=Path, default=Path("runs/quality/quality.html"))
+    options, rest = parser.parse_known_args(arguments)
+    # argparse takes positional arguments in one place only; overrides may follow an option.
+    if rest and (options.verb is not run or any(item.startswith("-") for item in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if options.verb is run:
+        options.overrides += rest
+        options.runs = options.runs or options.out
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 0, 1 where a training failed, 2 for a user's mistake."""
+    options = parse(arguments)
+    try:
+        code: int = options.verb(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return code
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended, too
+    sys.exit(main())

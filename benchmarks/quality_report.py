@@ -1,0 +1,203 @@
+"""What benchmarks/quality.py shows of its records: the table, and the page that adds latency."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ladder import report
+from ladder.infer.bench import finished
+from ladder.infer.derive import EXPLANATION, HEAD, by_case, cells, derive
+from ladder.infer.points import describe
+from ladder.models.errors import UserError
+
+PLANS = ("standard", "parallel", "ladder", "desync-2x", "desync-4x", "dtp-1")
+T = 4  # of the plans that depend on it, and of the latency beside their quality
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The records of a result file, the newest of each plan and seed."""
+    if not file.is_file():
+        raise UserError(f"no results at {file}; `quality.py run` writes them")
+    found = {}
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            each = json.loads(line)
+            found[each["plan"], each["seed"]] = each
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"line {number} of {file} is no record ({error}); remove the line"
+            ) from error
+    return list(found.values())
+
+
+COLUMNS = ("plan", "T", "seeds", "bits per byte", "spread", "less standard", "tokens/s", "MFU",
+           "GiB", "wall s")  # fmt: skip
+MEANING = """\
+bits per byte: of all held-out text, the mean over seeds. spread: the largest less the smallest of
+them. less standard: the mean less that of standard, below 0 is better. T: of plans that depend on
+it, which train on one GPU as that many virtual ranks. tokens/s, MFU: of training, medians. wall:
+a whole run, its start, evaluation and checkpoint included."""
+
+
+def by_plan(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """In the order of PLANS, then others."""
+    plans = dict.fromkeys([*PLANS, *(record["plan"] for record in records)])
+    found = {plan: [r for r in records if r["plan"] == plan] for plan in plans}
+    return {plan: members for plan, members in found.items() if members}
+
+
+def mean(members: Sequence[dict[str, Any]], key: str = "heldout_bits_per_byte") -> float:
+    return statistics.fmean(record[key] for record in members)
+
+
+def quality_cells(plan: str, groups: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Bits per byte, spread, difference from standard."""
+    values = [record["heldout_bits_per_byte"] for record in groups[plan]]
+    spread = f"{max(values) - min(values):.4f}" if len(values) > 1 else "-"
+    less = "-"
+    if "standard" in groups and plan != "standard":
+        less = f"{mean(groups[plan]) - mean(groups['standard']):+.4f}"
+    return [f"{mean(groups[plan]):.4f}", spread, less]
+
+
+def rows(records: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """One a plan, under COLUMNS."""
+    groups, found = by_plan(records), []
+    for plan, members in groups.items():
+        known = members[0]["mfu"] is not None, members[0]["memory_gib"] is not None
+        found.append(
+            [
+                plan,
+                str(members[0]["tp_degree"] or "-"),
+                str(len(members)),
+                *quality_cells(plan, groups),
+                f"{mean(members, 'tokens_per_second'):,.0f}",
+                f"{100 * mean(members, 'mfu'):.0f}%" if known[0] else "-",
+                f"{mean(members, 'memory_gib'):.0f}" if known[1] else "-",
+                f"{mean(members, 'wall_s'):.0f}",
+            ]
+        )
+    return found
+
+
+def caption(records: Sequence[dict[str, Any]]) -> str:
+    first = next(iter(by_plan(records).values()))[0]  # standard, where it is there
+    split, heldout = first["data"]["train"], first["data"]["heldout"]
+    return (
+        f"{first['recipe']['model']['name']}, {first['parameters']:,} parameters; "
+        f"{first['tokens']:,} tokens, {first['tokens'] / split['tokens']:.2f} epochs of "
+        f"{split['tokens']:,}; held out {heldout['tokens']:,} tokens, {heldout['bytes']:,} bytes"
+    )
+
+
+JOINED = ("plan", "bits per byte", "spread", "less standard", "decode ms/token", "reducer",
+          "x faster than standard", "on the frontier")  # fmt: skip
+
+
+def latency_rows(file: Path, model: str, layers: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """What a token of one sequence takes on T GPUs, plan by plan and reducer by reducer; and on
+    which machines it was measured."""
+    if not file.is_file():
+        raise UserError(f"no results at {file}; `ladder bench inference` writes inference.jsonl")
+    wanted = (model, layers, T, 1, True)
+    found, records = [], list(finished(file).values())
+    for row in derive(records):
+        point = row["point"]
+        same = (point.model, point.layers, point.tp, point.batch, point.p2p) == wanted
+        if same and point.degree in (0, T):
+            found.append(row)
+    cases = by_case(found)
+    if len(cases) != 1:
+        known = "; ".join(describe(case) for case in cases) or "none"
+        raise UserError(
+            f"{file} must hold one case of {model}, {layers} layers, TP {T}, batch 1; it holds "
+            f"{known}: run `ladder bench inference --model {model} --nproc {T}` with a new --out"
+        )
+    return found, list(dict.fromkeys(machine(record["machine"]) for record in records))
+
+
+def write_page(
+    records: Sequence[dict[str, Any]], latency: Sequence[dict[str, Any]], machines: Sequence[str]
+) -> str:
+    """The page as HTML: bits per byte against ms a token, then both tables.
+
+    machines: what the latencies were measured on.
+    """
+    groups = by_plan(records)
+    best: dict[str, dict[str, Any]] = {}  # of each plan, with its fastest reducer
+    for row in latency:
+        plan = row["point"].plan
+        if plan not in best or row["decode_ms"] < best[plan]["decode_ms"]:
+            best[plan] = row
+    places = {
+        plan: (best[plan]["decode_ms"], mean(members))
+        for plan, members in groups.items()
+        if plan in best
+    }
+    parts = [
+        report.text(
+            f"One model shape, equal tokens, one corpus; only the residual plan differs. "
+            f"{caption(records)}. Latency: {describe(latency[0]['point'])}, a decode step of the "
+            f"same shape with random weights, each plan with its fastest reducer."
+        ),
+        report.heading("What quality costs in latency, and latency in quality"),
+        figure(groups, best),
+        report.table(JOINED, [joined(plan, groups, best, places) for plan in groups]),
+        report.text(
+            "On the frontier: no other plan is at once better and faster. Differences within the "
+            "spread between seeds are noise; of a plan with one seed the spread was not "
+            "measured: take that of the others."
+        ),
+        report.heading("Quality"),
+        report.table(COLUMNS, rows(records)),
+        report.code(MEANING),
+        report.heading("Latency"),
+        report.table(HEAD, [cells(row) for row in latency]),
+        report.code(EXPLANATION),
+        report.heading("Measured on"),
+    ]
+    lines = dict.fromkeys(f"Quality: {machine(record['machine'])}" for record in records)
+    lines |= dict.fromkeys(f"Latency: {each}" for each in machines)
+    return report.page("Quality against latency", [*parts, *map(report.text, lines)])
+
+
+def machine(facts: dict[str, Any]) -> str:
+    """Facts as a line, without the command, which names one plan and seed."""
+    return ", ".join(f"{key}: {value}" for key, value in facts.items() if key != "command")
+
+
+def figure(groups: dict[str, list[dict[str, Any]]], best: dict[str, dict[str, Any]]) -> str:
+    """A point a plan, or one a seed, joined: its height is the spread."""
+    lines = {
+        plan: (
+            [best[plan]["decode_ms"]] * len(members),
+            [record["heldout_bits_per_byte"] for record in members],
+        )
+        for plan, members in groups.items()
+        if plan in best
+    }
+    try:
+        return report.curves(lines, f"decode ms/token, TP {T}, batch 1", "held-out bits per byte")
+    except UserError as error:
+        return report.text(f"No figure: {error}")
+
+
+def joined(
+    plan: str, groups: dict[str, list[dict[str, Any]]], best: dict[str, dict[str, Any]],
+    places: dict[str, tuple[float, float]],
+) -> list[str]:  # fmt: skip
+    quality = [plan, *quality_cells(plan, groups)]
+    if plan not in best:
+        return [*quality, "-", "-", "-", "-"]
+    own, row = places[plan], best[plan]
+    beaten = any(
+        other != own and other[0] <= own[0] and other[1] <= own[1] for other in places.values()
+    )
+    standard = best.get("standard")
+    faster = f"{standard['decode_ms'] / row['decode_ms']:.3f}" if standard else "-"
+    reducer = row["point"].reducer
+    return [*quality, f"{row['decode_ms']:.3f}", reducer, faster, "no" if beaten else "yes"]
