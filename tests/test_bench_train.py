@@ -1,0 +1,144 @@
+"""`ladder bench train`: what it times, what it compares with what, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ladder.cli import main
+from ladder.models import UserError
+from ladder.models.config import ModelConfig
+from ladder.parallel import launch
+from ladder.parallel.sharding import local_tensor
+from ladder.train import bench
+from ladder.train.bench import Layout, Point, parse_layout, points, table
+from tests.distributed import Pools
+from tests.test_collectives import Dispatched
+
+
+def options(**changes: Any) -> Any:
+    settings = {
+        "model": "tiny", "layers": 2, "plans": ["standard", "none", "ladder"], "layouts": ["ddp"],
+        "seq_len": 64, "batch": 2, "micro_batch": 0, "dtype": "float32",
+        "activation_checkpointing": "none", "compile": False,
+    }  # fmt: skip
+    return SimpleNamespace(**settings | changes)
+
+
+def test_layouts() -> None:
+    assert parse_layout("ddp") == Layout("ddp")
+    assert parse_layout("fsdp") == Layout("fsdp", dp_shard=0)
+    assert parse_layout("hsdp2") == Layout("hsdp2", dp_shard=2)
+    assert parse_layout("tp4+sp+fsdp") == Layout("tp4+sp+fsdp", 4, 0, True)
+    wrong = {"tp": "'tp'", "sp": "without tpN", "zero3": "'zero3'", "ddp2": "'ddp2'"}
+    for text, words in wrong.items():
+        with pytest.raises(UserError, match=words):
+            parse_layout(text)
+
+
+def test_points() -> None:
+    """A plan under TP stands beside its bound, `none` is standard's, each point comes once."""
+    found = [(p.layout, p.plan, p.silent) for p in points(options(layouts=["ddp", "tp2"]))]
+    assert found == [
+        ("ddp", "standard", False), ("ddp", "ladder", False), ("tp2", "standard", False),
+        ("tp2", "standard", True), ("tp2", "ladder", False), ("tp2", "ladder", True),
+    ]  # fmt: skip
+
+
+def calls(rank: int, world: int) -> dict[str, list[int]]:
+    """Collectives of one forward and backward pass over the TP group, by layout: with and without
+    the sublayers' reduces."""
+    found: dict[str, list[int]] = {}
+    for layout in ("tp2", "tp2+sp"):
+        for silent in (False, True):
+            (point, *_) = points(options(layouts=[layout], plans=["ladder"]))
+            point = Point(**{**point.__dict__, "silent": silent})
+            recipe = bench.recipe_of(point)
+            model, _ = bench.build(point, recipe, 2, torch.device("cpu"))
+            tokens = torch.randint(0, 100, (2, 64), generator=torch.Generator().manual_seed(1))
+            with Dispatched() as mode:
+                model(tokens, tokens).mean().backward()
+            found.setdefault(layout, []).append(mode.count)
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                assert local_tensor(parameter.grad).isfinite().all()
+    return found
+
+
+def test_the_bound_drops_the_sublayers_reduces_alone(pools: Pools) -> None:
+    """Two layers have four reduces, each forward and backward; under sequence parallelism a scatter
+    and a gather each, and the final norm's gather. The embedding's and the loss's stay."""
+    for found in pools(2).run(calls):
+        reduced, silent = found["tp2"]
+        assert reduced - silent == 2 * 4
+        reduced, silent = found["tp2+sp"]
+        assert reduced - silent == 2 * (4 + 5)
+
+
+def test_the_table() -> None:
+    def record(step: float, **changes: Any) -> dict[str, Any]:
+        point = {**points(options(layouts=["tp2"], plans=["standard"]))[0].__dict__, **changes}
+        result = {"step_ms": step, "steps_ms": [step, step + 1], "tokens_s_gpu": 1e6 / step}
+        return {"point": point, "result": {**result, "mfu": 0.5, "memory_gib": 3.0}}
+
+    records = [record(120.0), record(100.0, silent=True), record(105.0, plan="ladder"),
+               record(100.0, plan="ladder", silent=True)]  # fmt: skip
+    lines = [line.split() for line in table(records).splitlines()]
+    assert lines[1][:3] == ["tp2", "standard", "120.0"]
+    assert lines[1][6:8] == ["20.0%", "1.000"]
+    assert lines[2][:3] == ["tp2", "none", "100.0"]
+    assert lines[3][6:8] == ["5.0%", "1.143"]
+    assert lines[4][1:4] == ["ladder", "without", "reduces"]
+
+
+COMMAND = ["bench", "train", "--model", "tiny", "--layers", "2", "--seq-len", "32", "--batch", "2",
+           "--steps", "1", "--device", "cpu", "--dtype", "float32"]  # fmt: skip
+
+
+def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """On two ranks, with virtual ranks where T is 4: every line is there and recorded."""
+    wanted = ["--plans", "standard", "ladder", "desync-2x", "--layouts", "tp2", "fsdp"]
+    assert main([*COMMAND, *wanted, "--nproc", "2", "--out", str(tmp_path)]) == 0
+    printed = capfd.readouterr().out
+    for line in ("tp2     standard", "tp2     none", "fsdp    desync-2x", "ladder without reduces"):
+        assert line in printed
+    records = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert len(records) == 9
+    assert all(record["result"]["step_ms"] > 0 for record in records)
+    assert all(record["machine"]["ranks"] == 2 for record in records)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--layouts", "tp2"], "tp=2"),
+        (["--layouts", "pp2"], "--layouts: 'pp2'"),
+        (["--plans", "lader"], "lader"),
+        (["--plans", "none"], "layout with tpN"),
+        (["--steps", "0"], "--steps=0"),
+        (["--micro-batch", "3"], "--micro-batch=3"),
+        (["--dtype", "int8"], "int8"),
+        (["--activation-checkpointing", "some"], "'some'"),
+        (["--model", "tinny"], "tinny"),
+    ],
+)
+def test_mistakes(wrong: list[str], words: str, tmp_path: Path, capsys: Any) -> None:
+    """Before anything is timed: one line, exit code 2."""
+    assert launch.world_size() == 1
+    assert main([*COMMAND, "--out", str(tmp_path / "b"), *wrong]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert words in error
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_plan_gets_its_degree() -> None:
+    config = bench.shape_of(points(options(plans=["desync-2x"]))[0], 4)
+    assert isinstance(config, ModelConfig)
+    assert config.tp_degree == 4
+    assert bench.shape_of(points(options(plans=["ladder"]))[0], 4).tp_degree is None
