@@ -343,6 +343,9 @@ def _bench(verbs: Any) -> None:
     parser.add_argument("--activation-checkpointing", default="none", help="none, selective, full")
     parser.add_argument("--compile", action="store_true", help="compile each sublayer")
     parser.add_argument("--steps", type=int, default=10, help="steps that are timed")
+    parser.add_argument(
+        "--profile", action="store_true", help="write a trace of each point, too, for Perfetto"
+    )
     parser.add_argument("--out", default="runs/bench", help="train.jsonl there is appended to")
     _add_processes(parser)
 
