@@ -172,9 +172,14 @@ def fused_add_norm(
 
 
 def can_fuse(model: Transformer) -> bool:
-    """Whether `fuse` knows this model: no virtual ranks, no biases."""
-    config = model.config
-    return model.reducer.ranks.held == 1 and not config.attention_bias and not config.mlp_bias
+    """Whether `fuse` knows this model: no virtual ranks, no biases, weights as they compute."""
+    config, stored = model.config, model.model.embed_tokens.weight.dtype
+    return (
+        model.reducer.ranks.held == 1
+        and not config.attention_bias
+        and not config.mlp_bias
+        and model.compute_dtype in (None, stored)
+    )
 
 
 @torch.no_grad()
