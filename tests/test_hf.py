@@ -1,0 +1,230 @@
+"""transformers' interface: our numbers, and its own Llama's, through all that it adds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+import ladder.hf  # noqa: E402
+from ladder.checkpoint import load_model  # noqa: E402
+from ladder.hf import LadderConfig, LadderForCausalLM  # noqa: E402
+from ladder.infer.engine import generate  # noqa: E402
+from ladder.models import UserError, document_starts  # noqa: E402
+from tests import test_checkpoint, test_generate  # noqa: E402
+from tests.test_checkpoint import TOKENS, save_llama, save_ours  # noqa: E402
+from tests.test_generate import PLANS, prompts  # noqa: E402
+
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def wrapped(plan: str = "ladder", degree: int | None = None, **changes: Any) -> LadderForCausalLM:
+    """Random, in float64, with wide logits, so that its choices are no near ties."""
+    return LadderForCausalLM.from_transformer(test_generate.make(plan, degree, **changes))
+
+
+def padded(rows: list[list[int]], side: str) -> tuple[Tensor, Tensor]:
+    """Tokens [B, S], with the token 7 as padding, and the mask that says where it is."""
+    size = max(map(len, rows))
+    tokens, mask = torch.full((len(rows), size), 7), torch.zeros(len(rows), size, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        part = slice(size - len(row), size) if side == "left" else slice(len(row))
+        tokens[i, part], mask[i, part] = torch.tensor(row), 1
+    return tokens, mask
+
+
+@pytest.mark.parametrize(("plan", "degree"), PLANS)
+@torch.no_grad()
+def test_logits_are_ours_to_the_bit(plan: str, degree: int | None) -> None:
+    model = wrapped(plan, degree)
+    tokens = torch.randint(0, 67, (2, 9), generator=torch.Generator().manual_seed(0))
+    ours = model.transformer(tokens)
+    for use_cache in (False, True):
+        assert torch.equal(model(tokens, use_cache=use_cache).logits, ours)
+    assert torch.equal(model(tokens, torch.ones_like(tokens)).logits, ours)
+    kept = model(tokens, logits_to_keep=3, return_dict=False)[0]
+    assert torch.equal(kept, ours[:, -3:])
+    assert torch.equal(model(tokens, logits_to_keep=torch.tensor([2, 0])).logits, ours[:, [2, 0]])
+
+
+@pytest.mark.parametrize(("plan", "degree"), PLANS)
+def test_generate_gives_the_engines_tokens(plan: str, degree: int | None) -> None:
+    """Padding that is attended to, or positions that count it, fail this."""
+    model = wrapped(plan, degree)
+    expected = [
+        result.tokens for result in generate(model.transformer, prompts(), max_new_tokens=9)
+    ]
+    tokens, mask = padded(prompts(), "left")
+    for options in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
+        new = model.generate(tokens, attention_mask=mask, max_new_tokens=9, **GREEDY, **options)
+        assert new[:, tokens.shape[1] :].tolist() == expected, options
+
+
+def test_beams_reorder_every_virtual_rank() -> None:
+    """A cache whose first dimension is ranks times batch would be reordered wrongly, or not."""
+    model = wrapped("desync-4x", 4)
+    tokens, mask = padded(prompts(), "left")
+    options = GREEDY | {"num_beams": 3, "max_new_tokens": 8}
+    cached = model.generate(tokens, attention_mask=mask, **options)
+    assert torch.equal(
+        cached, model.generate(tokens, attention_mask=mask, use_cache=False, **options)
+    )
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}])
+@torch.no_grad()
+def test_a_standard_plan_is_transformers_llama(
+    tmp_path: Path, side: str, changes: dict[str, Any]
+) -> None:
+    """Logits and losses, whole and in two parts with a cache, wherever there is no padding."""
+    llama = save_llama(tmp_path, **changes)
+    model = LadderForCausalLM.from_pretrained(tmp_path)
+    rows = [[5, 80, 9, 31, 62, 7, 1], [3, 90, 12]]
+    tokens, mask = padded(rows, side)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    before = torch.nn.functional.pad(mask, (1, -1))
+    labels = tokens.where(before * mask > 0, -100)  # nothing is predicted from padding
+    given = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+    for more in ({}, {"use_cache": False}, {"labels": labels}):
+        ours, theirs = model(**given, **more), llama(**given, **more)
+        assert (ours.logits - theirs.logits)[mask > 0].abs().max() < 1e-5
+    assert (ours.loss - theirs.loss).abs() < 1e-5
+    assert (
+        model(**given, labels=labels, num_items_in_batch=5).loss * 5 / 8 - ours.loss
+    ).abs() < 1e-5
+
+    part = {name: value[:, :4] for name, value in given.items()}
+    rest = {name: value[:, 4:] for name, value in given.items()} | {"attention_mask": mask}
+    cache = model(**part).past_key_values
+    ours = model(**rest, past_key_values=cache)
+    assert cache.get_seq_length() == 7
+    assert (ours.logits - llama(**given).logits[:, 4:])[mask[:, 4:] > 0].abs().max() < 1e-5
+
+
+def test_positions_that_begin_again_begin_a_document() -> None:
+    """Packed rows, as data collators for fine-tuning make them: attention must not cross."""
+    model = wrapped("ladder")
+    tokens = torch.randint(1, 67, (1, 12), generator=torch.Generator().manual_seed(0))
+    tokens[0, 4] = tokens[0, 8] = 0
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]])
+    starts = document_starts(tokens, end=0)
+    with torch.no_grad():
+        packed = model(tokens, position_ids=positions, use_cache=False).logits
+        assert torch.allclose(packed, model.transformer(tokens, documents=starts))
+        plain = model(tokens, position_ids=torch.arange(12)[None], use_cache=False).logits
+        assert torch.equal(plain, model.transformer(tokens))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"plan": "desync-4x", "degree": 4}, {"tie_embeddings": True}]
+)
+def test_folders_round_trip(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """With one config.json and one set of names, which ladder reads too."""
+    model = wrapped(**changes)
+    model.config.eos_token_id = 3
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is LadderForCausalLM
+    assert loaded.config.eos_token_id == 3
+    assert loaded.config.resolved == model.transformer.config
+    ours = load_model(tmp_path)
+    with torch.no_grad():
+        expected = model(TOKENS % 67).logits
+        assert torch.equal(loaded(TOKENS % 67).logits, expected)
+        assert torch.equal(ours(TOKENS % 67), expected)
+    names = [name for name, _ in ours.named_parameters()]
+    assert [name for name, _ in loaded.named_parameters()] == names
+    head, embedding = loaded.lm_head.weight, loaded.model.embed_tokens.weight
+    assert (head is embedding) == changes.get("tie_embeddings", False)
+
+
+def test_folders_that_ladder_wrote(tmp_path: Path) -> None:
+    model = test_checkpoint.make()
+    save_ours(tmp_path, model)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert (config.num_hidden_layers, config.vocab_size, config.eos_token_id) == (2, 91, 0)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS).logits, model(TOKENS))
+    assert loaded.generation_config.eos_token_id == 0
+
+
+def test_a_new_model_is_initialised_as_ours() -> None:
+    """Biased statistics, or norms and biases that are not 1 and 0, fail this."""
+    config = test_generate.make("ladder", None, attention_bias=True).config
+    model = LadderForCausalLM(LadderConfig(model=config.to_dict()))
+    layer = model.model.layers[1]
+    assert (layer.input_layernorm.weight == 1).all()
+    assert (layer.self_attn.q_proj.bias == 0).all()
+    assert layer.mlp.up_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert layer.mlp.down_proj.weight.std().item() == pytest.approx(0.02 / 6**0.5, rel=0.1)
+
+
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    model = wrapped("desync-4x", 4).train()
+    tokens, mask = padded(prompts(), "left")
+    calls = []
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.register_forward_hook(lambda *_: calls.append(1))
+
+    def gradients() -> list[Tensor]:
+        calls.clear()
+        model.zero_grad()
+        out = model(tokens, mask, labels=tokens.where(mask > 0, -100), use_cache=True)
+        out.loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    expected = gradients()
+    assert len(calls) == 3
+    model.gradient_checkpointing_enable()
+    assert model.is_gradient_checkpointing
+    assert all(map(torch.equal, gradients(), expected))
+    assert len(calls) == 6
+    model.gradient_checkpointing_disable()
+    assert all(map(torch.equal, gradients(), expected))
+    assert len(calls) == 3
+
+
+def test_trainer_trains(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    config = test_generate.make("ladder", None).config
+    model = LadderForCausalLM(LadderConfig(model=config.to_dict()))
+    data = [{"input_ids": row, "labels": row} for row in torch.arange(8 * 12).view(8, 12) % 67]
+    options = transformers.TrainingArguments(
+        tmp_path, max_steps=6, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
+        save_steps=6, report_to=[], use_cpu=True, disable_tqdm=True, gradient_checkpointing=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, options, train_dataset=data)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[0] == pytest.approx(4.2, abs=0.1)
+    assert losses[-1] < losses[0] - 0.3
+    saved = load_model(tmp_path / "checkpoint-6")
+    assert torch.equal(saved.lm_head.weight, model.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"output_hidden_states": True}, "output_hidden_states=True is not supported"),
+        ({"output_attentions": True}, "output_attentions=True is not supported"),
+        ({"input_ids": None}, "inputs_embeds is not supported"),
+        ({"attention_mask": torch.ones(2, 3)}, "attention_mask has 3 places and there are 11"),
+    ],
+)
+def test_what_is_not_supported_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        wrapped()(**{"input_ids": TOKENS % 67, **options})
+
+
+def test_configs_without_a_model_are_refused() -> None:
+    with pytest.raises(UserError, match="model=None"):
+        ladder.hf.LadderConfig()
