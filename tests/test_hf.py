@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ import ladder.hf  # noqa: E402
 from ladder.checkpoint import load_model  # noqa: E402
 from ladder.hf import LadderConfig, LadderForCausalLM  # noqa: E402
 from ladder.infer.engine import generate  # noqa: E402
-from ladder.models import UserError, document_starts  # noqa: E402
+from ladder.models import Transformer, UserError, document_starts  # noqa: E402
 from tests import test_checkpoint, test_generate  # noqa: E402
-from tests.test_checkpoint import TOKENS, save_llama, save_ours  # noqa: E402
+from tests.test_checkpoint import LLAMA_3, TOKENS, save_llama, save_ours  # noqa: E402
 from tests.test_generate import PLANS, prompts  # noqa: E402
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -155,6 +156,42 @@ def test_folders_that_ladder_wrote(tmp_path: Path) -> None:
     with torch.no_grad():
         assert torch.equal(loaded(TOKENS).logits, model(TOKENS))
     assert loaded.generation_config.eos_token_id == 0
+
+
+@torch.no_grad()
+def test_a_llama_folder_under_another_plan(tmp_path: Path) -> None:
+    save_llama(tmp_path, num_hidden_layers=4, rope_parameters=LLAMA_3)
+    ours = load_model(tmp_path)
+    hybrid = Transformer(replace(ours.config, plan="ladder@2-3"))  # type: ignore[arg-type]
+    hybrid.load_state_dict(ours.state_dict())
+    model = LadderForCausalLM.from_pretrained(tmp_path, plan="ladder@2-3")
+    assert model.config.eos_token_id == [3, 5]
+    assert model.config.resolved == hybrid.config
+    assert torch.equal(model(TOKENS).logits, hybrid(TOKENS))
+    model.save_pretrained(tmp_path / "hybrid")
+    assert torch.equal(load_model(tmp_path / "hybrid")(TOKENS), hybrid(TOKENS))
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid", plan="standard")
+    assert torch.equal(back(TOKENS).logits, ours(TOKENS))
+    assert not torch.equal(hybrid(TOKENS), ours(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plan": "desync-2x", "tp_degree": 2}, "'desync-2x' has other norms .* ladder convert"),
+        ({"plan": "parallel"}, "'parallel' has other norms"),
+        ({"plan": "none", "tp_degree": 2}, "plan='none' drops every reduce"),
+        ({"plan": "leader"}, "unknown plan 'leader'"),
+        ({"plan": "ladder", "tp_degree": 2}, "tp_degree=2 with plan 'ladder'"),
+        ({"tp_degree": 2}, "tp_degree=2 goes with a plan"),
+    ],
+)
+def test_plans_that_a_folder_cannot_take(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    save_llama(tmp_path)
+    with pytest.raises(UserError, match=message):
+        LadderForCausalLM.from_pretrained(tmp_path, **options)
 
 
 def test_a_new_model_is_initialised_as_ours() -> None:

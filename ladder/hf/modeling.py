@@ -103,8 +103,7 @@ def rewired(model: Any, plan: Any, tp_degree: int | None) -> dict[str, Any]:
     """The fields `model` of a config with another plan, for which its weights need no change."""
     old = ModelConfig.from_dict(model)
     new = ModelConfig.from_dict({**old.to_dict(), "plan": plan, "tp_degree": tp_degree})
-    for one in (old, new):
-        one.refuse_bound()
+    new.refuse_bound()
     norms = [(each.plan.equal_reads, [s.kind for s in each.plan.sublayers]) for each in (old, new)]
     if norms[0] != norms[1]:
         raise UserError(
