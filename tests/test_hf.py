@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +18,18 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from transformers.distributed import DistributedConfig  # noqa: E402
 
 import ladder.hf  # noqa: E402
 from ladder.checkpoint import load_model  # noqa: E402
 from ladder.hf import LadderConfig, LadderForCausalLM  # noqa: E402
+from ladder.hf.bundle import bundle  # noqa: E402
 from ladder.infer.engine import generate  # noqa: E402
 from ladder.models import Transformer, UserError, document_starts  # noqa: E402
+from ladder.parallel.reducers import AsyncReducer  # noqa: E402
+from ladder.parallel.sharding import local_parameters  # noqa: E402
 from tests import test_checkpoint, test_generate  # noqa: E402
+from tests.distributed import Pools, tp_mesh  # noqa: E402
 from tests.test_checkpoint import LLAMA_3, TOKENS, save_llama, save_ours  # noqa: E402
 from tests.test_generate import PLANS, prompts  # noqa: E402
 
@@ -192,6 +202,108 @@ def test_plans_that_a_folder_cannot_take(
     save_llama(tmp_path)
     with pytest.raises(UserError, match=message):
         LadderForCausalLM.from_pretrained(tmp_path, **options)
+
+
+ALONE = """
+import sys, torch
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "ladder":
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Hidden())
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder, again, tokens = sys.argv[1], sys.argv[2], torch.tensor([[3, 9, 27, 14]])
+
+def run(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    new = model.generate(tokens, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    return model, [model(tokens).logits.detach(), new]
+
+model, results = run(folder)
+model.save_pretrained(again)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+torch.save([*results, *run(again)[1], tokenizer.eos_token_id], folder + "/results.pt")
+"""
+
+
+def test_a_folder_carries_its_code(tmp_path: Path, corpus: Path) -> None:
+    """Loaded, run, saved and loaded again by a process that has no ladder, and no network."""
+    source, out, again = tmp_path / "ours", tmp_path / "out", tmp_path / "again"
+    source.mkdir()
+    model = test_generate.make("desync-4x", 4)
+    save_ours(source, model)
+    shutil.copy(corpus / "tokenizer.json", source)
+    ladder.hf.export(source, out)
+    assert "import ladder" not in "".join(bundle().values())
+    assert "from ladder" not in "".join(bundle().values())
+    assert all(
+        name.startswith(("ladder_models", "ladder_hf", "ladder_convert")) for name in bundle()
+    )
+    environment = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, "-c", ALONE, str(out), str(again)],
+        env={**os.environ, **environment}, cwd=tmp_path, check=True, timeout=120,
+    )  # fmt: skip
+    tokens = torch.tensor([[3, 9, 27, 14]])
+    *results, eos = torch.load(out / "results.pt", weights_only=True)
+    with torch.no_grad():
+        expected = model(tokens)
+    new = generate(model, tokens.tolist(), max_new_tokens=5, stop={0})[0].tokens
+    for logits, generated in (results[:2], results[2:]):
+        assert torch.equal(logits, expected)
+        assert generated[0, 4:].tolist()[: len(new)] == new
+    assert eos == 0
+    for folder in (out, again):  # ladder goes on with its own code, whatever lies there
+        assert type(AutoModelForCausalLM.from_pretrained(folder)) is LadderForCausalLM
+        with torch.no_grad():
+            assert torch.equal(load_model(folder)(tokens), expected)
+    with pytest.raises(UserError, match="exists already"):
+        ladder.hf.export(source, out)
+
+
+def on_rank(rank: int, world: int, folder: Path) -> list[Any]:
+    """Logits, tokens, and how many numbers are held: of a model placed after loading, and while."""
+    tokens, mask = padded(prompts(), "left")
+    model = LadderForCausalLM.from_pretrained(folder)
+    ladder.hf.parallelize(model, tp_mesh(world))
+    models = [model]
+    if find_spec("accelerate"):  # which transformers needs for it
+        config = DistributedConfig(tp_size=world)
+        models.append(AutoModelForCausalLM.from_pretrained(folder, distributed_config=config))
+    found: list[Any] = []
+    for i, model in enumerate(models):
+        assert type(model.transformer.reducer) is AsyncReducer
+        with torch.no_grad():
+            logits = model(tokens, mask).logits
+        new = model.generate(tokens, attention_mask=mask, max_new_tokens=5, **GREEDY)
+        held = sum(local.numel() for _, local, _ in local_parameters(model.transformer))
+        found.append((logits, new, held))
+        model.save_pretrained(folder / f"from_ranks_{i}")
+    return found
+
+
+@pytest.mark.parametrize(("plan", "degree"), [("ladder", None), ("desync-4x", 4)])
+def test_two_ranks_are_one_process(
+    tmp_path: Path, pools: Pools, plan: str, degree: int | None
+) -> None:
+    model = wrapped(plan, degree, tie_embeddings=plan == "ladder")
+    model.save_pretrained(tmp_path)
+    tokens, mask = padded(prompts(), "left")
+    with torch.no_grad():
+        expected = model(tokens, mask).logits
+    new = model.generate(tokens, attention_mask=mask, max_new_tokens=5, **GREEDY)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    for rank in pools(2).run(on_rank, tmp_path):
+        for logits, generated, held in rank:
+            assert torch.allclose(logits, expected, rtol=0, atol=1e-9)
+            assert torch.equal(generated, new)
+            assert held < 0.6 * size
+    for saved in tmp_path.glob("from_ranks_*"):
+        again = AutoModelForCausalLM.from_pretrained(saved)
+        assert all(map(torch.equal, again.parameters(), model.parameters()))
 
 
 def test_a_new_model_is_initialised_as_ours() -> None:

@@ -219,7 +219,8 @@ def test_every_command_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
             raise AssertionError(f"{shlex.join(words)}: not a command of ladder") from error
 
 
-def test_the_python_runs() -> None:
+def test_the_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     blocks = [block.text for block in BLOCKS if block.language == "python"]
     assert blocks
     names: dict[str, object] = {}

@@ -1,7 +1,7 @@
 """The Transformer as transformers has its models: a config, and a model that can generate.
 
 This file goes along with every folder that `save_pretrained` writes, with the files of ours that it
-imports (see ladder.hf.export). So it imports no more than it needs, and all of that at its top.
+imports (see ladder.hf.bundle). So it imports no more than it needs, and all of that at its top.
 """
 
 from __future__ import annotations
@@ -180,6 +180,7 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tp_plan = {"model": "ladder"}  # noqa: RUF012  (a style that ladder.hf.model registers)
     _keys_to_ignore_on_load_unexpected = [r"rotary_emb\.inv_freq"]  # noqa: RUF012
 
     def __init__(self, config: LadderConfig) -> None:
@@ -200,7 +201,8 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
 
     def wrap(self, transformer: Transformer) -> None:
         self.model, self.lm_head = transformer.model, transformer.lm_head
-        self.__dict__["transformer"] = transformer  # past nn.Module, which would register it
+        for module in (self, self.model):  # past nn.Module, which would register it
+            module.__dict__["transformer"] = transformer
 
     def _init_weights(self, module: nn.Module) -> None:
         names = (name for name, each in self.named_modules() if each is module)
@@ -209,15 +211,6 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
                 seed = int(torch.randint(2**62, ()))
                 generator = torch.Generator(parameter.device).manual_seed(seed)
                 self.transformer.initialise(parameter, name, generator)
-
-    @classmethod
-    def maybe_distribute_model(cls, model: Any, distributed: Any, mesh: Any) -> Any:
-        if mesh is not None:
-            raise UserError(
-                "the code that lies in a model's folder computes on one process; for tensor "
-                "parallelism install ladder, and import ladder.hf before the model is loaded"
-            )
-        return model
 
     def _set_gradient_checkpointing(
         self,
