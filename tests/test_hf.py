@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
@@ -24,6 +25,7 @@ import ladder.hf  # noqa: E402
 from ladder.checkpoint import load_model  # noqa: E402
 from ladder.hf import LadderConfig, LadderForCausalLM  # noqa: E402
 from ladder.hf.bundle import bundle  # noqa: E402
+from ladder.hf.modeling import attended  # noqa: E402
 from ladder.infer.engine import generate  # noqa: E402
 from ladder.models import Transformer, UserError, document_starts  # noqa: E402
 from ladder.parallel.reducers import AsyncReducer  # noqa: E402
@@ -315,6 +317,29 @@ def test_a_new_model_is_initialised_as_ours() -> None:
     assert (layer.self_attn.q_proj.bias == 0).all()
     assert layer.mlp.up_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
     assert layer.mlp.down_proj.weight.std().item() == pytest.approx(0.02 / 6**0.5, rel=0.1)
+
+
+@torch.no_grad()
+def test_what_a_folder_lacks_is_initialised_and_nothing_else(tmp_path: Path) -> None:
+    model = wrapped("ladder", attention_bias=True)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors.pop("model.layers.1.self_attn.q_proj.bias")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = LadderForCausalLM.from_pretrained(tmp_path)
+    layers = loaded.model.layers
+    assert (layers[1].self_attn.q_proj.bias == 0).all()
+    for name, parameter in loaded.named_parameters():
+        if name in tensors:
+            assert torch.equal(parameter, tensors[name]), name
+
+
+def test_every_place_sees_something() -> None:
+    """Padding too: some kernels make NaN of a softmax over nothing, which then spreads."""
+    tokens, mask = padded(prompts(), "left")
+    seen = attended(mask, 0, tokens, tokens.shape[1])
+    assert seen.any(-1).all()
+    assert not (seen & (mask == 0)[:, None, None, :])[mask[:, None] > 0].any()
 
 
 def test_gradient_checkpointing_changes_no_gradient() -> None:

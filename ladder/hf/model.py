@@ -49,7 +49,6 @@ def export(source: str | Path, out: str | Path) -> None:
     folder = newest(Path(source))
     stop = read_stop_tokens(folder)
     transformer = load_model(folder)
-    transformer.config.refuse_bound()
     end = stop[0] if len(stop) == 1 else None
     model = LadderForCausalLM.from_transformer(
         transformer, eos_token_id=stop or None if end is None else end

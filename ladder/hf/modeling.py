@@ -22,13 +22,8 @@ from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 
-KEPT = (
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "dtype",
-    "torch_dtype",
-)  # of others' configs
+# What is kept of another architecture's config.json.
+KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
 
 
 class LadderConfig(PreTrainedConfig):
@@ -51,7 +46,9 @@ class LadderConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if not isinstance(self.model, dict):
             raise UserError(f"model={self.model!r} of a LadderConfig must be ModelConfig's fields")
-        self.model = ModelConfig.from_dict(self.model).to_dict()
+        config = ModelConfig.from_dict(self.model)
+        config.refuse_bound()
+        self.model = config.to_dict()
         super().__post_init__(**kwargs)
 
     @property
