@@ -172,9 +172,10 @@ def fused_add_norm(
 
 
 def can_fuse(model: Transformer) -> bool:
-    """Whether `fuse` knows this model: no virtual ranks, no biases."""
+    """Whether `fuse` knows this model: no virtual ranks, no biases, no norms of q and k."""
     config = model.config
-    return model.reducer.ranks.held == 1 and not config.attention_bias and not config.mlp_bias
+    unknown = config.attention_bias or config.mlp_bias or config.qkv_bias or config.qk_norm
+    return model.reducer.ranks.held == 1 and not unknown
 
 
 @torch.no_grad()
