@@ -258,7 +258,7 @@ def _generate(verbs: Any) -> None:
         "model",
         type=Path,
         metavar="MODEL",
-        help="a run's folder, one of its checkpoints, or a Hugging Face Llama folder",
+        help="a run's folder, one of its checkpoints, or a Hugging Face folder",
     )
     parser.add_argument(
         "--prompt", action="append", required=True, help="text to continue; may be repeated"

@@ -51,8 +51,8 @@ class Recipe:
         if self.ones:
             old = torch.ones_like(old)
         if gain is not None:
-            wide = old.to(torch.promote_types(old.dtype, torch.float32))
-            old = (wide * gain.to(wide.dtype)).to(old.dtype)
+            wide = gain.to(torch.promote_types(old.dtype, torch.float32))
+            old = (old * wide).to(old.dtype)  # the product is wide, too
             if not old.isfinite().all():
                 raise UserError(
                     f"{self.name} times {self.gain} is not finite in {old.dtype}, so that the norm "
