@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -298,18 +298,26 @@ class TensorReader:
         spare = {name for name in self.files if "rotary_emb" in name}
         if model.config.tie_embeddings:
             spare.add(HEAD)  # some store it all the same
-        for what, names in (
-            ("holds tensors that the model does not have:", set(self.files) - {*shapes, *spare}),
-            ("lacks the tensor", {repr(name) for name in shapes if name not in self.files}),
-        ):
-            if names:
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                raise UserError(
-                    f"{self.folder} {what} {', '.join(sorted(names)[:3])}{more}; it is another "
-                    f"model's"
-                )
+        extra = set(self.files) - {*shapes, *spare}
+        if extra:
+            raise UserError(
+                f"{self.folder} holds tensors that the model does not have: {_some(extra)}; it is "
+                f"another model's"
+            )
+        missing = {repr(name) for name in shapes if name not in self.files}
+        if missing:
+            raise UserError(
+                f"{self.folder} lacks the tensor {_some(missing)}; it is another model's, or a "
+                f"file is missing"
+            )
         for name, shape in shapes.items():
             self._check_shape(name, shape)
+
+
+def _some(names: Collection[str]) -> str:
+    """A few of the names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(sorted(names)[:3]) + more
 
 
 def _cut(view: Any, part: tuple[slice, ...]) -> Tensor:

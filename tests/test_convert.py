@@ -135,25 +135,28 @@ def test_an_original_config_that_is_no_longer_true_is_not_used(tmp_path: Path) -
 
 
 def test_a_checkpoint_of_several_ranks_goes_back(tmp_path: Path) -> None:
-    """Its files hold boxes of the tensors: here the rows of two ranks."""
+    """Its files hold boxes of the tensors: here the rows of three ranks."""
     source = save(tmp_path / "hf")
     convert(source, tmp_path / "ours", "standard")
     (file,) = (tmp_path / "ours").glob("*.safetensors")
     whole = load_file(file)
     file.unlink()
-    for rank in range(2):
-        halves = {name: value.chunk(2)[rank].clone() for name, value in whole.items()}
+    files = []
+    for rank in range(3):
+        thirds = {name: value.chunk(3)[rank].clone() for name, value in whole.items()}
         starts = {
-            name: [rank * value.chunk(2)[0].shape[0], *[0] * (value.dim() - 1)]
+            name: [rank * value.chunk(3)[0].shape[0], *[0] * (value.dim() - 1)]
             for name, value in whole.items()
         }
-        write_file(
-            tmp_path / "ours" / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors",
-            halves,
-            starts,
-        )
+        name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+        files.append(tmp_path / "ours" / name)
+        write_file(files[-1], thirds, starts)
     convert(tmp_path / "ours", tmp_path / "back", to="hf")
     assert_same_bits(tensors(tmp_path / "back"), tensors(source))
+    files[1].unlink()
+    with pytest.raises(UserError, match="lacks a part of the tensor"):
+        convert(tmp_path / "ours", tmp_path / "again", to="hf")
+    assert not (tmp_path / "again").exists()
 
 
 def test_a_tied_head_that_is_stored_all_the_same(tmp_path: Path) -> None:
