@@ -117,6 +117,7 @@ def main() -> None:
             if label != options.plans[0]:
                 shutil.rmtree(out)
     facts = records.facts("none") | {"cpu": platform.processor() or platform.machine()}
+    facts |= {"command": " ".join(["python", *sys.argv])}
     facts |= {"model": options.model, "layers": options.layers, "bytes": size, "largest": largest}
     facts |= {"imports_bytes": imports, "cp_s": copied - start, "sha256_s": hashed - copied}
     print(json.dumps(facts | {"rows": rows}))
