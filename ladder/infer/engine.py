@@ -196,7 +196,9 @@ class Engine:
         if graphs and not on_gpu:
             raise UserError("graphs=True needs a model on a GPU; leave it out on a CPU")
         if fused and not can_fuse(model):
-            raise UserError("fused=True cannot run virtual ranks or biases; leave it out")
+            raise UserError(
+                "fused=True cannot run virtual ranks, biases or norms of q and k; leave it out"
+            )
         if fused is False and isinstance(model.lm_head, FusedHead):
             raise UserError("fused=False needs a model that no engine has fused; load it again")
         self.fused = on_gpu and can_fuse(model) if fused is None else fused
