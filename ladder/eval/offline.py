@@ -155,7 +155,7 @@ def _gaps(document: Document) -> Iterator[dict[str, Any]]:
 
 
 def _copying(texts: Sequence[str]) -> list[dict[str, Any]]:
-    found = {word for text in texts for word in re.findall(r"\b[^\W\d_]{3,9}\b", text)}
+    found = {word for text in texts for word in re.findall(r"\b\w{3,12}\b", text)}
     words, source = sorted(found), random.Random(0)
     if len(words) < LIST:
         return []
