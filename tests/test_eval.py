@@ -401,6 +401,32 @@ def test_a_beginning_of_text_token_is_added_as_transformers_adds_it(
         assert greedy == their_greedy
 
 
+def test_every_model_sees_the_same_examples(llama: Path, texts: Path, tmp_path: Path) -> None:
+    """A task goes on drawing where it was: the second model would be shown others."""
+    needs_lm_eval()
+    from lm_eval.tasks import TaskManager
+
+    from ladder.eval.command import evaluate
+
+    suites.require_lm_eval()
+    offline.build([str(texts)], tmp_path / "data")
+    (tmp_path / "task.yaml").write_text(
+        "{task: shots, custom_dataset: !function ladder.eval.offline.read, dataset_kwargs: "
+        "{file: arithmetic.jsonl}, test_split: test, fewshot_split: test, num_fewshot: 2, "
+        "output_type: loglikelihood, doc_to_text: text, doc_to_target: answer, "
+        "metric_list: [{metric: perplexity, aggregation: perplexity, higher_is_better: false}]}"
+    )
+    manager = TaskManager(
+        include_path=str(tmp_path), include_defaults=False,
+        metadata={"folder": str(tmp_path / "data")},
+    )  # fmt: skip
+    tasks, model = manager.load("shots"), load_model(llama)
+    (first,), (second,) = (evaluate(model, llama, tasks, limit=3) for _ in range(2))
+    assert first == second
+    assert (first.num_fewshot, first.examples) == (2, 3)
+    assert first.stderr is not None
+
+
 def test_what_transformers_cannot_do(llama: Path) -> None:
     """Empty continuations are certain; what melts into its context is its last token."""
     needs_lm_eval()

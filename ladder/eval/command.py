@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ BOOTSTRAPS = 1000  # draws for the standard error of a metric that has no formul
 
 def eval_command(options: argparse.Namespace) -> int:
     """Run `ladder eval` on this rank; rank 0 prints and writes. See `ladder eval --help`."""
+    place = launch.join(options.device)  # before anything is refused: it is said once, by one rank
     for name, value in (("batch", options.batch), ("limit", options.limit)):
         if value is not None and value < 1:
             raise UserError(f"--{name}={value} must be 1 or more")
@@ -37,7 +40,6 @@ def eval_command(options: argparse.Namespace) -> int:
     folders = {str(given): newest(given) for given in options.models}
     if len(folders) < len(options.models):
         raise UserError("a model is named twice; name each once")
-    place = launch.join(options.device)
     launch.agree({"options": {**vars(options), "verb": None}})
     main = launch.rank() == 0
 
@@ -89,12 +91,13 @@ def evaluate(
     from ladder.eval.model import LadderLM
 
     suites.seed(tasks)
-    found = evaluator.evaluate(
-        lm=model if isinstance(model, LM) else LadderLM(model, folder, batch),
-        task_dict=tasks,
-        limit=limit,
-        bootstrap_iters=BOOTSTRAPS,
-    )
+    with contextlib.redirect_stdout(sys.stderr):  # where it says what it bootstraps
+        found = evaluator.evaluate(
+            lm=model if isinstance(model, LM) else LadderLM(model, folder, batch),
+            task_dict=tasks,
+            limit=limit,
+            bootstrap_iters=BOOTSTRAPS,
+        )
     assert found is not None
     return results.metrics(found)
 
