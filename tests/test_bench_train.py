@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ladder import trace as tracing
 from ladder.cli import main
 from ladder.models import UserError
 from ladder.models.config import ModelConfig
@@ -19,6 +21,7 @@ from ladder.train import bench
 from ladder.train.bench import Layout, Point, parse_layout, points, table
 from tests.distributed import Pools
 from tests.test_collectives import Dispatched
+from tests.test_profile import on_gpu
 
 
 def options(**changes: Any) -> Any:
@@ -94,6 +97,35 @@ def test_the_table() -> None:
     assert lines[2][:3] == ["tp2", "none", "100.0"]
     assert lines[3][6:8] == ["5.0%", "1.143"]
     assert lines[4][1:4] == ["ladder", "without", "reduces"]
+
+
+def test_a_trace_is_of_one_pass_forward_and_one_backward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With kernels put into the trace, as there is no GPU: what was hidden is said by pass."""
+    record = tracing.record
+
+    def recorded(phases: Any, device: Any, file: Path) -> None:
+        record(phases, device, file)
+        data = json.loads(gzip.decompress(file.read_bytes()))
+        marks = [e for e in data["traceEvents"] if e.get("cat") == "user_annotation"]
+        for event in marks:
+            if event["name"] in phases:
+                at = event["ts"]
+                hidden = {"forward": 15, "backward": 5}[event["name"]]
+                data["traceEvents"] += [
+                    on_gpu("gemm", 7, at + 10, at + 30),
+                    on_gpu("ncclDevKernel_ReduceScatter", 13, at + 30 - hidden, at + 50 - hidden),
+                ]
+        file.write_bytes(gzip.compress(json.dumps(data).encode()))
+
+    monkeypatch.setattr(tracing, "record", recorded)
+    (point,) = points(options(plans=["ladder"]))
+    result = bench.measure(point, 1, 4, torch.device("cpu"), tmp_path / "trace.json.gz")
+    assert result["trace"]["forward"]["hidden"] == pytest.approx(0.75)
+    assert result["trace"]["backward"]["hidden"] == pytest.approx(0.25)
+    text = table([{"point": point.__dict__, "result": result}])
+    assert "75% / 25%" in text
 
 
 COMMAND = ["bench", "train", "--model", "tiny", "--layers", "2", "--seq-len", "32", "--batch", "2",

@@ -161,6 +161,7 @@ def test_resume_through_the_command_line(trained: Path) -> None:
         (["generate", "{}/run", "--prompt", "a", "--dtype", "int8"], ["--dtype=int8"]),
         (["generate", "{}/run", "--prompt", "a", "--tp", "4"], ["--nproc=4"]),
         (["generate", "{}/run", "--prompt", "a", "--reducer", "pull"], ["unknown reducer 'pull'"]),
+        (["generate", "{}/run", "--prompt", "a", "--reducer", "push"], ["--reducer=push"]),
         (["data", "prepare", "/no", "--tokenizer", "{}/tokenizer", "--out", "{}/x"], ["'/no'"]),
         (["tokenizer", "train", "--vocab-size", "10", "--out", "{}/y"], ["vocab_size=10"]),
     ],

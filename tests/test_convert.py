@@ -16,16 +16,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ladder import checkpoint
-from ladder.checkpoint import load_model
+from ladder.checkpoint import load_model, newest
 from ladder.cli import main
+from ladder.config import build
 from ladder.convert import command, verify
 from ladder.convert.command import convert
 from ladder.infer.engine import generate
 from ladder.models import UserError
+from ladder.train.config import TrainConfig
+from ladder.train.loop import train
 from ladder.train.shards import write_file
 from tests import restatement
 from tests.distributed import Pools, tp_mesh
 from tests.samples import fill, relative_error
+from tests.test_train import recipe
 
 SHAPE = {"vocab_size": 91, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -377,7 +381,6 @@ def test_a_window_that_no_layer_has_is_no_window(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), ("--plan is missing",)),
         (("--plan", "laddr"), ("'laddr'", "did you mean 'ladder'")),
         (("--plan", "desync-2x"), ("'desync-2x'", "tp_degree")),
         (("--plan", "ladder", "--tp-degree", "2"), ("tp_degree=2",)),
@@ -439,3 +442,25 @@ def test_other_logits_than_transformers_are_noticed(
     with pytest.raises(UserError, match="logits differ"):
         convert(source, tmp_path / "out", "standard")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_is_exported_as_one_plain_folder(corpus: Path, tmp_path: Path, pools: Pools) -> None:
+    """Without --plan a model keeps its own: what two ranks wrote as shards is joined, for others to
+    read."""
+    config = recipe(corpus, tmp_path / "run", plan="ladder", steps=3, tp=2)
+    pools(2).run(train_on_ranks, config.to_dict())
+    found = newest(tmp_path / "run")
+    assert list(found.glob("shard-*"))
+    assert main(["convert", str(tmp_path / "run"), "--out", str(tmp_path / "plain")]) == 0
+    names = {file.name for file in (tmp_path / "plain").iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json"}
+    models = [load_model(folder) for folder in (found, tmp_path / "plain")]
+    assert models[0].config == models[1].config
+    for (name, value), other in zip(
+        models[0].state_dict().items(), models[1].state_dict().values(), strict=True
+    ):
+        assert torch.equal(value, other), name
+
+
+def train_on_ranks(rank: int, world: int, settings: dict[str, Any]) -> None:
+    train(build(TrainConfig, settings, "test recipe"), device="cpu")

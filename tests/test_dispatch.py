@@ -191,6 +191,7 @@ def test_the_report_of_measured_times(tmp_path: Path) -> None:
         (["--sizes", "0"], "--sizes=0"),
         (["--programs", "0"], "--programs=0"),
         (["--write-table", "/nowhere/t.json"], "--write-table=/nowhere/t.json"),
+        (["--write-table", __file__], "cannot read the dispatch table"),
         ([], "needs GPUs" if not torch.cuda.is_available() else "one for each GPU"),
         pytest.param(
             ["--nproc", "2"], "needs GPUs",

@@ -84,6 +84,8 @@ def test_a_folder_in_place_of_a_model(tmp_path: Path) -> None:
         Engine(tmp_path, tp=2, device="cpu")
     with pytest.raises(UserError, match="unknown reducer 'nope'"):
         Engine(tmp_path, reducer="nope", device="cpu")
+    with pytest.raises(UserError, match="--reducer=push with one process"):
+        Engine(tmp_path, reducer="push", device="cpu")
     with pytest.raises(UserError, match="placed already"):
         Engine(model, reducer="async")
 

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from ladder.infer import profile as profiling
+from ladder import trace as tracing
 from ladder.infer.engine import Engine, Session
-from ladder.infer.profile import (
+from ladder.infer.profile import DECODE_STEPS, profile
+from ladder.infer.sampling import Sampling, draws
+from ladder.models import UserError
+from ladder.trace import (
     COMMUNICATION,
     COMPUTATION,
     LANDING,
@@ -24,8 +27,6 @@ from ladder.infer.profile import (
     overlap,
     read_trace,
 )
-from ladder.infer.sampling import Sampling, draws
-from ladder.models import UserError
 from tests.distributed import Pools, tp_mesh
 from tests.test_generate import make
 
@@ -89,7 +90,7 @@ def test_a_dependent_launch_that_waits_hides_nothing() -> None:
         Kernel("_norm_kernel", 1, 9.0, 15.0),  # launched at 9, waits until 14
     ]
     found = overlap(chain)
-    assert found.reduces == (profiling.Reduce("_push_all_reduce", 10.0, 4.0, 0.0),)
+    assert found.reduces == (tracing.Reduce("_push_all_reduce", 10.0, 4.0, 0.0),)
     assert found.exposed == 4.0
     assert {name: total for name, _, total, _ in found.top}["_norm_kernel"] == 1.0
     beside = overlap([*chain[:2], chain[2]._replace(stream=2)])
@@ -181,45 +182,41 @@ def test_a_real_trace(tmp_path: Path) -> None:
     session.prefill = lambda *a: (calls.append("prefill"), originals[0](*a))[1]  # type: ignore
     session.step = lambda: (calls.append("step"), originals[1]())[1]  # type: ignore
     file = tmp_path / "trace.json.gz"
-    profiling.record(session, prompts, uniforms, file)
-    assert calls == 2 * (["prefill"] + profiling.DECODE_STEPS * ["step"])
+    with pytest.raises(UserError, match="no GPU kernels in"):
+        profile(session, prompts, uniforms, file)
+    assert calls == 2 * (["prefill"] + DECODE_STEPS * ["step"])
     trace = read_trace(file)
     assert kernels_of(trace, "prefill") == kernels_of(trace, "decode") == []
     inside = [e for e in trace if e.get("cat") == "cpu_op" and "attention" in e["name"]]
     assert len(inside) > 0, "the trace holds no computation"
     with_kernels(file)
-    for phase in profiling.PHASES:
+    for phase in ("prefill", "decode"):
         found = overlap(kernels_of(read_trace(file), phase))
         assert found.span == pytest.approx(31.0)
         assert [r.hidden for r in found.reduces] == [pytest.approx(0.5)]
 
 
 def test_the_report_and_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = profiling.record
+    record = tracing.record
 
     def recorded(*args: Any) -> None:
         record(*args)
         with_kernels(args[-1])
 
-    monkeypatch.setattr(profiling, "record", recorded)
+    monkeypatch.setattr(tracing, "record", recorded)
     out = tmp_path / "new" / "ladder-push.json.gz"
-    text = profiling.profile(*session_for(make("ladder", None)), out)
+    text = profile(*session_for(make("ladder", None)), out)
     assert text.startswith(f"trace: {out}\nprefill: 31.0 us, GPU idle 0.0 us, 2 streams\n")
     assert "decode: 7.8 us a step (mean of 4)" in text
     figures = json.loads((out.parent / "ladder-push.figures.json").read_text())
-    assert figures["decode"]["steps"] == profiling.DECODE_STEPS
+    assert figures["decode"]["steps"] == DECODE_STEPS
     assert figures["prefill"]["reduces"][0]["hidden"] == pytest.approx(0.5)
-
-
-def test_no_gpu_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no GPU kernels in"):
-        profiling.profile(*session_for(make("ladder", None)), tmp_path / "trace.json.gz")
 
 
 def on_rank(rank: int, world: int, folder: str) -> str:
     session, prompts, uniforms = session_for(make("ladder", None, tp_mesh(world)))
     try:
-        return profiling.profile(session, prompts, uniforms, Path(folder) / f"{rank}.json.gz")
+        return profile(session, prompts, uniforms, Path(folder) / f"{rank}.json.gz")
     except UserError as error:
         return str(error)
 

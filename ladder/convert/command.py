@@ -168,8 +168,6 @@ def convert_command(options: argparse.Namespace) -> int:
         for name, value in (("plan", plan), ("tp-degree", options.tp_degree)):
             if value is not None:
                 raise UserError(f"--{name}={value} with --to hf, which writes `standard`: leave it")
-    elif plan is None:
-        raise UserError("--plan is missing; give one, such as --plan ladder or --plan hybrid")
     if options.ladder_layers is not None:
         if plan != "hybrid":
             raise UserError(
@@ -177,7 +175,13 @@ def convert_command(options: argparse.Namespace) -> int:
             )
         plan = ",".join(f"ladder@{part.strip()}" for part in options.ladder_layers.split(","))
     source = newest(options.model)
-    report = convert(source, options.out, load_plan(plan), options.tp_degree, options.to)
+    report = convert(
+        source,
+        options.out,
+        None if plan is None else load_plan(plan),
+        options.tp_degree,
+        options.to,
+    )
     rate = report.nbytes / 1e6 / report.seconds
     print(
         f"{options.out}: {report.tensors} tensors, {report.nbytes / 1e9:.2f} GB in "

@@ -25,7 +25,7 @@ from ladder.kernels.all_reduce import PushAllReduce, reference_all_reduce
 from ladder.kernels.two_shot import TwoShotAllReduce
 from ladder.models.errors import UserError, unknown
 from ladder.parallel import launch
-from ladder.parallel.dispatch import Dispatch, derive, size_text, write_table
+from ladder.parallel.dispatch import Dispatch, derive, read_table, size_text, write_table
 from ladder.parallel.reducers import push_refusal
 from ladder.records import append, facts
 
@@ -218,6 +218,8 @@ def check_options(options: Any) -> None:
         raise UserError(
             f"--write-table={options.write_table}: its folder is not there; make it first"
         )
+    if options.write_table is not None and options.write_table.is_file():
+        read_table(options.write_table)  # what is there is kept
     refusal = push_refusal(launch.world_size())
     if refusal:
         raise UserError(f"`ladder bench comm` compares kernels on peer memory: {refusal}")

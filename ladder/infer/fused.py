@@ -172,10 +172,13 @@ def fused_add_norm(
 
 
 def can_fuse(model: Transformer) -> bool:
-    """Whether `fuse` knows this model: no virtual ranks, no biases, no norms of q and k."""
-    config = model.config
+    """Whether `fuse` knows this model.
+
+    No virtual ranks, no biases, no norms of q and k, weights of the type they compute in.
+    """
+    config, stored = model.config, model.model.embed_tokens.weight.dtype
     unknown = config.attention_bias or config.mlp_bias or config.qkv_bias or config.qk_norm
-    return model.reducer.ranks.held == 1 and not unknown
+    return model.reducer.ranks.held == 1 and not unknown and model.compute_dtype in (None, stored)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from ladder.config import DTYPES
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
-from ladder.parallel.reducers import pick_reducer
+from ladder.parallel.reducers import REDUCERS, pick_reducer
 
 
 def load_for_inference(
@@ -32,6 +32,11 @@ def load_for_inference(
     processes = launch.world_size()
     if tp not in (0, processes):
         raise UserError(f"--tp={tp} with {processes} processes: start as many as tp (--nproc={tp})")
+    if processes == 1 and reducer in REDUCERS and reducer != "async":
+        raise UserError(
+            f"--reducer={reducer} with one process, which has nothing to reduce: leave it out, or "
+            f"start more (--nproc)"
+        )
     mesh = launch.make_mesh(place, processes)
     found = newest(Path(folder))
     launch.agree({"model": str(found)})

@@ -205,7 +205,10 @@ class PushReducer(AsyncReducer):
 
 
 def push_refusal(processes: int) -> str | None:
-    """Why the push kernel cannot run on this machine, or None."""
+    """Why the push kernel cannot run over the `processes` TP ranks of this one's group, or None.
+
+    TP ranks are neighbours: see `launch.make_mesh`.
+    """
     if not torch.cuda.is_available():
         return "it needs GPUs"
     if triton is None:
@@ -215,7 +218,8 @@ def push_refusal(processes: int) -> str | None:
     if processes > torch.cuda.device_count():
         return f"{processes} ranks are on more than this machine's {torch.cuda.device_count()} GPUs"
     mine = torch.cuda.current_device()
-    for peer in range(processes):
+    first = mine // processes * processes
+    for peer in range(first, first + processes):
         if peer != mine and not torch.cuda.can_device_access_peer(mine, peer):
             return f"GPU {mine} has no peer access to GPU {peer}"
     return None

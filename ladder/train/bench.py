@@ -34,6 +34,7 @@ from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sequence import SequenceReducer
 from ladder.parallel.sharding import local_parameters, sum_shared_gradients
 from ladder.records import append, facts
+from ladder.trace import profile
 from ladder.train.ahead import Part
 from ladder.train.config import TrainConfig
 from ladder.train.efficiency import flops_per_token, peak_flops
@@ -190,8 +191,13 @@ def build(
     return model, mesh
 
 
-def measure(point: Point, steps: int, tp_degree: int, device: torch.device) -> dict[str, Any]:
-    """Time `steps` steps of a point: milliseconds of each, on this rank, and memory."""
+def measure(
+    point: Point, steps: int, tp_degree: int, device: torch.device, file: Path | None
+) -> dict[str, Any]:
+    """Time `steps` steps of a point: milliseconds of each, on this rank, and memory.
+
+    file: where a trace of one more forward and backward pass goes, if any.
+    """
     recipe = recipe_of(point)
     model, mesh = build(point, recipe, tp_degree, device)
     optimizer = make_optimizer(model, recipe)
@@ -216,6 +222,8 @@ def measure(point: Point, steps: int, tp_degree: int, device: torch.device) -> d
         if not math.isfinite(norm):
             raise RuntimeError(f"{point}: the gradient norm is {norm}")
     result: dict[str, Any] = {"step_ms": statistics.median(times), "steps_ms": times}
+    if file is not None:
+        result["trace"] = _trace(model, parts[0], device, file)
     if device.type == "cuda":
         result["memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
     ranks = data_parallel(mesh)[0]
@@ -226,6 +234,26 @@ def measure(point: Point, steps: int, tp_degree: int, device: torch.device) -> d
         flops = flops_per_token(model.config, point.seq_len)
         result["mfu"] = result["tokens_s_gpu"] * flops / peak
     return result
+
+
+def _trace(
+    model: Transformer, part: Part, device: torch.device, file: Path
+) -> dict[str, dict[str, float]]:
+    """By pass, how long one of a micro-batch takes (ms), and its communication, hidden and not."""
+    loss = torch.zeros(())
+
+    def forward() -> None:
+        nonlocal loss
+        loss = model(part.tokens, part.targets).mean()
+
+    phases = {"forward": forward, "backward": lambda: loss.backward()}
+    text, found = profile(phases, {}, device, file)
+    print(text, file=sys.stderr)
+    return {
+        phase: {"ms": each.span / 1e3, "communication_ms": each.communication / 1e3,
+                "hidden": each.hidden, "exposed_ms": each.exposed / 1e3}
+        for phase, each in found.items()
+    }  # fmt: skip
 
 
 def main(options: Any) -> int:
@@ -256,7 +284,11 @@ def main(options: Any) -> int:
     machine = {**facts(gpu), "ranks": launch.world_size()}
     records = []
     for point in todo:
-        result = measure(point, options.steps, options.tp_degree, device)
+        file = None
+        if options.profile and not point.silent:
+            number = len(list(out.glob("trace-*.json.gz")))
+            file = out / f"trace-{number:03d}-{point.layout}-{point.plan}.json.gz"
+        result = measure(point, options.steps, options.tp_degree, device, file)
         _let_go(device)
         record = {"point": asdict(point), "result": result, "machine": machine}
         records.append(record)
@@ -283,10 +315,13 @@ def label(point: Point) -> str:
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """The records as text; what each is compared with is in the same run."""
+    """The records as text; what each is compared with is in the same run.
+
+    hidden: how much of the communication's time ran under computation, forward / backward.
+    """
     found = {Point(**each["point"]): each["result"] for each in records}
     header = ("layout", "plan", "step ms", "range", "tokens/s/GPU", "MFU", "exposed", "x standard",
-              "GiB")  # fmt: skip
+              "hidden", "GiB")  # fmt: skip
     rows = [header]
     for point, result in found.items():
         own = {**asdict(point), "silent": True}
@@ -299,6 +334,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
             point.layout, label(point), f"{result['step_ms']:.1f}",
             f"{min(times):.1f}-{max(times):.1f}", f"{result['tokens_s_gpu']:,.0f}",
             f"{result['mfu']:.1%}" if "mfu" in result else "-", exposed, speed,
+            " / ".join(f"{each['hidden']:.0%}" for each in result.get("trace", {}).values()) or "-",
             f"{result['memory_gib']:.1f}" if "memory_gib" in result else "-",
         )  # fmt: skip
         rows.append(row)

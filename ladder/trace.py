@@ -1,0 +1,321 @@
+"""What ran when on a GPU: a trace for Perfetto, and how much of the communication was hidden.
+
+A trace holds phases (a prefill and a few decode steps; a training step's forward and its backward
+pass), each apart from the rest by a pause; what a CUDA graph runs has names and streams of its own
+there. What the figures rest on:
+
+- A stream runs one kernel after another. A dependent launch starts before the kernel ahead of it
+  ends, only to wait for it; so a kernel's own time begins where the kernel ahead of it on its
+  stream has ended. (CUDA graphs spread their branches over streams of their own.)
+- A reduce is hidden for as long as a computation runs on another stream. What a kernel waits for
+  its peers is part of its time.
+- Where a plan's reduces are fused into its matrix products (pushes) and landings, no kernel
+  communicates alone: then what shows is the time of the landings that are kernels of their own.
+
+Source: Ladder Residual (arXiv 2501.06589), Figure 6, as a number.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, record_function
+
+from ladder.files import make_folder, write_text
+from ladder.models.errors import UserError
+from ladder.parallel import launch
+
+COMMUNICATION, LANDING, TRANSFER, COMPUTATION = (
+    "communication",
+    "landing",
+    "transfer",
+    "computation",
+)
+# Part of a kernel's name -> what it is; the first that fits. All other kernels compute.
+KINDS = (
+    ("Memcpy PtoP", COMMUNICATION),  # copy engines, between GPUs
+    # Neither hides a reduce nor is one. (Of a copy on the device a trace does not tell whether one
+    # end is a peer's memory, mapped here.)
+    ("Memcpy", TRANSFER),
+    ("Memset", TRANSFER),
+    ("_land", LANDING),  # wait + sum + residual + norm, alone in its kernel
+    ("nccl", COMMUNICATION),
+    ("_send_kernel", COMMUNICATION),
+    ("symm_mem", COMMUNICATION),
+    ("symmetric_memory", COMMUNICATION),
+    ("all_reduce", COMMUNICATION),  # _push_all_reduce, torch's one-shot and two-shot
+    ("reduce_scatter", COMMUNICATION),
+    ("all_gather", COMMUNICATION),
+    ("two_shot", COMMUNICATION),
+    ("one_shot", COMMUNICATION),
+    ("barrier", COMMUNICATION),
+    ("wait_signal", COMMUNICATION),
+    ("put_signal", COMMUNICATION),
+)
+PAUSE = 2e-3  # seconds around a phase: far more than GPU and host clocks differ in a trace
+GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+TOP = 10
+
+Interval = tuple[float, float]
+
+
+class Kernel(NamedTuple):
+    """One kernel, copy or memset; start and end in microseconds."""
+
+    name: str
+    stream: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """One communication kernel. hidden: the part of its time under computation, 0 to 1."""
+
+    name: str
+    start: float
+    microseconds: float
+    hidden: float
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What the kernels of one phase did; microseconds, of the whole phase.
+
+    span: from the first kernel's start to the last one's end. idle: of it, with no kernel running.
+    communication: the sum over the reduces, hidden: the part of it under computation (0 to 1).
+    exposed: time in which something communicated or landed, and nothing computed. landing: the sum
+    over the kernels that only land. top: (name, count, total, mean), by total.
+    """
+
+    span: float
+    idle: float
+    communication: float
+    hidden: float
+    exposed: float
+    landing: float
+    streams: int
+    reduces: tuple[Reduce, ...]
+    top: tuple[tuple[str, int, float, float], ...]
+
+
+def kind_of(name: str) -> str:
+    """What a kernel is, by KINDS."""
+    lowered = name.lower()
+    return next((kind for part, kind in KINDS if part.lower() in lowered), COMPUTATION)
+
+
+def in_own_time(events: Iterable[Kernel]) -> list[Kernel]:
+    """The events in order, each from where the one ahead of it on its stream has ended."""
+    free: dict[int, float] = {}
+    found = []
+    for event in sorted(events, key=lambda event: (event.start, event.end)):
+        start = max(event.start, free.get(event.stream, event.start))
+        end = max(event.end, start)
+        free[event.stream] = end
+        found.append(event._replace(start=start, end=end))
+    return found
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same times as intervals that are in order and apart."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def covered(start: float, end: float, cover: Sequence[Interval]) -> float:
+    """How much of (start, end) the intervals of a union cover."""
+    return sum(max(0.0, min(end, b) - max(start, a)) for a, b in cover)
+
+
+def overlap(events: Iterable[Kernel]) -> Overlap:
+    """How much of each communication ran under computation; see the module's text and `Overlap`."""
+    kernels = in_own_time(events)
+    by_kind: dict[str, list[Kernel]] = defaultdict(list)
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for kernel in kernels:
+        by_kind[kind_of(kernel.name)].append(kernel)
+        by_name[kernel.name].append(kernel.end - kernel.start)
+    times = {kind: [(k.start, k.end) for k in found] for kind, found in by_kind.items()}
+    computing = union(times.get(COMPUTATION, []))
+    busy = union((kernel.start, kernel.end) for kernel in kernels)
+    span = busy[-1][1] - busy[0][0] if busy else 0.0
+    reduces = []
+    for name, _, start, end in by_kind[COMMUNICATION]:
+        own = end - start
+        hidden = covered(start, end, computing) / own if own else 0.0
+        reduces.append(Reduce(name, start, own, hidden))
+    communication = sum(reduce.microseconds for reduce in reduces)
+    waiting = union(times.get(COMMUNICATION, []) + times.get(LANDING, []))
+    totals = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:TOP]
+    return Overlap(
+        span=span,
+        idle=span - length(busy),
+        communication=communication,
+        hidden=sum(r.microseconds * r.hidden for r in reduces) / communication
+        if communication
+        else 0.0,
+        exposed=length(waiting) - sum(covered(*interval, computing) for interval in waiting),
+        landing=length(times.get(LANDING, [])),
+        streams=len({kernel.stream for kernel in kernels}),
+        reduces=tuple(reduces),
+        top=tuple((name, len(t), sum(t), statistics.mean(t)) for name, t in totals),
+    )
+
+
+def read_trace(file: Path) -> list[dict[str, Any]]:
+    """The events of a Chrome trace, gzipped or not."""
+    data = file.read_bytes()
+    trace = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    return list(trace["traceEvents"])
+
+
+def kernels_of(trace: Iterable[Mapping[str, Any]], phase: str) -> list[Kernel]:
+    """What ran on the GPU within the host's annotation `phase`, which must be in the trace once."""
+    trace = list(trace)
+    marks = [e for e in trace if e.get("cat") == "user_annotation" and e.get("name") == phase]
+    assert len(marks) == 1, f"{phase} is {len(marks)} times in the trace"
+    start = float(marks[0]["ts"])
+    end = start + float(marks[0]["dur"])
+    # The annotation ends after the pause, so both ends are far from the first and last kernel.
+    return [
+        Kernel(
+            e["name"], int(e["args"]["stream"]), float(e["ts"]), float(e["ts"]) + float(e["dur"])
+        )
+        for e in trace
+        if e.get("ph") == "X" and e.get("cat") in GPU_CATEGORIES and start <= float(e["ts"]) < end
+    ]
+
+
+def describe(phase: str, found: Overlap, steps: int = 1) -> str:
+    """The figures as lines of text, per step."""
+    reduces, each = len(found.reduces), f" a step (mean of {steps})" if steps > 1 else ""
+    lines = [
+        f"{phase}: {found.span / steps:.1f} us{each}, GPU idle {found.idle / steps:.1f} us, "
+        f"{found.streams} streams"
+    ]
+    if reduces:
+        parts = sorted(reduce.hidden for reduce in found.reduces)
+        lines.append(
+            f"{phase}: {reduces / steps:g} communication kernels, "
+            f"{found.communication / steps:.1f} us, {found.hidden:.0%} of it under computation "
+            f"(of each: median {statistics.median(parts):.0%}, least {parts[0]:.0%}, most "
+            f"{parts[-1]:.0%}); exposed {found.exposed / steps:.1f} us"
+        )
+    else:
+        lines.append(
+            f"{phase}: communication kernels: none (what is communicated is fused into other "
+            f"kernels, whose waiting is part of their time); exposed in landing kernels "
+            f"{found.exposed / steps:.1f} us"
+        )
+    if found.landing and reduces:
+        lines.append(f"{phase}: landing kernels {found.landing / steps:.1f} us")
+    lines.append(f"{'kernel':60}{'count':>8}{'total us':>11}{'mean us':>10}")
+    lines += [
+        f"{name[:59]:60}{count / steps:8g}{total / steps:11.1f}{mean:10.2f}"
+        for name, count, total, mean in found.top
+    ]
+    return "\n".join(lines)
+
+
+def record(
+    phases: Mapping[str, Callable[[], object]], device: torch.device, file: Path | None
+) -> None:
+    """Trace the phases, one after another; write the trace to `file`, if any.
+
+    All is run twice, and the second time traced. Every rank calls this alike, and traces, whether
+    it writes or not: what tracing costs would otherwise make one rank late for all reduces.
+    """
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+
+    def write(done: torch.profiler.profile) -> None:
+        if file is not None:
+            done.export_chrome_trace(str(file))
+
+    with torch.profiler.profile(
+        activities=activities,
+        schedule=torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1),
+        on_trace_ready=write,
+    ) as profiler:
+        for _ in range(2):
+            for phase, work in phases.items():
+                _line_up(device)
+                _pause()
+                with record_function(phase):
+                    work()
+                    if device.type == "cuda":
+                        torch.cuda.synchronize(device)
+                    _pause()
+            profiler.step()
+
+
+def _line_up(device: torch.device) -> None:
+    """Let all ranks start together, with nothing left to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if launch.world_size() > 1:
+        dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _pause() -> None:
+    """Wait for PAUSE seconds, awake: sleepers would not come back together."""
+    end = time.perf_counter() + PAUSE
+    while time.perf_counter() < end:
+        pass
+
+
+def profile(
+    phases: Mapping[str, Callable[[], object]],
+    steps: Mapping[str, int],
+    device: torch.device,
+    out: Path,
+) -> tuple[str, dict[str, Overlap]]:
+    """Trace the phases; every rank calls this alike.
+
+    steps: how many steps a phase is, 1 where it is not named. out: the trace that rank 0 writes,
+    NAME.json.gz, for https://ui.perfetto.dev; NAME.figures.json beside it holds the `Overlap` of
+    each phase. Returns the figures as text and by phase on rank 0, and nothing on the others.
+    Raises UserError where the profiler saw no kernel.
+    """
+    assert out.name.endswith(".json.gz"), out
+    if launch.rank() != 0:
+        record(phases, device, None)
+        return "", {}
+    make_folder(out.parent)
+    record(phases, device, out)
+    trace = read_trace(out)
+    found = {phase: overlap(kernels_of(trace, phase)) for phase in phases}
+    if not all(each.span for each in found.values()):
+        raise UserError(
+            f"--profile: no GPU kernels in {out}; it needs a GPU, and no other profiler on it "
+            f"(CUPTI serves one at a time)"
+        )
+    counts = {phase: steps.get(phase, 1) for phase in phases}
+    figures = {phase: {"steps": counts[phase], **asdict(each)} for phase, each in found.items()}
+    figures_file = out.with_name(out.name.removesuffix(".json.gz") + ".figures.json")
+    write_text(figures_file, json.dumps(figures, indent=1) + "\n")
+    lines = [describe(phase, each, counts[phase]) for phase, each in found.items()]
+    return "\n".join([f"trace: {out}", *lines]), found
