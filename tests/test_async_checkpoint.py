@@ -254,7 +254,7 @@ def test_a_missing_shard_is_found_without_checksums(
     config = recipe(corpus, tmp_path / "run", tp=2, steps=3)
     pools(2).run(begin, config.to_dict())
     load_model(newest(tmp_path / "run"))
-    for rank, message in ((1, "lacks a part of the tensor"), (2, "has the shape")):
+    for rank, message in ((1, "lacks the tensor .* a file is missing"), (2, "has the shape")):
         path = next(newest(tmp_path / "run").glob(f"shard-{rank:05d}-model-*.safetensors"))
         path.rename(tmp_path / "away")
         with pytest.raises(UserError, match=message):

@@ -95,6 +95,7 @@ def test_a_run_goes_on_under_other_layouts(corpus: Path, tmp_path: Path, pools: 
 
 def made(mesh: Any, dtype: torch.dtype) -> Any:
     shape = {"hidden_size": 24, "intermediate_size": 40, "num_heads": 4, "num_kv_heads": 2}
+    shape |= {"qk_norm": True}
     config = model_config(
         {"name": "tiny", "num_layers": 2, "tie_embeddings": False, **shape}, "ladder", None,
         vocab_size=301,

@@ -92,9 +92,10 @@ def test_every_plan_of_equal_streams(pools: Pools, name: str, world: int) -> Non
 
 
 def test_biases_and_replicated_heads(pools: Pools) -> None:
-    """Output biases, which rank 0 adds, tied embeddings, and K and V that every rank holds."""
+    """Output biases, which rank 0 adds, tied embeddings, norms of q and k, and K and V that every
+    rank holds."""
     changes = {"attention_bias": True, "mlp_bias": True, "num_kv_heads": 1, "tie_embeddings": True}
-    cases = [{"plan": plan, **changes} for plan in ("standard", "ladder")]
+    cases = [{"plan": plan, "qk_norm": True, **changes} for plan in ("standard", "ladder")]
     assert_none_wrong(pools(4).run(step_errors, cases))
 
 

@@ -7,20 +7,14 @@ with underscores, and its imports of ours with it; nothing else of it changes.
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from pathlib import Path
-
-from tokenizers import Tokenizer
 
 import ladder
 from ladder.files import write_text
 
 MODELING = "ladder.hf.modeling"
 IMPORT = re.compile(r"^( *)from (ladder(?:\.\w+)+) import", re.MULTILINE)
-NAMES = "tokenizer.json", "tokenizer_config.json"
-TOKENIZER = (*NAMES, "special_tokens_map.json", "chat_template.jinja")
 
 
 def flat(module: str) -> str:
@@ -57,14 +51,3 @@ def write_code(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in bundle().items():
         write_text(folder / name, text)
-
-
-def copy_tokenizer(source: Path, folder: Path, end: int | None) -> None:
-    """end: the token that ends a text, by its id, where the source does not name one."""
-    for path in (path for name in TOKENIZER for path in source.glob(name)):
-        shutil.copyfile(path, folder / path.name)
-    if end is None or not (folder / NAMES[0]).is_file() or (folder / NAMES[1]).is_file():
-        return
-    token = Tokenizer.from_file(str(folder / NAMES[0])).id_to_token(end)
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token}
-    write_text(folder / NAMES[1], json.dumps(config, indent=1) + "\n")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers.distributed.tensor_parallel import ParallelInterface, TensorParallelLayer
 
-from ladder.checkpoint import full, load_model, newest, read_stop_tokens
-from ladder.files import new_folder
+from ladder.checkpoint import full, newest, read_config, read_json, read_stop_tokens
+from ladder.convert.command import convert
+from ladder.files import write_text
 from ladder.hf import modeling
-from ladder.hf.bundle import AUTO_MAP, copy_tokenizer, write_code
+from ladder.hf.bundle import AUTO_MAP, write_code
 from ladder.models.transformer import Transformer
 from ladder.parallel.sharding import place
 
@@ -44,18 +47,26 @@ def export(source: str | Path, out: str | Path) -> None:
     """Write a folder that transformers loads without ladder, of any that ladder generates from.
 
     source: a run's folder, a checkpoint (whose shards transformers could not read), or a Hugging
-    Face folder. Raises UserError where it cannot be read, and where `out` exists.
+    Face folder. Tensors go over one by one. Raises UserError where it cannot be read, and where
+    `out` exists.
     """
-    folder = newest(Path(source))
-    stop = read_stop_tokens(folder)
-    transformer = load_model(folder)
-    end = stop[0] if len(stop) == 1 else None
-    model = LadderForCausalLM.from_transformer(
-        transformer, eos_token_id=stop or None if end is None else end
-    )
-    with new_folder(Path(out)) as target:
-        copy_tokenizer(folder, target, end)
-        model.save_pretrained(target)
+    folder, target = newest(Path(source)), Path(out)
+    read_config(folder).refuse_bound()
+    convert(folder, target)
+    write_code(target)
+    _name_end(target)
+    data = read_json(target / "config.json")
+    data |= {"architectures": [LadderForCausalLM.__name__], "auto_map": AUTO_MAP}
+    write_text(target / "config.json", json.dumps(data, indent=1) + "\n")
+
+
+def _name_end(folder: Path) -> None:
+    """Tell transformers' tokenizer which token ends a text, as runs' folders do by its id alone."""
+    stop, config = read_stop_tokens(folder), folder / "tokenizer_config.json"
+    if len(stop) == 1 and (folder / "tokenizer.json").is_file() and not config.exists():
+        token = Tokenizer.from_file(str(folder / "tokenizer.json")).id_to_token(stop[0])
+        data = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token}
+        write_text(config, json.dumps(data, indent=1) + "\n")
 
 
 def parallelize(model: modeling.LadderForCausalLM, mesh: DeviceMesh) -> None:

@@ -105,7 +105,7 @@ def rewired(model: Any, plan: Any, tp_degree: int | None) -> dict[str, Any]:
     if norms[0] != norms[1]:
         raise UserError(
             f"plan={new.plan.name!r} has other norms than {old.plan.name!r}, which the folder "
-            f"holds; convert the folder first: ladder convert"
+            f"holds; convert the folder first: ladder convert FOLDER --plan PLAN --out OUT"
         )
     return new.to_dict()
 
