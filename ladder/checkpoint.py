@@ -309,16 +309,23 @@ def load_model(
     dtype: None keeps the type that the weights are stored in. reducer: see `place`. Each process
     reads its own slices.
     """
-    config = read_config(folder)
-    reader = TensorReader(folder, WEIGHTS)
     with torch.device("meta"):
-        model = Transformer(config)
-    names = [name for name, _ in model.named_parameters()]
-    spare = {"lm_head.weight"} if config.tie_embeddings else set()  # some store it all the same
-    reader.refuse_extra({*names, *spare, *(n for n in reader.files if "rotary_emb" in n)})
-    place(model, mesh, device=device, dtype=dtype or reader.dtype(names[0]), reducer=reducer)
+        model = Transformer(read_config(folder))
+    reader = open_weights(folder, model)
+    first = next(name for name, _ in model.named_parameters())
+    place(model, mesh, device=device, dtype=dtype or reader.dtype(first), reducer=reducer)
     reader.fill(model)
     return model
+
+
+def open_weights(folder: Path, model: Transformer) -> TensorReader:
+    """The weights of a folder, to `fill` the model; UserError where it holds another model's."""
+    reader = TensorReader(folder, WEIGHTS)
+    names = [name for name, _ in model.named_parameters()]
+    # Some store a tied head all the same.
+    spare = {"lm_head.weight"} if model.config.tie_embeddings else set()
+    reader.refuse_extra({*names, *spare, *(n for n in reader.files if "rotary_emb" in n)})
+    return reader
 
 
 def checkpoints(run: Path) -> list[tuple[int, Path]]:

@@ -48,7 +48,12 @@ class TrainConfig:
     """A training recipe; lengths are in tokens, sizes in sequences, intervals in steps.
 
     model: a name from configs/models, a YAML path, or a mapping of `name` and overrides; its
-        vocabulary is the data's. plan, tp_degree: see `ladder plans`.
+        vocabulary is the data's. None: `tiny`. plan, tp_degree: see `ladder plans`; a plan of None
+        is `standard`.
+    init: a run's folder, a checkpoint or a Hugging Face Llama folder whose weights the run starts
+        from. The model's shape is that folder's, and `model` is left out; a plan of None is its
+        plan, and another is possible where it stores the same tensors (see ladder.train.start).
+        Empty: random weights.
     data: a folder made by `ladder data prepare`, or a list of several, each `{path, weight}`:
         sequences are drawn in the proportions of the weights. out: the run's folder.
     dp_shard: over how many data-parallel ranks parameters, gradients and optimiser state are
@@ -72,8 +77,9 @@ class TrainConfig:
 
     data: Any
     out: str
-    model: Any = "tiny"
-    plan: Any = "standard"
+    model: Any = None
+    plan: Any = None
+    init: str = ""
     tp_degree: int | None = None
     tp: int = 1
     dp_shard: int = 1
@@ -102,6 +108,15 @@ class TrainConfig:
     wandb: str = ""
 
     def __post_init__(self) -> None:
+        if not self.init:
+            for name, default in (("model", "tiny"), ("plan", "standard")):
+                if getattr(self, name) is None:
+                    object.__setattr__(self, name, default)
+        elif self.model is not None:
+            raise UserError(
+                f"model={self.model!r} beside init={self.init!r}: the shape is that of the weights "
+                f"there; leave model out"
+            )
         parse_sources(self.data)
         for item in fields(self):
             value = getattr(self, item.name)
@@ -149,6 +164,8 @@ class TrainConfig:
 
     def resolved(self, model: ModelConfig) -> dict[str, Any]:
         """Plain data that trains the same again even when a named shape has changed."""
+        if self.init:  # the shape lies beside the weights
+            return self.to_dict()
         name = self.model if isinstance(self.model, str) else self.model["name"]
         shape = model.to_dict()
         for key in ("plan", "tp_degree", "vocab_size"):
@@ -156,21 +173,26 @@ class TrainConfig:
         return {**self.to_dict(), "model": {"name": name, **shape}}
 
     def model_config(self, vocab_size: int) -> ModelConfig:
-        """The model to train, with the data's vocabulary; checks seq_len against it."""
+        """The model to train from random weights, with the data's vocabulary."""
         config = model_config(self.model, self.plan, self.tp_degree, vocab_size=vocab_size)
+        self.check_model(config)
+        return config
+
+    def check_model(self, config: ModelConfig) -> None:
+        """Raise UserError where this recipe cannot train that model."""
         config.refuse_bound()
         if self.seq_len > config.max_seq_len:
+            remedy = "lower it" if self.init else "lower it, or set model.max_seq_len"
             raise UserError(
                 f"seq_len={self.seq_len} is longer than the model's max_seq_len="
-                f"{config.max_seq_len}; lower it, or set model.max_seq_len"
+                f"{config.max_seq_len}; {remedy}"
             )
-        return config
 
 
 def load_train_config(source: str, overrides: Sequence[str]) -> TrainConfig:
     """The config of a YAML path or a name in configs/train, with key=value overrides."""
     data = apply_overrides(load_mapping(find("train", source)), overrides)
-    data["plan"] = load_plan(data.get("plan", "standard"))
+    data["plan"] = load_plan(data.get("plan"))
     return build(TrainConfig, data, where=f"training config {source!r}")
 
 

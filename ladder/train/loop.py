@@ -23,7 +23,7 @@ from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.parallel.apply import make_model
 from ladder.parallel.data import data_parallel, reduce_gradients, sum_over_data
-from ladder.parallel.sharding import initialise, sum_shared_gradients
+from ladder.parallel.sharding import sum_shared_gradients
 from ladder.progress import Progress
 from ladder.train import state
 from ladder.train.ahead import Ahead, Batch, Part, read_batch
@@ -34,6 +34,7 @@ from ladder.train.evaluate import Heldout, bits_per_byte, check_heldout
 from ladder.train.interruption import Interruption
 from ladder.train.metrics import Metrics
 from ladder.train.optim import clip_gradients, learning_rate, make_optimizer
+from ladder.train.start import starting_point
 
 
 def train(
@@ -56,10 +57,12 @@ def train(
     content = [data.index["tokenizer_sha256"], data.index["splits"]]  # not where it came from
     fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     launch.agree({"data": fingerprint})
-    model_config = config.model_config(data.vocab_size)
     found = checkpoints(run)
     record = _check_run(run, config, fingerprint, resume, found)
+    source = starting_point(config, data, found[-1][1] if record else None)
+    model_config = source.config
     start = record["step"] if record else 0
+    launch.agree({"model": model_config.to_dict()})
     launch.agree({"start": start})  # before any rank writes what another would find
     dp, dp_rank = data_parallel(mesh)
     if config.batch_size % dp:
@@ -99,7 +102,7 @@ def train(
                 flush=True,
             )
     else:
-        initialise(model, config.seed)
+        source.fill(model, config.seed)
     recipe = config.resolved(model_config)
     if main:
         make_folder(run)
