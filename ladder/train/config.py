@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,19 +54,21 @@ class TrainConfig:
         from. The model's shape is that folder's, and `model` is left out; a plan of None is its
         plan, and another is possible where it stores the same tensors (see ladder.train.start).
         Empty: random weights.
-    data: a folder made by `ladder data prepare`, or a list of several, each `{path, weight}`:
-        sequences are drawn in the proportions of the weights. out: the run's folder.
+    data: a folder made by `ladder data prepare`, of text or of conversations, or a list of
+        several, each `{path, weight}`: sequences are drawn in the proportions of the weights. out:
+        the run's folder.
     dp_shard: over how many data-parallel ranks parameters, gradients and optimiser state are
         sharded; 1: none of them (DDP), 0: all (FSDP), in between: replicas of shards (HSDP).
     sequence_parallel: the residual stream is sharded by tokens over the TP ranks, beside TP.
     activation_checkpointing: what the forward pass keeps for the backward one: `none` keeps all,
         `selective` the results of matrix products and attention, `full` a sublayer's input.
     compile: each sublayer by torch.compile.
+    epochs: how often the data is gone through, in place of `steps`; 0: `steps` says how long.
     batch_size: sequences per step over all ranks; micro_batch_size: sequences per forward pass on
         one rank (0: all of its share at once).
     mask_documents: a token attends only to tokens of its own document in the window; an end-of-text
         token belongs to the document that it ends. Nothing else changes: not the order of the data,
-        the tokens that have a loss, or the positions.
+        the tokens that have a loss, or the positions. Conversations are always kept apart.
     lr: the peak, reached after warmup_steps; from there a cosine to min_lr at the last step.
     eval_windows: held-out windows per evaluation, the last one included (0: all).
     checkpoint_interval: 0 saves after the last step only. keep_checkpoints: the newest so many are
@@ -87,6 +89,7 @@ class TrainConfig:
     activation_checkpointing: str = "none"
     compile: bool = False
     steps: int = 1000
+    epochs: float = 0.0
     seq_len: int = 512
     batch_size: int = 16
     micro_batch_size: int = 0
@@ -126,6 +129,7 @@ class TrainConfig:
         not_negative = (
             "dp_shard",
             "micro_batch_size",
+            "epochs",
             "warmup_steps",
             "eval_interval",
             "eval_windows",
@@ -153,10 +157,17 @@ class TrainConfig:
             raise unknown("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
         if self.dtype not in DTYPES:
             raise UserError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
-        if self.warmup_steps >= self.steps:
+        if not self.epochs and self.warmup_steps >= self.steps:
             raise UserError(
                 f"warmup_steps={self.warmup_steps} must be below steps={self.steps}; lower it"
             )
+
+    def with_steps(self, windows: int) -> TrainConfig:
+        """The same with `epochs` as steps, for training data of that many windows."""
+        if not self.epochs:
+            return self
+        steps = math.ceil(self.epochs * windows / self.batch_size)
+        return replace(self, steps=steps, epochs=0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, from which `build` makes an equal config."""
@@ -191,7 +202,17 @@ class TrainConfig:
 
 def load_train_config(source: str, overrides: Sequence[str]) -> TrainConfig:
     """The config of a YAML path or a name in configs/train, with key=value overrides."""
-    data = apply_overrides(load_mapping(find("train", source)), overrides)
+    data = load_mapping(find("train", source))
+    given = apply_overrides({}, [item for item in overrides if "." not in item.partition("=")[0]])
+    for name, other in (("steps", "epochs"), ("epochs", "steps"), ("init", "model")):
+        if name in given and other not in given:
+            data.pop(other, None)  # what the command says takes the place of both
+    data = apply_overrides(data, overrides)
+    if data.get("epochs") and "steps" in data:
+        raise UserError(
+            f"steps={data['steps']} beside epochs={data['epochs']}: both say how long; leave one "
+            f"out"
+        )
     data["plan"] = load_plan(data.get("plan"))
     return build(TrainConfig, data, where=f"training config {source!r}")
 

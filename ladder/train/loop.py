@@ -26,7 +26,7 @@ from ladder.parallel.data import data_parallel, reduce_gradients, sum_over_data
 from ladder.parallel.sharding import sum_shared_gradients
 from ladder.progress import Progress
 from ladder.train import state
-from ladder.train.ahead import Ahead, Batch, Part, read_batch
+from ladder.train.ahead import Ahead, Batch, read_batch
 from ladder.train.checkpointer import Checkpointer
 from ladder.train.config import TrainConfig, refuse_changes
 from ladder.train.efficiency import flops_per_token, peak_flops
@@ -57,6 +57,8 @@ def train(
     content = [data.index["tokenizer_sha256"], data.index["splits"]]  # not where it came from
     fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     launch.agree({"data": fingerprint})
+    windows = data.windows("train", config.seq_len)
+    config = config.with_steps(len(windows))
     found = checkpoints(run)
     record = _check_run(run, config, fingerprint, resume, found)
     source = starting_point(config, data, found[-1][1] if record else None)
@@ -77,7 +79,6 @@ def train(
             f"micro_batch_size={micro} does not divide the {share} sequences of each "
             f"rank's batch; choose a divisor"
         )
-    windows = data.windows("train", config.seq_len)
     check_heldout(data, config.seq_len, config.eval_windows)
 
     model = make_model(
@@ -108,7 +109,7 @@ def train(
         make_folder(run)
         state.remove_partial(run)
         write_text(run / "recipe.json", json.dumps(recipe, indent=1) + "\n")
-        print(_header(config, model, data, dp), flush=True)
+        print(_header(config, model, data, dp), *windows.notes(), sep="\n", flush=True)
 
     last = min(config.steps, stop_after or config.steps)
     result: Heldout | None = None
@@ -126,7 +127,7 @@ def train(
     ):
         since, since_step, waited = time.perf_counter(), start, 0.0
         for step, batch in zip(range(start, last), batches, strict=True):
-            own = backward(model, batch.parts)
+            own = backward(model, batch)
             loss = sum_over_data(own.clone(), mesh) / dp
             if mesh is not None:
                 sum_shared_gradients(model)
@@ -255,13 +256,16 @@ def _first_not_finite(loss: float, drawn: list[int]) -> str:
     return "; every rank's loss was finite, and what is not is the gradient"
 
 
-def backward(model: Transformer, parts: list[Part]) -> torch.Tensor:
-    """Accumulate the gradients of the mean loss over this rank's batch; returns that loss."""
-    total = torch.zeros((), device=parts[0].tokens.device)
-    count = sum(part.tokens.numel() for part in parts)
-    for n, part in enumerate(parts, 1):
-        reduce_gradients(model, now=n == len(parts))
-        loss = model(part.tokens, part.targets, documents=part.documents).sum() / count
+def backward(model: Transformer, batch: Batch) -> torch.Tensor:
+    """Accumulate the gradients of this rank's part of the loss; returns that part.
+
+    The mean over the data-parallel ranks is the mean over all targets of the step, of which the
+    ranks may have more or fewer.
+    """
+    total = torch.zeros((), device=batch.parts[0].tokens.device)
+    for n, part in enumerate(batch.parts, 1):
+        reduce_gradients(model, now=n == len(batch.parts))
+        loss = model(part.tokens, part.targets, documents=part.documents).sum() / batch.targets
         loss.backward()
         total += loss.detach()
     return total
