@@ -57,6 +57,10 @@ class TrainConfig:
     data: a folder made by `ladder data prepare`, of text or of conversations, or a list of
         several, each `{path, weight}`: sequences are drawn in the proportions of the weights. out:
         the run's folder.
+    teacher: a folder as for init, of a model with the same vocabulary (the unconverted one, say),
+        whose distributions the run learns too; empty: none. distill_weight: how much of the loss is
+        the divergence from them, at distill_temperature; the rest is cross-entropy (see
+        ladder.train.objective).
     dp_shard: over how many data-parallel ranks parameters, gradients and optimiser state are
         sharded; 1: none of them (DDP), 0: all (FSDP), in between: replicas of shards (HSDP).
     sequence_parallel: the residual stream is sharded by tokens over the TP ranks, beside TP.
@@ -83,6 +87,9 @@ class TrainConfig:
     plan: Any = None
     init: str = ""
     tp_degree: int | None = None
+    teacher: str = ""
+    distill_weight: float = 0.5
+    distill_temperature: float = 1.0
     tp: int = 1
     dp_shard: int = 1
     sequence_parallel: bool = False
@@ -149,6 +156,10 @@ class TrainConfig:
             raise UserError(f"seed={self.seed} must be below 2**63")
         if not self.lr > 0 or self.min_lr > self.lr:
             raise UserError(f"lr={self.lr} must be above 0 and at least min_lr={self.min_lr}")
+        if not 0 <= self.distill_weight <= 1:
+            raise UserError(f"distill_weight={self.distill_weight} must be in [0, 1]")
+        if not self.distill_temperature > 0:
+            raise UserError(f"distill_temperature={self.distill_temperature} must be above 0")
         if not self.grad_clip > 0:
             raise UserError(f"grad_clip={self.grad_clip} must be above 0; inf clips nothing")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

@@ -33,6 +33,7 @@ from ladder.train.efficiency import flops_per_token, peak_flops
 from ladder.train.evaluate import Heldout, bits_per_byte, check_heldout
 from ladder.train.interruption import Interruption
 from ladder.train.metrics import Metrics
+from ladder.train.objective import Distillation, Objective, cross_entropy
 from ladder.train.optim import clip_gradients, learning_rate, make_optimizer
 from ladder.train.start import starting_point
 
@@ -91,6 +92,11 @@ def train(
         compile=config.compile,
     )
     optimizer = make_optimizer(model, config)
+    objective: Objective = cross_entropy
+    recorded: tuple[str, ...] = ()
+    if config.teacher:
+        objective = Distillation(config, model_config, mesh, place_)
+        recorded = objective.names
     main = launch.rank() == 0
     if record:
         state.restore(found[-1][1], model, optimizer, start)
@@ -127,15 +133,15 @@ def train(
     ):
         since, since_step, waited = time.perf_counter(), start, 0.0
         for step, batch in zip(range(start, last), batches, strict=True):
-            own = backward(model, batch)
-            loss = sum_over_data(own.clone(), mesh) / dp
+            own = backward(model, batch, objective)
+            loss, *others = (sum_over_data(own.clone(), mesh) / dp).tolist()
             if mesh is not None:
                 sum_shared_gradients(model)
             norm = clip_gradients(model, config.grad_clip, mesh)
-            if not math.isfinite(norm) or not math.isfinite(loss.item()):
-                where = _first_not_finite(own.item(), batch.windows)
+            if not math.isfinite(norm) or not math.isfinite(loss):
+                where = _first_not_finite(own[0].item(), batch.windows)
                 raise UserError(
-                    f"step {step + 1}: loss={loss.item()}, gradient norm={norm}: not finite"
+                    f"step {step + 1}: loss={loss}, gradient norm={norm}: not finite"
                     f"{where}. The checkpoints so far are untouched; lower lr={config.lr}, or use "
                     f"dtype=float32"
                 )
@@ -155,7 +161,8 @@ def train(
                 since, since_step, waited = now, done, batches.waited
                 metrics.write(
                     done,
-                    loss=loss.item(),
+                    loss=loss,
+                    **dict(zip(recorded, others, strict=True)),
                     learning_rate=rate,
                     gradient_norm=norm,
                     tokens=done * tokens_per_step,
@@ -163,7 +170,7 @@ def train(
                     data_wait=wait,
                     **_utilisation(model_config, config.seq_len, speed, place_),
                 )
-                progress.update(done, f"loss {loss.item():.3f}, {speed:,.0f} tokens/s")
+                progress.update(done, f"loss {loss:.3f}, {speed:,.0f} tokens/s")
             if done == config.steps or (config.eval_interval and done % config.eval_interval == 0):
                 result = bits_per_byte(
                     model, data, config.seq_len, micro, config.eval_windows, mesh,
@@ -256,18 +263,20 @@ def _first_not_finite(loss: float, drawn: list[int]) -> str:
     return "; every rank's loss was finite, and what is not is the gradient"
 
 
-def backward(model: Transformer, batch: Batch) -> torch.Tensor:
-    """Accumulate the gradients of this rank's part of the loss; returns that part.
+def backward(
+    model: Transformer, batch: Batch, objective: Objective = cross_entropy
+) -> torch.Tensor:
+    """Accumulate the gradients of this rank's part of the loss; returns its part of the sums.
 
     The mean over the data-parallel ranks is the mean over all targets of the step, of which the
     ranks may have more or fewer.
     """
-    total = torch.zeros((), device=batch.parts[0].tokens.device)
+    total = torch.zeros(1, device=batch.parts[0].tokens.device)
     for n, part in enumerate(batch.parts, 1):
         reduce_gradients(model, now=n == len(batch.parts))
-        loss = model(part.tokens, part.targets, documents=part.documents).sum() / batch.targets
-        loss.backward()
-        total += loss.detach()
+        sums = objective(model, part) / batch.targets
+        sums[0].backward()
+        total = total + sums.detach()
     return total
 
 
