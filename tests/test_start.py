@@ -110,7 +110,7 @@ def test_a_hugging_face_folder(corpus: Path, tmp_path: Path) -> None:
         ({"plan": "desync-2x", "tp_degree": 2}, r"\[32\] there, \[2, 32\] here.*`ladder convert`"),
         ({"plan": "ladder", "tp_degree": 2}, "leave tp_degree out"),
         ({"init": "/nowhere"}, "/nowhere does not exist"),
-        ({"seq_len": 8192}, "seq_len=8192 is longer than the model's max_seq_len=.*; lower it$"),
+        ({"seq_len": 4096}, "seq_len=4096 is longer than the model's max_seq_len=.*; lower it$"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -125,6 +125,7 @@ class Checkpointer:
         begun = time.perf_counter()
         self.wait()
         self._stage()
+        self.config = self.model.config  # the plan in force may change while this is written
         self.folder = self.run / "checkpoints" / f"step-{record['step']:06d}"
         self.thread = threading.Thread(target=self._write, args=(record,), daemon=True)
         self.thread.start()
@@ -156,7 +157,7 @@ class Checkpointer:
         temporary = folder.with_name(f".{folder.name}.partial")
 
         def commit(sums: dict[str, str]) -> None:
-            write_config(temporary, self.model.config, self.data.eos_id)
+            write_config(temporary, self.config, self.data.eos_id)
             for name in (FILE, TOKENIZER_CONFIG, TEMPLATE):
                 if (self.data.folder / name).is_file():
                     shutil.copy(self.data.folder / name, temporary)

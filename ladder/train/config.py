@@ -21,6 +21,7 @@ from ladder.data.mix import parse_sources
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.parallel.apply import CHECKPOINTING
+from ladder.train.conversion import listed_last
 
 # What may differ between a run and its continuation: none of these changes what is computed.
 # The layout (tp and what follows it) changes it by rounding alone; data is compared by content,
@@ -57,6 +58,11 @@ class TrainConfig:
     data: a folder made by `ladder data prepare`, of text or of conversations, or a list of
         several, each `{path, weight}`: sequences are drawn in the proportions of the weights. out:
         the run's folder.
+    convert_layers: turns the model over to the plan while it trains, from the plan of `init`, or
+        `standard`: {start_step: 100, every: 50, order: last-first} converts the last layer after
+        100 steps and the one below it 50 steps later; [{step: 100, plan: ladder@24-31}, ...] says
+        which plan holds after how many steps, the last one being the run's. None: the plan holds
+        from the start.
     teacher: a folder as for init, of a model with the same vocabulary (the unconverted one, say),
         whose distributions the run learns too; empty: none. distill_weight: how much of the loss is
         the divergence from them, at distill_temperature; the rest is cross-entropy (see
@@ -87,6 +93,7 @@ class TrainConfig:
     plan: Any = None
     init: str = ""
     tp_degree: int | None = None
+    convert_layers: Any = None
     teacher: str = ""
     distill_weight: float = 0.5
     distill_temperature: float = 1.0
@@ -118,6 +125,8 @@ class TrainConfig:
     wandb: str = ""
 
     def __post_init__(self) -> None:
+        if self.plan is None:
+            object.__setattr__(self, "plan", listed_last(self.convert_layers))
         if not self.init:
             for name, default in (("model", "tiny"), ("plan", "standard")):
                 if getattr(self, name) is None:
@@ -225,6 +234,13 @@ def load_train_config(source: str, overrides: Sequence[str]) -> TrainConfig:
             f"out"
         )
     data["plan"] = load_plan(data.get("plan"))
+    if isinstance(data.get("convert_layers"), list):
+        data["convert_layers"] = [
+            {**each, "plan": load_plan(each["plan"])}
+            if isinstance(each, dict) and "plan" in each
+            else each
+            for each in data["convert_layers"]
+        ]
     return build(TrainConfig, data, where=f"training config {source!r}")
 
 

@@ -62,7 +62,8 @@ def train(
     config = config.with_steps(len(windows))
     found = checkpoints(run)
     record = _check_run(run, config, fingerprint, resume, found)
-    source = starting_point(config, data, found[-1][1] if record else None)
+    checkpoint, first_plan = (found[-1][1], record.get("first_plan")) if record else (None, None)
+    source = starting_point(config, data, checkpoint, first_plan)
     model_config = source.config
     start = record["step"] if record else 0
     launch.agree({"model": model_config.to_dict()})
@@ -83,7 +84,7 @@ def train(
     check_heldout(data, config.seq_len, config.eval_windows)
 
     model = make_model(
-        model_config,
+        source.at(max(start - 1, 0)),  # as it was saved
         DTYPES[config.dtype],
         mesh,
         place_,
@@ -115,7 +116,8 @@ def train(
         make_folder(run)
         state.remove_partial(run)
         write_text(run / "recipe.json", json.dumps(recipe, indent=1) + "\n")
-        print(_header(config, model, data, dp), *windows.notes(), sep="\n", flush=True)
+        notes = (*windows.notes(), *source.schedule.notes())
+        print(_header(config, model, data, dp), *notes, sep="\n", flush=True)
 
     last = min(config.steps, stop_after or config.steps)
     result: Heldout | None = None
@@ -133,6 +135,8 @@ def train(
     ):
         since, since_step, waited = time.perf_counter(), start, 0.0
         for step, batch in zip(range(start, last), batches, strict=True):
+            if source.schedule.plan(step) is not model.config.plan:
+                model.config = source.at(step)
             own = backward(model, batch, objective)
             loss, *others = (sum_over_data(own.clone(), mesh) / dp).tolist()
             if mesh is not None:
@@ -189,6 +193,7 @@ def train(
                     "data": fingerprint,
                     "layout": {"tp": config.tp, "dp": dp, "dp_shard": model.data_shard[1]},
                     "config": config.to_dict(),
+                    **({"first_plan": source.first.to_dict()} if config.convert_layers else {}),
                 }
                 metrics.write(done, checkpoint_seconds=checkpointer.save(saved))
                 if ended:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,17 +20,29 @@ from ladder.data.tokenizer import FILE
 from ladder.files import checksum
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
+from ladder.models.plan import Plan
+from ladder.models.presets import resolve_plan
 from ladder.models.transformer import Transformer
 from ladder.parallel.sharding import initialise
 from ladder.train.config import TrainConfig
+from ladder.train.conversion import Schedule, make_schedule
 
 
 @dataclass(frozen=True)
 class Start:
-    """The model to train, and the folder that its weights begin as; None: random ones."""
+    """The model to train, and the folder that its weights begin as; None: random ones.
+
+    first: the plan before anything is converted. schedule: the plans up to the model's own.
+    """
 
     config: ModelConfig
     folder: Path | None
+    first: Plan
+    schedule: Schedule
+
+    def at(self, step: int) -> ModelConfig:
+        """The model as step `step` trains it."""
+        return replace(self.config, plan=self.schedule.plan(step))
 
     def fill(self, model: Transformer, seed: int) -> None:
         """Give a model that is placed its first weights; each process reads its own slices."""
@@ -39,15 +52,22 @@ class Start:
             open_weights(self.folder, model).fill(model)
 
 
-def starting_point(config: TrainConfig, data: TokenData, checkpoint: Path | None) -> Start:
+def starting_point(
+    config: TrainConfig,
+    data: TokenData,
+    checkpoint: Path | None = None,
+    first_plan: Any = None,
+) -> Start:
     """What a recipe's model is and starts from.
 
-    checkpoint: of this run, where it goes on; then nothing else is asked, and `init` may be gone.
+    checkpoint: of this run, where it goes on, with the plan that the run began with, as
+    `first_plan`; then nothing else is asked, and `init` may be gone.
 
-    Raises UserError where the recipe, the data or the plan do not fit the weights.
+    Raises UserError where the recipe, the data or a plan do not fit the weights.
     """
     if not config.init:
-        return Start(config.model_config(data.vocab_size), checkpoint)
+        model = config.model_config(data.vocab_size)
+        return _scheduled(config, model, checkpoint, resolve_plan("standard", model.num_layers))
     folder = checkpoint or newest(Path(config.init))
     stored = read_config(folder)
     model = stored
@@ -57,7 +77,15 @@ def starting_point(config: TrainConfig, data: TokenData, checkpoint: Path | None
     config.check_model(model)
     check_same_tensors(stored, model, f"init={config.init}")
     _check_vocabulary(config, model, data, folder)
-    return Start(model, folder)
+    first = stored.plan if first_plan is None else resolve_plan(first_plan, model.num_layers)
+    return _scheduled(config, model, folder, first)
+
+
+def _scheduled(config: TrainConfig, model: ModelConfig, folder: Path | None, first: Plan) -> Start:
+    schedule = make_schedule(config.convert_layers, first, model, config.steps)
+    for _, plan in schedule.plans:
+        check_same_tensors(model, replace(model, plan=plan), "convert_layers")
+    return Start(model, folder, first, schedule)
 
 
 def check_same_tensors(stored: ModelConfig, model: ModelConfig, where: str) -> None:
