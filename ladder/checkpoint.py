@@ -1,9 +1,9 @@
 """Model folders: config.json, safetensors files, tokenizer.json.
 
-A folder is ours (model_type `ladder`, with the residual plan) or a Hugging Face Llama's; both hold
-the same tensor names and layouts. Files hold full tensors, or in a checkpoint of several ranks each
-rank's shards (see ladder.train.shards): any parallelism reads its slices of either, and no process
-ever holds the whole model.
+A folder is ours (model_type `ladder`, with the residual plan) or Hugging Face's (see
+ladder.convert.huggingface); both hold the same tensor names and layouts. Files hold full tensors,
+or in a checkpoint of several ranks each rank's shards (see ladder.train.shards): any parallelism
+reads its slices of either, and no process ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from ladder.parallel.sharding import local_parameters, place
 
 SHARD_BYTES = 2**30  # a file of a checkpoint holds about this much, or one tensor
 WEIGHTS = "model"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SHARDING_INFO = "DCP_SHARDING_INFO"  # in a file of shards: where in its tensor each begins
 DTYPES = {  # the types of weights, by safetensors' names
     "F32": torch.float32,
@@ -64,7 +65,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The model config of a folder, ours or a Hugging Face Llama's."""
+    """The model config of a folder, ours or Hugging Face's."""
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{folder} is no model folder: it has no config.json")
@@ -86,8 +87,17 @@ def read_stop_tokens(folder: Path) -> list[int]:
     return sorted(set(found))
 
 
-def write_config(folder: Path, config: ModelConfig, eos_token_id: int | None) -> None:
-    data = {"model_type": "ladder", "eos_token_id": eos_token_id, "model": config.to_dict()}
+def write_config(
+    folder: Path,
+    config: ModelConfig,
+    eos_token_id: int | list[int] | None,
+    huggingface: Mapping[str, Any] | None = None,
+) -> None:
+    """Write our config.json. huggingface: the one that the model was converted from, kept there."""
+    data: dict[str, Any] = {"model_type": "ladder", "eos_token_id": eos_token_id}
+    data["model"] = config.to_dict()
+    if huggingface is not None:
+        data["huggingface"] = huggingface
     write_text(folder / "config.json", json.dumps(data, indent=1) + "\n")
 
 
@@ -117,13 +127,14 @@ def write_tensors(folder: Path, stem: str, entries: Iterable[Entry], writer: boo
     the gathering. At most one file's tensors are in memory at a time.
     """
     files: list[list[Entry]] = [[]]
-    size = 0
+    size = total = 0
     for each in entries:
         if files[-1] and size + each.nbytes > SHARD_BYTES:
             files.append([])
             size = 0
         files[-1].append(each)
         size += each.nbytes
+        total += each.nbytes
     index: dict[str, str] = {}
     for i, file in enumerate(files, start=1):
         numbered = f"{stem}-{i:05d}-of-{len(files):05d}.safetensors"
@@ -140,7 +151,7 @@ def write_tensors(folder: Path, stem: str, entries: Iterable[Entry], writer: boo
             except SafetensorError as error:  # its own type for what is an OSError
                 raise OSError(f"{name}: {error}") from error
     if writer and len(files) > 1:
-        text = json.dumps({"metadata": {}, "weight_map": index}, indent=1)
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
         write_text(folder / f"{stem}.safetensors.index.json", text)
 
 
@@ -153,9 +164,9 @@ class Chunk:
 
 
 class TensorReader:
-    """Reads parts of the tensors of a folder's `stem` files; opens each file once.
+    """Reads parts of the tensors of a folder's `stem` files; opens each file once, until `close`.
 
-    files: the chunks of each tensor.
+    files: the chunks of each tensor. What it returns may be a view of a file that is mapped.
     """
 
     def __init__(self, folder: Path, stem: str) -> None:
@@ -175,6 +186,10 @@ class TensorReader:
                     self.files.setdefault(name, []).append(Chunk(shard.name, start))
         else:
             raise UserError(f"{folder} has neither {single.name} nor {index.name}")
+
+    def close(self) -> None:
+        """Let go of the files, and of the memory that what was read of them takes, once unused."""
+        self.handles.clear()
 
     def _open(self, name: str) -> Any:
         if name not in self.handles:
@@ -259,26 +274,42 @@ class TensorReader:
             ends.append([start + size for start, size in zip(starts, sizes, strict=True)])
         return tuple(map(max, zip(*ends, strict=True)))
 
+    def whole(self, name: str) -> Tensor:
+        return self.part(name, tuple(slice(0, size) for size in self.shape(name)))
+
     def fill(self, model: Transformer, rename: Callable[[str], str] = str) -> None:
         """Copy into the model's parameters; each process reads its own slices only."""
-        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         with torch.no_grad():
             for name, local, part in local_parameters(model):
-                stored = rename(name)
-                if stored in self.files and self.shape(stored) != shapes[name]:
-                    raise UserError(
-                        f"{self.folder}: tensor {stored!r} has the shape "
-                        f"{list(self.shape(stored))} but the model needs {list(shapes[name])}"
-                    )
-                local.copy_(self.part(stored, part))
+                self._check_shape(rename(name), shapes[name])
+                local.copy_(self.part(rename(name), part))
 
-    def refuse_extra(self, allowed: Iterable[str]) -> None:
-        extra = sorted(set(self.files) - set(allowed))
-        if extra:
+    def _check_shape(self, name: str, shape: Iterable[int]) -> None:
+        if self.shape(name) != tuple(shape):
             raise UserError(
-                f"{self.folder} holds tensors that the model does not have: "
-                f"{', '.join(extra[:3])}; it is another model's"
+                f"{self.folder}: tensor {name!r} has the shape {list(self.shape(name))} but the "
+                f"model needs {list(shape)}"
             )
+
+    def check(self, model: Transformer) -> None:
+        """Raise UserError unless the tensors are the model's, by name and shape, and no others."""
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        spare = {name for name in self.files if "rotary_emb" in name}
+        if model.config.tie_embeddings:
+            spare.add(HEAD)  # some store it all the same
+        for what, names in (
+            ("holds tensors that the model does not have:", set(self.files) - {*shapes, *spare}),
+            ("lacks the tensor", {repr(name) for name in shapes if name not in self.files}),
+        ):
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                raise UserError(
+                    f"{self.folder} {what} {', '.join(sorted(names)[:3])}{more}; it is another "
+                    f"model's"
+                )
+        for name, shape in shapes.items():
+            self._check_shape(name, shape)
 
 
 def _cut(view: Any, part: tuple[slice, ...]) -> Tensor:
@@ -309,23 +340,14 @@ def load_model(
     dtype: None keeps the type that the weights are stored in. reducer: see `place`. Each process
     reads its own slices.
     """
+    config = read_config(folder)
+    reader = TensorReader(folder, WEIGHTS)
     with torch.device("meta"):
-        model = Transformer(read_config(folder))
-    reader = open_weights(folder, model)
-    first = next(name for name, _ in model.named_parameters())
-    place(model, mesh, device=device, dtype=dtype or reader.dtype(first), reducer=reducer)
+        model = Transformer(config)
+    reader.check(model)
+    place(model, mesh, device=device, dtype=dtype or reader.dtype(EMBEDDING), reducer=reducer)
     reader.fill(model)
     return model
-
-
-def open_weights(folder: Path, model: Transformer) -> TensorReader:
-    """The weights of a folder, to `fill` the model; UserError where it holds another model's."""
-    reader = TensorReader(folder, WEIGHTS)
-    names = [name for name, _ in model.named_parameters()]
-    # Some store a tied head all the same.
-    spare = {"lm_head.weight"} if model.config.tie_embeddings else set()
-    reader.refuse_extra({*names, *spare, *(n for n in reader.files if "rotary_emb" in n)})
-    return reader
 
 
 def checkpoints(run: Path) -> list[tuple[int, Path]]:

@@ -43,7 +43,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ladder {__version__}")
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_plans, _tokenizer, _data, _train, _finetune, _generate, _bench, _doctor, _demo):
+    for add in (
+        _plans, _tokenizer, _data, _train, _finetune, _convert, _generate, _eval, _bench, _doctor,
+        _demo,
+    ):  # fmt: skip
         add(verbs)
     return parser
 
@@ -250,6 +253,36 @@ def finetune(options: argparse.Namespace) -> int:
     return 0
 
 
+# ---- convert --------------------------------------------------------------------------------
+
+
+def _convert(verbs: Any) -> None:
+    parser = _add(verbs, "convert", convert, "convert Hugging Face models to a plan, and back")
+    parser.add_argument(
+        "model",
+        type=Path,
+        metavar="MODEL",
+        help="a Hugging Face folder (Llama, Mistral, Qwen2, Qwen3), a run's, or a checkpoint",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
+    parser.add_argument(
+        "--plan", help="a preset, presets on layers (ladder@16-31), a YAML file; none: MODEL's own"
+    )
+    parser.add_argument(
+        "--ladder-layers", metavar="FIRST-LAST", help="with --plan hybrid: its ladder layers"
+    )
+    parser.add_argument("--tp-degree", type=int, help="T, for plans that depend on it")
+    parser.add_argument(
+        "--to", choices=("ladder", "hf"), default="ladder", help="the format; hf: Hugging Face's"
+    )
+
+
+def convert(options: argparse.Namespace) -> int:
+    from ladder.convert.command import convert_command
+
+    return convert_command(options)
+
+
 # ---- generate -------------------------------------------------------------------------------
 
 
@@ -259,7 +292,7 @@ def _generate(verbs: Any) -> None:
         "model",
         type=Path,
         metavar="MODEL",
-        help="a run's folder, one of its checkpoints, or a Hugging Face Llama folder",
+        help="a run's folder, one of its checkpoints, or a Hugging Face folder",
     )
     parser.add_argument(
         "--prompt", action="append", required=True, help="text to continue; may be repeated"
@@ -285,6 +318,46 @@ def generate(options: argparse.Namespace) -> int:
     from ladder.infer.command import generate_command
 
     return generate_command(options)
+
+
+# ---- evaluate -------------------------------------------------------------------------------
+
+
+def _eval(verbs: Any) -> None:
+    parser = _add(verbs, "eval", evaluate, "compare models on lm-evaluation-harness tasks")
+    parser.add_argument(
+        "models",
+        nargs="+",
+        type=Path,
+        metavar="MODEL",
+        help="runs' folders, checkpoints, or Hugging Face Llama folders",
+    )
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        default=["offline"],
+        help="suites (offline, paper-pretrain, paper-adapt, or a YAML file) and tasks of the "
+        "harness",
+    )
+    parser.add_argument("--num-fewshot", type=int, help="examples shown, for tasks that show any")
+    parser.add_argument("--limit", type=int, help="examples of each task; all without it")
+    parser.add_argument(
+        "--text",
+        nargs="+",
+        metavar="PATH",
+        help="what the offline suite is built from: text, JSONL or Parquet files, folders, or one "
+        "folder of prepared data, for its held-out part; this Python's standard library without it",
+    )
+    parser.add_argument("--batch", type=int, default=8, help="sequences in a forward pass")
+    parser.add_argument("--tp", type=int, default=0, help="TP processes; 0: all that run")
+    parser.add_argument("--out", default="runs/eval", help="the folder for results and data")
+    _add_processes(parser)
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    from ladder.eval.command import eval_command
+
+    return eval_command(options)
 
 
 # ---- bench ----------------------------------------------------------------------------------

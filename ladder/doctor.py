@@ -73,7 +73,7 @@ OPTIONAL = (
     Package("triton", unlocks="fused GPU kernels; comes with CUDA builds of torch on Linux"),
     Package("transformers", "5.16", "Hugging Face integration and its parity tests"),
     Package("matplotlib", "3.9", "figures in report pages"),
-    Package("lm_eval", unlocks="evaluation on lm-evaluation-harness tasks"),
+    Package("lm_eval", "0.4.13", "`ladder eval`: tasks of lm-evaluation-harness"),
     Package("pyarrow", "18.0", "data prepared from Parquet files"),
     Package("datasets", "4.0", "data prepared from Hugging Face datasets"),
     Package(

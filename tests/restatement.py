@@ -84,13 +84,17 @@ def attention_partial(
         bias = weights.get(prefix + name + ".bias")
         return y if bias is None else y + bias[rows]
 
+    def head_norm(name: str, y: Tensor) -> Tensor:
+        weight = weights.get(prefix + name + ".weight")
+        return y if weight is None else rms_norm(y, weight, rank, config.norm_eps)
+
     length = x.shape[1]
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
     total = torch.zeros_like(x)
     for head in range(rank * heads // ranks, (rank + 1) * heads // ranks):
         kv = head * kv_heads // heads
-        query = rotate(project("q_proj", head), config)
-        key = rotate(project("k_proj", kv), config)
+        query = rotate(head_norm("q_norm", project("q_proj", head)), config)
+        key = rotate(head_norm("k_norm", project("k_proj", kv)), config)
         value = project("v_proj", kv)
         scores = query @ key.transpose(1, 2) / math.sqrt(dim)
         mixed = scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ value

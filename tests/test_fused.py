@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ladder.infer.engine import Engine
+from ladder.infer.fused import can_fuse
 from ladder.models import Transformer, UserError
 from ladder.models.presets import PlanSpec
 from ladder.parallel.sharding import place
@@ -56,3 +57,13 @@ def test_the_fused_path_on_two_ranks(pools: Pools, name: str) -> None:
     depends = name not in SAME_AT_ANY_T
     expected = decode(virtual(full_model(small_config(FUSED_PLANS[name], 2, depends), 5), 2), False)
     assert pools(2).run(fused_on_ranks, FUSED_PLANS[name], depends) == [expected, expected]
+
+
+@pytest.mark.parametrize("change", ["attention_bias", "mlp_bias", "qkv_bias", "qk_norm"])
+def test_what_the_kernels_do_not_know_is_not_fused(change: str) -> None:
+    """The fused modules have no place for a bias or for norms of q and k: they would be dropped."""
+    model = full_model(small_config("standard", **{change: True}), 5, torch.float32)
+    assert not can_fuse(model)
+    with pytest.raises(UserError, match="fused=True"):
+        Engine(model, fused=True)
+    assert not Engine(model).fused

@@ -93,6 +93,7 @@ def test_random_plans(seed: int) -> None:
     layers, ranks = rng.randint(1, 4), rng.choice((1, 2, 4))
     plan = random_plan(rng, layers, stay_equal=seed % 3 == 0)
     biases = all(plan.equal_reads)
+    attention_bias = biases and rng.random() < 0.7
     config = small_config(
         plan,
         ranks,
@@ -101,8 +102,10 @@ def test_random_plans(seed: int) -> None:
         num_kv_heads=rng.choice((1, 2, 4)),
         head_dim=rng.choice((6, 8)),
         tie_embeddings=rng.random() < 0.5,
-        attention_bias=biases and rng.random() < 0.7,
+        attention_bias=attention_bias,
+        qkv_bias=not attention_bias and rng.random() < 0.5,
         mlp_bias=biases and rng.random() < 0.7,
+        qk_norm=rng.random() < 0.5,
     )
     model = virtual(full_model(config, seed), ranks)
     tokens = sample_tokens(config, seed, batch=rng.choice((1, 3)), length=rng.choice((1, 6)))

@@ -408,6 +408,7 @@ def test_output_bias_needs_equal_streams(name: str, field: str) -> None:
         ({"head_dim": 5}, ["head_dim=5", "even"]),
         ({"head_dim": -2}, ["head_dim=-2"]),
         ({"num_kv_heads": 3}, ["num_heads=4", "num_kv_heads=3"]),
+        ({"attention_bias": True, "qkv_bias": True}, ["qkv_bias=True", "attention_bias=True"]),
         ({"rope_scaling": {"factr": 2.0}}, ["factr", "did you mean 'factor'"]),
     ],
 )

@@ -202,6 +202,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 BIASES: dict[str, dict[str, Any]] = {
     "attention bias": {"attention_bias": True},
     "MLP bias": {"mlp_bias": True},
+    "bias of q, k and v alone": {"qkv_bias": True},
+    "norms of q and k, one KV head": {"qk_norm": True, "num_kv_heads": 1},
     "both biases, one KV head": {"attention_bias": True, "mlp_bias": True, "num_kv_heads": 1},
 }
 

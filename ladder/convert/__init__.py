@@ -1,1 +1,1 @@
-"""Other projects' checkpoints as ours."""
+"""Other projects' checkpoints as ours, and back."""

@@ -1,25 +1,49 @@
-"""Hugging Face's Llama configs as ours. The weights need no conversion: names and layouts agree."""
+"""Hugging Face's configs as ours, and back. Names and layouts of the weights agree."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields, replace
 from typing import Any
+
+import torch
 
 from ladder.models.config import ModelConfig, RopeScaling
 from ladder.models.errors import UserError
+from ladder.models.presets import resolve_plan
+
+# The architectures that the model computes, by model_type, and what transformers takes where a
+# config.json leaves a key out and its default is not the same for all of them.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
+    "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
+}
+CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
 def config_from_huggingface(data: Mapping[str, Any], where: str) -> ModelConfig:
-    """The config of a Llama checkpoint's config.json (transformers 4 and 5 spell rotary apart).
+    """The config of a checkpoint's config.json (transformers 4 and 5 spell rotary apart).
 
     Raises UserError for another architecture, or for a variant that the model does not compute.
     """
     kind = data.get("model_type")
-    if kind != "llama":
-        raise UserError(f"{where} has model_type={kind!r}; only 'llama' and our own can be loaded")
+    if kind not in FAMILIES:
+        raise UserError(
+            f"{where} has model_type={kind!r}; {', '.join(FAMILIES)} and our own can be loaded"
+        )
     if data.get("hidden_act", "silu") != "silu":
         raise UserError(f"{where} has hidden_act={data['hidden_act']!r}; only 'silu' is supported")
+    if data.get("quantization_config"):
+        raise UserError(
+            f"{where} has a quantization_config; quantised weights cannot be loaded, take the "
+            f"model in float32, bfloat16 or float16"
+        )
     rope: dict[str, Any] = {"rope_theta": data.get("rope_theta", 10000.0)}
     for name in ("rope_scaling", "rope_parameters"):
         given = data.get(name) or {}
@@ -27,13 +51,17 @@ def config_from_huggingface(data: Mapping[str, Any], where: str) -> ModelConfig:
             raise UserError(f"{where} has {name}={given!r}; it must be null or an object of fields")
         rope |= given
     theta = rope["rope_theta"]
+    part = rope.get("partial_rotary_factor") or data.get("partial_rotary_factor") or 1
+    if part != 1:
+        raise UserError(f"{where} has partial_rotary_factor={part!r}; only 1 is supported")
     names = ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers")
     missing = [name for name in (*names, "num_attention_heads") if name not in data]
     if missing:
-        raise UserError(f"{where} lacks {', '.join(missing)}; is it a Llama config.json?")
+        raise UserError(f"{where} lacks {', '.join(missing)}; is it a {CLASSES[kind]} config.json?")
+    data = {**FAMILIES[kind], **data}
     scaling = _rope_fields(rope, where)
     try:
-        return ModelConfig(
+        config = ModelConfig(
             vocab_size=data["vocab_size"],
             hidden_size=data["hidden_size"],
             intermediate_size=data["intermediate_size"],
@@ -41,16 +69,20 @@ def config_from_huggingface(data: Mapping[str, Any], where: str) -> ModelConfig:
             num_heads=data["num_attention_heads"],
             num_kv_heads=data.get("num_key_value_heads") or data["num_attention_heads"],
             head_dim=data.get("head_dim") or 0,
-            max_seq_len=data.get("max_position_embeddings", 2048),
+            max_seq_len=data["max_position_embeddings"],
             rope_theta=float(theta) if type(theta) is int else theta,
             rope_scaling=None if scaling is None else RopeScaling(**scaling),
             norm_eps=data.get("rms_norm_eps", 1e-6),
             tie_embeddings=data.get("tie_word_embeddings", False),
-            attention_bias=data.get("attention_bias", False),
-            mlp_bias=data.get("mlp_bias", False),
+            attention_bias=kind in ("llama", "qwen3") and data.get("attention_bias", False),
+            mlp_bias=kind == "llama" and data.get("mlp_bias", False),
+            qkv_bias=kind == "qwen2",
+            qk_norm=kind == "qwen3",
         )
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
+    _refuse_window(data, config, where)
+    return config
 
 
 def _rope_fields(rope: Mapping[str, Any], where: str) -> dict[str, Any] | None:
@@ -65,6 +97,86 @@ def _rope_fields(rope: Mapping[str, Any], where: str) -> dict[str, Any] | None:
     if missing:
         raise UserError(f"{where} has rope_type='llama3' without {', '.join(missing)}; add them")
     return {name: rope[name] for name in names}
+
+
+def _refuse_window(data: Mapping[str, Any], config: ModelConfig, where: str) -> None:
+    """Raise UserError where a sliding window is shorter than the longest sequence."""
+    window = data.get("sliding_window")
+    if data["model_type"] == "llama" or window is None:
+        return
+    if data["model_type"] != "mistral":  # the Qwens' windows are on some layers, if at all
+        first = data.get("max_window_layers", 28)
+        kinds = data.get("layer_types") or ["sliding_attention"] * (first < config.num_layers)
+        if not data.get("use_sliding_window", False) or "sliding_attention" not in kinds:
+            return
+    if type(window) is not int or window < config.max_seq_len:
+        raise UserError(
+            f"{where} has sliding_window={window!r}, below max_position_embeddings="
+            f"{config.max_seq_len}: the model computes full attention alone. Set "
+            f"max_position_embeddings to the window there, if shorter sequences are all you need"
+        )
+
+
+def config_to_huggingface(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    kept: Mapping[str, Any] | None = None,
+    eos_token_id: int | list[int] | None = None,
+) -> dict[str, Any]:
+    """A config.json for transformers, 4 and 5.
+
+    kept: the config.json that the model was once converted from; it is taken as it is unless it
+    says something else than `config`. Raises UserError for what no architecture there computes.
+    """
+    refuse_other_plans(config)
+    if kept is not None and config_from_huggingface(kept, "the config.json kept") == _plain(config):
+        return dict(kept)
+    kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+    mixed = [name for name in ("qkv_bias", "mlp_bias") if getattr(config, name)]
+    if (kind == "qwen3" and mixed) or (kind == "qwen2" and config.mlp_bias):
+        raise UserError(
+            f"qk_norm={config.qk_norm}, qkv_bias={config.qkv_bias}, mlp_bias={config.mlp_bias}: no "
+            f"Hugging Face architecture of {', '.join(FAMILIES)} has these together"
+        )
+    scaling = config.rope_scaling
+    data: dict[str, Any] = {
+        "architectures": [f"{CLASSES[kind]}ForCausalLM"],
+        "model_type": kind,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_seq_len,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if scaling is None else {"rope_type": "llama3", **asdict(scaling)},
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "eos_token_id": eos_token_id,
+    }
+    if kind != "qwen2":
+        data["attention_bias"] = config.attention_bias
+    if kind == "llama":
+        data["mlp_bias"] = config.mlp_bias
+    return data
+
+
+def refuse_other_plans(config: ModelConfig) -> None:
+    """Raise UserError unless the plan is that of Hugging Face's models."""
+    if config.plan.sublayers != resolve_plan("standard", config.num_layers).sublayers:
+        raise UserError(
+            f"plan {config.plan.name!r} cannot be written for Hugging Face's classes, which "
+            f"compute `standard` alone; keep the model in our format"
+        )
+
+
+def _plain(config: ModelConfig) -> ModelConfig:
+    """The config with the plan that a Hugging Face config has, its name included."""
+    return replace(config, plan=resolve_plan("standard", config.num_layers))
 
 
 def stop_tokens(data: Mapping[str, Any], where: str) -> list[int]:

@@ -196,7 +196,9 @@ class Engine:
         if graphs and not on_gpu:
             raise UserError("graphs=True needs a model on a GPU; leave it out on a CPU")
         if fused and not can_fuse(model):
-            raise UserError("fused=True cannot run virtual ranks or biases; leave it out")
+            raise UserError(
+                "fused=True cannot run virtual ranks, biases or norms of q and k; leave it out"
+            )
         if fused is False and isinstance(model.lm_head, FusedHead):
             raise UserError("fused=False needs a model that no engine has fused; load it again")
         self.fused = on_gpu and can_fuse(model) if fused is None else fused
@@ -231,12 +233,15 @@ class Engine:
         sampling: Sampling = Sampling(),  # noqa: B008  (frozen)
         stop: Collection[int] = (),
         on_token: Callable[[int, int], None] | None = None,
+        ended: Callable[[int, list[int]], bool] | None = None,
     ) -> list[Completion]:
         """Continue each prompt (token ids; lengths may differ); every rank returns the same.
 
         stop: ids that end a sequence and are not part of it. on_token: called with (prompt index,
-        token) as each is known. Raises UserError for an empty prompt and for one that leaves no
-        room in the model's context, RuntimeError where the model's logits are not finite.
+        token) as each is known. ended: called with (prompt index, its tokens so far), it says
+        whether these are enough, alike on every rank. Raises UserError for an empty prompt and for
+        one that leaves no room in the model's context, RuntimeError where the model's logits are
+        not finite.
         """
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens={max_new_tokens} must be 1 or more")
@@ -270,6 +275,8 @@ class Engine:
                     on_token(i, token)
                 if len(results[i].tokens) == rooms[i]:
                     results[i].reason = "length" if rooms[i] == max_new_tokens else "context"
+                elif ended is not None and ended(i, results[i].tokens):
+                    results[i].reason = "stop"
             if all(result.reason for result in results):
                 break
             if following is None:

@@ -172,14 +172,13 @@ def fused_add_norm(
 
 
 def can_fuse(model: Transformer) -> bool:
-    """Whether `fuse` knows this model: no virtual ranks, no biases, weights as they compute."""
+    """Whether `fuse` knows this model.
+
+    No virtual ranks, no biases, no norms of q and k, weights of the type they compute in.
+    """
     config, stored = model.config, model.model.embed_tokens.weight.dtype
-    return (
-        model.reducer.ranks.held == 1
-        and not config.attention_bias
-        and not config.mlp_bias
-        and model.compute_dtype in (None, stored)
-    )
+    unknown = config.attention_bias or config.mlp_bias or config.qkv_bias or config.qk_norm
+    return model.reducer.ranks.held == 1 and not unknown and model.compute_dtype in (None, stored)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ def load_for_inference(
     dtype: str = "auto",
     device: str = "auto",
 ) -> Transformer:
-    """The model of a run's folder, a checkpoint or a Hugging Face Llama folder, placed.
+    """The model of a run's folder, a checkpoint or a Hugging Face folder, placed.
 
     tp: processes that share it; 0: all that run, which is all that is allowed. reducer: a name in
     `REDUCERS`, or `auto` for the fastest that can run here. dtype: a name in `DTYPES`, or `auto`

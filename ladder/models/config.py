@@ -40,7 +40,9 @@ class ModelConfig:
 
     num_layers counts blocks of attention and MLP weights, max_seq_len tokens. `plan` takes any
     specification that `resolve_plan` does and holds the resolved Plan. `tp_degree` is T where the
-    plan depends on it, None where it does not.
+    plan depends on it, None where it does not. attention_bias: biases of all four projections;
+    qkv_bias: of q, k and v alone (Qwen2). qk_norm: queries and keys are normed head by head before
+    they are rotated (Qwen3).
     """
 
     vocab_size: int
@@ -57,6 +59,8 @@ class ModelConfig:
     tie_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
     tp_degree: int | None = None
     plan: Plan = field(default="standard")  # type: ignore[assignment]  # resolved below
 
@@ -81,6 +85,11 @@ class ModelConfig:
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}"
+            )
+        if self.attention_bias and self.qkv_bias:
+            raise UserError(
+                "attention_bias=True with qkv_bias=True: attention_bias has those of q, k and v "
+                "already; set qkv_bias to false"
             )
         object.__setattr__(self, "rope_scaling", _rope_scaling(self.rope_scaling))
         if self.tp_degree is not None:

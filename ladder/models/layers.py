@@ -188,18 +188,22 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        size, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        size, head_dim = config.hidden_size, config.head_dim
+        bias = config.attention_bias or config.qkv_bias
         self.layer, self.head_dim = layer, head_dim
         self.q_proj = Split(size, config.num_heads * head_dim, bias)
         self.k_proj = HeadSplit(size, config.num_kv_heads, head_dim, bias)
         self.v_proj = HeadSplit(size, config.num_kv_heads, head_dim, bias)
-        self.o_proj = Split(config.num_heads * head_dim, size, bias, row=True)
+        self.o_proj = Split(config.num_heads * head_dim, size, config.attention_bias, row=True)
+        # One weight for the heads of all ranks: each sees the gradient of its own heads alone.
+        self.q_norm = RMSNorm(head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(
         self, x: Tensor, tables: Tensor, mask: Tensor | Packed | None, cache: KeyValueCache | None
     ) -> Tensor:
-        q = rotate(self._heads(self.q_proj(x)), tables)
-        k = rotate(self._heads(self.k_proj(x)), tables)
+        q = rotate(self.q_norm(self._heads(self.q_proj(x))), tables)
+        k = rotate(self.k_norm(self._heads(self.k_proj(x))), tables)
         v = self._heads(self.v_proj(x))
         if cache is not None:
             held = cache.update(self.layer, k, v)

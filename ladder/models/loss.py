@@ -18,14 +18,12 @@ from ladder.models.reducer import Reducer
 
 def sum_exp(logits: Tensor, largest: Tensor) -> Tensor:
     """Sums of exp(logits - largest) over the last dimension, in float32 or better: [...]."""
-    scores = logits.to(largest.dtype)
-    return torch.sub(scores, largest).exp_().sum(-1)
+    return (logits - largest).exp_().sum(-1)  # of the wider type of the two
 
 
 def scaled_probabilities(logits: Tensor, largest: Tensor, scale: Tensor) -> Tensor:
     """exp(logits - largest) * scale, computed as `sum_exp` does and rounded to the logits' type."""
-    scores = logits.to(largest.dtype)
-    return torch.sub(scores, largest).exp_().mul_(scale).to(logits.dtype)
+    return (logits - largest).exp_().mul_(scale).to(logits.dtype)
 
 
 @dataclass
@@ -46,7 +44,7 @@ class _TokenLosses(torch.autograd.Function):
         index = targets - first
         inside = (index >= 0) & (index < logits.shape[-1]) & (targets >= 0)
         index = index.where(inside, 0).unsqueeze(-1)
-        picked = (logits.gather(-1, index).to(kind) - largest).squeeze(-1) * inside
+        picked = (logits.gather(-1, index) - largest).squeeze(-1) * inside
         both = reducer.sum_(torch.stack((passes.sum_exp(logits, largest), picked)))
         total, picked = both[0], both[1]
         ctx.save_for_backward(logits, largest, total, index, inside, targets)
@@ -61,7 +59,7 @@ class _TokenLosses(torch.autograd.Function):
         scale = grad / total.unsqueeze(-1)
         result = ctx.passes.scaled_probabilities(logits, largest, scale)
         # The target's own, p - 1, is rounded once, like the others.
-        picked = (logits.gather(-1, index).to(largest.dtype) - largest).exp() * scale
+        picked = (logits.gather(-1, index) - largest).exp() * scale
         picked = picked - grad * inside.unsqueeze(-1)
         result.scatter_(-1, index, picked.to(result.dtype))
         return result, None, None, None, None

@@ -61,9 +61,11 @@ def train(
     windows = data.windows("train", config.seq_len)
     config = config.with_steps(len(windows))
     found = checkpoints(run)
+    source = None if resume else starting_point(config, data)
     record = _check_run(run, config, fingerprint, resume, found)
-    checkpoint, first_plan = (found[-1][1], record.get("first_plan")) if record else (None, None)
-    source = starting_point(config, data, checkpoint, first_plan)
+    if source is None:  # a run that goes on has its model
+        checkpoint = found[-1][1] if record else None
+        source = starting_point(config, data, checkpoint, (record or {}).get("first_plan"))
     model_config = source.config
     start = record["step"] if record else 0
     launch.agree({"model": model_config.to_dict()})

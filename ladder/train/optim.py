@@ -50,15 +50,12 @@ def clip_gradients(model: Transformer, limit: float, mesh: DeviceMesh | None = N
         assert parameter.grad is not None, name
         sharded = shard_dim(name, parameter.dim(), model.config, processes) is not None
         grads[sharded].append(local_tensor(parameter.grad))
-    squares = [
-        torch.stack([g.float().square().sum() for g in each]).sum() for each in grads.values()
-    ]
+    squares = [nn.utils.get_total_norm(each).square() for each in grads.values()]
     whole = squares[0] + model.reducer.sum_(squares[1])
     if mesh is not None and mesh["shard"].size() > 1:
         dist.all_reduce(whole, group=mesh.get_group("shard"))
     norm = whole.sqrt()
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)
     for each in grads.values():
-        for grad in each:
-            grad.mul_(scale)
+        torch._foreach_mul_(each, scale)
     return float(norm)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ladder.checkpoint import newest, open_weights, read_config
+from ladder.checkpoint import WEIGHTS, TensorReader, newest, read_config
 from ladder.data.batches import TokenData
 from ladder.data.tokenizer import FILE
 from ladder.files import checksum
@@ -49,7 +49,9 @@ class Start:
         if self.folder is None:
             initialise(model, seed)
         else:
-            open_weights(self.folder, model).fill(model)
+            reader = TensorReader(self.folder, WEIGHTS)
+            reader.check(model)
+            reader.fill(model)
 
 
 def starting_point(

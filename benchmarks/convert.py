@@ -1,0 +1,126 @@
+"""Time and peak memory of `ladder convert`, on a random checkpoint of a real model's shape.
+
+    python benchmarks/convert.py [--model llama-3-8b] [--layers 5] [--folder FOLDER]
+        [--plans standard ladder parallel]
+
+Writes the checkpoint in Hugging Face's format, bfloat16, in FOLDER (a temporary one by default),
+then runs each conversion in a process of its own, and at last `--to hf` of the first one's result.
+Peak memory is that process's largest resident set, which counts the pages of files that are mapped
+(VmHWM: getrusage's goes on counting from the process that started it); `imports` is that of a
+process which imports the command and does nothing. A copy by `cp`, with the disk synchronised, and
+the SHA-256 of the bytes in one thread are what the time is held against: a conversion reads and
+writes once, reads back once, and hashes both times. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ladder import records
+from ladder.checkpoint import WEIGHTS, Entry, write_tensors
+from ladder.config import model_config
+from ladder.convert.huggingface import config_to_huggingface
+from ladder.convert.weights import meta_model
+from ladder.files import checksum, sync
+from ladder.models.config import ModelConfig
+
+# Runs its arguments as `ladder` does, or imports alone; prints peak bytes and seconds.
+CHILD = """
+import sys, time
+from pathlib import Path
+import ladder.convert.command
+from ladder.cli import main
+start = time.monotonic()
+code = main(sys.argv[1:]) if sys.argv[1:] else 0
+seconds = time.monotonic() - start
+status = Path("/proc/self/status").read_text().split()
+print(int(status[status.index("VmHWM:") + 1]) * 1024, seconds)
+sys.exit(code)
+"""
+
+
+def write_checkpoint(folder: Path, config: ModelConfig) -> int:
+    """A random checkpoint of Hugging Face's, in bfloat16; returns its bytes."""
+    folder.mkdir()
+    data = config_to_huggingface(config, torch.bfloat16)
+    (folder / "config.json").write_text(json.dumps(data))
+    shapes = {name: each.shape for name, each in meta_model(config).named_parameters()}
+
+    def entry(name: str) -> Entry:
+        def fetch() -> torch.Tensor:
+            return torch.empty(shapes[name], dtype=torch.bfloat16).normal_(std=0.02)
+
+        return Entry(name, 2 * shapes[name].numel(), fetch)
+
+    entries = [entry(name) for name in shapes]
+    write_tensors(folder, WEIGHTS, entries, writer=True)
+    return sum(each.nbytes for each in entries)
+
+
+def measured(*arguments: str) -> tuple[int, float]:
+    """(peak bytes, seconds) of `ladder` with these arguments."""
+    command = [sys.executable, "-c", CHILD, *arguments]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    peak, seconds = result.stdout.splitlines()[-1].split()
+    return int(peak), float(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="llama-3-8b", help="a name from configs/models")
+    parser.add_argument("--layers", type=int, default=5, help="its layers; 5 of 8B's are 4.3 GB")
+    parser.add_argument("--plans", nargs="+", default=["standard", "ladder", "parallel"])
+    parser.add_argument("--folder", type=Path, help="where to write, on the disk to be measured")
+    options = parser.parse_args()
+    config = replace(model_config(options.model), num_layers=options.layers, plan="standard")
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        size = write_checkpoint(folder / "hf", config)
+        largest = 2 * max(each.numel() for each in meta_model(config).parameters())
+        start = time.monotonic()
+        subprocess.run(["cp", "-r", folder / "hf", folder / "copy"], check=True)
+        for path in (folder / "copy").iterdir():
+            sync(path)
+        copied = time.monotonic()
+        for path in (folder / "copy").glob("*.safetensors"):
+            checksum(path)
+        hashed = time.monotonic()
+        shutil.rmtree(folder / "copy")
+        print(
+            f"{options.model}, {options.layers} layers: {size / 1e9:.2f} GB in bfloat16, largest "
+            f"tensor {largest / 1e9:.2f} GB; cp and sync {copied - start:.1f} s, SHA-256 "
+            f"{hashed - copied:.1f} s"
+        )
+        imports = measured()[0]
+        print(f"{'imports':16} {imports / 1e9:5.2f} GB")
+        rows = []
+        runs = [(plan, "hf", ["--plan", plan]) for plan in options.plans]
+        for label, source, more in [*runs, ("to hf", options.plans[0], ["--to", "hf"])]:
+            out = folder / label
+            peak, seconds = measured("convert", str(folder / source), "--out", str(out), *more)
+            rows.append({"conversion": label, "peak_bytes": peak, "seconds": seconds})
+            print(
+                f"{label:16} {peak / 1e9:5.2f} GB peak, {(peak - imports) / 1e9:5.2f} GB beyond "
+                f"imports, {seconds:6.1f} s, {size / 1e6 / seconds:6.0f} MB/s"
+            )
+            if label != options.plans[0]:
+                shutil.rmtree(out)
+    facts = records.facts("none") | {"cpu": platform.processor() or platform.machine()}
+    facts |= {"model": options.model, "layers": options.layers, "bytes": size, "largest": largest}
+    facts |= {"imports_bytes": imports, "cp_s": copied - start, "sha256_s": hashed - copied}
+    print(json.dumps(facts | {"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""`ladder convert`: a model folder under another plan, or in Hugging Face's format.
+
+Tensors go over one by one: at most one file's are in memory. The new folder appears whole, once it
+has been verified, or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ladder.checkpoint import (
+    EMBEDDING,
+    HEAD,
+    WEIGHTS,
+    Entry,
+    TensorReader,
+    newest,
+    read_config,
+    read_json,
+    write_config,
+    write_tensors,
+)
+from ladder.config import load_plan
+from ladder.convert.huggingface import config_to_huggingface, refuse_other_plans
+from ladder.convert.verify import cannot_compare, checksum, compare_logits, verify_checksums
+from ladder.convert.weights import make, meta_model, recipes
+from ladder.files import new_folder, write_text
+from ladder.models.config import ModelConfig
+from ladder.models.errors import UserError
+from ladder.progress import Progress
+
+FORMATS = ("ladder", "hf")
+COMPANIONS = (  # what goes along as it is: tokenizer, chat template, generation settings
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "merges.txt", "chat_template.*", "additional_chat_templates", "generation_config.json",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did. logits: the difference from transformers, or why there is none."""
+
+    tensors: int
+    nbytes: int
+    seconds: float
+    logits: float | str
+
+
+def convert(
+    source: Path,
+    out: Path,
+    plan: Any = None,
+    tp_degree: int | None = None,
+    to: str = "ladder",
+) -> Report:
+    """Convert a model folder (ours, a run's, or Hugging Face's) to a new folder `out`.
+
+    plan: what `resolve_plan` takes; None keeps the source's. to: a name in FORMATS. Raises
+    UserError for what cannot be converted, and where what was written does not verify.
+    """
+    start = time.monotonic()
+    old = read_config(source)
+    config = old
+    if plan is not None:
+        config = replace(old, plan=plan, tp_degree=tp_degree)
+        config.refuse_bound()
+    if to == "hf":
+        refuse_other_plans(config)
+    reader = TensorReader(source, WEIGHTS)
+    reader.check(meta_model(old))
+    _refuse_untied(reader, old)
+    todo = recipes(old, config)
+    dtype = reader.dtype(EMBEDDING)
+    sizes = {each.name: math.prod(each.shape) for each in todo}
+    nbytes = {name: size * reader.dtype(name).itemsize for name, size in sizes.items()}
+    total = sum(nbytes.values())
+    sums: dict[str, str] = {}
+    with new_folder(out) as folder, Progress("convert", 2 * total // 10**6, "MB") as progress:
+        done = 0
+
+        def advance(name: str) -> None:
+            nonlocal done
+            done += nbytes[name]
+            progress.update(done // 10**6)
+
+        def fetcher(recipe: Any) -> Callable[[], Tensor]:
+            def fetch() -> Tensor:
+                value = make(recipe, reader)
+                sums[recipe.name] = checksum(value)
+                advance(recipe.name)
+                return value
+
+            return fetch
+
+        entries = [Entry(each.name, nbytes[each.name], fetcher(each)) for each in todo]
+        write_tensors(folder, WEIGHTS, entries, writer=True)
+        verify_checksums(folder, sums, advance)
+        _write_config(source, folder, config, to, dtype)
+        _copy_companions(source, folder)
+        seconds = time.monotonic() - start
+        logits = _logits(source, folder, old, config, to, sum(sizes.values()))
+    return Report(len(todo), total, seconds, logits)
+
+
+def _refuse_untied(reader: TensorReader, config: ModelConfig) -> None:
+    """Where embeddings are tied, a head that is stored all the same must be the embedding."""
+    if not config.tie_embeddings or HEAD not in reader.files:
+        return
+    same = torch.equal(reader.whole(HEAD), reader.whole(EMBEDDING))
+    reader.close()
+    if not same:
+        raise UserError(
+            f"{reader.folder}: {HEAD} differs from {EMBEDDING} but its config.json ties them; set "
+            f"tie_word_embeddings to false there, or remove the tensor"
+        )
+
+
+def _write_config(
+    source: Path, folder: Path, config: ModelConfig, to: str, dtype: torch.dtype
+) -> None:
+    data = read_json(source / "config.json")
+    ours = data.get("model_type") == "ladder"
+    kept = data.get("huggingface") if ours else data
+    if to == "ladder":
+        write_config(folder, config, data.get("eos_token_id"), kept)
+    else:
+        found = config_to_huggingface(config, dtype, kept, data.get("eos_token_id"))
+        write_text(folder / "config.json", json.dumps(found, indent=2) + "\n")
+
+
+def _copy_companions(source: Path, folder: Path) -> None:
+    for path in sorted({path for name in COMPANIONS for path in source.glob(name)}):
+        if path.is_dir():
+            shutil.copytree(path, folder / path.name)
+        else:
+            shutil.copyfile(path, folder / path.name)
+
+
+def _logits(
+    source: Path, folder: Path, old: ModelConfig, config: ModelConfig, to: str, parameters: int
+) -> float | str:
+    """How far the new folder's logits are from transformers', where both can be had."""
+    if config.plan.sublayers != old.plan.sublayers:
+        return f"plan {config.plan.name!r} is another function"
+    from_hf = read_json(source / "config.json").get("model_type") != "ladder"
+    if from_hf == (to == "hf"):
+        return "there is one format alone"
+    if (reason := cannot_compare(config, parameters)) is not None:
+        return reason
+    return compare_logits(folder, source) if from_hf else compare_logits(source, folder)
+
+
+def convert_command(options: argparse.Namespace) -> int:
+    """Run `ladder convert`. See `ladder convert --help`."""
+    plan = options.plan
+    if options.to == "hf":
+        for name, value in (("plan", plan), ("tp-degree", options.tp_degree)):
+            if value is not None:
+                raise UserError(f"--{name}={value} with --to hf, which writes `standard`: leave it")
+    if options.ladder_layers is not None:
+        if plan != "hybrid":
+            raise UserError(
+                f"--ladder-layers={options.ladder_layers} is for --plan hybrid, not {plan!r}"
+            )
+        plan = ",".join(f"ladder@{part.strip()}" for part in options.ladder_layers.split(","))
+    source = newest(options.model)
+    report = convert(
+        source,
+        options.out,
+        None if plan is None else load_plan(plan),
+        options.tp_degree,
+        options.to,
+    )
+    rate = report.nbytes / 1e6 / report.seconds
+    print(
+        f"{options.out}: {report.tensors} tensors, {report.nbytes / 1e9:.2f} GB in "
+        f"{report.seconds:.1f} s, {rate:,.0f} MB/s; every checksum agrees"
+    )
+    if isinstance(report.logits, str):
+        print(f"logits were not compared with transformers': {report.logits}")
+    else:
+        print(f"logits differ from transformers' by {report.logits:.1e} of the largest")
+    return 0

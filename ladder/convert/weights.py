@@ -1,0 +1,115 @@
+"""How each tensor of a model under one plan is made of a model's under another.
+
+Plans agree on every matrix and differ in the norms alone. Where attention and MLP read one normed
+input (`parallel`), the weights of the layer's two norms are folded into the matrices that read
+them, which computes the same: W (g * x) = (W g) x. A norm that reads streams which differ between
+ranks has the weight for each of them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ladder.checkpoint import TensorReader
+from ladder.models.config import ModelConfig
+from ladder.models.errors import UserError
+from ladder.models.transformer import Transformer
+
+READERS = {  # norm -> the matrices that read what it has normed
+    "input_layernorm": ("q_proj", "k_proj", "v_proj"),
+    "post_attention_layernorm": ("gate_proj", "up_proj"),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A tensor of the new model: the old one of its name, changed as the fields say.
+
+    gain: the norm whose weight is folded into its columns. ones: it is a norm's weight which was
+    folded. per_rank: it becomes [per_rank, D], a copy for each rank.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    gain: str | None = None
+    ones: bool = False
+    per_rank: int = 0
+
+    @property
+    def changes(self) -> bool:
+        return self.gain is not None or self.ones or self.per_rank > 0
+
+    def make(self, old: Tensor, gain: Tensor | None) -> Tensor:
+        """The new tensor of the old one and, where `gain` names one, that norm's weight [D].
+
+        Folded in float32 and rounded to the type that the matrix has.
+        """
+        if self.ones:
+            old = torch.ones_like(old)
+        if gain is not None:
+            wide = gain.to(torch.promote_types(old.dtype, torch.float32))
+            old = (old * wide).to(old.dtype)  # the product is wide, too
+            if not old.isfinite().all():
+                raise UserError(
+                    f"{self.name} times {self.gain} is not finite in {old.dtype}, so that the norm "
+                    f"cannot be folded; choose a plan without `parallel` layers"
+                )
+        if self.per_rank:
+            old = old.expand(self.shape).contiguous()
+        return old
+
+
+def meta_model(config: ModelConfig) -> Transformer:
+    """The model without its numbers."""
+    with torch.device("meta"):
+        return Transformer(config)
+
+
+def recipes(source: ModelConfig, target: ModelConfig) -> list[Recipe]:
+    """One for each tensor of the target, which differs from the source in its plan alone.
+
+    Raises UserError where the source's norms are not one for each sublayer, shared by all ranks.
+    """
+    old = {name: each.shape for name, each in meta_model(source).named_parameters()}
+    if source.plan.sublayers == target.plan.sublayers:
+        return [Recipe(name, tuple(shape)) for name, shape in old.items()]
+    if not all(source.plan.equal_reads) or len(source.plan.sublayers) != 2 * source.num_layers:
+        raise UserError(
+            f"plan {source.plan.name!r} of the source has norms that other plans lack (shared by "
+            f"attention and MLP, or one for each rank); convert a model of another plan"
+        )
+    merged = {
+        target.plan.layers[n]
+        for n, record in enumerate(target.plan.sublayers)
+        if record.kind == "attention+mlp"
+    }
+    found = []
+    for name, parameter in meta_model(target).named_parameters():
+        shape, gain = tuple(parameter.shape), None
+        match = re.fullmatch(r"(model\.layers\.(\d+)\.)(?:.*\.)?(\w+)\.weight", name)
+        folded = match is not None and int(match[2]) in merged
+        if match is not None and folded:
+            gain = next((n for n, readers in READERS.items() if match[3] in readers), None)
+            gain = None if gain is None else f"{match[1]}{gain}.weight"
+        found.append(
+            Recipe(
+                name,
+                shape,
+                gain=gain,
+                ones=folded and "layernorm" in name,
+                per_rank=shape[0] if len(shape) > len(old[name]) else 0,
+            )
+        )
+    return found
+
+
+def make(recipe: Recipe, reader: TensorReader) -> Tensor:
+    """The new tensor, from the source's files; where nothing changes, a view of them."""
+    gain = None if recipe.gain is None else reader.whole(recipe.gain)
+    made = recipe.make(reader.whole(recipe.name), gain)
+    reader.close()  # what has been read may then leave the memory
+    return made

@@ -1,0 +1,136 @@
+"""`ladder eval`: models side by side on the tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ladder.checkpoint import newest
+from ladder.eval import offline, results, suites
+from ladder.files import make_folder, write_text
+from ladder.infer.load import load_for_inference
+from ladder.models.errors import UserError
+from ladder.parallel import launch
+from ladder.plans import aligned
+from ladder.records import commit
+
+DATA = "offline"  # the folder in --out for what is built from text
+BOOTSTRAPS = 1000  # draws for the standard error of a metric that has no formula
+
+
+def eval_command(options: argparse.Namespace) -> int:
+    """Run `ladder eval` on this rank; rank 0 prints and writes. See `ladder eval --help`."""
+    place = launch.join(options.device)  # before anything is refused: it is said once, by one rank
+    for name, value in (("batch", options.batch), ("limit", options.limit)):
+        if value is not None and value < 1:
+            raise UserError(f"--{name}={value} must be 1 or more")
+    if options.num_fewshot is not None and options.num_fewshot < 0:
+        raise UserError(f"--num-fewshot={options.num_fewshot} must be 0 or more")
+    suites.require_lm_eval()
+    chosen = suites.entries(options.tasks, options.num_fewshot)
+    folders = {str(given): newest(given) for given in options.models}
+    if len(folders) < len(options.models):
+        raise UserError("a model is named twice; name each once")
+    launch.agree({"options": {**vars(options), "verb": None}})
+    main = launch.rank() == 0
+
+    own = any(entry.task.startswith(suites.OWN) for entry in chosen)
+    if options.text and not own:
+        raise UserError("--text is for the offline suite, and --tasks names none of its tasks")
+    data = Path(options.out) / DATA
+    index = None
+    if main:
+        make_folder(data.parent)
+        index = offline.build(options.text, data) if own else None
+    if launch.world_size() > 1:
+        dist.barrier()
+    tasks = suites.load(chosen, data)
+
+    columns: dict[str, list[results.Metric]] = {}
+    models: dict[str, dict[str, Any]] = {}
+    for name, folder in folders.items():
+        if main:
+            print(f"{name}: {folder}", flush=True)
+        model = load_for_inference(folder, tp=options.tp, device=options.device)
+        columns[name] = evaluate(model, folder, tasks, options.batch, options.limit)
+        models[name] = {
+            "folder": str(folder),
+            "plan": model.config.plan.name,
+            "tp_degree": model.config.tp_degree,
+            "context": model.config.max_seq_len,
+        }
+        del model
+        gc.collect()
+        if place.type == "cuda":
+            torch.cuda.empty_cache()
+    if main:
+        facts = _facts(options, place)
+        report(columns, tasks["group_map"], facts, models, index, Path(options.out))
+    return 0
+
+
+def evaluate(
+    model: Any, folder: Path, tasks: dict[str, Any], batch: int = 8, limit: int | None = None
+) -> list[results.Metric]:
+    """The figures of a placed model (or of a model of the harness) on loaded tasks.
+
+    Every rank calls it and gets the same. limit: examples of each task; None: all.
+    """
+    from lm_eval import evaluator
+    from lm_eval.api.model import LM
+
+    from ladder.eval.model import LadderLM
+
+    suites.seed(tasks)
+    with contextlib.redirect_stdout(sys.stderr):  # where it says what it bootstraps
+        found = evaluator.evaluate(
+            lm=model if isinstance(model, LM) else LadderLM(model, folder, batch),
+            task_dict=tasks,
+            limit=limit,
+            bootstrap_iters=BOOTSTRAPS,
+        )
+    assert found is not None
+    return results.metrics(found)
+
+
+def report(
+    columns: dict[str, list[results.Metric]],
+    groups: dict[str, list[str]],
+    facts: dict[str, Any],
+    models: dict[str, dict[str, Any]],
+    index: dict[str, Any] | None,
+    out: Path,
+) -> None:
+    """Print the table; write results.json (all figures, and what they came from) and results.md."""
+    rows = results.table({name: results.shown(found, groups) for name, found in columns.items()})
+    print(aligned(rows))
+    record = {**facts, "models": models, "offline": index, "results": results.plain(columns)}
+    write_text(out / "results.json", json.dumps(record, indent=1) + "\n")
+    write_text(out / "results.md", results.markdown(rows, facts))
+    print(f"{out / 'results.json'}, {out / 'results.md'}")
+
+
+def _facts(options: argparse.Namespace, place: torch.device) -> dict[str, Any]:
+    import lm_eval
+
+    gpu = torch.cuda.get_device_name(place) if place.type == "cuda" else None
+    return {
+        "tasks": " ".join(options.tasks),
+        "limit": options.limit,
+        "batch": options.batch,
+        "ranks": launch.world_size(),
+        "device": place.type if gpu is None else f"{launch.world_size()}x {gpu}",
+        "lm_eval": lm_eval.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit(),
+    }

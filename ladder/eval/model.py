@@ -1,0 +1,233 @@
+"""Our engine as a model of lm-evaluation-harness (the `eval` extra).
+
+Every rank runs the harness alike, and computes what rank 0 asks for: requests travel as tokens, so
+that ranks whose harness drew other examples cannot wait for each other in different passes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tokenizers import Tokenizer
+
+from ladder.checkpoint import newest, read_json, read_stop_tokens
+from ladder.data.tokenizer import end_of_text, load_tokenizer
+from ladder.eval.scoring import Request, Score, score
+from ladder.infer.engine import Engine
+from ladder.infer.sampling import Sampling
+from ladder.models.errors import UserError
+from ladder.models.transformer import Transformer
+from ladder.parallel import launch
+from ladder.progress import Progress
+
+DEFAULT_NEW_TOKENS = 256  # of a task that says nothing, as in the harness's Hugging Face model
+SAMPLING = ("do_sample", "temperature", "top_k", "top_p")  # what a task may ask of a generation
+
+
+class LadderLM(TemplateLM):
+    """A placed model with its folder's tokenizer; `batch` sequences in each pass.
+
+    Tokens, prefixes and truncation follow the harness's own Hugging Face model (HFLM), so that
+    figures compare with those that it gives.
+    """
+
+    def __init__(self, model: Transformer, folder: Path, batch: int = 8) -> None:
+        super().__init__()
+        folder = newest(folder)
+        self.model, self.batch = model, batch
+        self.tokenizer: Tokenizer = load_tokenizer(folder)
+        self.tokenizer.encode_special_tokens = False  # as in transformers
+        stops = read_stop_tokens(folder)
+        end = _special(folder, self.tokenizer, "eos_token")
+        if end is None:
+            end = stops[0] if stops else end_of_text(self.tokenizer)
+        begin = _special(folder, self.tokenizer, "bos_token")
+        self.end, self.stops = end, {*stops, end}
+        self.prefix = end if begin is None else begin
+        self.prefix_text, self.end_text = (
+            self.tokenizer.decode([token], skip_special_tokens=False)
+            for token in (self.prefix, self.end)
+        )
+        # Plain modules, in graphs on a GPU: fused ones hold no logits but those of the last place.
+        self.engine = Engine(model, fused=False)
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.end
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.prefix
+
+    @property
+    def max_length(self) -> int:
+        return self.model.config.max_seq_len
+
+    @property
+    def tokenizer_name(self) -> str:
+        return "ladder"
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        if add_special_tokens is None:
+            add_special_tokens = not (self.prefix_text and string.startswith(self.prefix_text))
+        encoded = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        return list(encoded.ids)
+
+    def loglikelihood(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """(nats, whether it is the likeliest) of each (context, continuation)."""
+        pairs = [self._encode(*request.args) for request in requests]
+        return [*self._score(pairs)]
+
+    def _encode(self, context: str, continuation: str) -> Request:
+        """The tokens of a pair; where HFLM fails, on an empty continuation, one without tokens."""
+        if not continuation:
+            return Request([self.prefix], [])
+        if not context:
+            tokens = self.tok_encode(continuation, add_special_tokens=False)
+            if tokens[:1] == [self.prefix]:
+                return Request(tokens[:1], tokens[1:])
+            return Request([self.prefix], tokens)
+        before, after = self._encode_pair(context, continuation)
+        if not after and len(before) > 1:  # it melted into the context's last token
+            before, after = before[:-1], before[-1:]
+        return Request(before or [self.prefix], after)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        return [*self._score([Request(*each[1:]) for each in requests])]
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Nats of each whole text, in windows of the model's context as the harness cuts them."""
+        windows: list[list[Request]] = []
+        for request in requests:
+            cut = get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix, self.max_length, context_len=1
+            )
+            windows.append([Request(*make_disjoint_window(pair)) for pair in cut])
+        scores = iter(self._score([window for each in windows for window in each]))
+        # The windows of rank 0 are those that were scored; a text has as many on every rank.
+        return [sum(next(scores).loglikelihood for _ in each) for each in windows]
+
+    def _score(self, requests: list[Request]) -> list[Score]:
+        requests = of_first_rank(requests)
+        with Progress("score", len(requests), "requests", quiet=launch.rank() != 0) as progress:
+            return score(self.model, requests, self.batch, progress.update)
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """The text that follows each context, up to the first of the task's stop sequences."""
+        asked = []
+        for request in requests:
+            context, options = request.args[:2]
+            tokens = self.tok_encode(context) or [self.prefix]
+            asked.append((tokens, self._generation(options, request.task_name)))
+        asked = of_first_rank(asked)
+        # Requests of one kind together, the longest first.
+        kinds = [json.dumps(options, sort_keys=True) for _, options in asked]
+        order = sorted(range(len(asked)), key=lambda i: (kinds[i], -len(asked[i][0]), asked[i][0]))
+        results = [""] * len(asked)
+        done = 0
+        with Progress("generate", len(asked), "requests", quiet=launch.rank() != 0) as progress:
+            for _, group in itertools.groupby(order, key=lambda i: kinds[i]):
+                same = list(group)
+                for start in range(0, len(same), self.batch):
+                    chunk = same[start : start + self.batch]
+                    prompts, options = [asked[i][0] for i in chunk], asked[chunk[0]][1]
+                    # A seed for each batch: repeats of a request must not be drawn alike.
+                    texts = self._generate(prompts, **options, seed=done)
+                    for i, text in zip(chunk, texts, strict=True):
+                        results[i] = text
+                    done += len(chunk)
+                    progress.update(done)
+        return results
+
+    def _generation(self, options: dict[str, Any], task: str | None) -> dict[str, Any]:
+        """The arguments of `_generate` that a task's generation_kwargs ask for."""
+        known = {**normalize_gen_kwargs(options, DEFAULT_NEW_TOKENS)}
+        until = handle_stop_sequences(known.pop("until", None), self.end_text)
+        count = known.pop("max_gen_toks")
+        extra = sorted(set(known) - set(SAMPLING))
+        if extra:
+            raise UserError(
+                f"task {task!r} generates with {extra[0]}={known[extra[0]]!r}, and the engine "
+                f"knows {', '.join(SAMPLING)} alone; leave the task out"
+            )
+        if count >= self.max_length:
+            raise UserError(
+                f"task {task!r} generates up to {count} tokens and the model's context is "
+                f"max_seq_len={self.max_length}; leave the task out"
+            )
+        sample = known.get("do_sample") and known.get("temperature", 1.0) > 0
+        return {
+            "count": count,
+            "until": until,
+            "temperature": known.get("temperature", 1.0) if sample else 0.0,
+            "top_k": known.get("top_k", 0) if sample else 0,
+            "top_p": known.get("top_p", 1.0) if sample else 1.0,
+        }
+
+    def _generate(
+        self, prompts: list[list[int]], count: int, until: list[str], seed: int, **sampling: Any
+    ) -> list[str]:
+        """The texts that follow the prompts, whose beginnings make room for `count` new tokens."""
+        results = self.engine.generate(
+            [prompt[-(self.max_length - count) :] for prompt in prompts],
+            max_new_tokens=count,
+            sampling=Sampling(**sampling, seed=seed),
+            stop=self.stops,
+            ended=stopper(self.tokenizer, until),
+        )
+        texts = [self.tokenizer.decode(result.tokens) for result in results]
+        return [postprocess_generated_text(text, until, None) for text in texts]
+
+
+def stopper(tokenizer: Tokenizer, until: list[str]) -> Callable[[int, list[int]], bool] | None:
+    """Whether newly generated tokens complete one of the stop sequences; None: there are none."""
+    until = [text for text in until if text]
+    if not until:
+        return None
+    # A token stands for a byte or more, and the first of a tail may decode without its space.
+    longest = max(len(text.encode("utf-8")) for text in until) + 4
+
+    def ended(_: int, tokens: list[int]) -> bool:
+        tail = tokenizer.decode(tokens[-longest:])
+        return any(text in tail for text in until)
+
+    return ended
+
+
+def of_first_rank(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    if launch.world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _special(folder: Path, tokenizer: Tokenizer, name: str) -> int | None:
+    """The id of the `bos_token` or `eos_token` that a Hugging Face tokenizer's folder names."""
+    path = folder / "tokenizer_config.json"
+    token = read_json(path).get(name) if path.is_file() else None
+    if isinstance(token, dict):
+        token = token.get("content")
+    found = tokenizer.token_to_id(token) if isinstance(token, str) else None
+    return None if found is None else int(found)

@@ -1,0 +1,199 @@
+"""The data of the `offline` suite: built from local text, the same bytes from the same text.
+
+    heldout.jsonl     texts whose bits per byte are measured
+    cloze.jsonl       a passage, how it goes on, and three other stretches of the same document
+    copying.jsonl     a list of words, and its first half again: the second half is to follow
+    arithmetic.jsonl  sums of two numbers, four of them solved
+    index.json        where the text came from, and the files' checksums
+
+The functions at the end are what the task configs in ladder/eval/tasks name.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ladder.data.batches import open_data
+from ladder.data.formats import Document
+from ladder.data.prepare import INDEX
+from ladder.data.sources import name_hash, open_corpus
+from ladder.data.tokenizer import load_tokenizer
+from ladder.files import checksum, make_folder, write_text
+from ladder.models.errors import UserError
+
+VERSION = 1  # of what is built from a text
+DOCUMENTS = 64
+CHARACTERS = 4096  # of a document that are scored
+READ_TOKENS = 2**21  # of a prepared folder, whose documents lie in no order that matters
+
+QUESTIONS = 300
+SEARCHED = 2**17  # characters of a document
+PASSAGE, WORDS, LONGEST = 240, 6, 120  # characters before a gap; words, at most characters in it
+APART = 400  # characters between a gap and the wrong answers
+
+COPIES, LIST = 100, 10  # words of a list
+SUMS, SHOTS, LARGEST = 100, 4, 50
+
+
+def build(paths: Sequence[str] | None, out: Path) -> dict[str, Any]:
+    """Write the suite's data into the folder `out`, and return its index.
+
+    paths: text, .jsonl and .parquet files and folders of them, all of whose text is taken; or one
+        folder that `ladder data prepare` wrote, for its held-out documents; None: the held-out
+        documents of this Python's standard library, as `ladder data prepare` splits them.
+
+    Raises UserError where there is too little text.
+    """
+    documents, source = _documents(paths)
+    texts = [document.text for document in documents]
+    rows = {
+        "heldout": [{"text": text[:CHARACTERS]} for text in texts],
+        "cloze": _cloze(documents),
+        "copying": _copying(texts),
+        "arithmetic": _arithmetic(),
+    }
+    where = "the standard library" if paths is None else ", ".join(paths)
+    for name, found in rows.items():
+        if not found:
+            raise UserError(
+                f"--text: {where} holds too little text to build the task {name!r}; give more, in "
+                f"documents of {2 * APART} characters and above"
+            )
+    make_folder(out)
+    files = {}
+    for name, found in rows.items():
+        file = out / f"{name}.jsonl"
+        write_text(file, "".join(json.dumps(row) + "\n" for row in found))
+        files[file.name] = checksum(file)
+    index = {"version": VERSION, "source": source, "documents": len(documents), "files": files}
+    write_text(out / INDEX, json.dumps(index, indent=1) + "\n")
+    return index
+
+
+def _documents(paths: Sequence[str] | None) -> tuple[list[Document], dict[str, Any]]:
+    """At most DOCUMENTS of them, those whose names hash lowest, and what was read."""
+    found: Iterator[Document]
+    if paths is not None and len(paths) == 1 and (Path(paths[0]) / INDEX).is_file():
+        found, source = _prepared(Path(paths[0]))
+    elif paths is None:
+        corpus = open_corpus(None)
+        found, source = corpus.read("heldout"), corpus.description
+    else:
+        corpus = open_corpus(paths, heldout_fraction=0.0)  # nothing was trained on: all is taken
+        found, source = corpus.read("train"), corpus.description
+    chosen = heapq.nsmallest(DOCUMENTS, found, key=lambda document: name_hash(document.name))
+    return chosen, source
+
+
+def _prepared(folder: Path) -> tuple[Iterator[Document], dict[str, Any]]:
+    """The held-out documents of a prepared folder, decoded: byte-level tokens lose nothing."""
+    data = open_data(folder)
+    split = data.split("heldout")
+    tokens = split.read(0, min(len(split), READ_TOKENS))
+    tokenizer = load_tokenizer(folder)
+    ends = np.flatnonzero(tokens == data.eos_id).tolist()
+
+    def documents() -> Iterator[Document]:
+        start = 0
+        for number, end in enumerate(ends):
+            text = tokenizer.decode(tokens[start:end].tolist(), skip_special_tokens=False)
+            start = end + 1
+            if text:
+                yield Document(str(number), text, len(text.encode("utf-8")))
+
+    return documents(), {"kind": "prepared", "path": str(folder), **data.index["source"]}
+
+
+def _cloze(documents: Sequence[Document]) -> list[dict[str, Any]]:
+    """Questions from as many documents as there are, in turn.
+
+    All four answers are of one document, so that its subject alone tells none of them from the
+    others; they begin where a word ends.
+    """
+    streams = [_gaps(document) for document in documents]
+    rows: list[dict[str, Any]] = []
+    while streams and len(rows) < QUESTIONS:
+        left = []
+        for stream in streams:
+            row = next(stream, None)
+            if row is not None:
+                rows.append(row)
+                left.append(stream)
+        streams = left
+    return rows[:QUESTIONS]
+
+
+def _gaps(document: Document) -> Iterator[dict[str, Any]]:
+    text, source = document.text[:SEARCHED], random.Random(name_hash(document.name))
+    pattern = re.compile(rf"(?<=\S)(?:\s+\S+){{{WORDS}}}")
+    starts = [each.start() for each in re.finditer(r"(?<=\S)\s+(?=\S)", text)]
+    matches = {at: match[0] for at in starts if (match := pattern.match(text, at))}
+    answers = {at: answer for at, answer in matches.items() if len(answer) <= LONGEST}
+    gaps = [at for at in answers if at >= PASSAGE]
+    source.shuffle(gaps)
+    for at in gaps:
+        far = [other for other in answers if abs(other - at) >= APART]
+        source.shuffle(far)
+        choices = {answers[at]: None}
+        for other in far:
+            choices.setdefault(answers[other])
+            if len(choices) == 4:
+                break
+        if len(choices) == 4:
+            shown = sorted(choices, key=lambda choice: (source.random(), choice))
+            passage = text[at - PASSAGE : at]
+            passage = passage[passage.find(" ") + 1 :]  # from a word's beginning on
+            yield {"passage": passage, "choices": shown, "answer": shown.index(answers[at])}
+
+
+def _copying(texts: Sequence[str]) -> list[dict[str, Any]]:
+    found = {word for text in texts for word in re.findall(r"\b\w{3,12}\b", text)}
+    words, source = sorted(found), random.Random(0)
+    if len(words) < LIST:
+        return []
+    rows = []
+    for _ in range(COPIES):
+        chosen = source.sample(words, LIST)
+        whole, half = " ".join(chosen), " ".join(chosen[: LIST // 2])
+        rows.append({"text": f"{whole}\n{whole}\n{half}", "rest": whole[len(half) :]})
+    return rows
+
+
+def _arithmetic() -> list[dict[str, Any]]:
+    source = random.Random(0)
+    rows = []
+    for _ in range(SUMS):
+        pairs = [(source.randrange(LARGEST), source.randrange(LARGEST)) for _ in range(SHOTS + 1)]
+        solved = "".join(f"{a} + {b} = {a + b}\n" for a, b in pairs[:-1])
+        a, b = pairs[-1]
+        rows.append({"text": f"{solved}{a} + {b} =", "answer": str(a + b)})
+    return rows
+
+
+# ---- what the task configs name -------------------------------------------------------------
+
+
+def read(folder: str, file: str, **_: Any) -> dict[str, Any]:
+    """The data of a task, as lm-evaluation-harness asks for it; one split, `test`."""
+    import datasets
+
+    lines = (Path(folder) / file).read_text(encoding="utf-8").split("\n")
+    return {"test": datasets.Dataset.from_list([json.loads(line) for line in lines if line])}
+
+
+def copied(row: dict[str, Any], results: Sequence[tuple[float, bool]]) -> dict[str, Any]:
+    (nats, likeliest), *_ = results
+    size = len(row["rest"].encode("utf-8"))
+    return {"acc": float(likeliest), "bits_per_byte": (nats, size)}
+
+
+def answered(row: dict[str, Any], results: Sequence[str]) -> dict[str, Any]:
+    return {"exact_match": float(results[0].strip() == row["answer"])}

@@ -1,0 +1,113 @@
+"""Log-likelihoods of continuations, in batches of like length, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ladder.infer.sampling import choose_greedily
+from ladder.models.errors import UserError
+from ladder.models.layers import vocabulary_start
+from ladder.models.loss import token_losses
+from ladder.models.transformer import Transformer
+from ladder.parallel.sharding import local_tensor
+
+
+class Request(NamedTuple):
+    """Token ids. The context holds at least one; the continuation may be empty."""
+
+    context: Sequence[int]
+    continuation: Sequence[int]
+
+
+class Score(NamedTuple):
+    """loglikelihood: of the whole continuation, in nats. greedy: whether it is the likeliest."""
+
+    loglikelihood: float
+    greedy: bool
+
+
+@torch.inference_mode()
+def score(
+    model: Transformer,
+    requests: Sequence[Request],
+    batch: int,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[Score]:
+    """log p(continuation | context) of each request; every rank calls it with the same ones.
+
+    What is longer than the model's context loses its beginning, as in lm-evaluation-harness's own
+    Hugging Face model: the last max_seq_len + 1 tokens are kept, the last of which is a target
+    alone. An empty continuation is certain. Requests that feed the model the same tokens (answers
+    of one token, say) share a sequence. progress: called with the number of finished requests.
+
+    Raises UserError for a continuation that is longer than the model's context, RuntimeError
+    where the model's logits are not finite.
+    """
+    results = [Score(0.0, True)] * len(requests)
+    room = model.config.max_seq_len
+    sharing: dict[tuple[int, ...], list[int]] = {}  # what is fed to the model -> its requests
+    for i, (context, continuation) in enumerate(requests):
+        assert context, "a context holds at least one token"
+        if len(continuation) > room:
+            raise UserError(
+                f"a continuation of {len(continuation)} tokens is longer than the model's context, "
+                f"max_seq_len={room}; leave its task out"
+            )
+        if continuation:
+            fed = (*context, *continuation)[-(room + 1) : -1]
+            sharing.setdefault(fed, []).append(i)
+    # The longest first: neighbours are padded little, and what is too much for the memory is so
+    # at once.
+    order = sorted(sharing, key=lambda fed: (-len(fed), fed))
+    done = sum(not request.continuation for request in requests)
+    for start in range(0, len(order), batch):
+        chunk = order[start : start + batch]
+        wanted = [(row, i) for row, fed in enumerate(chunk) for i in sharing[fed]]
+        found = _score(model, chunk, [(row, requests[i].continuation) for row, i in wanted])
+        for (_, i), each in zip(wanted, found, strict=True):
+            results[i] = each
+        done += len(wanted)
+        progress(done)
+    return results
+
+
+def _score(
+    model: Transformer,
+    chunk: Sequence[tuple[int, ...]],
+    wanted: Sequence[tuple[int, Sequence[int]]],
+) -> list[Score]:
+    """The scores of (row of the chunk, targets of its last places)."""
+    device = local_tensor(model.model.embed_tokens.weight).device
+    # Padded on the right: attention is causal, so that no token sees the padding.
+    tokens = torch.zeros((len(chunk), len(chunk[0])), dtype=torch.int64)
+    for row, fed in zip(tokens, chunk, strict=True):
+        row[: len(fed)] = torch.tensor(fed)
+    rows: list[int] = []
+    places: list[int] = []
+    targets: list[int] = []
+    sizes: list[int] = []
+    for at, continuation in wanted:
+        size, end = len(continuation), len(chunk[at])
+        rows += [at] * size
+        places += range(end - size, end)
+        targets += continuation
+        sizes.append(size)
+    logits = model(tokens.to(device), gather=False)
+    # Only the continuations' places are turned into float32 and compared between the ranks.
+    logits = logits[torch.tensor(rows, device=device), torch.tensor(places, device=device)]
+    goal = torch.tensor(targets, device=device)
+    reducer = model.reducer
+    first = vocabulary_start(model.config.vocab_size, reducer.ranks)
+    losses: Tensor = token_losses(logits[None], goal[None], first, reducer, model.passes)[0]
+    likeliest = choose_greedily(logits, first, reducer) == goal
+    losses, likeliest = losses.double().cpu(), likeliest.cpu()
+    if not torch.isfinite(losses).all():
+        raise RuntimeError("the model's logits are not finite: it cannot be evaluated")
+    return [
+        Score(-float(each.sum()), bool(same.all()))
+        for each, same in zip(losses.split(sizes), likeliest.split(sizes), strict=True)
+    ]
