@@ -44,7 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ladder {__version__}")
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in (
-        _plans, _tokenizer, _data, _train, _convert, _generate, _eval, _bench, _doctor, _demo,
+        _plans, _tokenizer, _data, _train, _finetune, _convert, _generate, _eval, _bench, _doctor,
+        _demo,
     ):  # fmt: skip
         add(verbs)
     return parser
@@ -163,6 +164,13 @@ def _data(verbs: Any) -> None:
         "Hugging Face dataset, streamed); none: this Python's own standard library",
     )
     parser.add_argument("--text-field", help="the field or column of the text (text)")
+    parser.add_argument(
+        "--chat-field",
+        help="the field or column of conversations, in place of text: messages, conversations",
+    )
+    parser.add_argument(
+        "--chat-template", help="a Jinja file that writes conversations down (the tokenizer's own)"
+    )
     parser.add_argument("--heldout-fraction", type=float, help="share of documents held out (0.05)")
     parser.add_argument(
         "--max-tokens", type=int, help="end with the document that completes this many (no end)"
@@ -177,12 +185,12 @@ def _data(verbs: Any) -> None:
 
 
 def data_prepare(options: argparse.Namespace) -> int:
-    from dataclasses import asdict
+    from dataclasses import asdict, fields
 
-    from ladder.data.config import load_prepare_config
+    from ladder.data.config import PrepareConfig, load_prepare_config
     from ladder.data.prepare import prepare
 
-    names = ("paths", "text_field", "heldout_fraction", "max_tokens", "workers", "tokenizer")
+    names = tuple(item.name for item in fields(PrepareConfig))
     given = {name: getattr(options, name) for name in names if hasattr(options, name)}
     config = load_prepare_config(options.config, given)
     index = prepare(**asdict(config), out=options.out, overwrite=options.overwrite)
@@ -191,6 +199,8 @@ def data_prepare(options: argparse.Namespace) -> int:
             f"{name}: {split['tokens']:,} tokens, {split['bytes']:,} bytes, "
             f"{split['documents']:,} documents"
         )
+    for reason, count in index.get("left_out", {}).items():
+        print(f"left out: {count:,} conversations {reason}")
     print(options.out)
     return 0
 
@@ -199,7 +209,14 @@ def data_prepare(options: argparse.Namespace) -> int:
 
 
 def _train(verbs: Any) -> None:
-    parser = _add(verbs, "train", train, "pretrain a model, on one process or several")
+    _add_recipe(_add(verbs, "train", train, "pretrain a model, on one process or several"))
+
+
+def _finetune(verbs: Any) -> None:
+    _add_recipe(_add(verbs, "finetune", finetune, "train a model on, from the weights of init=..."))
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a YAML file, or a name from configs/train")
     parser.add_argument(
         "overrides",
@@ -215,11 +232,24 @@ def train(options: argparse.Namespace) -> int:
     from ladder.train.config import load_train_config
     from ladder.train.loop import train as run
 
-    run(
-        load_train_config(options.config, options.overrides),
-        resume=options.resume,
-        device=options.device,
-    )
+    config = load_train_config(options.config, options.overrides)
+    run(config, resume=options.resume, device=options.device)
+    return 0
+
+
+def finetune(options: argparse.Namespace) -> int:
+    """The same loop, and a recipe that says whose weights it starts from."""
+    from ladder.models.errors import UserError
+    from ladder.train.config import load_train_config
+    from ladder.train.loop import train as run
+
+    config = load_train_config(options.config, options.overrides)
+    if not config.init:
+        raise UserError(
+            "init is missing: give the model to fine-tune, init=FOLDER (a run, a checkpoint, a "
+            "Hugging Face Llama folder); `ladder train` starts from random weights"
+        )
+    run(config, resume=options.resume, device=options.device)
     return 0
 
 

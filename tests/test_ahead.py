@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 def numbered(step: int) -> Batch:
     tokens = torch.full((1, 2), step)
-    return Batch([step], [Part(tokens, tokens, None)])
+    return Batch([step], [Part(tokens, tokens, None)], 2)
 
 
 def threads() -> list[str]:
@@ -118,7 +118,8 @@ def test_a_batch_is_what_the_windows_give(corpus: Path, tmp_path: Path) -> None:
     data = open_data(corpus)
     windows = data.windows("train", 256)
     config = recipe(corpus, tmp_path, seq_len=256, batch_size=8, mask_documents=True)
-    drawn, parts = read_batch(windows, config, 3, 1, 2, 2, data.eos_id)
+    drawn, parts, count = read_batch(windows, config, 3, 1, 2, 2, data.eos_id)
+    assert count == 4 * 256
     tokens, targets = windows.batch(3, 8, config.seed, 1, 2)
     assert drawn == windows.order(3, 8, config.seed, 1, 2)
     assert torch.equal(torch.cat([part.tokens for part in parts]), tokens)

@@ -18,7 +18,7 @@ from ladder.config import find
 from ladder.data import streams, units
 from ladder.data.batches import open_data
 from ladder.data.config import load_prepare_config
-from ladder.data.formats import cut, read
+from ladder.data.formats import Field, cut, read
 from ladder.data.prepare import prepare
 from ladder.data.sources import Source, open_corpus
 from ladder.data.tokenizer import load_tokenizer, train_tokenizer
@@ -100,11 +100,11 @@ def test_no_more_than_some_rows_are_in_memory(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     path = _parquet(tmp_path / "x.parquet", {"text": [str(n) * 500_000 for n in range(9)]}, group=1)
     source = Source("x", path)
-    part, number = cut(source, "text", 0, 0, 1)
+    part, number = cut(source, Field("text"), 0, 0, 1)
     assert (part.start, part.stop, number) == (0, 1, 1)
     before = arrow.total_allocated_bytes()
     most = 0
-    for document in read(cut(source, "text", 0, 0, 10**9)[0], "text"):
+    for document in read(cut(source, Field("text"), 0, 0, 10**9)[0], Field("text")):
         most = max(most, arrow.total_allocated_bytes() - before)
         assert document.bytes == 500_000
     assert most < 2_000_000
@@ -256,14 +256,14 @@ def test_a_stream_equals_its_file(
 def test_a_stream_goes_on_where_it_was_left(dataset: str, row: int, small: None) -> None:
     """Catches rows read twice or passed over, and a state that JSON cannot keep."""
     stream = streams.parse_stream(dataset)
-    first = streams.Reader(stream, "text", None, 0)
+    first = streams.Reader(stream, Field("text"), None, 0)
     read = []
     for document in first:
         read.append(document)
         if first.number >= row:
             break
     state = json.loads(json.dumps(first.state()))
-    rest = list(streams.Reader(stream, "text", state, first.number))
+    rest = list(streams.Reader(stream, Field("text"), state, first.number))
     numbers = [int(document.name.rpartition(":")[2]) for document in [*read, *rest]]
     assert numbers == [n + 1 for n in range(60) if n != 7]
     assert [document.text for document in [*read, *rest]] == [text for text in TEXTS if text]

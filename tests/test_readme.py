@@ -25,6 +25,7 @@ from tests.corpus import WORDS
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYTHON = {"ladder": ["-m", "ladder"], "torchrun": ["-m", "torch.distributed.run"]}
+TRAINING = ("train", "finetune")
 NEEDS_GPU = ("bench",)
 HARNESS = importlib.util.find_spec("lm_eval") is not None  # the extra `eval`
 BARE = ("plans", "doctor")  # do their work without further words
@@ -120,18 +121,20 @@ def insert(words: list[str], more: tuple[str, ...]) -> list[str]:
 
 def shortened(words: list[str], texts: Path) -> list[str]:
     """The command with what makes it short: fewer steps and tokens, less text, fewer processes."""
-    if verb(words) == "train":
+    if verb(words) in TRAINING:
         words = insert(words, SHORT_RUN)
+        if words[2] == "tiny-sft":  # whole conversations
+            words = insert(words, ("seq_len=128",))
     elif verb(words) == "generate":
         words = [*words, "--max-new-tokens", "3"]
     elif verb(words) == "eval":
         words = [*words, "--limit", "2"]
-    elif verb(words) in ("data", "tokenizer"):
+    elif verb(words) in ("data", "tokenizer") and "--chat-field" not in words:
         words = [*words, str(texts)]
     if words[0] == "torchrun":
         at = words.index("--nproc-per-node") + 1
         words = [*words[:at], "2", *words[at + 1 :]]
-    elif verb(words) in ("train", "generate", "eval") and "--nproc" not in words:
+    elif verb(words) in (*TRAINING, "generate", "eval") and "--nproc" not in words:
         words = [*words, "--device", "cpu"]
     return words
 
@@ -187,6 +190,8 @@ def test_the_commands_run(texts: Path) -> None:
     for block in BLOCKS:
         if block.language == "yaml" and (named := re.match(r"# (\S+\.yaml)\b", block.text)):
             Path(named[1]).write_text(block.text + "\n", encoding="utf-8")
+        if len(language := block.language.split()) == 2:  # a file's text, and its name
+            Path(language[1]).write_text(block.text + "\n", encoding="utf-8")
 
     idea = commands("The idea", "", "inline")
     jobs = commands(JOBS, "")
@@ -205,7 +210,7 @@ def test_the_commands_run(texts: Path) -> None:
         if "--resume" in words:  # leave it a step to do
             shutil.rmtree(checkpoints(words)[-1])
         run(shortened(words, texts))
-        if verb(words) == "train":
+        if verb(words) in TRAINING:
             names = [path.name for path in checkpoints(words)]
             assert names == ["step-000001", "step-000002"], shlex.join(words)
 

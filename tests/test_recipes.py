@@ -11,10 +11,11 @@ from ladder.models import resolve_plan
 from ladder.train.config import load_train_config
 
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[1] / "configs/train").glob("*.yaml"))
+FINE_TUNED = ("paper-sft", "tiny-sft")  # their models are those that they start from
 DEMO = ["data=runs/data", "out=runs/demo"]  # what the demo sets
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in FINE_TUNED])
 @pytest.mark.parametrize("plan", ["standard", "parallel", "ladder", "hybrid"])
 def test_a_recipe_resolves_under_every_plan(name: str, plan: str) -> None:
     config = load_train_config(name, [*(DEMO if name == "demo" else []), f"plan={plan}"])
@@ -33,3 +34,15 @@ def test_the_papers_recipe(name: str, dp_shard: int) -> None:
     assert abs(config.warmup_steps * tokens - 8e9) < tokens
     assert (config.lr, config.min_lr, config.betas) == (3e-4, 3e-5, (0.9, 0.95))
     assert (config.weight_decay, config.seq_len, config.dtype) == (0.1, 2048, "bfloat16")
+
+
+def test_the_papers_fine_tuning() -> None:
+    """Ladder Residual 4.2.1: the upper half, epochs, batch, rate, warm-up, a cosine to the end."""
+    config = load_train_config("paper-sft", [])
+    assert (config.plan, config.epochs, config.batch_size) == ("hybrid", 2, 32)
+    assert (config.lr, config.min_lr, config.warmup_steps) == (5e-6, 0, 200)
+    assert config.with_steps(32_001).steps == 2001
+    assert load_train_config("paper-sft", ["steps=500"]).epochs == 0
+    assert (
+        load_train_config("paper-1b", ["epochs=0.5", "warmup_steps=1"]).with_steps(8192).steps == 2
+    )

@@ -11,7 +11,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ladder.data.encoded import ANSWER, TOKEN
+from ladder.data.packing import pack, survey
 from ladder.data.prepare import INDEX, STORED, VERSION
+from ladder.models.documents import document_begins
 from ladder.models.errors import UserError, unknown
 
+NO_TARGET = -100
 REMEDY = "prepare the data again"
 
 
@@ -30,7 +34,7 @@ class Split:
     """The tokens of one split: shards mapped into memory, read as if they were one array.
 
     starts: the position of each shard's first token, and at the end the number of tokens.
-    bytes: of the documents' text in UTF-8.
+    bytes: of the documents' text in UTF-8. conversations: whether the documents are such.
     """
 
     name: str
@@ -39,12 +43,27 @@ class Split:
     documents: int
     bytes: int
     vocab_size: int
+    conversations: bool = False
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens [start, stop), which may lie in several shards."""
+        return self.tokens(self.read_marked(start, stop))
+
+    def tokens(self, marked: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """What was read, without the marks. Raises UserError for a number that is no token."""
+        tokens = marked & TOKEN if self.conversations else marked
+        if len(tokens) and tokens.max() >= self.vocab_size:
+            raise UserError(
+                f"split {self.name!r} holds token {tokens.max()}, beyond vocab_size="
+                f"{self.vocab_size}: a shard is damaged; copy it again, or {REMEDY}"
+            )
+        return tokens
+
+    def read_marked(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The same as they are stored, conversations' with their marks."""
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         tokens = np.empty(stop - start, np.int64)
         shard = int(np.searchsorted(self.starts, start, side="right")) - 1
@@ -53,11 +72,6 @@ class Split:
             first, end = int(self.starts[shard]), min(int(self.starts[shard + 1]), stop)
             tokens[at - start : end - start] = self.shards[shard][at - first : end - first]
             at, shard = end, shard + 1
-        if len(tokens) and tokens.max() >= self.vocab_size:
-            raise UserError(
-                f"split {self.name!r} holds token {tokens.max()}, beyond vocab_size="
-                f"{self.vocab_size}: a shard is damaged; copy it again, or {REMEDY}"
-            )
         return tokens
 
 
@@ -74,6 +88,7 @@ class TokenData:
     token_bytes: npt.NDArray[np.int32]
     splits: Mapping[str, Split]
     index: Mapping[str, Any]
+    made: dict[Any, Batches] = field(default_factory=dict, kw_only=True, repr=False, compare=False)
 
     def split(self, name: str) -> Split:
         if name not in self.splits:
@@ -82,7 +97,13 @@ class TokenData:
 
     def windows(self, split: str, seq_len: int) -> Batches:
         """The windows of a split, each of `seq_len` tokens, to draw batches from."""
-        return Windows(self.split(split), seq_len)
+        key = (split, seq_len)
+        if key not in self.made:  # packing takes its time
+            self.made[key] = self._windows(split, seq_len)
+        return self.made[key]
+
+    def _windows(self, split: str, seq_len: int) -> Batches:
+        return make_windows(self.split(split), seq_len)
 
 
 def open_data(folder: str | Path) -> TokenData:
@@ -104,6 +125,7 @@ def open_data(folder: str | Path) -> TokenData:
                 record["documents"],
                 record["bytes"],
                 index["vocab_size"],
+                "chat_field" in index["source"],
             )
             for name, record in index["splits"].items()
         }
@@ -165,7 +187,28 @@ class Batches(ABC):
 
     @abstractmethod
     def read(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of the windows named: two int64 [len(indices), seq_len]."""
+        """Inputs and targets of the windows named: two int64 [len(indices), seq_len].
+
+        A negative target is none: no loss is wanted there.
+        """
+
+    def begins(
+        self, indices: Sequence[int], tokens: torch.Tensor, end: int | None
+    ) -> torch.Tensor | None:
+        """Whether a document begins at each place of what was read: bool [len(indices), seq_len].
+
+        end: the token that ends one; None: documents are not kept apart, and the result is None.
+        Conversations always are.
+        """
+        return None if end is None else document_begins(tokens, end)
+
+    @abstractmethod
+    def targets(self, indices: Sequence[int]) -> int:
+        """How many targets the windows named have."""
+
+    def notes(self) -> list[str]:
+        """What is to be said of the windows before training, in lines."""
+        return []
 
     @abstractmethod
     def draw(self, seed: int, entry: int) -> int:
@@ -240,6 +283,9 @@ class Windows(Batches):
         epoch, at = divmod(entry, len(self))
         return int(self._order(seed, epoch)[at])
 
+    def targets(self, indices: Sequence[int]) -> int:
+        return len(indices) * self.seq_len
+
     def first(self, limit: int | None) -> Sequence[int]:
         return range(len(self))[:limit]
 
@@ -259,6 +305,92 @@ class Windows(Batches):
         return self._orders[key]
 
 
+class PackedWindows(Windows):
+    """Windows of whole conversations, which are kept apart; answers alone are targets.
+
+    What is in a window depends on the split and seq_len alone; epochs differ in the windows' order.
+    What is left of a window is padding: a document of its own, without targets.
+    """
+
+    def __init__(self, split: Split, seq_len: int, source: int = 0) -> None:
+        if seq_len < 1:
+            raise UserError(f"seq_len={seq_len} must be 1 or more")
+        self.split, self.seq_len, self.source = split, seq_len, source
+        self._orders: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
+        self.found = survey(split.read_marked, len(split), seq_len)
+        windows = pack(self.found.sizes, seq_len)
+        if not windows:
+            raise UserError(
+                f"seq_len={seq_len}: split {split.name!r} has no conversation with an answer that "
+                f"begins so early; use a longer one, or prepare more conversations"
+            )
+        self.members = np.array([number for window in windows for number in window], np.int64)
+        self.bounds = np.cumsum([0, *map(len, windows)])
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def _inside(self, i: int) -> npt.NDArray[np.int64]:
+        """The conversations in window i."""
+        assert 0 <= i < len(self), (i, len(self))
+        return self.members[self.bounds[i] : self.bounds[i + 1]]
+
+    def read(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = np.zeros((len(indices), self.seq_len), np.int64)
+        targets = np.full_like(tokens, NO_TARGET)
+        for row, i in enumerate(indices):
+            at = 0
+            for number in self._inside(i):
+                start, size = int(self.found.starts[number]), int(self.found.sizes[number])
+                marked = self.split.read_marked(start, start + size + 1)
+                said = self.split.tokens(marked)
+                tokens[row, at : at + size] = said[:-1]
+                targets[row, at : at + size] = np.where(marked & ANSWER, said, NO_TARGET)[1:]
+                at += size
+        return torch.from_numpy(tokens), torch.from_numpy(targets)
+
+    def begins(
+        self, indices: Sequence[int], tokens: torch.Tensor, end: int | None
+    ) -> torch.Tensor | None:
+        begins = torch.zeros_like(tokens, dtype=torch.bool)
+        for row, i in enumerate(indices):
+            ends = np.cumsum(self.found.sizes[self._inside(i)])
+            begins[row, [0, *ends[ends < self.seq_len].tolist()]] = True
+        return begins
+
+    def targets(self, indices: Sequence[int]) -> int:
+        return sum(int(self.found.targets[self._inside(i)].sum()) for i in indices)
+
+    def notes(self) -> list[str]:
+        found, split = self.found, self.split.name
+        used = found.sizes.sum() / (len(self) * self.seq_len)
+        return [
+            f"{split}: {len(found.starts):,} conversations in {len(self):,} windows of "
+            f"{self.seq_len}, {used:.0%} filled; {found.targets.sum():,} tokens of answers; "
+            f"{found.truncated:,} conversations truncated, {found.silent:,} left out, whose "
+            f"answers begin beyond a window"
+        ]
+
+
+def make_windows(split: Split, seq_len: int, source: int = 0) -> Windows:
+    return (PackedWindows if split.conversations else Windows)(split, seq_len, source)
+
+
+def text_bytes(data: TokenData, targets: torch.Tensor) -> torch.Tensor:
+    """The bytes of text that each target stands for, int64 as targets; 0 where there is none."""
+    lengths = torch.from_numpy(data.token_bytes.astype(np.int64))
+    return lengths[targets.clamp(min=0)].where(targets >= 0, 0)
+
+
+def heldout_order(windows: Batches, limit: int | None, batch_size: int) -> Iterator[Sequence[int]]:
+    """The windows to evaluate on (see `Batches.first`), in batches."""
+    if batch_size < 1 or (limit is not None and limit < 1):
+        raise UserError(f"batch_size={batch_size} and limit={limit} must be 1 or more")
+    chosen = windows.first(limit)
+    for start in range(0, len(chosen), batch_size):
+        yield chosen[start : start + batch_size]
+
+
 def heldout_windows(
     data: TokenData, seq_len: int, limit: int | None = None, batch_size: int = 1
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -270,11 +402,7 @@ def heldout_windows(
     target stands for: three int64 [batch, seq_len], where batch is `batch_size` but for the last.
     Bits per byte is the sum of the targets' losses in nats / ln 2 / the sum of the bytes.
     """
-    if batch_size < 1 or (limit is not None and limit < 1):
-        raise UserError(f"batch_size={batch_size} and limit={limit} must be 1 or more")
     windows = data.windows("heldout", seq_len)
-    lengths = torch.from_numpy(data.token_bytes.astype(np.int64))
-    chosen = windows.first(limit)
-    for start in range(0, len(chosen), batch_size):
-        tokens, targets = windows.read(chosen[start : start + batch_size])
-        yield tokens, targets, lengths[targets]
+    for chosen in heldout_order(windows, limit, batch_size):
+        tokens, targets = windows.read(chosen)
+        yield tokens, targets, text_bytes(data, targets)

@@ -20,6 +20,8 @@ class PrepareConfig:
     tokenizer: str
     paths: Any = None
     text_field: str = "text"
+    chat_field: str = ""
+    chat_template: str | None = None
     heldout_fraction: float = 0.05
     max_tokens: int | None = None
     workers: int = 1

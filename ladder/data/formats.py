@@ -7,11 +7,13 @@ be cut into parts that are read apart from each other; its documents are the sam
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ladder.data.conversations import conversation_text
 from ladder.models.errors import UserError
 
 ROWS = 1024  # of a Parquet file that are in memory as Python strings at once
@@ -30,6 +32,23 @@ class Document(NamedTuple):
     name: str
     text: str
     bytes: int
+
+
+@dataclass(frozen=True)
+class Field:
+    """The field or column of a record that holds its document: text, or a conversation.
+
+    A conversation's text is JSON: see ladder.data.conversations.
+    """
+
+    name: str
+    conversations: bool = False
+
+    def __str__(self) -> str:
+        return f"{'chat_field' if self.conversations else 'text_field'}={self.name!r}"
+
+    def missing(self, where: str, what: str, names: Iterable[str]) -> UserError:
+        return UserError(f"{where} has no {what} {self}; its {what}s: {', '.join(names) or 'none'}")
 
 
 class Part(NamedTuple):
@@ -53,7 +72,7 @@ def size_of(source: Source) -> int:
 
 
 def cut(
-    source: Source, text_field: str, start: int, number: int, room: int
+    source: Source, field: Field, start: int, number: int, room: int
 ) -> tuple[Part, int | None]:
     """The part of about `room` bytes of text that begins at `start`, after `number` documents.
 
@@ -64,11 +83,11 @@ def cut(
         if source.path.suffix == ".jsonl":
             return _cut_lines(source, start, number, room, size)
         if source.path.suffix == ".parquet":
-            return _cut_rows(source, text_field, start, number, room, size)
+            return _cut_rows(source, field, start, number, room, size)
     return Part(source, size=size), None
 
 
-def read(part: Part, text_field: str) -> Iterator[Document]:
+def read(part: Part, field: Field) -> Iterator[Document]:
     """Every document of the part that is not empty, in order; one is in memory at a time.
 
     Raises UserError for a file that cannot be read, text that is not UTF-8, a broken line or row.
@@ -76,11 +95,16 @@ def read(part: Part, text_field: str) -> Iterator[Document]:
     path = part.source.path
     with _readable(path):
         if path.suffix == ".jsonl":
-            yield from _read_lines(part, text_field)
+            yield from _read_lines(part, field)
             return
         if path.suffix == ".parquet":
-            yield from _read_rows(part, text_field)
+            yield from _read_rows(part, field)
             return
+        if field.conversations:
+            raise UserError(
+                f"{path} is no .jsonl or .parquet file, where {field} has conversations; take it "
+                f"out of the paths given"
+            )
         data = path.read_bytes()
     try:
         text = data.decode("utf-8")
@@ -131,7 +155,7 @@ def _cut_lines(
     return part, (number + lines if stop < size else None)
 
 
-def _read_lines(part: Part, text_field: str) -> Iterator[Document]:
+def _read_lines(part: Part, field: Field) -> Iterator[Document]:
     with part.source.path.open("rb") as lines:
         lines.seek(part.start)
         at = part.start
@@ -142,13 +166,13 @@ def _read_lines(part: Part, text_field: str) -> Iterator[Document]:
             if not line.strip():
                 continue
             where = f"{part.source.path} line {number}"
-            text = _text_of(line, where, text_field)
+            text = _text_of(line, where, field)
             size = utf8_size(text, where)
             if text:
                 yield Document(f"{part.source.name}:{number}", text, size)
 
 
-def _text_of(line: bytes, where: str, text_field: str) -> str:
+def _text_of(line: bytes, where: str, field: Field) -> str:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -156,15 +180,16 @@ def _text_of(line: bytes, where: str, text_field: str) -> str:
     if not isinstance(record, dict):
         raise UserError(
             f"{where} is a JSON {type(record).__name__}, not an object with a field "
-            f"{text_field!r}; mend or remove the line"
+            f"{field.name!r}; mend or remove the line"
         )
-    if text_field not in record:
-        known = ", ".join(record) or "none"
-        raise UserError(f"{where} has no field text_field={text_field!r}; its fields: {known}")
-    text = record[text_field]
+    if field.name not in record:
+        raise field.missing(where, "field", record)
+    text = record[field.name]
+    if field.conversations:
+        return conversation_text(text, f"{where}: field {field.name!r}")
     if not isinstance(text, str):
         raise UserError(
-            f"{where}: field {text_field!r} is a {type(text).__name__}, not a string; mend the "
+            f"{where}: field {field.name!r} is a {type(text).__name__}, not a string; mend the "
             f"line or choose another text_field"
         )
     return text
@@ -174,8 +199,8 @@ def _text_of(line: bytes, where: str, text_field: str) -> str:
 
 
 @contextmanager
-def _parquet(path: Path, text_field: str) -> Iterator[Any]:
-    """A Parquet file (pyarrow.parquet.ParquetFile) that has a column of strings `text_field`."""
+def _parquet(path: Path, field: Field) -> Iterator[Any]:
+    """A Parquet file (pyarrow.parquet.ParquetFile) that has the column of documents."""
     try:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
@@ -186,19 +211,18 @@ def _parquet(path: Path, text_field: str) -> Iterator[Any]:
     try:
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
             schema = file.schema_arrow
-            if text_field not in schema.names:
-                known = ", ".join(schema.names) or "none"
-                raise UserError(
-                    f"{path} has no column text_field={text_field!r}; its columns: {known}"
-                )
-            kind = schema.field(text_field).type
+            if field.name not in schema.names:
+                raise field.missing(str(path), "column", schema.names)
+            kind = schema.field(field.name).type
             if arrow.types.is_dictionary(kind):  # strings that are stored once each
                 kind = kind.value_type
-            strings = (arrow.types.is_string, arrow.types.is_large_string)
-            if not any(fits(kind) for fits in strings):
+            allowed, what = (arrow.types.is_string, arrow.types.is_large_string), "string"
+            if field.conversations:
+                allowed, what = (arrow.types.is_list, arrow.types.is_large_list), "list"
+            if not any(fits(kind) for fits in allowed):
                 raise UserError(
-                    f"{path}: column {text_field!r} is of type {kind}, not string; choose another "
-                    f"text_field"
+                    f"{path}: column {field.name!r} is of type {kind}, not {what}; choose another "
+                    f"{str(field).partition('=')[0]}"
                 )
             yield file
     except (FileNotFoundError, PermissionError):
@@ -211,10 +235,10 @@ def _parquet(path: Path, text_field: str) -> Iterator[Any]:
 
 
 def _cut_rows(
-    source: Source, text_field: str, start: int, number: int, room: int, size: int
+    source: Source, field: Field, start: int, number: int, room: int, size: int
 ) -> tuple[Part, int | None]:
     """Whole row groups, one at least: what a Parquet file can be read by."""
-    with _parquet(source.path, text_field) as file:
+    with _parquet(source.path, field) as file:
         metadata = file.metadata
         groups, rows, text, stop = metadata.num_row_groups, 0, 0, start
         while stop < groups and text < room:
@@ -223,7 +247,7 @@ def _cut_rows(
             text += sum(
                 column.total_uncompressed_size
                 for column in columns
-                if column.path_in_schema == text_field
+                if column.path_in_schema.split(".")[0] == field.name
             )
             rows, stop = rows + group.num_rows, stop + 1
         total = max(metadata.num_rows, 1)
@@ -231,12 +255,12 @@ def _cut_rows(
     return Part(source, start, stop, number, share), (number + rows if stop < groups else None)
 
 
-def _read_rows(part: Part, text_field: str) -> Iterator[Document]:
-    with _parquet(part.source.path, text_field) as file:
+def _read_rows(part: Part, field: Field) -> Iterator[Document]:
+    with _parquet(part.source.path, field) as file:
         stop = file.metadata.num_row_groups if part.stop is None else part.stop
         number = part.number
         for group in range(part.start, stop):
-            for batch in file.iter_batches(ROWS, row_groups=[group], columns=[text_field]):
+            for batch in file.iter_batches(ROWS, row_groups=[group], columns=[field.name]):
                 for value in batch.column(0):
                     number += 1
                     where = f"{part.source.path} row {number}"
@@ -244,12 +268,14 @@ def _read_rows(part: Part, text_field: str) -> Iterator[Document]:
                         text = value.as_py()
                     except UnicodeDecodeError as error:
                         raise UserError(
-                            f"{where}: column {text_field!r} is not UTF-8 text ({error}); mend or "
+                            f"{where}: column {field.name!r} is not UTF-8 text ({error}); mend or "
                             f"remove the row"
                         ) from error
+                    if field.conversations:
+                        text = conversation_text(text, f"{where}: column {field.name!r}")
                     if text is None:
                         raise UserError(
-                            f"{where}: column {text_field!r} is null, not a string; fill or "
+                            f"{where}: column {field.name!r} is null, not a string; fill or "
                             f"remove the rows without text"
                         )
                     if text:

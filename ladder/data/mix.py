@@ -18,7 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ladder.data.batches import Batches, Split, TokenData, Windows, open_data
+from ladder.data.batches import (
+    Batches,
+    Split,
+    TokenData,
+    Windows,
+    make_windows,
+    open_data,
+)
 from ladder.data.sources import SPLITS
 from ladder.models.errors import UserError, check_keys
 
@@ -37,11 +44,11 @@ class Mix(TokenData):
     sources: tuple[TokenData, ...]
     shares: tuple[int, ...]
 
-    def windows(self, split: str, seq_len: int) -> Batches:
+    def _windows(self, split: str, seq_len: int) -> Batches:
         parts = []
         for number, source in enumerate(self.sources):
             try:
-                parts.append(Windows(source.split(split), seq_len, number))
+                parts.append(make_windows(source.split(split), seq_len, number))
             except UserError as error:
                 raise UserError(f"data source {source.folder}: {error}") from error
         return MixedWindows(parts, self.shares)
@@ -68,13 +75,34 @@ class MixedWindows(Batches):
     def __len__(self) -> int:
         return int(self.bases[-1])
 
+    def _place(self, i: int) -> tuple[Windows, int]:
+        """The source of window i, and its number there."""
+        assert 0 <= i < len(self), (i, len(self))
+        source = int(np.searchsorted(self.bases, i, side="right")) - 1
+        return self.parts[source], i - int(self.bases[source])
+
     def read(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        pairs = []
-        for i in indices:
-            assert 0 <= i < len(self), (i, len(self))
-            source = int(np.searchsorted(self.bases, i, side="right")) - 1
-            pairs.append(self.parts[source].read([i - int(self.bases[source])]))
+        pairs = [part.read([number]) for part, number in map(self._place, indices)]
         return torch.cat([tokens for tokens, _ in pairs]), torch.cat([after for _, after in pairs])
+
+    def begins(
+        self, indices: Sequence[int], tokens: torch.Tensor, end: int | None
+    ) -> torch.Tensor | None:
+        found = [
+            part.begins([number], row, end)
+            for (part, number), row in zip(map(self._place, indices), tokens.split(1), strict=True)
+        ]
+        if all(row is None for row in found):
+            return None
+        whole = torch.zeros_like(tokens[:1], dtype=torch.bool)
+        whole[:, 0] = True
+        return torch.cat([whole if row is None else row for row in found])
+
+    def targets(self, indices: Sequence[int]) -> int:
+        return sum(part.targets([number]) for part, number in map(self._place, indices))
+
+    def notes(self) -> list[str]:
+        return [note for part in self.parts for note in part.notes()]
 
     def draw(self, seed: int, entry: int) -> int:
         cycle, at = divmod(entry, len(self.source))

@@ -6,7 +6,10 @@ A prepared folder holds
     token_bytes.npy    bytes of text that each token stands for, int32
     train-00000.bin, heldout-00000.bin, ...
                        token ids, raw little-endian uint16 or uint32; each document is followed by
-                       the end-of-text token, and may go on in the next shard
+                       the end-of-text token, and may go on in the next shard. Of conversations:
+                       uint32 with the marks of ladder.data.encoded, and no token between them
+    tokenizer_config.json, chat_template.jinja
+                       of conversations: how they were written down
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ import hashlib
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +31,17 @@ import tokenizers
 from tokenizers import Tokenizer
 
 from ladder.data import units as cutting
-from ladder.data.formats import Document, Source, size_of
+from ladder.data.chat import EncodeChat
+from ladder.data.encoded import Encoded
+from ladder.data.formats import Document, Field, Source, size_of
 from ladder.data.shards import Unfinished, unfinished
 from ladder.data.sources import SPLITS, Names, find_sources, heldout_below, name_hash
 from ladder.data.streams import Stream
+from ladder.data.template import load_template
 from ladder.data.tokenizer import (
     FILE,
+    TEMPLATE,
+    TOKENIZER_CONFIG,
     end_of_text,
     load_tokenizer,
     parse_tokenizer,
@@ -51,9 +60,11 @@ VERSION = 1
 STORED = {"uint16": "<u2", "uint32": "<u4"}
 BATCH = 2**21  # characters that are tokenised at once: some 100 MB of the library's memory
 
-NOTHING = {"cursor": Cursor(), "read": 0, "names": Names()}  # of the work is done
+NOTHING = {"cursor": Cursor(), "read": 0, "names": Names(), "left_out": {}}  # of the work is done
 
-OURS = re.compile(rf"{INDEX}|{FILE}|{TOKEN_BYTES}|({'|'.join(SPLITS)})-\d+\.bin")
+OURS = re.compile(
+    rf"{INDEX}|{FILE}|{TOKEN_BYTES}|{TOKENIZER_CONFIG}|{TEMPLATE}|({'|'.join(SPLITS)})-\d+\.bin"
+)
 
 
 def prepare(
@@ -63,6 +74,8 @@ def prepare(
     *,
     heldout_fraction: float = 0.05,
     text_field: str = "text",
+    chat_field: str = "",
+    chat_template: str | Path | None = None,
     shard_tokens: int = 2**24,
     max_tokens: int | None = None,
     workers: int = 1,
@@ -74,6 +87,9 @@ def prepare(
     it is, and usable, until then; it is replaced only with `overwrite`. What is done is kept beside
     it meanwhile (see ladder.data.shards), and a call with the same arguments goes on there.
 
+    chat_field: the field or column of .jsonl and .parquet files and of streams that holds a
+        conversation, in place of text; it is written down by the tokenizer's chat template, or
+        `chat_template`, a Jinja file, and the answers in it are marked (see ladder.data.chat).
     max_tokens: end with the document, in the corpus's order, with which the splits together hold
         that many. workers: processes that tokenise. The result has the same bytes for any number of
         them, and however often the work was interrupted.
@@ -86,15 +102,31 @@ def prepare(
             raise UserError(f"{option}={value} must be 1 or more")
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"max_tokens={max_tokens} must be 1 or more; leave it out for all there is")
+    if chat_template is not None and not chat_field:
+        raise UserError(
+            f"chat_template={chat_template} is for conversations; say where they are with "
+            f"--chat-field"
+        )
     out = Path(out).resolve()
     _check_free(out, overwrite)
     encoder = load_tokenizer(tokenizer)
     definition = tokenizer_file(tokenizer).read_bytes()
-    eos_id = end_of_text(encoder)
+    beside: dict[str, str] = {}  # files of the tokenizer that conversations need
+    if chat_field:
+        given = None if chat_template is None else Path(chat_template)
+        template, settings = load_template(tokenizer_file(tokenizer), encoder, given)
+        eos_id = encoder.token_to_id(template.names["eos_token"])
+        beside = {TOKENIZER_CONFIG: json.dumps(settings, indent=2), TEMPLATE: template.source}
+    else:
+        eos_id = end_of_text(encoder)
     token_bytes = token_byte_lengths(encoder)
     token_bytes[eos_id] = 0  # it stands for no text, even where a file calls it not special
-    dtype = "uint16" if len(token_bytes) <= 65535 else "uint32"
+    # Marks have their own bits (see ladder.data.encoded).
+    dtype = "uint16" if len(token_bytes) <= 65535 and not chat_field else "uint32"
     sources, description = find_sources(paths, heldout_fraction, text_field)
+    if chat_field:
+        description["chat_field"] = chat_field
+        description.pop("text_field", None)
     if max_tokens is not None:
         description["max_tokens"] = max_tokens
     sizes = [None if isinstance(source, Stream) else size_of(source) for source in sources]
@@ -105,12 +137,17 @@ def prepare(
         "tokenizers": tokenizers.__version__,
         "files": _fingerprint(sources),
         "unit": cutting.UNIT,
+        **({"chat": beside} if beside else {}),
     }
+    encode: Encode | EncodeChat
+    if chat_field:
+        encode = EncodeChat(definition.decode("utf-8"), Field(chat_field, True), template)
+    else:
+        encode = Encode(definition.decode("utf-8"), eos_id, STORED[dtype], Field(text_field))
 
     with unfinished(out) as work:
         _check_free(out, overwrite)
         _go_on_or_start(work, arguments, heldout_below(heldout_fraction), dtype, overwrite)
-        encode = Encode(definition.decode("utf-8"), eos_id, STORED[dtype], text_field)
         total = None if None in sizes else sum(size or 0 for size in sizes)
         goal = (total, "bytes") if max_tokens is None else (max_tokens, "tokens")
         while True:
@@ -118,6 +155,7 @@ def prepare(
             with Progress("tokenise", *goal, start=start) as progress:
                 _tokenise(work, sources, encode, workers, progress, max_tokens, shard_tokens)
             names = Names(*work.state["names"])
+            _check_left_out(names, work.state["left_out"])
             names.check(paths)
             below = heldout_below(heldout_fraction, names)
             if below == work.state["heldout_below"]:
@@ -134,10 +172,13 @@ def prepare(
             "token_bytes": TOKEN_BYTES,
             "source": description,
             "splits": work.state["splits"],
+            **({"left_out": work.state["left_out"]} if chat_field else {}),
         }
 
         def fill(folder: Path) -> None:
             (folder / FILE).write_bytes(definition)
+            for name, text in beside.items():
+                (folder / name).write_text(text, encoding="utf-8")
             np.save(folder / TOKEN_BYTES, token_bytes.astype("<i4"))
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
@@ -176,7 +217,7 @@ def _go_on_or_start(
 def _tokenise(
     work: Unfinished,
     sources: Sequence[Source | Stream],
-    encode: Encode,
+    encode: Encode | EncodeChat,
     workers: int,
     progress: Progress,
     max_tokens: int | None,
@@ -186,7 +227,7 @@ def _tokenise(
     below = np.uint64(work.state["heldout_below"])
     if max_tokens is not None and _tokens(work) >= max_tokens:
         return
-    todo = units(sources, encode.text_field, Cursor(*work.state["cursor"]))
+    todo = units(sources, encode.field, Cursor(*work.state["cursor"]))
     with closing(in_order(encode, todo, workers)) as results:
         for unit, encoded in results:
             if max_tokens is not None:
@@ -200,6 +241,7 @@ def _tokenise(
                 cursor=unit.after,
                 read=work.state["read"] + unit.size,
                 names=Names(*work.state["names"]).merge(encoded.names()),
+                left_out=dict(encoded.left_out + Counter(work.state["left_out"])),
             )
             read, tokens = work.state["read"], _tokens(work)
             if max_tokens is None:
@@ -208,6 +250,12 @@ def _tokenise(
             progress.update(tokens, f"{read:,} bytes")
             if tokens >= max_tokens:
                 return
+
+
+def _check_left_out(names: Names, left_out: Mapping[str, int]) -> None:
+    if left_out and not names.documents:
+        reasons = "; ".join(f"{count:,} {reason}" for reason, count in left_out.items())
+        raise UserError(f"no conversation can be used: {reasons}; mend them, or the chat template")
 
 
 def _tokens(work: Unfinished) -> int:
@@ -235,41 +283,15 @@ def _check_free(out: Path, overwrite: bool) -> None:
         )
 
 
-class Encoded(NamedTuple):
-    """The tokens of some documents.
-
-    Of each document: keys, the hash of its name (uint64), lengths in tokens, bytes of text (int64).
-    """
-
-    tokens: npt.NDArray[Any]
-    keys: npt.NDArray[np.uint64]
-    lengths: npt.NDArray[np.int64]
-    bytes: npt.NDArray[np.int64]
-
-    def up_to(self, tokens: int) -> Encoded:
-        """The documents up to the one with which there are `tokens` tokens."""
-        ends = np.cumsum(self.lengths)
-        count = int(np.searchsorted(ends, tokens)) + 1
-        length = int(ends[:count][-1]) if len(ends) else 0
-        return Encoded(
-            self.tokens[:length], self.keys[:count], self.lengths[:count], self.bytes[:count]
-        )
-
-    def names(self) -> Names:
-        if not len(self.keys):
-            return Names()
-        return Names(len(self.keys), int(self.keys.min()), int(self.keys.max()))
-
-
 class Encode:
     """Reads and tokenises a unit of work. Pickled, it takes its tokenizer along as its file's text.
 
     definition: what a tokenizer.json says. dtype: of the tokens, as they are stored.
     """
 
-    def __init__(self, definition: str, eos_id: int, dtype: str, text_field: str) -> None:
+    def __init__(self, definition: str, eos_id: int, dtype: str, field: Field) -> None:
         self.definition, self.eos_id, self.dtype = definition, eos_id, dtype
-        self.text_field = text_field
+        self.field = field
         self._tokenizer: Tokenizer | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -282,7 +304,7 @@ class Encode:
         sizes: list[int] = []
 
         def noted() -> Iterator[Document]:
-            for document in unit.read(self.text_field):
+            for document in unit.read(self.field):
                 keys.append(name_hash(document.name))
                 sizes.append(document.bytes)
                 yield document
@@ -296,8 +318,9 @@ class Encode:
             done += len(batch)
         lengths = np.array(ends[1:], np.int64) - np.array(ends[:-1], np.int64)
         return Encoded(
-            np.concatenate(tokens), np.array(keys, np.uint64), lengths, np.array(sizes, np.int64)
-        )
+            np.concatenate(tokens), np.array(keys, np.uint64), lengths, np.array(sizes, np.int64),
+            Counter(),
+        )  # fmt: skip
 
 
 def _encode(

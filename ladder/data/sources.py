@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ladder.data.formats import Document, Part, Source, read
+from ladder.data.formats import Document, Field, Part, Source, read
 from ladder.data.streams import SCHEME, Stream, parse_stream
 from ladder.models.errors import UserError, unknown
 from ladder.progress import Progress
@@ -48,7 +48,7 @@ class Corpus:
         """The documents of `train` or `heldout`, one by one."""
         if split not in SPLITS:
             raise unknown("split", split, SPLITS)
-        for document in _read(self.sources, self.text_field):
+        for document in _read(self.sources, Field(self.text_field)):
             if (name_hash(document.name) < self.heldout_below) == (split == "heldout"):
                 yield document
 
@@ -78,7 +78,7 @@ def open_corpus(
     names = Names()
     size = 0
     with Progress("read", None, "documents") as progress:
-        for document in _read(files, text_field):
+        for document in _read(files, Field(text_field)):
             key = name_hash(document.name)
             names = names.merge(Names(1, key, key))
             size += document.bytes
@@ -244,7 +244,7 @@ def _standard_library() -> list[Source]:
     return sorted(found)
 
 
-def _read(sources: Iterable[Source], text_field: str) -> Iterator[Document]:
+def _read(sources: Iterable[Source], field: Field) -> Iterator[Document]:
     """Every document that is not empty, in order; one is in memory at a time."""
     for source in sources:
-        yield from read(Part(source), text_field)
+        yield from read(Part(source), field)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
-from ladder.data.formats import Document, utf8_size
+from ladder.data.conversations import conversation_text
+from ladder.data.formats import Document, Field, utf8_size
 from ladder.models.errors import UserError, unknown
 
 SCHEME = "hf:"
@@ -69,9 +70,9 @@ class Reader:
     """
 
     def __init__(
-        self, stream: Stream, text_field: str, state: Mapping[str, Any] | None, number: int
+        self, stream: Stream, field: Field, state: Mapping[str, Any] | None, number: int
     ) -> None:
-        self.stream, self.text_field, self.number = stream, text_field, number
+        self.stream, self.field, self.number = stream, field, number
         try:
             self.rows = _datasets(stream.path).load_dataset(
                 stream.dataset,
@@ -81,8 +82,8 @@ class Reader:
                 streaming=True,
             )
             columns = self.rows.column_names  # None where only the rows can tell
-            if columns is not None and text_field in columns:
-                self.rows = self.rows.select_columns([text_field])
+            if columns is not None and field.name in columns:
+                self.rows = self.rows.select_columns([field.name])
             if state is not None:
                 self.rows.load_state_dict(dict(state))
         except Exception as error:  # the library raises nothing narrower
@@ -112,21 +113,20 @@ class Reader:
             self.number += 1
             where = f"{self.stream.path} row {self.number}"
             self._check(row)
-            text = row[self.text_field]
+            text = row[self.field.name]
+            if self.field.conversations:
+                text = conversation_text(text, f"{where}: column {self.field.name!r}")
             if not isinstance(text, str):
                 raise UserError(
-                    f"{where}: column {self.text_field!r} is a {type(text).__name__}, not a "
+                    f"{where}: column {self.field.name!r} is a {type(text).__name__}, not a "
                     f"string; choose another text_field"
                 )
             if text:
                 yield Document(f"{self.stream.name}:{self.number}", text, utf8_size(text, where))
 
     def _check(self, columns: Any) -> None:
-        if self.text_field not in columns:
-            raise UserError(
-                f"{self.stream.path} has no column text_field={self.text_field!r}; its columns: "
-                f"{', '.join(columns) or 'none'}"
-            )
+        if self.field.name not in columns:
+            raise self.field.missing(self.stream.path, "column", columns)
 
 
 def _datasets(path: str) -> Any:

@@ -13,6 +13,7 @@ from ladder.files import make_folder, write_text
 from ladder.models.errors import UserError
 
 FILE = "tokenizer.json"
+TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # beside it, perhaps
 EOS = "<|endoftext|>"
 # The same of other byte-level tokenizers (Llama 3, RoBERTa), in the order in which they are tried.
 EOS_TOKENS = (EOS, "<|end_of_text|>", "</s>")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ladder.data.formats import Document, Part, Source, cut, read
+from ladder.data.formats import Document, Field, Part, Source, cut, read
 from ladder.data.streams import Reader, Stream
 
 UNIT = 2**23  # bytes of text: seconds of work, and all that an interruption costs a process
@@ -38,13 +38,13 @@ class Unit(NamedTuple):
     size: int
     after: Cursor
 
-    def read(self, text_field: str) -> Iterator[Document]:
+    def read(self, field: Field) -> Iterator[Document]:
         yield from self.documents
         for part in self.parts:
-            yield from read(part, text_field)
+            yield from read(part, field)
 
 
-def units(sources: Sequence[Source | Stream], text_field: str, cursor: Cursor) -> Iterator[Unit]:
+def units(sources: Sequence[Source | Stream], field: Field, cursor: Cursor) -> Iterator[Unit]:
     """All units from a place on, cut as they are asked for."""
     parts: list[Part] = []
     size = 0
@@ -55,11 +55,11 @@ def units(sources: Sequence[Source | Stream], text_field: str, cursor: Cursor) -
             if parts:
                 yield Unit(tuple(parts), (), size, here)
                 parts, size = [], 0
-            yield from _of_stream(source, text_field, here)
+            yield from _of_stream(source, field, here)
             continue
         number: int | None = here.number
         while number is not None:
-            part, number = cut(source, text_field, here.at or 0, here.number, UNIT - size)
+            part, number = cut(source, field, here.at or 0, here.number, UNIT - size)
             ended = number is None
             here = Cursor(index + 1) if number is None else Cursor(index, part.stop, number)
             parts.append(part)
@@ -71,8 +71,8 @@ def units(sources: Sequence[Source | Stream], text_field: str, cursor: Cursor) -
         yield Unit(tuple(parts), (), size, Cursor(len(sources)))
 
 
-def _of_stream(stream: Stream, text_field: str, here: Cursor) -> Iterator[Unit]:
-    reader = Reader(stream, text_field, here.at, here.number)
+def _of_stream(stream: Stream, field: Field, here: Cursor) -> Iterator[Unit]:
+    reader = Reader(stream, field, here.at, here.number)
     documents: list[Document] = []
     size = 0
     for document in reader:

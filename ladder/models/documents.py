@@ -35,10 +35,20 @@ def document_starts(tokens: Tensor, end: int) -> Tensor:
     `end` is the token that ends a document, and belongs to it; a row begins one too. For tokens in
     the host's memory: N depends on them, so that on a GPU the host would wait for it.
     """
+    return starts_of(document_begins(tokens, end))
+
+
+def document_begins(tokens: Tensor, end: int) -> Tensor:
+    """Whether a document begins at each place of tokens [B, S], as `document_starts` has them."""
     begins = torch.ones_like(tokens, dtype=torch.bool)
     begins[:, 1:] = tokens[:, :-1] == end
+    return begins
+
+
+def starts_of(begins: Tensor) -> Tensor:
+    """The places of a bool [B, S] that are true, row after row, and B * S: int32 [N + 1]."""
     starts = begins.flatten().nonzero().flatten()
-    return F.pad(starts, (0, 1), value=tokens.numel()).int()
+    return F.pad(starts, (0, 1), value=begins.numel()).int()
 
 
 def within_documents(

@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary that may be split over the processes.
+"""Cross-entropy, and divergence from a teacher, over a vocabulary that processes may share.
 
 Only the logits themselves are kept for the backward pass, which computes the probabilities again:
 in float32 they would be the largest tensors of a training step.
@@ -76,5 +76,70 @@ def token_losses(
     forward).
     """
     result = _TokenLosses.apply(logits, targets, first, reducer, passes)
+    assert isinstance(result, Tensor)
+    return result
+
+
+ROWS = 1024  # tokens whose scores are in float32 at once, a teacher's beside a student's
+
+
+class _TeacherLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, teacher: Tensor, targets: Tensor, temperature: float,
+        reducer: Reducer,
+    ) -> Tensor:  # fmt: skip
+        kind = torch.promote_types(logits.dtype, torch.float32)
+        both = logits.flatten(0, 1), teacher.flatten(0, 1)
+        largest = reducer.max_(torch.stack([each.amax(-1) for each in both]).to(kind))
+        sums = torch.empty(3, both[0].shape[0], dtype=kind, device=logits.device)
+        for rows in _blocks(sums.shape[1]):
+            own, wanted = (
+                (each[rows].to(kind) - most[rows, None]) / temperature
+                for each, most in zip(both, largest, strict=True)
+            )
+            weights = wanted.exp()
+            sums[0, rows] = own.exp().sum(-1)
+            sums[1, rows] = weights.sum(-1)
+            sums[2, rows] = (weights * (wanted - own)).sum(-1)
+        sums = reducer.sum_(sums)
+        ctx.save_for_backward(logits, teacher, targets, largest, sums)
+        ctx.temperature = temperature
+        result = sums[2] / sums[1] - sums[1].log() + sums[0].log()
+        return result.view_as(targets).where(targets >= 0, 0.0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, teacher, targets, largest, sums = ctx.saved_tensors
+        both = logits.flatten(0, 1), teacher.flatten(0, 1)
+        grad = (grads[0].where(targets >= 0, 0.0) / ctx.temperature).flatten()
+        result = torch.empty_like(both[0])
+        for rows in _blocks(len(grad)):
+            own, wanted = (
+                ((each[rows].to(sums.dtype) - most[rows, None]) / ctx.temperature).exp()
+                * (grad[rows] / total[rows]).unsqueeze(-1)
+                for each, most, total in zip(both, largest, sums[:2], strict=True)
+            )
+            result[rows] = (own - wanted).to(result.dtype)
+        return result.view_as(logits), None, None, None, None
+
+
+def _blocks(count: int) -> list[slice]:
+    return [slice(at, at + ROWS) for at in range(0, count, ROWS)]
+
+
+def teacher_losses(
+    logits: Tensor, teacher: Tensor, targets: Tensor, temperature: float, reducer: Reducer
+) -> Tensor:
+    """KL(teacher || student) of each token in nats: [B, S], float32 (float64 for float64 logits).
+
+    Of the distributions softmax(logits / temperature) over the whole vocabulary.
+
+    logits, teacher: [B, S, V_local], this process's part of the vocabulary, the same of both.
+    targets: [B, S] int64; negative: no loss, 0 is returned. As with `token_losses` no logits are
+    gathered: one maximum and one sum forward, and nothing backward. The teacher gets no gradient.
+    """
+    result = _TeacherLosses.apply(logits, teacher, targets, temperature, reducer)
     assert isinstance(result, Tensor)
     return result

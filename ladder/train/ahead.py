@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ladder.data.batches import Batches
-from ladder.models.documents import document_starts
+from ladder.models.documents import starts_of
 from ladder.train.config import TrainConfig
 
 DEPTH = 2  # batches
@@ -21,7 +21,7 @@ DEPTH = 2  # batches
 
 class Part(NamedTuple):
     """What one forward pass takes: int64 [micro-batch, seq_len] twice, and where documents begin
-    (see `document_starts`) where they are masked apart."""
+    (see `document_starts`) where they are kept apart."""
 
     tokens: Tensor
     targets: Tensor
@@ -29,10 +29,14 @@ class Part(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """This rank's share of one step: the numbers of its windows, and its micro-batches."""
+    """This rank's share of one step: the numbers of its windows, and its micro-batches.
+
+    targets: of the whole step, a data-parallel rank on average.
+    """
 
     windows: list[int]
     parts: list[Part]
+    targets: float
 
 
 def read_batch(
@@ -41,11 +45,18 @@ def read_batch(
     """Share `rank` of data parallelism's `ranks`, `micro` sequences a part; `end`: end of text."""
     drawn = windows.order(step, config.batch_size, config.seed, rank, ranks)
     tokens, targets = windows.read(drawn)
+    begins = windows.begins(drawn, tokens, end if config.mask_documents else None)
     parts = [
-        Part(part, wanted, document_starts(part, end) if config.mask_documents else None)
-        for part, wanted in zip(tokens.split(micro), targets.split(micro), strict=True)
+        Part(
+            tokens[at : at + micro],
+            targets[at : at + micro],
+            None if begins is None else starts_of(begins[at : at + micro]),
+        )
+        for at in range(0, len(drawn), micro)
     ]
-    return Batch(drawn, parts)
+    # Every rank counts for all of them, so that none has to ask the others.
+    whole = drawn if ranks == 1 else windows.order(step, config.batch_size, config.seed)
+    return Batch(drawn, parts, windows.targets(whole) / ranks)
 
 
 class Ahead:
@@ -95,7 +106,7 @@ class Ahead:
             for part in batch.parts
         ]
         self.waited += time.perf_counter() - begun
-        return Batch(batch.windows, parts)
+        return batch._replace(parts=parts)
 
     def _start(self) -> None:
         if (step := next(self.steps, None)) is not None:
@@ -106,4 +117,4 @@ class Ahead:
         if self.device.type != "cuda":
             return batch
         parts = [Part(*(None if x is None else x.pin_memory() for x in p)) for p in batch.parts]
-        return Batch(batch.windows, parts)
+        return batch._replace(parts=parts)

@@ -35,7 +35,7 @@ from ladder.parallel.sequence import SequenceReducer
 from ladder.parallel.sharding import local_parameters, sum_shared_gradients
 from ladder.records import append, facts
 from ladder.trace import profile
-from ladder.train.ahead import Part
+from ladder.train.ahead import Batch, Part
 from ladder.train.config import TrainConfig
 from ladder.train.efficiency import flops_per_token, peak_flops
 from ladder.train.loop import backward
@@ -205,12 +205,13 @@ def measure(
     shape = (point.batch, point.seq_len)
     tokens = torch.randint(0, model.config.vocab_size, shape, generator=source).to(device)
     parts = [Part(each, each, None) for each in tokens.split(point.micro_batch)]
+    batch = Batch([], parts, tokens.numel())
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     times: list[float] = []
     for step in range(WARM_UP + steps):
         begun = time.perf_counter()
-        backward(model, parts)
+        backward(model, batch)
         sum_shared_gradients(model)
         norm = clip_gradients(model, recipe.grad_clip, mesh)
         optimizer.step()

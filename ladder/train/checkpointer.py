@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.checkpoint import write_config
 from ladder.data.batches import TokenData
+from ladder.data.tokenizer import FILE, TEMPLATE, TOKENIZER_CONFIG
 from ladder.files import checksum, sync, write_text
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
@@ -124,6 +125,7 @@ class Checkpointer:
         begun = time.perf_counter()
         self.wait()
         self._stage()
+        self.config = self.model.config  # the plan in force may change while this is written
         self.folder = self.run / "checkpoints" / f"step-{record['step']:06d}"
         self.thread = threading.Thread(target=self._write, args=(record,), daemon=True)
         self.thread.start()
@@ -155,8 +157,10 @@ class Checkpointer:
         temporary = folder.with_name(f".{folder.name}.partial")
 
         def commit(sums: dict[str, str]) -> None:
-            write_config(temporary, self.model.config, self.data.eos_id)
-            shutil.copy(self.data.folder / "tokenizer.json", temporary)
+            write_config(temporary, self.config, self.data.eos_id)
+            for name in (FILE, TOKENIZER_CONFIG, TEMPLATE):
+                if (self.data.folder / name).is_file():
+                    shutil.copy(self.data.folder / name, temporary)
             write_text(temporary / "train.json", json.dumps(record, indent=1) + "\n")
             for file in temporary.iterdir():
                 if file.name not in sums:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ladder.data.mix import parse_sources
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.parallel.apply import CHECKPOINTING
+from ladder.train.conversion import listed_last
 
 # What may differ between a run and its continuation: none of these changes what is computed.
 # The layout (tp and what follows it) changes it by rounding alone; data is compared by content,
@@ -48,20 +49,36 @@ class TrainConfig:
     """A training recipe; lengths are in tokens, sizes in sequences, intervals in steps.
 
     model: a name from configs/models, a YAML path, or a mapping of `name` and overrides; its
-        vocabulary is the data's. plan, tp_degree: see `ladder plans`.
-    data: a folder made by `ladder data prepare`, or a list of several, each `{path, weight}`:
-        sequences are drawn in the proportions of the weights. out: the run's folder.
+        vocabulary is the data's. None: `tiny`. plan, tp_degree: see `ladder plans`; a plan of None
+        is `standard`.
+    init: a run's folder, a checkpoint or a Hugging Face Llama folder whose weights the run starts
+        from. The model's shape is that folder's, and `model` is left out; a plan of None is its
+        plan, and another is possible where it stores the same tensors (see ladder.train.start).
+        Empty: random weights.
+    data: a folder made by `ladder data prepare`, of text or of conversations, or a list of
+        several, each `{path, weight}`: sequences are drawn in the proportions of the weights. out:
+        the run's folder.
+    convert_layers: turns the model over to the plan while it trains, from the plan of `init`, or
+        `standard`: {start_step: 100, every: 50, order: last-first} converts the last layer after
+        100 steps and the one below it 50 steps later; [{step: 100, plan: ladder@24-31}, ...] says
+        which plan holds after how many steps, the last one being the run's. None: the plan holds
+        from the start.
+    teacher: a folder as for init, of a model with the same vocabulary (the unconverted one, say),
+        whose distributions the run learns too; empty: none. distill_weight: how much of the loss is
+        the divergence from them, at distill_temperature; the rest is cross-entropy (see
+        ladder.train.objective).
     dp_shard: over how many data-parallel ranks parameters, gradients and optimiser state are
         sharded; 1: none of them (DDP), 0: all (FSDP), in between: replicas of shards (HSDP).
     sequence_parallel: the residual stream is sharded by tokens over the TP ranks, beside TP.
     activation_checkpointing: what the forward pass keeps for the backward one: `none` keeps all,
         `selective` the results of matrix products and attention, `full` a sublayer's input.
     compile: each sublayer by torch.compile.
+    epochs: how often the data is gone through, in place of `steps`; 0: `steps` says how long.
     batch_size: sequences per step over all ranks; micro_batch_size: sequences per forward pass on
         one rank (0: all of its share at once).
     mask_documents: a token attends only to tokens of its own document in the window; an end-of-text
         token belongs to the document that it ends. Nothing else changes: not the order of the data,
-        the tokens that have a loss, or the positions.
+        the tokens that have a loss, or the positions. Conversations are always kept apart.
     lr: the peak, reached after warmup_steps; from there a cosine to min_lr at the last step.
     eval_windows: held-out windows per evaluation, the last one included (0: all).
     checkpoint_interval: 0 saves after the last step only. keep_checkpoints: the newest so many are
@@ -72,15 +89,21 @@ class TrainConfig:
 
     data: Any
     out: str
-    model: Any = "tiny"
-    plan: Any = "standard"
+    model: Any = None
+    plan: Any = None
+    init: str = ""
     tp_degree: int | None = None
+    convert_layers: Any = None
+    teacher: str = ""
+    distill_weight: float = 0.5
+    distill_temperature: float = 1.0
     tp: int = 1
     dp_shard: int = 1
     sequence_parallel: bool = False
     activation_checkpointing: str = "none"
     compile: bool = False
     steps: int = 1000
+    epochs: float = 0.0
     seq_len: int = 512
     batch_size: int = 16
     micro_batch_size: int = 0
@@ -102,6 +125,17 @@ class TrainConfig:
     wandb: str = ""
 
     def __post_init__(self) -> None:
+        if self.plan is None:
+            object.__setattr__(self, "plan", listed_last(self.convert_layers))
+        if not self.init:
+            for name, default in (("model", "tiny"), ("plan", "standard")):
+                if getattr(self, name) is None:
+                    object.__setattr__(self, name, default)
+        elif self.model is not None:
+            raise UserError(
+                f"model={self.model!r} beside init={self.init!r}: the shape is that of the weights "
+                f"there; leave model out"
+            )
         parse_sources(self.data)
         for item in fields(self):
             value = getattr(self, item.name)
@@ -111,6 +145,7 @@ class TrainConfig:
         not_negative = (
             "dp_shard",
             "micro_batch_size",
+            "epochs",
             "warmup_steps",
             "eval_interval",
             "eval_windows",
@@ -130,6 +165,10 @@ class TrainConfig:
             raise UserError(f"seed={self.seed} must be below 2**63")
         if not self.lr > 0 or self.min_lr > self.lr:
             raise UserError(f"lr={self.lr} must be above 0 and at least min_lr={self.min_lr}")
+        if not 0 <= self.distill_weight <= 1:
+            raise UserError(f"distill_weight={self.distill_weight} must be in [0, 1]")
+        if not self.distill_temperature > 0:
+            raise UserError(f"distill_temperature={self.distill_temperature} must be above 0")
         if not self.grad_clip > 0:
             raise UserError(f"grad_clip={self.grad_clip} must be above 0; inf clips nothing")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -138,10 +177,17 @@ class TrainConfig:
             raise unknown("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
         if self.dtype not in DTYPES:
             raise UserError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
-        if self.warmup_steps >= self.steps:
+        if not self.epochs and self.warmup_steps >= self.steps:
             raise UserError(
                 f"warmup_steps={self.warmup_steps} must be below steps={self.steps}; lower it"
             )
+
+    def with_steps(self, windows: int) -> TrainConfig:
+        """The same with `epochs` as steps, for training data of that many windows."""
+        if not self.epochs:
+            return self
+        steps = math.ceil(self.epochs * windows / self.batch_size)
+        return replace(self, steps=steps, epochs=0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, from which `build` makes an equal config."""
@@ -149,6 +195,8 @@ class TrainConfig:
 
     def resolved(self, model: ModelConfig) -> dict[str, Any]:
         """Plain data that trains the same again even when a named shape has changed."""
+        if self.init:  # the shape lies beside the weights
+            return self.to_dict()
         name = self.model if isinstance(self.model, str) else self.model["name"]
         shape = model.to_dict()
         for key in ("plan", "tp_degree", "vocab_size"):
@@ -156,21 +204,43 @@ class TrainConfig:
         return {**self.to_dict(), "model": {"name": name, **shape}}
 
     def model_config(self, vocab_size: int) -> ModelConfig:
-        """The model to train, with the data's vocabulary; checks seq_len against it."""
+        """The model to train from random weights, with the data's vocabulary."""
         config = model_config(self.model, self.plan, self.tp_degree, vocab_size=vocab_size)
+        self.check_model(config)
+        return config
+
+    def check_model(self, config: ModelConfig) -> None:
+        """Raise UserError where this recipe cannot train that model."""
         config.refuse_bound()
         if self.seq_len > config.max_seq_len:
+            remedy = "lower it" if self.init else "lower it, or set model.max_seq_len"
             raise UserError(
                 f"seq_len={self.seq_len} is longer than the model's max_seq_len="
-                f"{config.max_seq_len}; lower it, or set model.max_seq_len"
+                f"{config.max_seq_len}; {remedy}"
             )
-        return config
 
 
 def load_train_config(source: str, overrides: Sequence[str]) -> TrainConfig:
     """The config of a YAML path or a name in configs/train, with key=value overrides."""
-    data = apply_overrides(load_mapping(find("train", source)), overrides)
-    data["plan"] = load_plan(data.get("plan", "standard"))
+    data = load_mapping(find("train", source))
+    given = apply_overrides({}, [item for item in overrides if "." not in item.partition("=")[0]])
+    for name, other in (("steps", "epochs"), ("epochs", "steps"), ("init", "model")):
+        if name in given and other not in given:
+            data.pop(other, None)  # what the command says takes the place of both
+    data = apply_overrides(data, overrides)
+    if data.get("epochs") and "steps" in data:
+        raise UserError(
+            f"steps={data['steps']} beside epochs={data['epochs']}: both say how long; leave one "
+            f"out"
+        )
+    data["plan"] = load_plan(data.get("plan"))
+    if isinstance(data.get("convert_layers"), list):
+        data["convert_layers"] = [
+            {**each, "plan": load_plan(each["plan"])}
+            if isinstance(each, dict) and "plan" in each
+            else each
+            for each in data["convert_layers"]
+        ]
     return build(TrainConfig, data, where=f"training config {source!r}")
 
 

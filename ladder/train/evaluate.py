@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ladder.data.batches import TokenData, heldout_windows
-from ladder.models.documents import document_starts
+from ladder.data.batches import TokenData, heldout_order, heldout_windows, text_bytes
+from ladder.models.documents import starts_of
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel.data import data_parallel, let_go, sum_over_data
@@ -58,18 +58,21 @@ def bits_per_byte(
     device = local_tensor(model.model.embed_tokens.weight).device
     dp, dp_rank = data_parallel(mesh)
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, tokens, bytes
-    batches = heldout_windows(data, seq_len, limit or None, batch_size)
+    windows = data.windows("heldout", seq_len)
+    batches = heldout_order(windows, limit or None, batch_size)
     # Every rank runs as many forward passes as the others, which wait for its shards in each: one
     # that is left without a batch runs the newest one, and does not count it.
     while group := list(itertools.islice(batches, dp)):
-        tokens, targets, lengths = group[min(dp_rank, len(group) - 1)]
-        documents = document_starts(tokens, data.eos_id).to(device) if mask_documents else None
+        chosen = group[min(dp_rank, len(group) - 1)]
+        tokens, targets = windows.read(chosen)
+        begins = windows.begins(chosen, tokens, data.eos_id if mask_documents else None)
+        documents = None if begins is None else starts_of(begins).to(device)
         losses = model(tokens.to(device), targets.to(device), documents=documents)
         if dp_rank >= len(group):
             continue
         sums[0] += losses.double().sum()
-        sums[1] += targets.numel()
-        sums[2] += int(lengths.sum())
+        sums[1] += int((targets >= 0).sum())
+        sums[2] += int(text_bytes(data, targets).sum())
     let_go(model)
     sum_over_data(sums, mesh)
     nats, tokens_seen, text = sums.tolist()

@@ -23,17 +23,19 @@ from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.parallel.apply import make_model
 from ladder.parallel.data import data_parallel, reduce_gradients, sum_over_data
-from ladder.parallel.sharding import initialise, sum_shared_gradients
+from ladder.parallel.sharding import sum_shared_gradients
 from ladder.progress import Progress
 from ladder.train import state
-from ladder.train.ahead import Ahead, Batch, Part, read_batch
+from ladder.train.ahead import Ahead, Batch, read_batch
 from ladder.train.checkpointer import Checkpointer
 from ladder.train.config import TrainConfig, refuse_changes
 from ladder.train.efficiency import flops_per_token, peak_flops
 from ladder.train.evaluate import Heldout, bits_per_byte, check_heldout
 from ladder.train.interruption import Interruption
 from ladder.train.metrics import Metrics
+from ladder.train.objective import Distillation, Objective, cross_entropy
 from ladder.train.optim import clip_gradients, learning_rate, make_optimizer
+from ladder.train.start import starting_point
 
 
 def train(
@@ -56,10 +58,17 @@ def train(
     content = [data.index["tokenizer_sha256"], data.index["splits"]]  # not where it came from
     fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     launch.agree({"data": fingerprint})
-    model_config = config.model_config(data.vocab_size)
+    windows = data.windows("train", config.seq_len)
+    config = config.with_steps(len(windows))
     found = checkpoints(run)
+    source = None if resume else starting_point(config, data)
     record = _check_run(run, config, fingerprint, resume, found)
+    if source is None:  # a run that goes on has its model
+        checkpoint = found[-1][1] if record else None
+        source = starting_point(config, data, checkpoint, (record or {}).get("first_plan"))
+    model_config = source.config
     start = record["step"] if record else 0
+    launch.agree({"model": model_config.to_dict()})
     launch.agree({"start": start})  # before any rank writes what another would find
     dp, dp_rank = data_parallel(mesh)
     if config.batch_size % dp:
@@ -74,11 +83,10 @@ def train(
             f"micro_batch_size={micro} does not divide the {share} sequences of each "
             f"rank's batch; choose a divisor"
         )
-    windows = data.windows("train", config.seq_len)
     check_heldout(data, config.seq_len, config.eval_windows)
 
     model = make_model(
-        model_config,
+        source.at(max(start - 1, 0)),  # as it was saved
         DTYPES[config.dtype],
         mesh,
         place_,
@@ -87,6 +95,11 @@ def train(
         compile=config.compile,
     )
     optimizer = make_optimizer(model, config)
+    objective: Objective = cross_entropy
+    recorded: tuple[str, ...] = ()
+    if config.teacher:
+        objective = Distillation(config, model_config, mesh, place_)
+        recorded = objective.names
     main = launch.rank() == 0
     if record:
         state.restore(found[-1][1], model, optimizer, start)
@@ -99,13 +112,14 @@ def train(
                 flush=True,
             )
     else:
-        initialise(model, config.seed)
+        source.fill(model, config.seed)
     recipe = config.resolved(model_config)
     if main:
         make_folder(run)
         state.remove_partial(run)
         write_text(run / "recipe.json", json.dumps(recipe, indent=1) + "\n")
-        print(_header(config, model, data, dp), flush=True)
+        notes = (*windows.notes(), *source.schedule.notes())
+        print(_header(config, model, data, dp), *notes, sep="\n", flush=True)
 
     last = min(config.steps, stop_after or config.steps)
     result: Heldout | None = None
@@ -123,15 +137,17 @@ def train(
     ):
         since, since_step, waited = time.perf_counter(), start, 0.0
         for step, batch in zip(range(start, last), batches, strict=True):
-            own = backward(model, batch.parts)
-            loss = sum_over_data(own.clone(), mesh) / dp
+            if source.schedule.plan(step) is not model.config.plan:
+                model.config = source.at(step)
+            own = backward(model, batch, objective)
+            loss, *others = (sum_over_data(own.clone(), mesh) / dp).tolist()
             if mesh is not None:
                 sum_shared_gradients(model)
             norm = clip_gradients(model, config.grad_clip, mesh)
-            if not math.isfinite(norm) or not math.isfinite(loss.item()):
-                where = _first_not_finite(own.item(), batch.windows)
+            if not math.isfinite(norm) or not math.isfinite(loss):
+                where = _first_not_finite(own[0].item(), batch.windows)
                 raise UserError(
-                    f"step {step + 1}: loss={loss.item()}, gradient norm={norm}: not finite"
+                    f"step {step + 1}: loss={loss}, gradient norm={norm}: not finite"
                     f"{where}. The checkpoints so far are untouched; lower lr={config.lr}, or use "
                     f"dtype=float32"
                 )
@@ -151,7 +167,8 @@ def train(
                 since, since_step, waited = now, done, batches.waited
                 metrics.write(
                     done,
-                    loss=loss.item(),
+                    loss=loss,
+                    **dict(zip(recorded, others, strict=True)),
                     learning_rate=rate,
                     gradient_norm=norm,
                     tokens=done * tokens_per_step,
@@ -159,7 +176,7 @@ def train(
                     data_wait=wait,
                     **_utilisation(model_config, config.seq_len, speed, place_),
                 )
-                progress.update(done, f"loss {loss.item():.3f}, {speed:,.0f} tokens/s")
+                progress.update(done, f"loss {loss:.3f}, {speed:,.0f} tokens/s")
             if done == config.steps or (config.eval_interval and done % config.eval_interval == 0):
                 result = bits_per_byte(
                     model, data, config.seq_len, micro, config.eval_windows, mesh,
@@ -178,6 +195,7 @@ def train(
                     "data": fingerprint,
                     "layout": {"tp": config.tp, "dp": dp, "dp_shard": model.data_shard[1]},
                     "config": config.to_dict(),
+                    **({"first_plan": source.first.to_dict()} if config.convert_layers else {}),
                 }
                 metrics.write(done, checkpoint_seconds=checkpointer.save(saved))
                 if ended:
@@ -252,15 +270,20 @@ def _first_not_finite(loss: float, drawn: list[int]) -> str:
     return "; every rank's loss was finite, and what is not is the gradient"
 
 
-def backward(model: Transformer, parts: list[Part]) -> torch.Tensor:
-    """Accumulate the gradients of the mean loss over this rank's batch; returns that loss."""
-    total = torch.zeros((), device=parts[0].tokens.device)
-    count = sum(part.tokens.numel() for part in parts)
-    for n, part in enumerate(parts, 1):
-        reduce_gradients(model, now=n == len(parts))
-        loss = model(part.tokens, part.targets, documents=part.documents).sum() / count
-        loss.backward()
-        total += loss.detach()
+def backward(
+    model: Transformer, batch: Batch, objective: Objective = cross_entropy
+) -> torch.Tensor:
+    """Accumulate the gradients of this rank's part of the loss; returns its part of the sums.
+
+    The mean over the data-parallel ranks is the mean over all targets of the step, of which the
+    ranks may have more or fewer.
+    """
+    total = torch.zeros(1, device=batch.parts[0].tokens.device)
+    for n, part in enumerate(batch.parts, 1):
+        reduce_gradients(model, now=n == len(batch.parts))
+        sums = objective(model, part) / batch.targets
+        sums[0].backward()
+        total = total + sums.detach()
     return total
 
 

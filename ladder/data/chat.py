@@ -1,0 +1,101 @@
+"""Conversations as tokens, each with a mark of whether it is to be learnt.
+
+A conversation is written down by its tokenizer's chat template and cut where answers begin and end.
+Each stretch is tokenised by itself, as when the model is asked: what it is given ends where its
+answer begins. A special token's name that someone says in a conversation would become that token,
+so that such conversations are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from ladder.data.encoded import ANSWER, BEGINS, Encoded
+from ladder.data.formats import Document, Field
+from ladder.data.sources import name_hash
+from ladder.data.template import ChatTemplate, LeftOut, Piece
+from ladder.data.tokenizer import parse_tokenizer
+from ladder.data.units import Unit
+
+AT_ONCE = 512  # conversations
+
+
+class EncodeChat:
+    """Reads and tokenises a unit of conversations, as `ladder.data.prepare.Encode` does of text."""
+
+    def __init__(self, definition: str, field: Field, template: ChatTemplate) -> None:
+        self.definition, self.field, self.template = definition, field, template
+        self._tokenizer: Tokenizer | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tokenizer": None}
+
+    def __call__(self, unit: Unit) -> Encoded:
+        if self._tokenizer is None:
+            self._tokenizer = parse_tokenizer(self.definition)
+            self._tokenizer.encode_special_tokens = False  # the template writes them
+            added = self._tokenizer.get_added_tokens_decoder()
+            self._special = np.array([i for i, token in added.items() if token.special], np.int64)
+            names = [re.escape(token.content) for token in added.values() if token.special]
+            self._names = re.compile("|".join(names) or r"(?!)")
+        tokens: list[npt.NDArray[Any]] = [np.empty(0, "<u4")]
+        keys: list[int] = []
+        sizes: list[int] = []
+        left_out: Counter[str] = Counter()
+        batch: list[list[Piece]] = []
+
+        def flush() -> None:
+            tokens.extend(self._encode(batch))
+            batch.clear()
+
+        for document in unit.read(self.field):
+            try:
+                batch.append(self._pieces(document))
+            except LeftOut as reason:
+                left_out[str(reason)] += 1
+                continue
+            keys.append(name_hash(document.name))
+            sizes.append(document.bytes)
+            if len(batch) == AT_ONCE:
+                flush()
+        flush()
+        lengths = np.array([len(each) for each in tokens[1:]], np.int64)
+        return Encoded(
+            np.concatenate(tokens), np.array(keys, np.uint64), lengths, np.array(sizes, np.int64),
+            left_out,
+        )  # fmt: skip
+
+    def _pieces(self, document: Document) -> list[Piece]:
+        messages = json.loads(document.text)
+        if any(self._names.search(message["content"]) for message in messages):
+            raise LeftOut("in which someone says a special token's name")
+        return self.template.pieces(messages)
+
+    def _encode(self, batch: list[list[Piece]]) -> Iterator[npt.NDArray[Any]]:
+        """Each conversation's tokens with their marks, uint32."""
+        assert self._tokenizer is not None
+        texts = [piece.text for pieces in batch for piece in pieces]
+        encodings = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        for pieces in batch:
+            parts = []
+            for piece in pieces:
+                ids = np.array(next(encodings).ids, np.uint32)
+                if piece.answer:
+                    ids[: self._learnt(ids)] |= ANSWER
+                parts.append(ids)
+            tokens = np.concatenate(parts)
+            tokens[:1] |= BEGINS
+            yield tokens.astype("<u4", copy=False)
+
+    def _learnt(self, answer: npt.NDArray[Any]) -> int:
+        """How many of its tokens are: up to its end token, which may be followed by a new line."""
+        ends = np.flatnonzero(np.isin(answer, self._special))
+        return int(ends[-1]) + 1 if len(ends) else len(answer)

@@ -1,0 +1,176 @@
+"""Chat templates: how a tokenizer's model writes a conversation down, as Jinja says it.
+
+They are rendered as transformers renders them, in Jinja's sandbox, but for the clock, which they do
+not get: the same conversation gives the same text on any day.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from ladder.data.tokenizer import TEMPLATE, TOKENIZER_CONFIG, end_of_text
+from ladder.models.errors import UserError
+
+Message = dict[str, str]
+NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")  # that templates write
+
+
+class LeftOut(Exception):
+    """Why a conversation cannot be written down."""
+
+
+class Piece(NamedTuple):
+    """A stretch of a conversation's text; answer: what the model wrote, its end token too."""
+
+    text: str
+    answer: bool
+
+
+class ChatTemplate:
+    """A template and the names of the special tokens that it writes. It can be pickled.
+
+    source: the Jinja text. where: where that came from, for errors. Raises UserError where it is
+    no Jinja.
+    """
+
+    def __init__(self, source: str, names: dict[str, str], where: str) -> None:
+        self.source, self.names, self.where = source, names, where
+        self._compile()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("source", "names", "where")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def _compile(self) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, "jinja2.ext.loopcontrols"],
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        try:
+            self._template = environment.from_string(self.source)
+        except TemplateSyntaxError as error:
+            raise UserError(
+                f"the chat template of {self.where} is not valid Jinja (line {error.lineno}: "
+                f"{error.message}); give one with --chat-template"
+            ) from error
+
+    def render(self, messages: Sequence[Message], prompt: bool = False) -> str:
+        """The text of a conversation; prompt: up to where the assistant's next answer begins.
+
+        Raises LeftOut where the template refuses it, and UserError where the template fails.
+        """
+        try:
+            return self._template.render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=prompt,
+                **self.names,
+            )  # fmt: skip
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise UserError(
+                f"the chat template of {self.where} cannot write a conversation down "
+                f"({type(error).__name__}: {error}); give one with --chat-template"
+            ) from error
+
+    def pieces(self, messages: Sequence[Message]) -> list[Piece]:
+        """The text of a conversation, cut where answers begin and end.
+
+        An answer begins where the prompt for it ends, and so holds what the model itself has to
+        write. Raises LeftOut where there is none, or where it cannot be found.
+        """
+        whole = self.render(messages)
+        found: list[Piece] = []
+        done = 0
+        for n, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self.render(messages[:n], prompt=True)
+            after = self.render(messages[: n + 1])
+            if not (whole.startswith(after) and after.startswith(before) and done <= len(before)):
+                raise LeftOut("with turns that the template writes otherwise once others follow")
+            found += [Piece(whole[done : len(before)], False), Piece(after[len(before) :], True)]
+            done = len(after)
+        if not found:
+            raise LeftOut("without an answer")
+        return [piece for piece in (*found, Piece(whole[done:], False)) if piece.text]
+
+
+def load_template(
+    tokenizer: Path, encoder: Tokenizer, given: Path | None
+) -> tuple[ChatTemplate, dict[str, Any]]:
+    """The chat template beside a tokenizer.json, or the one `given`; and tokenizer_config.json.
+
+    Raises UserError where there is no template, or no valid one.
+    """
+    path = tokenizer.with_name(TOKENIZER_CONFIG)
+    config = _read_config(path) if path.is_file() else {}
+    names = {}
+    for name in NAMES:
+        value = config.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            names[name] = value
+    if "eos_token" not in names:
+        names["eos_token"] = encoder.id_to_token(end_of_text(encoder))
+        config["eos_token"] = names["eos_token"]
+    if encoder.token_to_id(names["eos_token"]) is None:
+        raise UserError(
+            f"{path} has eos_token={names['eos_token']!r}, which {tokenizer} does not know; copy "
+            f"both files again"
+        )
+    file = given or tokenizer.with_name(TEMPLATE)
+    if given is not None or file.is_file():
+        try:
+            return ChatTemplate(file.read_text(encoding="utf-8"), names, str(file)), config
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"chat_template={file} cannot be read: {error}") from error
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several by name
+        source = next((e["template"] for e in source if e.get("name") == "default"), None)
+    if not isinstance(source, str):
+        raise UserError(
+            f"the tokenizer {tokenizer} has no chat template (no {TEMPLATE} beside it, and no "
+            f"chat_template in {TOKENIZER_CONFIG}); give a Jinja file with --chat-template"
+        )
+    return ChatTemplate(source, names, str(path)), config
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}); copy it again") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} does not hold a JSON object; copy it again")
+    return config
+
+
+class _Generation(Extension):
+    """`{% generation %} ... {% endgeneration %}`, by which some templates mark answers."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja2's own
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    """Jinja's own would write HTML's entities."""
+    return json.dumps(value, **{"ensure_ascii": False, **options})
+
+
+def _refuse(message: str) -> None:
+    raise LeftOut(f"that the template refuses ({message})")

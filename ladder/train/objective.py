@@ -1,0 +1,76 @@
+"""What training minimises: cross-entropy, alone or mixed with the divergence from a teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ladder.checkpoint import load_model, newest
+from ladder.config import DTYPES
+from ladder.models.config import ModelConfig
+from ladder.models.errors import UserError
+from ladder.models.layers import vocabulary_start
+from ladder.models.loss import teacher_losses, token_losses
+from ladder.models.transformer import Transformer
+from ladder.train.ahead import Part
+from ladder.train.config import TrainConfig
+
+# Sums over the tokens of a part, [n]: first the loss, with gradients, then what else is recorded.
+Objective = Callable[[Transformer, Part], Tensor]
+
+
+def cross_entropy(model: Transformer, part: Part) -> Tensor:
+    return model(part.tokens, part.targets, documents=part.documents).sum().unsqueeze(0)
+
+
+class Distillation:
+    """(1 - w) cross-entropy + w temperature^2 KL(teacher || student), after Hinton et al. (2015).
+
+    KL is of the distributions at that temperature, whose gradients shrink with its square. The
+    teacher lies beside the student under the same TP, whole on each data-parallel rank, in the
+    recipe's dtype; it has no gradients.
+    """
+
+    names = ("cross_entropy", "divergence")
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        student: ModelConfig,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+    ) -> None:
+        self.weight, self.temperature = config.distill_weight, config.distill_temperature
+        self.teacher = load_model(
+            newest(Path(config.teacher)),
+            None if mesh is None else mesh["tp"],
+            device=device,
+            dtype=DTYPES[config.dtype],
+        )
+        self.teacher.requires_grad_(False)
+        theirs = self.teacher.config
+        theirs.refuse_bound()
+        if theirs.vocab_size != student.vocab_size:
+            raise UserError(
+                f"teacher={config.teacher} has vocab_size={theirs.vocab_size}, the student "
+                f"{student.vocab_size}: they must share a vocabulary; choose another teacher"
+            )
+        if theirs.max_seq_len < config.seq_len:
+            raise UserError(
+                f"seq_len={config.seq_len} is longer than the max_seq_len={theirs.max_seq_len} of "
+                f"teacher={config.teacher}; lower it"
+            )
+
+    def __call__(self, model: Transformer, part: Part) -> Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(part.tokens, documents=part.documents, gather=False)
+        logits = model(part.tokens, documents=part.documents, gather=False)
+        first = vocabulary_start(model.config.vocab_size, model.reducer.ranks)
+        hard = token_losses(logits, part.targets, first, model.reducer, model.passes).sum()
+        soft = teacher_losses(logits, wanted, part.targets, self.temperature, model.reducer).sum()
+        loss = (1 - self.weight) * hard + self.weight * self.temperature**2 * soft
+        return torch.stack((loss, hard, soft))

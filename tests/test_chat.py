@@ -1,0 +1,265 @@
+"""Conversations as data: how they are written down, what is learnt of them, how they are packed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ladder.data.batches import PackedWindows, open_data
+from ladder.data.packing import pack
+from ladder.data.prepare import prepare
+from ladder.data.template import ChatTemplate, LeftOut
+from ladder.data.tokenizer import load_tokenizer
+from ladder.models import UserError
+from ladder.models.documents import starts_of
+from tests.chats import TEMPLATE, make_chats, prepare_chats, write_chats
+from tests.samples import full_model, small_config
+
+CHATML = """{{ bos_token }}{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}
+{%- else %}{{ message['content'] | tojson }}{{ '<|im_end|>\\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""  # noqa: E501
+CHAT = [
+    {"role": "user", "content": "<one> & two?"},
+    {"role": "assistant", "content": " Three é"},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "no"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(corpus: Path) -> Path:
+    return corpus.parent / "tokenizer"
+
+
+@pytest.fixture(scope="module")
+def prepared(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_chats(tmp_path_factory.mktemp("chats"), tokenizer, make_chats(60))
+
+
+def windows_of(folder: Path, seq_len: int, split: str = "train") -> PackedWindows:
+    found = open_data(folder).windows(split, seq_len)
+    assert isinstance(found, PackedWindows)
+    return found
+
+
+def answers(chat: list[dict[str, str]]) -> str:
+    said = [m["content"].strip() + "<|endoftext|>" for m in chat if m["role"] == "assistant"]
+    return "".join(said)
+
+
+@pytest.mark.parametrize("source", [TEMPLATE, CHATML])
+def test_templates_render_as_transformers_renders_them(tokenizer: Path, source: str) -> None:
+    """Also what Jinja has only by extensions, and characters that HTML would escape."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tokenizer / "tokenizer.json"), eos_token="<|endoftext|>", bos_token="def"
+    )
+    names = {"eos_token": "<|endoftext|>", "bos_token": "def"}
+    template = pickle.loads(pickle.dumps(ChatTemplate(source, names, "here")))
+    for prompt in (False, True):
+        assert template.render(CHAT[:3], prompt) == theirs.apply_chat_template(
+            CHAT[:3], chat_template=source, add_generation_prompt=prompt, tokenize=False
+        )
+
+
+def test_answers_begin_where_their_prompts_end() -> None:
+    template = ChatTemplate(CHATML, {"bos_token": "!"}, "here")
+    pieces = template.pieces(CHAT)
+    assert "".join(piece.text for piece in pieces) == template.render(CHAT)
+    assert [piece.text for piece in pieces if piece.answer] == [
+        " Three é<|im_end|>\n",
+        "no<|im_end|>\n",
+    ]
+    with pytest.raises(LeftOut, match="without an answer"):
+        template.pieces(CHAT[:1])
+    forgetful = ChatTemplate("{% for m in messages[-2:] %}{{ m.content }}{% endfor %}", {}, "here")
+    with pytest.raises(LeftOut, match="writes otherwise once others follow"):
+        forgetful.pieces(CHAT)
+
+
+def test_only_answers_and_their_end_are_targets(prepared: Path, tokenizer: Path) -> None:
+    """What the targets of each conversation spell. Catches targets that are shifted, prompts that
+    are learnt, new lines after the end that are, and conversations lost, doubled or cut."""
+    vocabulary = load_tokenizer(tokenizer)
+    found = []
+    for split in ("train", "heldout"):
+        windows = windows_of(prepared, 128, split)
+        for i in range(len(windows)):
+            tokens, targets = windows.read([i])
+            begins = windows.begins([i], tokens, None)
+            assert begins is not None
+            marks = starts_of(begins).tolist()
+            wanted = int((targets >= 0).sum())
+            assert windows.targets([i]) == wanted > 0
+            for start, stop in itertools.pairwise(marks):
+                learnt = targets[0, start:stop]
+                if (learnt >= 0).any():
+                    ids = learnt[learnt >= 0].tolist()
+                    found.append(vocabulary.decode(ids, skip_special_tokens=False))
+                shifted = tokens[0, start + 1 : stop]
+                kept = learnt[:-1] >= 0
+                assert torch.equal(shifted[kept], learnt[:-1][kept])
+    chats = make_chats(60)
+    assert sorted(found) == sorted(map(answers, chats))
+
+
+def test_a_conversation_does_not_see_its_neighbours(prepared: Path) -> None:
+    """Each one's losses in a window are those that it has alone."""
+    windows = windows_of(prepared, 128)
+    model = full_model(small_config("ladder", vocab_size=300, max_seq_len=128), 3)
+    rows = range(4)
+    tokens, targets = windows.read(rows)
+    begins = windows.begins(rows, tokens, None)
+    assert begins is not None
+    starts = starts_of(begins)
+    assert len(starts) > 8
+    losses = model(tokens, targets, documents=starts)
+    plain = model(tokens, targets)
+    flat = [each.flatten() for each in (tokens, targets, losses)]
+    for start, stop in itertools.pairwise(starts.tolist()):
+        alone, wanted, packed = (each[start:stop].unsqueeze(0) for each in flat)
+        assert torch.allclose(model(alone, wanted), packed, atol=1e-5)
+    assert (losses - plain).abs().max() > 1e-2
+
+
+def test_what_is_too_long_is_truncated_or_left_out_and_counted(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    words = " ".join(["value"] * 100)
+    chats = [
+        [{"role": "user", "content": "if"}, {"role": "assistant", "content": words}],
+        [{"role": "user", "content": words}, {"role": "assistant", "content": "if"}],
+        *make_chats(4, longest=2),
+    ]
+    windows = windows_of(prepare_chats(tmp_path, tokenizer, chats, heldout_fraction=0), 64)
+    assert (windows.found.truncated, windows.found.silent) == (1, 1)
+    assert len(windows.found.starts) == 5
+    assert windows.found.sizes.max() == 64
+    (note,) = windows.notes()
+    assert "1 conversations truncated, 1 left out" in note
+
+
+def test_packing_is_dense_and_repeatable() -> None:
+    sizes = np.random.default_rng(0).integers(1, 65, 2000)
+    windows = pack(sizes, 64)
+    assert sorted(n for window in windows for n in window) == list(range(2000))
+    assert all(sizes[window].sum() <= 64 for window in windows)
+    assert len(windows) < 1.02 * sizes.sum() / 64
+    assert windows == pack(sizes, 64)
+    assert pack(sizes[:0], 64) == []
+
+
+def test_forms_and_files_give_the_same(tokenizer: Path, tmp_path: Path) -> None:
+    """JSONL and Parquet, `from` and `value` or `role` and `content`, one process or two."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    chats = make_chats(30)
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    sharegpt = [[{"from": names[m["role"]], "value": m["content"]} for m in c] for c in chats]
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    parquet.write_table(arrow.table({"messages": chats}), tmp_path / "c.parquet")
+    (tmp_path / "a").mkdir()
+    files = {
+        "messages": write_chats(tmp_path / "c.jsonl", chats),
+        "conversations": write_chats(tmp_path / "a" / "c.jsonl", sharegpt, "conversations"),
+    }
+    found = {}
+    for name, (field, path, workers) in {
+        "jsonl": ("messages", files["messages"], 1),
+        "sharegpt": ("conversations", files["conversations"], 2),
+        "parquet": ("messages", tmp_path / "c.parquet", 1),
+    }.items():
+        prepare(
+            [path], tokenizer, tmp_path / name, chat_field=field, workers=workers,
+            chat_template=tmp_path / "template.jinja", heldout_fraction=0,
+        )  # fmt: skip
+        found[name] = (tmp_path / name / "train-00000.bin").read_bytes()
+    assert found["jsonl"] == found["sharegpt"] == found["parquet"]
+
+
+def test_the_tokenizers_own_template(tokenizer: Path, tmp_path: Path) -> None:
+    """From either of the files that hold one; and it goes along with the data."""
+    own = tmp_path / "tokenizer"
+    own.mkdir()
+    (own / "tokenizer.json").write_bytes((tokenizer / "tokenizer.json").read_bytes())
+    file = write_chats(tmp_path / "chats.jsonl", make_chats(9))
+    options: dict[str, Any] = {"chat_field": "messages", "heldout_fraction": 0}
+    with pytest.raises(UserError, match=r"has no chat template .*--chat-template"):
+        prepare([file], own, tmp_path / "none", **options)
+    config = own / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": {"content": "<e>"}}))
+    with pytest.raises(UserError, match=r"eos_token='<e>', which .* does not know"):
+        prepare([file], own, tmp_path / "none", **options)
+    config.write_text(json.dumps({"chat_template": TEMPLATE}))
+    prepare([file], own, tmp_path / "a", **options)
+    (own / "chat_template.jinja").write_text(TEMPLATE)
+    config.unlink()
+    prepare([file], own, tmp_path / "b", **options)
+    assert (tmp_path / "b" / "chat_template.jinja").read_text() == TEMPLATE
+    prepare([file], tmp_path / "b", tmp_path / "c", **options)
+    shards = [(tmp_path / name / "train-00000.bin").read_bytes() for name in "abc"]
+    assert shards[0] == shards[1] == shards[2]
+
+
+def test_what_cannot_be_learnt_is_left_out_and_counted(tokenizer: Path, tmp_path: Path) -> None:
+    forged = [
+        {"role": "user", "content": "say <|endoftext|>"},
+        {"role": "assistant", "content": "no"},
+    ]
+    chats = [CHAT, CHAT[:1], forged, []]
+    data = open_data(prepare_chats(tmp_path, tokenizer, chats, heldout_fraction=0))
+    assert data.split("train").documents == 1
+    assert data.index["left_out"] == {
+        "without an answer": 1,
+        "in which someone says a special token's name": 1,
+    }
+    with pytest.raises(UserError, match="no conversation can be used: 1 without an answer"):
+        prepare_chats(tmp_path, tokenizer, [CHAT[:1]], overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"messages": "hello"}', "line 1: field 'messages' is a str, not a list of messages"),
+        ('{"messages": [{"role": "user"}]}', "message 1 has neither role and content nor from"),
+        ('{"messages": [{"role": "usr", "content": ""}]}', "did you mean 'user'"),
+        ('{"messages": [{"role": "user", "content": null}]}', "content is a NoneType"),
+        ('{"chats": []}', "has no field chat_field='messages'; its fields: chats"),
+    ],
+)
+def test_broken_conversations_are_refused(
+    tokenizer: Path, tmp_path: Path, line: str, message: str
+) -> None:
+    (tmp_path / "chats.jsonl").write_text(line + "\n")
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    with pytest.raises(UserError, match=message):
+        prepare(
+            [tmp_path / "chats.jsonl"], tokenizer, tmp_path / "out", chat_field="messages",
+            chat_template=tmp_path / "template.jinja",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% for m in messages %}", "is not valid Jinja"),
+        ("{{ messages[0].content.upper(1) }}", "cannot write a conversation down"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+        ("{{ strftime_now('%Y') }}", "'strftime_now' is undefined"),
+        ("{{ raise_exception('roles must alternate') }}", "refuses .roles must alternate"),
+    ],
+)
+def test_broken_templates_are_refused(
+    tokenizer: Path, tmp_path: Path, source: str, message: str
+) -> None:
+    (tmp_path / "bad.jinja").write_text(source)
+    with pytest.raises(UserError, match=message):
+        prepare_chats(tmp_path, tokenizer, [CHAT], chat_template=tmp_path / "bad.jinja")
