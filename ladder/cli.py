@@ -14,10 +14,16 @@ from ladder import __version__
 Verb = Callable[[argparse.Namespace], int]
 
 
+SENSITIVITY = "convert sensitivity"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0, 2 for a user's mistake, 1 for anything else."""
     parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:2] == SENSITIVITY.split():  # beside a command whose first argument is a folder
+        words[:2] = [SENSITIVITY]
+    options, rest = parser.parse_known_args(words)
     # argparse takes positional arguments in one place only; overrides may follow an option.
     if rest and (not hasattr(options, "overrides") or any(item.startswith("-") for item in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -275,6 +281,22 @@ def _convert(verbs: Any) -> None:
     parser.add_argument(
         "--to", choices=("ladder", "hf"), default="ladder", help="the format; hf: Hugging Face's"
     )
+    parser = _add(verbs, SENSITIVITY, sensitivity, "measure what turning layers over would cost")
+    parser.add_argument("model", type=Path, metavar="MODEL", help="a model folder, or a run's")
+    parser.add_argument("--data", required=True, help="prepared text, its held-out part")
+    parser.add_argument("--layers", type=int, required=True, help="how many are to be ladder's")
+    parser.add_argument("--windows", type=int, default=32, help="held-out windows")
+    parser.add_argument("--seq-len", type=int, default=0, help="tokens of each; 0: up to 1024")
+    parser.add_argument("--batch", type=int, default=8, help="windows in a pass")
+    parser.add_argument("--dtype", default="auto", help="auto (as stored), float32 or bfloat16")
+    parser.add_argument("--out", type=Path, help="a JSON file for all figures")
+    _add_processes(parser)
+
+
+def sensitivity(options: argparse.Namespace) -> int:
+    from ladder.convert.sensitivity import sensitivity_command
+
+    return sensitivity_command(options)
 
 
 def convert(options: argparse.Namespace) -> int:

@@ -1,0 +1,219 @@
+"""`ladder convert sensitivity`: what turning layers over to the ladder costs, before any training.
+
+For each layer, and each suffix of layers (the paper's choice: Ladder Residual, arXiv 2501.06589,
+4.2), the model is run with just those as a ladder, beside itself as it is, on held-out text. What
+is measured is the divergence of its predictions from the original's, and bits per byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ladder.checkpoint import newest
+from ladder.data.batches import TokenData, heldout_order, open_data, text_bytes
+from ladder.files import write_text
+from ladder.infer.load import load_for_inference
+from ladder.models.documents import starts_of
+from ladder.models.errors import UserError
+from ladder.models.layers import vocabulary_start
+from ladder.models.loss import teacher_losses, token_losses
+from ladder.models.plan import Plan
+from ladder.models.presets import resolve_plan
+from ladder.models.transformer import Transformer
+from ladder.parallel import launch
+from ladder.parallel.sharding import local_tensor
+from ladder.progress import Progress
+
+SEQ_LEN = 1024  # tokens, or the model's context where that is shorter
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What these layers as a ladder cost: nats of KL(original || turned over) per token, and the
+    bits per byte that the model then has."""
+
+    layers: tuple[int, ...]
+    divergence: float
+    bits_per_byte: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """original: bits per byte before. singles: by divergence; suffixes: the shortest first."""
+
+    original: float
+    tokens: int
+    singles: tuple[Cost, ...]
+    suffixes: tuple[Cost, ...]
+    chosen: Cost  # the layers that cost least one by one
+    suffix: Cost  # as many, the last ones
+
+
+def turned(plan: Plan, layers: Iterable[int]) -> Plan:
+    """The plan with these layers' sublayers wired as a ladder's."""
+    layers = set(layers)
+    ladder = resolve_plan("ladder", plan.num_layers)
+    pairs = zip(plan.layers, plan.sublayers, ladder.sublayers, strict=True)
+    records = tuple(new if layer in layers else old for layer, old, new in pairs)
+    return replace(plan, sublayers=records, name=f"{plan.name}, {named(layers)}")
+
+
+def named(layers: Iterable[int]) -> str:
+    """These layers as a ladder, in the words of a plan: ladder@3-5,ladder@9."""
+    parts: list[list[int]] = []
+    for layer in sorted(layers):
+        if parts and layer == parts[-1][1] + 1:
+            parts[-1][1] = layer
+        else:
+            parts.append([layer, layer])
+    return ",".join(f"ladder@{a}" if a == b else f"ladder@{a}-{b}" for a, b in parts)
+
+
+def free_layers(plan: Plan) -> list[int]:
+    """The layers that could be turned over. Raises UserError where no weights fit a ladder."""
+    ladder = resolve_plan("ladder", plan.num_layers)
+    if [r.kind for r in plan.sublayers] != [r.kind for r in ladder.sublayers] or not all(
+        plan.equal_reads
+    ):
+        raise UserError(
+            f"plan {plan.name!r} has other norms than a ladder, so no layer can be turned over as "
+            f"it is; give a model of plan 'standard' or a hybrid"
+        )
+    pairs = zip(plan.layers, plan.sublayers, ladder.sublayers, strict=True)
+    found = sorted({layer for layer, old, new in pairs if old != new})
+    if not found:
+        raise UserError(f"plan {plan.name!r} is a ladder throughout: no layer is left to turn over")
+    return found
+
+
+@torch.no_grad()
+def costs(
+    model: Transformer,
+    data: TokenData,
+    sets: Sequence[tuple[int, ...]],
+    seq_len: int,
+    windows: int,
+    batch: int,
+    title: str,
+) -> tuple[float, int, list[Cost]]:
+    """(the original's bits per byte, tokens seen, the cost of each set of layers)."""
+    config, reducer = model.config, model.reducer
+    first = vocabulary_start(config.vocab_size, reducer.ranks)
+    device = local_tensor(model.lm_head.weight).device
+    plans = [config.plan, *(turned(config.plan, layers) for layers in sets)]
+    sums = torch.zeros(len(plans), 2, dtype=torch.float64)  # divergence, nats
+    tokens = text = done = 0
+    heldout = data.windows("heldout", seq_len)
+    batches = list(heldout_order(heldout, windows, batch))
+    passes = len(batches) * len(plans)
+    with Progress(title, passes, "passes", quiet=launch.rank() != 0) as progress:
+        for chosen in batches:
+            inputs, targets = heldout.read(chosen)
+            begins = heldout.begins(chosen, inputs, None)  # of conversations
+            documents = None if begins is None else starts_of(begins).to(device)
+            given, wanted = inputs.to(device), targets.to(device)
+            tokens += int((targets >= 0).sum())
+            text += int(text_bytes(data, targets).sum())
+            original = None
+            for n, plan in enumerate(plans):
+                model.config = replace(config, plan=plan)
+                logits = model(given, documents=documents, gather=False)
+                original = logits if original is None else original
+                nats = token_losses(logits, wanted, first, reducer, model.passes)
+                apart = teacher_losses(logits, original, wanted, 1.0, reducer)
+                sums[n] += torch.stack((apart.double().sum(), nats.double().sum())).cpu()
+                done += 1
+                progress.update(done, plan.name)
+    model.config = config
+    if not sums.isfinite().all():
+        raise UserError("the model's predictions are not finite; load it with --dtype float32")
+    found = [
+        Cost(layers, float(divergence) / tokens, float(nats) / math.log(2) / text)
+        for layers, (divergence, nats) in zip(((), *sets), sums, strict=True)
+    ]
+    return found[0].bits_per_byte, tokens, found[1:]
+
+
+def measure(
+    model: Transformer, data: TokenData, wished: int, seq_len: int, windows: int, batch: int
+) -> Report:
+    """The costs of each layer, of each suffix, and of the `wished` layers that cost least."""
+    free = free_layers(model.config.plan)
+    if not 1 <= wished <= len(free):
+        raise UserError(
+            f"--layers={wished} must be 1 to {len(free)}, the layers that can be turned over"
+        )
+    singles = [(layer,) for layer in free]
+    suffixes = [tuple(free[-n:]) for n in range(1, len(free) + 1)]
+    settings = seq_len, windows, batch
+    original, tokens, found = costs(model, data, [*singles, *suffixes], *settings, "layers")
+    ranked = sorted(found[: len(free)], key=lambda cost: cost.divergence)
+    by_suffix = found[len(free) :]
+    best = tuple(sorted(cost.layers[0] for cost in ranked[:wished]))
+    known = {cost.layers: cost for cost in found}
+    if best not in known:
+        known[best] = costs(model, data, [best], *settings, "choice")[2][0]
+    return Report(
+        original, tokens, tuple(ranked), tuple(by_suffix), known[best], by_suffix[wished - 1]
+    )
+
+
+def text(report: Report) -> str:
+    """The report for people."""
+
+    def line(cost: Cost, name: str) -> str:
+        more = cost.bits_per_byte - report.original
+        return f"{name:24}{cost.divergence:12.5f}{cost.bits_per_byte:15.4f}{more:+10.4f}"
+
+    head = f"{'as a ladder':24}{'nats a token':>12}{'bits per byte':>15}{'more':>10}"
+    better = min(report.chosen, report.suffix, key=lambda cost: cost.divergence)
+    count = len(report.chosen.layers)
+    lines = [
+        f"original: {report.original:.4f} bits per byte, {report.tokens:,} tokens",
+        f"\none layer at a time, the cheapest first\n{head}",
+        *(line(cost, str(cost.layers[0])) for cost in report.singles),
+        f"\nthe last layers together\n{head}",
+        *(line(cost, named(cost.layers)) for cost in report.suffixes),
+        f"\n{count} of them, the cheapest one by one and the last ones\n{head}",
+        line(report.chosen, "cheapest"),
+        line(report.suffix, "last"),
+        f"\n--plan {named(better.layers)}",
+    ]
+    return "\n".join(lines)
+
+
+def sensitivity_command(options: argparse.Namespace) -> int:
+    """Run `ladder convert sensitivity` on this rank; rank 0 prints. See its --help."""
+    for name in ("windows", "batch"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name}={getattr(options, name)} must be 1 or more")
+    launch.join(options.device)
+    launch.agree({"options": {**vars(options), "verb": None}})
+    data = open_data(options.data)
+    model = load_for_inference(
+        newest(options.model), reducer="async", dtype=options.dtype, device=options.device
+    )
+    if data.vocab_size > model.config.vocab_size:
+        raise UserError(
+            f"--data={options.data} has {data.vocab_size} tokens and the model vocab_size="
+            f"{model.config.vocab_size}; prepare the text with the model's own tokenizer"
+        )
+    room = model.config.max_seq_len
+    seq_len = options.seq_len or min(SEQ_LEN, room)
+    if not 1 <= seq_len <= room:
+        raise UserError(f"--seq-len={seq_len} must be 1 to the model's max_seq_len={room}")
+    report = measure(model, data, options.layers, seq_len, options.windows, options.batch)
+    if launch.rank() == 0:
+        print(text(report))
+        if options.out is not None:
+            found: dict[str, Any] = {"model": str(options.model), "seq_len": seq_len}
+            write_text(Path(options.out), json.dumps({**found, **asdict(report)}, indent=1) + "\n")
+    return 0
