@@ -68,6 +68,7 @@ CORE = (
     Package("tokenizers", "0.21"),
     Package("rich", "13.7"),
     Package("tensorboard", "2.18"),
+    Package("jinja2", "3.1"),
 )
 OPTIONAL = (
     Package("triton", unlocks="fused GPU kernels; comes with CUDA builds of torch on Linux"),
