@@ -336,8 +336,9 @@ class FakeDriver:
 def passes(reducer: ShardedReducer, plan: Any, batches: list[Tensor], lend: bool) -> list[Tensor]:
     """The model's loop with sublayers that say n and rank; the last normed stream of each pass.
 
-    batches: the embedded stream of each pass. A sublayer's partial on rank r is (r + 1) times a
-    function of what it reads.
+    batches: the embedded stream of each pass. A sublayer's partial on rank r is (r + 1) / 40 times
+    a function of what it reads: small beside the stream, so that rounding does not grow from one
+    sublayer to the next and a tight tolerance holds for any batch.
     """
     results = []
     rank, norm = reducer.ranks.process, RMSNorm(8, 1e-5)
@@ -355,7 +356,7 @@ def passes(reducer: ShardedReducer, plan: Any, batches: list[Tensor], lend: bool
             stream, normed = reducer.finish_landing(begun)
             if plan.early[n + 1]:
                 begun = begin(n + 1, stream)
-            partial = (rank + 1) * torch.sin(normed + n)
+            partial = (rank + 1) / 40 * torch.sin(normed + n)
             out = reducer.buffer(tuple(partial.shape), partial) if lend else None
             if out is not None:
                 assert reducer.buffer(tuple(partial.shape), partial) is None
@@ -374,7 +375,7 @@ def expected_of(plan: Any, batch: Tensor, world: int) -> Tensor:
         for landing in read:
             stream = stream + outputs[landing.output]
         normed = F.rms_norm(stream, (8,), eps=1e-5)
-        outputs.append(sum(range(1, world + 1)) * torch.sin(normed + n))
+        outputs.append(sum(range(1, world + 1)) / 40 * torch.sin(normed + n))
     return normed
 
 
@@ -427,7 +428,7 @@ def test_copies_meet_and_reuse_their_buffers(
     for n, batch in enumerate(batches):
         wanted = expected_of(resolved, batch, world)
         for rank in range(world):
-            assert relative_error(results[rank][n], wanted) < 1e-5, (n, rank)
+            assert relative_error(results[rank][n], wanted) < 2e-6, (n, rank)
 
 
 def test_memory_operations_have_the_drivers_layout() -> None:
