@@ -60,7 +60,7 @@ def test_costs_are_those_of_plain_probabilities(standard: Path, corpus: Path) ->
     model = load_model(standard, dtype=torch.float64)
     before = model.config
     sets = [(1,), (0, 3)]
-    original, tokens, found = costs(model, data, sets, 16, 5, 2, "test")
+    tokens, (own, *found) = costs(model, data, sets, 16, 5, 2, "test")
     assert model.config is before
     batches = list(heldout_windows(data, 16, 5, 2))
     assert tokens == sum(int((targets >= 0).sum()) for _, targets, _ in batches)
@@ -79,13 +79,22 @@ def test_costs_are_those_of_plain_probabilities(standard: Path, corpus: Path) ->
         return float(nats) / math.log(2) / text
 
     theirs = predictions(before.plan)
-    assert original == pytest.approx(bits(theirs), rel=1e-9)
+    assert own.bits_per_byte == pytest.approx(bits(theirs), rel=1e-9)
+    assert (own.layers, own.divergence) == ((), pytest.approx(0, abs=1e-12))
     for cost, layers in zip(found, sets, strict=True):
         ours = predictions(resolve_plan(named(layers), before.num_layers))
         apart = sum((p.exp() * (p - q)).sum() for p, q in zip(theirs, ours, strict=True))
         assert cost.divergence == pytest.approx(float(apart) / tokens, rel=1e-9)
         assert cost.bits_per_byte == pytest.approx(bits(ours), rel=1e-9)
         assert cost.divergence > 0
+
+    # Another model's divergence from the one that it was made from, on all windows.
+    other = load_model(standard, dtype=torch.float64)
+    model.config = before
+    other.config = replace(before, plan=resolve_plan(named((1,)), before.num_layers))
+    whole, (alone,) = costs(other, data, [], 16, None, 2, "test", model)
+    assert whole > tokens
+    assert alone.divergence == costs(model, data, [(1,)], 16, None, 2, "test")[1][1].divergence
 
 
 def test_the_choice(standard: Path, corpus: Path) -> None:

@@ -100,11 +100,17 @@ def costs(
     data: TokenData,
     sets: Sequence[tuple[int, ...]],
     seq_len: int,
-    windows: int,
+    windows: int | None,
     batch: int,
     title: str,
-) -> tuple[float, int, list[Cost]]:
-    """(the original's bits per byte, tokens seen, the cost of each set of layers)."""
+    original: Transformer | None = None,
+) -> tuple[int, list[Cost]]:
+    """(tokens seen, the cost of the model as it is and then of each set of layers).
+
+    windows: held-out windows; None: all. original: another model on the same ranks, of the same
+    vocabulary, from which divergence is measured: the one that this was made from by conversion and
+    training, say. None: the model as it is, whose own divergence is then 0.
+    """
     config, reducer = model.config, model.reducer
     first = vocabulary_start(config.vocab_size, reducer.ranks)
     device = local_tensor(model.lm_head.weight).device
@@ -122,24 +128,23 @@ def costs(
             given, wanted = inputs.to(device), targets.to(device)
             tokens += int((targets >= 0).sum())
             text += int(text_bytes(data, targets).sum())
-            original = None
+            theirs = None if original is None else original(given, documents=documents, gather=False)
             for n, plan in enumerate(plans):
                 model.config = replace(config, plan=plan)
                 logits = model(given, documents=documents, gather=False)
-                original = logits if original is None else original
+                theirs = logits if theirs is None else theirs
                 nats = token_losses(logits, wanted, first, reducer, model.passes)
-                apart = teacher_losses(logits, original, wanted, 1.0, reducer)
+                apart = teacher_losses(logits, theirs, wanted, 1.0, reducer)
                 sums[n] += torch.stack((apart.double().sum(), nats.double().sum())).cpu()
                 done += 1
                 progress.update(done, plan.name)
     model.config = config
     if not sums.isfinite().all():
         raise UserError("the model's predictions are not finite; load it with --dtype float32")
-    found = [
+    return tokens, [
         Cost(layers, float(divergence) / tokens, float(nats) / math.log(2) / text)
         for layers, (divergence, nats) in zip(((), *sets), sums, strict=True)
     ]
-    return found[0].bits_per_byte, tokens, found[1:]
 
 
 def measure(
@@ -154,16 +159,17 @@ def measure(
     singles = [(layer,) for layer in free]
     suffixes = [tuple(free[-n:]) for n in range(1, len(free) + 1)]
     settings = seq_len, windows, batch
-    original, tokens, found = costs(model, data, [*singles, *suffixes], *settings, "layers")
+    tokens, (own, *found) = costs(model, data, [*singles, *suffixes], *settings, "layers")
     ranked = sorted(found[: len(free)], key=lambda cost: cost.divergence)
     by_suffix = found[len(free) :]
     best = tuple(sorted(cost.layers[0] for cost in ranked[:wished]))
     known = {cost.layers: cost for cost in found}
     if best not in known:
-        known[best] = costs(model, data, [best], *settings, "choice")[2][0]
+        known[best] = costs(model, data, [best], *settings, "choice")[1][1]
     return Report(
-        original, tokens, tuple(ranked), tuple(by_suffix), known[best], by_suffix[wished - 1]
-    )
+        own.bits_per_byte, tokens, tuple(ranked), tuple(by_suffix), known[best],
+        by_suffix[wished - 1],
+    )  # fmt: skip
 
 
 def text(report: Report) -> str:
