@@ -16,22 +16,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
+from jobs import Started, deadline, run_all, visible_gpus
 from quality_report import COLUMNS, PLANS, T, caption, latency_rows, read, rows, write_page
 
-import ladder
 from ladder.config import load_plan
 from ladder.data.batches import TokenData
 from ladder.data.mix import open_sources
@@ -48,7 +45,6 @@ SEEDS = {"standard": (0, 1), "ladder": (0, 1)}  # the others: 0
 OWN = ("data", "out", "plan", "seed", "tp", "tp_degree")  # keys of the recipe that are set here
 PER_RUN = ("data", "out", "plan", "seed", "tp_degree")  # keys in which runs side by side differ
 RESULTS, TABLE = "quality.jsonl", "quality.txt"
-POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -73,20 +69,10 @@ class Run:
     def command(self) -> list[str]:
         return ["-m", "ladder", "train", RECIPE, *self.overrides]
 
-
-@dataclass
-class Started:
-    """A run under way, its output in a file."""
-
-    run: Run
-    process: subprocess.Popen[bytes]
-    log: Path
-    stream: IO[bytes]
-    since: float
-
-    def tail(self) -> str:
-        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+    def clear(self) -> None:
+        """A checkpoint is written at the end alone."""
+        if (self.folder / "recipe.json").exists():
+            shutil.rmtree(self.folder)
 
 
 # ---- run ------------------------------------------------------------------------------------
@@ -94,44 +80,26 @@ class Started:
 
 def run(options: argparse.Namespace) -> int:
     """Train what is not finished; 1 if a training failed."""
-    if options.budget is not None and not options.budget > 0:
-        raise UserError(f"--budget={options.budget} must be above 0 minutes")
-    deadline = time.monotonic() + 60 * (options.budget or float("inf"))
+    until = deadline(options.budget)
     gpus = visible_gpus(options.gpus)
     data = open_sources(str(options.data))
     runs = [resolve(plan, seed, options, data) for plan, seed in chosen(options.only)]
     file = options.out / RESULTS
     records = read(file) if file.is_file() else []
     common = {"recipe": recipe_of(runs[0]), "data": summary(data)}
-    for record in records:
-        if any(record[key] != value for key, value in common.items()):
-            raise UserError(
-                f"{file} holds runs of another recipe or of other data; choose another --out"
-            )
+    check_common(records, common, file)
     for folder in (options.out, options.runs):
         make_folder(folder)
     done = {(record["plan"], record["seed"]) for record in records}
     waiting = [each for each in runs if (each.plan, each.seed) not in done]
     # Virtual ranks make a run long; sorting keeps the order of the rest: a second seed is last.
     waiting.sort(key=lambda each: (each.seed, not each.model.plan.depends_on_tp))
-    failed = train_all(waiting, gpus, deadline, records, file, common)
+    failed = train_all(waiting, gpus, until, records, file, common)
     if records:
         text = f"{caption(records)}\n{aligned([list(COLUMNS), *rows(records)])}"
         write_text(options.out / TABLE, text + "\n")
         print(f"\n{text}\n\n{file}")
     return 1 if failed else 0
-
-
-def visible_gpus(count: int | None) -> list[str | None]:
-    """What CUDA_VISIBLE_DEVICES is to be for each run at a time; None leaves it as it is."""
-    there = torch.cuda.device_count()
-    if count is not None and not 1 <= count <= there:
-        raise UserError(f"--gpus={count}: this machine has {there}; leave it out for all of them")
-    if not there:
-        return [None]
-    own = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = own.split(",") if own else [str(n) for n in range(there)]
-    return list(names[: count or there])
 
 
 def chosen(only: Sequence[str] | None) -> list[tuple[str, int]]:
@@ -171,6 +139,15 @@ def recipe_of(each: Run) -> dict[str, Any]:
     return found
 
 
+def check_common(records: Sequence[dict[str, Any]], common: dict[str, Any], file: Path) -> None:
+    """Raise UserError where a file's records are not of what is to be added to them."""
+    for record in records:
+        if any(record[key] != value for key, value in common.items()):
+            raise UserError(
+                f"{file} holds runs of another recipe or of other data; choose another --out"
+            )
+
+
 def summary(data: TokenData) -> dict[str, Any]:
     found: dict[str, Any] = {"tokenizer_sha256": data.index["tokenizer_sha256"][:16]}
     for name, split in data.splits.items():
@@ -182,48 +159,16 @@ def train_all(
     waiting: list[Run], gpus: Sequence[str | None], deadline: float,
     records: list[dict[str, Any]], file: Path, common: dict[str, Any],
 ) -> list[Run]:  # fmt: skip
-    """Train each, as many at a time as there are `gpus`; returns those that failed.
+    """Train each; returns those that failed. One that would, as long as the longest of its kind
+    took, end after the deadline is not begun."""
 
-    A run that would, as long as the longest of its kind took, end after the deadline is not begun.
-    """
-    running: dict[str | None, Started] = {}
-    failed: list[Run] = []
-    try:
-        while waiting or running:
-            for gpu in [gpu for gpu in gpus if gpu not in running]:
-                fits = [e for e in waiting if time.monotonic() + expected_s(e, records) < deadline]
-                if fits:
-                    waiting.remove(fits[0])
-                    running[gpu] = start(fits[0], gpu)
-                    print(f"{fits[0].name}: begun{on(gpu)}", flush=True)
-            if not running:
-                break
-            time.sleep(POLL_S)
-            for gpu, started in list(running.items()):
-                if started.process.poll() is None:
-                    continue
-                del running[gpu]
-                started.stream.close()
-                if started.process.returncode:
-                    failed.append(started.run)
-                    print(f"error: {started.run.name}{on(gpu)}: {started.tail()} (all of it: "
-                          f"{started.log})", file=sys.stderr, flush=True)  # fmt: skip
-                    continue
-                records.append({**record(started), **common})
-                append(file, records[-1:])
-                print(f"{started.run.name}: {records[-1]['heldout_bits_per_byte']:.4f} bits per "
-                      f"byte, {records[-1]['wall_s']:.0f} s", flush=True)  # fmt: skip
-    finally:
-        for started in running.values():
-            started.process.kill()
-            started.process.wait()
-    if waiting:
-        print(f"left out, the budget is spent: {', '.join(each.name for each in waiting)}")
-    return failed
+    def finished(started: Started[Run]) -> str:
+        records.append({**record(started), **common})
+        append(file, records[-1:])
+        each = records[-1]
+        return f"{each['heldout_bits_per_byte']:.4f} bits per byte, {each['wall_s']:.0f} s"
 
-
-def on(gpu: str | None) -> str:
-    return "" if gpu is None else f" on GPU {gpu}"
+    return run_all(waiting, gpus, deadline, lambda each: expected_s(each, records), finished)
 
 
 def expected_s(each: Run, records: Sequence[dict[str, Any]]) -> float:
@@ -232,26 +177,9 @@ def expected_s(each: Run, records: Sequence[dict[str, Any]]) -> float:
     return max(alike, default=0.0)
 
 
-def start(each: Run, gpu: str | None) -> Started:
-    """Begin a training, anew where it was broken off: a checkpoint is written at the end alone."""
-    if (each.folder / "recipe.json").exists():
-        shutil.rmtree(each.folder)
-    log = each.folder.with_name(f"{each.folder.name}.log")
-    stream = log.open("wb")
-    package = Path(ladder.__file__).parents[1]
-    env = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    if gpu is not None:
-        env["CUDA_VISIBLE_DEVICES"] = gpu
-    process = subprocess.Popen(
-        [sys.executable, *each.command], env=env, stdin=subprocess.DEVNULL, stdout=stream,
-        stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    return Started(each, process, log, stream, time.monotonic())
-
-
-def record(started: Started) -> dict[str, Any]:
+def record(started: Started[Run]) -> dict[str, Any]:
     """What a training gave, from its metrics."""
-    each, found = started.run, metrics.read(started.run.folder)
+    each, found = started.job, metrics.read(started.job.folder)
     steps = [entry for entry in found if "loss" in entry]
     heldout = next(entry for entry in reversed(found) if "heldout_loss" in entry)
     with torch.device("meta"):
@@ -265,7 +193,7 @@ def record(started: Started) -> dict[str, Any]:
         "tokens": steps[-1]["tokens"],
         "heldout_bits_per_byte": heldout["heldout_bits_per_byte"],
         "heldout_loss": heldout["heldout_loss"],
-        "wall_s": round(time.monotonic() - started.since, 1),
+        "wall_s": started.wall_s,
         "tokens_per_second": statistics.median(entry["tokens_per_second"] for entry in steps),
         "mfu": statistics.median(e["mfu"] for e in steps) if "mfu" in steps[-1] else None,
         "memory_gib": steps[-1].get("memory_gib"),

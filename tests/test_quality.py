@@ -18,6 +18,7 @@ from ladder.data.batches import open_data
 from ladder.data.mix import open_sources
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import jobs
 import quality
 import quality_data
 import quality_report
@@ -94,7 +95,7 @@ def test_two_plans_are_trained_once(
         assert each["recipe"]["model"]["hidden_size"] == 32
     table = capsys.readouterr().out
 
-    monkeypatch.setattr(quality, "start", None)  # nothing may be started
+    monkeypatch.setattr(jobs, "start", None)  # nothing may be started
     assert call(corpus, tmp_path, "--only", "standard:0", "desync-2x") == 0
     again = capsys.readouterr().out
     assert again.strip() == table[table.index("tiny,") :].strip()

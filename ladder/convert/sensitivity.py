@@ -128,7 +128,9 @@ def costs(
             given, wanted = inputs.to(device), targets.to(device)
             tokens += int((targets >= 0).sum())
             text += int(text_bytes(data, targets).sum())
-            theirs = None if original is None else original(given, documents=documents, gather=False)
+            theirs = (
+                None if original is None else original(given, documents=documents, gather=False)
+            )
             for n, plan in enumerate(plans):
                 model.config = replace(config, plan=plan)
                 logits = model(given, documents=documents, gather=False)
