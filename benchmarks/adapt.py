@@ -1,0 +1,385 @@
+"""Post-training adaptation in small: a trained standard model turned into a hybrid, and recovered.
+
+    python benchmarks/adapt.py run --standard RUN [key=value ...] [--data FOLDER] [--out FOLDER]
+        [--runs FOLDER] [--share 0.05] [--rates FACTOR ...] [--windows N] [--limit N | --no-tasks]
+        [--gpus N] [--budget MINUTES] [--only NAME ...]
+    python benchmarks/adapt.py report FILE
+
+`run` takes what `ladder train` left of a standard model (quality.py beside it trains one) and wires
+half and 62.5 % of its layers as a ladder, once the last ones and once those that `ladder convert
+sensitivity` finds cheapest one by one. It recovers each by `ladder finetune` on the same text, with
+`--share` of the tokens that the model was trained on: by plain training, by distillation from the
+model as it was, and by either while layers are turned over one after another in the first half of
+the steps. Beside them: each choice before any training, the model as it was, and the same trained
+on as it was for as many tokens. `--rates` trains the first choice at multiples of the rate, too.
+
+Every point is measured alike, in float32 on held-out text: bits per byte, divergence from the
+model as it was, and the tasks of `ladder eval --tasks offline`. key=value overrides the recipe of
+the recovery, which is that of the standard model with what `recovery` says, for all points alike.
+A finished point is a line in `--out`/adapt.jsonl and is skipped when the command is started again;
+one point a GPU at a time. `report` writes the table as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import gc
+import hashlib
+import json
+import math
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from adapt_report import COLUMNS, caption, markdown, read, rows
+from jobs import Started, deadline, run_all, visible_gpus
+from quality import check_common, summary
+
+from ladder.checkpoint import newest
+from ladder.cli import main as ladder
+from ladder.convert.sensitivity import costs, named
+from ladder.data.mix import open_sources
+from ladder.eval import offline, suites
+from ladder.eval.command import evaluate
+from ladder.files import checksum, make_folder, write_text
+from ladder.infer.load import load_for_inference
+from ladder.models.errors import UserError
+from ladder.plans import aligned
+from ladder.records import append, facts
+from ladder.train import metrics
+from ladder.train.config import TrainConfig, load_train_config
+
+RESULTS, TABLE = "adapt.jsonl", "adapt.txt"
+SIZES = (0.5, 0.625)  # of the layers: 16 and 20 of 32 in the paper's Table 4
+WAYS = ("zero-shot", "plain", "distil", "progressive", "progressive-distil")
+OWN = ("init", "data", "out", "plan", "model", "teacher", "convert_layers", "steps", "epochs", "lr",
+       "tp", "tp_degree")  # fmt: skip
+SENSITIVITY, OFFLINE = "sensitivity", "offline"
+RATE, RATES = 0.5, (0.2, 2.0)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A model to make, by the words of a `ladder` command, and to measure."""
+
+    name: str
+    folder: Path
+    words: tuple[str, ...]
+    measured: tuple[str, ...]  # the words of `measure`; none: the command measures itself
+    about: dict[str, Any]
+
+    @property
+    def command(self) -> list[str]:
+        if not self.measured:
+            return ["-m", "ladder", *self.words]
+        return [__file__, "measure", *self.measured, "--first", *self.words]
+
+    @property
+    def result(self) -> Path:
+        return self.folder / "result.json"
+
+    def clear(self) -> None:
+        if any((self.folder / name).exists() for name in ("model", "result.json")):
+            shutil.rmtree(self.folder)
+        make_folder(self.folder)
+
+
+# ---- points ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How a choice of layers is recovered. words: of every `ladder finetune`; lr: the peak."""
+
+    words: tuple[str, ...]
+    before: TrainConfig
+    steps: int
+    tokens: int
+    lr: float
+
+
+def recovery(options: argparse.Namespace) -> Recovery:
+    """The standard model's recipe again, but for: a quarter of the batch, so that as few tokens are
+    four times as many steps; the rate, which rises to `--rate` of the peak in a tenth of the steps
+    and falls to 0; another order of the data."""
+    file = options.standard / "recipe.json"
+    if not file.is_file():
+        raise UserError(f"--standard={options.standard} is no run: {file} does not exist")
+    before = load_train_config(str(file), [])
+    options.data = options.data or before.data
+    for override in options.overrides:
+        if (key := override.partition("=")[0]) in OWN:
+            raise UserError(f"override {override!r}: {key} is set by the benchmark; leave it out")
+    batch = max(1, before.batch_size // 4)
+    words = [f"init={options.standard}", f"data={options.data}", f"batch_size={batch}",
+             f"micro_batch_size={math.gcd(before.micro_batch_size, batch)}", "min_lr=0",
+             f"seed={before.seed + 1}", "eval_windows=1", "tensorboard=false"]  # fmt: skip
+    after = load_train_config(str(file), [*words, "warmup_steps=0", *options.overrides])
+    total = before.steps * before.batch_size * before.seq_len
+    steps = round(options.share * total / (after.batch_size * after.seq_len))
+    if steps < 8:
+        raise UserError(f"--share={options.share} is {steps} steps; raise it, or lower batch_size")
+    words += [f"steps={steps}", f"warmup_steps={steps // 10}", *options.overrides]
+    lr = options.rate * before.lr
+    load_train_config(str(file), [*words, f"lr={lr}"])  # UserError before anything runs
+    tokens = steps * after.batch_size * after.seq_len
+    return Recovery(("finetune", str(file), *words), before, steps, tokens, lr)
+
+
+def sensitivity(options: argparse.Namespace, seq_len: int) -> Point:
+    folder = options.runs / SENSITIVITY
+    words = ["convert", SENSITIVITY, options.standard, "--data", options.data, "--layers", 1,
+             "--seq-len", seq_len, "--dtype", "float32", "--out",
+             folder / "result.json"]  # fmt: skip
+    return Point(SENSITIVITY, folder, tuple(map(str, words)), (), {})
+
+
+def choices(found: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
+    """(how chosen, the layers): the last ones and the cheapest, where those are others."""
+    ranked = [cost["layers"][0] for cost in found["singles"]]
+    sizes = {math.floor(share * len(ranked) + 0.5): None for share in SIZES}
+    chosen = []
+    for size in sizes:
+        last = tuple(sorted(ranked)[-size:])
+        cheapest = tuple(sorted(ranked[:size]))
+        chosen.append(("both" if cheapest == last else "last", last))
+        if cheapest != last:
+            chosen.append(("cheapest", cheapest))
+    return chosen
+
+
+def points(
+    options: argparse.Namespace, recipe: Recovery, chosen: Sequence[tuple[str, tuple[int, ...]]]
+) -> list[Point]:
+    """All of them, the most telling first."""
+    measured = ["--original", options.standard, "--data", options.data, "--windows",
+                options.windows, "--seq-len", recipe.before.seq_len]  # fmt: skip
+    if not options.no_tasks:
+        measured += ["--offline", options.out / OFFLINE]
+        measured += [] if options.limit is None else ["--limit", options.limit]
+    found = []
+
+    def add(how: str, layers: tuple[int, ...], way: str, factor: float = 1) -> None:
+        name = f"{how}-{len(layers)}-{way}" if layers else way
+        name += f"-x{factor:g}" if factor != 1 else ""
+        folder = options.runs / name
+        model = folder / "model" if way != "original" else options.standard
+        about = {"name": name, "chosen": how, "layers": list(layers), "way": way, "lr": None,
+                 "tokens": 0}  # fmt: skip
+        words: list[str] = []
+        if way == "zero-shot":
+            words = ["convert", str(options.standard), "--plan", named(layers), "--out", str(model)]
+        elif way != "original":
+            about |= {"lr": factor * recipe.lr, "tokens": recipe.tokens}
+            words = [*recipe.words, f"lr={factor * recipe.lr}", f"out={model}"]
+            words += [f"plan={named(layers)}"] if layers else []
+            words += [f"teacher={options.standard}"] if way.endswith("distil") else []
+            if way.startswith("progressive"):
+                every = max(1, recipe.steps // 2 // len(layers))
+                words.append(f"convert_layers={{start_step: 0, every: {every}}}")
+        own = tuple(map(str, [model, *measured, "--out", folder / "result.json"]))
+        found.append(Point(name, folder, tuple(words), own, about))
+
+    add("-", (), "original")
+    for how, layers in chosen:
+        add(how, layers, "zero-shot")
+    add("-", (), "trained-on")
+    for way in WAYS[1:]:
+        for how, layers in chosen:
+            add(how, layers, way)
+    for factor in options.rates:
+        for way in ("plain", "distil"):
+            add(*chosen[0], way, factor)
+        add("-", (), "trained-on", factor)
+    return found
+
+
+# ---- run ------------------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace) -> int:
+    """Make and measure what is not finished; 1 if something failed."""
+    until, gpus, recipe = deadline(options.budget), visible_gpus(options.gpus), recovery(options)
+    if not options.no_tasks:
+        suites.require_lm_eval()
+    data = open_sources(options.data)
+    data.windows("heldout", recipe.before.seq_len)
+    for folder in (options.out, options.runs):
+        make_folder(folder)
+    weights = sorted(newest(options.standard).glob("*.safetensors"))
+    digest = hashlib.sha256("".join(map(checksum, weights)).encode()).hexdigest()[:16]
+    words = [word for word in recipe.words if not word.startswith(("init=", "data="))][2:]
+    common = {
+        "data": summary(data),
+        "standard": {"weights_sha256": digest, "recipe": recipe.before.to_dict()},
+        "settings": {
+            "recovery": words,
+            "windows": options.windows,
+            "tasks": not options.no_tasks,
+            "limit": options.limit,
+        },
+    }
+    common = json.loads(json.dumps(common))
+    file = options.out / RESULTS
+    records = read(file) if file.is_file() else []
+    check_common(records, common, file)
+
+    def finished(started: Started[Point]) -> str:
+        point = started.job
+        result = json.loads(point.result.read_text(encoding="utf-8"))
+        gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
+        command = " ".join(["python", *point.command])
+        machine = {**facts(gpu), "command": command}
+        about = {"name": point.name, **point.about, "wall_s": started.wall_s}
+        records.append({**about, **result, "machine": machine, **common})
+        append(file, records[-1:])
+        said = f"{records[-1]['bits_per_byte']:.4f} bits per byte, " if point.measured else ""
+        return f"{said}{records[-1]['wall_s']:.0f} s"
+
+    def expected_s(point: Point) -> float:
+        """The longest that one made in the same way took; 0 while none has ended."""
+        ways = [r["wall_s"] for r in records if r.get("way") == point.about.get("way")]
+        return max(ways, default=0.0)
+
+    def todo(points: list[Point]) -> list[Point]:
+        done = {record["name"] for record in records}
+        wanted = options.only or ["*"]
+        points = [p for p in points if any(fnmatch.fnmatch(p.name, each) for each in wanted)]
+        return [point for point in points if point.name not in done]
+
+    first = [] if any(r["name"] == SENSITIVITY for r in records) else [
+        sensitivity(options, recipe.before.seq_len)
+    ]  # fmt: skip
+    if run_all(first, gpus, until, expected_s, finished) or first:
+        return 1
+    if not options.no_tasks:
+        offline.build([options.data], options.out / OFFLINE)
+    found = next(record for record in records if record["name"] == SENSITIVITY)
+    waiting = todo(points(options, recipe, choices(found)))
+    failed = run_all(waiting, gpus, until, expected_s, finished)
+    text = f"{caption(records)}\n{aligned([list(COLUMNS), *rows(records)])}"
+    write_text(options.out / TABLE, text + "\n")
+    print(f"\n{text}\n\n{file}")
+    return 1 if failed else 0
+
+
+def tasks(model: Any, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """(value, standard error) of each metric of the offline suite."""
+    suites.require_lm_eval()
+    loaded = suites.load(suites.entries([OFFLINE], None), options.offline)
+    found = evaluate(model, folder, loaded, options.batch, options.limit)
+    return {f"{each.task} {each.metric}": [each.value, each.stderr] for each in found}
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Make a model, where there is a command to make it by, and measure it."""
+    since = time.monotonic()
+    if options.first and (code := ladder(options.first)):
+        return int(code)
+    made = time.monotonic()
+    data, folder = open_sources(options.data), newest(options.model)
+
+    def load(path: Path) -> Any:
+        return load_for_inference(path, reducer="async", dtype="float32")
+
+    model = load(folder)
+    original = None if options.model == options.original else load(newest(options.original))
+    tokens, (cost,) = costs(
+        model, data, [], options.seq_len, options.windows or None, options.batch, "text", original
+    )
+    result = {
+        "plan": model.config.plan.name,
+        "bits_per_byte": cost.bits_per_byte,
+        "divergence": cost.divergence,
+        "heldout_tokens": tokens,
+        "tasks": {},
+    }
+    del original
+    gc.collect()
+    if options.offline is not None:
+        result["tasks"] = tasks(model, folder, options)
+    curve = [e for e in metrics.read(options.model) if "loss" in e] if options.first else []
+    kept = ("step", "loss", "cross_entropy", "divergence")
+    result |= {
+        "make_s": round(made - since, 1),
+        "measure_s": round(time.monotonic() - made, 1),
+        "curve": [[round(e[key], 4) for key in kept if key in e] for e in curve],
+    }
+    write_text(options.out, json.dumps(result) + "\n")
+    return 0
+
+
+# ---- report and command line ----------------------------------------------------------------
+
+
+def report(options: argparse.Namespace) -> int:
+    records = read(options.file)
+    print(markdown(records))
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Post-training adaptation in small.")
+    verbs = parser.add_subparsers(metavar="COMMAND", required=True)
+    add = verbs.add_parser("run", help="make and measure what is not finished; print the table")
+    add.set_defaults(verb=run)
+    add.add_argument("overrides", nargs="*", metavar="key=value", help="for all recoveries")
+    add.add_argument("--standard", type=Path, required=True, help="the run of a standard model")
+    add.add_argument("--data", help="prepared text (what the model was trained on)")
+    add.add_argument("--out", type=Path, default=Path("runs/adapt"), help="for the results")
+    add.add_argument("--runs", type=Path, help="for the models (--out)")
+    add.add_argument("--share", type=float, default=0.05, help="of the pretraining tokens")
+    add.add_argument("--rate", type=float, default=RATE, help="of the standard model's peak rate")
+    add.add_argument("--rates", type=float, nargs="*", default=RATES, metavar="FACTOR",
+                     help="of that rate, for the smallest choice as well")  # fmt: skip
+    add.add_argument("--windows", type=int, default=512, help="held-out windows; 0: all")
+    add.add_argument("--limit", type=int, help="examples of each task (all)")
+    add.add_argument("--no-tasks", action="store_true", help="without the offline tasks (lm_eval)")
+    add.add_argument("--gpus", type=int, help="points at a time, one a GPU (all)")
+    add.add_argument("--budget", type=float, metavar="MINUTES", help="begin none that ends later")
+    add.add_argument(
+        "--only", nargs="+", metavar="NAME", help="these points; * stands for any part"
+    )
+    add = verbs.add_parser("measure", help="one point; `run` calls it")
+    add.set_defaults(verb=measure)
+    add.add_argument("model", type=Path)
+    for name in ("--original", "--offline", "--out"):
+        add.add_argument(name, type=Path, required=name != "--offline")
+    add.add_argument("--data", required=True)
+    add.add_argument("--first", nargs=argparse.REMAINDER, help="a `ladder` command that makes it")
+    for name, default in (("--windows", 0), ("--seq-len", 1024), ("--batch", 8), ("--limit", None)):
+        add.add_argument(name, type=int, default=default)
+    add = verbs.add_parser("report", help="the table of what `run` wrote, as Markdown")
+    add.set_defaults(verb=report)
+    add.add_argument("file", type=Path)
+    options, rest = parser.parse_known_args(arguments)
+    # argparse takes positional arguments in one place only; overrides may follow an option.
+    if rest and (options.verb is not run or any(item.startswith("-") for item in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if options.verb is run:
+        options.overrides += rest
+        options.runs = options.runs or options.out
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 0, 1 where a point failed, 2 for a user's mistake."""
+    options = parse(arguments)
+    try:
+        code: int = options.verb(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return code
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended, too
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""The table of what benchmarks/adapt.py found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ladder.models.errors import UserError
+
+TASKS = {
+    "cloze": "local_cloze acc",
+    "copying": "local_copying acc",
+    "copying, bits per byte": "local_copying bits_per_byte",
+    "sums": "local_arithmetic exact_match",
+}
+COLUMNS = ("layers", "chosen", "way", "rate", "bits per byte", "more", "KL", "recovered", *TASKS,
+           "s")  # fmt: skip
+MEANING = """\
+more: bits per byte above the original's. KL: nats a token of the divergence from it. recovered: of
+what the choice of layers costs before any training, in bits per byte; above 100 % the model is
+better than the original was, as more training makes that too (trained-on). chosen: the last layers,
+or the cheapest by `ladder convert sensitivity`; both: they are the same. rate: the peak. s: of
+conversion or training, with its start."""
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The records of a result file, the newest of each name."""
+    if not file.is_file():
+        raise UserError(f"no results at {file}; `adapt.py run` writes them")
+    found = {}
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            each = json.loads(line)
+            found[each["name"]] = each
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"line {number} of {file} is no record ({error}); remove the line"
+            ) from error
+    return list(found.values())
+
+
+def recovered(record: dict[str, Any], records: Sequence[dict[str, Any]]) -> float | None:
+    """(zero-shot - after) / (zero-shot - original), of the same layers, in bits per byte."""
+    original = _bits(records, way="original")
+    before = _bits(records, way="zero-shot", layers=record["layers"])
+    if original is None or before is None or before == original or not record["tokens"]:
+        return None
+    return (before - float(record["bits_per_byte"])) / (before - original)
+
+
+def _bits(records: Sequence[dict[str, Any]], **wanted: Any) -> float | None:
+    found = (r for r in records if all(r.get(key) == value for key, value in wanted.items()))
+    record = next(found, None)
+    return None if record is None else float(record["bits_per_byte"])
+
+
+def rows(records: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """One a point, under COLUMNS: the original, the controls, then choice by choice."""
+    points = [record for record in records if "way" in record]
+    original = _bits(points, way="original")
+    points.sort(key=lambda r: (len(r["layers"]), r["chosen"] == "cheapest"))
+    found = []
+    for each in points:
+        share = recovered(each, points)
+        more = None if original is None else each["bits_per_byte"] - original
+        tasks = [each["tasks"].get(key, [None])[0] for key in TASKS.values()]
+        found.append(
+            [
+                each["plan"] if each["layers"] else "-",
+                each["chosen"],
+                each["way"],
+                "-" if each["lr"] is None else f"{each['lr']:.2g}",
+                f"{each['bits_per_byte']:.4f}",
+                "-" if more is None or each["way"] == "original" else f"{more:+.4f}",
+                f"{each['divergence']:.4f}",
+                "-" if share is None else f"{100 * share:.0f} %",
+                *("-" if value is None else f"{value:.3f}" for value in tasks),
+                f"{each['make_s']:.0f}",
+            ]
+        )
+    return found
+
+
+def caption(records: Sequence[dict[str, Any]]) -> str:
+    first = next((record for record in records if "way" in record), None)
+    if first is None:
+        return "no point is finished yet"
+    recipe, data = first["standard"]["recipe"], first["data"]["heldout"]
+    total = recipe["steps"] * recipe["batch_size"] * recipe["seq_len"]
+    tokens = max((record.get("tokens") or 0) for record in records if "way" in record)
+    return (
+        f"trained on {total:,} tokens; recovered with {tokens:,} ({tokens / total:.1%}), "
+        f"{' '.join(first['settings']['recovery'])}; measured on {first['heldout_tokens']:,} of "
+        f"{data['tokens']:,} held-out tokens"
+    )
+
+
+def markdown(records: Sequence[dict[str, Any]]) -> str:
+    cells = [list(COLUMNS), ["---"] * len(COLUMNS), *rows(records)]
+    table = "\n".join("| " + " | ".join(row) + " |" for row in cells)
+    return f"{caption(records)}\n\n{table}\n\n{MEANING}"
