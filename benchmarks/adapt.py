@@ -235,8 +235,7 @@ def run(options: argparse.Namespace) -> int:
         point = started.job
         result = json.loads(point.result.read_text(encoding="utf-8"))
         gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
-        command = " ".join(["python", *point.command])
-        machine = {**facts(gpu), "command": command}
+        machine = {**facts(gpu), "command": " ".join(["ladder", *point.words])}
         about = {"name": point.name, **point.about, "wall_s": started.wall_s}
         records.append({**about, **result, "machine": machine, **common})
         append(file, records[-1:])
