@@ -62,7 +62,7 @@ WAYS = ("zero-shot", "plain", "distil", "progressive", "progressive-distil")
 OWN = ("init", "data", "out", "plan", "model", "teacher", "convert_layers", "steps", "epochs", "lr",
        "tp", "tp_degree")  # fmt: skip
 SENSITIVITY, OFFLINE = "sensitivity", "offline"
-RATE, RATES = 0.5, (0.2, 2.0)
+RATE, RATES, WEIGHT = 0.2, (0.5, 2.0), 0.9
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,8 @@ def recovery(options: argparse.Namespace) -> Recovery:
     batch = max(1, before.batch_size // 4)
     words = [f"init={options.standard}", f"data={options.data}", f"batch_size={batch}",
              f"micro_batch_size={math.gcd(before.micro_batch_size, batch)}", "min_lr=0",
-             f"seed={before.seed + 1}", "eval_windows=1", "tensorboard=false"]  # fmt: skip
+             f"seed={before.seed + 1}", f"distill_weight={WEIGHT}", "eval_windows=1",
+             "tensorboard=false"]  # fmt: skip
     after = load_train_config(str(file), [*words, "warmup_steps=0", *options.overrides])
     total = before.steps * before.batch_size * before.seq_len
     steps = round(options.share * total / (after.batch_size * after.seq_len))
