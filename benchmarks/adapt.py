@@ -62,7 +62,7 @@ WAYS = ("zero-shot", "plain", "distil", "progressive", "progressive-distil")
 OWN = ("init", "data", "out", "plan", "model", "teacher", "convert_layers", "steps", "epochs", "lr",
        "tp", "tp_degree")  # fmt: skip
 SENSITIVITY, OFFLINE = "sensitivity", "offline"
-RATE, RATES, WEIGHT = 0.2, (0.5, 2.0), 0.9
+RATE, RATES, WEIGHT, STEPS = 0.2, (0.5, 2.0), 0.9, 250  # see benchmarks/README.md
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ class Recovery:
 
 
 def recovery(options: argparse.Namespace) -> Recovery:
-    """The standard model's recipe again, but for: a quarter of the batch, so that as few tokens are
-    four times as many steps; the rate, which rises to `--rate` of the peak in a tenth of the steps
-    and falls to 0; another order of the data."""
+    """The standard model's recipe again, but for: the batch, which is halved until there are STEPS
+    steps; the rate, which rises to `--rate` of the peak in a tenth of them and falls to 0; another
+    order of the data."""
     file = options.standard / "recipe.json"
     if not file.is_file():
         raise UserError(f"--standard={options.standard} is no run: {file} does not exist")
@@ -117,13 +117,15 @@ def recovery(options: argparse.Namespace) -> Recovery:
     for override in options.overrides:
         if (key := override.partition("=")[0]) in OWN:
             raise UserError(f"override {override!r}: {key} is set by the benchmark; leave it out")
-    batch = max(1, before.batch_size // 4)
+    total = before.steps * before.batch_size * before.seq_len
+    batch = before.batch_size
+    while batch > 1 and options.share * total < STEPS * batch * before.seq_len:
+        batch //= 2
     words = [f"init={options.standard}", f"data={options.data}", f"batch_size={batch}",
              f"micro_batch_size={math.gcd(before.micro_batch_size, batch)}", "min_lr=0",
              f"seed={before.seed + 1}", f"distill_weight={WEIGHT}", "eval_windows=1",
              "tensorboard=false"]  # fmt: skip
     after = load_train_config(str(file), [*words, "warmup_steps=0", *options.overrides])
-    total = before.steps * before.batch_size * before.seq_len
     steps = round(options.share * total / (after.batch_size * after.seq_len))
     if steps < 8:
         raise UserError(f"--share={options.share} is {steps} steps; raise it, or lower batch_size")

@@ -62,6 +62,7 @@ def test_points_are_made_measured_and_skipped(
 ) -> None:  # fmt: skip
     """The zero-shot figures are those of the sensitivity; progressive ends with the whole plan."""
     monkeypatch.setattr(adapt, "run_all", in_this_process)
+    monkeypatch.setattr(adapt, "STEPS", 70)
     out = tmp_path / "out"
     wanted = ["--share", "0.5", "--only", "original", "*-2-zero-shot", "*-2-progressive-distil"]
     assert call(standard, out, *wanted) == 0
@@ -77,7 +78,7 @@ def test_points_are_made_measured_and_skipped(
     run = out / after["name"] / "model"
     config = load_train_config(str(run / "recipe.json"), [])
     trained = load_train_config(str(standard / "recipe.json"), [])
-    assert config.batch_size == trained.batch_size // 4
+    assert (config.batch_size, config.steps) == (trained.batch_size // 4, 80)
     assert after["tokens"] == config.steps * config.batch_size * config.seq_len
     assert after["tokens"] == 0.5 * trained.steps * trained.batch_size * trained.seq_len
     assert config.teacher == config.init == str(standard)
