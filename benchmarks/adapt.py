@@ -131,7 +131,7 @@ def recovery(options: argparse.Namespace) -> Recovery:
         raise UserError(f"--share={options.share} is {steps} steps; raise it, or lower batch_size")
     words += [f"steps={steps}", f"warmup_steps={steps // 10}", *options.overrides]
     lr = options.rate * before.lr
-    load_train_config(str(file), [*words, f"lr={lr}"])  # UserError before anything runs
+    load_train_config(str(file), [*words, f"lr={lr:g}"])  # UserError before anything runs
     tokens = steps * after.batch_size * after.seq_len
     return Recovery(("finetune", str(file), *words), before, steps, tokens, lr)
 
@@ -180,8 +180,9 @@ def points(
         if way == "zero-shot":
             words = ["convert", str(options.standard), "--plan", named(layers), "--out", str(model)]
         elif way != "original":
-            about |= {"lr": factor * recipe.lr, "tokens": recipe.tokens}
-            words = [*recipe.words, f"lr={factor * recipe.lr}", f"out={model}"]
+            lr = f"{factor * recipe.lr:g}"
+            about |= {"lr": float(lr), "tokens": recipe.tokens}
+            words = [*recipe.words, f"lr={lr}", f"out={model}"]
             words += [f"plan={named(layers)}"] if layers else []
             words += [f"teacher={options.standard}"] if way.endswith("distil") else []
             if way.startswith("progressive"):
@@ -223,7 +224,7 @@ def run(options: argparse.Namespace) -> int:
         "data": summary(data),
         "standard": {"weights_sha256": digest, "recipe": recipe.before.to_dict()},
         "settings": {
-            "recovery": words,
+            "recovery": [*words, f"lr={recipe.lr:g}"],
             "windows": options.windows,
             "tasks": not options.no_tasks,
             "limit": options.limit,
@@ -252,19 +253,20 @@ def run(options: argparse.Namespace) -> int:
 
     def todo(points: list[Point]) -> list[Point]:
         done = {record["name"] for record in records}
-        wanted = options.only or ["*"]
-        points = [p for p in points if any(fnmatch.fnmatch(p.name, each) for each in wanted)]
         return [point for point in points if point.name not in done]
 
-    first = [] if any(r["name"] == SENSITIVITY for r in records) else [
-        sensitivity(options, recipe.before.seq_len)
-    ]  # fmt: skip
-    if run_all(first, gpus, until, expected_s, finished) or first:
+    first = todo([sensitivity(options, recipe.before.seq_len)])
+    if run_all(first, gpus, until, expected_s, finished) or first:  # it failed, or was left out
         return 1
     if not options.no_tasks:
         offline.build([options.data], options.out / OFFLINE)
     found = next(record for record in records if record["name"] == SENSITIVITY)
-    waiting = todo(points(options, recipe, choices(found)))
+    every = points(options, recipe, choices(found))
+    chosen = [p for p in every if any(fnmatch.fnmatch(p.name, each) for each in options.only)]
+    if not chosen:
+        known = ", ".join(point.name for point in every)
+        raise UserError(f"--only={' '.join(options.only)} names none of the points: {known}")
+    waiting = todo(chosen)
     failed = run_all(waiting, gpus, until, expected_s, finished)
     text = f"{caption(records)}\n{aligned([list(COLUMNS), *rows(records)])}"
     write_text(options.out / TABLE, text + "\n")
@@ -322,8 +324,7 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def report(options: argparse.Namespace) -> int:
-    records = read(options.file)
-    print(markdown(records))
+    print(markdown(read(options.file)))
     return 0
 
 
@@ -347,7 +348,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add.add_argument("--gpus", type=int, help="points at a time, one a GPU (all)")
     add.add_argument("--budget", type=float, metavar="MINUTES", help="begin none that ends later")
     add.add_argument(
-        "--only", nargs="+", metavar="NAME", help="these points; * stands for any part"
+        "--only",
+        nargs="+",
+        default=["*"],
+        metavar="NAME",
+        help="these points; * stands for any part",
     )
     add = verbs.add_parser("measure", help="one point; `run` calls it")
     add.set_defaults(verb=measure)
