@@ -348,14 +348,25 @@ def load_model(
     dtype: None keeps the type that the weights are stored in. reducer: see `place`. Each process
     reads its own slices.
     """
+    model, reader = _opened(folder)
+    place(model, mesh, device=device, dtype=dtype or reader.dtype(EMBEDDING), reducer=reducer)
+    reader.fill(model)
+    return model
+
+
+def check_model(folder: Path) -> None:
+    """Raise the UserError that `load_model` would raise, without reading weights."""
+    _opened(folder)
+
+
+def _opened(folder: Path) -> tuple[Transformer, TensorReader]:
+    """The model of a folder without storage, and its tensors, which are all of those it has."""
     config = read_config(folder)
     reader = TensorReader(folder, WEIGHTS)
     with torch.device("meta"):
         model = Transformer(config)
     reader.check(model)
-    place(model, mesh, device=device, dtype=dtype or reader.dtype(EMBEDDING), reducer=reducer)
-    reader.fill(model)
-    return model
+    return model, reader
 
 
 def checkpoints(run: Path) -> list[tuple[int, Path]]:

@@ -21,6 +21,7 @@ from ladder.data.tokenizer import TEMPLATE, TOKENIZER_CONFIG, end_of_text
 from ladder.models.errors import UserError
 
 Message = dict[str, str]
+MARK = "END_OF_LAST_MESSAGE "  # a text that no conversation has
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")  # that templates write
 
 
@@ -83,6 +84,15 @@ class ChatTemplate:
                 f"the chat template of {self.where} cannot write a conversation down "
                 f"({type(error).__name__}: {error}); give one with --chat-template"
             ) from error
+
+    def unfinished(self, messages: Sequence[Message]) -> str:
+        """The text of a conversation up to the end of its last message, which is to go on."""
+        last = {**messages[-1], "content": messages[-1]["content"] + MARK}
+        before, mark, after = self.render([*messages[:-1], last]).rpartition(MARK.strip())
+        if not mark:
+            raise LeftOut("whose last message the template does not show")
+        # Where the mark has lost its space, the template strips messages.
+        return before if after.startswith(" ") else before.rstrip()
 
     def pieces(self, messages: Sequence[Message]) -> list[Piece]:
         """The text of a conversation, cut where answers begin and end.
