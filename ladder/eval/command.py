@@ -18,7 +18,7 @@ from ladder.checkpoint import check_model, newest
 from ladder.data.tokenizer import load_tokenizer
 from ladder.eval import offline, results, suites
 from ladder.files import make_folder, write_text
-from ladder.infer.load import load_for_inference
+from ladder.infer.load import as_dtype, load_for_inference
 from ladder.models.errors import UserError
 from ladder.parallel import launch
 from ladder.plans import aligned
@@ -34,6 +34,7 @@ def eval_command(options: argparse.Namespace) -> int:
     for name, value in (("batch", options.batch), ("limit", options.limit)):
         if value is not None and value < 1:
             raise UserError(f"--{name}={value} must be 1 or more")
+    as_dtype(options.dtype)
     if options.num_fewshot is not None and options.num_fewshot < 0:
         raise UserError(f"--num-fewshot={options.num_fewshot} must be 0 or more")
     suites.require_lm_eval()

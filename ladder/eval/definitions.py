@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-SHORTEST, LONGEST = 24, 300  # characters of a definition
+SHORTEST, LONGEST = 24, 160  # characters of a definition
 STEM = 5  # letters of a dictionary's headword: its inflections and derivations share them
 CHOICES = 4
 TRIES = 64  # headwords that are looked at for wrong answers
