@@ -56,11 +56,11 @@ def test_the_offline_data_is_a_function_of_the_text(texts: Path, tmp_path: Path)
 
 
 def test_a_cloze_is_not_answered_by_length(tmp_path: Path) -> None:
-    """Where documents are short, a gap lies late in them, and what lies far from it early."""
+    """No passage stands before a text's beginning: a wrong answer from there would be no gap's."""
     for i in range(30):
         source = random.Random(i)
-        words = source.choices(["a", "is", "of", "as", "to"], k=370)
-        words += [f"prolonged{source.randrange(1000)}" for _ in range(70)]
+        words = source.choices("abcdefghijklmnopqrstuvw", k=offline.PASSAGE // 2)
+        words += [f"prolonged{source.randrange(1000)}" for _ in range(150)]
         (tmp_path / f"{i}.txt").write_text(" ".join(words) + "\n")
     offline.build([str(tmp_path)], tmp_path / "out", ["local_cloze"])
     found = rows(tmp_path / "out", "cloze")
