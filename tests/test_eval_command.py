@@ -123,6 +123,7 @@ def test_the_last_model_is_looked_at_before_the_first_is_run(
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
+        ([{"question": "a", "answer": "UNSAFE"}], "task 'rows' runs programs that the model wrote"),
         ([{"asked": "a", "answer": "b"}], "task 'rows' cannot be loaded"),
         ([{"question": "a", "answer": "b"}, {"question": "a", "answer": None}],
          "task 'rows' cannot be written down"),
@@ -146,7 +147,7 @@ def test_data_that_a_task_cannot_use(
         "{task: rows, custom_dataset: !function ladder.eval.offline.read, dataset_kwargs: "
         f"{{file: rows.jsonl, folder: {tmp_path}}}, test_split: test, output_type: loglikelihood, "
         "doc_to_text: 'Q: {{question}}', doc_to_target: '{{answer[:600]}}', metric_list: [{metric: "
-        "acc, aggregation: mean, higher_is_better: true}]}"
+        f"acc, aggregation: mean, higher_is_better: true}}], unsafe_code: {'UNSAFE' in lines}}}"
     )
     indexed = TaskManager(include_path=str(tmp_path), include_defaults=False)
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: indexed)

@@ -28,6 +28,7 @@ from ladder.checkpoint import (
     newest,
     read_config,
     read_json,
+    read_stop_tokens,
     write_config,
     write_tensors,
 )
@@ -35,6 +36,7 @@ from ladder.config import load_plan
 from ladder.convert.huggingface import config_to_huggingface, refuse_other_plans
 from ladder.convert.verify import cannot_compare, checksum, compare_logits, verify_checksums
 from ladder.convert.weights import make, meta_model, recipes
+from ladder.data.tokenizer import TOKENIZER_CONFIG, load_tokenizer, tokenizer_file
 from ladder.files import new_folder, write_text
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
@@ -108,6 +110,8 @@ def convert(
         verify_checksums(folder, sums, advance)
         _write_config(source, folder, config, to, dtype)
         _copy_companions(source, folder)
+        if to == "hf":
+            name_end(folder)
         seconds = time.monotonic() - start
         logits = _logits(source, folder, old, config, to, sum(sizes.values()))
     return Report(len(todo), total, seconds, logits)
@@ -145,6 +149,15 @@ def _copy_companions(source: Path, folder: Path) -> None:
             shutil.copytree(path, folder / path.name)
         else:
             shutil.copyfile(path, folder / path.name)
+
+
+def name_end(folder: Path) -> None:
+    """Tell transformers' tokenizer which token ends a text, as runs' folders do by its id alone."""
+    stop, config = read_stop_tokens(folder), folder / TOKENIZER_CONFIG
+    if len(stop) == 1 and tokenizer_file(folder).is_file() and not config.exists():
+        token = load_tokenizer(folder).id_to_token(stop[0])
+        data = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token}
+        write_text(config, json.dumps(data, indent=1) + "\n")
 
 
 def _logits(

@@ -21,6 +21,10 @@ from ladder.models.errors import UserError
 TASKS = Path(__file__).parent / "tasks"
 OWN = "local_"  # how the names of our own tasks begin
 SEED = 1234  # of few-shot examples, as in the harness
+REFUSED = {  # what the harness says of a task, and what it means
+    "UNSAFE_CODE": "runs programs that the model wrote, which `ladder eval` does not",
+    "MULTIMODAL": "shows more than text, which the models cannot read",
+}
 COLUMNS = "its config may name a column that its data lacks, or a row may be incomplete"
 
 
@@ -81,7 +85,7 @@ def load(chosen: Sequence[Entry], data: Path) -> dict[str, dict[str, Any]]:
 
     data: the folder that `ladder.eval.offline.build` wrote, for our own tasks.
 
-    Raises UserError for a name that is no task's, and for a task that cannot be loaded.
+    Raises UserError for a name that is no task's, and for a task that cannot be loaded or run.
     """
     from lm_eval.tasks import TaskManager
 
@@ -107,6 +111,9 @@ def load(chosen: Sequence[Entry], data: Path) -> dict[str, dict[str, Any]]:
         for name, task in found["tasks"].items():
             if name in loaded["tasks"]:
                 raise UserError(f"--tasks names {name!r} twice, once in {entry.task!r}; leave one")
+            for flag, does in REFUSED.items():
+                if getattr(task, flag, False):
+                    raise UserError(f"task {name!r} {does}; leave it out")
             shots = task.get_config("num_fewshot")
             # A task that says 0 of itself has none to give.
             if entry.num_fewshot is not None and shots != 0:
