@@ -467,8 +467,8 @@ def train_on_ranks(rank: int, world: int, settings: dict[str, Any]) -> None:
 
 
 def test_transformers_is_told_which_token_ends_a_text(corpus: Path, tmp_path: Path) -> None:
-    """A run's folder gives its id alone; without a name, evaluation there has nothing to pad with."""
-    train(recipe(corpus, tmp_path / "run", plan="standard", steps=1))
+    """A run's folder gives its id alone, and the harness has to pad with something."""
+    train(recipe(corpus, tmp_path / "run", plan="standard", steps=3))
     assert main(["convert", f"{tmp_path}/run", "--to", "hf", "--out", f"{tmp_path}/hf"]) == 0
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|endoftext|>", 0)
