@@ -67,10 +67,12 @@ def questions(texts: Sequence[str], limit: int) -> list[dict[str, Any]]:
     asked = source.sample([*found.values()], len(found))
     rows: list[dict[str, Any]] = []
     for each in asked:
+        if len(rows) == limit:
+            break
         said = letters(each.text)
         pool = source.sample(kinds[each.kind], min(TRIES, len(kinds[each.kind])))
         others = [other for other in pool if other is not each and other.stem not in said]
-        if len(others) < CHOICES - 1 or len(rows) == limit:
+        if len(others) < CHOICES - 1:
             continue
         shown = source.sample([each, *others[: CHOICES - 1]], CHOICES)
         headings = [other.heading for other in shown]
