@@ -116,18 +116,19 @@ class Checkpointer:
             if self.group is not None:
                 dist.destroy_process_group(self.group)
 
-    def save(self, record: dict[str, Any]) -> float:
+    def save(self, record: dict[str, Any], keep_all: bool = False) -> float:
         """Begin to save the state as it is; returns the seconds that training stood still for it.
 
         record: `step` (how many are done), the data's fingerprint, the layout and the run's
-        `config`. Waits for the save before, and raises what that failed with.
+        `config`. keep_all: no older checkpoint is removed for this one. Waits for the save before,
+        and raises what that failed with.
         """
         begun = time.perf_counter()
         self.wait()
         self._stage()
         self.config = self.model.config  # the plan in force may change while this is written
         self.folder = self.run / "checkpoints" / f"step-{record['step']:06d}"
-        self.thread = threading.Thread(target=self._write, args=(record,), daemon=True)
+        self.thread = threading.Thread(target=self._write, args=(record, keep_all), daemon=True)
         self.thread.start()
         return time.perf_counter() - begun
 
@@ -151,7 +152,7 @@ class Checkpointer:
             error, self.failure = self.failure, None
             raise _explained(error, self.folder)
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _write(self, record: dict[str, Any], keep_all: bool) -> None:
         """Write the staged state: a checkpoint, whole or not at all."""
         folder = self.folder
         temporary = folder.with_name(f".{folder.name}.partial")
@@ -171,7 +172,7 @@ class Checkpointer:
             sync(temporary)
             temporary.rename(folder)
             sync(folder.parent)
-            if self.keep:
+            if self.keep and not keep_all:
                 state.remove_old(self.run, self.keep)
 
         try:

@@ -32,8 +32,12 @@ def verify(found: list[tuple[int, Path]]) -> None:
     The ranks share the files out.
     """
     folder = found[-1][1]
-    sums = read_json(folder / CHECKSUMS)
+    sums: dict[str, Any] = {}
     wrong = []
+    try:
+        sums = read_json(folder / CHECKSUMS)
+    except UserError as error:
+        wrong.append(str(error))
     for name in sorted(sums)[launch.rank() :: launch.world_size()]:
         try:
             if checksum(folder / name) != sums[name]:
