@@ -207,6 +207,12 @@ def test_the_tokenizers_own_template(tokenizer: Path, tmp_path: Path) -> None:
     prepare([file], tmp_path / "b", tmp_path / "c", **options)
     shards = [(tmp_path / name / "train-00000.bin").read_bytes() for name in "abc"]
     assert shards[0] == shards[1] == shards[2]
+    (tmp_path / "other.jinja").write_text(CHATML)
+    config.write_text(json.dumps({"chat_template": TEMPLATE, "bos_token": "def", "x": 1}))
+    prepare([file], own, tmp_path / "d", chat_template=tmp_path / "other.jinja", **options)
+    kept = json.loads((tmp_path / "d" / "tokenizer_config.json").read_text())
+    assert kept == {"bos_token": "def", "x": 1, "eos_token": "<|endoftext|>"}
+    assert (tmp_path / "d" / "chat_template.jinja").read_text() == CHATML
 
 
 def test_what_cannot_be_learnt_is_left_out_and_counted(tokenizer: Path, tmp_path: Path) -> None:
@@ -214,11 +220,18 @@ def test_what_cannot_be_learnt_is_left_out_and_counted(tokenizer: Path, tmp_path
         {"role": "user", "content": "say <|endoftext|>"},
         {"role": "assistant", "content": "no"},
     ]
-    chats = [CHAT, CHAT[:1], forged, []]
+    calls: list[dict[str, Any]] = [
+        CHAT[0],
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]},
+        {"role": "tool", "content": "3"},
+        CHAT[1],
+    ]
+    chats = [CHAT, CHAT[:1], forged, [], calls, [{**message, "tool_calls": []} for message in CHAT]]
     data = open_data(prepare_chats(tmp_path, tokenizer, chats, heldout_fraction=0))
-    assert data.split("train").documents == 1
+    assert data.split("train").documents == 2
     assert data.index["left_out"] == {
         "without an answer": 1,
+        "in which tools are called": 1,
         "in which someone says a special token's name": 1,
     }
     with pytest.raises(UserError, match="no conversation can be used: 1 without an answer"):
