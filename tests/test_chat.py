@@ -267,6 +267,9 @@ def test_broken_conversations_are_refused(
         ("{{ messages[0].content.upper(1) }}", "cannot write a conversation down"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
         ("{{ strftime_now('%Y') }}", "'strftime_now' is undefined"),
+        ("{{ 1 // 0 }}", "cannot write a conversation down .ZeroDivisionError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("", "whose answers the template does not write"),
         ("{{ raise_exception('roles must alternate') }}", "refuses .roles must alternate"),
     ],
 )

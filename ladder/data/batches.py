@@ -392,6 +392,11 @@ def check_tokenizer(data: TokenData, folder: Path, where: str, model: str) -> No
 
 
 def make_windows(split: Split, seq_len: int, source: int = 0) -> Windows:
+    if not len(split):
+        raise UserError(
+            f"split {split.name!r} is empty; prepare more documents, or with a heldout_fraction "
+            f"above 0"
+        )
     return (PackedWindows if split.conversations else Windows)(split, seq_len, source)
 
 
