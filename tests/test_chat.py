@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from ladder.data import packing
 from ladder.data.batches import PackedWindows, open_data
+from ladder.data.encoded import ANSWER, BEGINS
 from ladder.data.packing import pack
 from ladder.data.prepare import prepare
 from ladder.data.template import ChatTemplate, LeftOut
@@ -109,6 +111,36 @@ def test_only_answers_and_their_end_are_targets(prepared: Path, tokenizer: Path)
                 assert torch.equal(shifted[kept], learnt[:-1][kept])
     chats = make_chats(60)
     assert sorted(found) == sorted(map(answers, chats))
+
+
+def test_the_last_token_is_learnt_where_it_is_an_answers(tokenizer: Path, tmp_path: Path) -> None:
+    """With nothing written after its end; whatever the stretches are that a split is read in."""
+    (tmp_path / "terse.jinja").write_text(TEMPLATE.replace("{{ '\\n' }}", ""))
+    chats = make_chats(30)
+    options = {"chat_template": tmp_path / "terse.jinja", "heldout_fraction": 0}
+    windows = windows_of(prepare_chats(tmp_path, tokenizer, chats, **options), 32)
+    vocabulary = load_tokenizer(tokenizer)
+    split, found = windows.split, []
+    for start, size in zip(windows.found.starts, windows.found.sizes, strict=True):
+        if size < 32:  # it is whole
+            marked = split.read_marked(start, start + size + 1)
+            assert marked[-1] & ANSWER
+            assert (
+                len(split) == start + size + 1
+                or split.read_marked(start + size + 1, start + size + 2) & BEGINS
+            )
+            ids = split.tokens(marked[marked & ANSWER > 0]).tolist()
+            found.append(vocabulary.decode(ids, skip_special_tokens=False))
+    assert len(found) > 5
+    assert {*found} <= {*map(answers, chats)}
+    everyone = range(len(windows))
+    assert windows.targets(everyone) == int((windows.read(everyone)[1] >= 0).sum())
+    for chunk in (1, 7, 50, len(split)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(packing, "CHUNK", chunk)
+            again = packing.survey(split.read_marked, len(split), 32)
+        for one, other in zip(again, windows.found, strict=True):
+            assert np.array_equal(one, other), chunk
 
 
 def test_a_conversation_does_not_see_its_neighbours(prepared: Path) -> None:
