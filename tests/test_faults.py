@@ -21,7 +21,7 @@ import torch
 from ladder.checkpoint import checkpoints, newest
 from ladder.config import build
 from ladder.models.errors import UserError
-from ladder.train import loop, metrics
+from ladder.train import loop, metrics, shards
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests.distributed import Pools
@@ -236,12 +236,23 @@ def test_a_missing_shard_stops_a_resumed_run(corpus: Path, tmp_path: Path) -> No
     assert steps_of(tmp_path / "run") == [2]
 
 
-def test_only_the_newest_checkpoints_are_kept(corpus: Path, tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_are_kept(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches one that is removed before the next is whole: at no time are there fewer."""
-    config = recipe(corpus, tmp_path / "run", checkpoint_interval=1, keep_checkpoints=2)
-    train(config, device="cpu")
-    assert steps_of(tmp_path / "run") == [5, 6]
-    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
+    run = tmp_path / "run"
+    seen: list[list[int]] = []
+    write = shards.write_file
+
+    def watched(*arguments: Any) -> None:
+        write(*arguments)
+        seen.append(steps_of(run))
+
+    monkeypatch.setattr(shards, "write_file", watched)
+    train(recipe(corpus, run, checkpoint_interval=1, keep_checkpoints=2), device="cpu")
+    assert seen[::2] == seen[1::2] == [[], [1], [1, 2], [2, 3], [3, 4], [4, 5]]
+    assert steps_of(run) == [5, 6]
+    assert len(list((run / "checkpoints").iterdir())) == 2
 
 
 def poisoned(rank: int, world: int, settings: dict[str, Any]) -> tuple[str, list[int]]:
