@@ -22,6 +22,7 @@ from ladder.train import metrics
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests.chats import make_chats, prepare_chats
+from tests.corpus import swap_two_tokens
 from tests.distributed import Pools, tp_mesh
 from tests.samples import full_model, small_config
 from tests.test_train import recipe, run_on_ranks, stored, untimed, weights
@@ -198,13 +199,9 @@ def test_another_teachers_tokenizer_is_refused(corpus: Path, base: Path, tmp_pat
     teacher = tmp_path / "teacher"
     shutil.copytree(newest(base), teacher)
     file = teacher / "tokenizer.json"
-    definition = json.loads(file.read_text())
-    file.write_text(json.dumps(definition))
+    file.write_text(json.dumps(json.loads(file.read_text())))
     config = distilling(corpus, base, tmp_path / "run", teacher=str(teacher), steps=3)
     train(config, device="cpu", stop_after=1)
-    vocabulary = definition["model"]["vocab"]
-    a, b = list(vocabulary)[50:52]
-    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
-    file.write_text(json.dumps(definition))
+    swap_two_tokens(file)
     with pytest.raises(UserError, match=r"another vocabulary than .*the one of teacher="):
         train(config, device="cpu", resume=True)

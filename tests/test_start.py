@@ -17,6 +17,7 @@ from ladder.parallel.apply import make_model
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from ladder.train.start import starting_point
+from tests.corpus import swap_two_tokens
 from tests.distributed import Pools
 from tests.test_train import losses, recipe, run_on_ranks, untimed, weights
 
@@ -124,7 +125,7 @@ def test_what_does_not_fit_is_refused(
 def test_another_tokenizer_is_refused(corpus: Path, tmp_path: Path, standard: Path) -> None:
     init = tmp_path / "init"
     shutil.copytree(newest(standard), init)
-    file = init / "tokenizer.json"
-    file.write_text(file.read_text() + "\n")
-    with pytest.raises(UserError, match="made with another tokenizer than"):
+    swap_two_tokens(init / "tokenizer.json")
+    with pytest.raises(UserError, match=r"another vocabulary than .*, the one of init="):
         train(from_run(corpus, tmp_path / "run", init), device="cpu")
+    assert not (tmp_path / "run").exists()

@@ -51,7 +51,10 @@ class Metrics:
                     f"tensorboard=true needs the package tensorboard ({error}): install it, or set "
                     f"tensorboard=false"
                 ) from error
-            self.board = SummaryWriter(str(run / "tensorboard"), purge_step=resumed + 1)
+            try:
+                self.board = SummaryWriter(str(run / "tensorboard"), purge_step=resumed + 1)
+            except OSError as failed:
+                raise self._unwritten(failed) from failed
         if wandb:
             try:
                 module = import_module("wandb")

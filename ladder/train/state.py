@@ -59,7 +59,13 @@ def verify(found: list[tuple[int, Path]]) -> None:
 def remove_partial(run: Path) -> None:
     """Remove what a killed process left of checkpoints that it was writing or removing."""
     for folder in (run / "checkpoints").glob(".step-*"):
-        shutil.rmtree(folder)
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            raise UserError(
+                f"{folder}, which an interrupted save left, cannot be removed ({error}); remove "
+                f"it, and go on with --resume"
+            ) from error
 
 
 def remove_old(run: Path, keep: int) -> None:
