@@ -74,6 +74,8 @@ def test_it_goes_on_without_the_folder_and_on_ranks(
 ) -> None:
     init = tmp_path / "init"
     shutil.copytree(newest(standard), init)
+    for name in ("tokenizer_config.json", "chat_template.jinja"):  # which the data has not
+        (init / name).write_text(name)
     train(from_run(corpus, tmp_path / "whole", init, plan="ladder"), device="cpu")
     stopped = from_run(corpus, tmp_path / "stopped", init, plan="ladder")
     train(stopped, device="cpu", stop_after=2)
@@ -81,6 +83,9 @@ def test_it_goes_on_without_the_folder_and_on_ranks(
     pools(2).run(run_on_ranks, ranks.to_dict(), None)
     shutil.rmtree(init)
     train(stopped, device="cpu", resume=True)
+    for run in ("whole", "ranks", "stopped"):
+        for name in ("tokenizer_config.json", "chat_template.jinja"):
+            assert (newest(tmp_path / run) / name).read_text() == name
     assert untimed(tmp_path / "stopped") == untimed(tmp_path / "whole")
     assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "whole"), abs=1e-4)
 

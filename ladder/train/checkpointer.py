@@ -43,8 +43,9 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 class Checkpointer:
     """Saves a run's checkpoints, one at a time; every rank makes one, and calls it alike.
 
-    keep: how many checkpoints stay; 0: all. Within `with`: its end waits for the save under way,
-    also where an exception ends it.
+    start: the folder that the weights began as, perhaps, from which checkpoints take what of a
+    tokenizer's files the data lacks. keep: how many checkpoints stay; 0: all. Within `with`: its
+    end waits for the save under way, also where an exception ends it.
     """
 
     def __init__(
@@ -55,11 +56,17 @@ class Checkpointer:
         data: TokenData,
         mesh: DeviceMesh | None,
         keep: int,
+        start: Path | None = None,
     ) -> None:
         self.run, self.model, self.optimizer, self.data, self.keep = (
             run, model, optimizer, data, keep,
         )  # fmt: skip
         self.main = mesh is None or mesh.get_rank() == 0
+        self.companions: dict[str, bytes] = {}  # read now: the folders may be gone later
+        for folder in (start, data.folder) if self.main else ():
+            for name in (FILE, TOKENIZER_CONFIG, TEMPLATE):
+                if folder is not None and (folder / name).is_file():
+                    self.companions[name] = (folder / name).read_bytes()
         # Its own group: the thread's collectives must not mix with those of training; and gloo, for
         # what it sends lies on the CPU.
         self.group = dist.new_group(backend="gloo") if mesh is not None else None
@@ -159,9 +166,8 @@ class Checkpointer:
 
         def commit(sums: dict[str, str]) -> None:
             write_config(temporary, self.config, self.data.eos_id)
-            for name in (FILE, TOKENIZER_CONFIG, TEMPLATE):
-                if (self.data.folder / name).is_file():
-                    shutil.copy(self.data.folder / name, temporary)
+            for name, content in self.companions.items():
+                (temporary / name).write_bytes(content)
             write_text(temporary / "train.json", json.dumps(record, indent=1) + "\n")
             for file in temporary.iterdir():
                 if file.name not in sums:

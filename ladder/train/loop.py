@@ -132,7 +132,9 @@ def train(
         Metrics(run, config.tensorboard, start, main, config.wandb, recipe) as metrics,
         Progress("train", config.steps, "steps", quiet=not main, start=start) as progress,
         Interruption() as interruption,
-        Checkpointer(run, model, optimizer, data, mesh, config.keep_checkpoints) as checkpointer,
+        Checkpointer(
+            run, model, optimizer, data, mesh, config.keep_checkpoints, source.folder
+        ) as checkpointer,
         Ahead(read, range(start, last), place_) as batches,
     ):
 
