@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ladder.convert.huggingface import config_from_huggingface, stop_tokens
-from ladder.files import write_text
+from ladder.files import checksum, write_text
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
@@ -35,6 +35,7 @@ SHARD_BYTES = 2**30  # a file of a checkpoint holds about this much, or one tens
 WEIGHTS = "model"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TIED_ROWS = 2**14  # of those two that are in memory at once, to compare them
+CHECKSUMS = "checksums.json"  # of a run's checkpoint: the SHA-256 of every other file
 SHARDING_INFO = "DCP_SHARDING_INFO"  # in a file of shards: where in its tensor each begins
 DTYPES = {  # the types of weights, by safetensors' names
     "F32": torch.float32,
@@ -356,6 +357,18 @@ def _weight_map(index: Path) -> dict[str, str]:
         if not isinstance(file, str):
             raise UserError(f"{index} has {file!r} as the file of {name!r}; the file is damaged")
     return files
+
+
+def damaged(folder: Path, sums: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """What is wrong with these files of a checkpoint, by its checksums, in words."""
+    found = []
+    for name in names:
+        try:
+            if checksum(folder / name) != sums[name]:
+                found.append(f"{folder / name} is damaged: it is not what was written")
+        except OSError as error:
+            found.append(f"{folder / name} cannot be read ({error.strerror})")
+    return found
 
 
 def load_model(

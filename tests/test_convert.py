@@ -476,6 +476,12 @@ def test_a_run_is_exported_as_one_plain_folder(corpus: Path, tmp_path: Path, poo
         models[0].state_dict().items(), models[1].state_dict().values(), strict=True
     ):
         assert torch.equal(value, other), name
+    shard = next(found.glob("shard-00002-model-*"))
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 4
+    shard.write_bytes(data)
+    with pytest.raises(UserError, match=f"{shard.name} is damaged.*another checkpoint"):
+        convert(found, tmp_path / "again")
 
 
 def train_on_ranks(rank: int, world: int, settings: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
-from ladder.checkpoint import write_config
+from ladder.checkpoint import CHECKSUMS, write_config
 from ladder.data.batches import TokenData
 from ladder.data.tokenizer import FILE, TEMPLATE, TOKENIZER_CONFIG
 from ladder.files import checksum, sync, write_text
@@ -174,7 +174,7 @@ class Checkpointer:
                     sync(file)
                     sums[file.name] = checksum(file)
             text = json.dumps(dict(sorted(sums.items())), indent=1)
-            write_text(temporary / state.CHECKSUMS, text + "\n")
+            write_text(temporary / CHECKSUMS, text + "\n")
             sync(temporary)
             temporary.rename(folder)
             sync(folder.parent)
