@@ -313,6 +313,25 @@ def test_a_loss_that_is_not_finite_costs_no_step(
         assert torch.equal(value, weights(tmp_path / "run")[name]), name
 
 
+def test_a_loss_that_is_not_finite_on_a_full_disk_claims_no_checkpoint(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for the save that it asks for, nor for one that is still being written."""
+
+    def full(*arguments: Any) -> None:
+        time.sleep(0.2)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shards, "write_file", full)
+    for name, interval in (("none", 0), ("writing", 2)):
+        settings = recipe(corpus, tmp_path / name, checkpoint_interval=interval).to_dict()
+        message = spoilt_at(0, 1, settings, 3)
+        assert "step 3: " in message
+        assert "could not all be saved: " in message
+        assert "step-000002 cannot be written" in message
+        assert not steps_of(tmp_path / name)
+
+
 def spoilt_at(rank: int, world: int, settings: dict[str, Any], step: int) -> str:
     """The last rank's gradient is not finite in that step; returns the error."""
     clip, calls = loop.clip_gradients, []

@@ -161,13 +161,13 @@ def train(
             if not math.isfinite(norm) or not math.isfinite(loss):
                 where = _first_not_finite(own[0].item(), batch.windows)
                 kept = f"The {step} steps before it are saved"
-                if saved < step:
-                    model.config = source.at(step - 1)
-                    try:
+                try:
+                    if saved < step:
+                        model.config = source.at(step - 1)
                         save(step, keep_all=True)
-                        checkpointer.wait()
-                    except UserError as failed:
-                        kept = f"What was trained since step {saved} is lost: {failed}"
+                    checkpointer.wait()
+                except UserError as failed:
+                    kept = f"The steps before it could not all be saved: {failed}"
                 raise UserError(
                     f"step {step + 1}: loss={loss}, gradient norm={norm}: not finite{where}. "
                     f"{kept}; begin another run with a lower lr={config.lr}, or dtype=float32, "
