@@ -356,6 +356,7 @@ def change_config(**changes: Any) -> Callable[[Path], None]:
         (change_config(num_hidden_layers=5), ("lacks the tensor", "layers.4.", "and 6 more")),
         (change_config(model_type="gpt2"), ("'gpt2'",)),
         (change_config(rope_parameters={"rope_type": "yarn", "factor": 2.0}), ("'yarn'",)),
+        (change_config(rope_parameters=None, rope_scaling={"factor": 2.0}), ("'factor': 2.0",)),
         (change_config(partial_rotary_factor=0.5), ("partial_rotary_factor=0.5",)),
         (change_config(quantization_config={"bits": 4}), ("quantization_config",)),
         (change_config(eos_token_id="<end>"), ("eos_token_id='<end>'",)),
