@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ladder.convert.huggingface import config_from_huggingface, stop_tokens
-from ladder.files import write_text
+from ladder.files import checksum, write_text
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
@@ -34,6 +34,8 @@ from ladder.parallel.sharding import local_parameters, place
 SHARD_BYTES = 2**30  # a file of a checkpoint holds about this much, or one tensor
 WEIGHTS = "model"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TIED_ROWS = 2**14  # of those two that are in memory at once, to compare them
+CHECKSUMS = "checksums.json"  # of a run's checkpoint: the SHA-256 of every other file
 SHARDING_INFO = "DCP_SHARDING_INFO"  # in a file of shards: where in its tensor each begins
 DTYPES = {  # the types of weights, by safetensors' names
     "F32": torch.float32,
@@ -166,7 +168,8 @@ class Chunk:
 class TensorReader:
     """Reads parts of the tensors of a folder's `stem` files; opens each file once, until `close`.
 
-    files: the chunks of each tensor. What it returns may be a view of a file that is mapped.
+    files: the chunks of each tensor. What it returns may be a view of a file that is mapped. Where
+    there is one file beside an index of several, it is the file, as transformers has it.
     """
 
     def __init__(self, folder: Path, stem: str) -> None:
@@ -175,11 +178,11 @@ class TensorReader:
         single = folder / f"{stem}.safetensors"
         self.handles: dict[str, Any] = {}
         self.files: dict[str, list[Chunk]] = {}
-        if index.is_file():
-            self.files = {name: [Chunk(file)] for name, file in _weight_map(index).items()}
-        elif single.is_file():
+        if single.is_file():
             names = self._open(single.name).keys()
             self.files = {name: [Chunk(single.name)] for name in names}
+        elif index.is_file():
+            self.files = {name: [Chunk(file)] for name, file in _weight_map(index).items()}
         elif shards := sorted(folder.glob(f"shard-*-{stem}-*.safetensors")):
             for shard in shards:
                 for name, start in self._starts(shard.name).items():
@@ -204,10 +207,18 @@ class TensorReader:
 
     def _starts(self, file: str) -> dict[str, tuple[int, ...]]:
         """Where the boxes of a file of shards begin."""
+        opened = self._open(file)
         try:
-            info = json.loads((self._open(file).metadata() or {})[SHARDING_INFO])
-            return {name: tuple(each["saved_offsets"]) for name, each in info.items()}
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            info = json.loads((opened.metadata() or {})[SHARDING_INFO])
+            found = {name: tuple(each["saved_offsets"]) for name, each in info.items()}
+            for name, start in found.items():
+                sizes = opened.get_slice(name).get_shape()
+                if [type(each) for each in start] != [int] * len(sizes):
+                    raise TypeError(start)
+            return found
+        except (
+            KeyError, TypeError, AttributeError, SafetensorError, json.JSONDecodeError,
+        ) as error:  # fmt: skip
             raise UserError(
                 f"{self.folder / file} does not say which shards it holds ({SHARDING_INFO}); the "
                 f"file is damaged"
@@ -312,6 +323,19 @@ class TensorReader:
             )
         for name, shape in shapes.items():
             self._check_shape(name, shape)
+        if model.config.tie_embeddings and HEAD in self.files:
+            self._check_tied(*shapes[EMBEDDING])
+
+    def _check_tied(self, rows: int, columns: int) -> None:
+        """A head that is stored although it is tied must be the embedding: which one is meant?"""
+        self._check_shape(HEAD, (rows, columns))
+        for start in range(0, rows, TIED_ROWS):
+            part = slice(start, min(start + TIED_ROWS, rows)), slice(0, columns)
+            if not torch.equal(self.part(HEAD, part), self.part(EMBEDDING, part)):
+                raise UserError(
+                    f"{self.folder}: {HEAD} differs from {EMBEDDING} but its config.json ties "
+                    f"them; set tie_word_embeddings to false there, or remove the tensor"
+                )
 
 
 def _some(names: Collection[str]) -> str:
@@ -333,6 +357,18 @@ def _weight_map(index: Path) -> dict[str, str]:
         if not isinstance(file, str):
             raise UserError(f"{index} has {file!r} as the file of {name!r}; the file is damaged")
     return files
+
+
+def damaged(folder: Path, sums: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """What is wrong with these files of a checkpoint, by its checksums, in words."""
+    found = []
+    for name in names:
+        try:
+            if checksum(folder / name) != sums[name]:
+                found.append(f"{folder / name} is damaged: it is not what was written")
+        except OSError as error:
+            found.append(f"{folder / name} cannot be read ({error.strerror})")
+    return found
 
 
 def load_model(

@@ -266,6 +266,23 @@ def test_a_folder_carries_its_code(tmp_path: Path, corpus: Path) -> None:
         ladder.hf.export(source, out)
 
 
+def test_an_export_that_fails_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its code, the config.json that names it, or its end token, it would be no export."""
+    source = tmp_path / "ours"
+    source.mkdir()
+    save_ours(source, test_generate.make("ladder", None))
+
+    def full(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ladder.hf.model.write_code", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        ladder.hf.export(source, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [source]
+
+
 def on_rank(rank: int, world: int, folder: Path) -> list[Any]:
     """Logits, tokens, and how many numbers are held: of a model placed after loading, and while."""
     tokens, mask = padded(prompts(), "left")

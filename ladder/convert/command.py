@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from ladder.checkpoint import (
+    CHECKSUMS,
     EMBEDDING,
-    HEAD,
     WEIGHTS,
     Entry,
     TensorReader,
+    damaged,
     newest,
     read_config,
     read_json,
@@ -65,11 +66,13 @@ def convert(
     plan: Any = None,
     tp_degree: int | None = None,
     to: str = "ladder",
+    finish: Callable[[Path], None] | None = None,
 ) -> Report:
     """Convert a model folder (ours, a run's, or Hugging Face's) to a new folder `out`.
 
-    plan: what `resolve_plan` takes; None keeps the source's. to: a name in FORMATS. Raises
-    UserError for what cannot be converted, and where what was written does not verify.
+    plan: what `resolve_plan` takes; None keeps the source's. to: a name in FORMATS. finish: what
+    else is to be done to the new folder, before it gets its name. Raises UserError for what cannot
+    be converted, and where what was written does not verify.
     """
     start = time.monotonic()
     old = read_config(source)
@@ -77,11 +80,15 @@ def convert(
     if plan is not None:
         config = replace(old, plan=plan, tp_degree=tp_degree)
         config.refuse_bound()
+    elif tp_degree is not None:
+        raise UserError(f"tp_degree={tp_degree} without a plan: it goes with one; give --plan too")
     if to == "hf":
         refuse_other_plans(config)
     reader = TensorReader(source, WEIGHTS)
     reader.check(meta_model(old))
-    _refuse_untied(reader, old)
+    reader.close()
+    _refuse_damage(source, reader)
+    read_stop_tokens(source)  # what they are goes along: not to be found wrong afterwards
     todo = recipes(old, config)
     dtype = reader.dtype(EMBEDDING)
     sizes = {each.name: math.prod(each.shape) for each in todo}
@@ -114,20 +121,18 @@ def convert(
             name_end(folder)
         seconds = time.monotonic() - start
         logits = _logits(source, folder, old, config, to, sum(sizes.values()))
+        if finish is not None:
+            finish(folder)
     return Report(len(todo), total, seconds, logits)
 
 
-def _refuse_untied(reader: TensorReader, config: ModelConfig) -> None:
-    """Where embeddings are tied, a head that is stored all the same must be the embedding."""
-    if not config.tie_embeddings or HEAD not in reader.files:
-        return
-    same = torch.equal(reader.whole(HEAD), reader.whole(EMBEDDING))
-    reader.close()
-    if not same:
-        raise UserError(
-            f"{reader.folder}: {HEAD} differs from {EMBEDDING} but its config.json ties them; set "
-            f"tie_word_embeddings to false there, or remove the tensor"
-        )
+def _refuse_damage(source: Path, reader: TensorReader) -> None:
+    """A run's checkpoint must be what was written: a flipped bit would be a weight from now on."""
+    if (source / CHECKSUMS).is_file():
+        files = {chunk.file for chunks in reader.files.values() for chunk in chunks}
+        sums = read_json(source / CHECKSUMS)
+        for wrong in damaged(source, sums, sorted(files & {*sums})):
+            raise UserError(f"{wrong}; copy it again, or convert another checkpoint of the run")
 
 
 def _write_config(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -79,7 +79,9 @@ class ChatTemplate:
                 messages=messages, tools=None, documents=None, add_generation_prompt=prompt,
                 **self.names,
             )  # fmt: skip
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except LeftOut:
+            raise
+        except Exception as error:  # a template is a program, which may do anything
             raise UserError(
                 f"the chat template of {self.where} cannot write a conversation down "
                 f"({type(error).__name__}: {error}); give one with --chat-template"
@@ -112,8 +114,10 @@ class ChatTemplate:
                 raise LeftOut("with turns that the template writes otherwise once others follow")
             found += [Piece(whole[done : len(before)], False), Piece(after[len(before) :], True)]
             done = len(after)
-        if not found:
-            raise LeftOut("without an answer")
+        if not any(piece.answer and piece.text for piece in found):
+            raise LeftOut(
+                "without an answer" if not found else "whose answers the template does not write"
+            )
         return [piece for piece in (*found, Piece(whole[done:], False)) if piece.text]
 
 

@@ -49,14 +49,17 @@ def export(source: str | Path, out: str | Path) -> None:
     Face folder. Tensors go over one by one. Raises UserError where it cannot be read, and where
     `out` exists.
     """
-    folder, target = newest(Path(source)), Path(out)
+    folder = newest(Path(source))
     read_config(folder).refuse_bound()
-    convert(folder, target)
-    write_code(target)
-    name_end(target)
-    data = read_json(target / "config.json")
+    convert(folder, Path(out), finish=_add_code)
+
+
+def _add_code(folder: Path) -> None:
+    write_code(folder)
+    name_end(folder)
+    data = read_json(folder / "config.json")
     data |= {"architectures": [LadderForCausalLM.__name__], "auto_map": AUTO_MAP}
-    write_text(target / "config.json", json.dumps(data, indent=1) + "\n")
+    write_text(folder / "config.json", json.dumps(data, indent=1) + "\n")
 
 
 def parallelize(model: modeling.LadderForCausalLM, mesh: DeviceMesh) -> None:

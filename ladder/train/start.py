@@ -15,9 +15,7 @@ from typing import Any
 import torch
 
 from ladder.checkpoint import WEIGHTS, TensorReader, newest, read_config
-from ladder.data.batches import TokenData
-from ladder.data.tokenizer import FILE
-from ladder.files import checksum
+from ladder.data.batches import TokenData, check_tokenizer
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.plan import Plan
@@ -114,15 +112,9 @@ def _check_vocabulary(
     config: TrainConfig, model: ModelConfig, data: TokenData, folder: Path
 ) -> None:
     """The numbers of the data must mean to the model what they meant to its tokenizer."""
-    remedy = f"prepare the data with --tokenizer {folder}"
     if data.vocab_size > model.vocab_size:
         raise UserError(
             f"data={config.data} has vocab_size={data.vocab_size}, above the {model.vocab_size} of "
-            f"init={config.init}; {remedy}"
+            f"init={config.init}; prepare the data with --tokenizer {folder}"
         )
-    own = folder / FILE
-    if own.is_file() and checksum(own) != data.index["tokenizer_sha256"]:
-        raise UserError(
-            f"data={config.data} was made with another tokenizer than {own}, the one of init="
-            f"{config.init}; {remedy}"
-        )
+    check_tokenizer(data, folder, f"data={config.data}", f"init={config.init}")

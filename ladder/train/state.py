@@ -15,15 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ladder.checkpoint import WEIGHTS, TensorReader, checkpoints, read_config, read_json
-from ladder.files import checksum
+from ladder.checkpoint import (
+    CHECKSUMS,
+    WEIGHTS,
+    TensorReader,
+    checkpoints,
+    damaged,
+    read_config,
+    read_json,
+)
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.parallel.sharding import local_parameters, local_tensor
 from ladder.train.shards import MOMENTS, OPTIMIZER
-
-CHECKSUMS = "checksums.json"
 
 
 def verify(found: list[tuple[int, Path]]) -> None:
@@ -32,14 +37,13 @@ def verify(found: list[tuple[int, Path]]) -> None:
     The ranks share the files out.
     """
     folder = found[-1][1]
-    sums = read_json(folder / CHECKSUMS)
+    sums: dict[str, Any] = {}
     wrong = []
-    for name in sorted(sums)[launch.rank() :: launch.world_size()]:
-        try:
-            if checksum(folder / name) != sums[name]:
-                wrong.append(f"{folder / name} is damaged: it is not what was written")
-        except OSError as error:
-            wrong.append(f"{folder / name} cannot be read ({error.strerror})")
+    try:
+        sums = read_json(folder / CHECKSUMS)
+    except UserError as error:
+        wrong.append(str(error))
+    wrong += damaged(folder, sums, sorted(sums)[launch.rank() :: launch.world_size()])
     everyone = [wrong]
     if launch.world_size() > 1:
         everyone *= launch.world_size()
@@ -55,7 +59,13 @@ def verify(found: list[tuple[int, Path]]) -> None:
 def remove_partial(run: Path) -> None:
     """Remove what a killed process left of checkpoints that it was writing or removing."""
     for folder in (run / "checkpoints").glob(".step-*"):
-        shutil.rmtree(folder)
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            raise UserError(
+                f"{folder}, which an interrupted save left, cannot be removed ({error}); remove "
+                f"it, and go on with --resume"
+            ) from error
 
 
 def remove_old(run: Path, keep: int) -> None:
