@@ -419,7 +419,8 @@ def newest(path: Path) -> Path:
     if (path / "config.json").is_file():
         return path
     if not path.is_dir():
-        raise UserError(f"{path} does not exist; give a model folder or a run's folder")
+        what = "is a file" if path.exists() else "does not exist"
+        raise UserError(f"{path} {what}; give a model folder or a run's folder")
     found = checkpoints(path)
     if not found:
         raise UserError(

@@ -418,6 +418,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "exists already" in capsys.readouterr().err
     out.rename(tmp_path / "ladder")
     assert_refused(capsys, tmp_path / "ladder", ("'ladder@0,ladder@2-3'",), "--to", "hf")
+    assert_refused(capsys, source / "config.json", ("is a file; give a model folder",))
+    with pytest.raises(UserError, match="unknown format 'huggingface'"):
+        convert(source, out, to="huggingface")
 
 
 def test_a_faulty_disk_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

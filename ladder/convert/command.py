@@ -40,7 +40,7 @@ from ladder.convert.weights import make, meta_model, recipes
 from ladder.data.tokenizer import TOKENIZER_CONFIG, load_tokenizer, tokenizer_file
 from ladder.files import new_folder, write_text
 from ladder.models.config import ModelConfig
-from ladder.models.errors import UserError
+from ladder.models.errors import UserError, unknown
 from ladder.progress import Progress
 
 FORMATS = ("ladder", "hf")
@@ -74,6 +74,8 @@ def convert(
     else is to be done to the new folder, before it gets its name. Raises UserError for what cannot
     be converted, and where what was written does not verify.
     """
+    if to not in FORMATS:
+        raise unknown("format", to, FORMATS)
     start = time.monotonic()
     old = read_config(source)
     config = old
