@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,6 +30,7 @@ from ladder.files import checksum, write_text
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
+from ladder.parallel import launch
 from ladder.parallel.sharding import local_parameters, place
 
 SHARD_BYTES = 2**30  # a file of a checkpoint holds about this much, or one tensor
@@ -359,16 +361,41 @@ def _weight_map(index: Path) -> dict[str, str]:
     return files
 
 
-def damaged(folder: Path, sums: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """What is wrong with these files of a checkpoint, by its checksums, in words."""
-    found = []
-    for name in names:
+def first_damage(folder: Path, names: Collection[str] | None = None) -> str | None:
+    """What is wrong with a run's checkpoint by its checksums, in words; None where nothing is.
+
+    names: look at these files alone. Every rank calls this and is told the same; they share the
+    files out.
+    """
+    sums: dict[str, Any] = {}
+    wrong = []
+    try:
+        sums = read_json(folder / CHECKSUMS)
+    except UserError as error:
+        wrong.append(str(error))
+    there = sorted(sums if names is None else {*names} & {*sums})
+    for name in there[launch.rank() :: launch.world_size()]:
         try:
             if checksum(folder / name) != sums[name]:
-                found.append(f"{folder / name} is damaged: it is not what was written")
+                wrong.append(f"{folder / name} is damaged: it is not what was written")
         except OSError as error:
-            found.append(f"{folder / name} cannot be read ({error.strerror})")
-    return found
+            wrong.append(f"{folder / name} cannot be read ({error.strerror})")
+    everyone = [wrong]
+    if launch.world_size() > 1:
+        everyone *= launch.world_size()
+        dist.all_gather_object(everyone, wrong)
+    return next((each for rank in everyone for each in rank), None)
+
+
+def refuse_damage(reader: TensorReader, remedy: str) -> None:
+    """Raise UserError, on every rank, where the weights are a run's and not what was written.
+
+    A flipped bit would be a weight from now on. Other folders have no checksums to tell.
+    """
+    if (reader.folder / CHECKSUMS).is_file():
+        files = {chunk.file for chunks in reader.files.values() for chunk in chunks}
+        if wrong := first_damage(reader.folder, files):
+            raise UserError(f"{wrong}; copy it again, or {remedy}")
 
 
 def load_model(

@@ -211,7 +211,7 @@ def test_damage_is_told_on_every_rank(corpus: Path, tmp_path: Path, pools: Pools
     pools(2).run(stop_at_two, config.to_dict())
     shard = newest(run) / "shard-00002-model-00001-of-00001.safetensors"
     flip(shard)
-    for message in pools(2).run(resume_and_fail, config.to_dict()):
+    for message in pools(2).run(fail_on_ranks, config.to_dict(), True):
         assert f"{shard.name} is damaged" in message
         assert "begin again, without --resume" in message
 
@@ -220,9 +220,9 @@ def stop_at_two(rank: int, world: int, settings: dict[str, Any]) -> None:
     train(build(TrainConfig, settings, "test recipe"), device="cpu", stop_after=2)
 
 
-def resume_and_fail(rank: int, world: int, settings: dict[str, Any]) -> str:
+def fail_on_ranks(rank: int, world: int, settings: dict[str, Any], resume: bool) -> str:
     with pytest.raises(UserError) as caught:
-        train(build(TrainConfig, settings, "test recipe"), device="cpu", resume=True)
+        train(build(TrainConfig, settings, "test recipe"), device="cpu", resume=resume)
     return str(caught.value)
 
 

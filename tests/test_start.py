@@ -19,6 +19,7 @@ from ladder.train.loop import train
 from ladder.train.start import starting_point
 from tests.corpus import swap_two_tokens
 from tests.distributed import Pools
+from tests.test_faults import fail_on_ranks, flip
 from tests.test_train import losses, recipe, run_on_ranks, untimed, weights
 
 CPU = torch.device("cpu")
@@ -124,6 +125,20 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         train(from_run(corpus, tmp_path / "run", standard, **changes), device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_damaged_weights_are_told_on_every_rank(
+    corpus: Path, tmp_path: Path, standard: Path, pools: Pools
+) -> None:
+    """They load, as other weights."""
+    init = tmp_path / "init"
+    shutil.copytree(newest(standard), init)
+    flip(init / "model.safetensors")
+    config = from_run(corpus, tmp_path / "run", init, tp=2)
+    for message in pools(2).run(fail_on_ranks, config.to_dict(), False):
+        assert "model.safetensors is damaged" in message
+        assert "start from another checkpoint" in message
     assert not (tmp_path / "run").exists()
 
 

@@ -20,16 +20,15 @@ import torch
 from torch import Tensor
 
 from ladder.checkpoint import (
-    CHECKSUMS,
     EMBEDDING,
     WEIGHTS,
     Entry,
     TensorReader,
-    damaged,
     newest,
     read_config,
     read_json,
     read_stop_tokens,
+    refuse_damage,
     write_config,
     write_tensors,
 )
@@ -89,7 +88,7 @@ def convert(
     reader = TensorReader(source, WEIGHTS)
     reader.check(meta_model(old))
     reader.close()
-    _refuse_damage(source, reader)
+    refuse_damage(reader, "convert another checkpoint of the run")
     read_stop_tokens(source)  # what they are goes along: not to be found wrong afterwards
     todo = recipes(old, config)
     dtype = reader.dtype(EMBEDDING)
@@ -126,15 +125,6 @@ def convert(
         if finish is not None:
             finish(folder)
     return Report(len(todo), total, seconds, logits)
-
-
-def _refuse_damage(source: Path, reader: TensorReader) -> None:
-    """A run's checkpoint must be what was written: a flipped bit would be a weight from now on."""
-    if (source / CHECKSUMS).is_file():
-        files = {chunk.file for chunks in reader.files.values() for chunk in chunks}
-        sums = read_json(source / CHECKSUMS)
-        for wrong in damaged(source, sums, sorted(files & {*sums})):
-            raise UserError(f"{wrong}; copy it again, or convert another checkpoint of the run")
 
 
 def _write_config(

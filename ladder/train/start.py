@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ladder.checkpoint import WEIGHTS, TensorReader, newest, read_config
+from ladder.checkpoint import WEIGHTS, TensorReader, newest, read_config, refuse_damage
 from ladder.data.batches import TokenData, check_tokenizer
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
@@ -43,12 +43,16 @@ class Start:
         return replace(self.config, plan=self.schedule.plan(step))
 
     def fill(self, model: Transformer, seed: int) -> None:
-        """Give a model that is placed its first weights; each process reads its own slices."""
+        """Give a model that is placed its first weights; each process reads its own slices.
+
+        Raises UserError, on every rank, where they do not fit or are not what was written.
+        """
         if self.folder is None:
             initialise(model, seed)
         else:
             reader = TensorReader(self.folder, WEIGHTS)
             reader.check(model)
+            refuse_damage(reader, "start from another checkpoint of the run")
             reader.fill(model)
 
 

@@ -12,43 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ladder.checkpoint import (
-    CHECKSUMS,
     WEIGHTS,
     TensorReader,
     checkpoints,
-    damaged,
+    first_damage,
     read_config,
     read_json,
 )
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
-from ladder.parallel import launch
 from ladder.parallel.sharding import local_parameters, local_tensor
 from ladder.train.shards import MOMENTS, OPTIMIZER
 
 
 def verify(found: list[tuple[int, Path]]) -> None:
-    """Raise UserError, on every rank, unless the newest of these checkpoints is as it was written.
-
-    The ranks share the files out.
-    """
+    """Raise UserError, on every rank, unless the newest of these checkpoints is undamaged."""
     folder = found[-1][1]
-    sums: dict[str, Any] = {}
-    wrong = []
-    try:
-        sums = read_json(folder / CHECKSUMS)
-    except UserError as error:
-        wrong.append(str(error))
-    wrong += damaged(folder, sums, sorted(sums)[launch.rank() :: launch.world_size()])
-    everyone = [wrong]
-    if launch.world_size() > 1:
-        everyone *= launch.world_size()
-        dist.all_gather_object(everyone, wrong)
-    first = next((each for rank in everyone for each in rank), None)
+    first = first_damage(folder)
     if first is not None:
         earlier = [path for _, path in found[:-1]]
         remedy = f"go on from {earlier[-1].name}" if earlier else "begin again, without --resume"
