@@ -5,6 +5,7 @@
     base_model: a-llama-folder    # or one of ours
     ladder_plan: hybrid           # what ladder takes as a plan
     ladder_tp_degree: null        # where the plan depends on T
+    ladder_float32_weights: true  # with bf16: true, which else rounds weights and all updates
 
 configs/axolotl/paper-sft.yaml is a whole one. What Axolotl would ignore is an error: see
 ladder.hf.axolotl_options. Tried with Axolotl 0.19.0, which pins transformers 5.16.1.
@@ -46,6 +47,9 @@ class LadderArgs(BaseModel):
     ladder_tp_degree: int | None = Field(
         default=None, json_schema_extra={"description": "T, for plans that depend on it"}
     )
+    ladder_float32_weights: bool = Field(
+        default=False, json_schema_extra={"description": "Weights of float32 under bf16: true"}
+    )
 
 
 class LadderPlugin(BasePlugin):
@@ -74,11 +78,13 @@ class LadderPlugin(BasePlugin):
         LOG.info(f"ladder: plan {wished.plan.name!r}, {wished.num_layers} layers")
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """Keep the residual stream in bfloat16, as `ladder finetune` does.
+        """Keep the residual stream in bfloat16, as `ladder finetune` does, and weights in float32.
 
         Axolotl makes embeddings float32 where it does not shard; the stream would follow them, and
         the kernel that packed documents have on GPUs wants bfloat16.
         """
+        if cfg.ladder_float32_weights:
+            model.float()
         if cfg.torch_dtype is torch.bfloat16:
             model.transformer.compute_dtype = torch.bfloat16
 

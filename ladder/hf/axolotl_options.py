@@ -25,7 +25,7 @@ from ladder.models.errors import UserError
 PLUGIN = "ladder.hf.axolotl.LadderPlugin"
 CONFIG_CLASS = "LadderConfig"
 MATRICES = "it looks for nn.Linear, which our matrices, views of several ranks' shards, are not"
-ATTENTION = "our models compute attention themselves; leave it out, or attn_implementation: sdpa"
+ATTENTION = "they compute attention themselves, whatever attn_implementation: sdpa would do"
 LAYERS = "it hooks into the forward of transformers' layers, which ours do not have"
 RANKS = (
     "Axolotl's trainer does not know how our models run on several ranks, and each rank would "
@@ -62,13 +62,15 @@ def check(options: Mapping[str, Any]) -> None:
         )
     for name, why in REFUSED.items():
         if options.get(name):
-            raise UserError(f"{name}={options[name]!r} does nothing for our models: {why}")
+            raise UserError(f"{name}={options[name]!r} is not for our models: {why}; leave it out")
     for name in SIZES:
         if (options.get(name) or 1) != 1:
             raise UserError(f"{name}={options[name]!r} is not for our models: {RANKS}")
     attention = options.get("attn_implementation")
     if attention not in (None, "sdpa"):
-        raise UserError(f"attn_implementation={attention!r} is not for our models: {ATTENTION}")
+        raise UserError(
+            f"attn_implementation={attention!r} is not for our models: {ATTENTION}; say sdpa"
+        )
     if options.get("gradient_checkpointing") not in (None, False, True):
         value = options["gradient_checkpointing"]
         raise UserError(f"gradient_checkpointing={value!r} is not for our models: true or false")
@@ -159,7 +161,7 @@ class Planned:
     def of(cls, options: Mapping[str, Any]) -> Planned:
         plan = options.get("ladder_plan")
         return cls(
-            load_plan(plan.to_dict() if hasattr(plan, "to_dict") else plan),
+            load_plan(dict(plan) if isinstance(plan, Mapping) else plan),
             options.get("ladder_tp_degree"),
             options.get("sequence_len"),
             resumed(options),
@@ -168,6 +170,11 @@ class Planned:
     def from_pretrained(self, source: Any, **options: Any) -> LadderConfig:
         """The config of `source` under the plan. Raises UserError where they do not go together."""
         model_type = PreTrainedConfig.get_config_dict(source)[0].get("model_type")
+        if model_type is None:
+            raise UserError(
+                f"base_model={str(source)!r} is no model folder: it has no config.json; of a run "
+                f"of ladder, take the folder that ladder convert RUN --out OUT writes"
+            )
         if self.plan is None and model_type != LadderConfig.model_type:
             raise UserError(
                 f"ladder_plan is missing, and base_model={str(source)!r} is a {model_type} folder, "
