@@ -169,7 +169,8 @@ class Planned:
 
     def from_pretrained(self, source: Any, **options: Any) -> LadderConfig:
         """The config of `source` under the plan. Raises UserError where they do not go together."""
-        model_type = PreTrainedConfig.get_config_dict(source)[0].get("model_type")
+        revision = {name: options[name] for name in ("revision",) if name in options}
+        model_type = PreTrainedConfig.get_config_dict(source, **revision)[0].get("model_type")
         if model_type is None:
             raise UserError(
                 f"base_model={str(source)!r} is no model folder: it has no config.json; of a run "
