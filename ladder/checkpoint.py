@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -25,15 +26,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ladder.convert.huggingface import config_from_huggingface, stop_tokens
-from ladder.files import write_text
+from ladder.files import checksum, write_text
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
+from ladder.parallel import launch
 from ladder.parallel.sharding import local_parameters, place
 
 SHARD_BYTES = 2**30  # a file of a checkpoint holds about this much, or one tensor
 WEIGHTS = "model"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TIED_ROWS = 2**14  # of those two that are in memory at once, to compare them
+CHECKSUMS = "checksums.json"  # of a run's checkpoint: the SHA-256 of every other file
 SHARDING_INFO = "DCP_SHARDING_INFO"  # in a file of shards: where in its tensor each begins
 DTYPES = {  # the types of weights, by safetensors' names
     "F32": torch.float32,
@@ -166,7 +170,8 @@ class Chunk:
 class TensorReader:
     """Reads parts of the tensors of a folder's `stem` files; opens each file once, until `close`.
 
-    files: the chunks of each tensor. What it returns may be a view of a file that is mapped.
+    files: the chunks of each tensor. What it returns may be a view of a file that is mapped. Where
+    there is one file beside an index of several, it is the file, as transformers has it.
     """
 
     def __init__(self, folder: Path, stem: str) -> None:
@@ -175,11 +180,11 @@ class TensorReader:
         single = folder / f"{stem}.safetensors"
         self.handles: dict[str, Any] = {}
         self.files: dict[str, list[Chunk]] = {}
-        if index.is_file():
-            self.files = {name: [Chunk(file)] for name, file in _weight_map(index).items()}
-        elif single.is_file():
+        if single.is_file():
             names = self._open(single.name).keys()
             self.files = {name: [Chunk(single.name)] for name in names}
+        elif index.is_file():
+            self.files = {name: [Chunk(file)] for name, file in _weight_map(index).items()}
         elif shards := sorted(folder.glob(f"shard-*-{stem}-*.safetensors")):
             for shard in shards:
                 for name, start in self._starts(shard.name).items():
@@ -204,10 +209,18 @@ class TensorReader:
 
     def _starts(self, file: str) -> dict[str, tuple[int, ...]]:
         """Where the boxes of a file of shards begin."""
+        opened = self._open(file)
         try:
-            info = json.loads((self._open(file).metadata() or {})[SHARDING_INFO])
-            return {name: tuple(each["saved_offsets"]) for name, each in info.items()}
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            info = json.loads((opened.metadata() or {})[SHARDING_INFO])
+            found = {name: tuple(each["saved_offsets"]) for name, each in info.items()}
+            for name, start in found.items():
+                sizes = opened.get_slice(name).get_shape()
+                if [type(each) for each in start] != [int] * len(sizes):
+                    raise TypeError(start)
+            return found
+        except (
+            KeyError, TypeError, AttributeError, SafetensorError, json.JSONDecodeError,
+        ) as error:  # fmt: skip
             raise UserError(
                 f"{self.folder / file} does not say which shards it holds ({SHARDING_INFO}); the "
                 f"file is damaged"
@@ -312,6 +325,19 @@ class TensorReader:
             )
         for name, shape in shapes.items():
             self._check_shape(name, shape)
+        if model.config.tie_embeddings and HEAD in self.files:
+            self._check_tied(*shapes[EMBEDDING])
+
+    def _check_tied(self, rows: int, columns: int) -> None:
+        """A head that is stored although it is tied must be the embedding: which one is meant?"""
+        self._check_shape(HEAD, (rows, columns))
+        for start in range(0, rows, TIED_ROWS):
+            part = slice(start, min(start + TIED_ROWS, rows)), slice(0, columns)
+            if not torch.equal(self.part(HEAD, part), self.part(EMBEDDING, part)):
+                raise UserError(
+                    f"{self.folder}: {HEAD} differs from {EMBEDDING} but its config.json ties "
+                    f"them; set tie_word_embeddings to false there, or remove the tensor"
+                )
 
 
 def _some(names: Collection[str]) -> str:
@@ -335,6 +361,43 @@ def _weight_map(index: Path) -> dict[str, str]:
     return files
 
 
+def first_damage(folder: Path, names: Collection[str] | None = None) -> str | None:
+    """What is wrong with a run's checkpoint by its checksums, in words; None where nothing is.
+
+    names: look at these files alone. Every rank calls this and is told the same; they share the
+    files out.
+    """
+    sums: dict[str, Any] = {}
+    wrong = []
+    try:
+        sums = read_json(folder / CHECKSUMS)
+    except UserError as error:
+        wrong.append(str(error))
+    there = sorted(sums if names is None else {*names} & {*sums})
+    for name in there[launch.rank() :: launch.world_size()]:
+        try:
+            if checksum(folder / name) != sums[name]:
+                wrong.append(f"{folder / name} is damaged: it is not what was written")
+        except OSError as error:
+            wrong.append(f"{folder / name} cannot be read ({error.strerror})")
+    everyone = [wrong]
+    if launch.world_size() > 1:
+        everyone *= launch.world_size()
+        dist.all_gather_object(everyone, wrong)
+    return next((each for rank in everyone for each in rank), None)
+
+
+def refuse_damage(reader: TensorReader, remedy: str) -> None:
+    """Raise UserError, on every rank, where the weights are a run's and not what was written.
+
+    A flipped bit would be a weight from now on. Other folders have no checksums to tell.
+    """
+    if (reader.folder / CHECKSUMS).is_file():
+        files = {chunk.file for chunks in reader.files.values() for chunk in chunks}
+        if wrong := first_damage(reader.folder, files):
+            raise UserError(f"{wrong}; copy it again, or {remedy}")
+
+
 def load_model(
     folder: Path,
     mesh: DeviceMesh | None = None,
@@ -348,14 +411,25 @@ def load_model(
     dtype: None keeps the type that the weights are stored in. reducer: see `place`. Each process
     reads its own slices.
     """
+    model, reader = _opened(folder)
+    place(model, mesh, device=device, dtype=dtype or reader.dtype(EMBEDDING), reducer=reducer)
+    reader.fill(model)
+    return model
+
+
+def check_model(folder: Path) -> None:
+    """Raise the UserError that `load_model` would raise, without reading weights."""
+    _opened(folder)
+
+
+def _opened(folder: Path) -> tuple[Transformer, TensorReader]:
+    """The model of a folder without storage, and its tensors, which are all of those it has."""
     config = read_config(folder)
     reader = TensorReader(folder, WEIGHTS)
     with torch.device("meta"):
         model = Transformer(config)
     reader.check(model)
-    place(model, mesh, device=device, dtype=dtype or reader.dtype(EMBEDDING), reducer=reducer)
-    reader.fill(model)
-    return model
+    return model, reader
 
 
 def checkpoints(run: Path) -> list[tuple[int, Path]]:
@@ -372,7 +446,8 @@ def newest(path: Path) -> Path:
     if (path / "config.json").is_file():
         return path
     if not path.is_dir():
-        raise UserError(f"{path} does not exist; give a model folder or a run's folder")
+        what = "is a file" if path.exists() else "does not exist"
+        raise UserError(f"{path} {what}; give a model folder or a run's folder")
     found = checkpoints(path)
     if not found:
         raise UserError(

@@ -370,8 +370,16 @@ def _eval(verbs: Any) -> None:
         help="what the offline suite is built from: text, JSONL or Parquet files, folders, or one "
         "folder of prepared data, for its held-out part; this Python's standard library without it",
     )
+    parser.add_argument(
+        "--chat-template",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="write tasks down as conversations: by the tokenizer's own template, or a Jinja file",
+    )
     parser.add_argument("--batch", type=int, default=8, help="sequences in a forward pass")
     parser.add_argument("--tp", type=int, default=0, help="TP processes; 0: all that run")
+    parser.add_argument("--dtype", default="auto", help="auto (as stored), float32 or bfloat16")
     parser.add_argument("--out", default="runs/eval", help="the folder for results and data")
     _add_processes(parser)
 

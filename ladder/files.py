@@ -74,9 +74,9 @@ def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
         for file in (*temporary.rglob("*"), temporary):
             sync(file)
         try:
-            if path.exists():
+            if overwrite and path.exists():
                 path.rename(old)
-            temporary.rename(path)
+            temporary.rename(path)  # fails where another process has made it meanwhile
         except BaseException:
             if old.exists() and not path.exists():
                 old.rename(path)

@@ -10,6 +10,7 @@ import torch
 
 from tests.corpus import make_corpus
 from tests.distributed import Pools
+from tests.evaluation import make_llama, make_texts
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -29,3 +30,15 @@ def pools() -> Iterator[Pools]:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small prepared data folder: see tests.corpus."""
     return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of four texts: see tests.evaluation."""
+    return make_texts(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture(scope="session")
+def llama(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama in Hugging Face's layout: see tests.evaluation."""
+    return make_llama(tmp_path_factory.mktemp("llama"), corpus)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -25,3 +26,12 @@ def make_corpus(folder: Path) -> Path:
     train_tokenizer((d.text for d in corpus.read("train")), VOCAB_SIZE, folder / "tokenizer")
     prepare([texts], folder / "tokenizer", folder / "data", heldout_fraction=0.2)
     return folder / "data"
+
+
+def swap_two_tokens(file: Path) -> None:
+    """Make a tokenizer.json one of as many tokens, two of which have each other's numbers."""
+    definition = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = definition["model"]["vocab"]
+    a, b = list(vocabulary)[50:52]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    file.write_text(json.dumps(definition), encoding="utf-8")

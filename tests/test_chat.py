@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from ladder.data import packing
 from ladder.data.batches import PackedWindows, open_data
+from ladder.data.encoded import ANSWER, BEGINS
 from ladder.data.packing import pack
 from ladder.data.prepare import prepare
 from ladder.data.template import ChatTemplate, LeftOut
@@ -111,6 +113,36 @@ def test_only_answers_and_their_end_are_targets(prepared: Path, tokenizer: Path)
     assert sorted(found) == sorted(map(answers, chats))
 
 
+def test_the_last_token_is_learnt_where_it_is_an_answers(tokenizer: Path, tmp_path: Path) -> None:
+    """With nothing written after its end; whatever the stretches are that a split is read in."""
+    (tmp_path / "terse.jinja").write_text(TEMPLATE.replace("{{ '\\n' }}", ""))
+    chats = make_chats(30)
+    options = {"chat_template": tmp_path / "terse.jinja", "heldout_fraction": 0}
+    windows = windows_of(prepare_chats(tmp_path, tokenizer, chats, **options), 32)
+    vocabulary = load_tokenizer(tokenizer)
+    split, found = windows.split, []
+    for start, size in zip(windows.found.starts, windows.found.sizes, strict=True):
+        if size < 32:  # it is whole
+            marked = split.read_marked(start, start + size + 1)
+            assert marked[-1] & ANSWER
+            assert (
+                len(split) == start + size + 1
+                or split.read_marked(start + size + 1, start + size + 2) & BEGINS
+            )
+            ids = split.tokens(marked[marked & ANSWER > 0]).tolist()
+            found.append(vocabulary.decode(ids, skip_special_tokens=False))
+    assert len(found) > 5
+    assert {*found} <= {*map(answers, chats)}
+    everyone = range(len(windows))
+    assert windows.targets(everyone) == int((windows.read(everyone)[1] >= 0).sum())
+    for chunk in (1, 7, 50, len(split)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(packing, "CHUNK", chunk)
+            again = packing.survey(split.read_marked, len(split), 32)
+        for one, other in zip(again, windows.found, strict=True):
+            assert np.array_equal(one, other), chunk
+
+
 def test_a_conversation_does_not_see_its_neighbours(prepared: Path) -> None:
     """Each one's losses in a window are those that it has alone."""
     windows = windows_of(prepared, 128)
@@ -207,6 +239,12 @@ def test_the_tokenizers_own_template(tokenizer: Path, tmp_path: Path) -> None:
     prepare([file], tmp_path / "b", tmp_path / "c", **options)
     shards = [(tmp_path / name / "train-00000.bin").read_bytes() for name in "abc"]
     assert shards[0] == shards[1] == shards[2]
+    (tmp_path / "other.jinja").write_text(CHATML)
+    config.write_text(json.dumps({"chat_template": TEMPLATE, "bos_token": "def", "x": 1}))
+    prepare([file], own, tmp_path / "d", chat_template=tmp_path / "other.jinja", **options)
+    kept = json.loads((tmp_path / "d" / "tokenizer_config.json").read_text())
+    assert kept == {"bos_token": "def", "x": 1, "eos_token": "<|endoftext|>"}
+    assert (tmp_path / "d" / "chat_template.jinja").read_text() == CHATML
 
 
 def test_what_cannot_be_learnt_is_left_out_and_counted(tokenizer: Path, tmp_path: Path) -> None:
@@ -214,11 +252,18 @@ def test_what_cannot_be_learnt_is_left_out_and_counted(tokenizer: Path, tmp_path
         {"role": "user", "content": "say <|endoftext|>"},
         {"role": "assistant", "content": "no"},
     ]
-    chats = [CHAT, CHAT[:1], forged, []]
+    calls: list[dict[str, Any]] = [
+        CHAT[0],
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]},
+        {"role": "tool", "content": "3"},
+        CHAT[1],
+    ]
+    chats = [CHAT, CHAT[:1], forged, [], calls, [{**message, "tool_calls": []} for message in CHAT]]
     data = open_data(prepare_chats(tmp_path, tokenizer, chats, heldout_fraction=0))
-    assert data.split("train").documents == 1
+    assert data.split("train").documents == 2
     assert data.index["left_out"] == {
         "without an answer": 1,
+        "in which tools are called": 1,
         "in which someone says a special token's name": 1,
     }
     with pytest.raises(UserError, match="no conversation can be used: 1 without an answer"):
@@ -254,6 +299,9 @@ def test_broken_conversations_are_refused(
         ("{{ messages[0].content.upper(1) }}", "cannot write a conversation down"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
         ("{{ strftime_now('%Y') }}", "'strftime_now' is undefined"),
+        ("{{ 1 // 0 }}", "cannot write a conversation down .ZeroDivisionError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("", "whose answers the template does not write"),
         ("{{ raise_exception('roles must alternate') }}", "refuses .roles must alternate"),
     ],
 )

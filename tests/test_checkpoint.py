@@ -18,6 +18,7 @@ from ladder.checkpoint import load_model, model_entries, read_stop_tokens, write
 from ladder.infer.engine import generate
 from ladder.models import ModelConfig, Transformer, UserError
 from ladder.parallel.sharding import initialise, local_parameters, place
+from ladder.train.shards import write_file
 from tests.distributed import Pools, tp_mesh
 
 TOKENS = torch.randint(0, 91, (2, 11), generator=torch.Generator().manual_seed(0))
@@ -165,6 +166,14 @@ NORM = "model.norm.weight"
 INDEX = "model.safetensors.index.json"
 
 
+def only_index(**content: Any) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        edit_json(INDEX, **content)(folder)
+
+    return apply
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -181,8 +190,8 @@ INDEX = "model.safetensors.index.json"
         (edit_config(rope_theta="x"), "rope_theta='x'"),
         (edit_json("config.json", model=5), r"config\.json has model=5"),
         (edit_json("config.json", model=None), r"config\.json has model=None"),
-        (edit_json(INDEX, weight_map=None), "index.json has weight_map=None"),
-        (edit_json(INDEX, weight_map={NORM: 5}), f"index.json has 5 as the file of '{NORM}'"),
+        (only_index(weight_map=None), "index.json has weight_map=None"),
+        (only_index(weight_map={NORM: 5}), f"index.json has 5 as the file of '{NORM}'"),
         (edit_tensors(lambda t: t.update({NORM: t[NORM].to(torch.int8)})), f"'{NORM}' .* I8"),
         (
             edit_tensors(lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn)})),
@@ -263,4 +272,28 @@ def test_other_architectures_are_refused(
     data = {key: value for key, value in data.items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(data))
     with pytest.raises(UserError, match=message):
+        load_model(tmp_path)
+
+
+@torch.no_grad()
+def test_one_file_comes_before_an_index_of_several(tmp_path: Path) -> None:
+    """Where a folder was written to twice, we read the weights that transformers reads."""
+    save_llama(tmp_path)
+    whole = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+    save_file({name: 1.5 * value for name, value in whole.items()}, tmp_path / "model.safetensors")
+    expected = LlamaForCausalLM.from_pretrained(tmp_path).eval()(TOKENS).logits
+    assert (load_model(tmp_path)(TOKENS) - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("start", [[0], ["0", "0"], [0.0, 0.0], 0])
+def test_boxes_of_a_damaged_file(tmp_path: Path, start: Any) -> None:
+    model = make("ladder", None)
+    write_config(tmp_path, model.config, eos_token_id=0)
+    starts = {name: [0] * each.dim() for name, each in model.named_parameters()}
+    tensors = {name: each.detach() for name, each in model.named_parameters()}
+    file = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
+    write_file(file, tensors, starts)
+    load_model(tmp_path)
+    write_file(file, tensors, starts | {checkpoint.EMBEDDING: start})
+    with pytest.raises(UserError, match="does not say which shards it holds"):
         load_model(tmp_path)

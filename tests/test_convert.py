@@ -175,6 +175,8 @@ def test_a_tied_head_that_is_stored_all_the_same(tmp_path: Path) -> None:
     save_file({"lm_head.weight": embedding + 1}, source / "head.safetensors")
     with pytest.raises(UserError, match=r"lm_head\.weight differs from model\.embed_tokens"):
         convert(source, tmp_path / "again", "standard")
+    with pytest.raises(UserError, match=r"lm_head\.weight differs from model\.embed_tokens"):
+        load_model(source)  # transformers would compute with the head
 
 
 # What the families compute
@@ -274,6 +276,9 @@ def test_one_of_our_models_gets_more_ladder_layers(tmp_path: Path) -> None:
     convert(source, tmp_path / "parallel", "parallel")
     with pytest.raises(UserError, match="plan 'parallel' of the source"):
         convert(tmp_path / "parallel", tmp_path / "wrong", "ladder")
+    convert(source, tmp_path / "desync", "desync-2x", 2)
+    with pytest.raises(UserError, match="plan 'desync-2x' of the source"):  # two ranks' norms
+        convert(tmp_path / "desync", tmp_path / "wrong", "desync-2x", 4)
 
 
 # Streaming
@@ -351,8 +356,10 @@ def change_config(**changes: Any) -> Callable[[Path], None]:
         (change_config(num_hidden_layers=5), ("lacks the tensor", "layers.4.", "and 6 more")),
         (change_config(model_type="gpt2"), ("'gpt2'",)),
         (change_config(rope_parameters={"rope_type": "yarn", "factor": 2.0}), ("'yarn'",)),
+        (change_config(rope_parameters=None, rope_scaling={"factor": 2.0}), ("'factor': 2.0",)),
         (change_config(partial_rotary_factor=0.5), ("partial_rotary_factor=0.5",)),
         (change_config(quantization_config={"bits": 4}), ("quantization_config",)),
+        (change_config(eos_token_id="<end>"), ("eos_token_id='<end>'",)),
         (change_config(model_type="mistral", sliding_window=32),
          ("sliding_window=32", "max_position_embeddings=64")),
         (change_config(model_type="qwen2", sliding_window=32, use_sliding_window=True,
@@ -384,6 +391,7 @@ def test_a_window_that_no_layer_has_is_no_window(tmp_path: Path) -> None:
         (("--plan", "laddr"), ("'laddr'", "did you mean 'ladder'")),
         (("--plan", "desync-2x"), ("'desync-2x'", "tp_degree")),
         (("--plan", "ladder", "--tp-degree", "2"), ("tp_degree=2",)),
+        (("--tp-degree", "2"), ("tp_degree=2", "--plan")),
         (("--plan", "none", "--tp-degree", "2"), ("'none'", "bound")),
         (("--plan", "ladder", "--ladder-layers", "2-3"), ("--ladder-layers=2-3", "hybrid")),
         (("--plan", "hybrid", "--ladder-layers", "2-9"), ("'2-9'", "0-3")),
@@ -410,6 +418,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "exists already" in capsys.readouterr().err
     out.rename(tmp_path / "ladder")
     assert_refused(capsys, tmp_path / "ladder", ("'ladder@0,ladder@2-3'",), "--to", "hf")
+    assert_refused(capsys, source / "config.json", ("is a file; give a model folder",))
+    with pytest.raises(UserError, match="unknown format 'huggingface'"):
+        convert(source, out, to="huggingface")
 
 
 def test_a_faulty_disk_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,6 +455,15 @@ def test_other_logits_than_transformers_are_noticed(
     assert not (tmp_path / "out").exists()
 
 
+def test_what_transformers_cannot_load_is_not_compared(tmp_path: Path) -> None:
+    """It is told in one line, and nothing is written."""
+    source = save(tmp_path / "hf")
+    edit(source / "config.json", bos_token_id="<begin>")
+    with pytest.raises(UserError, match=r"transformers cannot load .*bos_token_id"):
+        convert(source, tmp_path / "out", "standard")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_run_is_exported_as_one_plain_folder(corpus: Path, tmp_path: Path, pools: Pools) -> None:
     """Without --plan a model keeps its own: what two ranks wrote as shards is joined, for others to
     read."""
@@ -460,7 +480,21 @@ def test_a_run_is_exported_as_one_plain_folder(corpus: Path, tmp_path: Path, poo
         models[0].state_dict().items(), models[1].state_dict().values(), strict=True
     ):
         assert torch.equal(value, other), name
+    shard = next(found.glob("shard-00002-model-*"))
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 4
+    shard.write_bytes(data)
+    with pytest.raises(UserError, match=f"{shard.name} is damaged.*another checkpoint"):
+        convert(found, tmp_path / "again")
 
 
 def train_on_ranks(rank: int, world: int, settings: dict[str, Any]) -> None:
     train(build(TrainConfig, settings, "test recipe"), device="cpu")
+
+
+def test_transformers_is_told_which_token_ends_a_text(corpus: Path, tmp_path: Path) -> None:
+    """A run's folder gives its id alone, and the harness has to pad with something."""
+    train(recipe(corpus, tmp_path / "run", plan="standard", steps=3))
+    assert main(["convert", f"{tmp_path}/run", "--to", "hf", "--out", f"{tmp_path}/hf"]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|endoftext|>", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -369,3 +370,16 @@ def test_ranks_train_on_the_same_mix(
     settings = _recipe(data, tmp_path / "two").to_dict()
     pools(2).run(_train_on_ranks, settings)
     assert _losses(tmp_path / "two") == pytest.approx(_losses(tmp_path / "one"), abs=1e-4)
+
+
+def test_each_source_has_its_own_end_of_a_document(mix: Mix) -> None:
+    """Conversations may end with another token than text. Catches the first source's for all."""
+    sources = [replace(source, eos_id=1000 * n + 7) for n, source in enumerate(mix.sources, 1)]
+    windows = replace(mix, eos_id=1007, sources=tuple(sources), made={}).windows("train", SEQ)
+    drawn = [windows.draw(1, entry) for entry in range(200)]
+    tokens, _ = windows.read(drawn)
+    begins = windows.begins(drawn, tokens, 1007)
+    assert begins is not None
+    after = (tokens[:, :-1] % 1000 == 7).nonzero().tolist()
+    assert {int(tokens[row, 0]) // 1000 for row, _ in after} == {1, 2, 3}
+    assert begins[:, 1:].nonzero().tolist() == after

@@ -241,6 +241,25 @@ def test_other_arguments_do_not_go_on(corpus: Path, tokenizer: Path, tmp_path: P
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_one_unit_of_other_arguments_is_nothing_to_finish(
+    corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So little is not kept: a call that speaks of finishing it would itself remove it."""
+    out = tmp_path / "out"
+    commit = shards.Unfinished.commit
+
+    def once(work: Any, **facts: Any) -> None:
+        commit(work, **facts)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards.Unfinished, "commit", once)
+        assert _killed(lambda: prepare([corpus], tokenizer, out, **OPTIONS))
+    assert (tmp_path / ".out.unfinished" / "progress.json").exists()
+    prepare([corpus], tokenizer, out, **{**OPTIONS, "heldout_fraction": 0.5})
+    assert os.listdir(tmp_path) == ["out"]
+
+
 def test_changed_files_do_not_go_on(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
     """Catches a corpus of which one half is old."""
     copy = tmp_path / "corpus"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder.checkpoint import WEIGHTS, model_entries, write_config, write_tensors
+from ladder.checkpoint import WEIGHTS, model_entries, newest, write_config, write_tensors
 from ladder.config import build
 from ladder.models import Ranks, Reducer, UserError
 from ladder.models import loss as losses_module
@@ -20,6 +22,7 @@ from ladder.train import metrics
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests.chats import make_chats, prepare_chats
+from tests.corpus import swap_two_tokens
 from tests.distributed import Pools, tp_mesh
 from tests.samples import full_model, small_config
 from tests.test_train import recipe, run_on_ranks, stored, untimed, weights
@@ -189,3 +192,16 @@ def test_another_vocabulary_is_refused(corpus: Path, base: Path, tmp_path: Path)
     config = distilling(corpus, base, tmp_path / "run", teacher=str(tmp_path / "other"))
     with pytest.raises(UserError, match="has vocab_size=310, the student 300"):
         train(config, device="cpu")
+
+
+def test_another_teachers_tokenizer_is_refused(corpus: Path, base: Path, tmp_path: Path) -> None:
+    """The same number of tokens, two of which have changed places; other bytes alone are none."""
+    teacher = tmp_path / "teacher"
+    shutil.copytree(newest(base), teacher)
+    file = teacher / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text())))
+    config = distilling(corpus, base, tmp_path / "run", teacher=str(teacher), steps=3)
+    train(config, device="cpu", stop_after=1)
+    swap_two_tokens(file)
+    with pytest.raises(UserError, match=r"another vocabulary than .*the one of teacher="):
+        train(config, device="cpu", resume=True)

@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder.checkpoint import load_model, newest
+from ladder.checkpoint import CHECKSUMS, load_model, newest
 from ladder.config import build
 from ladder.data.batches import heldout_windows, open_data
+from ladder.files import checksum
 from ladder.models import Transformer, UserError, document_starts, documents
 from ladder.parallel.sharding import local_parameters, local_tensor, place, sum_shared_gradients
-from ladder.train import metrics, state
+from ladder.train import metrics
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests import restatement
@@ -300,9 +301,9 @@ def test_a_run_from_before_the_option_goes_on(corpus: Path, tmp_path: Path) -> N
     record = json.loads(path.read_text())
     del record["config"]["mask_documents"]
     path.write_text(json.dumps(record))
-    sums = json.loads((newest(run) / state.CHECKSUMS).read_text())
-    sums["train.json"] = state.checksum(path)
-    (newest(run) / state.CHECKSUMS).write_text(json.dumps(sums))
+    sums = json.loads((newest(run) / CHECKSUMS).read_text())
+    sums["train.json"] = checksum(path)
+    (newest(run) / CHECKSUMS).write_text(json.dumps(sums))
     with pytest.raises(UserError, match="started with mask_documents=False"):
         train(recipe(corpus, run, mask_documents=True), device="cpu", resume=True)
     train(recipe(corpus, run), device="cpu", resume=True)

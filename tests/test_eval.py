@@ -1,37 +1,26 @@
-"""Evaluation: log-likelihoods, the harness beside transformers', the offline suite, the command."""
+"""Evaluation: log-likelihoods, and the harness beside transformers."""
 
 from __future__ import annotations
 
 import json
-import math
 import random
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 
 from ladder.checkpoint import load_model
-from ladder.cli import main
-from ladder.data.prepare import prepare
-from ladder.data.sources import open_corpus
 from ladder.eval import offline, results, suites
+from ladder.eval.command import evaluate
 from ladder.eval.scoring import Request, score
 from ladder.infer.engine import generate
 from ladder.models import Transformer, UserError
-from tests.corpus import VOCAB_SIZE, WORDS
+from tests.corpus import WORDS
 from tests.distributed import Pools, tp_mesh
+from tests.evaluation import CONTEXT, needs_lm_eval
 from tests.test_generate import make, prompts, without_cache
-
-CONTEXT = 96
-
-
-def needs_lm_eval() -> None:
-    pytest.importorskip("lm_eval", reason="needs the extra `eval`")
-
 
 # ---- log-likelihoods ----------------------------------------------------------------------------
 
@@ -111,6 +100,8 @@ def test_what_cannot_be_scored_is_refused() -> None:
     model = make("standard", None)
     with pytest.raises(UserError, match="41 tokens is longer than the model's context"):
         score(model, [Request([1], [1] * 41)], 4)
+    with pytest.raises(UserError, match="a token outside vocab_size=67"):
+        score(model, [Request([1], [67])], 4)
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
     with pytest.raises(RuntimeError, match="not finite"):
@@ -128,140 +119,7 @@ def test_a_caller_ends_a_generation() -> None:
     assert [each.reason for each in found] == ["length", "stop", "length"]
 
 
-# ---- the offline data ---------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, source = tmp_path_factory.mktemp("texts"), random.Random(1)
-    for i in range(4):
-        words = [source.choice(WORDS) + str(source.randrange(40)) for _ in range(400)]
-        lines = [" ".join(words[at : at + 9]) for at in range(0, len(words), 9)]
-        (folder / f"{i}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return folder
-
-
-def rows(folder: Path, name: str) -> list[dict[str, Any]]:
-    lines = (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def test_the_offline_data_is_a_function_of_the_text(texts: Path, tmp_path: Path) -> None:
-    index = offline.build([str(texts)], tmp_path / "a")
-    assert offline.build([str(texts)], tmp_path / "b") == index
-    assert index["documents"] == 4
-    whole = {path.read_text(encoding="utf-8") for path in texts.iterdir()}
-    assert {row["text"] for row in rows(tmp_path / "a", "heldout")} == {
-        text[: offline.CHARACTERS] for text in whole
-    }
-    cloze = rows(tmp_path / "a", "cloze")
-    assert len(cloze) > 100
-    for row in cloze:
-        true = row["passage"] + row["choices"][row["answer"]]
-        assert sum(true in text for text in whole) == 1
-        assert len(set(row["choices"])) == 4
-        wrong = [row["passage"] + choice for choice in row["choices"]]
-        assert sum(any(each in text for text in whole) for each in wrong) == 1
-    assert {row["answer"] for row in cloze} == {0, 1, 2, 3}
-    for row in rows(tmp_path / "a", "copying"):
-        first, second, half = row["text"].split("\n")
-        assert first == second == half + row["rest"]
-    for row in rows(tmp_path / "a", "arithmetic"):
-        *solved, asked = row["text"].split("\n")
-        a, _, b, _ = asked.split()
-        assert int(a) + int(b) == int(row["answer"])
-        for line in solved:
-            a, _, b, _, c = line.split()
-            assert int(a) + int(b) == int(c)
-
-
-def test_prepared_data_gives_its_held_out_documents(
-    corpus: Path, texts: Path, tmp_path: Path
-) -> None:
-    """Training documents, or text that is not the original's, would make the figures worthless."""
-    prepare([texts], corpus, tmp_path / "data", heldout_fraction=0.5)
-    held = open_corpus([texts], heldout_fraction=0.5).read("heldout")
-    offline.build([str(tmp_path / "data")], tmp_path / "out")
-    found = {row["text"] for row in rows(tmp_path / "out", "heldout")}
-    assert found == {document.text[: offline.CHARACTERS] for document in held}
-    assert 0 < len(found) < 4
-
-
-def test_too_little_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("a few words\n")
-    with pytest.raises(UserError, match="holds too little text to build the task 'cloze'"):
-        offline.build([str(tmp_path / "short.txt")], tmp_path / "out")
-
-
-# ---- suites and tables --------------------------------------------------------------------------
-
-
-def test_suites_and_tasks(tmp_path: Path) -> None:
-    shots = {entry.task: entry.num_fewshot for entry in suites.load_suite("paper-adapt")}
-    assert shots == {
-        "mmlu": 5, "arc_challenge": 25, "openbookqa": None, "hellaswag": 10,
-        "truthfulqa_mc1": None, "gsm8k": 8, "ifeval": None,
-    }  # fmt: skip
-    assert [entry.task for entry in suites.entries(["paper-pretrain"], None)] == [
-        "arc_challenge", "arc_easy", "hellaswag", "piqa", "sciq", "winogrande", "wikitext",
-    ]  # fmt: skip
-    assert suites.entries(["piqa"], 3) == [suites.Entry("piqa", 3)]
-    with pytest.raises(UserError, match="names 'piqa' twice"):
-        suites.entries(["paper-pretrain", "piqa"], None)
-    (tmp_path / "suite.yaml").write_text("- {task: piqa, shots: 5}\n")
-    with pytest.raises(UserError, match="unknown key of task 1"):
-        suites.entries([str(tmp_path / "suite.yaml")], None)
-
-
-def test_the_error_of_a_ratio() -> None:
-    """Against the spread of the ratio over many samples of the same population."""
-    source = random.Random(2)
-
-    def sample() -> list[tuple[float, int]]:
-        sizes = [source.randrange(20, 200) for _ in range(80)]
-        return [(-size * source.gauss(1.0, 0.2) + source.gauss(0, 5), size) for size in sizes]
-
-    def bits(pairs: Sequence[tuple[float, int]]) -> float:
-        return -sum(nats for nats, _ in pairs) / sum(size for _, size in pairs) / math.log(2)
-
-    values = torch.tensor([bits(sample()) for _ in range(400)])
-    found = [results.ratio_stderr("bits_per_byte", sample()) for _ in range(100)]
-    assert sum(found) / 100 == pytest.approx(float(values.std()), rel=0.15)  # type: ignore[arg-type]
-    assert results.ratio_stderr("acc", sample()) is None
-
-
-def test_groups_stand_for_their_parts() -> None:
-    def figure(task: str) -> results.Metric:
-        return results.Metric(task, 5, "acc", 0.5, 0.01, True, 10)
-
-    found = [figure(name) for name in ("mmlu", "mmlu_stem", "mmlu_algebra", "piqa")]
-    groups = {"mmlu": ["mmlu_stem"], "mmlu_stem": ["mmlu_algebra"]}
-    assert [each.task for each in results.shown(found, groups)] == ["mmlu", "piqa"]
-    table = results.table({"a": found[:1], "b": found[1:2]})
-    assert table == [["task", "shots", "metric", "a", "b"],
-                     ["mmlu", "5", "acc ↑", "0.5000 ± 0.0100", "-"]]  # fmt: skip
-
-
 # ---- beside transformers ------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def llama(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama in Hugging Face's layout, with the corpus's tokenizer."""
-    transformers = pytest.importorskip("transformers")
-    folder = tmp_path_factory.mktemp("llama")
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=56, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=CONTEXT,
-        eos_token_id=0, bos_token_id=0, initializer_range=0.2,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    end = Tokenizer.from_file(str(corpus / "tokenizer.json")).id_to_token(0)
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(corpus / "tokenizer.json"), eos_token=end, pad_token=end
-    ).save_pretrained(folder)
-    return folder
 
 
 def hugging_face(folder: Path) -> Any:
@@ -270,6 +128,19 @@ def hugging_face(folder: Path) -> Any:
     from lm_eval.models.huggingface import HFLM
 
     return HFLM(pretrained=str(folder), device="cpu", batch_size=4, dtype="float32")
+
+
+def our_model_there(folder: Path, plan: str) -> Any:
+    """Our model of transformers in the harness's own Hugging Face model."""
+    needs_lm_eval()
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoTokenizer
+
+    from ladder.hf import LadderForCausalLM
+
+    model = LadderForCausalLM.from_pretrained(folder, plan=plan)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=4, device="cpu")
 
 
 def ours(folder: Path, batch: int, mesh: Any = None) -> Any:
@@ -284,7 +155,7 @@ def instances(kind: str, arguments: Sequence[tuple]) -> list[Any]:
     return [Instance(kind, {}, each, 0, ("test", i, 1)) for i, each in enumerate(arguments)]
 
 
-TEXT = " ".join(WORDS[(i * 7 + i * i) % len(WORDS)] for i in range(120))
+TEXT = " ".join(WORDS[(i * 7 + i * i) % len(WORDS)] for i in range(250))
 PAIRS = [
     ("def self", " return"), ("def self ", "return value"), ("", "range in"), (TEXT, " if else"),
     (TEXT[:30], TEXT[30:150]), ("x", "\n"), ("<|endoftext|>def", " value"), ("é", "ü☃"),
@@ -295,9 +166,9 @@ STOPS = {"until": ["e", "\n\n"], "max_gen_toks": 12, "do_sample": False}
 CONTEXTS = [("def self", STOPS), (TEXT, STOPS), ("in range", {"max_gen_toks": 5}), ("if", STOPS)]
 
 
-def everything(model: Any) -> list[Any]:
+def everything(model: Any, pairs: Sequence[tuple[str, str]] = PAIRS) -> list[Any]:
     return [
-        model.loglikelihood(instances("loglikelihood", PAIRS)),
+        model.loglikelihood(instances("loglikelihood", pairs)),
         model.loglikelihood_rolling(instances("loglikelihood_rolling", ROLLING)),
         model.generate_until(instances("generate_until", CONTEXTS)),
     ]
@@ -317,8 +188,6 @@ def offline_tasks(data: Path) -> dict[str, Any]:
 
 
 def figures(model: Any, folder: Path, data: Path) -> list[results.Metric]:
-    from ladder.eval.command import evaluate
-
     return evaluate(model, folder, offline_tasks(data), limit=4)
 
 
@@ -346,7 +215,7 @@ def test_the_harness_finds_what_it_does_in_transformers(
     assert any(text for text in expected[2])
     offline.build([str(texts)], tmp_path)
     their_figures = figures(reference, llama, tmp_path)
-    assert len(their_figures) == 6
+    assert len(their_figures) == 8
     for batch in (1, 3, 16):
         model = ours(llama, batch)
         agree(everything(model), expected)
@@ -354,6 +223,56 @@ def test_the_harness_finds_what_it_does_in_transformers(
     for found, found_figures in pools(2).run(harness_on_rank, llama, tmp_path):
         agree(found, expected)
         same_figures(found_figures, their_figures)
+
+
+@pytest.mark.parametrize("plan", ["standard", "ladder"])
+def test_the_engine_finds_what_our_model_of_transformers_does(
+    llama: Path, texts: Path, tmp_path: Path, plan: str
+) -> None:
+    reference = our_model_there(llama, plan)
+    reference.model.save_pretrained(tmp_path / "model")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / file).write_bytes((llama / file).read_bytes())
+    data = tmp_path / "data"
+    offline.build([str(texts)], data)
+    model = ours(tmp_path / "model", 3)
+    assert model.model.config.plan.name == plan
+    agree(everything(model), everything(reference))
+    same_figures(figures(model, llama, data), figures(reference, llama, data))
+
+
+def test_a_conversation_reads_as_in_transformers(llama: Path, texts: Path, tmp_path: Path) -> None:
+    """Templates that strip what is said, refuse a system's message, or add a token of their own."""
+    needs_lm_eval()
+    for file in llama.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content | trim }}{{ eos_token }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    from ladder.eval.model import LadderLM
+
+    model = LadderLM(load_model(tmp_path), tmp_path, 3, "")
+    reference = hugging_face(tmp_path)
+    asked = {"role": "user", "content": " self "}
+    begun = {"role": "assistant", "content": "The answer is "}
+    for history, prompt in (
+        ([asked], True),
+        ([{"role": "system", "content": "return"}, asked], True),
+        ([asked, begun], False),
+        ([asked, {**begun, "content": "value"}], False),
+    ):
+        found = model.apply_chat_template(history, add_generation_prompt=prompt)
+        assert found == reference.apply_chat_template(history, add_generation_prompt=prompt)
+    offline.build([str(texts)], tmp_path / "data", ["local_sums", "local_definitions"])
+    tasks = suites.load([suites.Entry("local_sums"), suites.Entry("local_definitions")],
+                        tmp_path / "data")  # fmt: skip
+    found, expected = (
+        evaluate(each, tmp_path, tasks, limit=3, chat_template="") for each in (model, reference)
+    )
+    same_figures(found, expected)
+    assert evaluate(model, tmp_path, tasks, limit=3)[0] != found[0]
 
 
 def test_a_beginning_of_text_token_is_added_as_transformers_adds_it(
@@ -394,19 +313,13 @@ def test_a_beginning_of_text_token_is_added_as_transformers_adds_it(
     pairs = [*PAIRS, ("<s>def", " self"), ("", "<s>value")]
     for text in ("def", "<s>def", ""):
         assert model.tok_encode(text) == reference.tok_encode(text)
-    found = model.loglikelihood(instances("loglikelihood", pairs))
-    expected = reference.loglikelihood(instances("loglikelihood", pairs))
-    for (nats, greedy), (their_nats, their_greedy) in zip(found, expected, strict=True):
-        assert nats == pytest.approx(their_nats, abs=1e-4)
-        assert greedy == their_greedy
+    agree(everything(model, pairs), everything(reference, pairs))
 
 
 def test_every_model_sees_the_same_examples(llama: Path, texts: Path, tmp_path: Path) -> None:
     """A task goes on drawing where it was: the second model would be shown others."""
     needs_lm_eval()
     from lm_eval.tasks import TaskManager
-
-    from ladder.eval.command import evaluate
 
     suites.require_lm_eval()
     offline.build([str(texts)], tmp_path / "data")
@@ -434,88 +347,15 @@ def test_what_transformers_cannot_do(llama: Path) -> None:
     empty = [("def", ""), ("", "")]
     assert model.loglikelihood(instances("loglikelihood", empty)) == [(0.0, True)] * 2
     assert model.loglikelihood_rolling(instances("loglikelihood_rolling", [("",)])) == [0.0]
+    assert len(model.tok_encode("return")) == 1 < len(model.tok_encode("ret"))
+    melted, whole, last = model.loglikelihood(
+        instances("loglikelihood", [("ret", "urn"), ("", "return"), ("re", "t")])
+    )
+    assert melted == whole
+    assert melted != last
     (text,) = model.generate_until(instances("generate_until", [("", {"max_gen_toks": 4})]))
     assert isinstance(text, str)
     with pytest.raises(UserError, match="generates with num_beams=4"):
         model.generate_until(instances("generate_until", [("a", {"num_beams": 4})]))
     with pytest.raises(UserError, match=f"up to {CONTEXT} tokens and the model's context"):
         model.generate_until(instances("generate_until", [("a", {"max_gen_toks": CONTEXT})]))
-
-
-# ---- the command --------------------------------------------------------------------------------
-
-
-def test_models_side_by_side(
-    llama: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    needs_lm_eval()
-    other = tmp_path / "other"
-    other.mkdir()
-    for file in llama.iterdir():
-        (other / file.name).write_bytes(file.read_bytes())
-    out = tmp_path / "out"
-    command = ["eval", str(llama), str(other), "--text", str(texts), "--out", str(out),
-               "--limit", "3", "--batch", "2", "--device", "cpu"]  # fmt: skip
-    assert main(command) == 0
-    printed = capsys.readouterr().out
-    lines = [line for line in printed.splitlines() if line.startswith("local_")]
-    assert len(lines) == 6
-    for line in lines:  # the same weights, in both columns
-        left, right = re.split(r" {2,}", line)[-2:]
-        assert left == right
-        assert " ± " in left
-    record = json.loads((out / "results.json").read_text())
-    assert list(record["results"]) == list(record["models"]) == [str(llama), str(other)]
-    assert {each["examples"] for each in record["results"][str(llama)]} == {3}
-    assert record["offline"]["files"]
-    assert "| local_cloze | 0 | acc ↑ |" in (out / "results.md").read_text()
-
-
-def test_a_task_of_the_hub_without_a_network(
-    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needs_lm_eval()
-    import datasets
-    from lm_eval.tasks import TaskManager
-
-    def unreachable(*_: Any, **__: Any) -> None:
-        raise ConnectionError("Couldn't reach 'x/cloze' on the Hub")
-
-    config = "{task: hub_task, dataset_path: x/cloze, output_type: multiple_choice}"
-    (tmp_path / "hub.yaml").write_text(config)
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    indexed = TaskManager(include_path=str(tmp_path), include_defaults=False)  # not all: 6 seconds
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: indexed)
-    command = ["eval", str(llama), "--out", str(tmp_path / "out"), "--tasks"]
-    assert main([*command, "hub_task"]) == 2
-    said = capsys.readouterr().err
-    assert "task 'hub_task' cannot be loaded (ConnectionError" in said
-    assert "`--tasks offline` needs neither" in said
-    assert main([*command, "hub_tusk"]) == 2
-    said = capsys.readouterr().err
-    assert "'hub_tusk' is no task" in said
-    assert "did you mean 'hub_task'?" in said
-    assert "paper-adapt" in said
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--batch", "0"], "--batch=0"),
-        (["--limit", "0"], "--limit=0"),
-        (["--num-fewshot", "-1"], "--num-fewshot=-1"),
-    ],
-)
-def test_bad_options_are_refused(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["eval", "nowhere", *words]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_without_the_harness(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["eval", "nowhere"]) == 2
-    assert "pip install 'ladder[eval]'" in capsys.readouterr().err

@@ -21,7 +21,7 @@ import torch
 from ladder.checkpoint import checkpoints, newest
 from ladder.config import build
 from ladder.models.errors import UserError
-from ladder.train import loop, metrics
+from ladder.train import loop, metrics, shards
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests.distributed import Pools
@@ -211,7 +211,7 @@ def test_damage_is_told_on_every_rank(corpus: Path, tmp_path: Path, pools: Pools
     pools(2).run(stop_at_two, config.to_dict())
     shard = newest(run) / "shard-00002-model-00001-of-00001.safetensors"
     flip(shard)
-    for message in pools(2).run(resume_and_fail, config.to_dict()):
+    for message in pools(2).run(fail_on_ranks, config.to_dict(), True):
         assert f"{shard.name} is damaged" in message
         assert "begin again, without --resume" in message
 
@@ -220,9 +220,9 @@ def stop_at_two(rank: int, world: int, settings: dict[str, Any]) -> None:
     train(build(TrainConfig, settings, "test recipe"), device="cpu", stop_after=2)
 
 
-def resume_and_fail(rank: int, world: int, settings: dict[str, Any]) -> str:
+def fail_on_ranks(rank: int, world: int, settings: dict[str, Any], resume: bool) -> str:
     with pytest.raises(UserError) as caught:
-        train(build(TrainConfig, settings, "test recipe"), device="cpu", resume=True)
+        train(build(TrainConfig, settings, "test recipe"), device="cpu", resume=resume)
     return str(caught.value)
 
 
@@ -236,12 +236,23 @@ def test_a_missing_shard_stops_a_resumed_run(corpus: Path, tmp_path: Path) -> No
     assert steps_of(tmp_path / "run") == [2]
 
 
-def test_only_the_newest_checkpoints_are_kept(corpus: Path, tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_are_kept(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches one that is removed before the next is whole: at no time are there fewer."""
-    config = recipe(corpus, tmp_path / "run", checkpoint_interval=1, keep_checkpoints=2)
-    train(config, device="cpu")
-    assert steps_of(tmp_path / "run") == [5, 6]
-    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
+    run = tmp_path / "run"
+    seen: list[list[int]] = []
+    write = shards.write_file
+
+    def watched(*arguments: Any) -> None:
+        write(*arguments)
+        seen.append(steps_of(run))
+
+    monkeypatch.setattr(shards, "write_file", watched)
+    train(recipe(corpus, run, checkpoint_interval=1, keep_checkpoints=2), device="cpu")
+    assert seen[::2] == seen[1::2] == [[], [1], [1, 2], [2, 3], [3, 4], [4, 5]]
+    assert steps_of(run) == [5, 6]
+    assert len(list((run / "checkpoints").iterdir())) == 2
 
 
 def poisoned(rank: int, world: int, settings: dict[str, Any]) -> tuple[str, list[int]]:
@@ -273,3 +284,132 @@ def test_a_loss_that_is_not_finite_names_its_rank_and_windows(
         assert "step 3: loss=nan" in message
         assert f"first on rank 1, whose loss was nan, of the windows {drawn}" in message
     assert steps_of(tmp_path / "run") == [1, 2]
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_loss_that_is_not_finite_costs_no_step(
+    corpus: Path, tmp_path: Path, pools: Pools, nproc: int
+) -> None:
+    """The steps before it are saved, whatever the interval, and no older checkpoint goes; the run
+    that goes on from there is the one that never stopped. The plan changes with the bad step."""
+    settings = recipe(corpus, tmp_path / "run", checkpoint_interval=2, keep_checkpoints=1).to_dict()
+    settings |= {"convert_layers": [{"step": 2, "plan": "ladder@1"}, {"step": 5, "plan": "ladder"}]}
+    arguments = settings, 6
+    messages = [spoilt_at(0, 1, *arguments)] if nproc == 1 else pools(2).run(spoilt_at, *arguments)
+    for message in messages:
+        assert "step 6: " in message
+        assert "The 5 steps before it are saved" in message
+    assert steps_of(tmp_path / "run") == [4, 5]
+    whole = settings | {"out": str(tmp_path / "whole")}
+    if nproc == 1:
+        go_on(0, 1, settings, True)
+        go_on(0, 1, whole, False)
+    else:
+        pools(2).run(go_on, settings, True)
+        pools(2).run(go_on, whole, False)
+    assert steps_of(tmp_path / "run") == [6]
+    assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
+    for name, value in weights(tmp_path / "whole").items():
+        assert torch.equal(value, weights(tmp_path / "run")[name]), name
+
+
+def test_a_loss_that_is_not_finite_on_a_full_disk_claims_no_checkpoint(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for the save that it asks for, nor for one that is still being written."""
+
+    def full(*arguments: Any) -> None:
+        time.sleep(0.2)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shards, "write_file", full)
+    for name, interval in (("none", 0), ("writing", 2)):
+        settings = recipe(corpus, tmp_path / name, checkpoint_interval=interval).to_dict()
+        message = spoilt_at(0, 1, settings, 3)
+        assert "step 3: " in message
+        assert "could not all be saved: " in message
+        assert "step-000002 cannot be written" in message
+        assert not steps_of(tmp_path / name)
+
+
+def spoilt_at(rank: int, world: int, settings: dict[str, Any], step: int) -> str:
+    """The last rank's gradient is not finite in that step; returns the error."""
+    clip, calls = loop.clip_gradients, []
+
+    def spoilt(*arguments: Any) -> float:
+        calls.append(1)
+        return float("inf") if len(calls) == step else clip(*arguments)
+
+    loop.clip_gradients = spoilt  # type: ignore[assignment]
+    try:
+        with pytest.raises(UserError) as caught:
+            train(build(TrainConfig, settings, "test recipe"), device="cpu")
+    finally:
+        loop.clip_gradients = clip
+    return str(caught.value)
+
+
+def go_on(rank: int, world: int, settings: dict[str, Any], resume: bool) -> None:
+    train(build(TrainConfig, settings, "test recipe"), device="cpu", resume=resume)
+
+
+def test_metrics_on_a_full_disk_end_the_run_with_a_remedy(corpus: Path, tmp_path: Path) -> None:
+    """A file may not grow beyond 12 kB, which metrics are the first to need. Catches a traceback,
+    and a torn line that a resumed run stumbles over."""
+    run = tmp_path / "run"
+    config = recipe(corpus, run, steps=STEPS * 2)
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, 12_000))
+
+    code, _, err = ended(start(config, preexec_fn=limit))
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert code == 2, err
+    assert len(errors) == 1
+    assert "Traceback" not in err
+    assert "metrics" in errors[0]
+    assert "make room, and go on with --resume" in errors[0]
+    train(config, device="cpu", resume=True)
+    assert len(losses(run)) == STEPS * 2
+
+
+def test_tensorboards_full_disk_is_told_as_ours(tmp_path: Path) -> None:
+    """When it writes, and when it is closed; but not in place of what ended the run."""
+
+    class Full:
+        def add_scalar(self, *arguments: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        close = add_scalar
+
+    def closed() -> None:
+        with metrics.Metrics(tmp_path, False, 0, True) as found:
+            found.board = Full()
+
+    def broken() -> None:
+        with metrics.Metrics(tmp_path, False, 0, True) as found:
+            found.board = Full()
+            raise RuntimeError("of training")
+
+    with metrics.Metrics(tmp_path, False, 0, True) as found:
+        found.board = Full()
+        with pytest.raises(UserError, match=r"cannot be written .No space.*make room"):
+            found.write(1, loss=2.0)
+        found.board = None
+    with pytest.raises(UserError, match=r"cannot be written .No space.*make room"):
+        closed()
+    with pytest.raises(RuntimeError, match="of training"):
+        broken()
+
+
+@pytest.mark.parametrize("damage", ["{", "\x00" * 9, None], ids=["cut", "zeros", "gone"])
+def test_checksums_that_are_damaged(corpus: Path, tmp_path: Path, damage: str | None) -> None:
+    """The error says what to do, as for any other file."""
+    config = recipe(corpus, tmp_path / "run", checkpoint_interval=2)
+    train(config, device="cpu", stop_after=5)
+    path = newest(tmp_path / "run") / "checksums.json"
+    path.unlink()
+    if damage is not None:
+        path.write_text(damage)
+    with pytest.raises(UserError, match=r"checksums.json.*remove .*step-000005 to go on from step"):
+        train(config, device="cpu", resume=True)

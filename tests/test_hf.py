@@ -123,17 +123,46 @@ def test_a_standard_plan_is_transformers_llama(
 
 
 def test_positions_that_begin_again_begin_a_document() -> None:
-    """Packed rows, as data collators for fine-tuning make them: attention must not cross."""
+    """Packed rows, as data collators for fine-tuning make them: attention must not cross.
+
+    With a mask of ones beside them, with one that numbers the documents, in evaluation, where there
+    is a cache by default, and with padding after them: each of these has been a way around it.
+    """
     model = wrapped("ladder")
     tokens = torch.randint(1, 67, (1, 12), generator=torch.Generator().manual_seed(0))
     tokens[0, 4] = tokens[0, 8] = 0
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]])
+    numbers = torch.tensor([[1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3]])
     starts = document_starts(tokens, end=0)
+    padded = torch.nn.functional.pad(tokens, (0, 2)), torch.nn.functional.pad(positions, (0, 2))
+    ways: list[dict[str, Any]] = [
+        {"position_ids": positions},
+        {"position_ids": positions, "attention_mask": torch.ones_like(tokens)},
+        {"position_ids": positions, "attention_mask": numbers},
+        {"attention_mask": numbers},
+    ]
     with torch.no_grad():
-        packed = model(tokens, position_ids=positions, use_cache=False).logits
-        assert torch.allclose(packed, model.transformer(tokens, documents=starts))
+        expected = model.transformer(tokens, documents=starts)
+        for way in ways:
+            for use_cache in (False, None):
+                out = model(tokens, use_cache=use_cache, **way)
+                assert torch.allclose(out.logits, expected), (way, use_cache)
+        for mask in (None, (numbers > 0).long()):
+            mask = mask if mask is None else torch.nn.functional.pad(mask, (0, 2))
+            out = model(padded[0], attention_mask=mask, position_ids=padded[1])
+            assert torch.allclose(out.logits[:, :12], expected)
         plain = model(tokens, position_ids=torch.arange(12)[None], use_cache=False).logits
         assert torch.equal(plain, model.transformer(tokens))
+        assert not torch.allclose(plain, expected)
+
+
+def test_an_embedding_that_would_grow_is_refused() -> None:
+    """It would grow beside the one that computes."""
+    model = wrapped()
+    assert model.get_input_embeddings().num_embeddings == 67
+    assert model.resize_token_embeddings(67) is model.model.embed_tokens
+    with pytest.raises(UserError, match="an embedding of 68 tokens is wanted and the model has 67"):
+        model.resize_token_embeddings(68)
 
 
 @pytest.mark.parametrize(
@@ -264,6 +293,23 @@ def test_a_folder_carries_its_code(tmp_path: Path, corpus: Path) -> None:
             assert torch.equal(load_model(folder)(tokens), expected)
     with pytest.raises(UserError, match="exists already"):
         ladder.hf.export(source, out)
+
+
+def test_an_export_that_fails_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its code, the config.json that names it, or its end token, it would be no export."""
+    source = tmp_path / "ours"
+    source.mkdir()
+    save_ours(source, test_generate.make("ladder", None))
+
+    def full(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ladder.hf.model.write_code", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        ladder.hf.export(source, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [source]
 
 
 def on_rank(rank: int, world: int, folder: Path) -> list[Any]:

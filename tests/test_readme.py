@@ -178,7 +178,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "texts"
     folder.mkdir()
     for i in range(20):
-        words = [WORDS[(i * 7 + j * j) % len(WORDS)] + f"_{(i + j) % 13}" for j in range(80)]
+        words = [WORDS[(i * 7 + j * j) % len(WORDS)] + f"_{(i + j) % 13}" for j in range(240)]
         (folder / f"{i:02d}.txt").write_text(" ".join(words) + "\n", encoding="utf-8")
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")

@@ -19,12 +19,16 @@ from ladder.checkpoint import (
     write_tensors,
 )
 from ladder.cli import main
-from ladder.convert.sensitivity import costs, free_layers, measure, named, turned
+from ladder.convert.command import convert
+from ladder.convert.sensitivity import costs, free_layers, measure, named, turned, worded
 from ladder.data.batches import heldout_windows, open_data
+from ladder.data.tokenizer import train_tokenizer
 from ladder.infer.load import load_for_inference
 from ladder.models import ModelConfig, UserError, resolve_plan
 from tests.distributed import Pools
 from tests.samples import full_model, small_config
+
+LAG_2 = {"attention": {"own_lag": 2, "peer_lag": 2}, "mlp": {"own_lag": 2, "peer_lag": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +50,13 @@ def test_turned_and_named() -> None:
     for layers in ([3], [1, 2, 4, 5], list(range(6))):
         assert turned(plan, layers).sublayers == resolve_plan(named(layers), 6).sublayers
     assert free_layers(resolve_plan("ladder@4-5", 6)) == [0, 1, 2, 3]
+    for before, layers, words in (
+        ("standard", [3], "ladder@3"),
+        ("ladder@4-5", [0, 3], "ladder@0,ladder@3-5"),
+        ([{"layers": "0-4", "preset": "standard"}, {"layers": 5, **LAG_2}], [0], ""),
+        ([{"layers": "0-4", "preset": "standard"}, {"layers": 5, **LAG_2}], [5], "ladder@5"),
+    ):
+        assert worded(resolve_plan(before, 6), layers) == words
     for name in ("parallel", "ladder"):
         with pytest.raises(UserError, match=f"'{name}'"):
             free_layers(resolve_plan(name, 6))
@@ -136,6 +147,18 @@ def test_the_command(
     assert main(["convert", str(standard), "--plan", plan, "--out", str(tmp_path / "b")]) == 0
     assert isinstance(load_model(tmp_path / "b").config, ModelConfig)
     capsys.readouterr()
+    # What is a ladder already stays one.
+    convert(standard, tmp_path / "hybrid", "ladder@0")
+    words = ["convert", "sensitivity", str(tmp_path / "hybrid"), *common[3:], "--layers", "1"]
+    assert main(words) == 0
+    plan = capsys.readouterr().out.strip().splitlines()[-1].removeprefix("--plan ")
+    assert plan in ("ladder@0-1", "ladder@0,ladder@2", "ladder@0,ladder@3")
+    (tmp_path / "hybrid" / "tokenizer.json").write_bytes((corpus / "tokenizer.json").read_bytes())
+    assert main(words) == 0
+    train_tokenizer(["others"] * 9, 300, tmp_path / "hybrid")
+    capsys.readouterr()
+    assert main(words) == 2
+    assert "made with another vocabulary" in capsys.readouterr().err
     for wrong, words in (
         (["--layers", "5"], "--layers=5 must be 1 to 4"),
         (["--layers", "2", "--seq-len", "9999"], "--seq-len=9999"),

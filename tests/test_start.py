@@ -17,7 +17,9 @@ from ladder.parallel.apply import make_model
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from ladder.train.start import starting_point
+from tests.corpus import swap_two_tokens
 from tests.distributed import Pools
+from tests.test_faults import fail_on_ranks, flip
 from tests.test_train import losses, recipe, run_on_ranks, untimed, weights
 
 CPU = torch.device("cpu")
@@ -73,6 +75,8 @@ def test_it_goes_on_without_the_folder_and_on_ranks(
 ) -> None:
     init = tmp_path / "init"
     shutil.copytree(newest(standard), init)
+    for name in ("tokenizer_config.json", "chat_template.jinja"):  # which the data has not
+        (init / name).write_text(name)
     train(from_run(corpus, tmp_path / "whole", init, plan="ladder"), device="cpu")
     stopped = from_run(corpus, tmp_path / "stopped", init, plan="ladder")
     train(stopped, device="cpu", stop_after=2)
@@ -80,6 +84,9 @@ def test_it_goes_on_without_the_folder_and_on_ranks(
     pools(2).run(run_on_ranks, ranks.to_dict(), None)
     shutil.rmtree(init)
     train(stopped, device="cpu", resume=True)
+    for run in ("whole", "ranks", "stopped"):
+        for name in ("tokenizer_config.json", "chat_template.jinja"):
+            assert (newest(tmp_path / run) / name).read_text() == name
     assert untimed(tmp_path / "stopped") == untimed(tmp_path / "whole")
     assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "whole"), abs=1e-4)
 
@@ -121,10 +128,24 @@ def test_what_does_not_fit_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_damaged_weights_are_told_on_every_rank(
+    corpus: Path, tmp_path: Path, standard: Path, pools: Pools
+) -> None:
+    """They load, as other weights."""
+    init = tmp_path / "init"
+    shutil.copytree(newest(standard), init)
+    flip(init / "model.safetensors")
+    config = from_run(corpus, tmp_path / "run", init, tp=2)
+    for message in pools(2).run(fail_on_ranks, config.to_dict(), False):
+        assert "model.safetensors is damaged" in message
+        assert "start from another checkpoint" in message
+    assert not (tmp_path / "run").exists()
+
+
 def test_another_tokenizer_is_refused(corpus: Path, tmp_path: Path, standard: Path) -> None:
     init = tmp_path / "init"
     shutil.copytree(newest(standard), init)
-    file = init / "tokenizer.json"
-    file.write_text(file.read_text() + "\n")
-    with pytest.raises(UserError, match="made with another tokenizer than"):
+    swap_two_tokens(init / "tokenizer.json")
+    with pytest.raises(UserError, match=r"another vocabulary than .*, the one of init="):
         train(from_run(corpus, tmp_path / "run", init), device="cpu")
+    assert not (tmp_path / "run").exists()

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from ladder.checkpoint import TensorReader, checkpoints, load_model, newest
+from ladder.checkpoint import CHECKSUMS, TensorReader, checkpoints, load_model, newest
 from ladder.config import build
 from ladder.files import checksum
 from ladder.models import UserError
-from ladder.train import metrics, state
+from ladder.train import metrics
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from ladder.train.optim import learning_rate
@@ -274,7 +274,7 @@ def test_a_checkpoint_of_another_plan_is_refused(corpus: Path, tmp_path: Path) -
     train(recipe(corpus, tmp_path / "run"), device="cpu", stop_after=2)
     path = newest(tmp_path / "run") / "train.json"
     path.write_text(path.read_text().replace('"ladder"', '"standard"'))
-    sums = path.with_name(state.CHECKSUMS)
+    sums = path.with_name(CHECKSUMS)
     sums.write_text(json.dumps({"train.json": checksum(path)}))
     with pytest.raises(UserError, match="of another model: plan differ"):
         train(recipe(corpus, tmp_path / "run", plan="standard"), device="cpu", resume=True)

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from ladder.checkpoint import (
     EMBEDDING,
-    HEAD,
     WEIGHTS,
     Entry,
     TensorReader,
     newest,
     read_config,
     read_json,
+    read_stop_tokens,
+    refuse_damage,
     write_config,
     write_tensors,
 )
@@ -35,9 +36,10 @@ from ladder.config import load_plan
 from ladder.convert.huggingface import config_to_huggingface, refuse_other_plans
 from ladder.convert.verify import cannot_compare, checksum, compare_logits, verify_checksums
 from ladder.convert.weights import make, meta_model, recipes
+from ladder.data.tokenizer import TOKENIZER_CONFIG, load_tokenizer, tokenizer_file
 from ladder.files import new_folder, write_text
 from ladder.models.config import ModelConfig
-from ladder.models.errors import UserError
+from ladder.models.errors import UserError, unknown
 from ladder.progress import Progress
 
 FORMATS = ("ladder", "hf")
@@ -63,23 +65,31 @@ def convert(
     plan: Any = None,
     tp_degree: int | None = None,
     to: str = "ladder",
+    finish: Callable[[Path], None] | None = None,
 ) -> Report:
     """Convert a model folder (ours, a run's, or Hugging Face's) to a new folder `out`.
 
-    plan: what `resolve_plan` takes; None keeps the source's. to: a name in FORMATS. Raises
-    UserError for what cannot be converted, and where what was written does not verify.
+    plan: what `resolve_plan` takes; None keeps the source's. to: a name in FORMATS. finish: what
+    else is to be done to the new folder, before it gets its name. Raises UserError for what cannot
+    be converted, and where what was written does not verify.
     """
+    if to not in FORMATS:
+        raise unknown("format", to, FORMATS)
     start = time.monotonic()
     old = read_config(source)
     config = old
     if plan is not None:
         config = replace(old, plan=plan, tp_degree=tp_degree)
         config.refuse_bound()
+    elif tp_degree is not None:
+        raise UserError(f"tp_degree={tp_degree} without a plan: it goes with one; give --plan too")
     if to == "hf":
         refuse_other_plans(config)
     reader = TensorReader(source, WEIGHTS)
     reader.check(meta_model(old))
-    _refuse_untied(reader, old)
+    reader.close()
+    refuse_damage(reader, "convert another checkpoint of the run")
+    read_stop_tokens(source)  # what they are goes along: not to be found wrong afterwards
     todo = recipes(old, config)
     dtype = reader.dtype(EMBEDDING)
     sizes = {each.name: math.prod(each.shape) for each in todo}
@@ -108,22 +118,13 @@ def convert(
         verify_checksums(folder, sums, advance)
         _write_config(source, folder, config, to, dtype)
         _copy_companions(source, folder)
+        if to == "hf":
+            name_end(folder)
         seconds = time.monotonic() - start
         logits = _logits(source, folder, old, config, to, sum(sizes.values()))
+        if finish is not None:
+            finish(folder)
     return Report(len(todo), total, seconds, logits)
-
-
-def _refuse_untied(reader: TensorReader, config: ModelConfig) -> None:
-    """Where embeddings are tied, a head that is stored all the same must be the embedding."""
-    if not config.tie_embeddings or HEAD not in reader.files:
-        return
-    same = torch.equal(reader.whole(HEAD), reader.whole(EMBEDDING))
-    reader.close()
-    if not same:
-        raise UserError(
-            f"{reader.folder}: {HEAD} differs from {EMBEDDING} but its config.json ties them; set "
-            f"tie_word_embeddings to false there, or remove the tensor"
-        )
 
 
 def _write_config(
@@ -145,6 +146,15 @@ def _copy_companions(source: Path, folder: Path) -> None:
             shutil.copytree(path, folder / path.name)
         else:
             shutil.copyfile(path, folder / path.name)
+
+
+def name_end(folder: Path) -> None:
+    """Tell transformers' tokenizer which token ends a text, as runs' folders do by its id alone."""
+    stop, config = read_stop_tokens(folder), folder / TOKENIZER_CONFIG
+    if len(stop) == 1 and tokenizer_file(folder).is_file() and not config.exists():
+        token = load_tokenizer(folder).id_to_token(stop[0])
+        data = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token}
+        write_text(config, json.dumps(data, indent=1) + "\n")
 
 
 def _logits(

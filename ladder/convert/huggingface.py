@@ -89,6 +89,14 @@ def _rope_fields(rope: Mapping[str, Any], where: str) -> dict[str, Any] | None:
     """The fields of RopeScaling, None where the rotary frequencies are not scaled."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
+        known = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
+        spare = {key: value for key, value in rope.items() if key not in known}
+        spare = {key: value for key, value in spare.items() if value not in (None, 1)}
+        if spare:
+            raise UserError(
+                f"{where} scales its rotary frequencies by {spare!r} without a rope_type that says "
+                f"how; give the type, or remove them"
+            )
         return None
     if kind != "llama3":
         raise UserError(f"{where} has rope_type={kind!r}; only 'default' and 'llama3' work")

@@ -18,7 +18,13 @@ from typing import Any
 import torch
 
 from ladder.checkpoint import newest
-from ladder.data.batches import TokenData, heldout_order, open_data, text_bytes
+from ladder.data.batches import (
+    TokenData,
+    check_tokenizer,
+    heldout_order,
+    open_data,
+    text_bytes,
+)
 from ladder.files import write_text
 from ladder.infer.load import load_for_inference
 from ladder.models.documents import starts_of
@@ -47,7 +53,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class Report:
-    """original: bits per byte before. singles: by divergence; suffixes: the shortest first."""
+    """original: bits per byte before. singles: by divergence; suffixes: the shortest first.
+
+    plan: the better of `chosen` and `suffix` beside the layers that are a ladder already, in the
+    words of a plan; empty where the model's own plan has no such words.
+    """
 
     original: float
     tokens: int
@@ -55,6 +65,7 @@ class Report:
     suffixes: tuple[Cost, ...]
     chosen: Cost  # the layers that cost least one by one
     suffix: Cost  # as many, the last ones
+    plan: str
 
 
 def turned(plan: Plan, layers: Iterable[int]) -> Plan:
@@ -75,6 +86,22 @@ def named(layers: Iterable[int]) -> str:
         else:
             parts.append([layer, layer])
     return ",".join(f"ladder@{a}" if a == b else f"ladder@{a}-{b}" for a, b in parts)
+
+
+def worded(plan: Plan, layers: Iterable[int]) -> str:
+    """The plan with these layers as a ladder, in words; empty where it is no standard or hybrid."""
+    found = {*layers}
+    standard, ladder = (resolve_plan(name, plan.num_layers) for name in ("standard", "ladder"))
+    records = zip(
+        plan.layers, plan.sublayers, standard.sublayers, ladder.sublayers, strict=True
+    )  # fmt: skip
+    for layer, own, plain, turned_over in records:
+        if own != plain and own != turned_over and layer not in found:
+            return ""
+        found |= {layer} if own == turned_over else set()
+    name = named(found)
+    same = turned(plan, found).sublayers == resolve_plan(name, plan.num_layers).sublayers
+    return name if same else ""
 
 
 def free_layers(plan: Plan) -> list[int]:
@@ -168,9 +195,11 @@ def measure(
     known = {cost.layers: cost for cost in found}
     if best not in known:
         known[best] = costs(model, data, [best], *settings, "choice")[1][1]
+    chosen, suffix = known[best], by_suffix[wished - 1]
+    better = min(chosen, suffix, key=lambda cost: cost.divergence)
     return Report(
-        own.bits_per_byte, tokens, tuple(ranked), tuple(by_suffix), known[best],
-        by_suffix[wished - 1],
+        own.bits_per_byte, tokens, tuple(ranked), tuple(by_suffix), chosen, suffix,
+        worded(model.config.plan, better.layers),
     )  # fmt: skip
 
 
@@ -182,7 +211,6 @@ def text(report: Report) -> str:
         return f"{name:24}{cost.divergence:12.5f}{cost.bits_per_byte:15.4f}{more:+10.4f}"
 
     head = f"{'as a ladder':24}{'nats a token':>12}{'bits per byte':>15}{'more':>10}"
-    better = min(report.chosen, report.suffix, key=lambda cost: cost.divergence)
     count = len(report.chosen.layers)
     lines = [
         f"original: {report.original:.4f} bits per byte, {report.tokens:,} tokens",
@@ -193,7 +221,7 @@ def text(report: Report) -> str:
         f"\n{count} of them, the cheapest one by one and the last ones\n{head}",
         line(report.chosen, "cheapest"),
         line(report.suffix, "last"),
-        f"\n--plan {named(better.layers)}",
+        f"\n--plan {report.plan}" if report.plan else "\nturn them over in the model's own plan",
     ]
     return "\n".join(lines)
 
@@ -206,6 +234,7 @@ def sensitivity_command(options: argparse.Namespace) -> int:
     launch.join(options.device)
     launch.agree({"options": {**vars(options), "verb": None}})
     data = open_data(options.data)
+    check_tokenizer(data, newest(options.model), f"--data={options.data}", str(options.model))
     model = load_for_inference(
         newest(options.model), reducer="async", dtype=options.dtype, device=options.device
     )

@@ -66,9 +66,15 @@ def compare_logits(ours: Path, theirs: Path) -> float:
 
     disable_progress_bar()
     model = load_model(ours, dtype=torch.float32)
-    other = AutoModelForCausalLM.from_pretrained(
-        theirs, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
-    ).eval()
+    try:
+        other = AutoModelForCausalLM.from_pretrained(
+            theirs, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+        ).eval()
+    except Exception as error:  # it raises what it likes
+        raise UserError(
+            f"transformers cannot load {theirs} ({' '.join(str(error).split())[:300]}), so that "
+            f"the logits cannot be compared; mend its config.json"
+        ) from error
     shape = (2, min(64, model.config.max_seq_len))
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, model.config.vocab_size, shape, generator=generator)

@@ -75,12 +75,13 @@ def recipes(source: ModelConfig, target: ModelConfig) -> list[Recipe]:
     Raises UserError where the source's norms are not one for each sublayer, shared by all ranks.
     """
     old = {name: each.shape for name, each in meta_model(source).named_parameters()}
-    if source.plan.sublayers == target.plan.sublayers:
+    same = source.plan.sublayers == target.plan.sublayers
+    if same and source.tp_degree == target.tp_degree:
         return [Recipe(name, tuple(shape)) for name, shape in old.items()]
     if not all(source.plan.equal_reads) or len(source.plan.sublayers) != 2 * source.num_layers:
         raise UserError(
             f"plan {source.plan.name!r} of the source has norms that other plans lack (shared by "
-            f"attention and MLP, or one for each rank); convert a model of another plan"
+            f"attention and MLP, or one for each of its T ranks); convert a model of another plan"
         )
     merged = {
         target.plan.layers[n]

@@ -22,6 +22,8 @@ import torch
 from ladder.data.encoded import ANSWER, TOKEN
 from ladder.data.packing import pack, survey
 from ladder.data.prepare import INDEX, STORED, VERSION
+from ladder.data.tokenizer import FILE, load_tokenizer
+from ladder.files import checksum
 from ladder.models.documents import document_begins
 from ladder.models.errors import UserError, unknown
 
@@ -129,7 +131,7 @@ def open_data(folder: str | Path) -> TokenData:
             )
             for name, record in index["splits"].items()
         }
-        _check_tokenizer(folder / "tokenizer.json", index["tokenizer_sha256"])
+        _check_tokenizer(folder / FILE, index["tokenizer_sha256"])
         token_bytes = _load_token_bytes(folder / index["token_bytes"], index["vocab_size"])
         return TokenData(folder, index["vocab_size"], index["eos_id"], token_bytes, splits, index)
     except OSError as error:
@@ -372,7 +374,29 @@ class PackedWindows(Windows):
         ]
 
 
+def check_tokenizer(data: TokenData, folder: Path, where: str, model: str) -> None:
+    """Raise UserError where a model's folder has a tokenizer, whose numbers mean other tokens.
+
+    where, model: what the data and the model are called. A tokenizer.json of other bytes and the
+    same vocabulary is the same here.
+    """
+    own = folder / FILE
+    if not own.is_file() or checksum(own) == data.index["tokenizer_sha256"]:
+        return
+    both = (load_tokenizer(path).get_vocab(True) for path in (own, data.folder / FILE))
+    if next(both) != next(both):
+        raise UserError(
+            f"{where} was made with another vocabulary than {own}, the one of {model}; prepare "
+            f"the data with --tokenizer {folder}"
+        )
+
+
 def make_windows(split: Split, seq_len: int, source: int = 0) -> Windows:
+    if not len(split):
+        raise UserError(
+            f"split {split.name!r} is empty; prepare more documents, or with a heldout_fraction "
+            f"above 0"
+        )
     return (PackedWindows if split.conversations else Windows)(split, seq_len, source)
 
 

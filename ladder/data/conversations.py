@@ -10,13 +10,15 @@ from ladder.models.errors import UserError, unknown
 # Infinity-Instruct and others of the ShareGPT form name who speaks in their own way.
 ROLES = {"human": "user", "gpt": "assistant"}
 KNOWN = ("system", "user", "assistant", "tool")
+CALLS = ("tool_calls", "function_call")
 FORMS = (("role", "content"), ("from", "value"))
 
 
 def conversation_text(value: Any, where: str) -> str:
     """A conversation as JSON, `[{"role": "user", "content": "..."}, ...]`; no messages: "".
 
-    value: `[{role, content}, ...]` or `[{from, value}, ...]`; other keys are passed over.
+    value: `[{role, content}, ...]` or `[{from, value}, ...]`; other keys are passed over. A message
+    that calls tools beside what it says, or in place of it, has the key `tool_calls`.
 
     Raises UserError, with `where`, for anything else.
     """
@@ -45,9 +47,12 @@ def _message(message: Any, where: str) -> dict[str, str]:
     role = ROLES.get(role, role) if isinstance(role, str) else role
     if role not in KNOWN:
         raise unknown(f"{form[0]} of {where}", role, (*KNOWN, *ROLES))
+    calls = any(message.get(key) for key in CALLS)
+    if calls and content is None:
+        content = ""
     if not isinstance(content, str):
         raise UserError(
             f"{where}: {form[1]} is a {type(content).__name__}, not a string; mend or remove the "
             f"conversation"
         )
-    return {"role": role, "content": content}
+    return {"role": role, "content": content, **({"tool_calls": ""} if calls else {})}

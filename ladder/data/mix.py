@@ -51,7 +51,7 @@ class Mix(TokenData):
                 parts.append(make_windows(source.split(split), seq_len, number))
             except UserError as error:
                 raise UserError(f"data source {source.folder}: {error}") from error
-        return MixedWindows(parts, self.shares)
+        return MixedWindows(parts, self.shares, [source.eos_id for source in self.sources])
 
 
 class MixedWindows(Batches):
@@ -63,8 +63,11 @@ class MixedWindows(Batches):
     proportions; once a source is used up, the others go on without it.
     """
 
-    def __init__(self, parts: Sequence[Windows], shares: Sequence[int]) -> None:
-        self.parts, self.shares = parts, shares
+    def __init__(
+        self, parts: Sequence[Windows], shares: Sequence[int], ends: Sequence[int]
+    ) -> None:
+        # Text ends with the tokenizer's end-of-text token, and conversations with their template's.
+        self.parts, self.shares, self.ends = parts, shares, ends
         self.bases = np.cumsum([0, *(len(part) for part in parts)])
         self.source = plan_cycle(shares)  # of each place in the cycle
         self.places = [np.flatnonzero(self.source == k) for k in range(len(parts))]
@@ -75,23 +78,25 @@ class MixedWindows(Batches):
     def __len__(self) -> int:
         return int(self.bases[-1])
 
-    def _place(self, i: int) -> tuple[Windows, int]:
+    def _place(self, i: int) -> tuple[int, int]:
         """The source of window i, and its number there."""
         assert 0 <= i < len(self), (i, len(self))
         source = int(np.searchsorted(self.bases, i, side="right")) - 1
-        return self.parts[source], i - int(self.bases[source])
+        return source, i - int(self.bases[source])
 
     def read(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        pairs = [part.read([number]) for part, number in map(self._place, indices)]
+        places = map(self._place, indices)
+        pairs = [self.parts[source].read([number]) for source, number in places]
         return torch.cat([tokens for tokens, _ in pairs]), torch.cat([after for _, after in pairs])
 
     def begins(
         self, indices: Sequence[int], tokens: torch.Tensor, end: int | None
     ) -> torch.Tensor | None:
-        found = [
-            part.begins([number], row, end)
-            for (part, number), row in zip(map(self._place, indices), tokens.split(1), strict=True)
-        ]
+        found = []
+        for i, row in zip(indices, tokens.split(1), strict=True):
+            source, number = self._place(i)
+            own = None if end is None else self.ends[source]
+            found.append(self.parts[source].begins([number], row, own))
         if all(row is None for row in found):
             return None
         whole = torch.zeros_like(tokens[:1], dtype=torch.bool)
@@ -99,7 +104,8 @@ class MixedWindows(Batches):
         return torch.cat([whole if row is None else row for row in found])
 
     def targets(self, indices: Sequence[int]) -> int:
-        return sum(part.targets([number]) for part, number in map(self._place, indices))
+        places = map(self._place, indices)
+        return sum(self.parts[source].targets([number]) for source, number in places)
 
     def notes(self) -> list[str]:
         return [note for part in self.parts for note in part.notes()]

@@ -34,7 +34,7 @@ from ladder.data import units as cutting
 from ladder.data.chat import EncodeChat
 from ladder.data.encoded import Encoded
 from ladder.data.formats import Document, Field, Source, size_of
-from ladder.data.shards import Unfinished, unfinished
+from ladder.data.shards import KEPT, Unfinished, unfinished
 from ladder.data.sources import SPLITS, Names, find_sources, heldout_below, name_hash
 from ladder.data.streams import Stream
 from ladder.data.template import load_template
@@ -116,6 +116,7 @@ def prepare(
         given = None if chat_template is None else Path(chat_template)
         template, settings = load_template(tokenizer_file(tokenizer), encoder, given)
         eos_id = encoder.token_to_id(template.names["eos_token"])
+        settings.pop("chat_template", None)  # perhaps not the one given, and in a file of its own
         beside = {TOKENIZER_CONFIG: json.dumps(settings, indent=2), TEMPLATE: template.source}
     else:
         eos_id = end_of_text(encoder)
@@ -202,7 +203,7 @@ def _go_on_or_start(
 ) -> None:
     if work.units:
         other = work.differs(arguments)
-        if other and not overwrite:
+        if other and not overwrite and work.units >= KEPT:
             raise UserError(
                 f"{work.folder} holds the unfinished work of a call with {other}; repeat that call "
                 f"to finish it, or give --overwrite to start over"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -21,6 +21,7 @@ from ladder.data.tokenizer import TEMPLATE, TOKENIZER_CONFIG, end_of_text
 from ladder.models.errors import UserError
 
 Message = dict[str, str]
+MARK = "END_OF_LAST_MESSAGE "  # a text that no conversation has
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")  # that templates write
 
 
@@ -78,11 +79,22 @@ class ChatTemplate:
                 messages=messages, tools=None, documents=None, add_generation_prompt=prompt,
                 **self.names,
             )  # fmt: skip
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except LeftOut:
+            raise
+        except Exception as error:  # a template is a program, which may do anything
             raise UserError(
                 f"the chat template of {self.where} cannot write a conversation down "
                 f"({type(error).__name__}: {error}); give one with --chat-template"
             ) from error
+
+    def unfinished(self, messages: Sequence[Message]) -> str:
+        """The text of a conversation up to the end of its last message, which is to go on."""
+        last = {**messages[-1], "content": messages[-1]["content"] + MARK}
+        before, mark, after = self.render([*messages[:-1], last]).rpartition(MARK.strip())
+        if not mark:
+            raise LeftOut("whose last message the template does not show")
+        # Where the mark has lost its space, the template strips messages.
+        return before if after.startswith(" ") else before.rstrip()
 
     def pieces(self, messages: Sequence[Message]) -> list[Piece]:
         """The text of a conversation, cut where answers begin and end.
@@ -102,8 +114,10 @@ class ChatTemplate:
                 raise LeftOut("with turns that the template writes otherwise once others follow")
             found += [Piece(whole[done : len(before)], False), Piece(after[len(before) :], True)]
             done = len(after)
-        if not found:
-            raise LeftOut("without an answer")
+        if not any(piece.answer and piece.text for piece in found):
+            raise LeftOut(
+                "without an answer" if not found else "whose answers the template does not write"
+            )
         return [piece for piece in (*found, Piece(whole[done:], False)) if piece.text]
 
 

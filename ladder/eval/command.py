@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ladder.checkpoint import newest
+from ladder.checkpoint import check_model, newest
+from ladder.data.tokenizer import load_tokenizer
 from ladder.eval import offline, results, suites
 from ladder.files import make_folder, write_text
-from ladder.infer.load import load_for_inference
+from ladder.infer.load import as_dtype, load_for_inference
 from ladder.models.errors import UserError
 from ladder.parallel import launch
 from ladder.plans import aligned
@@ -33,13 +34,19 @@ def eval_command(options: argparse.Namespace) -> int:
     for name, value in (("batch", options.batch), ("limit", options.limit)):
         if value is not None and value < 1:
             raise UserError(f"--{name}={value} must be 1 or more")
+    as_dtype(options.dtype)
     if options.num_fewshot is not None and options.num_fewshot < 0:
         raise UserError(f"--num-fewshot={options.num_fewshot} must be 0 or more")
     suites.require_lm_eval()
+    from ladder.eval.model import open_template
+
     chosen = suites.entries(options.tasks, options.num_fewshot)
     folders = {str(given): newest(given) for given in options.models}
     if len(folders) < len(options.models):
         raise UserError("a model is named twice; name each once")
+    for folder in folders.values():  # the last one's mistake is known before the first one's hours
+        check_model(folder)
+        open_template(folder, load_tokenizer(folder), options.chat_template)
     launch.agree({"options": {**vars(options), "verb": None}})
     main = launch.rank() == 0
 
@@ -50,7 +57,9 @@ def eval_command(options: argparse.Namespace) -> int:
     index = None
     if main:
         make_folder(data.parent)
-        index = offline.build(options.text, data) if own else None
+        index = offline.build(options.text, data, [e.task for e in chosen]) if own else None
+        if index and index.get("definitions") == "the standard library":
+            print("local_definitions: of the standard library; --text defines too few words")
     if launch.world_size() > 1:
         dist.barrier()
     tasks = suites.load(chosen, data)
@@ -58,32 +67,46 @@ def eval_command(options: argparse.Namespace) -> int:
     columns: dict[str, list[results.Metric]] = {}
     models: dict[str, dict[str, Any]] = {}
     for name, folder in folders.items():
+        model = load_for_inference(
+            folder, tp=options.tp, dtype=options.dtype, device=options.device
+        )
+        dtype = str(model.model.embed_tokens.weight.dtype).removeprefix("torch.")
         if main:
-            print(f"{name}: {folder}", flush=True)
-        model = load_for_inference(folder, tp=options.tp, device=options.device)
-        columns[name] = evaluate(model, folder, tasks, options.batch, options.limit)
+            print(f"{name}: {folder} ({dtype})", flush=True)
+        columns[name] = evaluate(
+            model, folder, tasks, options.batch, options.limit, options.chat_template
+        )
         models[name] = {
             "folder": str(folder),
             "plan": model.config.plan.name,
             "tp_degree": model.config.tp_degree,
             "context": model.config.max_seq_len,
+            "dtype": dtype,
         }
         del model
         gc.collect()
         if place.type == "cuda":
             torch.cuda.empty_cache()
     if main:
-        facts = _facts(options, place)
+        dtypes = sorted({model["dtype"] for model in models.values()})
+        facts = _facts(options, place, dtypes)
         report(columns, tasks["group_map"], facts, models, index, Path(options.out))
     return 0
 
 
 def evaluate(
-    model: Any, folder: Path, tasks: dict[str, Any], batch: int = 8, limit: int | None = None
+    model: Any,
+    folder: Path,
+    tasks: dict[str, Any],
+    batch: int = 8,
+    limit: int | None = None,
+    chat_template: str | None = None,
 ) -> list[results.Metric]:
     """The figures of a placed model (or of a model of the harness) on loaded tasks.
 
-    Every rank calls it and gets the same. limit: examples of each task; None: all.
+    Every rank calls it and gets the same. limit: examples of each task; None: all. chat_template:
+    whether tasks are written down as conversations: a Jinja file's path, or "" for the tokenizer's
+    own template; None: as plain text.
     """
     from lm_eval import evaluator
     from lm_eval.api.model import LM
@@ -93,10 +116,12 @@ def evaluate(
     suites.seed(tasks)
     with contextlib.redirect_stdout(sys.stderr):  # where it says what it bootstraps
         found = evaluator.evaluate(
-            lm=model if isinstance(model, LM) else LadderLM(model, folder, batch),
+            lm=model if isinstance(model, LM) else LadderLM(model, folder, batch, chat_template),
             task_dict=tasks,
             limit=limit,
             bootstrap_iters=BOOTSTRAPS,
+            apply_chat_template=chat_template is not None,
+            fewshot_as_multiturn=chat_template is not None,
         )
     assert found is not None
     return results.metrics(found)
@@ -119,7 +144,7 @@ def report(
     print(f"{out / 'results.json'}, {out / 'results.md'}")
 
 
-def _facts(options: argparse.Namespace, place: torch.device) -> dict[str, Any]:
+def _facts(options: argparse.Namespace, place: torch.device, dtypes: list[str]) -> dict[str, Any]:
     import lm_eval
 
     gpu = torch.cuda.get_device_name(place) if place.type == "cuda" else None
@@ -127,6 +152,10 @@ def _facts(options: argparse.Namespace, place: torch.device) -> dict[str, Any]:
         "tasks": " ".join(options.tasks),
         "limit": options.limit,
         "batch": options.batch,
+        "dtype": ", ".join(dtypes),
+        "chat template": "the tokenizer's"
+        if options.chat_template == ""
+        else options.chat_template,
         "ranks": launch.world_size(),
         "device": place.type if gpu is None else f"{launch.world_size()}x {gpu}",
         "lm_eval": lm_eval.__version__,

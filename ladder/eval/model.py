@@ -6,6 +6,7 @@ that ranks whose harness drew other examples cannot wait for each other in diffe
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -23,7 +24,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tokenizers import Tokenizer
 
 from ladder.checkpoint import newest, read_json, read_stop_tokens
-from ladder.data.tokenizer import end_of_text, load_tokenizer
+from ladder.data.template import ChatTemplate, LeftOut, load_template
+from ladder.data.tokenizer import end_of_text, load_tokenizer, tokenizer_file
 from ladder.eval.scoring import Request, Score, score
 from ladder.infer.engine import Engine
 from ladder.infer.sampling import Sampling
@@ -40,15 +42,19 @@ class LadderLM(TemplateLM):
     """A placed model with its folder's tokenizer; `batch` sequences in each pass.
 
     Tokens, prefixes and truncation follow the harness's own Hugging Face model (HFLM), so that
-    figures compare with those that it gives.
+    figures compare with those that it gives. chat_template: a Jinja file, or "" for the folder's
+    own, where the harness is to ask in conversations.
     """
 
-    def __init__(self, model: Transformer, folder: Path, batch: int = 8) -> None:
+    def __init__(
+        self, model: Transformer, folder: Path, batch: int = 8, chat_template: str | None = None
+    ) -> None:
         super().__init__()
         folder = newest(folder)
         self.model, self.batch = model, batch
         self.tokenizer: Tokenizer = load_tokenizer(folder)
         self.tokenizer.encode_special_tokens = False  # as in transformers
+        self.template = open_template(folder, self.tokenizer, chat_template)
         stops = read_stop_tokens(folder)
         end = _special(folder, self.tokenizer, "eos_token")
         if end is None:
@@ -87,6 +93,23 @@ class LadderLM(TemplateLM):
         encoded = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
         return list(encoded.ids)
 
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation; without a prompt for an answer, its last message goes on."""
+        assert self.template is not None
+        # Some templates refuse a message of the system's, a task's description, say.
+        without = [message for message in chat_history if message["role"] != "system"]
+        for messages in (chat_history, without):
+            with contextlib.suppress(LeftOut):
+                if add_generation_prompt:
+                    return self.template.render(messages, prompt=True)
+                return self.template.unfinished(messages)
+        raise UserError(
+            f"the chat template of {self.template.where} refuses the examples of a task; leave "
+            f"--chat-template out, or give another"
+        )
+
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
@@ -104,8 +127,9 @@ class LadderLM(TemplateLM):
                 return Request(tokens[:1], tokens[1:])
             return Request([self.prefix], tokens)
         before, after = self._encode_pair(context, continuation)
-        if not after and len(before) > 1:  # it melted into the context's last token
-            before, after = before[:-1], before[-1:]
+        if not after:  # it melted into the context's last token
+            whole = self.tok_encode(context + continuation)
+            before, after = whole[:-1], whole[-1:]
         return Request(before or [self.prefix], after)
 
     def _loglikelihood_tokens(
@@ -212,6 +236,13 @@ def stopper(tokenizer: Tokenizer, until: list[str]) -> Callable[[int, list[int]]
         return any(text in tail for text in until)
 
     return ended
+
+
+def open_template(folder: Path, tokenizer: Tokenizer, given: str | None) -> ChatTemplate | None:
+    """The template in the file `given`, or with "" the one of a model's folder; None: none."""
+    if given is None:
+        return None
+    return load_template(tokenizer_file(folder), tokenizer, Path(given) if given else None)[0]
 
 
 def of_first_rank(value: Any) -> Any:

@@ -1,10 +1,11 @@
 """The data of the `offline` suite: built from local text, the same bytes from the same text.
 
-    heldout.jsonl     texts whose bits per byte are measured
-    cloze.jsonl       a passage, how it goes on, and three other stretches of the same document
-    copying.jsonl     a list of words, and its first half again: the second half is to follow
-    arithmetic.jsonl  sums of two numbers, four of them solved
-    index.json        where the text came from, and the files' checksums
+    heldout.jsonl      texts whose bits per byte are measured
+    cloze.jsonl        a passage, how it goes on, and three other stretches of the same document
+    definitions.jsonl  a definition, and four words as they are introduced, one of which it defines
+    copying.jsonl      a list of words, and its first half again: the second half is to follow
+    arithmetic.jsonl   sums of two numbers, four of them solved
+    index.json         where the text came from, and the files' checksums
 
 The functions at the end are what the task configs in ladder/eval/tasks name.
 """
@@ -15,7 +16,7 @@ import heapq
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,20 @@ from ladder.data.formats import Document
 from ladder.data.prepare import INDEX
 from ladder.data.sources import name_hash, open_corpus
 from ladder.data.tokenizer import load_tokenizer
+from ladder.eval.definitions import CHOICES, questions
 from ladder.files import checksum, make_folder, write_text
 from ladder.models.errors import UserError
 
-VERSION = 1  # of what is built from a text
+VERSION = 2  # of what is built from a text
+# The tasks of ladder/eval/tasks, and what each reads.
+TASKS = {
+    "local_heldout": "heldout",
+    "local_cloze": "cloze",
+    "local_definitions": "definitions",
+    "local_copying": "copying",
+    "local_arithmetic": "arithmetic",
+    "local_sums": "arithmetic",
+}
 DOCUMENTS = 64
 CHARACTERS = 4096  # of a document that are scored
 READ_TOKENS = 2**21  # of a prepared folder, whose documents lie in no order that matters
@@ -38,42 +49,58 @@ QUESTIONS = 300
 SEARCHED = 2**17  # characters of a document
 PASSAGE, WORDS, LONGEST = 240, 6, 120  # characters before a gap; words, at most characters in it
 APART = 400  # characters between a gap and the wrong answers
+FEWEST = 40  # definitions; a text with fewer has none worth asking for
 
 COPIES, LIST = 100, 10  # words of a list
 SUMS, SHOTS, LARGEST = 100, 4, 50
 
 
-def build(paths: Sequence[str] | None, out: Path) -> dict[str, Any]:
-    """Write the suite's data into the folder `out`, and return its index.
+def build(
+    paths: Sequence[str] | None, out: Path, tasks: Collection[str] = tuple(TASKS)
+) -> dict[str, Any]:
+    """Write the data of the `tasks` into the folder `out`, and return its index.
 
     paths: text, .jsonl and .parquet files and folders of them, all of whose text is taken; or one
         folder that `ladder data prepare` wrote, for its held-out documents; None: the held-out
         documents of this Python's standard library, as `ladder data prepare` splits them.
 
-    Raises UserError where there is too little text.
+    Where a text defines too few words, those of the standard library are asked for; the index says
+    so. Raises UserError where there is too little text.
     """
+    wanted = {TASKS[task] for task in tasks if task in TASKS}
     documents, source = _documents(paths)
     texts = [document.text for document in documents]
-    rows = {
-        "heldout": [{"text": text[:CHARACTERS]} for text in texts],
-        "cloze": _cloze(documents),
-        "copying": _copying(texts),
-        "arithmetic": _arithmetic(),
-    }
+    index = {"version": VERSION, "source": source, "documents": len(documents)}
+    rows: dict[str, list[dict[str, Any]]] = {}
+    if "heldout" in wanted:
+        rows["heldout"] = [{"text": text[:CHARACTERS]} for text in texts]
+    if "cloze" in wanted:
+        rows["cloze"] = _cloze(documents)
+    if "definitions" in wanted:
+        rows["definitions"] = questions(texts, QUESTIONS)
+        index["definitions"] = "the text"
+        if len(rows["definitions"]) < FEWEST and paths is not None:
+            found, _ = _documents(None)
+            rows["definitions"] = questions([document.text for document in found], QUESTIONS)
+            index["definitions"] = "the standard library"
+    if "copying" in wanted:
+        rows["copying"] = _copying(texts)
+    if "arithmetic" in wanted:
+        rows["arithmetic"] = _arithmetic()
     where = "the standard library" if paths is None else ", ".join(paths)
-    for name, found in rows.items():
-        if not found:
+    for name, made in rows.items():
+        if not made:
             raise UserError(
                 f"--text: {where} holds too little text to build the task {name!r}; give more, in "
-                f"documents of {2 * APART} characters and above"
+                f"documents of {PASSAGE + CHOICES * APART} characters and above"
             )
     make_folder(out)
     files = {}
-    for name, found in rows.items():
+    for name, made in rows.items():
         file = out / f"{name}.jsonl"
-        write_text(file, "".join(json.dumps(row) + "\n" for row in found))
+        write_text(file, "".join(json.dumps(row) + "\n" for row in made))
         files[file.name] = checksum(file)
-    index = {"version": VERSION, "source": source, "documents": len(documents), "files": files}
+    index["files"] = files
     write_text(out / INDEX, json.dumps(index, indent=1) + "\n")
     return index
 
@@ -113,11 +140,7 @@ def _prepared(folder: Path) -> tuple[Iterator[Document], dict[str, Any]]:
 
 
 def _cloze(documents: Sequence[Document]) -> list[dict[str, Any]]:
-    """Questions from as many documents as there are, in turn.
-
-    All four answers are of one document, so that its subject alone tells none of them from the
-    others; they begin where a word ends.
-    """
+    """Questions from as many documents as there are, in turn."""
     streams = [_gaps(document) for document in documents]
     rows: list[dict[str, Any]] = []
     while streams and len(rows) < QUESTIONS:
@@ -132,26 +155,35 @@ def _cloze(documents: Sequence[Document]) -> list[dict[str, Any]]:
 
 
 def _gaps(document: Document) -> Iterator[dict[str, Any]]:
+    """Questions of one document, so that its subject alone tells no answer from the others.
+
+    The answers begin where a word ends. Four places are drawn, and then one of them as the gap:
+    drawn otherwise, the true answer of a short document would lie, and read, unlike the wrong ones.
+    """
     text, source = document.text[:SEARCHED], random.Random(name_hash(document.name))
     pattern = re.compile(rf"(?<=\S)(?:\s+\S+){{{WORDS}}}")
     starts = [each.start() for each in re.finditer(r"(?<=\S)\s+(?=\S)", text)]
     matches = {at: match[0] for at in starts if (match := pattern.match(text, at))}
-    answers = {at: answer for at, answer in matches.items() if len(answer) <= LONGEST}
-    gaps = [at for at in answers if at >= PASSAGE]
-    source.shuffle(gaps)
-    for at in gaps:
-        far = [other for other in answers if abs(other - at) >= APART]
-        source.shuffle(far)
-        choices = {answers[at]: None}
-        for other in far:
-            choices.setdefault(answers[other])
-            if len(choices) == 4:
+    answers = {at: a for at, a in matches.items() if at >= PASSAGE and len(a) <= LONGEST}
+    left = [*answers]
+    source.shuffle(left)
+    while True:
+        places: list[int] = []
+        for at in left:
+            if all(abs(at - o) >= APART and answers[at] != answers[o] for o in places):
+                places.append(at)
+            if len(places) == CHOICES:
                 break
-        if len(choices) == 4:
-            shown = sorted(choices, key=lambda choice: (source.random(), choice))
-            passage = text[at - PASSAGE : at]
-            passage = passage[passage.find(" ") + 1 :]  # from a word's beginning on
-            yield {"passage": passage, "choices": shown, "answer": shown.index(answers[at])}
+        else:
+            return
+        left = [at for at in left if at not in places]
+        gap = places[source.randrange(CHOICES)]
+        passage = text[gap - PASSAGE : gap]
+        yield {
+            "passage": passage[passage.find(" ") + 1 :],  # from a word's beginning on
+            "choices": [answers[at] for at in places],
+            "answer": places.index(gap),
+        }
 
 
 def _copying(texts: Sequence[str]) -> list[dict[str, Any]]:
@@ -193,6 +225,11 @@ def copied(row: dict[str, Any], results: Sequence[tuple[float, bool]]) -> dict[s
     (nats, likeliest), *_ = results
     size = len(row["rest"].encode("utf-8"))
     return {"acc": float(likeliest), "bits_per_byte": (nats, size)}
+
+
+def summed(row: dict[str, Any], results: Sequence[tuple[float, bool]]) -> dict[str, Any]:
+    (nats, _), *_ = results
+    return {"bits_per_byte": (nats, len(f" {row['answer']}\n"))}
 
 
 def answered(row: dict[str, Any], results: Sequence[str]) -> dict[str, Any]:

@@ -57,6 +57,11 @@ def score(
                 f"a continuation of {len(continuation)} tokens is longer than the model's context, "
                 f"max_seq_len={room}; leave its task out"
             )
+        if not all(0 <= token < model.config.vocab_size for token in (*context, *continuation)):
+            raise UserError(
+                f"a text has a token outside vocab_size={model.config.vocab_size}; is it another "
+                f"model's tokenizer?"
+            )
         if continuation:
             fed = (*context, *continuation)[-(room + 1) : -1]
             sharing.setdefault(fed, []).append(i)

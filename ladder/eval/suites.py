@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,11 @@ from ladder.models.errors import UserError
 TASKS = Path(__file__).parent / "tasks"
 OWN = "local_"  # how the names of our own tasks begin
 SEED = 1234  # of few-shot examples, as in the harness
+REFUSED = {  # what the harness says of a task, and what it means
+    "UNSAFE_CODE": "runs programs that the model wrote, which `ladder eval` does not",
+    "MULTIMODAL": "shows more than text, which the models cannot read",
+}
+COLUMNS = "its config may name a column that its data lacks, or a row may be incomplete"
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ def load(chosen: Sequence[Entry], data: Path) -> dict[str, dict[str, Any]]:
 
     data: the folder that `ladder.eval.offline.build` wrote, for our own tasks.
 
-    Raises UserError for a name that is no task's, and for a task that cannot be loaded.
+    Raises UserError for a name that is no task's, and for a task that cannot be loaded or run.
     """
     from lm_eval.tasks import TaskManager
 
@@ -106,11 +111,15 @@ def load(chosen: Sequence[Entry], data: Path) -> dict[str, dict[str, Any]]:
         for name, task in found["tasks"].items():
             if name in loaded["tasks"]:
                 raise UserError(f"--tasks names {name!r} twice, once in {entry.task!r}; leave one")
+            for flag, does in REFUSED.items():
+                if getattr(task, flag, False):
+                    raise UserError(f"task {name!r} {does}; leave it out")
             shots = task.get_config("num_fewshot")
             # A task that says 0 of itself has none to give.
             if entry.num_fewshot is not None and shots != 0:
                 shots = entry.num_fewshot
             task.set_config(key="num_fewshot", value=shots or 0)
+            task.build_all_requests = _named(name, task.build_all_requests)
         for key in loaded:
             loaded[key].update(found[key])
     return loaded
@@ -124,18 +133,34 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
             f"task {name!r} needs a package that is not installed ({_line(error)}); pip install "
             f"'ladder[eval]', or the extra of lm_eval that the task asks for"
         ) from error
-    except Exception as error:  # of the hub's client, of datasets, of the task's own code
+    except OSError as error:  # of the hub's client and of datasets
         raise UserError(
-            f"task {name!r} cannot be loaded ({type(error).__name__}: {_line(error)}); its data "
-            f"comes from the Hugging Face hub, which takes a network or a filled cache; "
-            f"`--tasks offline` needs neither"
+            f"task {name!r} cannot be loaded ({_line(error)}); its data comes from the Hugging "
+            f"Face hub, which takes a network or a filled cache; `--tasks offline` needs neither"
         ) from error
+    except Exception as error:  # of the task's own code
+        raise UserError(f"task {name!r} cannot be loaded ({_line(error)}); {COLUMNS}") from error
     assert isinstance(found, dict)
     return found
 
 
+def _named(name: str, build_requests: Callable[..., None]) -> Callable[..., None]:
+    """The harness's own function, whose errors name the task."""
+
+    def build_named(**options: Any) -> None:
+        try:
+            build_requests(**options)
+        except UserError:
+            raise
+        except Exception as error:  # of the task's own code
+            message = f"task {name!r} cannot be written down ({_line(error)}); {COLUMNS}"
+            raise UserError(message) from error
+
+    return build_named
+
+
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def seed(tasks: dict[str, dict[str, Any]]) -> None:

@@ -10,17 +10,25 @@
 `trust_remote_code=True`.
 """
 
-import importlib.util
+import importlib.metadata
 
 from ladder.models.errors import UserError
 
-if importlib.util.find_spec("transformers") is None:
-    raise UserError("ladder.hf needs transformers: pip install 'ladder[hf]'")
+try:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from ladder.hf.model import LadderForCausalLM, export, parallelize
-from ladder.hf.modeling import LadderConfig
+    from ladder.hf.model import LadderForCausalLM, export, parallelize
+    from ladder.hf.modeling import LadderConfig
+except ImportError as error:
+    # No ImportError: what imports this as a plugin may go on without it after one.
+    try:
+        found = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        found = "none"
+    raise UserError(
+        f"ladder.hf needs transformers 5.16 or later, and found {found}: {error}; "
+        f"pip install 'ladder[hf]'"
+    ) from error
 
 AutoConfig.register(LadderConfig.model_type, LadderConfig)
 AutoModelForCausalLM.register(LadderConfig, LadderForCausalLM)

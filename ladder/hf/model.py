@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers.distributed.tensor_parallel import ParallelInterface, TensorParallelLayer
 
-from ladder.checkpoint import full, newest, read_config, read_json, read_stop_tokens
-from ladder.convert.command import convert
+from ladder.checkpoint import full, newest, read_config, read_json
+from ladder.convert.command import convert, name_end
 from ladder.files import write_text
 from ladder.hf import modeling
 from ladder.hf.bundle import AUTO_MAP, write_code
@@ -50,23 +49,17 @@ def export(source: str | Path, out: str | Path) -> None:
     Face folder. Tensors go over one by one. Raises UserError where it cannot be read, and where
     `out` exists.
     """
-    folder, target = newest(Path(source)), Path(out)
+    folder = newest(Path(source))
     read_config(folder).refuse_bound()
-    convert(folder, target)
-    write_code(target)
-    _name_end(target)
-    data = read_json(target / "config.json")
+    convert(folder, Path(out), finish=_add_code)
+
+
+def _add_code(folder: Path) -> None:
+    write_code(folder)
+    name_end(folder)
+    data = read_json(folder / "config.json")
     data |= {"architectures": [LadderForCausalLM.__name__], "auto_map": AUTO_MAP}
-    write_text(target / "config.json", json.dumps(data, indent=1) + "\n")
-
-
-def _name_end(folder: Path) -> None:
-    """Tell transformers' tokenizer which token ends a text, as runs' folders do by its id alone."""
-    stop, config = read_stop_tokens(folder), folder / "tokenizer_config.json"
-    if len(stop) == 1 and (folder / "tokenizer.json").is_file() and not config.exists():
-        token = Tokenizer.from_file(str(folder / "tokenizer.json")).id_to_token(stop[0])
-        data = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token}
-        write_text(config, json.dumps(data, indent=1) + "\n")
+    write_text(folder / "config.json", json.dumps(data, indent=1) + "\n")
 
 
 def parallelize(model: modeling.LadderForCausalLM, mesh: DeviceMesh) -> None:

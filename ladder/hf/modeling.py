@@ -19,6 +19,7 @@ from transformers.utils import can_return_tuple
 
 from ladder.convert.huggingface import config_from_huggingface
 from ladder.models.config import ModelConfig
+from ladder.models.documents import starts_of
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 
@@ -152,18 +153,28 @@ def attended(mask: Tensor | None, past: Any, tokens: Tensor, keys: int) -> Tenso
     return seen & kept[:, None, None, :] | (places == own)
 
 
-def packed(positions: Tensor) -> Tensor | None:
-    """Where documents begin, by positions [B, S] that begin again with each: see document_starts.
+def packed(positions: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """Where documents begin in rows [B, S] that hold several: see document_starts; else None.
 
-    None where no row has more than one.
+    A document begins where `positions` [B, S] do not go on by one, or where the numbers of `mask`
+    [B, S] change; 0 there is padding, within which nothing counts, and which sees itself alone.
     """
-    begins = torch.ones_like(positions, dtype=torch.bool)
-    begins[:, 1:] = positions.diff() != 1
-    if not begins[:, 1:].any():
+    given = positions if mask is None else mask
+    if given is None:
         return None
-    return nn.functional.pad(
-        begins.flatten().nonzero().flatten(), (0, 1), value=begins.numel()
-    ).int()
+    begins = torch.ones_like(given, dtype=torch.bool)
+    after = torch.zeros_like(begins[:, 1:])
+    if positions is not None:
+        after = positions.diff() != 1
+    inside = after
+    if mask is not None:
+        changes = mask[:, 1:] != mask[:, :-1]
+        inside = (after | changes) & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+        after = after | changes
+    if not inside.any():
+        return None
+    begins[:, 1:] = after
+    return starts_of(begins)
 
 
 class LadderForCausalLM(PreTrainedModel, GenerationMixin):
@@ -176,6 +187,7 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
+    _no_split_modules = ["Attention", "MLP"]  # noqa: RUF012  (what FSDP wraps)
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _tp_plan = {"model": "ladder"}  # noqa: RUF012  (a style that ladder.hf.model registers)
     _keys_to_ignore_on_load_unexpected = [r"rotary_emb\.inv_freq"]  # noqa: RUF012
@@ -198,6 +210,8 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
 
     def wrap(self, transformer: Transformer) -> None:
         self.model, self.lm_head = transformer.model, transformer.lm_head
+        # As nn.Embedding has it, for trainers that compare it with the tokenizer's size.
+        self.model.embed_tokens.num_embeddings = transformer.config.vocab_size
         for module in (self, self.model):  # past nn.Module, which would register it
             module.__dict__["transformer"] = transformer
 
@@ -208,6 +222,19 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
                 seed = int(torch.randint(2**62, ()))
                 generator = torch.Generator(parameter.device).manual_seed(seed)
                 self.transformer.initialise(parameter, name, generator)
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, *args: Any, **options: Any
+    ) -> nn.Module:
+        """Refused: raises UserError unless the size stays as it is."""
+        size = self.config.resolved.vocab_size
+        if new_num_tokens not in (None, size) or options.get("pad_to_multiple_of"):
+            raise UserError(
+                f"an embedding of {new_num_tokens} tokens is wanted and the model has {size}; "
+                f"choose special tokens that the tokenizer has already, or resize the model as "
+                f"transformers' Llama first"
+            )
+        return self.model.embed_tokens
 
     def _set_gradient_checkpointing(
         self,
@@ -243,7 +270,9 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
 
         attention_mask: [B, past + S], 0 where there is padding, left or right; or [B, 1, S, keys],
         true where attended. use_cache: by default the config's, and false in training. kwargs are
-        the loss's. Without mask and cache, position_ids that begin again begin another document.
+        the loss's. Without a cache, position_ids that begin again begin another document, and so
+        do the numbers of a mask that change (1, 1, 2, 2): nothing sees another one, and nothing is
+        cached then.
         """
         if input_ids is None or inputs_embeds is not None:
             raise UserError("inputs_embeds is not supported: give input_ids alone")
@@ -257,11 +286,17 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache = self.config.use_cache and not self.training
         if self.gradient_checkpointing and self.training:  # a second pass would store keys again
             use_cache, past_key_values = False, None
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-
         transformer, size = self.transformer, input_ids.shape[1]
         past, keys, documents = 0, size, None
+        if past_key_values is None and (
+            attention_mask is None or attention_mask.shape == input_ids.shape
+        ):
+            rows = None if position_ids is None else position_ids.expand_as(input_ids)
+            documents = packed(rows, attention_mask)
+        if documents is not None:
+            use_cache, attention_mask = False, None
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
             past = past_key_values.get_seq_length()
             keys, _ = past_key_values.get_mask_sizes(size, 0)
@@ -273,8 +308,6 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
                 )
             if not past and attention_mask[:, :size].all():
                 attention_mask = None  # which has a faster kernel
-        elif attention_mask is None and position_ids is not None and past_key_values is None:
-            documents = packed(position_ids.expand_as(input_ids))
         mask = attention_mask
         if mask is None or mask.dim() == 2:
             plain = mask is None and not past

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from ladder.checkpoint import load_model, newest
 from ladder.config import DTYPES
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.parallel.reducers import REDUCERS, pick_reducer
+
+
+def as_dtype(name: str) -> torch.dtype | None:
+    """What `--dtype` means; None, as stored, is `auto`."""
+    if name != "auto" and name not in DTYPES:
+        raise UserError(f"--dtype={name} must be auto, {' or '.join(DTYPES)}")
+    return DTYPES.get(name)
 
 
 def load_for_inference(
@@ -26,8 +35,7 @@ def load_for_inference(
     `REDUCERS`, or `auto` for the fastest that can run here. dtype: a name in `DTYPES`, or `auto`
     for the stored one. Raises UserError where any of these cannot be met. Every rank calls it.
     """
-    if dtype != "auto" and dtype not in DTYPES:
-        raise UserError(f"--dtype={dtype} must be auto, {' or '.join(DTYPES)}")
+    wanted = as_dtype(dtype)
     place = launch.join(device)
     processes = launch.world_size()
     if tp not in (0, processes):
@@ -44,7 +52,7 @@ def load_for_inference(
         found,
         None if mesh is None else mesh["tp"],
         device=place,
-        dtype=None if dtype == "auto" else DTYPES[dtype],
+        dtype=wanted,
         reducer=pick_reducer(processes) if reducer == "auto" else reducer,
     )
     model.config.refuse_bound()

@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
-from ladder.checkpoint import write_config
+from ladder.checkpoint import CHECKSUMS, write_config
 from ladder.data.batches import TokenData
 from ladder.data.tokenizer import FILE, TEMPLATE, TOKENIZER_CONFIG
 from ladder.files import checksum, sync, write_text
@@ -43,8 +43,9 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 class Checkpointer:
     """Saves a run's checkpoints, one at a time; every rank makes one, and calls it alike.
 
-    keep: how many checkpoints stay; 0: all. Within `with`: its end waits for the save under way,
-    also where an exception ends it.
+    start: the folder that the weights began as, perhaps, from which checkpoints take what of a
+    tokenizer's files the data lacks. keep: how many checkpoints stay; 0: all. Within `with`: its
+    end waits for the save under way, also where an exception ends it.
     """
 
     def __init__(
@@ -55,11 +56,17 @@ class Checkpointer:
         data: TokenData,
         mesh: DeviceMesh | None,
         keep: int,
+        start: Path | None = None,
     ) -> None:
         self.run, self.model, self.optimizer, self.data, self.keep = (
             run, model, optimizer, data, keep,
         )  # fmt: skip
         self.main = mesh is None or mesh.get_rank() == 0
+        self.companions: dict[str, bytes] = {}  # read now: the folders may be gone later
+        for folder in (start, data.folder) if self.main else ():
+            for name in (FILE, TOKENIZER_CONFIG, TEMPLATE):
+                if folder is not None and (folder / name).is_file():
+                    self.companions[name] = (folder / name).read_bytes()
         # Its own group: the thread's collectives must not mix with those of training; and gloo, for
         # what it sends lies on the CPU.
         self.group = dist.new_group(backend="gloo") if mesh is not None else None
@@ -116,18 +123,19 @@ class Checkpointer:
             if self.group is not None:
                 dist.destroy_process_group(self.group)
 
-    def save(self, record: dict[str, Any]) -> float:
+    def save(self, record: dict[str, Any], keep_all: bool = False) -> float:
         """Begin to save the state as it is; returns the seconds that training stood still for it.
 
         record: `step` (how many are done), the data's fingerprint, the layout and the run's
-        `config`. Waits for the save before, and raises what that failed with.
+        `config`. keep_all: no older checkpoint is removed for this one. Waits for the save before,
+        and raises what that failed with.
         """
         begun = time.perf_counter()
         self.wait()
         self._stage()
         self.config = self.model.config  # the plan in force may change while this is written
         self.folder = self.run / "checkpoints" / f"step-{record['step']:06d}"
-        self.thread = threading.Thread(target=self._write, args=(record,), daemon=True)
+        self.thread = threading.Thread(target=self._write, args=(record, keep_all), daemon=True)
         self.thread.start()
         return time.perf_counter() - begun
 
@@ -151,27 +159,26 @@ class Checkpointer:
             error, self.failure = self.failure, None
             raise _explained(error, self.folder)
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _write(self, record: dict[str, Any], keep_all: bool) -> None:
         """Write the staged state: a checkpoint, whole or not at all."""
         folder = self.folder
         temporary = folder.with_name(f".{folder.name}.partial")
 
         def commit(sums: dict[str, str]) -> None:
             write_config(temporary, self.config, self.data.eos_id)
-            for name in (FILE, TOKENIZER_CONFIG, TEMPLATE):
-                if (self.data.folder / name).is_file():
-                    shutil.copy(self.data.folder / name, temporary)
+            for name, content in self.companions.items():
+                (temporary / name).write_bytes(content)
             write_text(temporary / "train.json", json.dumps(record, indent=1) + "\n")
             for file in temporary.iterdir():
                 if file.name not in sums:
                     sync(file)
                     sums[file.name] = checksum(file)
             text = json.dumps(dict(sorted(sums.items())), indent=1)
-            write_text(temporary / state.CHECKSUMS, text + "\n")
+            write_text(temporary / CHECKSUMS, text + "\n")
             sync(temporary)
             temporary.rename(folder)
             sync(folder.parent)
-            if self.keep:
+            if self.keep and not keep_all:
                 state.remove_old(self.run, self.keep)
 
         try:

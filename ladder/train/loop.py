@@ -98,7 +98,7 @@ def train(
     objective: Objective = cross_entropy
     recorded: tuple[str, ...] = ()
     if config.teacher:
-        objective = Distillation(config, model_config, mesh, place_)
+        objective = Distillation(config, model_config, data, mesh, place_)
         recorded = objective.names
     main = launch.rank() == 0
     if record:
@@ -132,10 +132,24 @@ def train(
         Metrics(run, config.tensorboard, start, main, config.wandb, recipe) as metrics,
         Progress("train", config.steps, "steps", quiet=not main, start=start) as progress,
         Interruption() as interruption,
-        Checkpointer(run, model, optimizer, data, mesh, config.keep_checkpoints) as checkpointer,
+        Checkpointer(
+            run, model, optimizer, data, mesh, config.keep_checkpoints, source.folder
+        ) as checkpointer,
         Ahead(read, range(start, last), place_) as batches,
     ):
+
+        def save(done: int, keep_all: bool = False) -> float:
+            record = {
+                "step": done,
+                "data": fingerprint,
+                "layout": {"tp": config.tp, "dp": dp, "dp_shard": model.data_shard[1]},
+                "config": config.to_dict(),
+                **({"first_plan": source.first.to_dict()} if config.convert_layers else {}),
+            }
+            return checkpointer.save(record, keep_all)
+
         since, since_step, waited = time.perf_counter(), start, 0.0
+        saved = start
         for step, batch in zip(range(start, last), batches, strict=True):
             if source.schedule.plan(step) is not model.config.plan:
                 model.config = source.at(step)
@@ -146,10 +160,18 @@ def train(
             norm = clip_gradients(model, config.grad_clip, mesh)
             if not math.isfinite(norm) or not math.isfinite(loss):
                 where = _first_not_finite(own[0].item(), batch.windows)
+                kept = f"The {step} steps before it are saved"
+                try:
+                    if saved < step:
+                        model.config = source.at(step - 1)
+                        save(step, keep_all=True)
+                    checkpointer.wait()
+                except UserError as failed:
+                    kept = f"The steps before it could not all be saved: {failed}"
                 raise UserError(
-                    f"step {step + 1}: loss={loss}, gradient norm={norm}: not finite"
-                    f"{where}. The checkpoints so far are untouched; lower lr={config.lr}, or use "
-                    f"dtype=float32"
+                    f"step {step + 1}: loss={loss}, gradient norm={norm}: not finite{where}. "
+                    f"{kept}; begin another run with a lower lr={config.lr}, or dtype=float32, "
+                    f"from init={run} perhaps"
                 )
             rate = learning_rate(step, config)
             for group in optimizer.param_groups:
@@ -190,14 +212,8 @@ def train(
                 since, since_step, waited = time.perf_counter(), done, batches.waited
             due = config.checkpoint_interval and done % config.checkpoint_interval == 0
             if ended or due:
-                saved = {
-                    "step": done,
-                    "data": fingerprint,
-                    "layout": {"tp": config.tp, "dp": dp, "dp_shard": model.data_shard[1]},
-                    "config": config.to_dict(),
-                    **({"first_plan": source.first.to_dict()} if config.convert_layers else {}),
-                }
-                metrics.write(done, checkpoint_seconds=checkpointer.save(saved))
+                saved = done
+                metrics.write(done, checkpoint_seconds=save(done))
                 if ended:
                     checkpointer.wait()
                 since, since_step, waited = time.perf_counter(), done, batches.waited
@@ -267,7 +283,10 @@ def _first_not_finite(loss: float, drawn: list[int]) -> str:
     for rank, (value, windows) in enumerate(everyone):
         if not math.isfinite(value):
             return f"; first on rank {rank}, whose loss was {value}, of the windows {windows}"
-    return "; every rank's loss was finite, and what is not is the gradient"
+    whole = sorted({window for _, windows in everyone for window in windows})
+    return (
+        f"; every rank's loss was finite, and what is not is the gradient, of the windows {whole}"
+    )
 
 
 def backward(

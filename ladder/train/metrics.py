@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +34,7 @@ class Metrics:
         wandb: str = "",
         recipe: Mapping[str, Any] | None = None,
     ) -> None:
-        self.enabled = enabled
+        self.run, self.enabled = run, enabled
         self.board: Any = None
         self.remote: Any = None
         if not enabled:
@@ -50,7 +51,10 @@ class Metrics:
                     f"tensorboard=true needs the package tensorboard ({error}): install it, or set "
                     f"tensorboard=false"
                 ) from error
-            self.board = SummaryWriter(str(run / "tensorboard"), purge_step=resumed + 1)
+            try:
+                self.board = SummaryWriter(str(run / "tensorboard"), purge_step=resumed + 1)
+            except OSError as failed:
+                raise self._unwritten(failed) from failed
         if wandb:
             try:
                 module = import_module("wandb")
@@ -70,10 +74,13 @@ class Metrics:
         """Record values of `step` (1 is the first)."""
         if not self.enabled:
             return
-        self.file.write(json.dumps({"step": step, **values}) + "\n")
-        if self.board is not None:
-            for name, value in values.items():
-                self.board.add_scalar(name, value, step)
+        try:
+            self.file.write(json.dumps({"step": step, **values}) + "\n")
+            if self.board is not None:
+                for name, value in values.items():
+                    self.board.add_scalar(name, value, step)
+        except OSError as failed:
+            raise self._unwritten(failed) from failed
         if self.remote is not None:
             self.remote.log(values, step=step)
 
@@ -86,12 +93,27 @@ class Metrics:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.enabled:
-            self.file.close()
-            if self.board is not None:
-                self.board.close()
+        if not self.enabled:
+            return
+        with ExitStack() as closing:
             if self.remote is not None:
-                self.remote.finish(exit_code=0 if kind is None else 1)
+                closing.callback(self.remote.finish, exit_code=0 if kind is None else 1)
+            for each in (self.board, self.file):
+                if each is not None:
+                    closing.callback(self._close, each, error)
+
+    def _close(self, file: Any, error: BaseException | None) -> None:
+        try:
+            file.close()  # writes what is left
+        except OSError as failed:
+            if error is None:  # or else that is the error to go on with
+                raise self._unwritten(failed) from failed
+
+    def _unwritten(self, error: OSError) -> UserError:
+        return UserError(
+            f"the metrics in {self.run} cannot be written ({error.strerror or error}); the "
+            f"checkpoints so far are untouched: make room, and go on with --resume"
+        )
 
 
 def read(run: Path) -> list[dict[str, Any]]:

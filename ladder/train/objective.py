@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ladder.checkpoint import load_model, newest
+from ladder.checkpoint import load_model, newest, read_config
 from ladder.config import DTYPES
+from ladder.data.batches import TokenData, check_tokenizer
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.layers import vocabulary_start
@@ -41,18 +42,13 @@ class Distillation:
         self,
         config: TrainConfig,
         student: ModelConfig,
+        data: TokenData,
         mesh: DeviceMesh | None,
         device: torch.device,
     ) -> None:
         self.weight, self.temperature = config.distill_weight, config.distill_temperature
-        self.teacher = load_model(
-            newest(Path(config.teacher)),
-            None if mesh is None else mesh["tp"],
-            device=device,
-            dtype=DTYPES[config.dtype],
-        )
-        self.teacher.requires_grad_(False)
-        theirs = self.teacher.config
+        folder = newest(Path(config.teacher))
+        theirs = read_config(folder)
         theirs.refuse_bound()
         if theirs.vocab_size != student.vocab_size:
             raise UserError(
@@ -64,6 +60,14 @@ class Distillation:
                 f"seq_len={config.seq_len} is longer than the max_seq_len={theirs.max_seq_len} of "
                 f"teacher={config.teacher}; lower it"
             )
+        check_tokenizer(data, folder, f"data={config.data}", f"teacher={config.teacher}")
+        self.teacher = load_model(
+            folder,
+            None if mesh is None else mesh["tp"],
+            device=device,
+            dtype=DTYPES[config.dtype],
+        )
+        self.teacher.requires_grad_(False)
 
     def __call__(self, model: Transformer, part: Part) -> Tensor:
         with torch.no_grad():

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 
-from ladder.checkpoint import WEIGHTS, TensorReader, newest, read_config
-from ladder.data.batches import TokenData
-from ladder.data.tokenizer import FILE
-from ladder.files import checksum
+from ladder.checkpoint import WEIGHTS, TensorReader, newest, read_config, refuse_damage
+from ladder.data.batches import TokenData, check_tokenizer
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.plan import Plan
@@ -45,12 +43,16 @@ class Start:
         return replace(self.config, plan=self.schedule.plan(step))
 
     def fill(self, model: Transformer, seed: int) -> None:
-        """Give a model that is placed its first weights; each process reads its own slices."""
+        """Give a model that is placed its first weights; each process reads its own slices.
+
+        Raises UserError, on every rank, where they do not fit or are not what was written.
+        """
         if self.folder is None:
             initialise(model, seed)
         else:
             reader = TensorReader(self.folder, WEIGHTS)
             reader.check(model)
+            refuse_damage(reader, "start from another checkpoint of the run")
             reader.fill(model)
 
 
@@ -114,15 +116,9 @@ def _check_vocabulary(
     config: TrainConfig, model: ModelConfig, data: TokenData, folder: Path
 ) -> None:
     """The numbers of the data must mean to the model what they meant to its tokenizer."""
-    remedy = f"prepare the data with --tokenizer {folder}"
     if data.vocab_size > model.vocab_size:
         raise UserError(
             f"data={config.data} has vocab_size={data.vocab_size}, above the {model.vocab_size} of "
-            f"init={config.init}; {remedy}"
+            f"init={config.init}; prepare the data with --tokenizer {folder}"
         )
-    own = folder / FILE
-    if own.is_file() and checksum(own) != data.index["tokenizer_sha256"]:
-        raise UserError(
-            f"data={config.data} was made with another tokenizer than {own}, the one of init="
-            f"{config.init}; {remedy}"
-        )
+    check_tokenizer(data, folder, f"data={config.data}", f"init={config.init}")

@@ -12,39 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ladder.checkpoint import WEIGHTS, TensorReader, checkpoints, read_config, read_json
-from ladder.files import checksum
+from ladder.checkpoint import (
+    WEIGHTS,
+    TensorReader,
+    checkpoints,
+    first_damage,
+    read_config,
+    read_json,
+)
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
-from ladder.parallel import launch
 from ladder.parallel.sharding import local_parameters, local_tensor
 from ladder.train.shards import MOMENTS, OPTIMIZER
 
-CHECKSUMS = "checksums.json"
-
 
 def verify(found: list[tuple[int, Path]]) -> None:
-    """Raise UserError, on every rank, unless the newest of these checkpoints is as it was written.
-
-    The ranks share the files out.
-    """
+    """Raise UserError, on every rank, unless the newest of these checkpoints is undamaged."""
     folder = found[-1][1]
-    sums = read_json(folder / CHECKSUMS)
-    wrong = []
-    for name in sorted(sums)[launch.rank() :: launch.world_size()]:
-        try:
-            if checksum(folder / name) != sums[name]:
-                wrong.append(f"{folder / name} is damaged: it is not what was written")
-        except OSError as error:
-            wrong.append(f"{folder / name} cannot be read ({error.strerror})")
-    everyone = [wrong]
-    if launch.world_size() > 1:
-        everyone *= launch.world_size()
-        dist.all_gather_object(everyone, wrong)
-    first = next((each for rank in everyone for each in rank), None)
+    first = first_damage(folder)
     if first is not None:
         earlier = [path for _, path in found[:-1]]
         remedy = f"go on from {earlier[-1].name}" if earlier else "begin again, without --resume"
@@ -55,7 +42,13 @@ def verify(found: list[tuple[int, Path]]) -> None:
 def remove_partial(run: Path) -> None:
     """Remove what a killed process left of checkpoints that it was writing or removing."""
     for folder in (run / "checkpoints").glob(".step-*"):
-        shutil.rmtree(folder)
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            raise UserError(
+                f"{folder}, which an interrupted save left, cannot be removed ({error}); remove "
+                f"it, and go on with --resume"
+            ) from error
 
 
 def remove_old(run: Path, keep: int) -> None:

@@ -1,0 +1,155 @@
+"""`ladder eval`: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ladder.cli import main
+from tests.evaluation import needs_lm_eval
+
+
+def test_models_side_by_side(
+    llama: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs_lm_eval()
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in llama.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    out = tmp_path / "out"
+    command = ["eval", str(llama), str(other), "--text", str(texts), "--out", str(out),
+               "--limit", "3", "--batch", "2", "--device", "cpu",
+               "--dtype", "bfloat16"]  # fmt: skip
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    lines = [line for line in printed.splitlines() if line.startswith("local_") and " ± " in line]
+    assert len(lines) == 8
+    for line in lines:  # the same weights, in both columns
+        left, right = re.split(r" {2,}", line)[-2:]
+        assert left == right
+    record = json.loads((out / "results.json").read_text())
+    assert list(record["results"]) == list(record["models"]) == [str(llama), str(other)]
+    assert {each["examples"] for each in record["results"][str(llama)]} == {3}
+    assert (
+        {each["dtype"] for each in record["models"].values()} == {record["dtype"]} == {"bfloat16"}
+    )
+    assert f"{llama}: {llama} (bfloat16)" in printed
+    assert "local_definitions: of the standard library" in printed
+    assert record["offline"]["files"]
+    assert "| local_cloze | 0 | acc ↑ |" in (out / "results.md").read_text()
+
+
+def test_a_task_of_the_hub_without_a_network(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_lm_eval()
+    import datasets
+    from lm_eval.tasks import TaskManager
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach 'x/cloze' on the Hub")
+
+    config = "{task: hub_task, dataset_path: x/cloze, output_type: multiple_choice}"
+    (tmp_path / "hub.yaml").write_text(config)
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    indexed = TaskManager(include_path=str(tmp_path), include_defaults=False)  # not all: 6 seconds
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: indexed)
+    command = ["eval", str(llama), "--out", str(tmp_path / "out"), "--tasks"]
+    assert main([*command, "hub_task"]) == 2
+    said = capsys.readouterr().err
+    assert "task 'hub_task' cannot be loaded (ConnectionError" in said
+    assert "`--tasks offline` needs neither" in said
+    assert main([*command, "hub_tusk"]) == 2
+    said = capsys.readouterr().err
+    assert "'hub_tusk' is no task" in said
+    assert "did you mean 'hub_task'?" in said
+    assert "paper-adapt" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--batch", "0"], "--batch=0"),
+        (["--limit", "0"], "--limit=0"),
+        (["--num-fewshot", "-1"], "--num-fewshot=-1"),
+        (["--dtype", "float16"], "--dtype=float16 must be auto, float32 or bfloat16"),
+    ],
+)
+def test_bad_options_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "nowhere", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_the_harness(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["eval", "nowhere"]) == 2
+    assert "pip install 'ladder[eval]'" in capsys.readouterr().err
+
+
+def test_the_last_model_is_looked_at_before_the_first_is_run(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs_lm_eval()
+    other = tmp_path / "other"
+    shutil.copytree(llama, other)
+    command = ["eval", str(llama), str(other), "--out", str(tmp_path / "out")]
+
+    def said(*words: str) -> str:
+        assert main([*command, *words]) == 2
+        assert not (tmp_path / "out").exists()
+        return capsys.readouterr().err
+
+    assert "has no chat template" in said("--chat-template")
+    assert "cannot be read" in said("--chat-template", str(tmp_path / "nowhere.jinja"))
+    (other / "tokenizer.json").unlink()
+    assert "no tokenizer at" in said()
+    tensors = load_file(llama / "model.safetensors")
+    save_file({**tensors, "model.extra": torch.zeros(2)}, other / "model.safetensors")
+    assert "holds tensors that the model does not have: model.extra" in said()
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"question": "a", "answer": "UNSAFE"}], "task 'rows' runs programs that the model wrote"),
+        ([{"asked": "a", "answer": "b"}], "task 'rows' cannot be loaded"),
+        ([{"question": "a", "answer": "b"}, {"question": "a", "answer": None}],
+         "task 'rows' cannot be written down"),
+        ([{"question": "a", "answer": "b" * 400}], "is longer than the model's context"),
+    ],
+)  # fmt: skip
+def test_data_that_a_task_cannot_use(
+    llama: Path,
+    tmp_path: Path,
+    rows: list[dict[str, Any]],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    needs_lm_eval()
+    from lm_eval.tasks import TaskManager
+
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "rows.jsonl").write_text(lines)
+    (tmp_path / "rows.yaml").write_text(
+        "{task: rows, custom_dataset: !function ladder.eval.offline.read, dataset_kwargs: "
+        f"{{file: rows.jsonl, folder: {tmp_path}}}, test_split: test, output_type: loglikelihood, "
+        "doc_to_text: 'Q: {{question}}', doc_to_target: '{{answer[:600]}}', metric_list: [{metric: "
+        f"acc, aggregation: mean, higher_is_better: true}}], unsafe_code: {'UNSAFE' in lines}}}"
+    )
+    indexed = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: indexed)
+    assert main(["eval", str(llama), "--out", str(tmp_path / "out"), "--tasks", "rows"]) == 2
+    assert message in capsys.readouterr().err

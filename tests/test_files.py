@@ -1,0 +1,39 @@
+"""Folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ladder.files import new_folder
+from ladder.models import UserError
+
+
+def fill(out: Path, overwrite: bool = False) -> None:
+    with new_folder(out, overwrite) as folder:
+        (folder / "new").write_text("new")
+
+
+def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    """Long work for the same place, twice: the second to end must not remove the first's."""
+    out = tmp_path / "out"
+    late = new_folder(out)
+    (late.__enter__() / "late").write_text("late")
+    fill(out)
+    with pytest.raises(UserError, match="out cannot be written"):
+        late.__exit__(None, None, None)
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "new"]
+
+
+def test_what_is_replaced_is_gone_when_the_new_folder_is_whole(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    fill(out)
+    (out / "old").write_text("old")
+    with pytest.raises(UserError, match="exists already"):
+        fill(out)
+    with pytest.raises(RuntimeError), new_folder(out, overwrite=True):
+        raise RuntimeError
+    assert {path.name for path in out.iterdir()} == {"old", "new"}
+    fill(out, overwrite=True)
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "new"]
