@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         options.overrides += rest
+    # Before torch is imported. GNU's OpenMP spins for milliseconds at a barrier: CPU training took
+    # nine times as long beside another process. So few spins cost an idle machine nothing.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     from ladder.parallel import launch
 
     verb: Verb = options.verb
