@@ -39,11 +39,12 @@ from typing import Any
 
 import torch
 from adapt_report import COLUMNS, caption, markdown, read, rows
-from jobs import Started, deadline, run_all, visible_gpus
+from jobs import Started, deadline, finish, run_all, visible_gpus
 from quality import check_common, summary
 
 from ladder.checkpoint import newest
 from ladder.cli import main as ladder
+from ladder.cli import parse_words
 from ladder.convert.sensitivity import costs, named
 from ladder.data.mix import open_sources
 from ladder.eval import offline, suites
@@ -366,25 +367,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = verbs.add_parser("report", help="the table of what `run` wrote, as Markdown")
     add.set_defaults(verb=report)
     add.add_argument("file", type=Path)
-    options, rest = parser.parse_known_args(arguments)
-    # argparse takes positional arguments in one place only; overrides may follow an option.
-    if rest and (options.verb is not run or any(item.startswith("-") for item in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options = parse_words(parser, sys.argv[1:] if arguments is None else arguments)
     if options.verb is run:
-        options.overrides += rest
         options.runs = options.runs or options.out
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0, 1 where a point failed, 2 for a user's mistake."""
-    options = parse(arguments)
-    try:
-        code: int = options.verb(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return code
+    return finish(parse(arguments))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""A queue of processes, one a GPU at a time: what the benchmarks of whole runs start theirs by."""
+"""What benchmarks of whole runs share: a queue of processes, one a GPU at a time; exit codes."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -55,6 +56,16 @@ class Started(Generic[J]):
     @property
     def wall_s(self) -> float:
         return round(time.monotonic() - self.since, 1)
+
+
+def finish(options: argparse.Namespace) -> int:
+    """Run the verb of a command line; the exit code, 2 for a user's mistake."""
+    try:
+        code: int = options.verb(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return code
 
 
 def deadline(minutes: float | None) -> float:

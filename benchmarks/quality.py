@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jobs import Started, deadline, run_all, visible_gpus
+from jobs import Started, deadline, finish, run_all, visible_gpus
 from quality_report import COLUMNS, PLANS, T, caption, latency_rows, read, rows, write_page
 
+from ladder.cli import parse_words
 from ladder.config import load_plan
 from ladder.data.batches import TokenData
 from ladder.data.mix import open_sources
@@ -237,25 +238,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add.add_argument("--quality", type=Path, required=True, help="what `run` wrote")
     add.add_argument("--latency", type=Path, required=True, help="inference.jsonl")
     add.add_argument("--out", type=Path, default=Path("runs/quality/quality.html"))
-    options, rest = parser.parse_known_args(arguments)
-    # argparse takes positional arguments in one place only; overrides may follow an option.
-    if rest and (options.verb is not run or any(item.startswith("-") for item in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options = parse_words(parser, sys.argv[1:] if arguments is None else arguments)
     if options.verb is run:
-        options.overrides += rest
         options.runs = options.runs or options.out
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0, 1 where a training failed, 2 for a user's mistake."""
-    options = parse(arguments)
-    try:
-        code: int = options.verb(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return code
+    return finish(parse(arguments))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""The `ladder` command: one verb for each job. A verb imports what it needs when it runs."""
+"""The `ladder` command: one verb for each job. A verb imports what it needs when it runs.
+
+It is long because every option of every verb stands here, and nothing else does.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:2] == SENSITIVITY.split():  # beside a command whose first argument is a folder
         words[:2] = [SENSITIVITY]
-    options, rest = parser.parse_known_args(words)
-    # argparse takes positional arguments in one place only; overrides may follow an option.
-    if rest and (not hasattr(options, "overrides") or any(item.startswith("-") for item in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        options.overrides += rest
+    options = parse_words(parser, words)
     # Before torch is imported. GNU's OpenMP spins for milliseconds at a barrier: CPU training took
     # nine times as long beside another process. So few spins cost an idle machine nothing.
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -45,6 +43,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def parse_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line whose `overrides`, where a command has any, may follow an option.
+
+    argparse itself takes positional arguments in one place only.
+    """
+    options, rest = parser.parse_known_args(words)
+    if rest and (not hasattr(options, "overrides") or any(item.startswith("-") for item in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides += rest
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -239,29 +250,24 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     _add_processes(parser)
 
 
-def train(options: argparse.Namespace) -> int:
-    from ladder.train.config import load_train_config
-    from ladder.train.loop import train as run
-
-    config = load_train_config(options.config, options.overrides)
-    run(config, resume=options.resume, device=options.device)
-    return 0
-
-
-def finetune(options: argparse.Namespace) -> int:
-    """The same loop, and a recipe that says whose weights it starts from."""
+def train(options: argparse.Namespace, needs_init: bool = False) -> int:
     from ladder.models.errors import UserError
     from ladder.train.config import load_train_config
     from ladder.train.loop import train as run
 
     config = load_train_config(options.config, options.overrides)
-    if not config.init:
+    if needs_init and not config.init:
         raise UserError(
             "init is missing: give the model to fine-tune, init=FOLDER (a run, a checkpoint, a "
             "Hugging Face Llama folder); `ladder train` starts from random weights"
         )
     run(config, resume=options.resume, device=options.device)
     return 0
+
+
+def finetune(options: argparse.Namespace) -> int:
+    """The same loop, and a recipe that says whose weights it starts from."""
+    return train(options, needs_init=True)
 
 
 # ---- convert --------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from ladder.files import make_folder, write_text
 from ladder.infer import cold
-from ladder.infer.build import random_model
 from ladder.infer.derive import EXPLANATION, by_point, derive, plain, text_table
 from ladder.infer.floors import bandwidth, matrix_rate
 from ladder.infer.measure import chunks, free_bytes, measure
@@ -30,9 +29,7 @@ from ladder.infer.points import Point, Settings, describe, expand, load_suite
 from ladder.models.errors import UserError
 from ladder.parallel import launch
 from ladder.parallel.reducers import common_push_refusal
-from ladder.records import append, commit, facts
-
-__all__ = ["bandwidth", "commit", "main", "random_model"]
+from ladder.records import append, facts
 
 RESULTS, COLD, SUMMARY, PAGE = "inference.jsonl", "cold.jsonl", "summary.json", "inference.html"
 PEER_MEMORY = ("push",)  # reducers that need the peers' memory
