@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from adapt_report import COLUMNS, caption, markdown, read, rows
 from jobs import Started, deadline, finish, run_all, visible_gpus
-from quality import check_common, summary
+from quality import check_common, check_overrides, summary
 
 from ladder.checkpoint import newest
 from ladder.cli import main as ladder
@@ -115,9 +115,7 @@ def recovery(options: argparse.Namespace) -> Recovery:
         raise UserError(f"--standard={options.standard} is no run: {file} does not exist")
     before = load_train_config(str(file), [])
     options.data = options.data or before.data
-    for override in options.overrides:
-        if (key := override.partition("=")[0]) in OWN:
-            raise UserError(f"override {override!r}: {key} is set by the benchmark; leave it out")
+    check_overrides(options.overrides, OWN)
     total = before.steps * before.batch_size * before.seq_len
     batch = before.batch_size
     while batch > 1 and options.share * total < STEPS * batch * before.seq_len:

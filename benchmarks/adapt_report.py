@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ladder.models.errors import UserError
+import quality_report
 
 TASKS = {
     "cloze": "local_cloze acc",
@@ -27,18 +26,7 @@ conversion or training, with its start."""
 
 def read(file: Path) -> list[dict[str, Any]]:
     """The records of a result file, the newest of each name."""
-    if not file.is_file():
-        raise UserError(f"no results at {file}; `adapt.py run` writes them")
-    found = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            each = json.loads(line)
-            found[each["name"]] = each
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"line {number} of {file} is no record ({error}); remove the line"
-            ) from error
-    return list(found.values())
+    return quality_report.read(file, ("name",), "adapt.py")
 
 
 def recovered(record: dict[str, Any], records: Sequence[dict[str, Any]]) -> float | None:

@@ -117,10 +117,7 @@ def chosen(only: Sequence[str] | None) -> list[tuple[str, int]]:
 
 def resolve(plan: str, seed: int, options: argparse.Namespace, data: TokenData) -> Run:
     """UserError, before anything is trained, where the plan or an override is wrong."""
-    for override in options.overrides:
-        key = override.partition("=")[0]
-        if key in OWN:
-            raise UserError(f"override {override!r}: {key} is set by the benchmark; leave it out")
+    check_overrides(options.overrides, OWN)
     folder = options.runs / f"{plan}-seed{seed}"
     shared = [*options.overrides, f"data={options.data}", f"out={folder}"]
     shape = load_train_config(RECIPE, shared).model_config(data.vocab_size)
@@ -138,6 +135,13 @@ def recipe_of(each: Run) -> dict[str, Any]:
     kept = {key: value for key, value in recipe.items() if key not in PER_RUN}
     found: dict[str, Any] = json.loads(json.dumps(kept))
     return found
+
+
+def check_overrides(overrides: Sequence[str], own: Sequence[str]) -> None:
+    """Raise UserError where one is of a key that the benchmark sets."""
+    for override in overrides:
+        if (key := override.partition("=")[0]) in own:
+            raise UserError(f"override {override!r}: {key} is set by the benchmark; leave it out")
 
 
 def check_common(records: Sequence[dict[str, Any]], common: dict[str, Any], file: Path) -> None:

@@ -18,15 +18,17 @@ PLANS = ("standard", "parallel", "ladder", "desync-2x", "desync-4x", "dtp-1")
 T = 4  # of the plans that depend on it, and of the latency beside their quality
 
 
-def read(file: Path) -> list[dict[str, Any]]:
-    """The records of a result file, the newest of each plan and seed."""
+def read(
+    file: Path, keys: Sequence[str] = ("plan", "seed"), script: str = "quality.py"
+) -> list[dict[str, Any]]:
+    """The records of a result file that `script` writes, the newest of each value of `keys`."""
     if not file.is_file():
-        raise UserError(f"no results at {file}; `quality.py run` writes them")
+        raise UserError(f"no results at {file}; `{script} run` writes them")
     found = {}
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             each = json.loads(line)
-            found[each["plan"], each["seed"]] = each
+            found[tuple(each[key] for key in keys)] = each
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"line {number} of {file} is no record ({error}); remove the line"

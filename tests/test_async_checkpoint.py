@@ -17,18 +17,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from ladder.checkpoint import checkpoints, load_model, newest
+from ladder.checkpoint import load_model, newest
 from ladder.config import build
 from ladder.models.errors import UserError
 from ladder.train import loop, metrics, shards
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests.distributed import Pools, RankError
+from tests.test_faults import go_on, steps_of
 from tests.test_train import losses, recipe, stored, untimed, weights
-
-
-def steps_of(run: Path) -> list[int]:
-    return [step for step, _ in checkpoints(run)]
 
 
 @contextmanager
@@ -163,14 +160,6 @@ def killed_while_writing(rank: int, world: int, settings: dict[str, Any]) -> Non
         train(build(TrainConfig, settings, "test recipe"), device="cpu")
 
 
-def begin(rank: int, world: int, settings: dict[str, Any]) -> None:
-    train(build(TrainConfig, settings, "test recipe"), device="cpu")
-
-
-def go_on(rank: int, world: int, settings: dict[str, Any]) -> None:
-    train(build(TrainConfig, settings, "test recipe"), device="cpu", resume=True)
-
-
 def test_a_rank_killed_while_it_writes_costs_that_checkpoint_alone(
     corpus: Path, tmp_path: Path, pools: Pools
 ) -> None:
@@ -179,11 +168,11 @@ def test_a_rank_killed_while_it_writes_costs_that_checkpoint_alone(
     with pytest.raises(RankError, match="exit code -9"):
         pools(2).run(killed_while_writing, config.to_dict())
     assert steps_of(run) == [2]
-    pools(2).run(go_on, config.to_dict())
+    pools(2).run(go_on, config.to_dict(), True)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
         "step-000002", "step-000004", "step-000006",
     ]  # fmt: skip
-    pools(2).run(begin, config.to_dict() | {"out": str(tmp_path / "whole")})
+    pools(2).run(go_on, config.to_dict() | {"out": str(tmp_path / "whole")}, False)
     assert untimed(run) == untimed(tmp_path / "whole")
     for name, value in weights(tmp_path / "whole").items():
         assert torch.equal(value, weights(run)[name]), name
@@ -252,7 +241,7 @@ def test_a_missing_shard_is_found_without_checksums(
     corpus: Path, tmp_path: Path, pools: Pools
 ) -> None:
     config = recipe(corpus, tmp_path / "run", tp=2, steps=3)
-    pools(2).run(begin, config.to_dict())
+    pools(2).run(go_on, config.to_dict(), False)
     load_model(newest(tmp_path / "run"))
     for rank, message in ((1, "lacks the tensor .* a file is missing"), (2, "has the shape")):
         path = next(newest(tmp_path / "run").glob(f"shard-{rank:05d}-model-*.safetensors"))

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ladder.checkpoint import checkpoints, newest, read_config
-from ladder.config import build
 from ladder.models import UserError, resolve_plan
 from ladder.train.config import TrainConfig
 from ladder.train.conversion import make_schedule
@@ -30,8 +29,8 @@ def base(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def converting(corpus: Path, base: Path, out: Path, **changes: Any) -> TrainConfig:
-    settings = recipe(corpus, out).to_dict() | {"model": None, "init": str(base)}
-    return build(TrainConfig, settings | {"convert_layers": LAYERWISE} | changes, "test recipe")
+    settings = {"model": None, "init": str(base), "convert_layers": LAYERWISE}
+    return recipe(corpus, out, **settings | changes)
 
 
 @pytest.mark.parametrize("order", ["last-first", "first-last"])

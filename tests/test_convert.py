@@ -18,24 +18,21 @@ from torch import Tensor
 from ladder import checkpoint
 from ladder.checkpoint import load_model, newest
 from ladder.cli import main
-from ladder.config import build
 from ladder.convert import command, verify
 from ladder.convert.command import convert
 from ladder.infer.engine import generate
 from ladder.models import UserError
-from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from ladder.train.shards import write_file
 from tests import restatement
 from tests.distributed import Pools, tp_mesh
 from tests.samples import fill, relative_error
-from tests.test_train import recipe
+from tests.test_checkpoint import LLAMA_3, TOKENS
+from tests.test_train import recipe, run_on_ranks
 
 SHAPE = {"vocab_size": 91, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
          "eos_token_id": [3, 5]}  # fmt: skip
-LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-           "original_max_position_embeddings": 16, "rope_theta": 5e5}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama 3, tied": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA_3}),
@@ -46,7 +43,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3, biases": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
 }
-TOKENS = torch.randint(0, 91, (2, 11), generator=torch.Generator().manual_seed(0))
 INDEX = "model.safetensors.index.json"
 NORM = "model.layers.1.input_layernorm.weight"
 
@@ -468,7 +464,7 @@ def test_a_run_is_exported_as_one_plain_folder(corpus: Path, tmp_path: Path, poo
     """Without --plan a model keeps its own: what two ranks wrote as shards is joined, for others to
     read."""
     config = recipe(corpus, tmp_path / "run", plan="ladder", steps=3, tp=2)
-    pools(2).run(train_on_ranks, config.to_dict())
+    pools(2).run(run_on_ranks, config.to_dict(), None)
     found = newest(tmp_path / "run")
     assert list(found.glob("shard-*"))
     assert main(["convert", str(tmp_path / "run"), "--out", str(tmp_path / "plain")]) == 0
@@ -486,10 +482,6 @@ def test_a_run_is_exported_as_one_plain_folder(corpus: Path, tmp_path: Path, poo
     shard.write_bytes(data)
     with pytest.raises(UserError, match=f"{shard.name} is damaged.*another checkpoint"):
         convert(found, tmp_path / "again")
-
-
-def train_on_ranks(rank: int, world: int, settings: dict[str, Any]) -> None:
-    train(build(TrainConfig, settings, "test recipe"), device="cpu")
 
 
 def test_transformers_is_told_which_token_ends_a_text(corpus: Path, tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ from ladder.data.mix import Mix, open_sources, parse_sources, plan_cycle
 from ladder.data.prepare import prepare
 from ladder.data.tokenizer import train_tokenizer
 from ladder.models.errors import UserError
-from ladder.train import metrics
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests.distributed import Pools
+from tests.test_train import losses, run_on_ranks
 
 LENGTHS = (21, 9, 47)  # windows of each source
 SHARES = (5, 2, 4)
@@ -297,10 +297,6 @@ def _named(*sources: tuple[Path, float]) -> list[dict[str, Any]]:
     return [{"path": str(path), "weight": weight} for path, weight in sources]
 
 
-def _losses(run: Path) -> list[float]:
-    return [record["loss"] for record in metrics.read(run) if "loss" in record]
-
-
 def _weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(newest(run) / "model.safetensors")
 
@@ -311,12 +307,12 @@ def test_a_mix_resumes_to_the_bit(corpus: Path, second: Path, tmp_path: Path) ->
     whole = train(_recipe(data, tmp_path / "whole"), device="cpu")
     train(_recipe(data, tmp_path / "parts"), device="cpu", stop_after=5)
     assert train(_recipe(data, tmp_path / "parts"), resume=True, device="cpu") == whole
-    assert _losses(tmp_path / "parts") == _losses(tmp_path / "whole")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     expected = _weights(tmp_path / "whole")
     for name, found in _weights(tmp_path / "parts").items():
         assert torch.equal(found, expected[name]), name
     train(_recipe(str(corpus), tmp_path / "alone"), device="cpu")
-    assert _losses(tmp_path / "alone") != _losses(tmp_path / "whole")  # the second one counts
+    assert losses(tmp_path / "alone") != losses(tmp_path / "whole")  # the second one counts
 
 
 def test_one_source_in_a_list_is_the_folder(corpus: Path, tmp_path: Path) -> None:
@@ -324,7 +320,7 @@ def test_one_source_in_a_list_is_the_folder(corpus: Path, tmp_path: Path) -> Non
     train(_recipe(str(corpus), tmp_path / "run"), device="cpu", stop_after=5)
     train(_recipe(_named((corpus, 3)), tmp_path / "run"), resume=True, device="cpu")
     train(_recipe(_named((corpus, 1)), tmp_path / "whole"), device="cpu")
-    assert _losses(tmp_path / "run") == _losses(tmp_path / "whole")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
 def test_changed_sources_do_not_resume(corpus: Path, second: Path, tmp_path: Path) -> None:
@@ -345,7 +341,7 @@ def test_changed_sources_do_not_resume(corpus: Path, second: Path, tmp_path: Pat
             train(_recipe(other, run), resume=True, device="cpu")
     same = _named((corpus, 7), (second, 3))  # the same proportions
     train(_recipe(same, run), resume=True, device="cpu")
-    assert len(_losses(run)) == 8
+    assert len(losses(run)) == 8
 
 
 def test_sources_share_a_tokenizer(corpus: Path, tmp_path: Path) -> None:
@@ -357,10 +353,6 @@ def test_sources_share_a_tokenizer(corpus: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def _train_on_ranks(rank: int, world: int, settings: dict[str, Any]) -> None:
-    train(build(TrainConfig, settings, "test recipe"), device="cpu")
-
-
 def test_ranks_train_on_the_same_mix(
     corpus: Path, second: Path, tmp_path: Path, pools: Pools
 ) -> None:
@@ -368,8 +360,8 @@ def test_ranks_train_on_the_same_mix(
     data = _named((corpus, 0.7), (second, 0.3))
     train(_recipe(data, tmp_path / "one"), device="cpu")
     settings = _recipe(data, tmp_path / "two").to_dict()
-    pools(2).run(_train_on_ranks, settings)
-    assert _losses(tmp_path / "two") == pytest.approx(_losses(tmp_path / "one"), abs=1e-4)
+    pools(2).run(run_on_ranks, settings, None)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
 
 
 def test_each_source_has_its_own_end_of_a_document(mix: Mix) -> None:

@@ -21,7 +21,7 @@ from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from ladder.train.optim import clip_gradients
 from tests.distributed import Pools
-from tests.test_train import recipe
+from tests.test_train import recipe, recorded
 
 CPU = torch.device("cpu")
 LAYOUTS = {  # world: (tp, dp_shard, and what that is called)
@@ -69,11 +69,7 @@ def test_every_layout_trains_as_one_process(
         found = curve(tmp_path / name)
         assert found[0] == pytest.approx(expected, abs=1e-4), name
         assert found[1] == pytest.approx(norms, rel=1e-3), name
-        held = [
-            [record["heldout_loss"] for record in metrics.read(tmp_path / run) if
-             "heldout_loss" in record]
-            for run in ("alone", name)
-        ]  # fmt: skip
+        held = [recorded(tmp_path / run, "heldout_loss") for run in ("alone", name)]
         assert held[1] == pytest.approx(held[0], abs=1e-4), name
 
 

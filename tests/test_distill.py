@@ -13,19 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.checkpoint import WEIGHTS, model_entries, newest, write_config, write_tensors
-from ladder.config import build
 from ladder.models import Ranks, Reducer, UserError
 from ladder.models import loss as losses_module
 from ladder.models.loss import teacher_losses
 from ladder.parallel.reducers import AsyncReducer
-from ladder.train import metrics
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests.chats import make_chats, prepare_chats
 from tests.corpus import swap_two_tokens
 from tests.distributed import Pools, tp_mesh
 from tests.samples import full_model, small_config
-from tests.test_train import recipe, run_on_ranks, stored, untimed, weights
+from tests.test_train import recipe, recorded, run_on_ranks, stored, untimed, weights
 
 VOCABULARY = 301  # divides unevenly
 
@@ -112,13 +110,9 @@ def chats(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def distilling(data: Path, base: Path, out: Path, **changes: Any) -> TrainConfig:
-    settings = recipe(data, out, seq_len=64, plan="ladder", lr=2e-3).to_dict()
-    settings |= {"model": None, "init": str(base), "teacher": str(base)}
-    return build(TrainConfig, settings | changes, "test recipe")
-
-
-def curve(run: Path, name: str) -> list[float]:
-    return [record[name] for record in metrics.read(run) if name in record]
+    settings = {"seq_len": 64, "plan": "ladder", "lr": 2e-3, "model": None}
+    settings |= {"init": str(base), "teacher": str(base)}
+    return recipe(data, out, **settings | changes)
 
 
 def test_a_converted_model_comes_back_to_its_teacher(
@@ -128,16 +122,15 @@ def test_a_converted_model_comes_back_to_its_teacher(
     the wiring. The first loss is the mixture of what was recorded."""
     settings = {"distill_weight": 0.75, "distill_temperature": 2.0, "steps": 60}
     train(distilling(corpus, base, tmp_path / "run", **settings), device="cpu")
-    divergence = curve(tmp_path / "run", "divergence")
+    divergence = recorded(tmp_path / "run", "divergence")
     assert divergence[0] > 1e-3
     assert divergence[-1] < 0.5 * divergence[0]
-    for total, hard, soft in zip(
-        *(curve(tmp_path / "run", n) for n in ("loss", "cross_entropy", "divergence")), strict=True
-    ):
+    names = ("loss", "cross_entropy", "divergence")
+    for total, hard, soft in zip(*(recorded(tmp_path / "run", n) for n in names), strict=True):
         assert total == pytest.approx(0.25 * hard + 0.75 * 4 * soft, rel=1e-5)
     before = weights(base)
     train(distilling(corpus, base, tmp_path / "same", plan="standard", steps=3), device="cpu")
-    assert curve(tmp_path / "same", "divergence")[0] == pytest.approx(0, abs=1e-6)
+    assert recorded(tmp_path / "same", "divergence")[0] == pytest.approx(0, abs=1e-6)
     for name, value in weights(base).items():
         assert torch.equal(value, before[name])
     assert set(stored(tmp_path / "run" / "checkpoints" / "step-000060")) == set(before)
@@ -153,8 +146,8 @@ def test_ranks_distil_as_one_process(
     layout = {"out": str(tmp_path / "ranks"), "tp": tp, "dp_shard": dp_shard}
     pools(2).run(run_on_ranks, alone.to_dict() | layout | {"micro_batch_size": 1}, None)
     for name in ("loss", "cross_entropy", "divergence"):
-        found = curve(tmp_path / "ranks", name)
-        assert found == pytest.approx(curve(tmp_path / "alone", name), abs=1e-4), name
+        found = recorded(tmp_path / "ranks", name)
+        assert found == pytest.approx(recorded(tmp_path / "alone", name), abs=1e-4), name
     after = weights(tmp_path / "ranks")
     for name, value in weights(tmp_path / "alone").items():
         assert (value - after[name]).abs().max() < 2e-4, name

@@ -16,19 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.checkpoint import CHECKSUMS, load_model, newest
-from ladder.config import build
 from ladder.data.batches import heldout_windows, open_data
 from ladder.files import checksum
 from ladder.models import Transformer, UserError, document_starts, documents
 from ladder.parallel.sharding import local_parameters, local_tensor, place, sum_shared_gradients
-from ladder.train import metrics
-from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests import restatement
 from tests.distributed import Pools, tp_mesh
 from tests.samples import full_model, relative_error, small_config, virtual, weights_of
 from tests.test_data_parallel import LAYOUTS, curve, train_all
-from tests.test_train import losses, recipe, untimed, weights
+from tests.test_tensor_parallel import weigh
+from tests.test_train import losses, recipe, recorded, run_on_ranks, untimed, weights
 
 END = 5  # ends a document in these tests
 # Two rows of 12 tokens, of 4, 1, 5 and 2 tokens and of 7 and 5: the first ends with an end, a
@@ -61,12 +59,6 @@ def pieces() -> list[tuple[int, int, int]]:
 def model_at(plan: str, ranks: int, **changes: Any) -> Transformer:
     depends = plan.startswith(("desync", "dtp"))
     return virtual(full_model(small_config(plan, ranks, depends, **changes), 4), ranks)
-
-
-def weigh(values: Tensor) -> Tensor:
-    """A scalar on which each value has its own influence."""
-    scale = torch.linspace(0.5, 2.0, values.numel(), dtype=values.dtype, device=values.device)
-    return (values * scale.view_as(values)).sum()
 
 
 def plain_varlen(
@@ -310,10 +302,6 @@ def test_a_run_from_before_the_option_goes_on(corpus: Path, tmp_path: Path) -> N
     assert len(losses(run)) == 6
 
 
-def train_one(rank: int, world: int, settings: dict[str, Any]) -> None:
-    train(build(TrainConfig, settings, "test recipe"), device="cpu")
-
-
 @pytest.mark.parametrize(("plan", "degree"), [("ladder", None), ("desync-2x", 4)])
 def test_masked_training_on_ranks(
     corpus: Path, tmp_path: Path, pools: Pools, plan: str, degree: int | None
@@ -328,16 +316,12 @@ def test_masked_training_on_ranks(
     names = [name for _, _, name in LAYOUTS[4]]
     if plan == "ladder":
         wrapped = {"sequence_parallel": True, "activation_checkpointing": "selective", "tp": 2}
-        pools(2).run(train_one, settings | wrapped | {"out": str(tmp_path / "sharded")})
+        pools(2).run(run_on_ranks, settings | wrapped | {"out": str(tmp_path / "sharded")}, None)
         names.append("sharded")
     for name in names:
         for found, expected in zip(curve(tmp_path / name), curve(tmp_path / "alone"), strict=True):
             assert found == pytest.approx(expected, rel=1e-3), name
-        held = [
-            [record["heldout_loss"] for record in metrics.read(tmp_path / run) if
-             "heldout_loss" in record]
-            for run in ("alone", name)
-        ]  # fmt: skip
+        held = [recorded(tmp_path / run, "heldout_loss") for run in ("alone", name)]
         assert held[1] == pytest.approx(held[0], abs=1e-4), name
 
 

@@ -11,17 +11,16 @@ import torch
 
 from ladder.checkpoint import load_model, newest, read_stop_tokens
 from ladder.cli import main
-from ladder.config import build
 from ladder.data.batches import open_data
 from ladder.data.mix import open_sources
 from ladder.models import UserError
 from ladder.models.documents import starts_of
-from ladder.train import metrics, state
+from ladder.train import state
 from ladder.train.config import TrainConfig, load_train_config
 from ladder.train.loop import train
 from tests.chats import make_chats, prepare_chats
 from tests.distributed import Pools
-from tests.test_train import losses, recipe, run_on_ranks, untimed, weights
+from tests.test_train import losses, recipe, recorded, run_on_ranks, untimed, weights
 
 SEQ = 128
 
@@ -41,9 +40,8 @@ def base(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tuning(chats: Path, base: Path, out: Path, **changes: Any) -> TrainConfig:
-    settings = recipe(chats, out, seq_len=SEQ, plan="hybrid", lr=3e-3).to_dict()
-    settings |= {"model": None, "init": str(base)}
-    return build(TrainConfig, settings | changes, "test recipe")
+    settings = {"seq_len": SEQ, "plan": "hybrid", "lr": 3e-3, "model": None, "init": str(base)}
+    return recipe(chats, out, **settings | changes)
 
 
 def test_the_loss_is_the_mean_over_answers(chats: Path, base: Path, tmp_path: Path) -> None:
@@ -93,10 +91,7 @@ def test_ranks_train_as_one_process(
     settings = alone.to_dict() | changes | {"micro_batch_size": micro}
     pools(2).run(run_on_ranks, settings, None)
     for key, allowed in (("loss", 1e-4), ("gradient_norm", 1e-3), ("heldout_loss", 1e-4)):
-        curves = [
-            [record[key] for record in metrics.read(tmp_path / run) if key in record]
-            for run in ("alone", "ranks")
-        ]
+        curves = [recorded(tmp_path / run, key) for run in ("alone", "ranks")]
         assert curves[1] == pytest.approx(curves[0], abs=allowed), key
     after = weights(tmp_path / "ranks")
     for name, value in weights(tmp_path / "alone").items():

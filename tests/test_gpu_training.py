@@ -11,9 +11,9 @@ import torch
 from ladder.cli import main
 from ladder.config import build
 from ladder.parallel import launch
-from ladder.train import metrics
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
+from tests.test_train import losses
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,10 +36,6 @@ def train_all(settings: dict[str, Any]) -> int:
         changes = {**changes, "out": f"{settings['out']}/{name}"}
         train(build(TrainConfig, settings | changes, "test recipe"), device="cuda")
     return 0
-
-
-def losses(run: Path) -> list[float]:
-    return [record["loss"] for record in metrics.read(run) if "loss" in record]
 
 
 @pytest.mark.parametrize("plan", ["standard", "ladder", "hybrid"])

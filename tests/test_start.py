@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ladder.checkpoint import newest, read_config
-from ladder.config import build
 from ladder.data.batches import open_data
 from ladder.models import UserError
 from ladder.parallel.apply import make_model
@@ -34,10 +33,8 @@ def standard(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def from_run(corpus: Path, out: Path, folder: Path, **changes: Any) -> TrainConfig:
-    settings = recipe(corpus, out).to_dict()
-    return build(
-        TrainConfig, settings | {"model": None, "plan": None, "init": str(folder)} | changes, "test"
-    )
+    settings = {"model": None, "plan": None, "init": str(folder)}
+    return recipe(corpus, out, **settings | changes)
 
 
 def test_a_hybrid_starts_as_the_standard_model_that_it_was(

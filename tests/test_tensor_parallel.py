@@ -70,7 +70,7 @@ def late_collectives() -> Iterator[None]:
 
 def weigh(values: Tensor) -> Tensor:
     """A scalar on which each value has its own influence."""
-    weights = torch.linspace(0.5, 2.0, values.numel(), dtype=values.dtype)
+    weights = torch.linspace(0.5, 2.0, values.numel(), dtype=values.dtype, device=values.device)
     return (values * weights.view_as(values)).sum()
 
 

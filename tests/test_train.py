@@ -60,8 +60,12 @@ def recipe(corpus: Path, out: Path, **changes: Any) -> TrainConfig:
     return build(TrainConfig, settings | changes, "test recipe")
 
 
+def recorded(run: Path, name: str) -> list[float]:
+    return [record[name] for record in metrics.read(run) if name in record]
+
+
 def losses(run: Path) -> list[float]:
-    return [record["loss"] for record in metrics.read(run) if "loss" in record]
+    return recorded(run, "loss")
 
 
 def untimed(run: Path) -> list[dict[str, Any]]:
