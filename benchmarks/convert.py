@@ -31,9 +31,9 @@ from ladder import records
 from ladder.checkpoint import WEIGHTS, Entry, write_tensors
 from ladder.config import model_config
 from ladder.convert.huggingface import config_to_huggingface
-from ladder.convert.weights import meta_model
 from ladder.files import checksum, sync
 from ladder.models.config import ModelConfig
+from ladder.models.transformer import tensor_shapes
 
 # Runs its arguments as `ladder` does, or imports alone; prints peak bytes and seconds.
 CHILD = """
@@ -55,7 +55,7 @@ def write_checkpoint(folder: Path, config: ModelConfig) -> int:
     folder.mkdir()
     data = config_to_huggingface(config, torch.bfloat16)
     (folder / "config.json").write_text(json.dumps(data))
-    shapes = {name: each.shape for name, each in meta_model(config).named_parameters()}
+    shapes = tensor_shapes(config)
 
     def entry(name: str) -> Entry:
         def fetch() -> torch.Tensor:
@@ -87,7 +87,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         size = write_checkpoint(folder / "hf", config)
-        largest = 2 * max(each.numel() for each in meta_model(config).parameters())
+        largest = 2 * max(each.numel() for each in tensor_shapes(config).values())
         start = time.monotonic()
         subprocess.run(["cp", "-r", folder / "hf", folder / "copy"], check=True)
         for path in (folder / "copy").iterdir():

@@ -34,8 +34,9 @@ from ladder.config import load_plan
 from ladder.data.batches import TokenData
 from ladder.data.mix import open_sources
 from ladder.files import make_folder, write_text
-from ladder.models import ModelConfig, Transformer, resolve_plan
+from ladder.models import ModelConfig, resolve_plan
 from ladder.models.errors import UserError
+from ladder.models.transformer import tensor_shapes
 from ladder.plans import aligned
 from ladder.records import append, facts
 from ladder.train import metrics
@@ -187,8 +188,7 @@ def record(started: Started[Run]) -> dict[str, Any]:
     each, found = started.job, metrics.read(started.job.folder)
     steps = [entry for entry in found if "loss" in entry]
     heldout = next(entry for entry in reversed(found) if "heldout_loss" in entry)
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in Transformer(each.model).parameters())
+    parameters = sum(shape.numel() for shape in tensor_shapes(each.model).values())
     on_gpu = torch.cuda.is_available()
     return {
         "plan": each.plan,

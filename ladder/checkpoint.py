@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,7 +28,7 @@ from ladder.convert.huggingface import config_from_huggingface, stop_tokens
 from ladder.files import checksum, write_text
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
-from ladder.models.transformer import Transformer
+from ladder.models.transformer import Transformer, meta_model
 from ladder.parallel import launch
 from ladder.parallel.sharding import local_parameters, place
 
@@ -290,13 +289,13 @@ class TensorReader:
     def whole(self, name: str) -> Tensor:
         return self.part(name, tuple(slice(0, size) for size in self.shape(name)))
 
-    def fill(self, model: Transformer, rename: Callable[[str], str] = str) -> None:
+    def fill(self, model: Transformer) -> None:
         """Copy into the model's parameters; each process reads its own slices only."""
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         with torch.no_grad():
             for name, local, part in local_parameters(model):
-                self._check_shape(rename(name), shapes[name])
-                local.copy_(self.part(rename(name), part))
+                self._check_shape(name, shapes[name])
+                local.copy_(self.part(name, part))
 
     def _check_shape(self, name: str, shape: Iterable[int]) -> None:
         if self.shape(name) != tuple(shape):
@@ -380,11 +379,7 @@ def first_damage(folder: Path, names: Collection[str] | None = None) -> str | No
                 wrong.append(f"{folder / name} is damaged: it is not what was written")
         except OSError as error:
             wrong.append(f"{folder / name} cannot be read ({error.strerror})")
-    everyone = [wrong]
-    if launch.world_size() > 1:
-        everyone *= launch.world_size()
-        dist.all_gather_object(everyone, wrong)
-    return next((each for rank in everyone for each in rank), None)
+    return next((each for rank in launch.gathered(wrong) for each in rank), None)
 
 
 def refuse_damage(reader: TensorReader, remedy: str) -> None:
@@ -426,8 +421,7 @@ def _opened(folder: Path) -> tuple[Transformer, TensorReader]:
     """The model of a folder without storage, and its tensors, which are all of those it has."""
     config = read_config(folder)
     reader = TensorReader(folder, WEIGHTS)
-    with torch.device("meta"):
-        model = Transformer(config)
+    model = meta_model(config)
     reader.check(model)
     return model, reader
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -152,11 +153,17 @@ def _table(plan: Plan) -> str:
     return aligned(rows)
 
 
-def aligned(rows: list[list[str]]) -> str:
-    """Rows of cells as text, each column as wide as its widest cell."""
+def aligned(rows: Sequence[Sequence[str]], left: int | None = None) -> str:
+    """Rows of cells as text, each column as wide as its widest cell.
+
+    left: how many columns are flush left, the others right; None: all of them.
+    """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    sides = [str.ljust if left is None or i < left else str.rjust for i in range(len(widths))]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        "  ".join(
+            side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)
+        ).rstrip()
         for row in rows
     )
 

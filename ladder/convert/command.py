@@ -35,11 +35,12 @@ from ladder.checkpoint import (
 from ladder.config import load_plan
 from ladder.convert.huggingface import config_to_huggingface, refuse_other_plans
 from ladder.convert.verify import cannot_compare, checksum, compare_logits, verify_checksums
-from ladder.convert.weights import make, meta_model, recipes
+from ladder.convert.weights import make, recipes
 from ladder.data.tokenizer import TOKENIZER_CONFIG, load_tokenizer, tokenizer_file
 from ladder.files import new_folder, write_text
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
+from ladder.models.transformer import meta_model
 from ladder.progress import Progress
 
 FORMATS = ("ladder", "hf")
@@ -166,7 +167,7 @@ def _logits(
     from_hf = read_json(source / "config.json").get("model_type") != "ladder"
     if from_hf == (to == "hf"):
         return "there is one format alone"
-    if (reason := cannot_compare(config, parameters)) is not None:
+    if (reason := cannot_compare(parameters)) is not None:
         return reason
     return compare_logits(folder, source) if from_hf else compare_logits(source, folder)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ladder.checkpoint import newest
+from ladder.checkpoint import newest, read_config
 from ladder.data.batches import (
     TokenData,
     check_tokenizer,
@@ -233,20 +233,19 @@ def sensitivity_command(options: argparse.Namespace) -> int:
             raise UserError(f"--{name}={getattr(options, name)} must be 1 or more")
     launch.join(options.device)
     launch.agree({"options": {**vars(options), "verb": None}})
-    data = open_data(options.data)
-    check_tokenizer(data, newest(options.model), f"--data={options.data}", str(options.model))
-    model = load_for_inference(
-        newest(options.model), reducer="async", dtype=options.dtype, device=options.device
-    )
-    if data.vocab_size > model.config.vocab_size:
+    data, folder = open_data(options.data), newest(options.model)
+    config = read_config(folder)
+    check_tokenizer(data, folder, f"--data={options.data}", str(options.model))
+    if data.vocab_size > config.vocab_size:
         raise UserError(
             f"--data={options.data} has {data.vocab_size} tokens and the model vocab_size="
-            f"{model.config.vocab_size}; prepare the text with the model's own tokenizer"
+            f"{config.vocab_size}; prepare the text with the model's own tokenizer"
         )
-    room = model.config.max_seq_len
+    room = config.max_seq_len
     seq_len = options.seq_len or min(SEQ_LEN, room)
     if not 1 <= seq_len <= room:
         raise UserError(f"--seq-len={seq_len} must be 1 to the model's max_seq_len={room}")
+    model = load_for_inference(folder, reducer="async", dtype=options.dtype, device=options.device)
     report = measure(model, data, options.layers, seq_len, options.windows, options.batch)
     if launch.rank() == 0:
         print(text(report))

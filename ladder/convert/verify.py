@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ladder.checkpoint import WEIGHTS, TensorReader, load_model
-from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 
 MOST_PARAMETERS = 2**28  # of a model whose logits are compared: 1 GiB in float32, held twice
@@ -46,7 +45,7 @@ def verify_checksums(
         )
 
 
-def cannot_compare(config: ModelConfig, parameters: int) -> str | None:
+def cannot_compare(parameters: int) -> str | None:
     """Why logits are not compared with transformers', or None where they can be."""
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed"

@@ -17,7 +17,7 @@ from torch import Tensor
 from ladder.checkpoint import TensorReader
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
-from ladder.models.transformer import Transformer
+from ladder.models.transformer import tensor_shapes
 
 READERS = {  # norm -> the matrices that read what it has normed
     "input_layernorm": ("q_proj", "k_proj", "v_proj"),
@@ -39,10 +39,6 @@ class Recipe:
     ones: bool = False
     per_rank: int = 0
 
-    @property
-    def changes(self) -> bool:
-        return self.gain is not None or self.ones or self.per_rank > 0
-
     def make(self, old: Tensor, gain: Tensor | None) -> Tensor:
         """The new tensor of the old one and, where `gain` names one, that norm's weight [D].
 
@@ -63,18 +59,12 @@ class Recipe:
         return old
 
 
-def meta_model(config: ModelConfig) -> Transformer:
-    """The model without its numbers."""
-    with torch.device("meta"):
-        return Transformer(config)
-
-
 def recipes(source: ModelConfig, target: ModelConfig) -> list[Recipe]:
     """One for each tensor of the target, which differs from the source in its plan alone.
 
     Raises UserError where the source's norms are not one for each sublayer, shared by all ranks.
     """
-    old = {name: each.shape for name, each in meta_model(source).named_parameters()}
+    old = tensor_shapes(source)
     same = source.plan.sublayers == target.plan.sublayers
     if same and source.tp_degree == target.tp_degree:
         return [Recipe(name, tuple(shape)) for name, shape in old.items()]
@@ -89,8 +79,8 @@ def recipes(source: ModelConfig, target: ModelConfig) -> list[Recipe]:
         if record.kind == "attention+mlp"
     }
     found = []
-    for name, parameter in meta_model(target).named_parameters():
-        shape, gain = tuple(parameter.shape), None
+    for name, size in tensor_shapes(target).items():
+        shape, gain = tuple(size), None
         match = re.fullmatch(r"(model\.layers\.(\d+)\.)(?:.*\.)?(\w+)\.weight", name)
         folded = match is not None and int(match[2]) in merged
         if match is not None and folded:

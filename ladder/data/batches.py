@@ -7,7 +7,6 @@ of them. So the order is the same for any number of ranks, and resuming at a ste
 
 from __future__ import annotations
 
-import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -164,7 +163,7 @@ def _map(folder: Path, shard: Mapping[str, Any], dtype: np.dtype[Any]) -> npt.ND
 
 
 def _check_tokenizer(path: Path, digest: str) -> None:
-    if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+    if checksum(path) != digest:
         raise UserError(f"{path} is not the tokenizer that the tokens were made with; {REMEDY}")
 
 

@@ -17,7 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from ladder.data.tokenizer import TEMPLATE, TOKENIZER_CONFIG, end_of_text
+from ladder.data.tokenizer import TEMPLATE, TOKENIZER_CONFIG, end_of_text, special_token
 from ladder.models.errors import UserError
 
 Message = dict[str, str]
@@ -109,7 +109,7 @@ class ChatTemplate:
             if message["role"] != "assistant":
                 continue
             before = self.render(messages[:n], prompt=True)
-            after = self.render(messages[: n + 1])
+            after = whole if n + 1 == len(messages) else self.render(messages[: n + 1])
             if not (whole.startswith(after) and after.startswith(before) and done <= len(before)):
                 raise LeftOut("with turns that the template writes otherwise once others follow")
             found += [Piece(whole[done : len(before)], False), Piece(after[len(before) :], True)]
@@ -130,12 +130,8 @@ def load_template(
     """
     path = tokenizer.with_name(TOKENIZER_CONFIG)
     config = _read_config(path) if path.is_file() else {}
-    names = {}
-    for name in NAMES:
-        value = config.get(name)
-        value = value.get("content") if isinstance(value, dict) else value
-        if isinstance(value, str):
-            names[name] = value
+    found = {name: special_token(config, name) for name in NAMES}
+    names = {name: token for name, token in found.items() if token is not None}
     if "eos_token" not in names:
         names["eos_token"] = encoder.id_to_token(end_of_text(encoder))
         config["eos_token"] = names["eos_token"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,13 @@ EOS_TOKENS = (EOS, "<|end_of_text|>", "</s>")
 SMALLEST_VOCAB = 257  # the 256 bytes and EOS
 LARGEST_VOCAB = 2**24  # far beyond any in use
 PIECE = 2**17  # characters
+
+
+def special_token(config: Mapping[str, Any], name: str) -> str | None:
+    """The text of `eos_token`, say, in what a tokenizer_config.json holds."""
+    value = config.get(name)
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, out: Path) -> int:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import (
     handle_stop_sequences,
@@ -25,7 +24,13 @@ from tokenizers import Tokenizer
 
 from ladder.checkpoint import newest, read_json, read_stop_tokens
 from ladder.data.template import ChatTemplate, LeftOut, load_template
-from ladder.data.tokenizer import end_of_text, load_tokenizer, tokenizer_file
+from ladder.data.tokenizer import (
+    TOKENIZER_CONFIG,
+    end_of_text,
+    load_tokenizer,
+    special_token,
+    tokenizer_file,
+)
 from ladder.eval.scoring import Request, Score, score
 from ladder.infer.engine import Engine
 from ladder.infer.sampling import Sampling
@@ -152,7 +157,7 @@ class LadderLM(TemplateLM):
         return [sum(next(scores).loglikelihood for _ in each) for each in windows]
 
     def _score(self, requests: list[Request]) -> list[Score]:
-        requests = of_first_rank(requests)
+        requests = launch.from_first(requests)
         with Progress("score", len(requests), "requests", quiet=launch.rank() != 0) as progress:
             return score(self.model, requests, self.batch, progress.update)
 
@@ -163,7 +168,7 @@ class LadderLM(TemplateLM):
             context, options = request.args[:2]
             tokens = self.tok_encode(context) or [self.prefix]
             asked.append((tokens, self._generation(options, request.task_name)))
-        asked = of_first_rank(asked)
+        asked = launch.from_first(asked)
         # Requests of one kind together, the longest first.
         kinds = [json.dumps(options, sort_keys=True) for _, options in asked]
         order = sorted(range(len(asked)), key=lambda i: (kinds[i], -len(asked[i][0]), asked[i][0]))
@@ -245,20 +250,9 @@ def open_template(folder: Path, tokenizer: Tokenizer, given: str | None) -> Chat
     return load_template(tokenizer_file(folder), tokenizer, Path(given) if given else None)[0]
 
 
-def of_first_rank(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
-    if launch.world_size() == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
 def _special(folder: Path, tokenizer: Tokenizer, name: str) -> int | None:
     """The id of the `bos_token` or `eos_token` that a Hugging Face tokenizer's folder names."""
-    path = folder / "tokenizer_config.json"
-    token = read_json(path).get(name) if path.is_file() else None
-    if isinstance(token, dict):
-        token = token.get("content")
-    found = tokenizer.token_to_id(token) if isinstance(token, str) else None
+    path = folder / TOKENIZER_CONFIG
+    token = special_token(read_json(path), name) if path.is_file() else None
+    found = None if token is None else tokenizer.token_to_id(token)
     return None if found is None else int(found)

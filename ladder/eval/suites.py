@@ -90,12 +90,11 @@ def load(chosen: Sequence[Entry], data: Path) -> dict[str, dict[str, Any]]:
     from lm_eval.tasks import TaskManager
 
     foreign = not all(entry.task.startswith(OWN) for entry in chosen)
-    if foreign:  # some ten thousand files
-        manager = TaskManager(include_path=str(TASKS), metadata={"folder": str(data)})
-    else:
-        manager = TaskManager(
-            include_path=str(TASKS), include_defaults=False, metadata={"folder": str(data)}
-        )
+    manager = TaskManager(
+        include_path=str(TASKS),
+        include_defaults=foreign,  # some ten thousand files
+        metadata={"folder": str(data)},
+    )
     for entry in chosen:
         if entry.task not in manager.all_tasks:
             near = difflib.get_close_matches(entry.task, manager.all_tasks, n=1)

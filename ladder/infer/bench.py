@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ladder.files import make_folder, write_text
 from ladder.infer import cold
@@ -108,9 +107,9 @@ def run_job(job: Job) -> int:
         _say(f"left out: {line}")
     if not cases:
         return 0
-    done = _from_first(finished(job.out / RESULTS))
+    done = launch.from_first(finished(job.out / RESULTS))
     traced = [p for p in done if not job.profile or trace_file(job.out, p).is_file()]
-    skip = _from_first(traced)
+    skip = launch.from_first(traced)
     traces = (lambda point: trace_file(job.out, point)) if job.profile else None
     speed, rate = bandwidth(device), matrix_rate(device)
     facts = machine(device, speed, rate)
@@ -122,7 +121,7 @@ def run_job(job: Job) -> int:
         for point in too_large:
             _say(f"left out: {point}: it does not fit in this GPU's memory")
         for part in parts:
-            if _from_first(time.time() > job.deadline):
+            if launch.from_first(time.time() > job.deadline):
                 _say(f"left out, the budget is spent: {'; '.join(map(str, part))}")
                 continue
             _say(f"case {number} of {len(cases)}, {describe(case[0])}: {len(part)} side by side")
@@ -156,14 +155,6 @@ def trace_file(out: Path, point: Point) -> Path:
     """Where `--profile` puts a point's trace."""
     name = re.sub(r"[^A-Za-z0-9.]+", "-", str(point)).strip("-")
     return out / "traces" / f"{name}.json.gz"
-
-
-def _from_first(value: Any) -> Any:
-    """Rank 0's value, on every rank: the others may lie on machines without its files."""
-    values = [value]
-    if launch.world_size() > 1:
-        dist.broadcast_object_list(values, 0)
-    return values[0]
 
 
 def _refusal(reducer: str, tp: int) -> str | None:

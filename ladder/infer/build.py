@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ladder.checkpoint import load_model, newest
 from ladder.infer.points import CHECKPOINT, Point
 from ladder.models.config import ModelConfig
-from ladder.models.transformer import Transformer
+from ladder.models.transformer import Transformer, meta_model
 from ladder.parallel import launch
 from ladder.parallel.sharding import local_parameters, place
 
@@ -40,8 +40,7 @@ def random_model(
     Every parameter is drawn whole, from its name's seed, and cut. Matrices keep the variance of
     what they read, so every layer shows in the logits, which have the variance 1.
     """
-    with torch.device("meta"):
-        model = Transformer(config)
+    model = meta_model(config)
     place(model, tp_mesh(device, tp), device=device, dtype=dtype, reducer=reducer)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     for name, local, part in local_parameters(model):

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ladder.infer.points import Point, describe
+from ladder.plans import aligned
 
 Record = dict[str, Any]
 PHASES = ("prefill", "decode", "total")
@@ -140,12 +141,7 @@ def by_case(rows: Iterable[dict[str, Any]]) -> dict[Point, list[dict[str, Any]]]
 def text_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows of one case as text."""
     lines = [HEAD, *(cells(row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
-    shown = [describe(rows[0]["point"])]
-    for line in lines:
-        first = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
-        rest = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
-        shown.append("  ".join(first + rest))
+    shown = [describe(rows[0]["point"]), aligned(lines, left=2)]
     picked = [
         f"{row['point'].plan}, {row['point'].reducer} picked: "
         + ", ".join(f"{size} bytes {name}" for size, name in row["picked"].items())

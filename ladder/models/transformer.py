@@ -216,3 +216,14 @@ class Transformer(nn.Module):
             writes = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = INIT_STD / math.sqrt(2 * self.config.num_layers) if writes else INIT_STD
             parameter.normal_(0.0, std, generator=generator)
+
+
+def meta_model(config: ModelConfig) -> Transformer:
+    """The model without its numbers, on `meta`."""
+    with torch.device("meta"):
+        return Transformer(config)
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """What the model stores, by name."""
+    return {name: each.shape for name, each in meta_model(config).named_parameters()}

@@ -27,7 +27,7 @@ from ladder.models.errors import UserError, unknown
 from ladder.models.layers import local
 from ladder.models.loss import Passes, scaled_probabilities, sum_exp
 from ladder.models.reducer import Ranks
-from ladder.models.transformer import Transformer
+from ladder.models.transformer import Transformer, meta_model
 from ladder.parallel.data import data_parallel, shard_over_data
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sequence import SequenceReducer
@@ -68,8 +68,7 @@ def make_model(
 
     Raises UserError where the plan, or the lack of TP, allows no sequence parallelism.
     """
-    with torch.device("meta"):
-        model = Transformer(config)
+    model = meta_model(config)
     model.compute_dtype = compute_dtype
     shares = mesh is not None and data_parallel(mesh)[0] > 1
     first = "meta" if shares else device  # no rank makes whole what it will hold a share of

@@ -267,15 +267,28 @@ def make_mesh(device: torch.device, tp: int, dp_shard: int = 1) -> DeviceMesh | 
     )
 
 
+def from_first(value: Any) -> Any:
+    """Rank 0's value, on every rank: the others may lie on machines without its files."""
+    values = [value]
+    if world_size() > 1:
+        dist.broadcast_object_list(values, 0)
+    return values[0]
+
+
+def gathered(value: Any) -> list[Any]:
+    """Every rank's value, on every rank."""
+    values = [value] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
 def agree(values: dict[str, Any]) -> None:
     """Raise UserError on every rank, naming the difference, unless all ranks hold equal values."""
-    if world_size() == 1:
-        return
-    gathered: list[Any] = [None] * world_size()
-    dist.all_gather_object(gathered, values)
-    for other, theirs in enumerate(gathered):
-        for key in sorted({*gathered[0], *theirs}):
-            first, second = gathered[0].get(key), theirs.get(key)
+    everyone = gathered(values)
+    for other, theirs in enumerate(everyone):
+        for key in sorted({*everyone[0], *theirs}):
+            first, second = everyone[0].get(key), theirs.get(key)
             if first != second:
                 raise UserError(
                     f"ranks disagree: {key} is {first!r} on rank 0 and {second!r} on rank {other}; "

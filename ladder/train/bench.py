@@ -7,6 +7,7 @@ takes beyond that is exposed communication. `none` is that bound for `standard` 
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import statistics
@@ -33,16 +34,17 @@ from ladder.parallel.data import data_parallel
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sequence import SequenceReducer
 from ladder.parallel.sharding import local_parameters, sum_shared_gradients
+from ladder.plans import aligned
 from ladder.records import append, facts
 from ladder.trace import profile
 from ladder.train.ahead import Batch, Part
 from ladder.train.config import TrainConfig
-from ladder.train.efficiency import flops_per_token, peak_flops
-from ladder.train.loop import backward
+from ladder.train.loop import backward, utilisation
 from ladder.train.optim import clip_gradients, make_optimizer
 
 RESULTS = "train.jsonl"
 WARM_UP = 3  # steps before the timed ones
+make_mesh = functools.cache(launch.make_mesh)  # its groups are never let go: points share them
 LAYOUTS = "ddp, fsdp, hsdpN (replicas of N shards), tpN, tpN+sp, and tpN or tpN+sp with +fsdp"
 
 
@@ -172,7 +174,7 @@ def build(
     point: Point, recipe: TrainConfig, tp_degree: int, device: torch.device
 ) -> tuple[Transformer, DeviceMesh | None]:
     """The point's model with random weights, and its mesh."""
-    mesh = launch.make_mesh(device, recipe.tp, recipe.dp_shard)
+    mesh = make_mesh(device, recipe.tp, recipe.dp_shard)
     silent = SilentSequenceReducer if recipe.sequence_parallel else SilentReducer
     model = make_model(
         shape_of(point, tp_degree),
@@ -225,16 +227,10 @@ def measure(
     result: dict[str, Any] = {"step_ms": statistics.median(times), "steps_ms": times}
     if file is not None:
         result["trace"] = _trace(model, parts[0], device, file)
-    if device.type == "cuda":
-        result["memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
     ranks = data_parallel(mesh)[0]
     rate = 1e3 * point.batch * point.seq_len * ranks / result["step_ms"]
     result["tokens_s_gpu"] = rate / launch.world_size()
-    peak = peak_flops(device)
-    if peak is not None:
-        flops = flops_per_token(model.config, point.seq_len)
-        result["mfu"] = result["tokens_s_gpu"] * flops / peak
-    return result
+    return {**result, **utilisation(model.config, point.seq_len, rate, device)}
 
 
 def _trace(
@@ -273,7 +269,7 @@ def main(options: Any) -> int:
         raise UserError("--plans none needs a layout with tpN: without TP there is no reduce")
     for point in todo:  # all are checked before the first is timed
         recipe = recipe_of(point)
-        launch.make_mesh(device, recipe.tp, recipe.dp_shard)
+        make_mesh(device, recipe.tp, recipe.dp_shard)
         shape = shape_of(point, options.tp_degree)
         if recipe.sequence_parallel:
             check_sequence_parallel(shape, recipe.tp)
@@ -339,12 +335,4 @@ def table(records: Sequence[dict[str, Any]]) -> str:
             f"{result['memory_gib']:.1f}" if "memory_gib" in result else "-",
         )  # fmt: skip
         rows.append(row)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join(lines)
+    return aligned(rows, left=2)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ladder.checkpoint import checkpoints
 from ladder.config import DTYPES
@@ -154,10 +153,11 @@ def train(
             if source.schedule.plan(step) is not model.config.plan:
                 model.config = source.at(step)
             own = backward(model, batch, objective)
-            loss, *others = (sum_over_data(own.clone(), mesh) / dp).tolist()
+            sums = sum_over_data(own.clone(), mesh) / dp
             if mesh is not None:
                 sum_shared_gradients(model)
             norm = clip_gradients(model, config.grad_clip, mesh)
+            loss, *others = sums.tolist()  # the host waits here, when all is launched
             if not math.isfinite(norm) or not math.isfinite(loss):
                 where = _first_not_finite(own[0].item(), batch.windows)
                 kept = f"The {step} steps before it are saved"
@@ -196,7 +196,7 @@ def train(
                     tokens=done * tokens_per_step,
                     tokens_per_second=speed,
                     data_wait=wait,
-                    **_utilisation(model_config, config.seq_len, speed, place_),
+                    **utilisation(model_config, config.seq_len, speed, place_),
                 )
                 progress.update(done, f"loss {loss:.3f}, {speed:,.0f} tokens/s")
             if done == config.steps or (config.eval_interval and done % config.eval_interval == 0):
@@ -276,10 +276,7 @@ def _check_run(
 
 def _first_not_finite(loss: float, drawn: list[int]) -> str:
     """Whose loss was the first that is not finite, and on which windows; all ranks must call it."""
-    everyone: list[Any] = [(loss, drawn)]
-    if launch.world_size() > 1:
-        everyone *= launch.world_size()
-        dist.all_gather_object(everyone, (loss, drawn))
+    everyone = launch.gathered((loss, drawn))
     for rank, (value, windows) in enumerate(everyone):
         if not math.isfinite(value):
             return f"; first on rank {rank}, whose loss was {value}, of the windows {windows}"
@@ -306,7 +303,7 @@ def backward(
     return total
 
 
-def _utilisation(
+def utilisation(
     config: ModelConfig, seq_len: int, speed: float, device: torch.device
 ) -> dict[str, float]:
     """On GPUs: the most memory so far (GiB, this rank's), and where its peak is known the MFU."""

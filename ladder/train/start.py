@@ -12,15 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ladder.checkpoint import WEIGHTS, TensorReader, newest, read_config, refuse_damage
 from ladder.data.batches import TokenData, check_tokenizer
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.plan import Plan
 from ladder.models.presets import resolve_plan
-from ladder.models.transformer import Transformer
+from ladder.models.transformer import Transformer, tensor_shapes
 from ladder.parallel.sharding import initialise
 from ladder.train.config import TrainConfig
 from ladder.train.conversion import Schedule, make_schedule
@@ -87,14 +85,18 @@ def starting_point(
 
 def _scheduled(config: TrainConfig, model: ModelConfig, folder: Path | None, first: Plan) -> Start:
     schedule = make_schedule(config.convert_layers, first, model, config.steps)
+    seen = set()
     for _, plan in schedule.plans:
-        check_same_tensors(model, replace(model, plan=plan), "convert_layers")
+        stored = tuple(record.kind for record in plan.sublayers), tuple(plan.equal_reads)
+        if stored not in seen:  # these alone decide which tensors there are
+            seen.add(stored)
+            check_same_tensors(model, replace(model, plan=plan), "convert_layers")
     return Start(model, folder, first, schedule)
 
 
 def check_same_tensors(stored: ModelConfig, model: ModelConfig, where: str) -> None:
     """Raise UserError unless weights of `stored` are weights of `model` as they are."""
-    before, after = _tensors(stored), _tensors(model)
+    before, after = tensor_shapes(stored), tensor_shapes(model)
     if before == after:
         return
     name = min(n for n in {*before, *after} if before.get(n) != after.get(n))
@@ -104,12 +106,6 @@ def check_same_tensors(stored: ModelConfig, model: ModelConfig, where: str) -> N
         f"{model.plan.name!r} ({name}: {said[0]} there, {said[1]} here); convert it first, with "
         f"`ladder convert`, or choose a plan that changes lags alone, such as hybrid"
     )
-
-
-def _tensors(config: ModelConfig) -> dict[str, torch.Size]:
-    with torch.device("meta"):
-        model = Transformer(config)
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
 def _check_vocabulary(
