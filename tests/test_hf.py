@@ -23,9 +23,10 @@ from transformers.distributed import DistributedConfig  # noqa: E402
 
 import ladder.hf  # noqa: E402
 from ladder.checkpoint import load_model  # noqa: E402
+from ladder.config import model_config  # noqa: E402
 from ladder.hf import LadderConfig, LadderForCausalLM  # noqa: E402
 from ladder.hf.bundle import bundle  # noqa: E402
-from ladder.hf.modeling import attended  # noqa: E402
+from ladder.hf.modeling import attended, rewired  # noqa: E402
 from ladder.infer.engine import generate  # noqa: E402
 from ladder.models import Transformer, UserError, document_starts  # noqa: E402
 from ladder.parallel.reducers import AsyncReducer  # noqa: E402
@@ -233,6 +234,13 @@ def test_plans_that_a_folder_cannot_take(
     save_llama(tmp_path)
     with pytest.raises(UserError, match=message):
         LadderForCausalLM.from_pretrained(tmp_path, **options)
+
+
+def test_another_number_of_norms_is_refused() -> None:
+    """The same reads of the same kinds, and norms for two ranks where four are wanted."""
+    two = model_config("tiny", "desync-2x", 2, vocab_size=64)
+    with pytest.raises(UserError, match=r"'desync-2x' has other norms .* ladder convert"):
+        rewired(two.to_dict(), "desync-2x", 4)
 
 
 ALONE = """

@@ -21,7 +21,7 @@ from ladder.convert.huggingface import config_from_huggingface
 from ladder.models.config import ModelConfig
 from ladder.models.documents import starts_of
 from ladder.models.errors import UserError
-from ladder.models.transformer import Transformer
+from ladder.models.transformer import Transformer, tensor_shapes
 
 # What is kept of another architecture's config.json.
 KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
@@ -102,8 +102,7 @@ def rewired(model: Any, plan: Any, tp_degree: int | None) -> dict[str, Any]:
     old = ModelConfig.from_dict(model)
     new = ModelConfig.from_dict({**old.to_dict(), "plan": plan, "tp_degree": tp_degree})
     new.refuse_bound()
-    norms = [(each.plan.equal_reads, [s.kind for s in each.plan.sublayers]) for each in (old, new)]
-    if norms[0] != norms[1]:
+    if tensor_shapes(old) != tensor_shapes(new):
         raise UserError(
             f"plan={new.plan.name!r} has other norms than {old.plan.name!r}, which the folder "
             f"holds; convert the folder first: ladder convert FOLDER --plan PLAN --out OUT"
