@@ -63,7 +63,7 @@ WAYS = ("zero-shot", "plain", "distil", "progressive", "progressive-distil")
 OWN = ("init", "data", "out", "plan", "model", "teacher", "convert_layers", "steps", "epochs", "lr",
        "tp", "tp_degree")  # fmt: skip
 SENSITIVITY, OFFLINE = "sensitivity", "offline"
-RATE, RATES, WEIGHT, STEPS = 0.2, (0.25, 0.5, 2.0), 0.8, 250  # see benchmarks/README.md
+RATE, RATES, WEIGHT, STEPS = 0.1, (0.25, 0.5, 2.0), 0.8, 250  # see benchmarks/README.md
 
 
 @dataclass(frozen=True)

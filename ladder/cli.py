@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ Verb = Callable[[argparse.Namespace], int]
 
 
 SENSITIVITY = "convert sensitivity"
+OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")  # of a recipe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,13 +50,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """Parse a command line whose `overrides`, where a command has any, may follow an option.
 
-    argparse itself takes positional arguments in one place only.
+    argparse itself takes positional arguments in one place only, and hands key=value to an option
+    before it that takes several words.
     """
     options, rest = parser.parse_known_args(words)
     if rest and (not hasattr(options, "overrides") or any(item.startswith("-") for item in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        options.overrides += rest
+    if not hasattr(options, "overrides"):
+        return options
+    for name, value in list(vars(options).items()):
+        if name == "overrides" or not isinstance(value, list):
+            continue
+        taken = [item for item in value if isinstance(item, str) and OVERRIDE.match(item)]
+        if not taken:
+            continue
+        if len(taken) == len(value):
+            parser.error(f"argument --{name}: expected at least one argument before {taken[0]}")
+        setattr(options, name, [item for item in value if item not in taken])
+        rest = [*taken, *rest]
+    options.overrides += rest
     return options
 
 

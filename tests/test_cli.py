@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ladder.cli import main
+from ladder.cli import main, parse_words
 from tests.corpus import make_corpus
 
 LADDER = [sys.executable, "-m", "ladder"]
@@ -242,6 +243,19 @@ def test_overrides_may_follow_options(trained: Path, capsys: pytest.CaptureFixtu
     assert "has finished its steps=2" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["train", recipe, "--devise", "cpu"])
+
+
+def test_overrides_may_follow_several_words(capsys: pytest.CaptureFixture[str]) -> None:
+    """argparse hands them to that option."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--only", nargs="+")
+    options = parse_words(parser, ["a=1", "--only", "ladder", "dtp-1", "b.c=2", "d=3"])
+    assert options.only == ["ladder", "dtp-1"]
+    assert options.overrides == ["a=1", "b.c=2", "d=3"]
+    with pytest.raises(SystemExit, match="2"):
+        parse_words(parser, ["--only", "b=2"])
+    assert "--only: expected at least one argument before b=2" in capsys.readouterr().err
 
 
 def test_a_tokenizer_is_not_overwritten(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
