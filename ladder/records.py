@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -33,6 +34,9 @@ def facts(gpu: str) -> dict[str, Any]:
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(["ladder", *sys.argv[1:]]),
+        "environment": {
+            key: value for key, value in sorted(os.environ.items()) if key.startswith("NCCL_")
+        },
     }
 
 

@@ -17,6 +17,7 @@ from ladder.models import UserError
 from ladder.models.config import ModelConfig
 from ladder.parallel import launch
 from ladder.parallel.sharding import local_tensor
+from ladder.records import facts
 from ladder.train import bench
 from ladder.train.bench import Layout, Point, parse_layout, points, table
 from tests.distributed import Pools
@@ -174,3 +175,9 @@ def test_a_plan_gets_its_degree() -> None:
     assert isinstance(config, ModelConfig)
     assert config.tp_degree == 4
     assert bench.shape_of(points(options(plans=["ladder"]))[0], 4).tp_degree is None
+
+
+def test_a_record_names_what_nccl_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs that differ in it are not the same measurement."""
+    monkeypatch.setenv("NCCL_MAX_CTAS", "2")
+    assert facts("none")["environment"]["NCCL_MAX_CTAS"] == "2"
