@@ -42,10 +42,10 @@ from adapt_report import COLUMNS, caption, markdown, read, rows
 from jobs import Started, deadline, finish, run_all, visible_gpus
 from quality import check_common, check_overrides, summary
 
-from ladder.checkpoint import newest
+from ladder.checkpoint import newest, read_config
 from ladder.cli import main as ladder
 from ladder.cli import parse_words
-from ladder.convert.sensitivity import costs, named
+from ladder.convert.sensitivity import costs, free_layers, named
 from ladder.data.mix import open_sources
 from ladder.eval import offline, suites
 from ladder.eval.command import evaluate
@@ -143,12 +143,16 @@ def sensitivity(options: argparse.Namespace, seq_len: int) -> Point:
     return Point(SENSITIVITY, folder, tuple(map(str, words)), (), {})
 
 
+def sizes(layers: int) -> list[int]:
+    """How many of so many layers are turned over."""
+    return list({math.floor(share * layers + 0.5): None for share in SIZES})
+
+
 def choices(found: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
     """(how chosen, the layers): the last ones and the cheapest, where those are others."""
     ranked = [cost["layers"][0] for cost in found["singles"]]
-    sizes = {math.floor(share * len(ranked) + 0.5): None for share in SIZES}
     chosen = []
-    for size in sizes:
+    for size in sizes(len(ranked)):
         last = tuple(sorted(ranked)[-size:])
         cheapest = tuple(sorted(ranked[:size]))
         chosen.append(("both" if cheapest == last else "last", last))
@@ -210,6 +214,10 @@ def points(
 def run(options: argparse.Namespace) -> int:
     """Make and measure what is not finished; 1 if something failed."""
     until, gpus, recipe = deadline(options.budget), visible_gpus(options.gpus), recovery(options)
+    layers = len(free_layers(read_config(newest(options.standard)).plan))
+    hows = ("last", "cheapest", "both")  # which of them, the sensitivity says
+    possible = [[(how, (*range(size),)) for size in sizes(layers)] for how in hows]
+    named_points(options, [p for each in possible for p in points(options, recipe, each)])
     if not options.no_tasks:
         suites.require_lm_eval()
     data = open_sources(options.data)
@@ -260,17 +268,21 @@ def run(options: argparse.Namespace) -> int:
     if not options.no_tasks:
         offline.build([options.data], options.out / OFFLINE)
     found = next(record for record in records if record["name"] == SENSITIVITY)
-    every = points(options, recipe, choices(found))
-    chosen = [p for p in every if any(fnmatch.fnmatch(p.name, each) for each in options.only)]
-    if not chosen:
-        known = ", ".join(point.name for point in every)
-        raise UserError(f"--only={' '.join(options.only)} names none of the points: {known}")
-    waiting = todo(chosen)
+    waiting = todo(named_points(options, points(options, recipe, choices(found))))
     failed = run_all(waiting, gpus, until, expected_s, finished)
     text = f"{caption(records)}\n{aligned([list(COLUMNS), *rows(records)])}"
     write_text(options.out / TABLE, text + "\n")
     print(f"\n{text}\n\n{file}")
     return 1 if failed else 0
+
+
+def named_points(options: argparse.Namespace, every: list[Point]) -> list[Point]:
+    """Those that `--only` names. Raises UserError where it names none."""
+    chosen = [p for p in every if any(fnmatch.fnmatch(p.name, each) for each in options.only)]
+    if not chosen:
+        known = ", ".join(dict.fromkeys(point.name for point in every))
+        raise UserError(f"--only={' '.join(options.only)} names none of the points: {known}")
+    return chosen
 
 
 def tasks(model: Any, folder: Path, options: argparse.Namespace) -> dict[str, Any]:

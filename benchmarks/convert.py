@@ -26,13 +26,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from jobs import finish
 
 from ladder import records
 from ladder.checkpoint import WEIGHTS, Entry, write_tensors
 from ladder.config import model_config
 from ladder.convert.huggingface import config_to_huggingface
 from ladder.files import checksum, sync
-from ladder.models.config import ModelConfig
+from ladder.models import ModelConfig, resolve_plan
 from ladder.models.transformer import tensor_shapes
 
 # Runs its arguments as `ladder` does, or imports alone; prints peak bytes and seconds.
@@ -76,14 +77,20 @@ def measured(*arguments: str) -> tuple[int, float]:
     return int(peak), float(seconds)
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="llama-3-8b", help="a name from configs/models")
     parser.add_argument("--layers", type=int, default=5, help="its layers; 5 of 8B's are 4.3 GB")
     parser.add_argument("--plans", nargs="+", default=["standard", "ladder", "parallel"])
     parser.add_argument("--folder", type=Path, help="where to write, on the disk to be measured")
-    options = parser.parse_args()
+    parser.set_defaults(verb=run)
+    return parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> int:
     config = replace(model_config(options.model), num_layers=options.layers, plan="standard")
+    for plan in options.plans:  # before gigabytes are written
+        replace(config, plan=resolve_plan(plan, config.num_layers)).refuse_bound()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         size = write_checkpoint(folder / "hf", config)
@@ -121,7 +128,8 @@ def main() -> None:
     facts |= {"model": options.model, "layers": options.layers, "bytes": size, "largest": largest}
     facts |= {"imports_bytes": imports, "cp_s": copied - start, "sha256_s": hashed - copied}
     print(json.dumps(facts | {"rows": rows}))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(finish(parse()))

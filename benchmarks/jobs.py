@@ -59,12 +59,15 @@ class Started(Generic[J]):
 
 
 def finish(options: argparse.Namespace) -> int:
-    """Run the verb of a command line; the exit code, 2 for a user's mistake."""
+    """Run the verb of a command line; the exit code, 2 for a user's mistake, 130 interrupted."""
     try:
         code: int = options.verb(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; what is finished is kept", file=sys.stderr)
+        return 130
     return code
 
 

@@ -34,10 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # nine times as long beside another process. So few spins cost an idle machine nothing.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    from ladder.parallel import launch
-
     verb: Verb = options.verb
     try:
+        from ladder.parallel import launch
+
         return launch.run(verb, (options,), getattr(options, "nproc", 1))
     except ValueError as error:  # of the launch itself
         print(f"error: {error}", file=sys.stderr)
@@ -406,6 +406,7 @@ def _eval(verbs: Any) -> None:
     parser.add_argument("--tp", type=int, default=0, help="TP processes; 0: all that run")
     parser.add_argument("--dtype", default="auto", help="auto (as stored), float32 or bfloat16")
     parser.add_argument("--out", default="runs/eval", help="the folder for results and data")
+    parser.add_argument("--overwrite", action="store_true", help="replace the results there")
     _add_processes(parser)
 
 

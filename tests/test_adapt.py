@@ -141,6 +141,7 @@ def test_the_points(standard: Path) -> None:
         (["--budget", "0"], ["--budget=0"]),
         (["--data", "nowhere"], ["nowhere", "prepare"]),
         (["--standard", "nowhere"], ["--standard=nowhere", "recipe.json"]),
+        (["--only", "latest-*"], ["--only=latest-*", "last-2-zero-shot", "cheapest-2-distil"]),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -20,7 +20,8 @@ from ladder.checkpoint import load_model, newest
 from ladder.cli import main
 from ladder.convert import command, verify
 from ladder.convert.command import convert
-from ladder.infer.engine import generate
+from ladder.infer.engine import Engine, generate
+from ladder.infer.load import load_for_inference
 from ladder.models import UserError
 from ladder.train.loop import train
 from ladder.train.shards import write_file
@@ -482,6 +483,12 @@ def test_a_run_is_exported_as_one_plain_folder(corpus: Path, tmp_path: Path, poo
     shard.write_bytes(data)
     with pytest.raises(UserError, match=f"{shard.name} is damaged.*another checkpoint"):
         convert(found, tmp_path / "again")
+    for load in (load_for_inference, Engine):
+        with pytest.raises(UserError, match=f"{shard.name} is damaged.*another checkpoint"):
+            load(tmp_path / "run")
+    wrong = recipe(corpus, tmp_path / "student", steps=3, teacher=str(tmp_path / "run"))
+    with pytest.raises(UserError, match=f"{shard.name} is damaged.*as teacher"):
+        train(wrong)
 
 
 def test_transformers_is_told_which_token_ends_a_text(corpus: Path, tmp_path: Path) -> None:

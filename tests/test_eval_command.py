@@ -45,6 +45,12 @@ def test_models_side_by_side(
     assert "local_definitions: of the standard library" in printed
     assert record["offline"]["files"]
     assert "| local_cloze | 0 | acc ↑ |" in (out / "results.md").read_text()
+    before = (out / "results.json").read_bytes()
+    assert main([*command, "--limit", "1"]) == 2
+    assert f"--out={out} holds results already" in capsys.readouterr().err
+    assert (out / "results.json").read_bytes() == before
+    assert main([*command, "--limit", "1", "--tasks", "local_cloze", "--overwrite"]) == 0
+    assert json.loads((out / "results.json").read_text())["limit"] == 1
 
 
 def test_a_task_of_the_hub_without_a_network(

@@ -103,6 +103,14 @@ def test_two_plans_are_trained_once(
     assert "another recipe" in capsys.readouterr().err
 
 
+def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(options: Namespace) -> int:
+        raise KeyboardInterrupt
+
+    assert jobs.finish(Namespace(verb=interrupted)) == 130
+    assert capsys.readouterr().err == "interrupted; what is finished is kept\n"
+
+
 def test_each_gpu_has_one_run_at_a_time_and_the_longest_are_first(
     corpus: Path,
     tmp_path: Path,

@@ -12,7 +12,6 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from ladder.data.batches import (
     open_data,
     text_bytes,
 )
-from ladder.files import write_text
+from ladder.files import make_folder, write_text
 from ladder.infer.load import load_for_inference
 from ladder.models.documents import starts_of
 from ladder.models.errors import UserError
@@ -232,6 +231,10 @@ def sensitivity_command(options: argparse.Namespace) -> int:
         if getattr(options, name) < 1:
             raise UserError(f"--{name}={getattr(options, name)} must be 1 or more")
     launch.join(options.device)
+    if options.out is not None:
+        if options.out.is_dir():
+            raise UserError(f"--out={options.out} is a folder; name a file in it")
+        make_folder(options.out.parent)
     launch.agree({"options": {**vars(options), "verb": None}})
     data, folder = open_data(options.data), newest(options.model)
     config = read_config(folder)
@@ -251,5 +254,5 @@ def sensitivity_command(options: argparse.Namespace) -> int:
         print(text(report))
         if options.out is not None:
             found: dict[str, Any] = {"model": str(options.model), "seq_len": seq_len}
-            write_text(Path(options.out), json.dumps({**found, **asdict(report)}, indent=1) + "\n")
+            write_text(options.out, json.dumps({**found, **asdict(report)}, indent=1) + "\n")
     return 0

@@ -24,6 +24,7 @@ from ladder.parallel import launch
 from ladder.plans import aligned
 from ladder.records import commit
 
+RESULTS = "results.json"
 DATA = "offline"  # the folder in --out for what is built from text
 BOOTSTRAPS = 1000  # draws for the standard error of a metric that has no formula
 
@@ -31,6 +32,11 @@ BOOTSTRAPS = 1000  # draws for the standard error of a metric that has no formul
 def eval_command(options: argparse.Namespace) -> int:
     """Run `ladder eval` on this rank; rank 0 prints and writes. See `ladder eval --help`."""
     place = launch.join(options.device)  # before anything is refused: it is said once, by one rank
+    out = Path(options.out)
+    if (out / RESULTS).exists() and not options.overwrite:
+        raise UserError(
+            f"--out={out} holds results already; choose another folder, or add --overwrite"
+        )
     for name, value in (("batch", options.batch), ("limit", options.limit)):
         if value is not None and value < 1:
             raise UserError(f"--{name}={value} must be 1 or more")
@@ -53,7 +59,7 @@ def eval_command(options: argparse.Namespace) -> int:
     own = any(entry.task.startswith(suites.OWN) for entry in chosen)
     if options.text and not own:
         raise UserError("--text is for the offline suite, and --tasks names none of its tasks")
-    data = Path(options.out) / DATA
+    data = out / DATA
     index = None
     if main:
         make_folder(data.parent)
@@ -90,7 +96,7 @@ def eval_command(options: argparse.Namespace) -> int:
     if main:
         dtypes = sorted({model["dtype"] for model in models.values()})
         facts = _facts(options, place, dtypes)
-        report(columns, tasks["group_map"], facts, models, index, Path(options.out))
+        report(columns, tasks["group_map"], facts, models, index, out)
     return 0
 
 
@@ -139,9 +145,9 @@ def report(
     rows = results.table({name: results.shown(found, groups) for name, found in columns.items()})
     print(aligned(rows))
     record = {**facts, "models": models, "offline": index, "results": results.plain(columns)}
-    write_text(out / "results.json", json.dumps(record, indent=1) + "\n")
+    write_text(out / RESULTS, json.dumps(record, indent=1) + "\n")
     write_text(out / "results.md", results.markdown(rows, facts))
-    print(f"{out / 'results.json'}, {out / 'results.md'}")
+    print(f"{out / RESULTS}, {out / 'results.md'}")
 
 
 def _facts(options: argparse.Namespace, place: torch.device, dtypes: list[str]) -> dict[str, Any]:

@@ -26,8 +26,8 @@ except ImportError as error:
     except importlib.metadata.PackageNotFoundError:
         found = "none"
     raise UserError(
-        f"ladder.hf needs transformers 5.16 or later, and found {found}: {error}; "
-        f"pip install 'ladder[hf]'"
+        f"ladder.hf needs transformers 5.16 or later, and found {found}: {error}; pip install "
+        f"'ladder[hf]', or, with a version that is right, look for a file that hides a module"
     ) from error
 
 AutoConfig.register(LadderConfig.model_type, LadderConfig)

@@ -46,6 +46,8 @@ def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> 
 
 def generate_command(options: argparse.Namespace) -> int:
     """Run `ladder generate` on this rank; rank 0 prints. See `ladder generate --help`."""
+    if options.max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens={options.max_new_tokens} must be 1 or more")
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     launch.join(options.device)
     folder = newest(options.model)
@@ -81,6 +83,9 @@ def generate_command(options: argparse.Namespace) -> int:
         print(f"reducer picked: {text}", file=sys.stderr)
     if stream is not None:
         stream.end()
+        if results[0].reason == "context":
+            room = model.config.max_seq_len
+            print(f"ended by the model's context of {room} tokens", file=sys.stderr)
     elif main:
         for i, (prompt, result) in enumerate(zip(options.prompt, results, strict=True)):
             print(f"--- prompt {i} ({len(result.tokens)} tokens, ended by {result.reason})")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ladder.checkpoint import load_model, newest
+from ladder.checkpoint import WEIGHTS, TensorReader, load_model, newest, refuse_damage
 from ladder.config import DTYPES
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
@@ -33,7 +33,8 @@ def load_for_inference(
 
     tp: processes that share it; 0: all that run, which is all that is allowed. reducer: a name in
     `REDUCERS`, or `auto` for the fastest that can run here. dtype: a name in `DTYPES`, or `auto`
-    for the stored one. Raises UserError where any of these cannot be met. Every rank calls it.
+    for the stored one. Raises UserError where any of these cannot be met, and where a run's weights
+    are not what was written. Every rank calls it.
     """
     wanted = as_dtype(dtype)
     place = launch.join(device)
@@ -48,6 +49,7 @@ def load_for_inference(
     mesh = launch.make_mesh(place, processes)
     found = newest(Path(folder))
     launch.agree({"model": str(found)})
+    refuse_damage(TensorReader(found, WEIGHTS), "use another checkpoint of the run")
     model = load_model(
         found,
         None if mesh is None else mesh["tp"],

@@ -252,6 +252,11 @@ def _check_run(
                 f"out={config.out} holds a run already; add --resume to go on with it, "
                 f"or choose another out"
             )
+        for name in ("index.json", "config.json", "tokenizer.json"):
+            if (run / name).exists():  # data, a model, a tokenizer
+                raise UserError(
+                    f"out={config.out} holds something else, {name}; choose another out"
+                )
         return None
     if not found and begun:
         return None  # it ended before its first checkpoint
@@ -270,7 +275,10 @@ def _check_run(
             f"weights"
         )
     if record["step"] >= config.steps:
-        raise UserError(f"out={config.out} has finished its steps={config.steps} already")
+        raise UserError(
+            f"out={config.out} has finished its steps={config.steps} already; to train its weights "
+            f"further, start another run from them: init={config.out} and another out"
+        )
     return record
 
 

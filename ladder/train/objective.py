@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ladder.checkpoint import load_model, newest, read_config
+from ladder.checkpoint import WEIGHTS, TensorReader, load_model, newest, read_config, refuse_damage
 from ladder.config import DTYPES
 from ladder.data.batches import TokenData, check_tokenizer
 from ladder.models.config import ModelConfig
@@ -61,6 +61,7 @@ class Distillation:
                 f"teacher={config.teacher}; lower it"
             )
         check_tokenizer(data, folder, f"data={config.data}", f"teacher={config.teacher}")
+        refuse_damage(TensorReader(folder, WEIGHTS), "use another checkpoint of the run as teacher")
         self.teacher = load_model(
             folder,
             None if mesh is None else mesh["tp"],
