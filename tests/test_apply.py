@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ladder.config import build
@@ -100,6 +102,33 @@ def test_checkpointing_under_fsdp_and_sequence_parallelism(
     pools(2).run(train_layouts, alone.to_dict(), str(tmp_path))
     for name in ("1-full", "2-selective", "2-full"):
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "alone"), abs=1e-4)
+
+
+def train_compiled(rank: int, world: int, settings: dict[str, Any], out: str) -> None:
+    """Plain and compiled; beside each run, how often gradients were reduced."""
+    for name in ("plain", "compiled"):
+        changes = {"compile": name == "compiled", "dp_shard": 0, "micro_batch_size": 2,
+                   "activation_checkpointing": "selective", "out": f"{out}/{name}"}  # fmt: skip
+        config = build(TrainConfig, settings | changes, "test recipe")
+        with mock.patch.object(
+            _fsdp_param_group, "foreach_reduce", wraps=_fsdp_param_group.foreach_reduce
+        ) as reduced:
+            train(config, device="cpu")
+        if rank == 0:
+            Path(out, f"{name}-reduced").write_text(str(reduced.call_count))
+
+
+def test_compiled_under_fsdp(corpus: Path, tmp_path: Path, pools: Pools) -> None:
+    """Two micro-batches a step, evaluated and saved. FSDP's hooks stay outside of what is compiled:
+    inside, too, they shard weights that are still needed, or reduce gradients twice."""
+    settings = recipe(
+        corpus, tmp_path, plan="ladder", steps=4, batch_size=8, lr=3e-3, eval_interval=2
+    ).to_dict()
+    pools(2).run(train_compiled, settings, str(tmp_path))
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), abs=1e-4)
+    assert weights(tmp_path / "compiled").keys() == weights(tmp_path / "plain").keys()
+    counts = [int((tmp_path / f"{name}-reduced").read_text()) for name in ("plain", "compiled")]
+    assert counts[0] == counts[1] > 0
 
 
 def test_compiled(corpus: Path, tmp_path: Path) -> None:

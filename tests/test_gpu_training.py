@@ -22,6 +22,10 @@ pytestmark = [
 LAYOUTS: dict[str, dict[str, Any]] = {
     "FSDP": {"dp_shard": 0},
     "HSDP": {"dp_shard": 2, "activation_checkpointing": "full"},
+    "FSDP, compiled": {
+        "dp_shard": 0, "compile": True, "micro_batch_size": 1,
+        "activation_checkpointing": "selective",
+    },
     "TP + SP": {"tp": 4, "sequence_parallel": True},
     "TP + SP, compiled": {
         "tp": 4, "sequence_parallel": True, "compile": True,

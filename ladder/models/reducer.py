@@ -95,8 +95,8 @@ class Reducer:
         if record.reduce == "none":
             return Pending(None, own)
         if record.reduce == "stream":
-            partial = partial + stream / self.ranks.degree
-        elif own is not None:
+            partial = torch.add(partial, stream, alpha=1 / self.ranks.degree)
+        elif own is not None and self.ranks.held == 1:
             partial = partial.clone()  # `post` may overwrite what it is given
         return Pending(self.post(partial, blocking), own)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -121,7 +122,9 @@ def wrap_sublayers(model: Transformer, activation_checkpointing: str, compile: b
 def _wrap(sublayer: nn.Module, activation_checkpointing: str, compile: bool) -> None:
     forward: Callable[..., Any] = sublayer.forward
     if compile:
-        forward = functools.partial(functional_call, copy.copy(sublayer))
+        bare = copy.copy(sublayer)  # FSDP2's hooks, added later, must not be its hooks, too
+        bare._forward_hooks, bare._forward_pre_hooks = OrderedDict(), OrderedDict()
+        forward = functools.partial(functional_call, bare)
     if activation_checkpointing != "none":
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if activation_checkpointing == "selective":

@@ -225,12 +225,13 @@ def measure(
         if not math.isfinite(norm):
             raise RuntimeError(f"{point}: the gradient norm is {norm}")
     result: dict[str, Any] = {"step_ms": statistics.median(times), "steps_ms": times}
-    if file is not None:
-        result["trace"] = _trace(model, parts[0], device, file)
     ranks = data_parallel(mesh)[0]
     rate = 1e3 * point.batch * point.seq_len * ranks / result["step_ms"]
     result["tokens_s_gpu"] = rate / launch.world_size()
-    return {**result, **utilisation(model.config, point.seq_len, rate, device)}
+    result |= utilisation(model.config, point.seq_len, rate, device)
+    if file is not None:  # last: it takes memory that a step does not
+        result["trace"] = _trace(model, parts[0], device, file)
+    return result
 
 
 def _trace(
