@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ladder.checkpoint import full
@@ -21,6 +23,7 @@ from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from ladder.train.optim import clip_gradients
 from tests.distributed import Pools
+from tests.samples import sample_tokens
 from tests.test_train import recipe, recorded
 
 CPU = torch.device("cpu")
@@ -161,6 +164,25 @@ def test_bfloat16_gradients_are_reduced_in_float32(pools: Pools) -> None:
     for alone, sharded, _ in pools(2).run(half_precision):
         assert 0 < alone < 0.05
         assert sharded < 1.5 * alone
+
+
+def reduces_without_tp(rank: int, world: int) -> list[int]:
+    """All-reduces over the TP group of a forward and a backward pass, at TP 1 and 2."""
+    found = []
+    for tp in (1, 2):
+        model = made(launch.make_mesh(CPU, tp, 1), torch.float32)
+        tokens = sample_tokens(model.config, 1, 2, 8)
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+            model(tokens, tokens).mean().backward()
+        groups = [call.kwargs.get("group") for call in reduced.call_args_list]
+        found.append(sum(dist.get_world_size(group) == tp for group in groups))
+    return found
+
+
+def test_a_tp_group_of_one_communicates_nothing(pools: Pools) -> None:
+    for without, with_tp in pools(2).run(reduces_without_tp):
+        assert without == 0
+        assert with_tp > 0
 
 
 def clipped(rank: int, world: int) -> list[float]:
