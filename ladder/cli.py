@@ -68,7 +68,7 @@ def parse_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> argpar
             parser.error(f"argument --{name}: expected at least one argument before {taken[0]}")
         setattr(options, name, [item for item in value if item not in taken])
         rest = [*taken, *rest]
-    options.overrides += rest
+    options.overrides = [*options.overrides, *rest]
     return options
 
 
@@ -257,6 +257,7 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides",
         nargs="*",
+        default=[],  # without one, argparse calls it required
         metavar="KEY=VALUE",
         help="replace a value of the config: plan=ladder, steps=500, model.num_layers=2",
     )

@@ -284,7 +284,9 @@ def test_a_checkpoint_of_another_plan_is_refused(corpus: Path, tmp_path: Path) -
         train(recipe(corpus, tmp_path / "run", plan="standard"), device="cpu", resume=True)
 
 
-def test_a_run_that_never_saved_can_be_resumed(corpus: Path, tmp_path: Path) -> None:
+def test_a_run_that_never_saved_can_be_resumed(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It is begun, so it is not overwritten; it has no checkpoint, so it starts at step 0."""
     run = tmp_path / "run"
     config = recipe(corpus, run)
@@ -292,7 +294,9 @@ def test_a_run_that_never_saved_can_be_resumed(corpus: Path, tmp_path: Path) -> 
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(UserError, match="add --resume"):
         train(config, device="cpu")
+    capsys.readouterr()
     train(config, device="cpu", resume=True)
+    assert "ended before its first checkpoint: it starts again" in capsys.readouterr().out
     train(recipe(corpus, tmp_path / "whole"), device="cpu")
     assert untimed(run) == untimed(tmp_path / "whole")
 

@@ -111,6 +111,8 @@ def train(
                 flush=True,
             )
     else:
+        if main and resume:
+            print("the run ended before its first checkpoint: it starts again", flush=True)
         source.fill(model, config.seed)
     recipe = config.resolved(model_config)
     if main:
