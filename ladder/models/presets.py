@@ -119,7 +119,10 @@ def _layer_range(text: str, num_layers: int, where: str) -> range:
         raise UserError(f"layers={text!r} of {where} is no range; write for example 0-3, or 5")
     first, last = int(match[1]), int(match[2] or match[1])
     if first > last:
-        raise UserError(f"layers={text!r} of {where} is no range: write {last}-{first}")
+        raise UserError(
+            f"layers={text!r} of {where} is no range of the model's layers 0-{num_layers - 1}; "
+            f"write the first one first"
+        )
     if last >= num_layers:
         raise UserError(
             f"layers={text!r} of {where} is outside the model's layers 0-{num_layers - 1}"
