@@ -65,6 +65,7 @@ KINDS = (
 PAUSE = 2e-3  # seconds around a phase: far more than GPU and host clocks differ in a trace
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 TOP = 10
+CLOCK = 1.8e9  # Hz, about, of the GPU: only head starts are counted in it
 
 Interval = tuple[float, float]
 
@@ -238,9 +239,15 @@ def describe(phase: str, found: Overlap, steps: int = 1) -> str:
 
 
 def record(
-    phases: Mapping[str, Callable[[], object]], device: torch.device, file: Path | None
+    phases: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    file: Path | None,
+    head_start: float = 0.0,
 ) -> None:
     """Trace the phases, one after another; write the trace to `file`, if any.
+
+    head_start: seconds for which the GPU waits before each phase, while the host launches it: for
+    work that the host launches far ahead of the GPU elsewhere.
 
     All is run twice, and the second time traced. Every rank calls this alike, and traces, whether
     it writes or not: what tracing costs would otherwise make one rank late for all reduces.
@@ -261,6 +268,9 @@ def record(
         for _ in range(2):
             for phase, work in phases.items():
                 _line_up(device)
+                if head_start and device.type == "cuda":
+                    # The kernel begins before the phase does, and so is no part of it.
+                    torch.cuda._sleep(int(head_start * CLOCK))
                 _pause()
                 with record_function(phase):
                     work()
@@ -292,20 +302,22 @@ def profile(
     steps: Mapping[str, int],
     device: torch.device,
     out: Path,
+    head_start: float = 0.0,
 ) -> tuple[str, dict[str, Overlap]]:
     """Trace the phases; every rank calls this alike.
 
-    steps: how many steps a phase is, 1 where it is not named. out: the trace that rank 0 writes,
-    NAME.json.gz, for https://ui.perfetto.dev; NAME.figures.json beside it holds the `Overlap` of
-    each phase. Returns the figures as text and by phase on rank 0, and nothing on the others.
+    steps: how many steps a phase is, 1 where it is not named. head_start: see `record`. out: the
+    trace that rank 0 writes, NAME.json.gz, for https://ui.perfetto.dev; NAME.figures.json beside it
+    holds the `Overlap` of each phase. Returns the figures as text and by phase on rank 0, and
+    nothing on the others.
     Raises UserError where the profiler saw no kernel.
     """
     assert out.name.endswith(".json.gz"), out
     if launch.rank() != 0:
-        record(phases, device, None)
+        record(phases, device, None, head_start)
         return "", {}
     make_folder(out.parent)
-    record(phases, device, out)
+    record(phases, device, out, head_start)
     trace = read_trace(out)
     found = {phase: overlap(kernels_of(trace, phase)) for phase in phases}
     if not all(each.span for each in found.values()):

@@ -12,7 +12,7 @@ import torch
 
 from ladder.data.batches import open_data
 from ladder.models import UserError
-from ladder.train import loop, metrics
+from ladder.train import loop, metrics, step
 from ladder.train.ahead import DEPTH, Ahead, Batch, Part, read_batch
 from ladder.train.loop import train
 from tests.test_train import losses, recipe
@@ -164,7 +164,7 @@ def test_a_run_leaves_no_thread(
     train(recipe(corpus, tmp_path / "done"), device="cpu", stop_after=2)
     assert not threads()
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "clip_gradients", lambda *_: float("nan"))
+        patch.setattr(step, "clip_gradients", lambda *_: torch.tensor(float("nan")))
         with pytest.raises(UserError, match=r"step 1: .*not finite"):
             train(recipe(corpus, tmp_path / "failed"), device="cpu")
     assert not threads()

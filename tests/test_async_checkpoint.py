@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from ladder.checkpoint import load_model, newest
 from ladder.config import build
 from ladder.models.errors import UserError
-from ladder.train import loop, metrics, shards
+from ladder.train import metrics, shards, step
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests.distributed import Pools, RankError
@@ -34,7 +34,7 @@ def hooks(
 ) -> Iterator[None]:
     """Within: `on_write(path)` runs before each file of tensors is written, `on_step()` after each
     backward pass."""
-    write, backward = shards.write_file, loop.backward
+    write, backward = shards.write_file, step.backward
 
     def writing(path: Path, *arguments: Any) -> None:
         on_write(path)
@@ -45,11 +45,11 @@ def hooks(
         on_step()
         return loss
 
-    shards.write_file, loop.backward = writing, stepping
+    shards.write_file, step.backward = writing, stepping
     try:
         yield
     finally:
-        shards.write_file, loop.backward = write, backward
+        shards.write_file, step.backward = write, backward
 
 
 def saved_step(path: Path) -> int:

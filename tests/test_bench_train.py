@@ -106,8 +106,8 @@ def test_a_trace_is_of_one_pass_forward_and_one_backward(
     """With kernels put into the trace, as there is no GPU: what was hidden is said by pass."""
     record = tracing.record
 
-    def recorded(phases: Any, device: Any, file: Path) -> None:
-        record(phases, device, file)
+    def recorded(phases: Any, device: Any, file: Path, head_start: float) -> None:
+        record(phases, device, file, head_start)
         data = json.loads(gzip.decompress(file.read_bytes()))
         marks = [e for e in data["traceEvents"] if e.get("cat") == "user_annotation"]
         for event in marks:

@@ -21,7 +21,7 @@ import torch
 from ladder.checkpoint import checkpoints, newest
 from ladder.config import build
 from ladder.models.errors import UserError
-from ladder.train import loop, metrics, shards
+from ladder.train import loop, metrics, shards, step
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests.distributed import Pools
@@ -257,7 +257,7 @@ def test_only_the_newest_checkpoints_are_kept(
 
 def poisoned(rank: int, world: int, settings: dict[str, Any]) -> tuple[str, list[int]]:
     """Rank 1's loss is not a number in the third step; returns the error, and what rank 1 read."""
-    backward, calls, drawn = loop.backward, [], []
+    backward, calls, drawn = step.backward, [], []
     order = loop.TokenData.windows
 
     def spoilt(*arguments: Any) -> torch.Tensor:
@@ -267,12 +267,12 @@ def poisoned(rank: int, world: int, settings: dict[str, Any]) -> tuple[str, list
 
     config = build(TrainConfig, settings, "test recipe")
     drawn = order(loop.open_sources(config.data), "train", 16).order(2, 4, config.seed, 1, 2)
-    loop.backward = spoilt  # type: ignore[assignment]
+    step.backward = spoilt  # type: ignore[assignment]
     try:
         with pytest.raises(UserError) as caught:
             train(config, device="cpu")
     finally:
-        loop.backward = backward
+        step.backward = backward
     return str(caught.value), drawn
 
 
@@ -286,15 +286,20 @@ def test_a_loss_that_is_not_finite_names_its_rank_and_windows(
     assert steps_of(tmp_path / "run") == [1, 2]
 
 
+@pytest.mark.parametrize("behind", [0, 1])
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_loss_that_is_not_finite_costs_no_step(
-    corpus: Path, tmp_path: Path, pools: Pools, nproc: int
+    corpus: Path, tmp_path: Path, pools: Pools, nproc: int, behind: int
 ) -> None:
     """The steps before it are saved, whatever the interval, and no older checkpoint goes; the run
-    that goes on from there is the one that never stopped. The plan changes with the bad step."""
-    settings = recipe(corpus, tmp_path / "run", checkpoint_interval=2, keep_checkpoints=1).to_dict()
-    settings |= {"convert_layers": [{"step": 2, "plan": "ladder@1"}, {"step": 5, "plan": "ladder"}]}
-    arguments = settings, 6
+    that goes on from there is the one that never stopped. The plan changes with the bad step, or
+    with the next, which is launched already where the host is ahead, and must change no weight."""
+    settings = recipe(
+        corpus, tmp_path / "run", steps=8, checkpoint_interval=4, keep_checkpoints=1
+    ).to_dict()
+    plans = [{"step": 2, "plan": "ladder@1"}, {"step": 5 + behind, "plan": "ladder"}]
+    settings |= {"convert_layers": plans}
+    arguments = settings, 6, behind
     messages = [spoilt_at(0, 1, *arguments)] if nproc == 1 else pools(2).run(spoilt_at, *arguments)
     for message in messages:
         assert "step 6: " in message
@@ -302,12 +307,12 @@ def test_a_loss_that_is_not_finite_costs_no_step(
     assert steps_of(tmp_path / "run") == [4, 5]
     whole = settings | {"out": str(tmp_path / "whole")}
     if nproc == 1:
-        go_on(0, 1, settings, True)
+        go_on(0, 1, settings, True, behind)
         go_on(0, 1, whole, False)
     else:
-        pools(2).run(go_on, settings, True)
+        pools(2).run(go_on, settings, True, behind)
         pools(2).run(go_on, whole, False)
-    assert steps_of(tmp_path / "run") == [6]
+    assert steps_of(tmp_path / "run") == [8]
     assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
     for name, value in weights(tmp_path / "whole").items():
         assert torch.equal(value, weights(tmp_path / "run")[name]), name
@@ -332,25 +337,30 @@ def test_a_loss_that_is_not_finite_on_a_full_disk_claims_no_checkpoint(
         assert not steps_of(tmp_path / name)
 
 
-def spoilt_at(rank: int, world: int, settings: dict[str, Any], step: int) -> str:
-    """The last rank's gradient is not finite in that step; returns the error."""
-    clip, calls = loop.clip_gradients, []
+def spoilt_at(rank: int, world: int, settings: dict[str, Any], at: int, behind: int = 0) -> str:
+    """The gradient is not finite in that step; returns the error. behind: as on a GPU, if 1."""
+    clip, calls = step.clip_gradients, []
 
-    def spoilt(*arguments: Any) -> float:
+    def spoilt(*arguments: Any) -> torch.Tensor:
         calls.append(1)
-        return float("inf") if len(calls) == step else clip(*arguments)
+        norm: torch.Tensor = clip(*arguments)
+        return norm + float("inf") if len(calls) == at else norm
 
-    loop.clip_gradients = spoilt  # type: ignore[assignment]
+    step.clip_gradients = spoilt  # type: ignore[assignment]
     try:
         with pytest.raises(UserError) as caught:
-            train(build(TrainConfig, settings, "test recipe"), device="cpu")
+            go_on(rank, world, settings, False, behind)
     finally:
-        loop.clip_gradients = clip
+        step.clip_gradients = clip
     return str(caught.value)
 
 
-def go_on(rank: int, world: int, settings: dict[str, Any], resume: bool) -> None:
-    train(build(TrainConfig, settings, "test recipe"), device="cpu", resume=resume)
+def go_on(rank: int, world: int, settings: dict[str, Any], resume: bool, behind: int = 0) -> None:
+    before, loop.BEHIND["cpu"] = loop.BEHIND["cpu"], behind
+    try:
+        train(build(TrainConfig, settings, "test recipe"), device="cpu", resume=resume)
+    finally:
+        loop.BEHIND["cpu"] = before
 
 
 def test_metrics_on_a_full_disk_end_the_run_with_a_remedy(corpus: Path, tmp_path: Path) -> None:

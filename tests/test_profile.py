@@ -201,7 +201,7 @@ def test_the_report_and_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     def recorded(*args: Any) -> None:
         record(*args)
-        with_kernels(args[-1])
+        with_kernels(args[2])
 
     monkeypatch.setattr(tracing, "record", recorded)
     out = tmp_path / "new" / "ladder-push.json.gz"

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ladder.checkpoint import CHECKSUMS, TensorReader, checkpoints, load_model, 
 from ladder.config import build
 from ladder.files import checksum
 from ladder.models import UserError
-from ladder.train import metrics
+from ladder.train import loop, metrics
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from ladder.train.optim import learning_rate
@@ -339,13 +340,52 @@ def test_resuming_on_other_ranks_and_data_paths(
     assert losses(run) == pytest.approx(losses(tmp_path / "whole"), abs=1e-4)
 
 
+def test_a_host_that_is_a_step_ahead_trains_the_same(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU. Catches a step that is recorded under another's number or not at all, an
+    evaluation or a checkpoint of another step, and a wish to stop that is not heard."""
+    settings = {"steps": 9, "log_interval": 2, "eval_interval": 5, "checkpoint_interval": 4}
+    train(recipe(corpus, tmp_path / "whole", **settings), device="cpu")
+    monkeypatch.setitem(loop.BEHIND, "cpu", 1)
+    run = recipe(corpus, tmp_path / "run", **settings)
+    take, taken = loop.take_step, []
+
+    def told(*arguments: Any) -> Any:
+        taken.append(arguments)
+        if len(taken) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)  # heard of with the sixth, learnt with the seventh
+        return take(*arguments)
+
+    monkeypatch.setattr(loop, "take_step", told)
+    assert train(run, device="cpu") is None
+    assert [step for step, _ in checkpoints(tmp_path / "run")] == [4, 7]
+    assert [r["step"] for r in metrics.read(tmp_path / "run") if "loss" in r] == [2, 4, 6, 7]
+    train(run, device="cpu", resume=True)
+    found, whole = (
+        {r["step"]: r["loss"] for r in metrics.read(tmp_path / name) if "loss" in r}
+        for name in ("run", "whole")
+    )
+    assert found.pop(7)
+    assert found == whole
+    evaluated = [
+        [r["heldout_loss"] for r in metrics.read(tmp_path / name) if "heldout_loss" in r]
+        for name in ("run", "whole")
+    ]
+    assert evaluated[0] == evaluated[1]
+    assert len(evaluated[0]) == 2
+    for name, value in weights(tmp_path / "whole").items():
+        assert torch.equal(value, weights(tmp_path / "run")[name]), name
+
+
 def test_not_finite_stops_and_loses_nothing(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = recipe(corpus, tmp_path / "run")
     train(config, device="cpu", stop_after=3)
     before = weights(tmp_path / "run")
-    monkeypatch.setattr("ladder.train.loop.clip_gradients", lambda model, limit, mesh: float("nan"))
+    nan = torch.tensor(float("nan"))
+    monkeypatch.setattr("ladder.train.step.clip_gradients", lambda model, limit, mesh: nan)
     with pytest.raises(UserError, match=r"step 4: .*not finite"):
         train(config, device="cpu", resume=True)
     assert [step for step, _ in checkpoints(tmp_path / "run")] == [3]

@@ -1,7 +1,7 @@
 """`ladder bench train`: training steps of several plans under several layouts, in one run.
 
-A step is what `ladder train` does: forward, backward, shared gradients, clipping, AdamW; on random
-tokens. Each plan under TP is also timed with a reducer that drops its sublayers' reduces: what it
+A step is that of `ladder train`, on random tokens, launched while the GPU computes the one before.
+Each plan under TP is also timed with a reducer that drops its sublayers' reduces: what it
 takes beyond that is exposed communication. `none` is that bound for `standard` wiring.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import math
+import itertools
 import statistics
 import sys
 import time
@@ -33,17 +33,19 @@ from ladder.parallel.apply import check_sequence_parallel, make_model
 from ladder.parallel.data import data_parallel
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sequence import SequenceReducer
-from ladder.parallel.sharding import local_parameters, sum_shared_gradients
+from ladder.parallel.sharding import local_parameters
 from ladder.plans import aligned
 from ladder.records import append, facts
 from ladder.trace import profile
 from ladder.train.ahead import Batch, Part
 from ladder.train.config import TrainConfig
-from ladder.train.loop import backward, utilisation
-from ladder.train.optim import clip_gradients, make_optimizer
+from ladder.train.loop import utilisation
+from ladder.train.optim import make_optimizer
+from ladder.train.step import Outcome, is_finite, take_step
 
 RESULTS = "train.jsonl"
 WARM_UP = 3  # steps before the timed ones
+HEAD_START = 0.25  # seconds, of the host before the GPU in a traced pass: it is ahead in training
 make_mesh = functools.cache(launch.make_mesh)  # its groups are never let go: points share them
 LAYOUTS = "ddp, fsdp, hsdpN (replicas of N shards), tpN, tpN+sp, and tpN or tpN+sp with +fsdp"
 
@@ -210,20 +212,20 @@ def measure(
     batch = Batch([], parts, tokens.numel())
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    times: list[float] = []
+    outcomes: list[Outcome] = []
+    ends: list[Any] = []
     for step in range(WARM_UP + steps):
-        begun = time.perf_counter()
-        backward(model, batch)
-        sum_shared_gradients(model)
-        norm = clip_gradients(model, recipe.grad_clip, mesh)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if step >= WARM_UP:
-            times.append(1e3 * (time.perf_counter() - begun))
-        if not math.isfinite(norm):
-            raise RuntimeError(f"{point}: the gradient norm is {norm}")
+        outcomes.append(take_step(model, optimizer, batch, mesh, recipe.grad_clip))
+        ends.append(_now(device))
+        if step:
+            outcomes[step - 1].read()  # as `ladder train` does: the host is a step ahead
+    for outcome in outcomes:
+        _, _, norm, sums = outcome.read()
+        if not is_finite(norm, sums):
+            raise RuntimeError(f"{point}: the loss is {sums[0]}, the gradient norm {norm}")
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    times = [_between(*each) for each in itertools.pairwise(ends[WARM_UP - 1 :])]
     result: dict[str, Any] = {"step_ms": statistics.median(times), "steps_ms": times}
     ranks = data_parallel(mesh)[0]
     rate = 1e3 * point.batch * point.seq_len * ranks / result["step_ms"]
@@ -232,6 +234,22 @@ def measure(
     if file is not None:  # last: it takes memory that a step does not
         result["trace"] = _trace(model, parts[0], device, file)
     return result
+
+
+def _now(device: torch.device) -> Any:
+    """The time, on a GPU the time at which what was launched so far will be done."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(before: Any, after: Any) -> float:
+    """Milliseconds between two times of `_now` that have come."""
+    if isinstance(before, float):
+        return 1e3 * (after - before)
+    return float(before.elapsed_time(after))
 
 
 def _trace(
@@ -245,7 +263,7 @@ def _trace(
         loss = model(part.tokens, part.targets).mean()
 
     phases = {"forward": forward, "backward": lambda: loss.backward()}
-    text, found = profile(phases, {}, device, file)
+    text, found = profile(phases, {}, device, file, HEAD_START)
     print(text, file=sys.stderr)
     return {
         phase: {"ms": each.span / 1e3, "communication_ms": each.communication / 1e3,

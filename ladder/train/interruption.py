@@ -8,6 +8,7 @@ from types import FrameType, TracebackType
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ladder.parallel import launch
 
@@ -37,10 +38,12 @@ class Interruption:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.noted = True
 
-    def on_any_rank(self, device: torch.device) -> bool:
-        """Whether a rank has been told to stop: all ranks must ask, and hear the same."""
-        if launch.world_size() == 1:
-            return self.noted
-        noted = torch.tensor(float(self.noted), device=device)
-        dist.all_reduce(noted, op=dist.ReduceOp.MAX)
-        return bool(noted)
+    def on_any_rank(self, device: torch.device) -> Tensor:
+        """Above 0 where a rank has been told to stop: on the device, and not waited for.
+
+        All ranks must ask, and hear the same.
+        """
+        noted = torch.full((), float(self.noted), device=device)  # no copy, which would wait
+        if launch.world_size() > 1:
+            dist.all_reduce(noted, op=dist.ReduceOp.MAX)
+        return noted

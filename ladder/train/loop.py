@@ -6,8 +6,9 @@ import hashlib
 import json
 import math
 import time
+from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,8 +22,7 @@ from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.parallel.apply import make_model
-from ladder.parallel.data import data_parallel, reduce_gradients, sum_over_data
-from ladder.parallel.sharding import sum_shared_gradients
+from ladder.parallel.data import data_parallel
 from ladder.progress import Progress
 from ladder.train import state
 from ladder.train.ahead import Ahead, Batch, read_batch
@@ -33,8 +33,21 @@ from ladder.train.evaluate import Heldout, bits_per_byte, check_heldout
 from ladder.train.interruption import Interruption
 from ladder.train.metrics import Metrics
 from ladder.train.objective import Distillation, Objective, cross_entropy
-from ladder.train.optim import clip_gradients, learning_rate, make_optimizer
+from ladder.train.optim import learning_rate, make_optimizer
 from ladder.train.start import starting_point
+from ladder.train.step import Outcome, is_finite, take_step
+
+# How many steps the host is ahead. On a CPU there is nothing to be ahead of.
+BEHIND = {"cuda": 1, "cpu": 0}
+
+
+class Launched(NamedTuple):
+    """A step (0 is the first), the windows that this rank drew for it, and its learning rate."""
+
+    step: int
+    windows: list[int]
+    rate: float
+    outcome: Outcome
 
 
 def train(
@@ -149,19 +162,15 @@ def train(
             }
             return checkpointer.save(record, keep_all)
 
-        since, since_step, waited = time.perf_counter(), start, 0.0
-        saved = start
-        for step, batch in zip(range(start, last), batches, strict=True):
-            if source.schedule.plan(step) is not model.config.plan:
-                model.config = source.at(step)
-            own = backward(model, batch, objective)
-            sums = sum_over_data(own.clone(), mesh) / dp
-            if mesh is not None:
-                sum_shared_gradients(model)
-            norm = clip_gradients(model, config.grad_clip, mesh)
-            loss, *others = sums.tolist()  # the host waits here, when all is launched
-            if not math.isfinite(norm) or not math.isfinite(loss):
-                where = _first_not_finite(own[0].item(), batch.windows)
+        def settle(launched: Launched) -> tuple[bool, dict[str, float]]:
+            """Learn what became of a step: whether to stop after it, and what to record of it.
+
+            Raises UserError where it is not finite, having saved the steps before it.
+            """
+            told, own, norm, sums = launched.outcome.read()
+            if not is_finite(norm, sums):
+                step = launched.step
+                where = _first_not_finite(own, launched.windows)
                 kept = f"The {step} steps before it are saved"
                 try:
                     if saved < step:
@@ -171,37 +180,55 @@ def train(
                 except UserError as failed:
                     kept = f"The steps before it could not all be saved: {failed}"
                 raise UserError(
-                    f"step {step + 1}: loss={loss}, gradient norm={norm}: not finite{where}. "
+                    f"step {step + 1}: loss={sums[0]}, gradient norm={norm}: not finite{where}. "
                     f"{kept}; begin another run with a lower lr={config.lr}, or dtype=float32, "
                     f"from init={run} perhaps"
                 )
+            named = dict(zip(("loss", *recorded), sums, strict=True))
+            return told > 0, {**named, "learning_rate": launched.rate, "gradient_norm": norm}
+
+        since, since_step, waited = time.perf_counter(), start, 0.0
+        saved = start
+        stopped = False
+        flying: deque[Launched] = deque()  # steps of which the host does not know yet
+        for step, batch in zip(range(start, last), batches, strict=True):
+            if source.schedule.plan(step) is not model.config.plan:
+                model.config = source.at(step)
             rate = learning_rate(step, config)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            told = interruption.on_any_rank(place_)
+            outcome = take_step(model, optimizer, batch, mesh, config.grad_clip, objective, told)
+            flying.append(Launched(step, batch.windows, rate, outcome))
 
             done = step + 1
-            stopped = interruption.on_any_rank(place_)
-            ended = done == last or stopped
-            if done % config.log_interval == 0 or ended:
+            evaluates = bool(config.eval_interval) and done % config.eval_interval == 0
+            evaluates = evaluates or done == config.steps
+            due = bool(config.checkpoint_interval) and done % config.checkpoint_interval == 0
+            drains = done == last or evaluates or due
+            while flying and (drains or stopped or len(flying) > BEHIND[place_.type]):
+                known = flying[0].step + 1
+                told_to, values = settle(flying.popleft())
+                stopped = stopped or told_to
+                if known % config.log_interval and not (
+                    known == done and (done == last or stopped)
+                ):
+                    continue
                 now = time.perf_counter()
-                speed = tokens_per_step * (done - since_step) / (now - since)
+                speed = tokens_per_step * (known - since_step) / (now - since)
                 wait = (batches.waited - waited) / (now - since)
-                since, since_step, waited = now, done, batches.waited
+                since, since_step, waited = now, known, batches.waited
                 metrics.write(
-                    done,
-                    loss=loss,
-                    **dict(zip(recorded, others, strict=True)),
-                    learning_rate=rate,
-                    gradient_norm=norm,
-                    tokens=done * tokens_per_step,
+                    known,
+                    **values,
+                    tokens=known * tokens_per_step,
                     tokens_per_second=speed,
                     data_wait=wait,
                     **utilisation(model_config, config.seq_len, speed, place_),
                 )
-                progress.update(done, f"loss {loss:.3f}, {speed:,.0f} tokens/s")
-            if done == config.steps or (config.eval_interval and done % config.eval_interval == 0):
+                progress.update(known, f"loss {values['loss']:.3f}, {speed:,.0f} tokens/s")
+            ended = done == last or stopped
+            if evaluates:
                 result = bits_per_byte(
                     model, data, config.seq_len, micro, config.eval_windows, mesh,
                     config.mask_documents,
@@ -212,7 +239,6 @@ def train(
                     heldout_bits_per_byte=result.bits_per_byte,
                 )
                 since, since_step, waited = time.perf_counter(), done, batches.waited
-            due = config.checkpoint_interval and done % config.checkpoint_interval == 0
             if ended or due:
                 saved = done
                 metrics.write(done, checkpoint_seconds=save(done))
@@ -294,23 +320,6 @@ def _first_not_finite(loss: float, drawn: list[int]) -> str:
     return (
         f"; every rank's loss was finite, and what is not is the gradient, of the windows {whole}"
     )
-
-
-def backward(
-    model: Transformer, batch: Batch, objective: Objective = cross_entropy
-) -> torch.Tensor:
-    """Accumulate the gradients of this rank's part of the loss; returns its part of the sums.
-
-    The mean over the data-parallel ranks is the mean over all targets of the step, of which the
-    ranks may have more or fewer.
-    """
-    total = torch.zeros(1, device=batch.parts[0].tokens.device)
-    for n, part in enumerate(batch.parts, 1):
-        reduce_gradients(model, now=n == len(batch.parts))
-        sums = objective(model, part) / batch.targets
-        sums[0].backward()
-        total = total + sums.detach()
-    return total
 
 
 def utilisation(

@@ -25,7 +25,16 @@ def make_optimizer(model: Transformer, config: TrainConfig) -> torch.optim.AdamW
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": rest, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+    # Where torch's GradScaler says, on the device, that a step is to change nothing.
+    optimizer.found_inf = torch.zeros((), device=rest[0].device)
+    return optimizer
+
+
+def skip_from_here_on(optimizer: torch.optim.Optimizer, when: Tensor) -> None:
+    """Where `when` (a bool on the device) holds, this step and all later ones change nothing."""
+    skipped: Tensor = optimizer.found_inf
+    skipped.copy_(torch.maximum(skipped, when))
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -38,11 +47,11 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 @torch.no_grad()
-def clip_gradients(model: Transformer, limit: float, mesh: DeviceMesh | None = None) -> float:
+def clip_gradients(model: Transformer, limit: float, mesh: DeviceMesh | None = None) -> Tensor:
     """Scale all gradients so that their norm over the whole mesh is at most `limit`.
 
-    Returns the norm before. Each rank squares its own part, in float32: one collective over `tp`
-    for what that shards, and one over `shard`.
+    Returns the norm before, float32 [] on the device. Each rank squares its own part, in float32:
+    one collective over `tp` for what that shards, and one over `shard`.
     """
     processes = model.reducer.ranks.processes
     grads: dict[bool, list[Tensor]] = {False: [], True: []}  # whether TP shards them
@@ -58,4 +67,4 @@ def clip_gradients(model: Transformer, limit: float, mesh: DeviceMesh | None = N
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)
     for each in grads.values():
         torch._foreach_mul_(each, scale)
-    return float(norm)
+    return norm
