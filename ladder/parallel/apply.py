@@ -138,8 +138,16 @@ def _wrap(sublayer: nn.Module, activation_checkpointing: str, compile: bool) -> 
 def _on_local_parameters(sublayer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward` of (parameters, arguments): plain tensors, for compiled code fails on DTensors."""
 
+    # Found once: FSDP2 puts other parameters in these places, and the host has little time.
+    places = [
+        (f"{prefix}.{name}" if prefix else name, module._parameters, name)
+        for prefix, module in sublayer.named_modules()
+        for name in module._parameters
+    ]
+
     def run(*args: Any) -> Any:
-        return forward({name: local(each) for name, each in sublayer.named_parameters()}, args)
+        held = {full: parameters[name] for full, parameters, name in places}
+        return forward({name: local(each) for name, each in held.items() if each is not None}, args)
 
     return run
 

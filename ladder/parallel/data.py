@@ -22,15 +22,22 @@ def data_parallel(mesh: DeviceMesh | None) -> tuple[int, int]:
     size, rank = 1, 0
     for name in DATA_DIMS if mesh is not None else ():
         assert mesh is not None
-        size, rank = size * mesh[name].size(), rank * mesh[name].size() + mesh.get_local_rank(name)
+        here = size_of(mesh, name)
+        size, rank = size * here, rank * here + mesh.get_local_rank(name)
     return size, rank
+
+
+def size_of(mesh: DeviceMesh, name: str) -> int:
+    """The size of a dimension of the mesh. (`mesh[name]` makes a new mesh each time, slowly.)"""
+    assert mesh.mesh_dim_names is not None
+    return mesh.size(mesh.mesh_dim_names.index(name))
 
 
 def sum_over_data(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """Sum over the data-parallel ranks, in place."""
     for name in DATA_DIMS if mesh is not None else ():
         assert mesh is not None
-        if mesh[name].size() > 1:
+        if size_of(mesh, name) > 1:
             dist.all_reduce(value, group=mesh.get_group(name))
     return value
 

@@ -74,7 +74,8 @@ def place(
     """Put a model that was built anywhere (on `meta`, too) on `device`, its shards on `mesh`.
 
     mesh: one dimension, the TP processes; None for one process. Parameters become DTensors on it,
-    holding this process's shard: copied from the model, or uninitialised where it is on `meta`.
+    where it has several processes, holding this process's shard: copied from the model, or
+    uninitialised where it is on `meta`.
     T = tp_degree where the plan depends on it (the rest are virtual ranks), else the mesh's size.
     reducer: a name in REDUCERS, or a class with the same arguments.
     """
@@ -102,7 +103,7 @@ def place(
         else:
             local = parameter.detach()[part].to(device=device, dtype=kind, copy=True)
             local = local.contiguous()
-        if mesh is None:
+        if mesh is None or processes == 1:  # a DTensor of one rank, too
             return nn.Parameter(local)
         dim = shard_dim(name, parameter.dim(), model.config, ranks.processes)
         placement = Replicate() if dim is None else Shard(dim)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.models.transformer import Transformer
+from ladder.parallel.data import size_of
 from ladder.parallel.sharding import local_tensor, shard_dim
 from ladder.train.config import TrainConfig
 
@@ -61,7 +62,7 @@ def clip_gradients(model: Transformer, limit: float, mesh: DeviceMesh | None = N
         grads[sharded].append(local_tensor(parameter.grad))
     squares = [nn.utils.get_total_norm(each).square() for each in grads.values()]
     whole = squares[0] + model.reducer.sum_(squares[1])
-    if mesh is not None and mesh["shard"].size() > 1:
+    if mesh is not None and size_of(mesh, "shard") > 1:
         dist.all_reduce(whole, group=mesh.get_group("shard"))
     norm = whole.sqrt()
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)
