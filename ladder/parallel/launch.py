@@ -230,7 +230,6 @@ def join(device: str = "auto") -> torch.device:
     return place
 
 
-HOST_CTAS = 4  # blocks of a reduce through the host's memory
 DATA_DIMS = ("replicate", "shard")  # of the mesh: data parallelism, see ladder.parallel.data
 
 
@@ -259,12 +258,7 @@ def make_mesh(device: torch.device, tp: int, dp_shard: int = 1) -> DeviceMesh | 
         # Reduces run beneath matrix products: without priority a reduce's blocks wait until those
         # of the product that was launched before it all have a place.
         nccl = dist.ProcessGroupNCCL  # only builds with CUDA have it
-        options = nccl.Options(is_high_priority_stream=True)
-        if os.environ.get("NCCL_P2P_DISABLE") == "1":
-            # Through the host's memory few blocks are as fast as many, and each wants an SM that
-            # no product is on. NCCL_MAX_CTAS in the environment goes before this.
-            options.config.max_ctas = HOST_CTAS
-        override = {"tp": options}
+        override = {"tp": nccl.Options(is_high_priority_stream=True)}
     return init_device_mesh(
         device.type,
         (data // shard, shard, tp),
