@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from ladder.data.prepare import prepare
+from ladder.data.sources import open_corpus
+from ladder.data.tokenizer import train_tokenizer
 from tests.corpus import make_corpus
 from tests.distributed import Pools
+from tests.documents import write_documents
 from tests.evaluation import make_llama, make_texts
 
 
@@ -42,3 +46,25 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llama(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama in Hugging Face's layout: see tests.evaluation."""
     return make_llama(tmp_path_factory.mktemp("llama"), corpus)
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of awkward documents: see tests.documents."""
+    return write_documents(tmp_path_factory.mktemp("documents"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of 400 tokens, trained on them."""
+    out = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer((d.text for d in open_corpus([documents]).read("train")), 400, out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def prepared(documents: Path, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """They, prepared, in shards of 100 tokens."""
+    out = tmp_path_factory.mktemp("prepared") / "data"
+    prepare([documents], tokenizer, out, heldout_fraction=0.3, shard_tokens=100)
+    return out
