@@ -36,6 +36,7 @@ SHARD_BYTES = 2**30  # a file of a checkpoint holds about this much, or one tens
 WEIGHTS = "model"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TIED_ROWS = 2**14  # of those two that are in memory at once, to compare them
+GENERATION = "generation_config.json"  # Hugging Face's: what ends a text, how to sample
 CHECKSUMS = "checksums.json"  # of a run's checkpoint: the SHA-256 of every other file
 SHARDING_INFO = "DCP_SHARDING_INFO"  # in a file of shards: where in its tensor each begins
 DTYPES = {  # the types of weights, by safetensors' names
@@ -84,7 +85,7 @@ def read_config(folder: Path) -> ModelConfig:
 def read_stop_tokens(folder: Path) -> list[int]:
     """Token ids that end a generation, as the folder's configs give them."""
     found: list[int] = []
-    for name in ("generation_config.json", "config.json"):
+    for name in (GENERATION, "config.json"):
         if (path := folder / name).is_file():
             found += stop_tokens(read_json(path), str(path))
     return sorted(set(found))

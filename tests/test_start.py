@@ -22,6 +22,7 @@ from tests.test_faults import fail_on_ranks, flip
 from tests.test_train import losses, recipe, run_on_ranks, untimed, weights
 
 CPU = torch.device("cpu")
+BESIDE = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_it_goes_on_without_the_folder_and_on_ranks(
 ) -> None:
     init = tmp_path / "init"
     shutil.copytree(newest(standard), init)
-    for name in ("tokenizer_config.json", "chat_template.jinja"):  # which the data has not
+    for name in BESIDE:  # which the data has not
         (init / name).write_text(name)
     train(from_run(corpus, tmp_path / "whole", init, plan="ladder"), device="cpu")
     stopped = from_run(corpus, tmp_path / "stopped", init, plan="ladder")
@@ -82,7 +83,7 @@ def test_it_goes_on_without_the_folder_and_on_ranks(
     shutil.rmtree(init)
     train(stopped, device="cpu", resume=True)
     for run in ("whole", "ranks", "stopped"):
-        for name in ("tokenizer_config.json", "chat_template.jinja"):
+        for name in BESIDE:
             assert (newest(tmp_path / run) / name).read_text() == name
     assert untimed(tmp_path / "stopped") == untimed(tmp_path / "whole")
     assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "whole"), abs=1e-4)

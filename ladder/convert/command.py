@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ladder.checkpoint import (
     EMBEDDING,
+    GENERATION,
     WEIGHTS,
     Entry,
     TensorReader,
@@ -46,7 +47,7 @@ from ladder.progress import Progress
 FORMATS = ("ladder", "hf")
 COMPANIONS = (  # what goes along as it is: tokenizer, chat template, generation settings
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
-    "merges.txt", "chat_template.*", "additional_chat_templates", "generation_config.json",
+    "merges.txt", "chat_template.*", "additional_chat_templates", GENERATION,
 )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
-from ladder.checkpoint import CHECKSUMS, write_config
+from ladder.checkpoint import CHECKSUMS, GENERATION, write_config
 from ladder.data.batches import TokenData
 from ladder.data.tokenizer import FILE, TEMPLATE, TOKENIZER_CONFIG
 from ladder.files import checksum, sync, write_text
@@ -43,9 +43,9 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 class Checkpointer:
     """Saves a run's checkpoints, one at a time; every rank makes one, and calls it alike.
 
-    start: the folder that the weights began as, perhaps, from which checkpoints take what of a
-    tokenizer's files the data lacks. keep: how many checkpoints stay; 0: all. Within `with`: its
-    end waits for the save under way, also where an exception ends it.
+    start: the folder that the weights began as, perhaps, from which checkpoints take its settings
+    of generation, and what of a tokenizer's files the data lacks. keep: how many checkpoints stay;
+    0: all. Within `with`: its end waits for the save under way, also where an exception ends it.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Checkpointer:
         self.main = mesh is None or mesh.get_rank() == 0
         self.companions: dict[str, bytes] = {}  # read now: the folders may be gone later
         for folder in (start, data.folder) if self.main else ():
-            for name in (FILE, TOKENIZER_CONFIG, TEMPLATE):
+            for name in (FILE, TOKENIZER_CONFIG, TEMPLATE, GENERATION):
                 if folder is not None and (folder / name).is_file():
                     self.companions[name] = (folder / name).read_bytes()
         # Its own group: the thread's collectives must not mix with those of training; and gloo, for
