@@ -65,7 +65,7 @@ KINDS = (
 PAUSE = 2e-3  # seconds around a phase: far more than GPU and host clocks differ in a trace
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 TOP = 10
-CLOCK = 1.8e9  # Hz, about, of the GPU: only head starts are counted in it
+CLOCK = 1.8e9  # Hz, a GPU's, about: torch's `_sleep` counts cycles
 
 Interval = tuple[float, float]
 

@@ -318,6 +318,21 @@ def test_a_loss_that_is_not_finite_costs_no_step(
         assert torch.equal(value, weights(tmp_path / "run")[name]), name
 
 
+@pytest.mark.parametrize("what", ["loss", "norm"])
+def test_a_checkpoint_of_a_step_that_is_not_finite_is_never_made(
+    corpus: Path, tmp_path: Path, what: str
+) -> None:
+    """Where the host is ahead, and the bad step is one to be saved after: it is waited for. Whether
+    it shows in the loss or in the norm, it changes no weight."""
+    settings = recipe(corpus, tmp_path / "run", steps=8, checkpoint_interval=4).to_dict()
+    assert "The 3 steps before it are saved" in spoilt_at(0, 1, settings, 4, 1, what)
+    assert steps_of(tmp_path / "run") == [3]
+    whole = recipe(corpus, tmp_path / "whole", steps=8)
+    train(whole, device="cpu", stop_after=3)
+    for name, value in weights(tmp_path / "whole").items():
+        assert torch.equal(value, weights(tmp_path / "run")[name]), name
+
+
 def test_a_loss_that_is_not_finite_on_a_full_disk_claims_no_checkpoint(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,21 +352,27 @@ def test_a_loss_that_is_not_finite_on_a_full_disk_claims_no_checkpoint(
         assert not steps_of(tmp_path / name)
 
 
-def spoilt_at(rank: int, world: int, settings: dict[str, Any], at: int, behind: int = 0) -> str:
-    """The gradient is not finite in that step; returns the error. behind: as on a GPU, if 1."""
-    clip, calls = step.clip_gradients, []
+def spoilt_at(
+    rank: int, world: int, settings: dict[str, Any], at: int, behind: int = 0, what: str = "norm"
+) -> str:
+    """The loss or the gradients' norm is not finite in that step; returns the error.
+
+    behind: 1 is as on a GPU.
+    """
+    name = {"loss": "backward", "norm": "clip_gradients"}[what]
+    real, calls = getattr(step, name), []
 
     def spoilt(*arguments: Any) -> torch.Tensor:
         calls.append(1)
-        norm: torch.Tensor = clip(*arguments)
-        return norm + float("inf") if len(calls) == at else norm
+        value: torch.Tensor = real(*arguments)
+        return value + float("inf") if len(calls) == at else value
 
-    step.clip_gradients = spoilt  # type: ignore[assignment]
+    setattr(step, name, spoilt)
     try:
         with pytest.raises(UserError) as caught:
             go_on(rank, world, settings, False, behind)
     finally:
-        step.clip_gradients = clip
+        setattr(step, name, real)
     return str(caught.value)
 
 

@@ -22,8 +22,12 @@ from ladder.parallel.sharding import (
     sum_shared_gradients,
 )
 from ladder.train import metrics
+from ladder.train.ahead import Batch, Part
 from ladder.train.config import TrainConfig
+from ladder.train.interruption import Interruption
 from ladder.train.loop import train
+from ladder.train.optim import make_optimizer
+from ladder.train.step import take_step, to_host
 from tests import samples
 
 pytestmark = [
@@ -224,6 +228,30 @@ def test_documents_on_a_gpu(plan: str, degree: int | None, dtype: torch.dtype) -
         assert relative(grad, reference) < 2 * tolerance, name
     kernel = isinstance(within_documents(inputs[2], tokens.shape, 1, dtype, 32), Packed)
     assert kernel == (dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("plan", ["ladder", "desync-2x"])
+def test_a_training_step_never_waits_for_the_gpu(plan: str) -> None:
+    """Catches what keeps the host from being a step ahead: a number that is asked for, a copy from
+    memory that is not page-locked."""
+    device = torch.device("cuda", 0)
+    model = make(plan, 2 if plan != "ladder" else None, torch.float32, device=device)
+    model.compute_dtype = torch.bfloat16
+    config = build(TrainConfig, {"data": "", "out": ""}, "test recipe")
+    optimizer = make_optimizer(model, config)
+    tokens, targets = (each.to(device) for each in batch())
+    whole = Batch([0], [Part(tokens, targets, None)] * 2, 2.0 * tokens.numel())
+    told = Interruption()
+    first = take_step(model, optimizer, whole, None, 1.0)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        second = take_step(model, optimizer, whole, None, 1.0)
+        stop = to_host(told.on_any_rank(device))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert second().sums < first().sums
+    assert stop() == [0]
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

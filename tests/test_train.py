@@ -353,8 +353,8 @@ def test_a_host_that_is_a_step_ahead_trains_the_same(
 
     def told(*arguments: Any) -> Any:
         taken.append(arguments)
-        if len(taken) == 5:
-            os.kill(os.getpid(), signal.SIGTERM)  # heard of with the sixth, learnt with the seventh
+        if len(taken) == 6:
+            os.kill(os.getpid(), signal.SIGTERM)  # heard of when the seventh is launched
         return take(*arguments)
 
     monkeypatch.setattr(loop, "take_step", told)

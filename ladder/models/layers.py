@@ -21,7 +21,8 @@ from ladder.models.reducer import Ranks
 
 def local(parameter: Tensor) -> Tensor:
     """This process's shard: itself, or the local part of a DTensor (differentiably)."""
-    return _Local.apply(parameter) if hasattr(parameter, "to_local") else parameter
+    # Not by its type: the import takes torch.distributed, which not every build has.
+    return _Local.apply(parameter) if hasattr(parameter, "_local_tensor") else parameter
 
 
 class _Local(torch.autograd.Function):
@@ -33,7 +34,7 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: Any) -> Tensor:
-        ctx.kind, ctx.layout = type(parameter), parameter._spec
+        ctx.kind, ctx.layout = type(parameter), parameter._spec  # shared: nobody edits a layout
         shard: Tensor = parameter._local_tensor
         return shard.view_as(shard)
 

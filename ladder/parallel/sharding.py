@@ -103,7 +103,7 @@ def place(
         else:
             local = parameter.detach()[part].to(device=device, dtype=kind, copy=True)
             local = local.contiguous()
-        if mesh is None or processes == 1:  # a DTensor of one rank, too
+        if mesh is None or processes == 1:  # a DTensor of one rank costs the host time, too
             return nn.Parameter(local)
         dim = shard_dim(name, parameter.dim(), model.config, ranks.processes)
         placement = Replicate() if dim is None else Shard(dim)

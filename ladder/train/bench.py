@@ -13,7 +13,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from ladder.train.ahead import Batch, Part
 from ladder.train.config import TrainConfig
 from ladder.train.loop import utilisation
 from ladder.train.optim import make_optimizer
-from ladder.train.step import Outcome, is_finite, take_step
+from ladder.train.step import Outcome, take_step
 
 RESULTS = "train.jsonl"
 WARM_UP = 3  # steps before the timed ones
@@ -212,17 +212,16 @@ def measure(
     batch = Batch([], parts, tokens.numel())
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    outcomes: list[Outcome] = []
+    outcomes: list[Callable[[], Outcome]] = []
     ends: list[Any] = []
     for step in range(WARM_UP + steps):
         outcomes.append(take_step(model, optimizer, batch, mesh, recipe.grad_clip))
         ends.append(_now(device))
         if step:
-            outcomes[step - 1].read()  # as `ladder train` does: the host is a step ahead
-    for outcome in outcomes:
-        _, _, norm, sums = outcome.read()
-        if not is_finite(norm, sums):
-            raise RuntimeError(f"{point}: the loss is {sums[0]}, the gradient norm {norm}")
+            outcomes[step - 1]()  # as `ladder train` does: the host is a step ahead
+    for outcome in (each() for each in outcomes):
+        if not outcome.finite:
+            raise RuntimeError(f"{point}: not finite: {outcome}")
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     times = [_between(*each) for each in itertools.pairwise(ends[WARM_UP - 1 :])]

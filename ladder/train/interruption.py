@@ -39,11 +39,11 @@ class Interruption:
         self.noted = True
 
     def on_any_rank(self, device: torch.device) -> Tensor:
-        """Above 0 where a rank has been told to stop: on the device, and not waited for.
+        """[1], above 0 where a rank has been told to stop: on the device, and not waited for.
 
         All ranks must ask, and hear the same.
         """
-        noted = torch.full((), float(self.noted), device=device)  # no copy, which would wait
+        noted = torch.full((1,), float(self.noted), device=device)  # no copy, which would wait
         if launch.world_size() > 1:
             dist.all_reduce(noted, op=dist.ReduceOp.MAX)
         return noted

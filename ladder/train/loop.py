@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,19 +36,46 @@ from ladder.train.metrics import Metrics
 from ladder.train.objective import Distillation, Objective, cross_entropy
 from ladder.train.optim import learning_rate, make_optimizer
 from ladder.train.start import starting_point
-from ladder.train.step import Outcome, is_finite, take_step
+from ladder.train.step import Outcome, take_step, to_host
 
-# How many steps the host is ahead. On a CPU there is nothing to be ahead of.
+# How many steps the host is ahead: on a CPU there is nothing to be ahead of. A step that is not
+# known yet when an error ends the run is not recorded.
 BEHIND = {"cuda": 1, "cpu": 0}
 
 
 class Launched(NamedTuple):
-    """A step (0 is the first), the windows that this rank drew for it, and its learning rate."""
+    """A step (0 is the first), the windows that this rank drew for it, and its learning rate.
+
+    outcome, told: wait for what it came to, and whether a rank was told to stop by then (not 0).
+    """
 
     step: int
     windows: list[int]
     rate: float
-    outcome: Outcome
+    outcome: Callable[[], Outcome]
+    told: Callable[[], list[float]]
+
+
+class Speed:
+    """Tokens a second, and the share of the host's time that went into waiting for batches."""
+
+    def __init__(self, tokens_per_step: int, batches: Ahead, step: int) -> None:
+        self.tokens_per_step, self.batches = tokens_per_step, batches
+        self.begin(step)
+
+    def begin(self, step: int) -> None:
+        """Count from now on, after so many steps."""
+        self.step, self.since, self.waited = step, time.perf_counter(), self.batches.waited
+
+    def up_to(self, step: int) -> dict[str, float]:
+        """Of the steps up to this one; the next are counted from here."""
+        seconds = time.perf_counter() - self.since
+        found = {
+            "tokens_per_second": self.tokens_per_step * (step - self.step) / seconds,
+            "data_wait": (self.batches.waited - self.waited) / seconds,
+        }
+        self.begin(step)
+        return found
 
 
 def train(
@@ -60,7 +88,7 @@ def train(
     """Train as `config` says, on every process of this launch; returns the last evaluation.
 
     resume: go on from the run's newest checkpoint, exactly where it stopped. stop_after: save and
-    return after that many steps in all, as SIGTERM at that point would.
+    return after that many steps in all.
     """
     place_ = launch.join(device)
     mesh = launch.make_mesh(place_, config.tp, config.dp_shard)
@@ -162,15 +190,15 @@ def train(
             }
             return checkpointer.save(record, keep_all)
 
-        def settle(launched: Launched) -> tuple[bool, dict[str, float]]:
-            """Learn what became of a step: whether to stop after it, and what to record of it.
+        def settle(launched: Launched) -> Outcome:
+            """Learn what became of a step.
 
             Raises UserError where it is not finite, having saved the steps before it.
             """
-            told, own, norm, sums = launched.outcome.read()
-            if not is_finite(norm, sums):
+            outcome = launched.outcome()
+            if not outcome.finite:
                 step = launched.step
-                where = _first_not_finite(own, launched.windows)
+                where = _first_not_finite(outcome.own_loss, launched.windows)
                 kept = f"The {step} steps before it are saved"
                 try:
                     if saved < step:
@@ -180,14 +208,28 @@ def train(
                 except UserError as failed:
                     kept = f"The steps before it could not all be saved: {failed}"
                 raise UserError(
-                    f"step {step + 1}: loss={sums[0]}, gradient norm={norm}: not finite{where}. "
-                    f"{kept}; begin another run with a lower lr={config.lr}, or dtype=float32, "
-                    f"from init={run} perhaps"
+                    f"step {step + 1}: loss={outcome.sums[0]}, gradient norm={outcome.norm}: not "
+                    f"finite{where}. {kept}; begin another run with a lower lr={config.lr}, or "
+                    f"dtype=float32, from init={run} perhaps"
                 )
-            named = dict(zip(("loss", *recorded), sums, strict=True))
-            return told > 0, {**named, "learning_rate": launched.rate, "gradient_norm": norm}
+            return outcome
 
-        since, since_step, waited = time.perf_counter(), start, 0.0
+        def write(launched: Launched, outcome: Outcome) -> None:
+            known = launched.step + 1
+            rates = speed.up_to(known)
+            metrics.write(
+                known,
+                **dict(zip(("loss", *recorded), outcome.sums, strict=True)),
+                learning_rate=launched.rate,
+                gradient_norm=outcome.norm,
+                tokens=known * tokens_per_step,
+                **rates,
+                **utilisation(model_config, config.seq_len, rates["tokens_per_second"], place_),
+            )
+            told = f"loss {outcome.sums[0]:.3f}, {rates['tokens_per_second']:,.0f} tokens/s"
+            progress.update(known, told)
+
+        speed = Speed(tokens_per_step, batches, start)
         saved = start
         stopped = False
         flying: deque[Launched] = deque()  # steps of which the host does not know yet
@@ -197,36 +239,23 @@ def train(
             rate = learning_rate(step, config)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            told = interruption.on_any_rank(place_)
-            outcome = take_step(model, optimizer, batch, mesh, config.grad_clip, objective, told)
-            flying.append(Launched(step, batch.windows, rate, outcome))
+            outcome = take_step(model, optimizer, batch, mesh, config.grad_clip, objective)
+            told = to_host(interruption.on_any_rank(place_))
+            flying.append(Launched(step, batch.windows, rate, outcome, told))
 
             done = step + 1
-            evaluates = bool(config.eval_interval) and done % config.eval_interval == 0
-            evaluates = evaluates or done == config.steps
+            evaluates = done == config.steps or bool(
+                config.eval_interval and done % config.eval_interval == 0
+            )
             due = bool(config.checkpoint_interval) and done % config.checkpoint_interval == 0
             drains = done == last or evaluates or due
             while flying and (drains or stopped or len(flying) > BEHIND[place_.type]):
-                known = flying[0].step + 1
-                told_to, values = settle(flying.popleft())
-                stopped = stopped or told_to
-                if known % config.log_interval and not (
-                    known == done and (done == last or stopped)
-                ):
-                    continue
-                now = time.perf_counter()
-                speed = tokens_per_step * (known - since_step) / (now - since)
-                wait = (batches.waited - waited) / (now - since)
-                since, since_step, waited = now, known, batches.waited
-                metrics.write(
-                    known,
-                    **values,
-                    tokens=known * tokens_per_step,
-                    tokens_per_second=speed,
-                    data_wait=wait,
-                    **utilisation(model_config, config.seq_len, speed, place_),
-                )
-                progress.update(known, f"loss {values['loss']:.3f}, {speed:,.0f} tokens/s")
+                launched = flying.popleft()
+                came_to = settle(launched)
+                stopped = stopped or launched.told() != [0]
+                final = not flying and (done == last or stopped)
+                if (launched.step + 1) % config.log_interval == 0 or final:
+                    write(launched, came_to)
             ended = done == last or stopped
             if evaluates:
                 result = bits_per_byte(
@@ -238,13 +267,13 @@ def train(
                     heldout_loss=result.loss,
                     heldout_bits_per_byte=result.bits_per_byte,
                 )
-                since, since_step, waited = time.perf_counter(), done, batches.waited
+                speed.begin(done)
             if ended or due:
                 saved = done
                 metrics.write(done, checkpoint_seconds=save(done))
                 if ended:
                     checkpointer.wait()
-                since, since_step, waited = time.perf_counter(), done, batches.waited
+                speed.begin(done)
             if stopped and done < last:
                 if main:
                     print(

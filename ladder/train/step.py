@@ -1,6 +1,6 @@
 """One training step, launched and not waited for.
 
-What became of a step is read later (`Outcome.read`), while the device computes the next one: so the
+What became of a step is read later, while the device computes the next one: so the
 host, which takes its time to launch thousands of kernels, is a step ahead, and the device never
 waits for it. That a step's numbers are finite is therefore looked at on the device as well: from
 the first step that is not, no step changes a parameter.
@@ -9,6 +9,7 @@ the first step that is not, no step changes a parameter.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,26 +26,32 @@ from ladder.train.optim import clip_gradients, skip_from_here_on
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step came to, on its way to the host.
+    """What a step came to: this rank's part of the loss, the norm of all gradients before they were
+    clipped, and the objective's sums, of all ranks, the loss first."""
 
-    values: [3 + n] float32: `extra`, this rank's loss, the gradient norm, and the n sums.
-    """
+    own_loss: float
+    norm: float
+    sums: list[float]
 
-    values: Tensor
-    arrived: torch.cuda.Event | None
-
-    def read(self) -> tuple[float, float, float, list[float]]:
-        """Wait for the step; returns `extra`, this rank's part of the loss, the norm of all
-        gradients before they were clipped, and the objective's sums, of all ranks, the loss first.
-        """
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        extra, own, norm, *sums = self.values.tolist()
-        return extra, own, norm, sums
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.norm) and math.isfinite(self.sums[0])
 
 
-def is_finite(norm: float, sums: list[float]) -> bool:
-    return math.isfinite(norm) and math.isfinite(sums[0])
+def to_host(values: Tensor) -> Callable[[], list[float]]:
+    """Start to copy values [n] to the host; what is returned waits for them, when it is called."""
+    if not values.is_cuda:
+        return values.tolist
+    copy = values.to("cpu", non_blocking=True)  # to page-locked memory
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def read() -> list[float]:
+        arrived.synchronize()
+        found: list[float] = copy.tolist()
+        return found
+
+    return read
 
 
 def take_step(
@@ -54,11 +61,10 @@ def take_step(
     mesh: DeviceMesh | None,
     grad_clip: float,
     objective: Objective = cross_entropy,
-    extra: Tensor | None = None,
-) -> Outcome:
+) -> Callable[[], Outcome]:
     """Forward, backward, gradients clipped to norm `grad_clip`, and the optimiser's step.
 
-    extra: a number on the device, to be read with the rest.
+    Returns what waits for the step, when it is called, and tells its outcome.
     """
     own = backward(model, batch, objective)
     sums = sum_over_data(own.clone(), mesh) / data_parallel(mesh)[0]
@@ -68,14 +74,13 @@ def take_step(
     skip_from_here_on(optimizer, ~(norm.isfinite() & sums[0].isfinite()))
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    extra = torch.zeros_like(norm) if extra is None else extra
-    values = torch.cat((torch.stack((extra, own[0], norm)), sums))
-    arrived: torch.cuda.Event | None = None
-    if values.is_cuda:
-        values = values.to("cpu", non_blocking=True)  # to page-locked memory
-        arrived = torch.cuda.Event()
-        arrived.record()
-    return Outcome(values, arrived)
+    read = to_host(torch.cat((torch.stack((own[0], norm)), sums)))
+
+    def outcome() -> Outcome:
+        own_loss, norm, *sums = read()
+        return Outcome(own_loss, norm, sums)
+
+    return outcome
 
 
 def backward(model: Transformer, batch: Batch, objective: Objective = cross_entropy) -> Tensor:
