@@ -91,6 +91,12 @@ def read_stop_tokens(folder: Path) -> list[int]:
     return sorted(set(found))
 
 
+def read_huggingface(folder: Path) -> dict[str, Any] | None:
+    """The config.json that a folder's model had in Hugging Face's format; None: it had none."""
+    data = read_json(folder / "config.json")
+    return data.get("huggingface") if data.get("model_type") == "ladder" else data
+
+
 def write_config(
     folder: Path,
     config: ModelConfig,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ladder.checkpoint import newest, read_config
+from ladder.convert.command import convert
 from ladder.data.batches import open_data
 from ladder.models import UserError
 from ladder.parallel.apply import make_model
@@ -105,6 +106,29 @@ def test_a_hugging_face_folder(corpus: Path, tmp_path: Path) -> None:
     start.fill(model, 0)
     tokens = torch.randint(0, 300, (2, 9))
     assert torch.allclose(model(tokens), theirs(tokens).logits, atol=1e-5)
+
+
+def test_a_trained_mistral_goes_back_as_one(corpus: Path, tmp_path: Path) -> None:
+    """Also after a resume. With the type that its weights have now, and its tokens that end a text,
+    one of which is the data's."""
+    transformers = pytest.importorskip("transformers")
+    eos = open_data(corpus).eos_id
+    config = transformers.MistralConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, head_dim=8,
+        sliding_window=None, eos_token_id=[eos, 5],
+    )  # fmt: skip
+    theirs = transformers.MistralForCausalLM(config).to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path / "mistral")
+    run = from_run(corpus, tmp_path / "run", tmp_path / "mistral", plan="hybrid", steps=4)
+    train(run, device="cpu", stop_after=2)
+    train(run, device="cpu", resume=True)
+    convert(newest(tmp_path / "run"), tmp_path / "back", plan="standard", to="hf")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert isinstance(back, transformers.MistralForCausalLM)
+    assert back.dtype == torch.float32
+    assert back.config.eos_token_id == [eos, 5]
+    assert set(back.generation_config.eos_token_id) == {eos, 5}
 
 
 @pytest.mark.parametrize(

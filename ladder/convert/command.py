@@ -27,6 +27,7 @@ from ladder.checkpoint import (
     TensorReader,
     newest,
     read_config,
+    read_huggingface,
     read_json,
     read_stop_tokens,
     refuse_damage,
@@ -132,13 +133,11 @@ def convert(
 def _write_config(
     source: Path, folder: Path, config: ModelConfig, to: str, dtype: torch.dtype
 ) -> None:
-    data = read_json(source / "config.json")
-    ours = data.get("model_type") == "ladder"
-    kept = data.get("huggingface") if ours else data
+    kept, eos = read_huggingface(source), read_json(source / "config.json").get("eos_token_id")
     if to == "ladder":
-        write_config(folder, config, data.get("eos_token_id"), kept)
+        write_config(folder, config, eos, kept)
     else:
-        found = config_to_huggingface(config, dtype, kept, data.get("eos_token_id"))
+        found = config_to_huggingface(config, dtype, kept, eos)
         write_text(folder / "config.json", json.dumps(found, indent=2) + "\n")
 
 

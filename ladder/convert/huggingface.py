@@ -133,12 +133,21 @@ def config_to_huggingface(
 ) -> dict[str, Any]:
     """A config.json for transformers, 4 and 5.
 
-    kept: the config.json that the model was once converted from; it is taken as it is unless it
-    says something else than `config`. Raises UserError for what no architecture there computes.
+    kept: the config.json that the model was once converted from, taken as it is unless it says
+    something else than `config`; but for the type of the weights and the tokens that end a text,
+    which training may have changed. Raises UserError for what no architecture there computes.
     """
     refuse_other_plans(config)
-    if kept is not None and config_from_huggingface(kept, "the config.json kept") == _plain(config):
-        return dict(kept)
+    where = "the config.json kept"
+    if kept is not None and config_from_huggingface(kept, where) == _plain(config):
+        found = dict(kept)
+        for name in ("torch_dtype", "dtype"):  # transformers 4 and 5
+            if name in found:
+                found[name] = str(dtype).removeprefix("torch.")
+        ends = stop_tokens({"eos_token_id": eos_token_id}, where)
+        if not set(ends) <= set(stop_tokens(kept, where)):
+            found["eos_token_id"] = eos_token_id
+        return found
     kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
     mixed = [name for name in ("qkv_bias", "mlp_bias") if getattr(config, name)]
     if (kind == "qwen3" and mixed) or (kind == "qwen2" and config.mlp_bias):

@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
-from ladder.checkpoint import CHECKSUMS, GENERATION, write_config
+from ladder.checkpoint import CHECKSUMS, GENERATION, read_huggingface, write_config
 from ladder.data.batches import TokenData
 from ladder.data.tokenizer import FILE, TEMPLATE, TOKENIZER_CONFIG
 from ladder.files import checksum, sync, write_text
@@ -43,9 +43,10 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 class Checkpointer:
     """Saves a run's checkpoints, one at a time; every rank makes one, and calls it alike.
 
-    start: the folder that the weights began as, perhaps, from which checkpoints take its settings
-    of generation, and what of a tokenizer's files the data lacks. keep: how many checkpoints stay;
-    0: all. Within `with`: its end waits for the save under way, also where an exception ends it.
+    start: the folder that the weights began as, perhaps, from which checkpoints take its Hugging
+    Face config and settings of generation, and what of a tokenizer's files the data lacks. keep:
+    how many checkpoints stay; 0: all. Within `with`: its end waits for the save under way, also
+    where an exception ends it.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Checkpointer:
             for name in (FILE, TOKENIZER_CONFIG, TEMPLATE, GENERATION):
                 if folder is not None and (folder / name).is_file():
                     self.companions[name] = (folder / name).read_bytes()
+        self.huggingface = None if start is None else read_huggingface(start)
         # Its own group: the thread's collectives must not mix with those of training; and gloo, for
         # what it sends lies on the CPU.
         self.group = dist.new_group(backend="gloo") if mesh is not None else None
@@ -165,7 +167,7 @@ class Checkpointer:
         temporary = folder.with_name(f".{folder.name}.partial")
 
         def commit(sums: dict[str, str]) -> None:
-            write_config(temporary, self.config, self.data.eos_id)
+            write_config(temporary, self.config, self.data.eos_id, self.huggingface)
             for name, content in self.companions.items():
                 (temporary / name).write_bytes(content)
             write_text(temporary / "train.json", json.dumps(record, indent=1) + "\n")
