@@ -354,10 +354,17 @@ def _first_not_finite(loss: float, drawn: list[int]) -> str:
 def utilisation(
     config: ModelConfig, seq_len: int, speed: float, device: torch.device
 ) -> dict[str, float]:
-    """On GPUs: the most memory so far (GiB, this rank's), and where its peak is known the MFU."""
+    """On GPUs: the most memory so far (GiB, this rank's), and where its peak is known the MFU.
+
+    memory_reserved_gib: with what the allocator holds beside tensors, which decides what fits: the
+    memory of a tensor that another stream used is free again only when that stream is done.
+    """
     if device.type != "cuda":
         return {}
-    found = {"memory_gib": torch.cuda.max_memory_allocated(device) / 2**30}
+    found = {
+        "memory_gib": torch.cuda.max_memory_allocated(device) / 2**30,
+        "memory_reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
+    }
     peak = peak_flops(device)
     if peak is not None:
         found["mfu"] = speed * flops_per_token(config, seq_len) / (peak * launch.world_size())
