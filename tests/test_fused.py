@@ -5,6 +5,8 @@ One process and gloo ranks, every plan. On GPUs the same is done with the kernel
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -26,8 +28,10 @@ def decode(model: Transformer, fused: bool) -> list[list[int]]:
         return [result.tokens for result in engine.generate(PROMPTS, max_new_tokens=12)]
 
 
-def fused_on_ranks(rank: int, world_size: int, plan: PlanSpec, depends: bool) -> list[list[int]]:
-    config = small_config(plan, world_size, depends)
+def fused_on_ranks(
+    rank: int, world_size: int, plan: PlanSpec, depends: bool, changes: dict[str, Any] | None = None
+) -> list[list[int]]:
+    config = small_config(plan, world_size, depends, **changes or {})
     model = full_model(config, 5, torch.float32)
     place(model, tp_mesh(world_size))
     return decode(model, True)
@@ -40,6 +44,17 @@ def test_the_fused_path_decodes_what_the_plain_one_does(name: str) -> None:
     plain, fused = (full_model(config, 5, torch.float32) for _ in range(2))
     expected = decode(plain, False)
     assert decode(fused, True) == expected
+
+
+@pytest.mark.parametrize("change", [("qkv_bias",), ("qk_norm",), ("qkv_bias", "qk_norm")])
+def test_the_fused_path_of_qwens(pools: Pools, change: tuple[str, ...]) -> None:
+    """Alone, and on four ranks of which two share each KV head."""
+    changes: dict[str, Any] = dict.fromkeys(change, True)
+    config = small_config("ladder", 1, **changes)
+    plain, fused = (full_model(config, 5, torch.float32) for _ in range(2))
+    expected = decode(plain, False)
+    assert decode(fused, True) == expected
+    assert pools(4).run(fused_on_ranks, "ladder", False, changes) == [expected] * 4
 
 
 def test_prompts_of_one_token_and_no_way_back() -> None:
@@ -59,9 +74,9 @@ def test_the_fused_path_on_two_ranks(pools: Pools, name: str) -> None:
     assert pools(2).run(fused_on_ranks, FUSED_PLANS[name], depends) == [expected, expected]
 
 
-@pytest.mark.parametrize("change", ["attention_bias", "mlp_bias", "qkv_bias", "qk_norm"])
+@pytest.mark.parametrize("change", ["attention_bias", "mlp_bias"])
 def test_what_the_kernels_do_not_know_is_not_fused(change: str) -> None:
-    """The fused modules have no place for a bias or for norms of q and k: they would be dropped."""
+    """The fused modules have no place for a bias of an output or an MLP: it would be dropped."""
     model = full_model(small_config("standard", **{change: True}), 5, torch.float32)
     assert not can_fuse(model)
     with pytest.raises(UserError, match="fused=True"):

@@ -47,8 +47,10 @@ WORLDS = [world for world in (1, 2, 4) if world <= torch.cuda.device_count()]
 
 
 def make(
-    plan: str, degree: int | None, dtype: torch.dtype, max_seq_len: int = 2048, **where: Any
-) -> Transformer:
+    plan: str, degree: int | None, dtype: torch.dtype, max_seq_len: int = 2048,
+    qwen: bool = False, **where: Any,
+) -> Transformer:  # fmt: skip
+    """qwen: with biases of queries, keys and values, and norms of queries and keys."""
     config = ModelConfig(
         max_seq_len=max_seq_len,
         vocab_size=515,
@@ -59,11 +61,19 @@ def make(
         num_kv_heads=4,
         plan=plan,  # type: ignore[arg-type]
         tp_degree=degree,
+        qkv_bias=qwen,
+        qk_norm=qwen,
     )
     with torch.device("meta"):
         model = Transformer(config)
     place(model, **where, dtype=dtype)
     initialise(model, 1)
+    with torch.no_grad():  # what every rank's part of them is
+        for name, local, _ in local_parameters(model):
+            if name.endswith("bias"):
+                local.fill_(0.1)
+            elif name.endswith(("q_norm.weight", "k_norm.weight")):
+                local.copy_(torch.linspace(0.5, 1.5, len(local)))
     return model
 
 
@@ -113,10 +123,10 @@ def generate_on_gpus(reducer: str) -> int:
     mesh = launch.make_mesh(device, launch.world_size())
     source = torch.Generator().manual_seed(4)
     lengths = {1: (7,), 3: (1, 250, 30), 64: tuple(range(1, 65))}  # 250 + 12 crosses a bucket
-    for plan, degree in PLANS:
-        oracle = make(plan, degree, torch.float32)
+    for plan, degree, qwen in [*((*each, False) for each in PLANS), ("ladder", None, True)]:
+        oracle = make(plan, degree, torch.float32, qwen=qwen)
         tp = None if mesh is None else mesh["tp"]
-        model = make(plan, degree, torch.float32, mesh=tp, device=device)
+        model = make(plan, degree, torch.float32, qwen=qwen, mesh=tp, device=device)
         for each in (oracle, model):
             with torch.no_grad():
                 for _, local, _ in local_parameters(each):
@@ -124,7 +134,8 @@ def generate_on_gpus(reducer: str) -> int:
         plain = Engine(model, graphs=False, fused=False)
         engines = [Engine(model, fused=False)]
         if degree is None or degree == launch.world_size():
-            other = make(plan, degree, torch.float32, mesh=tp, device=device, reducer=reducer)
+            where = {"mesh": tp, "device": device, "reducer": reducer}
+            other = make(plan, degree, torch.float32, qwen=qwen, **where)
             for _, local, _ in local_parameters(other):
                 local.mul_(3.0)
             engines.append(Engine(other, fused=True))
@@ -133,11 +144,11 @@ def generate_on_gpus(reducer: str) -> int:
             expected = generate(oracle, prompts, max_new_tokens=12)
             assert plain.generate(prompts, max_new_tokens=12) == expected, (plan, count)
             for engine in engines:
-                where = (plan, count, engine.fused)
+                case = (plan, qwen, count, engine.fused)
                 first = engine.generate(prompts, max_new_tokens=12)
                 again = engine.generate(prompts, max_new_tokens=12)
-                assert first == expected, where
-                assert again == expected, where  # a replayed graph, a used session
+                assert first == expected, case
+                assert again == expected, case  # a replayed graph, a used session
                 sampling = Sampling(0.9, top_k=50, seed=2)
                 drawn = engine.generate(prompts, max_new_tokens=12, sampling=sampling)
                 assert drawn == engine.generate(prompts, max_new_tokens=12, sampling=sampling)

@@ -54,15 +54,16 @@ def test_swiglu_beyond_two_to_the_31_elements() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(
     ("batch", "length", "heads"),
     [(1, 1024, (8, 2, 128)), (3, 130, (32, 8, 64)), (5, 17, (3, 1, 12)), (2, 77, (16, 2, 128))],
 )
 def test_rotary_prompt_and_attention(
-    batch: int, length: int, heads: tuple[int, int, int], dtype: torch.dtype
+    batch: int, length: int, heads: tuple[int, int, int], dtype: torch.dtype, normed: bool
 ) -> None:
     """What it returns runs on torch's fused attention as it is, and comes out without a copy."""
-    q, k, v = check_rotary_prompt("cuda", batch, length, heads, dtype)
+    q, k, v = check_rotary_prompt("cuda", batch, length, heads, dtype, normed)
     if dtype == torch.float32 or heads[2] % 8:
         return
     v[0, -1, 0, -1] = 0.0  # it was infinite

@@ -256,10 +256,12 @@ def test_pushed_partials_land_beside_the_next_product(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "biased and normed"])
 @pytest.mark.parametrize(("device", "batch", "heads", "kv", "length", "size"), CACHES)
 def test_decode_attention(
-    device: str, batch: int, heads: int, kv: int, length: int, size: int, dtype: torch.dtype
-) -> None:
+    device: str, batch: int, heads: int, kv: int, length: int, size: int, dtype: torch.dtype,
+    extras: bool,
+) -> None:  # fmt: skip
     """Memory from the token's place on is NaN before; the cache changes at that place only."""
     shape = ModelConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=1,
                         num_heads=heads, num_kv_heads=kv, head_dim=size)  # fmt: skip
@@ -273,32 +275,49 @@ def test_decode_attention(
         qkv = torch.randn(batch, (heads + 2 * kv) * size, device=device).to(dtype)
         qkv[:, : heads * size] *= 2  # some keys weigh more than others
         own = tables[:, 0, 0, positions][:, :, None, None]
-        q, k, v = qkv.unflatten(1, (-1, 1, size)).split((heads, kv, kv), 1)
+        bias, gains = None, None
+        if extras:
+            bias = torch.randn((heads + 2 * kv) * size, device=device).to(dtype)
+            gains = tuple(torch.rand(2, size, device=device).to(dtype) + 0.5)
+        more = (bias, gains, 1e-3)
         results = []
         for kind in (torch.float64, dtype):
-            turned = [rotate(x.to(kind), own.to(kind)) for x in (q, k)]
+            whole = qkv.to(kind) if bias is None else qkv.to(kind) + bias.to(kind)
+            parts = whole.unflatten(1, (-1, 1, size)).split((heads, kv, kv), 1)
+            turned = []
+            for n, x in enumerate(parts[:2]):
+                if gains is not None:
+                    x = torch.nn.functional.rms_norm(x, (size,), gains[n].to(kind), 1e-3)
+                turned.append(rotate(x, own.to(kind)))
             outs = []
             for b, position in enumerate(positions.tolist()):
                 old = cache[:, b : b + 1, :, :position].to(kind)
                 k_all = torch.cat((old[0], turned[1][b : b + 1]), 2)
-                v_all = torch.cat((old[1], v[b : b + 1].to(kind)), 2)
+                v_all = torch.cat((old[1], parts[2][b : b + 1]), 2)
                 outs.append(attend(turned[0][b : b + 1], k_all, v_all, size**-0.5))
-            results.append((torch.cat(outs).flatten(1), turned[1].squeeze(2)))
+            results.append((torch.cat(outs).flatten(1), turned[1].squeeze(2), parts[2].squeeze(2)))
         poisoned = cache.clone()
         for b, position in enumerate(positions.tolist()):
             poisoned[:, b, :, position:] = torch.nan
         before = poisoned.clone()
         keys, values = poisoned[0, :, :, :length], poisoned[1, :, :, :length]
-        found = decode_attention(qkv, table, positions, keys, values, heads, size**-0.5, arrived)
+        found = decode_attention(
+            qkv, table, positions, keys, values, heads, size**-0.5, arrived, *more
+        )
         rows = torch.arange(batch, device=device)
         assert_close(found, results[0][0], results[1][0])
         assert_close(keys[rows, :, positions], results[0][1], results[1][1])
-        assert torch.equal(values[rows, :, positions], v.squeeze(2))
+        if extras:
+            assert_close(values[rows, :, positions], results[0][2], results[1][2])
+        else:
+            assert torch.equal(values[rows, :, positions], results[1][2])
         before[0][rows, :, positions] = keys[rows, :, positions]
-        before[1][rows, :, positions] = v.squeeze(2)
+        before[1][rows, :, positions] = values[rows, :, positions]
         assert torch.equal(before.nan_to_num(7.0), poisoned.nan_to_num(7.0)), "another place"
         assert not arrived.any()
-        again = decode_attention(qkv, table, positions, keys, values, heads, size**-0.5, arrived)
+        again = decode_attention(
+            qkv, table, positions, keys, values, heads, size**-0.5, arrived, *more
+        )
         assert torch.equal(found, again)
 
 
@@ -327,6 +346,9 @@ def test_attention_that_does_not_fit_is_refused() -> None:
         (r"expected torch\.float32 \[>= 8", {"table": fits["table"][:7]}),
         (r"arrived is torch\.int32 \(3,\); expected .* \[>= 4\]", {"arrived": fits["arrived"][:3]}),
         (r"arrived is torch\.int64", {"arrived": fits["arrived"].long()}),
+        (r"bias has shape \(4,\); expected \(32,\)", {"bias": torch.randn(4)}),
+        (r"gains\[1\] has shape", {"gains": (torch.randn(4), torch.randn(8))}),
+        ("dtypes", {"gains": (torch.randn(4), torch.randn(4).half())}),
     ]
     for message, changed in cases:
         with pytest.raises(ValueError, match=message):

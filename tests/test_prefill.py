@@ -85,8 +85,9 @@ def check_swiglu(device: str, rows: int, inner: int, dtype: torch.dtype) -> None
 
 
 def check_rotary_prompt(
-    device: str, batch: int, length: int, heads: tuple[int, int, int], dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+    device: str, batch: int, length: int, heads: tuple[int, int, int], dtype: torch.dtype,
+    normed: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """heads: query heads, KV heads, head_dim. Returns what the kernel does."""
     queries, kv, dim = heads
     config = small_config(max_seq_len=length + 5)
@@ -101,11 +102,16 @@ def check_rotary_prompt(
     keys, values = caches[0, 1], caches[1, 1]
     split = packed.unflatten(-1, (-1, dim)).transpose(1, 2).split((queries, kv, kv), dim=1)
     before = packed.clone()
-    q, k, v = rotary_prompt(packed, table, keys, values, queries, kv)
+    gains = tuple(torch.rand(2, dim, device=device).to(dtype) + 0.5) if normed else None
+    q, k, v = rotary_prompt(packed, table, keys, values, queries, kv, gains, 1e-3)
     assert torch.equal(packed, before)
     cut = tables[:, :, :, :length]
-    for found, source in ((q, split[0]), (k, split[1])):
-        assert_close(found, rotate(source.double(), cut.double()), rotate(source, cut.to(dtype)))
+    for n, (found, source) in enumerate(((q, split[0]), (k, split[1]))):
+        exact, plain = source.double(), source
+        if gains is not None:
+            exact = F.rms_norm(exact, (dim,), gains[n].double(), 1e-3)
+            plain = F.rms_norm(plain, (dim,), gains[n], 1e-3)
+        assert_close(found, rotate(exact, cut.double()), rotate(plain, cut.to(dtype)))
     assert torch.equal(v, split[2])
     assert q.transpose(1, 2).is_contiguous()
     assert k.data_ptr() == keys.data_ptr()
@@ -129,14 +135,16 @@ def test_swiglu(rows: int, inner: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(
     ("batch", "length", "heads"), [(2, 5, (4, 2, 16)), (1, 37, (3, 1, 12)), (2, 130, (2, 2, 64))]
 )
 def test_rotary_prompt(
-    batch: int, length: int, heads: tuple[int, int, int], dtype: torch.dtype
+    batch: int, length: int, heads: tuple[int, int, int], dtype: torch.dtype, normed: bool
 ) -> None:
-    """Places counted wrong in a second block or sequence, heads mixed up, values turned."""
-    check_rotary_prompt("cpu", batch, length, heads, dtype)
+    """Places counted wrong in a second block or sequence, heads mixed up, values turned or normed,
+    a norm of the wrong half, the keys' gain for the queries'."""
+    check_rotary_prompt("cpu", batch, length, heads, dtype, normed)
 
 
 def test_land_rows_sums_in_rank_order() -> None:

@@ -62,7 +62,7 @@ def partial_of(x: Tensor, weight: Tensor, lend: Lend) -> Tensor:
 
 
 class FusedAttention(nn.Module):
-    """`Attention` with one packed matrix for queries, keys and values.
+    """`Attention` with one packed matrix (and bias, perhaps) for queries, keys and values.
 
     A single token per sequence (decoding) needs no mask; longer inputs are prompts from position 0
     on, through torch's attention. gain: the norm's weight, folded into the packed matrix.
@@ -79,6 +79,16 @@ class FusedAttention(nn.Module):
         self.kv_heads = len(index)
         packed = torch.cat((weights[0], key.flatten(0, 1), value.flatten(0, 1)))
         self.packed = fold(packed, gain)
+        self.bias: Tensor | None = None
+        if attention.q_proj.bias is not None:
+            projections = attention.q_proj, attention.k_proj, attention.v_proj
+            biases = [local(p.bias).unflatten(0, (-1, attention.head_dim)) for p in projections]
+            self.bias = torch.cat((biases[0], biases[1][index], biases[2][index])).flatten()
+        self.gains: tuple[Tensor, Tensor] | None = None
+        self.eps = 0.0
+        if isinstance(attention.q_norm, RMSNorm):
+            self.gains = _gain(attention.q_norm), _gain(attention.k_norm)
+            self.eps = attention.q_norm.eps
         self.output = local(attention.o_proj.weight).contiguous()
         self.layer, self.head_dim, self.table = attention.layer, attention.head_dim, table
         self.arrived, self.lend = arrived, lend
@@ -96,13 +106,14 @@ class FusedAttention(nn.Module):
     def _attend(self, packed: Tensor, cache: Cache) -> Tensor:
         return decode_attention(
             packed, self.table, cache.positions[:, 0], cache.keys[self.layer],
-            cache.values[self.layer], self.heads, self.head_dim**-0.5, self.arrived,
+            cache.values[self.layer], self.heads, self.head_dim**-0.5, self.arrived, self.bias,
+            self.gains, self.eps,
         )  # fmt: skip
 
     def _prompt(self, x: Tensor, cache: Cache) -> Tensor:
         q, k, v = rotary_prompt(
-            F.linear(x, self.packed), self.table, cache.keys[self.layer],
-            cache.values[self.layer], self.heads, self.kv_heads,
+            F.linear(x, self.packed, self.bias), self.table, cache.keys[self.layer],
+            cache.values[self.layer], self.heads, self.kv_heads, self.gains, self.eps,
         )  # fmt: skip
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
@@ -174,10 +185,10 @@ def fused_add_norm(
 def can_fuse(model: Transformer) -> bool:
     """Whether `fuse` knows this model.
 
-    No virtual ranks, no biases, no norms of q and k, weights of the type they compute in.
+    No virtual ranks, no biases of outputs or MLPs, weights of the type they compute in.
     """
     config, stored = model.config, model.model.embed_tokens.weight.dtype
-    unknown = config.attention_bias or config.mlp_bias or config.qkv_bias or config.qk_norm
+    unknown = config.attention_bias or config.mlp_bias
     return model.reducer.ranks.held == 1 and not unknown and model.compute_dtype in (None, stored)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import no_type_check
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.kernels.launch import (
@@ -19,6 +20,7 @@ from ladder.kernels.launch import (
     tl,
     triton,
 )
+from ladder.kernels.norm import Pair
 from ladder.models.errors import UserError
 
 LOG2_E = 1.4426950408889634
@@ -31,11 +33,17 @@ FULL = 96  # programs that keep the GPU busy without a split
 
 def decode_attention_reference(
     qkv: Tensor, table: Tensor, positions: Tensor, keys: Tensor, values: Tensor, num_heads: int,
-    scale: float,
+    scale: float, bias: Tensor | None = None, gains: Pair | None = None, eps: float = 0.0,
 ) -> Tensor:  # fmt: skip
     kv_heads = keys.shape[1]
-    heads = qkv.unflatten(-1, (num_heads + 2 * kv_heads, -1)).float()
+    whole = qkv.float() if bias is None else qkv.float() + bias.float()
+    heads = whole.unflatten(-1, (num_heads + 2 * kv_heads, -1))
     q, k, v = heads.split((num_heads, kv_heads, kv_heads), dim=1)
+    if gains is not None:
+        q, k = (
+            F.rms_norm(x, x.shape[-1:], gain.float(), eps)
+            for x, gain in zip((q, k), gains, strict=True)
+        )
     cos, sin = table[positions][:, None].chunk(2, dim=-1)
 
     def rotate(x: Tensor) -> Tensor:
@@ -94,8 +102,9 @@ def _block(
 @jit
 @no_type_check
 def _attention_kernel(
-    qkv, table, positions, keys, values, out, part, stat, arrived, scale, L, batch_stride,
-    head_stride,
+    qkv, table, positions, keys, values, out, part, stat, arrived, bias, q_gain, k_gain, scale, eps,
+    L, batch_stride, head_stride,
+    BIAS: tl.constexpr, NORM: tl.constexpr,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GC: tl.constexpr, HALF: tl.constexpr,
     HP: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
     AHEAD: tl.constexpr, KIND: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
@@ -138,6 +147,15 @@ def _attention_kernel(
         inside = (g < G)[:, None] & half[None, :]
         left = tl.load(source, mask=inside, other=0).to(tl.float32)
         right = tl.load(source + HALF, mask=inside, other=0).to(tl.float32)
+        if BIAS:
+            added = bias + (h * G + g)[:, None] * HD + i[None, :]
+            left += tl.load(added, mask=inside, other=0).to(tl.float32)
+            right += tl.load(added + HALF, mask=inside, other=0).to(tl.float32)
+        if NORM:
+            squares = tl.sum(left * left, 1) + tl.sum(right * right, 1)
+            norm = tl.rsqrt(squares / HD + eps)[:, None]
+            left *= norm * tl.load(q_gain + i, mask=half, other=0).to(tl.float32)[None, :]
+            right *= norm * tl.load(q_gain + HALF + i, mask=half, other=0).to(tl.float32)[None, :]
         query = (left * cos[None, :] - right * sin[None, :]).to(kind)
         query_right = (right * cos[None, :] + left * sin[None, :]).to(kind)
         high = tl.full([GP], float("-inf"), tl.float32)
@@ -147,9 +165,22 @@ def _attention_kernel(
             new = token + (HQ + h) * HD
             new_left = tl.load(new + i, mask=half, other=0).to(tl.float32)
             new_right = tl.load(new + HALF + i, mask=half, other=0).to(tl.float32)
+            value = tl.load(new + HKV * HD + d, mask=d < HD, other=0)
+            if BIAS:
+                of_key = bias + (HQ + h) * HD
+                new_left += tl.load(of_key + i, mask=half, other=0).to(tl.float32)
+                new_right += tl.load(of_key + HALF + i, mask=half, other=0).to(tl.float32)
+                more = tl.load(of_key + HKV * HD + d, mask=d < HD, other=0).to(tl.float32)
+                value = (value.to(tl.float32) + more).to(kind)
+            if NORM:
+                key_squares = tl.sum(new_left * new_left, 0) + tl.sum(new_right * new_right, 0)
+                key_norm = tl.rsqrt(key_squares / HD + eps)
+                new_left *= key_norm * tl.load(k_gain + i, mask=half, other=0).to(tl.float32)
+                new_right *= key_norm * tl.load(k_gain + HALF + i, mask=half, other=0).to(
+                    tl.float32
+                )
             key = (new_left * cos - new_right * sin).to(kind)
             key_right = (new_right * cos + new_left * sin).to(kind)
-            value = tl.load(new + HKV * HD + d, mask=d < HD, other=0)
             place = base + position.to(tl.int64) * HD
             tl.store(keys + place + i, key, mask=half)
             tl.store(keys + place + HALF + i, key_right, mask=half)
@@ -224,10 +255,23 @@ def check_cache(keys: Tensor, values: Tensor, positions: Tensor, like: Tensor) -
         raise UserError(f"positions is {positions.dtype}; expected torch.int64")
 
 
+def check_extras(
+    bias: Tensor | None, gains: Pair | None, like: Tensor, width: int, head_dim: int
+) -> None:
+    """Raise UserError unless bias is [width], and gains are two of [head_dim], where given."""
+    named = {} if bias is None else {"bias": (bias, width)}
+    for n, gain in enumerate(gains or ()):
+        named[f"gains[{n}]"] = gain, head_dim
+    for name, (tensor, size) in named.items():
+        check_dtype(like=like, **{name: tensor})
+        check(name, tensor, (size,), like)
+
+
 @torch.no_grad()
 def decode_attention(
     qkv: Tensor, table: Tensor, positions: Tensor, keys: Tensor, values: Tensor, num_heads: int,
-    scale: float, arrived: Tensor,
+    scale: float, arrived: Tensor, bias: Tensor | None = None, gains: Pair | None = None,
+    eps: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Rotate one token per sequence, store its key and value, attend: [B, num_heads * head_dim].
 
@@ -240,6 +284,8 @@ def decode_attention(
     scale: factor on the scores, 1 / sqrt(head_dim) as a rule.
     arrived: [at least B * num_kv_heads] int32 zeros, and zeros again afterwards; its own for each
         stream.
+    bias: as long as a row of qkv, and added to each. gains: the weights of a norm over each query
+        and of one over each key, both [head_dim], before they are rotated; eps is theirs.
 
     The launch depends on shapes alone, so a captured graph serves every position. Rotates in
     float32 and rounds once; scores, softmax and sums are float32; softmax weights are rounded to
@@ -265,8 +311,12 @@ def decode_attention(
             f"arrived is {arrived.dtype} {tuple(arrived.shape)}; expected torch.int32 "
             f"[>= {batch * kv_heads}]"
         )
+    check_extras(bias, gains, qkv, qkv.shape[1], head_dim)
     if not on_triton(qkv):
-        return decode_attention_reference(qkv, table, positions, keys, values, num_heads, scale)
+        return decode_attention_reference(
+            qkv, table, positions, keys, values, num_heads, scale, bias, gains, eps
+        )
+    q_gain, k_gain = gains or (qkv, qkv)
     out = torch.empty(batch, num_heads * head_dim, dtype=qkv.dtype, device=qkv.device)
     dims = max(16, triton.next_power_of_2(head_dim))
     group = num_heads // kv_heads
@@ -278,9 +328,11 @@ def decode_attention(
         stat = torch.empty(batch * num_heads * splits * 2, **scratch)
     launch(
         _attention_kernel, (batch, kv_heads, splits), qkv.device,
-        qkv, table, positions, keys, values, out, part, stat, arrived, scale * LOG2_E, length,
+        qkv, table, positions, keys, values, out, part, stat, arrived,
+        qkv if bias is None else bias, q_gain, k_gain, scale * LOG2_E, eps, length,
         keys.stride(0), keys.stride(1),
-        HKV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)),
+        BIAS=bias is not None, NORM=gains is not None, HKV=kv_heads, G=group,
+        GP=max(16, triton.next_power_of_2(group)),
         GC=triton.next_power_of_2(group), HALF=head_dim // 2,
         HP=max(16, triton.next_power_of_2(head_dim // 2)), DP=dims, BN=block, SPLITS=splits,
         AHEAD=ahead,

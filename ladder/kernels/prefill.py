@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ladder.kernels.attention import check_extras
 from ladder.kernels.launch import begin, check, check_dtype, jit, launch, on_triton, tl, triton
 from ladder.kernels.norm import MAX_SIZE, Pair
 from ladder.models.errors import UserError
@@ -193,27 +194,32 @@ def swiglu(packed: Tensor) -> Tensor:
 
 
 def rotary_prompt_reference(
-    packed: Tensor, table: Tensor, keys: Tensor, values: Tensor, num_heads: int, num_kv_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    packed: Tensor, table: Tensor, keys: Tensor, values: Tensor, num_heads: int, num_kv_heads: int,
+    gains: Pair | None = None, eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     length = packed.shape[1]
     heads = packed.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
     cos, sin = table[:length, None].chunk(2, dim=-1)
 
-    def rotate(x: Tensor) -> Tensor:
-        left, right = x.float().chunk(2, dim=-1)
+    def rotate(x: Tensor, gain: Tensor | None) -> Tensor:
+        whole = x.float()
+        if gain is not None:
+            whole = F.rms_norm(whole, whole.shape[-1:], gain.float(), eps)
+        left, right = whole.chunk(2, dim=-1)
         turned = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-        return turned.to(x.dtype)
+        return turned.to(x.dtype).transpose(1, 2)
 
-    keys[:, :, :length], values[:, :, :length] = rotate(k).transpose(1, 2), v.transpose(1, 2)
-    return rotate(q).transpose(1, 2), keys[:, :, :length], values[:, :, :length]
+    q_gain, k_gain = gains or (None, None)
+    keys[:, :, :length], values[:, :, :length] = rotate(k, k_gain), v.transpose(1, 2)
+    return rotate(q, q_gain), keys[:, :, :length], values[:, :, :length]
 
 
 @jit
 @no_type_check
 def _rotary_prompt_kernel(
-    packed, table, keys, values, q, S, batch_stride, head_stride,
-    HQ: tl.constexpr, HKV: tl.constexpr, HALF: tl.constexpr,
+    packed, table, keys, values, q, q_gain, k_gain, eps, S, batch_stride, head_stride,
+    NORM: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, HALF: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
@@ -232,6 +238,18 @@ def _rotary_prompt_kernel(
     sin = tl.load(table + place * 2 * HALF + HALF + i, mask=here, other=0)
     kind = keys.dtype.element_ty
     turned = head < HQ + HKV
+    if NORM:
+        squares = tl.sum(left * left, 2, keep_dims=True) + tl.sum(right * right, 2, keep_dims=True)
+        norm = tl.rsqrt(squares / (2 * HALF) + eps)
+        of_query = i + tl.zeros([1, HEADS, BLOCK], tl.int32)
+        query = (head < HQ) & (of_query < HALF)
+        key = turned & (head >= HQ) & (of_query < HALF)
+        gain = tl.load(q_gain + of_query, mask=query, other=0).to(tl.float32)
+        gain += tl.load(k_gain + of_query, mask=key, other=0).to(tl.float32)
+        gain_right = tl.load(q_gain + HALF + of_query, mask=query, other=0).to(tl.float32)
+        gain_right += tl.load(k_gain + HALF + of_query, mask=key, other=0).to(tl.float32)
+        left = tl.where(turned, left * norm * gain, left)
+        right = tl.where(turned, right * norm * gain_right, right)
     new_left = tl.where(turned, left * cos - right * sin, left).to(kind)
     new_right = tl.where(turned, right * cos + left * sin, right).to(kind)
     queries = inside & (head < HQ)
@@ -251,8 +269,9 @@ def _rotary_prompt_kernel(
 
 @torch.no_grad()
 def rotary_prompt(
-    packed: Tensor, table: Tensor, keys: Tensor, values: Tensor, num_heads: int, num_kv_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    packed: Tensor, table: Tensor, keys: Tensor, values: Tensor, num_heads: int, num_kv_heads: int,
+    gains: Pair | None = None, eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Rotate the queries and keys of prompts from position 0 on; store their keys and values.
 
     packed: [B, S, (num_heads + 2 num_kv_heads) * head_dim], queries, then keys, then values.
@@ -260,6 +279,8 @@ def rotary_prompt(
         halves are paired as Hugging Face does.
     keys, values: [B, num_kv_heads, L, head_dim], L at least S, written in place at 0 .. S - 1; the
         last two dimensions dense.
+    gains: the weights of a norm over each query and of one over each key, both [head_dim], before
+        they are rotated; eps is theirs.
 
     Returns queries [B, num_heads, S, head_dim], a view of dense [B, S, num_heads, head_dim], and
     the first S places of keys and values: what torch's attention takes without another copy.
@@ -291,8 +312,12 @@ def rotary_prompt(
             f"{head_dim}]"
         )
     check("table", table, (table.shape[0], head_dim), packed)
+    check_extras(None, gains, packed, 0, head_dim)
     if not on_triton(packed):
-        return rotary_prompt_reference(packed, table, keys, values, num_heads, num_kv_heads)
+        return rotary_prompt_reference(
+            packed, table, keys, values, num_heads, num_kv_heads, gains, eps
+        )
+    q_gain, k_gain = gains or (packed, packed)
     q = torch.empty(batch, length, num_heads, head_dim, dtype=packed.dtype, device=packed.device)
     block = triton.next_power_of_2(head_dim // 2)
     several = min(4, triton.next_power_of_2(heads))
@@ -300,8 +325,8 @@ def rotary_prompt(
     launch(
         _rotary_prompt_kernel,
         (batch * triton.cdiv(length, tokens), triton.cdiv(heads, several)), packed.device,
-        packed, table, keys, values, q, length, keys.stride(0), keys.stride(1),
-        HQ=num_heads, HKV=num_kv_heads, HALF=head_dim // 2,
+        packed, table, keys, values, q, q_gain, k_gain, eps, length, keys.stride(0), keys.stride(1),
+        NORM=gains is not None, HQ=num_heads, HKV=num_kv_heads, HALF=head_dim // 2,
         TOKENS=tokens, HEADS=several, BLOCK=block, num_warps=WARPS,
     )  # fmt: skip
     return q.transpose(1, 2), keys[:, :, :length], values[:, :, :length]
