@@ -303,7 +303,7 @@ def test_a_loss_that_is_not_finite_costs_no_step(
     messages = [spoilt_at(0, 1, *arguments)] if nproc == 1 else pools(2).run(spoilt_at, *arguments)
     for message in messages:
         assert "step 6: " in message
-        assert "The 5 steps before it are saved" in message
+        assert "The run up to step 5 is saved" in message
     assert steps_of(tmp_path / "run") == [4, 5]
     whole = settings | {"out": str(tmp_path / "whole")}
     if nproc == 1:
@@ -325,7 +325,7 @@ def test_a_checkpoint_of_a_step_that_is_not_finite_is_never_made(
     """Where the host is ahead, and the bad step is one to be saved after: it is waited for. Whether
     it shows in the loss or in the norm, it changes no weight."""
     settings = recipe(corpus, tmp_path / "run", steps=8, checkpoint_interval=4).to_dict()
-    assert "The 3 steps before it are saved" in spoilt_at(0, 1, settings, 4, 1, what)
+    assert "The run up to step 3 is saved" in spoilt_at(0, 1, settings, 4, 1, what)
     assert steps_of(tmp_path / "run") == [3]
     whole = recipe(corpus, tmp_path / "whole", steps=8)
     train(whole, device="cpu", stop_after=3)

@@ -199,7 +199,7 @@ def train(
             if not outcome.finite:
                 step = launched.step
                 where = _first_not_finite(outcome.own_loss, launched.windows)
-                kept = f"The {step} steps before it are saved"
+                kept = f"The run up to step {step} is saved" if step else "No step was before it"
                 try:
                     if saved < step:
                         model.config = source.at(step - 1)
