@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,3 +80,15 @@ def fails_alone() -> int:
 def test_an_orderly_exit_code_needs_no_words(capfd: pytest.CaptureFixture[str]) -> None:
     assert launch.run(fails_alone, (), nproc=2) == 3
     assert capfd.readouterr().err == ""
+
+
+def leaves(folder: str) -> int:
+    launch.join("cpu")
+    atexit.register((Path(folder) / str(launch.rank())).touch)
+    return 0
+
+
+def test_ranks_that_are_done_clean_up(tmp_path: Path) -> None:
+    """Catches torch's compile workers that are left behind, with a warning at the end of a run."""
+    assert launch.run(leaves, (str(tmp_path),), nproc=2) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]

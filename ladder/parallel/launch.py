@@ -6,6 +6,7 @@ or of a script that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PO
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -162,6 +163,7 @@ def _guarded(command: Callable[..., int], arguments: tuple[Any, ...]) -> int:
     except Exception:
         return _fail(1, traceback.format_exc())
     if dist.is_initialized():
+        atexit._run_exitfuncs()  # `_leave` does not, and torch's compile workers end so
         _leave(code)
     return code
 
