@@ -446,12 +446,15 @@ def test_the_papers_figures_by_hand() -> None:
 
 
 def test_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = derive(
-        [
-            record(replace(POINT, reducer="async"), decode=4.0),
-            record(replace(POINT, plan="ladder"), decode=3.0, total=80.0),
-        ]
-    )
+    alone = [
+        record(replace(POINT, reducer="async"), decode=4.0),
+        record(replace(POINT, plan="ladder"), decode=3.0, total=80.0),
+    ]
+    more = [
+        record(replace(POINT, batch=4, reducer="async"), decode=5.0, total=120.0),
+        record(replace(POINT, batch=4, plan="ladder"), decode=4.0, total=90.0),
+    ]
+    found = derive([*alone, *more])
     times = dict.fromkeys(("imports_s", "group_s", "weights_s", "capture_s", "prefill_s"), 2.0)
     started = [{"point": asdict(POINT), "cold": {**times, "total_s": 10.25}}]
     page = write_page(found, started, ["gpu: <none>"])
@@ -462,6 +465,7 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
         "http://purl.org", ""
     ).replace("http://creativecommons.org", "").replace("https://matplotlib.org", "")
     assert page.count("<svg") == 2  # best reducers; no case with NCCL alone; the frontier
+    assert "<svg" not in write_page(derive(alone), [], [])  # a curve of one batch size
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     bare = write_page(found, [], [])
     assert "need matplotlib" in bare

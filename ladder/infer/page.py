@@ -32,28 +32,36 @@ def write_page(
 
 
 def _figures(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The figures of shapes that were measured at several batch sizes; of one, tables say all."""
     if importlib.util.find_spec("matplotlib") is None:
         return [report.text("No figures: they need matplotlib (pip install 'ladder[report]').")]
-    parts = [report.heading("End-to-end throughput over standard (the paper's Figures 2 and 3)")]
+    over: list[str] = []
     for reducer, what in ((None, "each plan with its best reducer"), ("async", "all with NCCL")):
         for (shape, tp), plans in improvements(rows, reducer).items():
             lines: dict[str, tuple[list[float], list[float]]] = {
                 plan: ([*found], [*found.values()]) for plan, found in plans.items()
             }
             batches = sorted({batch for found in plans.values() for batch in found})
-            parts.append(report.text(f"{_shape(shape)}, TP {tp}; {what}, standard too"))
-            parts.append(report.curves(lines, "batch size", "% more tokens/s", batches))
-    parts.append(report.heading("Latency against throughput per GPU (the paper's Figure 4)"))
+            if len(batches) > 1:
+                over.append(report.text(f"{_shape(shape)}, TP {tp}; {what}, standard too"))
+                over.append(report.curves(lines, "batch size", "% more tokens/s", batches))
+    against: list[str] = []
     for shape, frontiers in pareto(rows).items():
         lines = {
             plan: ([pair[0] for pair in found], [pair[1] for pair in found])
             for plan, found in frontiers.items()
         }
-        parts.append(
-            report.text(f"{_shape(shape)}; the frontier over batch sizes, TP degrees and reducers")
-        )
-        parts.append(report.curves(lines, "completion latency (s)", "tokens/s per GPU"))
-    return parts
+        if any(len(found) > 1 for found in frontiers.values()):
+            what = f"{_shape(shape)}; the frontier over batch sizes, TP degrees and reducers"
+            against.append(report.text(what))
+            against.append(report.curves(lines, "completion latency (s)", "tokens/s per GPU"))
+    if over:
+        title = "End-to-end throughput over standard (the paper's Figures 2 and 3)"
+        over.insert(0, report.heading(title))
+    if against:
+        title = "Latency against throughput per GPU (the paper's Figure 4)"
+        against.insert(0, report.heading(title))
+    return [*over, *against]
 
 
 def _shape(shape: Point) -> str:
