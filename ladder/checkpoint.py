@@ -91,9 +91,8 @@ def read_stop_tokens(folder: Path) -> list[int]:
     return sorted(set(found))
 
 
-def read_huggingface(folder: Path) -> dict[str, Any] | None:
-    """The config.json that a folder's model had in Hugging Face's format; None: it had none."""
-    data = read_json(folder / "config.json")
+def huggingface_config(data: dict[str, Any]) -> dict[str, Any] | None:
+    """What a model with this config.json, ours or theirs, had as Hugging Face's; None: nothing."""
     return data.get("huggingface") if data.get("model_type") == "ladder" else data
 
 

@@ -25,9 +25,9 @@ from ladder.checkpoint import (
     WEIGHTS,
     Entry,
     TensorReader,
+    huggingface_config,
     newest,
     read_config,
-    read_huggingface,
     read_json,
     read_stop_tokens,
     refuse_damage,
@@ -133,7 +133,8 @@ def convert(
 def _write_config(
     source: Path, folder: Path, config: ModelConfig, to: str, dtype: torch.dtype
 ) -> None:
-    kept, eos = read_huggingface(source), read_json(source / "config.json").get("eos_token_id")
+    data = read_json(source / "config.json")
+    kept, eos = huggingface_config(data), data.get("eos_token_id")
     if to == "ladder":
         write_config(folder, config, eos, kept)
     else:

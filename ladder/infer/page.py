@@ -55,13 +55,16 @@ def _figures(rows: Sequence[dict[str, Any]]) -> list[str]:
             what = f"{_shape(shape)}; the frontier over batch sizes, TP degrees and reducers"
             against.append(report.text(what))
             against.append(report.curves(lines, "completion latency (s)", "tokens/s per GPU"))
-    if over:
-        title = "End-to-end throughput over standard (the paper's Figures 2 and 3)"
-        over.insert(0, report.heading(title))
-    if against:
-        title = "Latency against throughput per GPU (the paper's Figure 4)"
-        against.insert(0, report.heading(title))
-    return [*over, *against]
+    sections = {
+        "End-to-end throughput over standard (the paper's Figures 2 and 3)": over,
+        "Latency against throughput per GPU (the paper's Figure 4)": against,
+    }
+    return [
+        part
+        for title, parts in sections.items()
+        if parts
+        for part in (report.heading(title), *parts)
+    ]
 
 
 def _shape(shape: Point) -> str:

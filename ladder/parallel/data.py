@@ -49,7 +49,7 @@ def shard_over_data(model: Transformer, mesh: DeviceMesh) -> None:
     compute_dtype, set before. Units are the modules that the model's loop calls; norms,
     which reducers call in their own way, belong to the model itself and are whole while it runs.
     """
-    replicas = mesh["replicate"].size()
+    replicas = size_of(mesh, "replicate")
     policy = MixedPrecisionPolicy(
         param_dtype=model.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -57,11 +57,11 @@ def shard_over_data(model: Transformer, mesh: DeviceMesh) -> None:
     units = [unit for layer in model.model.layers for unit in (layer.self_attn, layer.mlp)]
     if not model.config.tie_embeddings:  # one matrix for both lives in the model's own unit
         units = [model.model.embed_tokens, *units, model.lm_head]
-    shards = mesh["shard"].size() > 1  # else there is nothing to gather again for backward
+    shards = size_of(mesh, "shard") > 1  # else there is nothing to gather again for backward
     for unit in units:
         fully_shard(unit, mesh=data, mp_policy=policy, reshard_after_forward=shards)
     fully_shard(model, mesh=data, mp_policy=policy, reshard_after_forward=False)
-    model.data_shard = mesh.get_local_rank("shard"), mesh["shard"].size()
+    model.data_shard = mesh.get_local_rank("shard"), size_of(mesh, "shard")
 
 
 def let_go(model: Transformer) -> None:

@@ -26,12 +26,19 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
-from ladder.checkpoint import CHECKSUMS, GENERATION, read_huggingface, write_config
+from ladder.checkpoint import (
+    CHECKSUMS,
+    GENERATION,
+    huggingface_config,
+    read_json,
+    write_config,
+)
 from ladder.data.batches import TokenData
 from ladder.data.tokenizer import FILE, TEMPLATE, TOKENIZER_CONFIG
 from ladder.files import checksum, sync, write_text
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
+from ladder.parallel.data import size_of
 from ladder.parallel.sharding import local_tensor, own_parts
 from ladder.train import state
 from ladder.train.shards import MOMENTS, Shard, ShardPlanner, ShardWriter
@@ -68,14 +75,16 @@ class Checkpointer:
             for name in (FILE, TOKENIZER_CONFIG, TEMPLATE, GENERATION):
                 if folder is not None and (folder / name).is_file():
                     self.companions[name] = (folder / name).read_bytes()
-        self.huggingface = None if start is None else read_huggingface(start)
+        self.huggingface = None
+        if start is not None:
+            self.huggingface = huggingface_config(read_json(start / "config.json"))
         # Its own group: the thread's collectives must not mix with those of training; and gloo, for
         # what it sends lies on the CPU.
         self.group = dist.new_group(backend="gloo") if mesh is not None else None
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
         replica = mesh.get_local_rank("replicate") if mesh is not None else 0
-        replicas = mesh["replicate"].size() if mesh is not None else 1
+        replicas = size_of(mesh, "replicate") if mesh is not None else 1
         self.parts = dict(own_parts(model, replica, replicas))
         self.planner = ShardPlanner()
         self._allocate()

@@ -1,9 +1,9 @@
 """One training step, launched and not waited for.
 
-What became of a step is read later, while the device computes the next one: so the
-host, which takes its time to launch thousands of kernels, is a step ahead, and the device never
-waits for it. That a step's numbers are finite is therefore looked at on the device as well: from
-the first step that is not, no step changes a parameter.
+What became of a step is read later, while the device computes the next one: so the host, which
+takes its time to launch thousands of kernels, is a step ahead, and the device never waits for it.
+That a step's numbers are finite is therefore looked at on the device as well: from the first step
+that is not, no step changes a parameter.
 """
 
 from __future__ import annotations
