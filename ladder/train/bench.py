@@ -119,10 +119,17 @@ class SilentSequenceReducer(SequenceReducer):
         return rows.chunk(self.ranks.processes)[self.ranks.process]
 
     def scatter(self, rows: Tensor) -> tuple[Tensor, Any]:
-        return rows.chunk(self.ranks.processes)[self.ranks.process].clone(), None
+        mine = rows.chunk(self.ranks.processes)[self.ranks.process].clone()
+        return mine, _launched(mine)
 
     def collect(self, rows: Tensor) -> tuple[Tensor, Any]:
-        return rows.repeat(self.ranks.processes, 1), None
+        whole = rows.repeat(self.ranks.processes, 1)
+        return whole, _launched(whole)
+
+
+def _launched(value: Tensor) -> Any:
+    """What a stream that did not compute `value` waits for, as it would for a collective."""
+    return torch.cuda.current_stream().record_event() if value.is_cuda else None
 
 
 def points(options: Any) -> list[Point]:
