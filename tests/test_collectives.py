@@ -8,6 +8,7 @@ below them, where functional collectives and DTensor's redistributions would sho
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ladder.models import Plan, Transformer, resolve_plan
+from ladder.models.reducer import Pending, Ranks, Reducer
 from ladder.parallel import reducers
 from ladder.parallel.sharding import place, sum_shared_gradients
 from tests.distributed import Pools, tp_mesh
@@ -317,3 +319,35 @@ def test_ladder_waits_one_sublayer_later_than_standard(pools: Pools) -> None:
             assert computed_between(backward, n) == []
             assert forward[forward.index(("start", n)) + 1] == ("wait", n)
             assert backward[backward.index(("start", n)) + 1] == ("wait", n)
+
+
+class Counting(Reducer):
+    """Counts, as each output is posted, how many are still kept by someone."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__(ranks)
+        self.posted: list[weakref.ref] = []
+        self.kept = 0
+
+    def output(self, *arguments: Any, **options: Any) -> Pending:
+        pending = super().output(*arguments, **options)
+        self.posted.append(weakref.ref(pending))
+        self.kept = max(self.kept, sum(each() is not None for each in self.posted))
+        return pending
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_an_output_is_let_go_when_it_has_landed(name: str) -> None:
+    """Catches a forward pass that keeps a hidden state of every sublayer to its end."""
+    config = small_config(PLANS[name], 4, name in DEPENDS_ON_T)
+    model = full_model(config, seed=0)
+    reducer = Counting(Ranks(4, 0, 4))
+    model.use(reducer)
+    model(sample_tokens(config, seed=0))
+    under_way = max(
+        read - landing.output
+        for read, landings in enumerate(config.plan.landings)
+        for landing in landings
+    )
+    assert len(reducer.posted) == len(config.plan.sublayers) > under_way
+    assert reducer.kept <= under_way

@@ -248,6 +248,15 @@ class Plan:
         )
 
     @cached_property
+    def done(self) -> tuple[tuple[int, ...], ...]:
+        """Of which outputs nothing is left to land after each read, N + 1 entries."""
+        last = {landing.output: n for n, read in enumerate(self.landings) for landing in read}
+        found: list[list[int]] = [[] for _ in self.landings]
+        for output, read in last.items():
+            found[read].append(output)
+        return tuple(map(tuple, found))
+
+    @cached_property
     def own_needed(self) -> tuple[bool, ...]:
         """Whether each sublayer's own partial is read apart from the sum, N entries."""
         apart = {landing.output for read in self.landings for landing in read if landing.own}

@@ -156,6 +156,8 @@ class Transformer(nn.Module):
 
         def begin(read: int, norm: Callable) -> Any:
             arrivals = [(each, pending[each.output]) for each in plan.landings[read]]
+            for output in plan.done[read]:  # so that its memory is free once it has landed
+                del pending[output]
             return reducer.begin_landing(stream, arrivals, norm)
 
         norms: list[Callable] = [self._norm(n) for n in range(len(plan.sublayers))]
@@ -165,6 +167,7 @@ class Transformer(nn.Module):
         begun = begin(0, norms[0])
         for n, record in enumerate(plan.sublayers):
             stream, normed = reducer.finish_landing(begun)
+            begun = None
             if plan.early[n + 1]:  # beneath this sublayer
                 begun = begin(n + 1, norms[n + 1])
             layer = self.model.layers[plan.layers[n]]

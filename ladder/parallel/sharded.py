@@ -344,7 +344,7 @@ class Arrival:
     """An output on its way: this rank's pieces, and the partial that they are taken from."""
 
     pieces: list[Tensor]
-    source: list[Tensor]
+    source: Tensor
     blocking: bool
 
 
@@ -408,7 +408,7 @@ class ShardedReducer(AsyncReducer):
         rows = partial.flatten(0, 1).contiguous()
         with self._place(rows, here=blocking):
             pieces = self.transport.scatter(rows, self._share(len(rows)))
-        arrival = Arrival(pieces, [rows], blocking)
+        arrival = Arrival(pieces, rows, blocking)
         if not blocking:
             self.newest = arrival
         return Pending(arrival, None)
@@ -456,9 +456,6 @@ class ShardedReducer(AsyncReducer):
             torch.cuda.current_stream().wait_event(begun.done)
         if self.newest is begun:
             self.newest = None
-        for arrival in begun.arrivals:  # the loop keeps its handles: let go of their memory
-            arrival.pieces.clear()
-            arrival.source.clear()
         assert begun.normed is not None
         return begun.stream, begun.normed
 
