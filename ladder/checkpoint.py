@@ -297,10 +297,9 @@ class TensorReader:
 
     def fill(self, model: Transformer) -> None:
         """Copy into the model's parameters; each process reads its own slices only."""
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         with torch.no_grad():
             for name, local, part in local_parameters(model):
-                self._check_shape(name, shapes[name])
+                self._check_shape(name, model.shapes[name])
                 local.copy_(self.part(name, part))
 
     def _check_shape(self, name: str, shape: Iterable[int]) -> None:
@@ -312,26 +311,25 @@ class TensorReader:
 
     def check(self, model: Transformer) -> None:
         """Raise UserError unless the tensors are the model's, by name and shape, and no others."""
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         spare = {name for name in self.files if "rotary_emb" in name}
         if model.config.tie_embeddings:
             spare.add(HEAD)  # some store it all the same
-        extra = set(self.files) - {*shapes, *spare}
+        extra = set(self.files) - {*model.shapes, *spare}
         if extra:
             raise UserError(
                 f"{self.folder} holds tensors that the model does not have: {_some(extra)}; it is "
                 f"another model's"
             )
-        missing = {repr(name) for name in shapes if name not in self.files}
+        missing = {repr(name) for name in model.shapes if name not in self.files}
         if missing:
             raise UserError(
                 f"{self.folder} lacks the tensor {_some(missing)}; it is another model's, or a "
                 f"file is missing"
             )
-        for name, shape in shapes.items():
+        for name, shape in model.shapes.items():
             self._check_shape(name, shape)
         if model.config.tie_embeddings and HEAD in self.files:
-            self._check_tied(*shapes[EMBEDDING])
+            self._check_tied(*model.shapes[EMBEDDING])
 
     def _check_tied(self, rows: int, columns: int) -> None:
         """A head that is stored although it is tied must be the embedding: which one is meant?"""

@@ -245,7 +245,7 @@ def checked_on_ranks(rank: int, world_size: int) -> tuple[list, Check, Check]:
         model = random_model(config, "async", world_size, CPU)
         if spoil and rank == 1:
             with torch.no_grad():
-                model.model.layers[0].mlp.down_proj.weight._local_tensor.mul_(2)
+                model.model.layers[0].mlp.down_proj.weight.mul_(2)
         session = Engine(model).session(3, 9 + STEPS, Sampling())
         found.append(check(session, expected))
     return shards(world_size), found[0], found[1]

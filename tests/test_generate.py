@@ -38,8 +38,7 @@ def make(plan: str, degree: int | None, mesh: object = None, **changes: object) 
     initialise(model, 3)
     with torch.no_grad():
         for parameter in model.parameters():
-            local = parameter._local_tensor if hasattr(parameter, "_local_tensor") else parameter
-            local.mul_(4.0)
+            parameter.mul_(4.0)
     return model
 
 

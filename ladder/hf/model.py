@@ -81,7 +81,7 @@ def parallelize(model: modeling.LadderForCausalLM, mesh: DeviceMesh) -> None:
 
 def _place(transformer: Transformer, mesh: DeviceMesh) -> None:
     empty = transformer.lm_head.weight.is_meta
-    place(transformer, mesh, device="meta" if empty else mesh.device_type)
+    place(transformer, mesh, device="meta" if empty else mesh.device_type, dtensors=True)
 
 
 class WholeModel(TensorParallelLayer):

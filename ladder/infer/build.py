@@ -42,10 +42,9 @@ def random_model(
     """
     model = meta_model(config)
     place(model, tp_mesh(device, tp), device=device, dtype=dtype, reducer=reducer)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     for name, local, part in local_parameters(model):
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
-        whole = torch.empty(shapes[name], device=device, dtype=dtype)
+        whole = torch.empty(model.shapes[name], device=device, dtype=dtype)
         _fill(whole, name, config, generator)
         local.copy_(whole[part])
     return model

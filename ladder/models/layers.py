@@ -19,29 +19,11 @@ from ladder.models.documents import Packed, attend
 from ladder.models.reducer import Ranks
 
 
-def local(parameter: Tensor) -> Tensor:
+def local(parameter: Any) -> Tensor:
     """This process's shard: itself, or the local part of a DTensor (differentiably)."""
     # Not by its type: the import takes torch.distributed, which not every build has.
-    return _Local.apply(parameter) if hasattr(parameter, "_local_tensor") else parameter
-
-
-class _Local(torch.autograd.Function):
-    """`DTensor.to_local` for a parameter: the gradient is laid out as that is.
-
-    Torch's own derives the gradient's layout anew each time, for a sixth of what the host does in
-    a training step.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Any) -> Tensor:
-        ctx.kind, ctx.layout = type(parameter), parameter._spec  # shared: nobody edits a layout
-        shard: Tensor = parameter._local_tensor
-        return shard.view_as(shard)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.kind(grads[0].contiguous(), ctx.layout, requires_grad=False)
+    shard: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return shard
 
 
 class KeyValueCache(Protocol):

@@ -63,6 +63,8 @@ class Transformer(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.use(Reducer(Ranks(config.tp_degree or 1, 0, config.tp_degree or 1)))
+        # Of the whole parameters: a process may hold a part of each.
+        self.shapes = {name: each.shape for name, each in self.named_parameters()}
 
     def use(self, reducer: Reducer) -> None:
         """Compute `reducer.ranks`, and communicate by `reducer`.
@@ -229,4 +231,4 @@ def meta_model(config: ModelConfig) -> Transformer:
 
 def tensor_shapes(config: ModelConfig) -> dict[str, torch.Size]:
     """What the model stores, by name."""
-    return {name: each.shape for name, each in meta_model(config).named_parameters()}
+    return meta_model(config).shapes

@@ -70,14 +70,16 @@ def place(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     reducer: str | type[AsyncReducer] = "async",
+    dtensors: bool = False,
 ) -> None:
     """Put a model that was built anywhere (on `meta`, too) on `device`, its shards on `mesh`.
 
-    mesh: one dimension, the TP processes; None for one process. Parameters become DTensors on it,
-    where it has several processes, holding this process's shard: copied from the model, or
-    uninitialised where it is on `meta`.
+    mesh: one dimension, the TP processes; None for one process. Parameters become this process's
+    shards: copied from the model, or uninitialised where it is on `meta`.
     T = tp_degree where the plan depends on it (the rest are virtual ranks), else the mesh's size.
     reducer: a name in REDUCERS, or a class with the same arguments.
+    dtensors: parameters know of the mesh, for the loops of others, which clip gradients or gather
+    weights by it. Ours do not ask: it costs the host a sixth of a training step.
     """
     if isinstance(reducer, str):
         if reducer not in REDUCERS:
@@ -103,7 +105,7 @@ def place(
         else:
             local = parameter.detach()[part].to(device=device, dtype=kind, copy=True)
             local = local.contiguous()
-        if mesh is None or processes == 1:  # a DTensor of one rank costs the host time, too
+        if mesh is None or processes == 1 or not dtensors:
             return nn.Parameter(local)
         dim = shard_dim(name, parameter.dim(), model.config, ranks.processes)
         placement = Replicate() if dim is None else Shard(dim)
@@ -136,7 +138,7 @@ def local_parameters(model: Transformer) -> Iterator[tuple[str, Tensor, tuple[sl
     """(name, local tensor, its slices of the full parameter), each parameter once, in order."""
     index, count = model.data_shard
     for name, parameter in model.named_parameters():
-        rows, *rest = shard_slices(name, parameter.shape, model.config, model.reducer.ranks)
+        rows, *rest = shard_slices(name, model.shapes[name], model.config, model.reducer.ranks)
         chunk = math.ceil((rows.stop - rows.start) / count)
         start = min(rows.start + index * chunk, rows.stop)
         rows = slice(start, min(start + chunk, rows.stop))
@@ -153,11 +155,10 @@ def own_parts(
     """
     ranks = model.reducer.ranks
     loads = [0] * replicas
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     for name, local, part in local_parameters(model):
         owner = loads.index(min(loads))
         loads[owner] += local.numel()
-        split = shard_dim(name, len(shapes[name]), model.config, ranks.processes) is not None
+        split = shard_dim(name, local.dim(), model.config, ranks.processes) is not None
         if owner == replica and (split or ranks.process == 0) and local.numel():
             yield name, part
 
@@ -169,12 +170,11 @@ def initialise(model: Transformer, seed: int) -> None:
     Each parameter has a generator of its own, from the seed and its name; one full parameter is
     in memory at a time.
     """
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     for name, local, part in local_parameters(model):
         generator = torch.Generator().manual_seed(
             (seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63
         )
-        full = torch.empty(shapes[name])
+        full = torch.empty(model.shapes[name])
         model.initialise(full, name, generator)
         local.copy_(full[part])
 

@@ -109,7 +109,7 @@ class Checkpointer:
             start = tuple(each.start for each in self.parts[name])
             for key in _keys(name):
                 value = self.memory[offset : offset + local.nbytes].view(local.dtype)
-                self.shards[key] = Shard(value.view(local.shape), start, parameters[name].shape)
+                self.shards[key] = Shard(value.view(local.shape), start, self.model.shapes[name])
                 offset += _room(local)
 
     def __enter__(self) -> Checkpointer:

@@ -372,7 +372,7 @@ def utilisation(
 
 
 def _header(config: TrainConfig, model: Transformer, data: TokenData, dp: int) -> str:
-    count = sum(parameter.numel() for parameter in model.parameters())
+    count = sum(shape.numel() for shape in model.shapes.values())
     plan, ranks = model.config.plan, model.reducer.ranks
     virtual = f", {ranks.held} virtual ranks" if ranks.held > 1 else ""
     tokens: Any = config.steps * config.batch_size * config.seq_len
