@@ -7,6 +7,8 @@ reduced in float32 while backward goes on, module by module.
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,6 +17,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ladder.models.transformer import Transformer
 from ladder.parallel.launch import DATA_DIMS
+
+# Virtual ranks' outputs may be views. Reducers sum them to new tensors, and write to none in place.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 def data_parallel(mesh: DeviceMesh | None) -> tuple[int, int]:

@@ -2,7 +2,8 @@
 
 A step is that of `ladder train`, on random tokens, launched while the GPU computes the one before.
 Each plan under TP is also timed with a reducer that drops its sublayers' reduces: what it
-takes beyond that is exposed communication. `none` is that bound for `standard` wiring.
+takes beyond that is exposed communication. `none` is that bound for `standard` wiring. What fits in
+memory side by side takes turns, so that a drift of the machine hits all alike.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import os
 import statistics
 import sys
 import time
@@ -44,7 +46,9 @@ from ladder.train.optim import make_optimizer
 from ladder.train.step import Outcome, take_step
 
 RESULTS = "train.jsonl"
-WARM_UP = 3  # steps before the timed ones
+TURNS = 3  # in which the timed steps are taken
+LEAD = 2  # steps before those of a turn: the host gets ahead
+ROOM = 1.5  # times what the largest point so far takes must be free for one more beside it
 HEAD_START = 0.25  # seconds, of the host before the GPU in a traced pass: it is ahead in training
 make_mesh = functools.cache(launch.make_mesh)  # its groups are never let go: points share them
 LAYOUTS = "ddp, fsdp, hsdpN (replicas of N shards), tpN, tpN+sp, and tpN or tpN+sp with +fsdp"
@@ -202,14 +206,23 @@ def build(
     return model, mesh
 
 
-def measure(
-    point: Point, steps: int, tp_degree: int, device: torch.device, file: Path | None
-) -> dict[str, Any]:
-    """Time `steps` steps of a point: milliseconds of each, on this rank, and memory.
+@dataclass
+class Live:
+    """A point in memory. times: of its steps so far, ms. memory: the most it takes, in bytes."""
 
-    file: where a trace of one more forward and backward pass goes, if any.
-    """
+    point: Point
+    model: Transformer
+    batch: Batch
+    step: Callable[[], Callable[[], Outcome]]
+    times: list[float]
+    memory: int
+
+
+def prepare(point: Point, tp_degree: int, device: torch.device) -> Live:
+    """A point in memory, which has taken its first steps."""
     recipe = recipe_of(point)
+    cuda = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if cuda else 0
     model, mesh = build(point, recipe, tp_degree, device)
     optimizer = make_optimizer(model, recipe)
     source = torch.Generator().manual_seed(data_parallel(mesh)[1])
@@ -217,29 +230,72 @@ def measure(
     tokens = torch.randint(0, model.config.vocab_size, shape, generator=source).to(device)
     parts = [Part(each, each, None) for each in tokens.split(point.micro_batch)]
     batch = Batch([], parts, tokens.numel())
-    if device.type == "cuda":
+    step = functools.partial(take_step, model, optimizer, batch, mesh, recipe.grad_clip)
+    live = Live(point, model, batch, step, [], 0)
+    if cuda:
         torch.cuda.reset_peak_memory_stats(device)
+    take_turn(live, 1, device)
+    live.times.clear()
+    if cuda:
+        live.memory = torch.cuda.max_memory_allocated(device) - before
+    else:  # weights, gradients and moments, about
+        live.memory = 4 * sum(local.nbytes for _, local, _ in local_parameters(model))
+    return live
+
+
+def take_turn(live: Live, steps: int, device: torch.device) -> None:
+    """Take so many timed steps after LEAD others. Raises RuntimeError where one is not finite."""
     outcomes: list[Callable[[], Outcome]] = []
     ends: list[Any] = []
-    for step in range(WARM_UP + steps):
-        outcomes.append(take_step(model, optimizer, batch, mesh, recipe.grad_clip))
+    for step in range(LEAD + steps):
+        outcomes.append(live.step())
         ends.append(_now(device))
         if step:
             outcomes[step - 1]()  # as `ladder train` does: the host is a step ahead
     for outcome in (each() for each in outcomes):
         if not outcome.finite:
-            raise RuntimeError(f"{point}: not finite: {outcome}")
+            raise RuntimeError(f"{live.point}: not finite: {outcome}")
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    times = [_between(*each) for each in itertools.pairwise(ends[WARM_UP - 1 :])]
-    result: dict[str, Any] = {"step_ms": statistics.median(times), "steps_ms": times}
-    ranks = data_parallel(mesh)[0]
-    rate = 1e3 * point.batch * point.seq_len * ranks / result["step_ms"]
+    live.times += [_between(*each) for each in itertools.pairwise(ends[LEAD - 1 :])]
+
+
+def measure(lives: Sequence[Live], steps: int, device: torch.device) -> list[dict[str, Any]]:
+    """Time `steps` steps of each point, in turns: milliseconds on this rank, and memory."""
+    turns = min(TURNS, steps)
+    for turn in range(turns):
+        for live in lives:
+            take_turn(live, steps // turns + (turn < steps % turns), device)
+    return [_result(live, device) for live in lives]
+
+
+def _result(live: Live, device: torch.device) -> dict[str, Any]:
+    point = live.point
+    result: dict[str, Any] = {"step_ms": statistics.median(live.times), "steps_ms": live.times}
+    replicas = launch.world_size() // parse_layout(point.layout).tp
+    rate = 1e3 * point.batch * point.seq_len * replicas / result["step_ms"]
     result["tokens_s_gpu"] = rate / launch.world_size()
-    result |= utilisation(model.config, point.seq_len, rate, device)
-    if file is not None:  # last: it takes memory that a step does not
-        result["trace"] = _trace(model, parts[0], device, file)
+    result |= utilisation(live.model.config, point.seq_len, rate, device)
+    if device.type == "cuda":
+        del result["memory_reserved_gib"]  # which all that are in memory share
+        result["memory_gib"] = live.memory / 2**30
     return result
+
+
+def has_room(lives: Sequence[Live], config: ModelConfig, device: torch.device) -> bool:
+    """Whether, on every rank, one more model fits beside these in memory, on the safe side.
+
+    Virtual ranks take memory of their own, how much is not known before: such plans stay alone.
+    """
+    if any(each.tp_degree for each in (config, *(live.model.config for live in lives))):
+        return False
+    _let_go(device)
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // launch.world_size()
+    fits = ROOM * max(live.memory for live in lives) < free
+    return all(launch.gathered(fits))
 
 
 def _now(device: torch.device) -> Any:
@@ -305,19 +361,24 @@ def main(options: Any) -> int:
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
     machine = {**facts(gpu), "ranks": launch.world_size()}
     records = []
-    for point in todo:
-        file = None
-        if options.profile and not point.silent:
-            number = len(list(out.glob("trace-*.json.gz")))
-            file = out / f"trace-{number:03d}-{point.layout}-{point.plan}.json.gz"
-        result = measure(point, options.steps, options.tp_degree, device, file)
+    while todo:
+        lives: list[Live] = []
+        while todo and (not lives or has_room(lives, shape_of(todo[0], options.tp_degree), device)):
+            lives.append(prepare(todo.pop(0), options.tp_degree, device))
+        results = measure(lives, options.steps, device)
+        for live, result in zip(lives, results, strict=True):
+            point = live.point
+            if options.profile and not point.silent:
+                number = len(list(out.glob("trace-*.json.gz")))
+                file = out / f"trace-{number:03d}-{point.layout}-{point.plan}.json.gz"
+                result["trace"] = _trace(live.model, live.batch.parts[0], device, file)
+            records.append({"point": asdict(point), "result": result, "machine": machine})
+            if main_rank:
+                append(out / RESULTS, records[-1:])
+                said = f"{point.layout} {label(point)}: {result['step_ms']:.1f} ms"
+                print(said, file=sys.stderr, flush=True)
+        del lives, live
         _let_go(device)
-        record = {"point": asdict(point), "result": result, "machine": machine}
-        records.append(record)
-        if main_rank:
-            append(out / RESULTS, [record])
-            name = label(point)
-            print(f"{point.layout} {name}: {result['step_ms']:.1f} ms", file=sys.stderr, flush=True)
     if main_rank:
         print(table(records))
         print(f"\n{out / RESULTS}")
