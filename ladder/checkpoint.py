@@ -121,6 +121,9 @@ def full(value: Tensor) -> Tensor:
 
 
 def model_entries(model: Transformer) -> list[Entry]:
+    """Of a model that is whole here: on one process, or placed with dtensors=True."""
+    for name, parameter in model.named_parameters():
+        assert parameter.shape == model.shapes[name], f"{name} is a rank's shard alone"
     return [entry(name, parameter) for name, parameter in model.named_parameters()]
 
 

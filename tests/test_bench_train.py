@@ -124,8 +124,8 @@ def test_a_trace_is_of_one_pass_forward_and_one_backward(
     (point,) = points(options(plans=["ladder"]))
     live = bench.prepare(point, 4, torch.device("cpu"))
     (result,) = bench.measure([live], 1, torch.device("cpu"))
-    file = tmp_path / "trace.json.gz"
-    result["trace"] = bench._trace(live.model, live.batch.parts[0], torch.device("cpu"), file)
+    result["trace"] = bench._trace(live, torch.device("cpu"), tmp_path)
+    assert all(parameter.grad is None for parameter in live.model.parameters())
     assert result["trace"]["forward"]["hidden"] == pytest.approx(0.75)
     assert result["trace"]["backward"]["hidden"] == pytest.approx(0.25)
     text = table([{"point": point.__dict__, "result": result}])
@@ -187,29 +187,45 @@ def test_a_record_names_what_nccl_was_told(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_points_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Those that fit in memory beside each other; virtual ranks are alone. Catches a point that is
-    timed through in one go, and steps that are left out or counted twice."""
+    """Those of a layout that fit in memory; virtual ranks are alone. Catches a point that is timed
+    through in one go, and steps that are left out or counted twice."""
     turns: list[tuple[str, int]] = []
-    take_turn = bench.take_turn
+    measure, take_turn = bench.measure, bench.take_turn
 
     def noted(live: bench.Live, steps: int, device: torch.device) -> None:
-        if live.memory:  # not while it is prepared
-            turns.append((live.point.plan, steps))
+        turns.append((live.point.plan, steps))
         take_turn(live, steps, device)
 
-    monkeypatch.setattr(bench, "take_turn", noted)
-    wanted = ["--plans", "standard", "desync-2x", "ladder", "parallel", "--layouts", "ddp"]
+    def measured(*arguments: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(bench, "take_turn", noted)
+            return measure(*arguments)
+
+    monkeypatch.setattr(bench, "measure", measured)
+    wanted = ["--plans", "standard", "desync-2x", "ladder", "--layouts", "ddp", "fsdp"]
     assert main([*COMMAND, *wanted, "--steps", "4", "--out", str(tmp_path / "all")]) == 0
-    assert turns == [
-        ("standard", 2), ("standard", 1), ("standard", 1),
-        ("desync-2x", 2), ("desync-2x", 1), ("desync-2x", 1),
-        ("ladder", 2), ("parallel", 2), ("ladder", 1), ("parallel", 1), ("ladder", 1),
-        ("parallel", 1),
+    of_a_layout = [
+        ("standard", 2), ("ladder", 2), ("standard", 1), ("ladder", 1), ("standard", 1),
+        ("ladder", 1), ("desync-2x", 2), ("desync-2x", 1), ("desync-2x", 1),
     ]  # fmt: skip
+    assert turns == 2 * of_a_layout
     records = [json.loads(line) for line in (tmp_path / "all" / "train.jsonl").open()]
-    assert [len(each["result"]["steps_ms"]) for each in records] == [4, 4, 4, 4]
+    assert [len(each["result"]["steps_ms"]) for each in records] == 6 * [4]
     turns.clear()
     monkeypatch.setattr(bench, "ROOM", 1e9)
     wanted = ["--plans", "standard", "ladder", "--layouts", "ddp"]
     assert main([*COMMAND, *wanted, "--steps", "2", "--out", str(tmp_path / "one")]) == 0
     assert [plan for plan, _ in turns] == ["standard", "standard", "ladder", "ladder"]
+
+
+def test_figures_outlive_a_trace_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no trace")
+
+    monkeypatch.setattr(bench, "_trace", fails)
+    wanted = ["--plans", "standard", "ladder", "--layouts", "ddp", "--profile"]
+    assert main([*COMMAND, *wanted, "--out", str(tmp_path)]) == 1
+    records = [json.loads(line) for line in (tmp_path / "train.jsonl").open()]
+    assert [each["point"]["plan"] for each in records] == ["standard", "ladder"]

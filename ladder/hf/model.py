@@ -15,6 +15,7 @@ from ladder.convert.command import convert, name_end
 from ladder.files import write_text
 from ladder.hf import modeling
 from ladder.hf.bundle import AUTO_MAP, write_code
+from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel.sharding import place
 
@@ -34,6 +35,13 @@ class LadderForCausalLM(modeling.LadderForCausalLM):
 
         Of a model on several ranks, every rank must call it; the first writes.
         """
+        if self.lm_head.weight.shape != self.transformer.shapes.get(
+            "lm_head.weight", self.transformer.shapes["model.embed_tokens.weight"]
+        ):
+            raise UserError(
+                "save_pretrained would write this rank's shards alone: the model was placed by "
+                "ladder.parallel.sharding.place; give that dtensors=True, or use parallelize"
+            )
         self.config.auto_map = dict(AUTO_MAP)
         if self.should_save_on_this_rank(is_main_process):
             write_code(Path(save_directory))

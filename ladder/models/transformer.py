@@ -172,20 +172,16 @@ class Transformer(nn.Module):
             begun = None
             if plan.early[n + 1]:  # beneath this sublayer
                 begun = begin(n + 1, norms[n + 1])
-            layer = self.model.layers[plan.layers[n]]
-            partials = []
-            if record.kind != "mlp":
-                partials.append(layer.self_attn(normed, tables, seen, cache))
-            if record.kind != "attention":
-                partials.append(layer.mlp(normed))
-            partial = partials[0] if len(partials) == 1 else partials[0] + partials[1]
+            partial = self._partial(n, normed, tables, seen, cache)
             pending[n] = reducer.output(
                 partial, stream, record, plan.own_needed[n], plan.blocking[n]
             )
+            del partial
             if not plan.early[n + 1]:
                 begun = begin(n + 1, norms[n + 1])
 
         normed = reducer.finish_landing(begun)[1]
+        del begun
         if plan.final_mean:  # the streams still differ: normed on each rank, then the mean
             normed = reducer.sum(reducer.sum_held(normed)) / ranks.degree
         elif ranks.held > 1:  # one copy will do
@@ -197,6 +193,17 @@ class Transformer(nn.Module):
             first = vocabulary_start(self.config.vocab_size, ranks)
             return token_losses(logits, targets, first, reducer, self.passes)
         return reducer.gather(logits, self.config.vocab_size) if gather else logits
+
+    def _partial(
+        self, n: int, normed: Any, tables: Tensor, seen: Any, cache: KeyValueCache | None
+    ) -> Any:
+        """What sublayer n makes of what it reads, on this process's ranks."""
+        layer = self.model.layers[self.config.plan.layers[n]]
+        kind = self.config.plan.sublayers[n].kind
+        if kind == "mlp":
+            return layer.mlp(normed)
+        attended = layer.self_attn(normed, tables, seen, cache)
+        return attended if kind == "attention" else attended + layer.mlp(normed)
 
     def _norm(self, n: int) -> RMSNorm:
         """The norm of sublayer n."""

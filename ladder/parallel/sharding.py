@@ -98,6 +98,11 @@ def place(
     ranks = model.reducer.ranks
 
     def put(name: str, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.shape != model.shapes[name]:
+            raise ValueError(
+                f"{name} is {list(parameter.shape)} of {list(model.shapes[name])}: the model has "
+                f"been placed already, and a rank cannot hold a share of its share"
+            )
         part = shard_slices(name, parameter.shape, model.config, ranks)
         kind = dtype or parameter.dtype
         if parameter.is_meta:

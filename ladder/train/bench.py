@@ -2,8 +2,8 @@
 
 A step is that of `ladder train`, on random tokens, launched while the GPU computes the one before.
 Each plan under TP is also timed with a reducer that drops its sublayers' reduces: what it
-takes beyond that is exposed communication. `none` is that bound for `standard` wiring. What fits in
-memory side by side takes turns, so that a drift of the machine hits all alike.
+takes beyond that is exposed communication. `none` is that bound for `standard` wiring. The points
+of a layout that fit in memory side by side take turns, so that a drift of the machine hits all.
 """
 
 from __future__ import annotations
@@ -208,7 +208,8 @@ def build(
 
 @dataclass
 class Live:
-    """A point in memory. times: of its steps so far, ms. memory: the most it takes, in bytes."""
+    """A point in memory. times: of its steps so far, ms. memory: the most it takes, in bytes, and
+    reserved: with what the allocator holds beside tensors."""
 
     point: Point
     model: Transformer
@@ -216,13 +217,14 @@ class Live:
     step: Callable[[], Callable[[], Outcome]]
     times: list[float]
     memory: int
+    reserved: int
 
 
 def prepare(point: Point, tp_degree: int, device: torch.device) -> Live:
     """A point in memory, which has taken its first steps."""
     recipe = recipe_of(point)
-    cuda = device.type == "cuda"
-    before = torch.cuda.memory_allocated(device) if cuda else 0
+    _let_go(device)
+    before = _memory_taken(device)  # by other points
     model, mesh = build(point, recipe, tp_degree, device)
     optimizer = make_optimizer(model, recipe)
     source = torch.Generator().manual_seed(data_parallel(mesh)[1])
@@ -231,16 +233,25 @@ def prepare(point: Point, tp_degree: int, device: torch.device) -> Live:
     parts = [Part(each, each, None) for each in tokens.split(point.micro_batch)]
     batch = Batch([], parts, tokens.numel())
     step = functools.partial(take_step, model, optimizer, batch, mesh, recipe.grad_clip)
-    live = Live(point, model, batch, step, [], 0)
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(device)
+    live = Live(point, model, batch, step, [], 0, 0)
+    _memory_taken(device)
     take_turn(live, 1, device)
     live.times.clear()
-    if cuda:
-        live.memory = torch.cuda.max_memory_allocated(device) - before
-    else:  # weights, gradients and moments, about
-        live.memory = 4 * sum(local.nbytes for _, local, _ in local_parameters(model))
+    memory, reserved = _memory_taken(device, most=True)
+    live.memory, live.reserved = memory - before[0], reserved - before[1]
     return live
+
+
+def _memory_taken(device: torch.device, most: bool = False) -> tuple[int, int]:
+    """What tensors take on a GPU, and what the allocator holds for them: bytes.
+
+    most: the most of each since the last call without it.
+    """
+    if device.type != "cuda":
+        return 0, 0
+    if not most:
+        torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
 
 
 def take_turn(live: Live, steps: int, device: torch.device) -> None:
@@ -277,25 +288,38 @@ def _result(live: Live, device: torch.device) -> dict[str, Any]:
     result["tokens_s_gpu"] = rate / launch.world_size()
     result |= utilisation(live.model.config, point.seq_len, rate, device)
     if device.type == "cuda":
-        del result["memory_reserved_gib"]  # which all that are in memory share
-        result["memory_gib"] = live.memory / 2**30
+        result["memory_gib"] = live.memory / 2**30  # without what else is in memory
+        result["memory_reserved_gib"] = live.reserved / 2**30
     return result
 
 
-def has_room(lives: Sequence[Live], config: ModelConfig, device: torch.device) -> bool:
-    """Whether, on every rank, one more model fits beside these in memory, on the safe side.
+def has_room(lives: Sequence[Live], point: Point, tp_degree: int, device: torch.device) -> bool:
+    """Whether, on every rank, one more point fits beside these in memory, on the safe side.
 
-    Virtual ranks take memory of their own, how much is not known before: such plans stay alone.
+    Those of a layout take as much as each other. Virtual ranks take more, how much is not known
+    before: such points stay alone.
     """
-    if any(each.tp_degree for each in (config, *(live.model.config for live in lives))):
+    points = [point, *(live.point for live in lives)]
+    if len({each.layout for each in points}) > 1:
         return False
-    _let_go(device)
+    if any(is_virtual(each, tp_degree) for each in points):
+        return False
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // launch.world_size()
-    fits = ROOM * max(live.memory for live in lives) < free
-    return all(launch.gathered(fits))
+        _let_go(device)
+        free, need = torch.cuda.mem_get_info(device)[0], max(live.reserved for live in lives)
+    elif "SC_AVPHYS_PAGES" not in os.sysconf_names:
+        return False
+    else:  # weights, gradients and moments, on all ranks
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        held = [local.nbytes for _, local, _ in local_parameters(lives[0].model)]
+        need = 4 * sum(held) * launch.world_size()
+    return all(launch.gathered(need * ROOM < free))
+
+
+def is_virtual(point: Point, tp_degree: int) -> bool:
+    """Whether a process computes several ranks of the plan's T."""
+    degree = shape_of(point, tp_degree).tp_degree
+    return degree is not None and degree > parse_layout(point.layout).tp
 
 
 def _now(device: torch.device) -> Any:
@@ -314,19 +338,23 @@ def _between(before: Any, after: Any) -> float:
     return float(before.elapsed_time(after))
 
 
-def _trace(
-    model: Transformer, part: Part, device: torch.device, file: Path
-) -> dict[str, dict[str, float]]:
-    """By pass, how long one of a micro-batch takes (ms), and its communication, hidden and not."""
-    loss = torch.zeros(())
+def _trace(live: Live, device: torch.device, out: Path) -> dict[str, dict[str, float]]:
+    """By pass, how long one of a micro-batch takes (ms), and its communication, hidden and not.
+
+    The trace goes to a new file in `out`.
+    """
+    number = len(list(out.glob("trace-*.json.gz")))
+    file = out / f"trace-{number:03d}-{live.point.layout}-{live.point.plan}.json.gz"
+    part, loss = live.batch.parts[0], torch.zeros(())
 
     def forward() -> None:
         nonlocal loss
-        loss = model(part.tokens, part.targets).mean()
+        loss = live.model(part.tokens, part.targets).mean()
 
     phases = {"forward": forward, "backward": lambda: loss.backward()}
     text, found = profile(phases, {}, device, file, HEAD_START)
     print(text, file=sys.stderr)
+    live.model.zero_grad(set_to_none=True)
     return {
         phase: {"ms": each.span / 1e3, "communication_ms": each.communication / 1e3,
                 "hidden": each.hidden, "exposed_ms": each.exposed / 1e3}
@@ -360,26 +388,32 @@ def main(options: Any) -> int:
         make_folder(out)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
     machine = {**facts(gpu), "ranks": launch.world_size()}
+    order = list(todo)
+    # Virtual ranks last, so that the others of a layout are neighbours.
+    layouts = [point.layout for point in order]
+    todo.sort(key=lambda p: (layouts.index(p.layout), is_virtual(p, options.tp_degree)))
     records = []
     while todo:
         lives: list[Live] = []
-        while todo and (not lives or has_room(lives, shape_of(todo[0], options.tp_degree), device)):
+        while todo and (not lives or has_room(lives, todo[0], options.tp_degree, device)):
             lives.append(prepare(todo.pop(0), options.tp_degree, device))
         results = measure(lives, options.steps, device)
-        for live, result in zip(lives, results, strict=True):
-            point = live.point
-            if options.profile and not point.silent:
-                number = len(list(out.glob("trace-*.json.gz")))
-                file = out / f"trace-{number:03d}-{point.layout}-{point.plan}.json.gz"
-                result["trace"] = _trace(live.model, live.batch.parts[0], device, file)
-            records.append({"point": asdict(point), "result": result, "machine": machine})
-            if main_rank:
-                append(out / RESULTS, records[-1:])
-                said = f"{point.layout} {label(point)}: {result['step_ms']:.1f} ms"
-                print(said, file=sys.stderr, flush=True)
+        try:
+            for live, result in zip(lives, results, strict=True):
+                if options.profile and not live.point.silent:
+                    result["trace"] = _trace(live, device, out)
+        finally:  # a trace that failed costs no figures
+            for live, result in zip(lives, results, strict=True):
+                point = live.point
+                records.append({"point": asdict(point), "result": result, "machine": machine})
+                if main_rank:
+                    append(out / RESULTS, records[-1:])
+                    said = f"{point.layout} {label(point)}: {result['step_ms']:.1f} ms"
+                    print(said, file=sys.stderr, flush=True)
         del lives, live
         _let_go(device)
     if main_rank:
+        records.sort(key=lambda record: order.index(Point(**record["point"])))
         print(table(records))
         print(f"\n{out / RESULTS}")
     return 0
