@@ -17,7 +17,7 @@ from ladder.models.errors import UserError
 from ladder.parallel import launch
 from ladder.parallel.apply import make_model
 from ladder.parallel.data import data_parallel, reduce_gradients
-from ladder.parallel.sharding import initialise, local_parameters, local_tensor
+from ladder.parallel.sharding import initialise, local_parameters, local_tensor, shard_slices
 from ladder.train import loop, metrics
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
@@ -105,15 +105,17 @@ def made(mesh: Any, dtype: torch.dtype) -> Any:
 
 
 def shards(rank: int, world: int) -> dict[str, Any]:
-    """What this rank holds, and the whole weights, under FSDP and TP 2."""
+    """How much this rank holds under FSDP and TP 2, and which weights are not those of one
+    process: put together by FSDP, which has its own idea of the rows."""
     mesh = launch.make_mesh(CPU, 2, 0)
     model = made(mesh, torch.float32)
     whole = dict(made(None, torch.float32).named_parameters())
     held = {name: local.numel() for name, local, _ in local_parameters(model)}
-    wrong = [
-        name for name, local, part in local_parameters(model)
-        if not torch.equal(local, whole[name][part])
-    ]  # fmt: skip
+    ranks, wrong = model.reducer.ranks, []
+    for name, parameter in model.named_parameters():
+        part = shard_slices(name, whole[name].shape, model.config, ranks)
+        if not torch.equal(full(parameter), whole[name][part]):
+            wrong.append(name)
     return {"held": held, "wrong": wrong, "data": data_parallel(mesh)}
 
 

@@ -338,6 +338,10 @@ def on_rank(rank: int, world: int, folder: Path) -> list[Any]:
         held = sum(local.numel() for _, local, _ in local_parameters(model.transformer))
         found.append((logits, new, held))
         model.save_pretrained(folder / f"from_ranks_{i}")
+    placed = load_model(folder, tp_mesh(world))
+    with pytest.raises(UserError, match="this rank's shards alone"):
+        LadderForCausalLM.from_transformer(placed).save_pretrained(folder / "cut")
+    assert not (folder / "cut").exists()
     return found
 
 

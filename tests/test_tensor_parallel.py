@@ -355,6 +355,12 @@ def refusals(rank: int, world_size: int) -> list[str]:
             said.append(str(error))
         else:
             said.append("")
+    model = Transformer(small_config())
+    place(model, tp_mesh(world_size))
+    try:
+        place(model, tp_mesh(world_size))
+    except ValueError as error:
+        said.append(str(error))
     return said
 
 
@@ -373,6 +379,7 @@ def test_a_wrong_t_is_refused(pools: Pools) -> None:
                 ["tp=4", "num_kv_heads=6"],
                 ["tp=4", "intermediate_size=46"],
                 ["tp=4", "vocab_size=5"],
+                ["placed already", "of [67, 32]"],
             ),
             strict=True,
         ):
