@@ -104,8 +104,8 @@ import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 value = torch.full((4,), 3.0)
 dist.all_reduce(value)
+dist.destroy_process_group()  # or gloo's threads, ended with the process, may have the last word
 assert value.tolist() == [3.0] * 4, f"all_reduce gave {value.tolist()}"
-dist.destroy_process_group()
 """
 
 NO_GPU = "no CUDA device"
