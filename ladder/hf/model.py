@@ -35,9 +35,7 @@ class LadderForCausalLM(modeling.LadderForCausalLM):
 
         Of a model on several ranks, every rank must call it; the first writes.
         """
-        if self.lm_head.weight.shape != self.transformer.shapes.get(
-            "lm_head.weight", self.transformer.shapes["model.embed_tokens.weight"]
-        ):
+        if self.transformer.cut_parameters():
             raise UserError(
                 "save_pretrained would write this rank's shards alone: the model was placed by "
                 "ladder.parallel.sharding.place; give that dtensors=True, or use parallelize"

@@ -66,6 +66,10 @@ class Transformer(nn.Module):
         # Of the whole parameters: a process may hold a part of each.
         self.shapes = {name: each.shape for name, each in self.named_parameters()}
 
+    def cut_parameters(self) -> list[str]:
+        """Those of which this process holds a part, and that do not know it (as DTensors would)."""
+        return [n for n, each in self.named_parameters() if each.shape != self.shapes[n]]
+
     def use(self, reducer: Reducer) -> None:
         """Compute `reducer.ranks`, and communicate by `reducer`.
 

@@ -223,8 +223,9 @@ class Live:
 def prepare(point: Point, tp_degree: int, device: torch.device) -> Live:
     """A point in memory, which has taken its first steps."""
     recipe = recipe_of(point)
-    _let_go(device)
-    before = _memory_taken(device)  # by other points
+    cuda, others = device.type == "cuda", (0, 0)
+    if cuda:
+        others = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     model, mesh = build(point, recipe, tp_degree, device)
     optimizer = make_optimizer(model, recipe)
     source = torch.Generator().manual_seed(data_parallel(mesh)[1])
@@ -234,24 +235,14 @@ def prepare(point: Point, tp_degree: int, device: torch.device) -> Live:
     batch = Batch([], parts, tokens.numel())
     step = functools.partial(take_step, model, optimizer, batch, mesh, recipe.grad_clip)
     live = Live(point, model, batch, step, [], 0, 0)
-    _memory_taken(device)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
     take_turn(live, 1, device)
     live.times.clear()
-    memory, reserved = _memory_taken(device, most=True)
-    live.memory, live.reserved = memory - before[0], reserved - before[1]
+    if cuda:
+        live.memory = torch.cuda.max_memory_allocated(device) - others[0]
+        live.reserved = torch.cuda.max_memory_reserved(device) - others[1]
     return live
-
-
-def _memory_taken(device: torch.device, most: bool = False) -> tuple[int, int]:
-    """What tensors take on a GPU, and what the allocator holds for them: bytes.
-
-    most: the most of each since the last call without it.
-    """
-    if device.type != "cuda":
-        return 0, 0
-    if not most:
-        torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
 
 
 def take_turn(live: Live, steps: int, device: torch.device) -> None:
@@ -297,12 +288,9 @@ def has_room(lives: Sequence[Live], point: Point, tp_degree: int, device: torch.
     """Whether, on every rank, one more point fits beside these in memory, on the safe side.
 
     Those of a layout take as much as each other. Virtual ranks take more, how much is not known
-    before: such points stay alone.
+    before: such points stay alone. (They are the last of their layout.)
     """
-    points = [point, *(live.point for live in lives)]
-    if len({each.layout for each in points}) > 1:
-        return False
-    if any(is_virtual(each, tp_degree) for each in points):
+    if point.layout != lives[0].point.layout or is_virtual(point, tp_degree):
         return False
     if device.type == "cuda":
         _let_go(device)
