@@ -217,7 +217,10 @@ def test_floors_by_hand() -> None:
     # a place of the cache: one KV head of 2 on each rank, key and value: 4 numbers a layer
     assert decode_bytes(SHAPE, point) == 2 * (3 * (240 + 4 * 8 * 5) + 40)
     # attention of a token that sees half of 6 places: 2 products x 2 FLOPs x 8 x 3
-    assert prefill_flops(SHAPE, point) == (3 * (2 * 480 + 2 * 2 * 8 * 3) * 30 + 2 * 80 * 5) / 2
+    # of the last layer k and v of all 30 tokens, 64 weights, and the rest of 5 tokens
+    matmuls = 2 * (2 * 480 * 30 + 64 * 30 + 416 * 5)
+    attention = 2 * (2 * 2 * 8 * 3) * 30 + 2 * 2 * 8 * 6 * 5
+    assert prefill_flops(SHAPE, point) == (matmuls + attention + 2 * 80 * 5) / 2
     assert prefill_floor_s(SHAPE, point, 1e30, 10.0) == prefill_flops(SHAPE, point) / 10
     assert prefill_floor_s(SHAPE, point, 10.0, 1e30) == 2 * 3 * 240 / 10
     # more ranks than KV heads: each holds one

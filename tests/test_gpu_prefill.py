@@ -131,9 +131,12 @@ def compare(
     def fresh(size: torch.Size | tuple[int, int]) -> Tensor:
         return torch.randint(0, 515, size, generator=source).to(device)
 
-    def check(found: Tensor, tokens: Tensor, where: object) -> None:
+    def places(tokens: Tensor) -> Tensor:
+        return torch.randint(0, tokens.shape[1], tokens.shape[:1], generator=source).to(device)
+
+    def check(found: Tensor, tokens: Tensor, where: object, last: Tensor | None = None) -> None:
         model.use(plain)
-        wanted = model(tokens)
+        wanted = model(tokens, last=last)
         error = relative_error(found, wanted)
         assert error < limit, (plan, transport, dtype, where, error)
         everyone = [torch.empty_like(found) for _ in range(world)]
@@ -144,38 +147,42 @@ def compare(
     for turn, size in enumerate(sizes * 4):
         provoked.lend = turn % 2 == 1
         tokens = fresh(size)
+        last = places(tokens) if turn % 3 else None
         model.use(sharded)
-        check(model(tokens), tokens, (turn, size))
+        check(model(tokens, last=last), tokens, (turn, size), last)
     graphs = []
     for turn, size in enumerate(((3, 65), (1, 256))):
         provoked.lend = turn % 2 == 0
         tokens = fresh(size)
+        last = places(tokens) if turn else None
         model.use(sharded)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            model(tokens)
+            model(tokens, last=last)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-            found = model(tokens)
-        graphs.append((graph, tokens, found))
+            found = model(tokens, last=last)
+        graphs.append((graph, tokens, last, found))
     for turn in range(200):  # the sets of buffers rotate out of step with the graphs
-        graph, tokens, found = graphs[turn % 3 % 2]
+        graph, tokens, last, found = graphs[turn % 3 % 2]
         tokens.copy_(fresh(tokens.shape))
+        if last is not None:
+            last.copy_(places(tokens))
         if delays.random() < 0.3:
             torch.cuda._sleep(delays.randrange(2_000_000))
         graph.replay()
         if turn % 5 == 0 or turn > 180:
-            check(found.clone(), tokens, ("replay", turn))
+            check(found.clone(), tokens, ("replay", turn), last)
         if turn % 7 == 0:  # and with passes that are not recorded
             other = fresh((2, 33))
             model.use(sharded)
             check(model(other), other, ("between", turn))
-    graph, tokens, found = graphs[0]
-    for _ in range(1000):
-        graph.replay()
-    check(found.clone(), tokens, "in a row")
+    for graph, tokens, last, found in graphs:
+        for _ in range(1000):
+            graph.replay()
+        check(found.clone(), tokens, "in a row", last)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -338,12 +338,17 @@ def test_a_cache_takes_the_place_of_what_was_read(name: str, ranks: int) -> None
 
 @pytest.mark.parametrize(("name", "ranks"), CACHED)
 def test_last_picks_one_place_of_each_sequence(name: str, ranks: int) -> None:
-    """Catches one place for all sequences, and a place taken from the wrong dimension."""
+    """Catches one place for all sequences, a place taken from the wrong dimension, and an MLP after
+    the last attention that computes the others too."""
     model = model_at(name, ranks)
     tokens = sample_tokens(model.config, seed=2, batch=3)
     last = torch.tensor([8, 0, 5])
     expected = model(tokens)[torch.arange(3), last].unsqueeze(1)
+    read: list[torch.Size] = []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(lambda _, inputs, __: read.append(inputs[0].shape[-3:-1]))
     assert relative_error(model(tokens, last=last), expected) < EXACT
+    assert read == [(3, 9)] * (len(read) - 1) + [(3, 1)]
 
 
 def test_the_future_is_not_seen() -> None:

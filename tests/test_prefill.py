@@ -220,8 +220,8 @@ def compared(rank: int, world_size: int, plan: str, batch: int, length: int) -> 
     assert torch.isfinite(logits).all()
     errors = [relative_error(a, b) for a, b in zip(found, expected, strict=True)]
     everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, logits)
-    same = all(torch.equal(logits, other) for other in everyone)
+    dist.all_gather_object(everyone, found)
+    same = all(torch.equal(a, b) for each in everyone for a, b in zip(found, each, strict=True))
     return {"error": max(errors), "same": same, "counts": counts, "alive": alive}
 
 

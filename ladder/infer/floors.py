@@ -66,13 +66,18 @@ def decode_bytes(config: ModelConfig, point: Point) -> float:
 
 
 def prefill_flops(config: ModelConfig, point: Point) -> float:
-    """FLOPs of a rank to read the prompts: matmuls, causal attention, one place's logits each."""
-    tokens = point.batch * point.prompt
-    matmuls = 2 * layer_parameters(config) * tokens
-    # two products of [P, head_dim] x [head_dim, P], the lower half of them
-    attention = 2 * config.num_heads * config.head_dim * tokens * point.prompt
-    head = 2 * config.vocab_size * config.hidden_size * point.batch
-    return (config.num_layers * (matmuls + attention) + head) / point.tp
+    """FLOPs of a rank to read the prompts: matmuls, causal attention, one place's logits each.
+
+    Of the last layer the cache wants all keys and values; all else is wanted of one place alone.
+    """
+    batch, tokens, whole = point.batch, point.batch * point.prompt, config.num_layers - 1
+    layer, size = layer_parameters(config), config.num_heads * config.head_dim
+    kept = 2 * config.hidden_size * config.num_kv_heads * config.head_dim
+    matmuls = 2 * ((whole * layer + kept) * tokens + (layer - kept) * batch)
+    # two products of [P, head_dim] x [head_dim, P], the lower half of them; of one place its row
+    attention = whole * 2 * size * tokens * point.prompt + 4 * size * batch * point.prompt
+    head = 2 * config.vocab_size * config.hidden_size * batch
+    return (matmuls + attention + head) / point.tp
 
 
 def prefill_floor_s(config: ModelConfig, point: Point, speed: float, rate: float) -> float:

@@ -208,11 +208,11 @@ def fuse(model: Transformer) -> None:
     model.rotary = look_up
     base, plan = model.reducer, model.config.plan
     base.add_norm = fused_add_norm
-    shards: dict[str, Reducer] = {}  # by transport
+    shards: dict[str, ShardedReducer] = {}  # by transport
     if isinstance(base, PushReducer) and sharded_refusal(plan, base.ranks) is None:
         for transport in ("direct", "copy-kernels", "copy"):
             shards[transport] = ShardedReducer(base.ranks, base.group, plan, transport)
-            shards[transport].add_norm = fused_add_norm
+            shards[transport].add_norm = shards[transport].plain.add_norm = fused_add_norm
     token_bytes = model.config.hidden_size * local(model.model.embed_tokens.weight).element_size()
     direct_bytes = DIRECT_BYTES_BLOCKING if all(plan.blocking) else DIRECT_BYTES
 

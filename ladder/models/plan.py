@@ -140,6 +140,11 @@ class Plan:
             found.append(layer)
         return tuple(found)
 
+    @cached_property
+    def last_attention(self) -> int:
+        """The last sublayer that looks at other places than its own."""
+        return max(n for n, each in enumerate(self.sublayers) if each.kind != "mlp")
+
     @property
     def num_layers(self) -> int:
         return self.layers[-1] + 1

@@ -12,7 +12,7 @@ at the end of a step. The loss is counted once although every rank computes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,18 @@ class Pending:
 
     handle: Any
     own: Tensor | None
+
+
+@dataclass
+class Arrived:
+    """In place of a handle: the sum itself, which has been waited for."""
+
+    total: Tensor
+
+
+def places(x: Tensor, last: Tensor) -> Tensor:
+    """Of x [..., B, S, D] the place `last` [B] of each sequence: [..., B, 1, D]."""
+    return x[..., torch.arange(len(last), device=last.device), last, :].unsqueeze(-2)
 
 
 class Reducer:
@@ -130,7 +142,9 @@ class Reducer:
         addends: list[tuple[Tensor, float]] = []
         for landing, pending in arrivals:
             if landing.summed:
-                total = self.wait(pending.handle)
+                arrived = isinstance(pending.handle, Arrived)
+                total = pending.handle.total if arrived else self.wait(pending.handle)
+                pending.handle = None  # its own part may land later
                 if landing.replaces:
                     stream, addends = total.expand_as(stream), []
                 else:
@@ -139,6 +153,22 @@ class Reducer:
                 assert pending.own is not None
                 addends.append((pending.own, landing.own))
         return self.add_norm(stream, addends, norm)
+
+    def narrow(
+        self, stream: Tensor, pending: Mapping[int, Pending], last: Tensor
+    ) -> tuple[Tensor, dict[int, Pending], Reducer]:
+        """Go on with one place of each sequence, `last` [B]: nothing later looks at the others.
+
+        Returns the stream and the outputs on their way, which are all waited for, at those places,
+        and the Reducer for the rest of the pass.
+        """
+
+        def at(each: Pending) -> Pending:
+            total = None if each.handle is None else self.wait(each.handle)
+            handle = None if total is None else Arrived(places(total, last))
+            return Pending(handle, None if each.own is None else places(each.own, last))
+
+        return places(stream, last), {n: at(each) for n, each in pending.items()}, self
 
     # -- what is communicated beside the sublayers --------------------------------------------
 

@@ -22,7 +22,7 @@ from ladder.models.layers import (
     vocabulary_start,
 )
 from ladder.models.loss import Passes, token_losses
-from ladder.models.reducer import Pending, Ranks, Reducer
+from ladder.models.reducer import Pending, Ranks, Reducer, places
 
 INIT_STD = 0.02
 
@@ -126,6 +126,7 @@ class Transformer(nn.Module):
         cache, mask: for generation; mask is [B, 1, S, keys], true where attended. Without a mask
             the tokens are prompts from position 0 on, which see themselves and not the cache.
         last: [B] int64, the one place of each sequence whose logits are wanted: [B, 1, vocab_size].
+            After the last attention nothing else is computed.
         gather: False returns this process's part of the vocabulary alone, [B, S, V_local].
 
         Every rank returns the same values. Calling `backward` on the same function of them on
@@ -174,14 +175,19 @@ class Transformer(nn.Module):
         for n, record in enumerate(plan.sublayers):
             stream, normed = reducer.finish_landing(begun)
             begun = None
-            if plan.early[n + 1]:  # beneath this sublayer
+            narrows = last is not None and n == plan.last_attention
+            early = plan.early[n + 1] and not narrows
+            if early:  # beneath this sublayer
                 begun = begin(n + 1, norms[n + 1])
-            partial = self._partial(n, normed, tables, seen, cache)
+            partial = self._partial(n, normed, tables, seen, cache, last if narrows else None)
+            if narrows:
+                assert last is not None
+                stream, pending, reducer = reducer.narrow(stream, pending, last)
             pending[n] = reducer.output(
                 partial, stream, record, plan.own_needed[n], plan.blocking[n]
             )
             del partial
-            if not plan.early[n + 1]:
+            if not early:
                 begun = begin(n + 1, norms[n + 1])
 
         normed = reducer.finish_landing(begun)[1]
@@ -190,8 +196,6 @@ class Transformer(nn.Module):
             normed = reducer.sum(reducer.sum_held(normed)) / ranks.degree
         elif ranks.held > 1:  # one copy will do
             normed = self.model.norm(normed[0]) if plan.equal_reads[-1] else normed[0]
-        if last is not None:
-            normed = normed[torch.arange(len(last), device=last.device), last].unsqueeze(1)
         logits = self.lm_head(normed)
         if targets is not None:
             first = vocabulary_start(self.config.vocab_size, ranks)
@@ -199,14 +203,20 @@ class Transformer(nn.Module):
         return reducer.gather(logits, self.config.vocab_size) if gather else logits
 
     def _partial(
-        self, n: int, normed: Any, tables: Tensor, seen: Any, cache: KeyValueCache | None
-    ) -> Any:
-        """What sublayer n makes of what it reads, on this process's ranks."""
+        self, n: int, normed: Any, tables: Tensor, seen: Any, cache: KeyValueCache | None,
+        last: Tensor | None,
+    ) -> Any:  # fmt: skip
+        """What sublayer n makes of what it reads, on this process's ranks.
+
+        last: as in `forward`, where nothing but those places is wanted of an attention.
+        """
         layer = self.model.layers[self.config.plan.layers[n]]
         kind = self.config.plan.sublayers[n].kind
         if kind == "mlp":
             return layer.mlp(normed)
         attended = layer.self_attn(normed, tables, seen, cache)
+        if last is not None:
+            attended, normed = places(attended, last), places(normed, last)
         return attended if kind == "attention" else attended + layer.mlp(normed)
 
     def _norm(self, n: int) -> RMSNorm:

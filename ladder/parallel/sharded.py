@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ from ladder.kernels.prefill import land_rows
 from ladder.models.errors import UserError, unknown
 from ladder.models.layers import RMSNorm, local
 from ladder.models.plan import Landing, Plan, Sublayer
-from ladder.models.reducer import Norm, Pending, Ranks
+from ladder.models.reducer import Arrived, Norm, Pending, Ranks, Reducer
 from ladder.parallel.reducers import AsyncReducer, push_refusal
 
 SMALLEST = 1024  # rows that symmetric buffers are made for, at least
@@ -229,7 +229,8 @@ class Copies:
       bring no output (a lag that grows within a plan) follow one that brought it.
     - The last landing of a pass brings all outputs, and the first READY meeting of the next pass
       comes after all that the main stream did in this one: whatever the sets with which a pass, or
-      a graph's replay, begins, they are free.
+      a graph's replay, begins, they are free. A pass that narrows ends in an all-reduce instead,
+      which is passed when every rank's main stream, after its side stream, has come to it.
     - A flag of a meeting is set again only by a rank that has since passed a meeting of the other
       kind, to which this rank came after it had cleared the flag: the same argument.
     """
@@ -382,6 +383,7 @@ class ShardedReducer(AsyncReducer):
             raise unknown("transport", transport, TRANSPORTS)
         sets = 1 + max(record.own_lag for record in plan.sublayers)
         self.transport = TRANSPORTS[transport](group, sets)
+        self.plain = AsyncReducer(ranks, group)  # for the few rows that a pass ends with
         self.side: torch.cuda.Stream | None = None
         self.newest: object = None  # on the side stream, unless the main one has waited for it
         self.lent: Tensor | None = None
@@ -458,6 +460,33 @@ class ShardedReducer(AsyncReducer):
             self.newest = None
         assert begun.normed is not None
         return begun.stream, begun.normed
+
+    def narrow(
+        self, stream: Tensor | Shard, pending: Mapping[int, Pending], last: Tensor
+    ) -> tuple[Tensor, dict[int, Pending], Reducer]:
+        """As in Reducer: each rank takes what it has of those rows, and an all-reduce joins them.
+
+        That stands in for the last landing's meeting: whoever has passed it knows that all ranks
+        have read what their peers left for them in this pass.
+        """
+        self.lent = None  # an attention that wrote to it is not sent
+        shape = stream.shape
+        flat = torch.arange(len(last), device=last.device) * shape[1] + last
+        share = self._share(shape[0] * shape[1])
+        mine = flat - self.ranks.process * share
+        here = ((mine >= 0) & (mine < share)).unsqueeze(1)
+        mine = mine.clamp(0, share - 1)
+        rows = stream.rows if isinstance(stream, Shard) else self._own_rows(stream.flatten(0, 1))
+        with self._place(rows, here=True):
+            owned = [rows[mine]]
+            for each in pending.values():
+                pieces = [piece[mine].float() for piece in each.handle.pieces]
+                owned.append(torch.stack(pieces).sum(0).to(rows.dtype))
+            joined = self.sum_(torch.where(here, torch.stack(owned), 0)).unsqueeze(2)
+        arrived = {
+            n: Pending(Arrived(each), None) for n, each in zip(pending, joined[1:], strict=True)
+        }
+        return joined[0], arrived, self.plain
 
     def _share(self, rows: int) -> int:
         """Rows of a rank, the last ones padded."""
