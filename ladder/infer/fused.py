@@ -139,17 +139,16 @@ class FusedMLP(nn.Module):
 
 
 class FusedEmbedding(nn.Module):
-    """`Embedding` with one kernel for a single token of each sequence."""
+    """`Embedding` in one kernel."""
 
     def __init__(self, embedding: Embedding) -> None:
         super().__init__()
-        self.plain, self.weight = embedding, embedding.weight
+        self.weight = embedding.weight
         self.first = vocabulary_start(embedding.vocab_size, embedding.ranks)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if tokens.shape[1] > 1:
-            return self.plain(tokens)
-        return embed(tokens[:, 0], local(self.weight), self.first).unsqueeze(1)
+        rows = embed(tokens.flatten(), local(self.weight), self.first)
+        return rows.unflatten(0, tokens.shape)
 
 
 class FusedHead(nn.Module):

@@ -262,14 +262,18 @@ def _blocks(
     """
     if rows > MAX_VECTOR_ROWS:
         padded = max(16, triton.next_power_of_2(rows))
+        few = outputs < 2048  # smaller blocks, or longer steps: to draw on all of the bandwidth
         if padded == 16:
-            block, step, stages = 32 if gated else 64, 256, 4
+            if gated or size <= 1024:
+                block, step, stages = 32, 128, 5 if gated else 4
+            else:
+                block, step, stages = (32, 512, 4) if few else (32, 256, 6)
         elif padded == 32:
             block, step, stages = (16, 256, 4) if gated else (32, 256, 5)
         elif gated or size <= 1024:
             block, step, stages = 32, 128, 5
-        else:  # few outputs: enough programs to draw on all of the memory's bandwidth
-            block, step, stages = 16 if outputs < 2048 else 32, 256, 4
+        else:
+            block, step, stages = 16 if few else 32, 128, 6
         return padded, block, step * 2 // itemsize, 4, stages
     padded = triton.next_power_of_2(rows)
     if rows > 1:
