@@ -257,23 +257,23 @@ def _blocks(
     Measured on an H200 over chains of products. One row, TP 4, microseconds and the floor by 4.2
     TB/s, of QKV and attention's output together, gate and up and down together: Llama-3 8B 6.5
     (5.0), 21.9 (21.0); 70B 19.1 (18), 78.1 (84: what is only read comes faster than a copy); a 2B
-    3.9 (1.4), 8.3 (6.7). 8B with 16 rows, each by itself: 10.2, 4.6, 17.2, 9.9, where cuBLAS took
-    8.8, 5.3, 17.4 (and SwiGLU), 12.6; with 64 rows: 8.3, 4.3, 18.0, 9.8 (9.3, 5.4, 17.9, 10.9).
+    3.9 (1.4), 8.3 (6.7). A layer of an 8B, its four products in turn (26), with 4, 16, 32 and 64
+    rows: 40.2, 40.2, 42.3, 39.3, where cuBLAS (and SwiGLU) took 52.4, 51.9, 48.7, 50.2.
     """
     if rows > MAX_VECTOR_ROWS:
         padded = max(16, triton.next_power_of_2(rows))
-        few = outputs < 2048  # smaller blocks, or longer steps: to draw on all of the bandwidth
+        # Few outputs: smaller blocks or longer steps, to draw on all of the memory's bandwidth.
+        few, short = outputs < 2048, gated or size <= 1024
         if padded == 16:
-            if gated or size <= 1024:
+            block, step, stages = (32, 512, 4) if few else (32, 256, 6)
+            if short:
                 block, step, stages = 32, 128, 5 if gated else 4
-            else:
-                block, step, stages = (32, 512, 4) if few else (32, 256, 6)
         elif padded == 32:
-            block, step, stages = (16, 256, 4) if gated else (32, 256, 5)
-        elif gated or size <= 1024:
-            block, step, stages = 32, 128, 5
+            block, step, stages = (16, 512, 4) if few else (32, 256, 5)
+            if gated:
+                block, step, stages = 32, 128, 6
         else:
-            block, step, stages = 16 if few else 32, 128, 6
+            block, step, stages = 16 if few and not short else 32, 128, 5 if short else 6
         return padded, block, step * 2 // itemsize, 4, stages
     padded = triton.next_power_of_2(rows)
     if rows > 1:
