@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ladder.models.errors import UserError
@@ -60,7 +61,8 @@ def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
     """Write a folder atomically: the body fills a temporary sibling, which then takes the name.
 
     An error in the body leaves nothing behind, and an old folder as it was and usable until the
-    new one is complete. Raises UserError where `path` exists and `overwrite` is not set, or where
+    new one is complete. What a process left that was killed is removed by the next one that writes
+    there. Raises UserError where `path` exists and `overwrite` is not set, or where
     it cannot be written (a full disk, say).
     """
     if path.exists() and not overwrite:
@@ -68,8 +70,13 @@ def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
     mark = secrets.token_hex(4)
     temporary = path.with_name(f".{path.name}.partial-{mark}")
     old = path.with_name(f".{path.name}.old-{mark}")
+    lock: int | None = None
     try:
+        _clear_abandoned(path)
         temporary.mkdir(parents=True)
+        lock = os.open(temporary, os.O_RDONLY)
+        with suppress(OSError):  # a file system without locks, where nobody can get one to clear it
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield temporary
         for file in (*temporary.rglob("*"), temporary):
             sync(file)
@@ -88,5 +95,21 @@ def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)
+
+
+def _clear_abandoned(path: Path) -> None:
+    """Remove what processes that are gone began for `path` in `new_folder`: nobody locks it."""
+    for left in path.parent.iterdir() if path.parent.is_dir() else ():
+        if not left.name.startswith(f".{path.name}.partial-"):
+            continue
+        with suppress(OSError):  # it is being written, or gone meanwhile, or locks do not work here
+            lock = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            finally:
+                os.close(lock)
+            shutil.rmtree(left)

@@ -144,6 +144,7 @@ def test_resume_through_the_command_line(trained: Path) -> None:
     ("arguments", "words"),
     [
         (["train", "nonsense"], ["unknown train config 'nonsense'", "tiny"]),
+        (["plans", "--layers", "100000000"], ["--layers=100000000", "1 to 10000"]),
         (["train", "{}/recipe.yaml", "learning_rate=1"], ["'learning_rate'", "known: data"]),
         (["train", "{}/recipe.yaml", "lrr=1"], ["did you mean 'lr'"]),
         (["train", "{}/recipe.yaml", "plan=laddder"], ["unknown plan 'laddder'", "'ladder'"]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,28 @@ def test_what_is_replaced_is_gone_when_the_new_folder_is_whole(tmp_path: Path) -
     assert {path.name for path in out.iterdir()} == {"old", "new"}
     fill(out, overwrite=True)
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "new"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from ladder.files import new_folder
+with new_folder(Path(sys.argv[1])) as folder:
+    (folder / "half").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_left_goes_with_the_next_folder(tmp_path: Path) -> None:
+    """And not what a living one is writing."""
+    out = tmp_path / "out"
+    for name in (out, tmp_path / "other"):
+        assert subprocess.run([sys.executable, "-c", KILLED, str(name)], check=False).returncode < 0
+    left = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
+    assert left == {".out.partial", ".other.partial"}
+    with new_folder(out):  # a second writer, later: it is the first to end
+        fill(out)
+        assert len(list(tmp_path.glob(".out.partial-*"))) == 1, "the living one's alone"
+        (out / "new").unlink()
+        out.rmdir()
+    assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {"out", ".other.partial"}
