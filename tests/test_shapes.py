@@ -29,6 +29,7 @@ OTHERS = {  # lowest and highest: the papers say 1B, 3B and 176B; the rest is ou
     "bloom-176b": (176e9 * 0.98, 176e9 * 1.02),
     "2b-class": (1.9e9, 2.1e9),
     "quality-100m": (0.95e8, 1.05e8),
+    "half-8b": (3.9e9, 4.1e9),
     "tiny": (0.4e6, 0.6e6),
 }
 # The largest T that each shape is meant for: one node of 8, two of them for the largest.
