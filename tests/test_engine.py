@@ -18,6 +18,7 @@ import torch
 from ladder.checkpoint import WEIGHTS, model_entries, write_config, write_tensors
 from ladder.infer.engine import (
     GRAPHED_PROMPT_TOKENS,
+    SESSIONS,
     Completion,
     Engine,
     Session,
@@ -131,6 +132,34 @@ def test_capacities_and_sessions() -> None:
     plain = engine_for(engine.model, graphs=False)
     assert plain.session(2, 100, Sampling()).capacity == 100
     assert not plain.sessions
+
+
+def test_the_sessions_used_last_are_kept() -> None:
+    engine = engine_for(make("ladder", None), graphs=True)
+    found = [engine.session(batch, 9, Sampling()) for batch in range(1, SESSIONS + 1)]
+    assert engine.session(1, 9, Sampling()) is found[0]
+    engine.session(SESSIONS + 1, 9, Sampling())
+    assert len(engine.sessions) == SESSIONS
+    assert engine.session(1, 9, Sampling()) is found[0]  # used since
+    assert engine.session(2, 9, Sampling()) is not found[1]
+
+
+def test_a_full_cache_is_an_error() -> None:
+    """And writes over nothing: the longest prompt's last place was full four steps ago."""
+    engine = engine_for(make("ladder", None, max_seq_len=20), graphs=False)
+    session = engine.session(2, 8, Sampling())
+    with pytest.raises(UserError, match="cache of 8 places is full"):
+        session.step()
+    with torch.inference_mode():
+        session.prefill([[1] * 7, [2] * 3], torch.zeros(1, 2))
+        for _ in range(8 - 3):
+            session.step()
+        with pytest.raises(UserError, match="cache of 8 places is full"):
+            session.step()
+        with pytest.raises(UserError, match="a prompt of 9 tokens does not fit"):
+            session.prefill([[1] * 9, [2]], torch.zeros(1, 2))
+    with pytest.raises(UserError, match="a session of 21 tokens is longer"):
+        engine.session(1, 21, Sampling())
 
 
 @pytest.mark.parametrize("mode", ["plain", "graphs", "fused", "fused graphs"])

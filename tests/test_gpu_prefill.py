@@ -93,7 +93,7 @@ class Provoked:
         if self.source.random() < 0.3:
             torch.cuda._sleep(self.source.randrange(200_000))
         reducer = self.model.reducer
-        if not self.lend or not isinstance(reducer, ShardedReducer):
+        if not self.lend or not isinstance(reducer, ShardedReducer) or partial.shape[1] == 1:
             return partial
         out = reducer.buffer(tuple(partial.shape), partial)
         return partial if out is None else out.copy_(partial)

@@ -46,12 +46,23 @@ SMALL = [  # rows, weight rows, columns, dtype
         on("cpu", *s, dtype)
         for s in (
             *((1, 96, 96), (3, 71, 200), (8, 6, 2100), (5, 33, 12), (2, 1, 1024), (1, 6, 4096)),
-            *((2, 7, 9000), (9, 71, 200), (16, 34, 96), (33, 5, 1304), (64, 33, 12)),
+            *(
+                (2, 7, 9000),
+                (9, 71, 200),
+                (16, 34, 96),
+                (17, 34, 1304),
+                (33, 5, 1304),
+                (64, 33, 12),
+            ),
         )
         for dtype in DTYPES
     ),
     # On either side of where tensor cores take over, powers of two, and not.
-    *(on("cuda", m, 71, 200, dtype) for m in (*range(1, 10), 16, 33, 64) for dtype in DTYPES[:2]),
+    *(
+        on("cuda", m, 71, 200, dtype)
+        for m in (*range(1, 10), 16, 17, 33, 64)
+        for dtype in DTYPES[:2]
+    ),
     *(
         on("cuda", *s, dtype)
         for s in ((1, 33, 12), (2, 7, 9000), (3, 96, 96), (5, 33, 12), (9, 7, 9000), (64, 96, 96))
@@ -60,7 +71,11 @@ SMALL = [  # rows, weight rows, columns, dtype
 ]
 # 8B, 70B and 1B at TP 4: QKV, attention's output, down; and 8B's head.
 LARGE = [
-    *(on("cuda", m, *s) for m in (1, 8, 64) for s in ((1536, 4096), (4096, 1024), (4096, 3584))),
+    *(
+        on("cuda", m, *s)
+        for m in (1, 8, 32, 64)
+        for s in ((1536, 4096), (4096, 1024), (4096, 3584))
+    ),
     *(on("cuda", m, *s) for m in (1, 33) for s in ((2560, 8192), (8192, 2048), (8192, 7168))),
     *(on("cuda", m, *s) for m in (2, 5, 16) for s in ((768, 2048), (2048, 512))),
     *(on("cuda", m, 32064, 4096) for m in (1, 64)),

@@ -68,13 +68,13 @@ def step_errors(rank: int, world: int, cases: list[dict[str, Any]]) -> list[tupl
         tokens, targets = sample(config, 1, batch, length)
         whole = full_model(config, seed=4)
         state = copy.deepcopy(whole.state_dict())
-        expected = step(virtual(whole, world), tokens, targets, False)
+        expected = step(virtual(whole, world), tokens, targets)
         for late, dtype in ((False, torch.float64), (True, torch.float32)):
             model = Transformer(config).double()
             model.load_state_dict(state)
             place(model, tp_mesh(world), dtype=dtype, reducer=SequenceReducer)
             with late_transfers() if late else contextlib.nullcontext():
-                found = step(model, tokens, targets, False)
+                found = step(model, tokens, targets)
             label = f"{case} {dtype}{' late' if late else ''}"
             errors = errors_of(model, found, expected)
             wrong += [(label, what, e) for what, e in errors.items() if not e < LIMITS[dtype]]
@@ -232,3 +232,15 @@ def test_what_cannot_be_sharded_is_refused(pools: Pools) -> None:
         assert "reduce='none'" in first
         assert "2 virtual ranks" in second
         assert "one process" in third
+
+
+def places_wanted(rank: int, world_size: int) -> str:
+    model = full_model(small_config("ladder"), 3)
+    place(model, tp_mesh(world_size), reducer=SequenceReducer)
+    with pytest.raises(UserError) as error:
+        model(sample_tokens(model.config, 2, 2, 8), last=torch.tensor([7, 3]))
+    return str(error.value)
+
+
+def test_one_place_of_each_sequence_is_refused(pools: Pools) -> None:
+    assert all("leave out `last`" in text for text in pools(2).run(places_wanted))

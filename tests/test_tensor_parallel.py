@@ -93,11 +93,24 @@ class Step:
     grads: dict[str, Tensor | None]
 
 
-def step(model: Transformer, tokens: Tensor, targets: Tensor, from_logits: bool) -> Step:
-    """Logits without grad (generation's forward pass), then losses or logits and their backward."""
+def step(
+    model: Transformer, tokens: Tensor, targets: Tensor, of: str = "losses", oracle: bool = False
+) -> Step:
+    """Logits without grad (generation's forward pass), then what `of` says and its backward.
+
+    of: losses, logits, or the logits of the last place alone: what the oracle takes from all.
+    """
     with torch.no_grad():
         logits = model(tokens)
-    value = model(tokens) if from_logits else model(tokens, targets)
+    if of == "losses":
+        value = model(tokens, targets)
+    elif of == "logits":
+        value = model(tokens)
+    elif oracle:
+        value = model(tokens)[:, -1:]
+    else:
+        assert of == "the last logits", of
+        value = model(tokens, last=torch.full_like(tokens[:, 0], tokens.shape[1] - 1))
     weigh(value).backward()
     sum_shared_gradients(model)
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -132,28 +145,28 @@ def step_errors(
     """In a worker: (case, what, relative error) of all that is wrong.
 
     A case: plan, and optionally ranks (T, where the plan depends on it; tp otherwise), batch,
-    length, from_logits, and changes to the config.
+    length, of (see `step`), and changes to the config.
     """
     mesh = tp_mesh(tp)
     seed = 1 + 10 * (rank // tp)  # each data-parallel group has its own data
     wrong: list[tuple[str, str, float]] = []
     for case in cases:
-        options = {"ranks": tp, "batch": 2, "length": 7, "from_logits": False, **case}
+        options = {"ranks": tp, "batch": 2, "length": 7, "of": "losses", **case}
         plan, ranks = options.pop("plan"), options.pop("ranks")
         batch, length = options.pop("batch"), options.pop("length")
-        from_logits = options.pop("from_logits")
+        of = options.pop("of")
         config = small_config(PLANS.get(plan, plan), ranks, plan in DEPENDS_ON_T, **options)
         tokens, targets = sample(config, seed, batch, length)
         whole = full_model(config, seed=4)
         state = copy.deepcopy(whole.state_dict())
-        expected = step(virtual(whole, ranks), tokens, targets, from_logits)
+        expected = step(virtual(whole, ranks), tokens, targets, of, oracle=True)
         for late, dtype in ((False, torch.float64), (True, torch.float32)):
             model = Transformer(config).double()
             model.load_state_dict(state)
             place(model, mesh, dtype=dtype)
             assert model.reducer.ranks == Ranks(ranks, (rank % tp) * ranks // tp, ranks // tp)
             with late_collectives() if late else contextlib.nullcontext():
-                found = step(model, tokens, targets, from_logits)
+                found = step(model, tokens, targets, of)
             label = f"{case} {dtype}{' late' if late else ''}"
             errors = errors_of(model, found, expected)
             wrong += [(label, what, e) for what, e in errors.items() if not e < LIMITS[dtype]]
@@ -175,7 +188,7 @@ def test_two_ranks(pools: Pools, name: str) -> None:
     of the plan. Catches gradients T times too large (autograd through an all-reduce), a shared
     parameter's gradient left as one rank's, an own partial that the reduce overwrote, a peer's lag
     that is not in the backward pass."""
-    cases: list[dict[str, Any]] = [{"plan": name}]
+    cases: list[dict[str, Any]] = [{"plan": name}, {"plan": name, "of": "the last logits"}]
     if name in DEPENDS_ON_T:
         cases += [{"plan": name, "ranks": 4}, {"plan": name, "ranks": 4, "num_kv_heads": 1}]
     assert_none_wrong(pools(2).run(step_errors, 2, cases))
@@ -196,8 +209,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "even vocabulary": {"vocab_size": 64},
     "one sequence of two tokens": {"batch": 1, "length": 2},
     "five sequences": {"batch": 5},
-    "gradient by the logits": {"from_logits": True},
-    "gradient by the logits, tied": {"from_logits": True, "tie_embeddings": True},
+    "gradient by the logits": {"of": "logits"},
+    "gradient by the logits, tied": {"of": "logits", "tie_embeddings": True},
 }
 BIASES: dict[str, dict[str, Any]] = {
     "attention bias": {"attention_bias": True},
@@ -419,13 +432,13 @@ def errors_with_hooks(rank: int, world_size: int) -> list[tuple[str, float]]:
     """In a worker: a step of a model whose modules all have forward and backward hooks."""
     config = small_config("ladder")
     tokens, targets = sample(config, 1, 2, 7)
-    expected = step(full_model(config, 4), tokens, targets, False)
+    expected = step(full_model(config, 4), tokens, targets)
     model = full_model(config, 4)
     place(model, tp_mesh(world_size))
     for module in model.modules():
         module.register_full_backward_hook(lambda *_: None)
         module.register_forward_hook(lambda *_: None)
-    errors = errors_of(model, step(model, tokens, targets, False), expected)
+    errors = errors_of(model, step(model, tokens, targets), expected)
     return [(what, error) for what, error in errors.items() if not error < LIMITS[torch.float64]]
 
 
@@ -442,11 +455,11 @@ def narrow_errors(rank: int, world_size: int) -> list[tuple[str, float]]:
         config = small_config(plan, world_size, plan in DEPENDS_ON_T)
         tokens, targets = sample(config, 1, 2, 7)
         whole = full_model(config, 4)
-        expected = step(virtual(whole, world_size), tokens, targets, False)
+        expected = step(virtual(whole, world_size), tokens, targets)
         model = full_model(config, 4)
         place(model, tp_mesh(world_size), dtype=torch.float32)
         model.compute_dtype = torch.bfloat16
-        found = step(model, tokens, targets, False)
+        found = step(model, tokens, targets)
         assert found.logits.dtype == torch.bfloat16
         assert found.value.dtype == torch.float32
         assert {grad.dtype for grad in found.grads.values() if grad is not None} == {torch.float32}

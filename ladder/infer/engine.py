@@ -28,6 +28,7 @@ from ladder.models.transformer import Transformer
 from ladder.parallel.reducers import PushReducer
 from ladder.parallel.sharding import local_tensor
 
+SESSIONS = 8  # that an engine keeps: each has a cache of its own
 CAPACITY_STEP = 256  # graphs are kept for cache lengths that are multiples of this
 GRAPHED_PROMPT_TOKENS = 16384  # beyond it a prefill keeps the GPU busy without a graph
 # (up to this length, prompts are padded to a multiple of this): a graph for each width in use
@@ -81,10 +82,17 @@ class Session:
             elif ranks.processes == 1:
                 self.greedy = GreedyChoice(*shape, None, device)
         self.logits = self.graph_logits = torch.empty(0, device=device)
+        self.left = 0  # decode steps until every sequence has filled its part of the cache
 
     def prefill(self, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> None:
-        """Read the prompts and choose the first token of each."""
+        """Read the prompts and choose the first token of each; UserError where one is too long."""
         lengths = torch.tensor([len(prompt) for prompt in prompts])
+        if lengths.max() > self.capacity:
+            raise UserError(
+                f"a prompt of {int(lengths.max())} tokens does not fit this session's cache of "
+                f"{self.capacity} places; ask for a longer one"
+            )
+        self.left = self.capacity - int(lengths.min())
         width = self.prompt_width(int(lengths.max()))
         padded = torch.zeros((len(prompts), width), dtype=torch.int64)
         for row, prompt in zip(padded, prompts, strict=True):
@@ -123,7 +131,15 @@ class Session:
         self._choose(padded, None, positions=places, cache=self.cache, last=last)
 
     def step(self) -> None:
-        """Decode one token of every sequence; a finished one goes on in place, unused."""
+        """Decode one token of every sequence; a finished one goes on in place, unused.
+
+        Raises UserError where all have filled their part of the cache.
+        """
+        if self.left == 0:
+            raise UserError(
+                f"the cache of {self.capacity} places is full; ask for a longer session"
+            )
+        self.left -= 1
         if self.graph is not None:
             self.graph.replay()
             self.logits = self.graph_logits
@@ -172,7 +188,8 @@ class Engine:
     `auto`). graphs: whether decode steps are CUDA graphs; None: on GPUs. fused: whether to pack the
     model's weights and decode with fused kernels (`ladder.infer.fused`; the model is for this
     engine then); None: on GPUs where these know the model. Sessions (a cache and a graph for a
-    batch size, a cache length and a kind of sampling) are kept for the next call.
+    batch size, a cache length and a kind of sampling) are kept for the next call, the SESSIONS
+    that were used last.
     """
 
     def __init__(
@@ -192,7 +209,7 @@ class Engine:
                 )
         else:
             model = load_for_inference(model, tp=tp, reducer=reducer, device=device)
-        on_gpu = local_tensor(model.model.embed_tokens.weight).is_cuda
+        self.on_gpu = on_gpu = local_tensor(model.model.embed_tokens.weight).is_cuda
         if graphs and not on_gpu:
             raise UserError("graphs=True needs a model on a GPU; leave it out on a CPU")
         if fused and not can_fuse(model):
@@ -212,17 +229,26 @@ class Engine:
     def session(self, batch: int, length: int, sampling: Sampling) -> Session:
         """A session for `batch` sequences of up to `length` tokens, captured where asked for."""
         context = self.model.config.max_seq_len
+        if length > context:
+            raise UserError(
+                f"a session of {length} tokens is longer than the model's max_seq_len={context}"
+            )
         capacity = length
         if self.graphs:
             capacity = min(math.ceil(length / CAPACITY_STEP) * CAPACITY_STEP, context)
         key = (batch, capacity, replace(sampling, seed=0))
-        if key not in self.sessions:
+        session = self.sessions.pop(key, None)
+        if session is None:
+            if len(self.sessions) >= SESSIONS:  # before the next one takes its memory
+                if self.on_gpu:
+                    torch.cuda.synchronize()  # nothing of its graphs is running
+                del self.sessions[next(iter(self.sessions))]
             session = Session(self.model, batch, capacity, sampling, self.fused, self.graphs)
             if self.graphs:
                 session.capture()
-                self.sessions[key] = session
-            return session
-        return self.sessions[key]
+        if self.graphs:
+            self.sessions[key] = session  # the newest is the last
+        return session
 
     @torch.inference_mode()
     def generate(

@@ -54,7 +54,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def partial_of(x: Tensor, weight: Tensor, lend: Lend) -> Tensor:
     """x [B, S, K] times weight [D, K] transposed, written where the reducer wants it."""
-    out = lend((x.shape[0], x.shape[1], weight.shape[0]), x)
+    # A single place is what a prefill ends with, on another reducer.
+    out = lend((x.shape[0], x.shape[1], weight.shape[0]), x) if x.shape[1] > 1 else None
     if out is None:
         return F.linear(x, weight)
     torch.mm(x.flatten(0, 1), weight.t(), out=out.flatten(0, 1))
@@ -211,7 +212,7 @@ def fuse(model: Transformer) -> None:
     if isinstance(base, PushReducer) and sharded_refusal(plan, base.ranks) is None:
         for transport in ("direct", "copy-kernels", "copy"):
             shards[transport] = ShardedReducer(base.ranks, base.group, plan, transport)
-            shards[transport].add_norm = shards[transport].plain.add_norm = fused_add_norm
+            shards[transport].add_norm = fused_add_norm
     token_bytes = model.config.hidden_size * local(model.model.embed_tokens.weight).element_size()
     direct_bytes = DIRECT_BYTES_BLOCKING if all(plan.blocking) else DIRECT_BYTES
 

@@ -292,6 +292,12 @@ def _blocks(
     return (padded, 2, 2048, 8, 0) if 3072 < size < 4096 else (padded, 2, 4096, 4, 0)
 
 
+def _fitting(stages: int, stage_bytes: int, device: torch.device) -> int:
+    """Of the `stages` that are fast on an H200 as many as this GPU has shared memory for."""
+    found = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return max(2, min(stages, (found - 1024) // stage_bytes))  # 1 KiB is the system's
+
+
 def _registers(size: int, block: int, step: int, warps: int) -> dict[str, int]:
     """The registers of a product of one row without a rider, for the same product with a landing.
 
@@ -344,6 +350,9 @@ def project(
         plain = {} if add is None else {"add": add, "factor": factor}
         return project_reference(x, weight, up, squares=squares, eps=eps, **plain).to(x.dtype)
     padded, block, step, warps, stages = _blocks(rows, outputs, size, up is not None, x.itemsize)
+    if stages and x.is_cuda:
+        stage_rows = padded + block * (1 if up is None else 2)
+        stages = _fitting(stages, stage_rows * step * x.itemsize, x.device)
     products = triton.cdiv(outputs, block)
     riders = programs_of(rider)
     sends = isinstance(rider, Send) and stages == 0  # in the product's own programs

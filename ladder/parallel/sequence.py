@@ -14,7 +14,7 @@ the gradient of sublayer n-1's output is on its way while the gradients of subla
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -163,6 +163,14 @@ class SequenceReducer(AsyncReducer):
         assert self.shape is not None
         normed = _End.apply(begun.started, begun.transfer)
         return begun.stream, normed.unflatten(0, self.shape)
+
+    def narrow(
+        self, stream: Tensor, pending: Mapping[int, Pending], last: Tensor
+    ) -> tuple[Tensor, dict[int, Pending], Reducer]:
+        raise UserError(
+            "sequence_parallel=true is for training, which wants every place: leave out `last`, or "
+            "use reducer=async"
+        )
 
     def _place(self, stream: Tensor, here: bool) -> AbstractContextManager:
         """The stream to land on, after all that was launched so far on either of the two.

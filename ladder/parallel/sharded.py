@@ -232,7 +232,8 @@ class Copies:
       a graph's replay, begins, they are free. A pass that narrows ends in an all-reduce instead,
       which is passed when every rank's main stream, after its side stream, has come to it.
     - A flag of a meeting is set again only by a rank that has since passed a meeting of the other
-      kind, to which this rank came after it had cleared the flag: the same argument.
+      kind, or that all-reduce, to which this rank came after it had cleared the flag: the same
+      argument.
     """
 
     def __init__(self, group: dist.ProcessGroup, sets: int, *, kernels: bool, direct: bool) -> None:
@@ -365,8 +366,8 @@ class ShardedReducer(AsyncReducer):
     """For prompts, with plans whose streams are equal on all ranks (`sharded_refusal`).
 
     transport: a name in TRANSPORTS. What no sublayer waits for at once runs on a stream of its own,
-    of high priority, and in one order with what runs on the main stream. Embeddings and logits are
-    communicated as by AsyncReducer.
+    of high priority, and in one order with what runs on the main stream. Embeddings, logits and
+    the few rows that are left after `narrow` are communicated as by AsyncReducer.
     """
 
     def __init__(
@@ -392,7 +393,7 @@ class ShardedReducer(AsyncReducer):
         """Where the next partial [B, S, D] may be written by who computes it, once; or None.
 
         like: a tensor of its dtype and device. The partial must then be handed to `output` as it
-        is, or as part of a sum in a tensor of its own.
+        is, or as part of a sum in a tensor of its own; or the pass narrows, and sends none of it.
         """
         if self.lent is not None:  # the first of two sublayers that share a reduce has it
             return None
@@ -483,6 +484,7 @@ class ShardedReducer(AsyncReducer):
                 pieces = [piece[mine].float() for piece in each.handle.pieces]
                 owned.append(torch.stack(pieces).sum(0).to(rows.dtype))
             joined = self.sum_(torch.where(here, torch.stack(owned), 0)).unsqueeze(2)
+        self.plain.add_norm = self.add_norm
         arrived = {
             n: Pending(Arrived(each), None) for n, each in zip(pending, joined[1:], strict=True)
         }
