@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from ladder.infer.sampling import (
     Sampling,
+    _keys,
+    _lowest_kept,
     choose,
     choose_greedily,
     choose_parallel,
@@ -32,6 +35,9 @@ KINDS = [
     Sampling(1.0, top_k=130),
     Sampling(1.0, top_k=1000),
     Sampling(1.0, top_p=0.7),
+    Sampling(0.5, top_p=0.01),  # one token as a rule
+    Sampling(3.0, top_p=0.999),
+    Sampling(1.0, top_k=1000, top_p=0.4),
     Sampling(0.8, top_k=20, top_p=0.6),
     Sampling(1.0, top_k=5, top_p=0.999),
 ]
@@ -134,6 +140,60 @@ def test_what_is_not_finite_is_no_token_on_any_rank(pools: Pools, world: int, va
             assert tokens[1] >= 0
 
 
+def kept_on_rank(rank: int, world: int, scores: Tensor, top_p: float) -> list[list[int]]:
+    """The tokens of this rank that top_p keeps, row by row."""
+    ranks = Ranks(world, rank, 1)
+    reducer = Reducer() if world == 1 else AsyncReducer(ranks, tp_mesh(world).get_group())
+    mine, first = part(scores, ranks)
+    keys = _keys(mine, first)
+    kept = keys >= _lowest_kept(mine, keys, top_p, reducer)
+    return [(row.nonzero()[:, 0] + first).tolist() for row in kept]
+
+
+def nucleus(row: list[float], top_p: float) -> list[int]:
+    """The smallest set of likeliest tokens that reaches top_p, equal ones from the lowest on."""
+    order = sorted(range(len(row)), key=lambda token: (-row[token], token))
+    masses = torch.tensor([row[token] for token in order]).sub(max(row)).exp().double()
+    reached = masses.cumsum(0)
+    return sorted(order[: int((reached < top_p * reached[-1]).sum()) + 1])
+
+
+def few_likely() -> Tensor:
+    """Rows that lie on the borders of what top_p may keep."""
+    scores = torch.zeros(5, VOCABULARY)
+    scores[0, [0, 40, 130]] = -torch.inf  # 128 equal ones: halves are exact
+    scores[1, 70] = 50.0  # one token has all
+    scores[2] = -torch.inf
+    scores[2, 130] = -3e38  # and here there is no other
+    scores[3, 1::2] = -0.0  # equal to 0
+    scores[4] = torch.arange(VOCABULARY) * 1e-3  # close to one another, in the other order
+    return scores
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_top_p_keeps_the_nucleus_of_all_ranks(pools: Pools, world: int) -> None:
+    """A digit that is off by one, a mass of one rank alone, or ties in another order fail this."""
+    scores = torch.cat((few_likely(), tied_logits(40)))
+    for top_p in (1e-9, 0.25, 0.5, 0.9, 1 - 1e-12):
+        answers = [kept_on_rank(0, 1, scores, top_p)]
+        if world > 1:
+            answers = pools(world).run(kept_on_rank, scores, top_p)
+        found = [list(chain.from_iterable(parts)) for parts in zip(*answers, strict=True)]
+        assert found == [nucleus(row, top_p) for row in scores.tolist()], top_p
+        if top_p == 0.5:
+            assert found[0] == [*range(1, 40), *range(41, 66)]
+        if top_p > 0.9:
+            assert found[4] == list(range(VOCABULARY))  # it spans all
+
+
+def test_the_nucleus_of_what_is_not_a_number_is_all() -> None:
+    """So that the NaN reaches the check behind it; its neighbour's nucleus stays its own."""
+    scores = torch.zeros(2, VOCABULARY)
+    scores[0, 5] = math.nan
+    answer = kept_on_rank(0, 1, scores, 1e-9)
+    assert answer == [list(range(VOCABULARY)), [0]]
+
+
 class Counting(Reducer):
     """One process of four as far as sizes go: counts the bytes that it hands over."""
 
@@ -149,10 +209,17 @@ class Counting(Reducer):
         self.bytes += value.nbytes
         return value
 
+    max_ = sum_
+
 
 @pytest.mark.parametrize(
     ("sampling", "allowed"),
-    [(Sampling(1.0), 3 * 8), (Sampling(1.0, top_k=50), 50 * 8), (Sampling(1.0, 50, 0.9), 50 * 8)],
+    [
+        (Sampling(1.0), 3 * 8),
+        (Sampling(1.0, top_k=50), 50 * 8),
+        (Sampling(1.0, 50, 0.9), 50 * 8),
+        (Sampling(1.0, top_p=0.9), 8 * 256 * 8 + 4 * 8),
+    ],
 )
 def test_what_is_communicated_does_not_grow_with_the_vocabulary(
     sampling: Sampling, allowed: int

@@ -123,17 +123,21 @@ def choose_parallel(
     for each sequence, with P processes:
     - with top_k, with or without top_p: the min(top_k, V_local) best of each, in one gather;
     - with neither: two numbers of each process in a gather, and the token in an all-reduce;
-    - with top_p alone: all logits, for the set that is kept may be of any size.
+    - with top_p alone: that, and before it a maximum and 8 all-reduces of 256 sums (16 KiB), which
+      find the set that is kept, whatever its size.
 
     The tokens are `choose`'s but where a draw falls within rounding (about 1e-7 of the whole) of
-    the border between two neighbouring tokens: sums are made in another order.
+    the border between two neighbouring tokens, or top_p of the border of what is kept: sums are
+    made in another order.
     """
     assert sampling.temperature > 0, "choose_greedily is for temperature 0"
     if 0 < sampling.top_k < vocab_size:
         return _choose_among_best(logits, first, uniforms, sampling, reducer, vocab_size)
-    if sampling.top_p < 1:
-        return choose(reducer.gather(logits, vocab_size), uniforms, sampling)
     scores = logits.float() / sampling.temperature
+    if sampling.top_p < 1:
+        keys = _keys(scores, first)
+        lowest = _lowest_kept(scores, keys, sampling.top_p, reducer)
+        scores = scores.masked_fill(keys < lowest, -torch.inf)
     high = scores.max(-1).values
     # Finite where all of a process's logits are -inf, so that its mass is 0 and not NaN.
     base = high.clamp(min=torch.finfo(torch.float32).min)
@@ -151,6 +155,33 @@ def choose_parallel(
     place = _draw(reached, (aim - start) * (top - base).exp())
     token = reducer.sum_((first + place).where(owner == reducer.ranks.process, 0))
     return token.where(torch.isfinite(top) & torch.isfinite(ends[:, -1]), -1)
+
+
+def _lowest_kept(scores: Tensor, keys: Tensor, top_p: float, reducer: Reducer) -> Tensor:
+    """The key of the last token that top_p keeps, of all processes' [B, V_local]: [B, 1] int64.
+
+    It is the largest integer such that the keys from it on have top_p of the whole mass. The search
+    fixes 8 of its 64 bits a round, by the masses from 256 evenly spaced thresholds on. Where a
+    score is no number, so is the mass, and the smallest integer is returned: all tokens are kept.
+    """
+    top = reducer.max_(scores.max(-1, keepdim=True).values)
+    # `~` turns the order over without overflow: the largest keys come first.
+    falling, order = (~keys).sort(dim=-1)
+    sums = F.pad(_reached((scores - top).exp().gather(-1, order)), (1, 0))
+    digits = torch.arange(256, device=keys.device)
+    lowest = torch.zeros_like(keys[:, :1])
+    goal = None
+    for shift in range(56, -1, -8):
+        # The highest digit is signed: 255 << 56 is beyond int64.
+        start = -128 if shift == 56 else 0
+        thresholds = lowest + (digits + start) * 2**shift
+        mass = reducer.sum_(sums.gather(-1, torch.searchsorted(falling, ~thresholds, right=True)))
+        if goal is None:
+            goal = top_p * mass[:, :1]  # all keys are at the first threshold or above
+        # At least 0: a GPU's sums may fall where they round, and NaN reaches no goal.
+        digit = ((mass >= goal).sum(-1, keepdim=True) - 1).clamp(min=0)
+        lowest = lowest + (digit + start) * 2**shift
+    return lowest
 
 
 def _choose_among_best(
