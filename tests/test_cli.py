@@ -129,6 +129,8 @@ def test_generate_streams_batches_and_runs_on_ranks(trained: Path) -> None:
     ranks = run(*arguments, "--nproc", "2")
     assert ranks.returncode == 0, ranks.stderr
     assert ranks.stdout == alone.stdout
+    assert ranks.stderr.count("reducer picked: async (push: it needs GPUs)") == 1
+    assert "reducer" not in alone.stderr  # one process reduces nothing
     batch = run(*arguments, "--prompt", "print", "--temperature", "0.8", "--seed", "4")
     assert batch.stdout.count("--- prompt") == 2
 

@@ -14,8 +14,10 @@ from ladder.infer.engine import generate
 from ladder.infer.load import load_for_inference
 from ladder.infer.sampling import Sampling
 from ladder.models.errors import UserError
+from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.parallel.dispatch import size_text
+from ladder.parallel.reducers import common_push_refusal
 
 
 class Stream:
@@ -77,9 +79,8 @@ def generate_command(options: argparse.Namespace) -> int:
             stop=stop,
             on_token=None if stream is None else stream.add,
         )
-    picked = getattr(model.reducer, "picked", {})
-    if picked and main:
-        text = ", ".join(f"{size_text(size)} {name}" for size, name in sorted(picked.items()))
+    text = _picked(model, options.reducer)
+    if text and main:
         print(f"reducer picked: {text}", file=sys.stderr)
     if stream is not None:
         stream.end()
@@ -91,6 +92,16 @@ def generate_command(options: argparse.Namespace) -> int:
             print(f"--- prompt {i} ({len(result.tokens)} tokens, ended by {result.reason})")
             print(prompt + continuation(tokenizer, prompts[i], result.tokens))
     return 0
+
+
+def _picked(model: Transformer, wanted: str) -> str:
+    """What reduced this model's sums, where that was picked for the user; every rank calls it."""
+    sizes = getattr(model.reducer, "picked", {})
+    if wanted == "auto" and launch.world_size() > 1:
+        why = common_push_refusal(launch.world_size())
+        if why:
+            return f"async (push: {why})"
+    return ", ".join(f"{size_text(size)} {name}" for size, name in sorted(sizes.items()))
 
 
 def _stop_token(tokenizer: Tokenizer, text: str) -> int:
