@@ -169,7 +169,9 @@ def test_resume_through_the_command_line(trained: Path) -> None:
         (["generate", "{}/run", "--prompt", "a", "--stop", "a long text"], ["one token"]),
         (["generate", "{}/run", "--prompt", "a", "--dtype", "int8"], ["--dtype=int8"]),
         (["generate", "{}/run", "--prompt", "a", "--tp", "4"], ["--nproc=4"]),
-        (["generate", "{}/run", "--prompt", "a", "--reducer", "pull"], ["unknown reducer 'pull'"]),
+        (["generate", "{}/run", "--prompt", "a", "--tp", "-1"], ["--tp=-1 must be 0"]),
+        (["generate", "{}/run", "--prompt", "a", "--reducer", "pull"],
+         ["unknown reducer 'pull'", "known: auto, async, push"]),
         (["generate", "{}/run", "--prompt", "a", "--reducer", "push"], ["--reducer=push"]),
         (["data", "prepare", "/no", "--tokenizer", "{}/tokenizer", "--out", "{}/x"], ["'/no'"]),
         (["tokenizer", "train", "--vocab-size", "10", "--out", "{}/y"], ["vocab_size=10"]),
@@ -203,6 +205,29 @@ def test_mistakes_on_ranks(trained: Path, overrides: list[str], words: list[str]
     result = run("train", str(trained / "recipe.yaml"), f"out={out}", *overrides, "--nproc", "2")
     one_line_error(result, *words)
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", "tiny"],
+        ["finetune", "tiny"],
+        ["convert", "sensitivity", "x", "--data", "x", "--layers", "1"],
+        ["generate", "x", "--prompt", "a"],
+        ["eval", "x"],
+        ["bench", "inference"],
+        ["bench", "inference", "--cold", "--prompt", "0"],
+        ["bench", "comm"],
+        ["bench", "train"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("nproc", ["0", "-4"])
+def test_no_processes_are_a_mistake_before_any_other(
+    command: list[str], nproc: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--nproc", nproc]) == 2
+    assert capsys.readouterr().err == f"error: --nproc={nproc} must be 1 or more\n"
 
 
 def test_a_reducer_that_cannot_run_says_why(trained: Path) -> None:

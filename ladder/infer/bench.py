@@ -50,6 +50,7 @@ def main(options: Any) -> int:
     """Run `ladder bench inference`: the option sets, with P2P on and then off, on fresh ranks."""
     if options.cold_child:
         return cold.child(Point(**json.loads(options.cold_child)))
+    launch.check_nproc(options.ranks)
     settings = chosen(options)
     if options.budget is not None and not options.budget > 0:
         raise UserError(f"--budget={options.budget} must be above 0 minutes")

@@ -8,7 +8,7 @@ import torch
 
 from ladder.checkpoint import WEIGHTS, TensorReader, load_model, newest, refuse_damage
 from ladder.config import DTYPES
-from ladder.models.errors import UserError
+from ladder.models.errors import UserError, unknown
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.parallel.reducers import REDUCERS, pick_reducer
@@ -37,11 +37,15 @@ def load_for_inference(
     are not what was written. Every rank calls it.
     """
     wanted = as_dtype(dtype)
+    if reducer not in ("auto", *REDUCERS):
+        raise unknown("reducer", reducer, ("auto", *REDUCERS))
+    if tp < 0:
+        raise UserError(f"--tp={tp} must be 0 (all processes that run) or more")
     place = launch.join(device)
     processes = launch.world_size()
     if tp not in (0, processes):
         raise UserError(f"--tp={tp} with {processes} processes: start as many as tp (--nproc={tp})")
-    if processes == 1 and reducer in REDUCERS and reducer != "async":
+    if processes == 1 and reducer not in ("auto", "async"):
         raise UserError(
             f"--reducer={reducer} with one process, which has nothing to reduce: leave it out, or "
             f"start more (--nproc)"

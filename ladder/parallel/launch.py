@@ -44,6 +44,12 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
+def check_nproc(nproc: int) -> None:
+    """Raise UserError unless so many processes can be started."""
+    if nproc < 1:
+        raise UserError(f"--nproc={nproc} must be 1 or more")
+
+
 def run(command: Callable[..., int], arguments: tuple[Any, ...], nproc: int = 1) -> int:
     """Run `command(*arguments)` on every rank and return the exit code.
 
@@ -51,8 +57,7 @@ def run(command: Callable[..., int], arguments: tuple[Any, ...], nproc: int = 1)
     UserError becomes one line on standard error, once for all ranks, and exit code 2. When one
     rank fails the others are ended; when one is killed, an error names it.
     """
-    if nproc < 1:
-        raise UserError(f"--nproc={nproc} must be 1 or more")
+    check_nproc(nproc)
     if nproc == 1:
         return _guarded(command, arguments)
     if world_size() > 1:
