@@ -20,7 +20,7 @@ from ladder.infer.floors import decode_bytes, estimated_bytes, prefill_floor_s, 
 from ladder.infer.page import write_page
 from ladder.infer.points import Point, Settings, counterpart, expand, load_suite, resolve
 from ladder.models import ModelConfig, UserError, resolve_plan
-from ladder.parallel import launch
+from ladder.parallel import launch, reducers
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -339,6 +339,26 @@ def test_a_wrong_engine_is_not_recorded(
     assert [p.plan for p in bench.finished(tmp_path / bench.RESULTS)] == ["standard"]
     bench.run_job(job(tmp_path, plans=("standard", "dtp-1"), batch=(1,)))
     assert [p.plan for p in measured[-1]] == ["dtp-1"]  # tried again
+
+
+@pytest.mark.parametrize(("value", "off"), [("", False), ("0", False), ("1", True), ("true", True)])
+def test_the_push_kernel_and_the_benchmark_agree_on_p2p(
+    tmp_path: Path,
+    measured: list[list[Point]],
+    monkeypatch: pytest.MonkeyPatch,
+    value: str,
+    off: bool,
+) -> None:
+    monkeypatch.setenv("NCCL_P2P_DISABLE", value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(reducers, "triton", object())
+    assert ("NCCL_P2P_DISABLE" in str(reducers.push_refusal(2))) == off
+    if off:
+        with pytest.raises(UserError, match=f"NCCL_P2P_DISABLE={value} .*--p2p off"):
+            bench.run_job(job(tmp_path))
+    else:
+        assert bench.run_job(job(tmp_path)) == 0
 
 
 def test_p2p_off_is_set_before_ranks_join(

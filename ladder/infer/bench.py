@@ -27,7 +27,7 @@ from ladder.infer.page import write_page
 from ladder.infer.points import Point, Settings, describe, expand, load_suite
 from ladder.models.errors import UserError
 from ladder.parallel import launch
-from ladder.parallel.reducers import common_push_refusal
+from ladder.parallel.reducers import P2P_SWITCH, common_push_refusal, p2p_disabled
 from ladder.records import append, facts
 
 RESULTS, COLD, SUMMARY, PAGE = "inference.jsonl", "cold.jsonl", "summary.json", "inference.html"
@@ -98,9 +98,11 @@ def chosen(options: Any) -> list[Settings]:
 def run_job(job: Job) -> int:
     """On each rank: measure what is not finished; rank 0 prints and writes. 1: some were wrong."""
     if not job.p2p:
-        os.environ["NCCL_P2P_DISABLE"] = "1"  # before NCCL starts
-    elif os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
-        raise UserError("NCCL_P2P_DISABLE is set while P2P is on: say --p2p off, or unset it")
+        os.environ[P2P_SWITCH] = "1"  # before NCCL starts
+    elif p2p_disabled():
+        raise UserError(
+            f"{P2P_SWITCH}={os.environ[P2P_SWITCH]} while P2P is on: say --p2p off, or unset it"
+        )
     device = launch.join("cuda")
     launch.agree({"options": str(job.settings), "P2P": job.p2p})
     cases, left_out = expand(job.settings, launch.world_size(), job.p2p, _refusal)

@@ -24,6 +24,7 @@ from ladder.infer.engine import Engine
 from ladder.infer.points import Point, resolve
 from ladder.infer.sampling import Sampling, draws
 from ladder.parallel import launch
+from ladder.parallel.reducers import P2P_SWITCH
 
 LIMIT = 900.0  # seconds after which a start has failed
 STARTED = "LADDER_COLD_STARTED"  # seconds since the epoch, in the ranks' environment
@@ -45,7 +46,7 @@ def start(point: Point) -> dict[str, float]:
             STARTED: repr(began),
         }
         if not point.p2p:
-            environment["NCCL_P2P_DISABLE"] = "1"
+            environment[P2P_SWITCH] = "1"
         command = [sys.executable, "-m", "ladder", "bench", "inference"]
         command += ["--cold-child", json.dumps(asdict(point))]
         outputs = [(Path(folder) / f"rank{rank}").open("w+") for rank in range(point.tp)]

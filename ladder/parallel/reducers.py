@@ -18,6 +18,8 @@ from ladder.models.errors import UserError
 from ladder.models.reducer import Ranks, Reducer
 from ladder.parallel.dispatch import Dispatch, load_dispatch
 
+P2P_SWITCH = "NCCL_P2P_DISABLE"
+
 
 @dataclass
 class Exchange:
@@ -204,6 +206,14 @@ class PushReducer(AsyncReducer):
         return self.two_shot if name == "two-shot" else None
 
 
+def p2p_disabled() -> bool:
+    """Whether the environment asks that GPUs leave each other's memory alone.
+
+    NCCL itself obeys 1 alone; who sets anything else but 0 means the same.
+    """
+    return os.environ.get(P2P_SWITCH, "0") not in ("", "0")
+
+
 def push_refusal(processes: int) -> str | None:
     """Why the push kernel cannot run over the `processes` TP ranks of this one's group, or None.
 
@@ -213,8 +223,8 @@ def push_refusal(processes: int) -> str | None:
         return "it needs GPUs"
     if triton is None:
         return "it needs the package triton"
-    if os.environ.get("NCCL_P2P_DISABLE") == "1":
-        return "NCCL_P2P_DISABLE=1 keeps peer memory out of use"
+    if p2p_disabled():
+        return f"{P2P_SWITCH}={os.environ[P2P_SWITCH]} keeps peer memory out of use"
     if processes > torch.cuda.device_count():
         return f"{processes} ranks are on more than this machine's {torch.cuda.device_count()} GPUs"
     mine = torch.cuda.current_device()
