@@ -24,7 +24,7 @@ from ladder.infer.derive import EXPLANATION, by_point, derive, plain, text_table
 from ladder.infer.floors import bandwidth, matrix_rate
 from ladder.infer.measure import chunks, free_bytes, measure
 from ladder.infer.page import write_page
-from ladder.infer.points import Point, Settings, describe, expand, load_suite
+from ladder.infer.points import Point, Settings, describe, expand, load_suite, refuse_degree
 from ladder.models.errors import UserError
 from ladder.parallel import launch
 from ladder.parallel.reducers import P2P_SWITCH, common_push_refusal, p2p_disabled
@@ -36,7 +36,10 @@ PEER_MEMORY = ("push",)  # reducers that need the peers' memory
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks do: the option sets, P2P on or off, and when to stop starting (epoch, s)."""
+    """What the ranks do: the option sets, P2P on or off, and when to stop starting (epoch, s).
+
+    asked: the options are the user's own, not a suite's, of which what cannot run is left out.
+    """
 
     settings: tuple[Settings, ...]
     out: Path
@@ -44,6 +47,7 @@ class Job:
     deadline: float
     cold: bool = False
     profile: bool = False
+    asked: bool = False
 
 
 def main(options: Any) -> int:
@@ -62,12 +66,15 @@ def main(options: Any) -> int:
     if options.ranks > there:
         raise UserError(f"--nproc={options.ranks}: this machine has {there} GPUs; use fewer")
     ranks = options.ranks if launch.world_size() == 1 else launch.world_size()
-    for tp in settings[0].tp if options.suite is None else ():
+    asked = options.suite is None
+    for tp in settings[0].tp if asked else ():
         if ranks % tp:
             raise UserError(
                 f"--tp={tp} does not divide the {ranks} ranks; start {tp}, or a multiple, with "
                 f"--nproc or torchrun"
             )
+    if asked:
+        refuse_degree(settings[0], ranks)
     budget = float("inf") if options.budget is None else 60 * options.budget
     deadline, out = time.time() + budget, Path(options.out)
     make_folder(out)
@@ -76,7 +83,7 @@ def main(options: Any) -> int:
         raise UserError("P2P on and off need ranks of their own: run torchrun for each, with --p2p")
     code = 0
     for p2p in modes:
-        job = Job(tuple(settings), out, p2p, deadline, options.cold, options.profile)
+        job = Job(tuple(settings), out, p2p, deadline, options.cold, options.profile, asked)
         if options.cold:
             code = cold_starts(job, options.ranks) or code
         else:
@@ -105,7 +112,7 @@ def run_job(job: Job) -> int:
         )
     device = launch.join("cuda")
     launch.agree({"options": str(job.settings), "P2P": job.p2p})
-    cases, left_out = expand(job.settings, launch.world_size(), job.p2p, _refusal)
+    cases, left_out = expand(job.settings, launch.world_size(), job.p2p, _refusal, job.asked)
     for line in left_out:
         _say(f"left out: {line}")
     if not cases:
@@ -173,7 +180,7 @@ def cold_starts(job: Job, ranks: int) -> int:
     def refusal(reducer: str, tp: int) -> str | None:
         return "P2P is off" if reducer in PEER_MEMORY and not job.p2p else None
 
-    cases, left_out = expand(job.settings, ranks, job.p2p, refusal)
+    cases, left_out = expand(job.settings, ranks, job.p2p, refusal, job.asked)
     for line in left_out:
         print(f"left out: {line}", flush=True)
     file = job.out / COLD

@@ -205,10 +205,12 @@ def expand(
     ranks: int,
     p2p: bool,
     refusal: Callable[[str, int], str | None],
+    asked: bool = False,
 ) -> tuple[list[list[Point]], list[str]]:
     """(cases, lines on what is left out): each case's points are measured side by side.
 
-    refusal: why a reducer cannot run at a TP degree, or None.
+    refusal: why a reducer cannot run at a TP degree, or None. asked: the options are the user's
+    own and not a suite's, so UserError where nothing is left.
     """
     cases: dict[Point, dict[Point, None]] = {}
     left_out: dict[str, None] = {}
@@ -228,7 +230,38 @@ def expand(
             for batch in each.batch if usable else ():
                 for point in _points(each, tp, batch, p2p, usable, left_out):
                     cases.setdefault(point.case, {})[point] = None
+    if asked and left_out and not cases:
+        raise UserError(
+            f"nothing is left to measure with --p2p {'on' if p2p else 'off'}: "
+            f"{'; '.join(left_out)}; ask for what can run here"
+        )
     return [list(points) for points in cases.values()], list(left_out)
+
+
+def refuse_degree(each: Settings, ranks: int) -> None:
+    """Raise UserError where a TP degree does not divide the T that was asked for a plan."""
+    for tp in each.tp or (ranks,):
+        for plan in each.chosen_plans:
+            if plan != CHECKPOINT and _degree(each, _point(each, plan, tp)) % tp:
+                raise UserError(
+                    f"--tp-degree={each.tp_degree} of plan {plan!r} cannot run at TP {tp}, which "
+                    f"does not divide it; give a multiple of {tp}, or another --tp"
+                )
+
+
+def _point(each: Settings, plan: str, tp: int) -> Point:
+    """A point of the first batch size and reducer, as far as a set alone says what it is."""
+    layers = load_shape(each.model, each.layers).num_layers
+    return Point(each.model, plan, each.reducers[0], tp, each.batch[0], each.prompt,
+                 each.new_tokens, layers)  # fmt: skip
+
+
+def _degree(each: Settings, point: Point) -> int:
+    """The T that a point's plan is to have; 0 where it does not depend on it, or it is the TP's."""
+    if point.plan == CHECKPOINT:
+        return read_config(newest(Path(each.model))).tp_degree or 0
+    plan = resolve(point).plan
+    return each.tp_degree if plan.depends_on_tp and plan.communicates else 0
 
 
 def _points(
@@ -236,20 +269,9 @@ def _points(
 ) -> list[Point]:
     """The points of one case, each plan's counterpart after it."""
     found: list[Point] = []
-    layers = load_shape(each.model, each.layers).num_layers
     for plan in each.chosen_plans:
-        point = Point(each.model, plan, usable[0], tp, batch, each.prompt, each.new_tokens, layers,
-                      p2p)  # fmt: skip
-        if plan == CHECKPOINT:
-            degree = read_config(newest(Path(each.model))).tp_degree or 0
-        elif (
-            each.tp_degree
-            and resolve(point).plan.depends_on_tp
-            and resolve(point).plan.communicates
-        ):
-            degree = each.tp_degree
-        else:
-            degree = 0
+        point = replace(_point(each, plan, tp), reducer=usable[0], batch=batch, p2p=p2p)
+        degree = _degree(each, point)
         if degree % tp:
             left_out[f"{plan} at TP {tp}: it does not divide tp_degree={degree}"] = None
             continue
