@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 # Before torch is used: its caching allocator would hand out parts of large blocks.
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
@@ -26,8 +27,10 @@ import torch
 from torch import Tensor
 
 from ladder import kernels
+from ladder.infer.sampling import choose_greedily
 from ladder.kernels import choice, launch
 from ladder.kernels.landing import CHUNK
+from ladder.models import Reducer
 
 Pairs = Iterator[tuple[Tensor, Tensor]]
 CASES: dict[str, Callable[[torch.dtype], Pairs]] = {}
@@ -62,6 +65,11 @@ def table_for(length: int, size: int) -> Tensor:
     return random(torch.float32, length, size)
 
 
+def gains_of(dtype: torch.dtype, size: int) -> tuple[Tensor, Tensor]:
+    """The weights of the norms of queries and of keys, around 1."""
+    return 1 + random(dtype, size) / 4, 1 + random(dtype, size) / 4
+
+
 # batch, query heads, KV heads, cache length, head_dim: one split and several, groups of any size
 ATTENTION = [(1, 4, 4, 5, 12), (3, 6, 2, 77, 40), (2, 8, 1, 300, 64), (1, 5, 5, 1, 128)]
 
@@ -84,10 +92,13 @@ def decode_attention(dtype: torch.dtype) -> Pairs:
         others = keys.clone(), values.clone()
         arrived = torch.zeros(batch * kv, dtype=torch.int32, device=DEVICE)
         shared, scale = (qkv, table, places(batch, length)), size**-0.5
-        found = kernels.decode_attention(*shared, keys, values, heads, scale, arrived)
-        wanted = kernels.decode_attention_reference(*shared, *others, heads, scale)
-        yield from zip((found, keys, values), (wanted, *others), strict=True)
-        yield arrived, torch.zeros_like(arrived)
+        bias, gains = random(dtype, qkv.shape[1]), gains_of(dtype, size)
+        for more in ({}, {"bias": bias}, {"gains": gains, "eps": 1e-5},
+                     {"bias": bias, "gains": gains, "eps": 1e-5}):  # fmt: skip
+            found = kernels.decode_attention(*shared, keys, values, heads, scale, arrived, **more)
+            wanted = kernels.decode_attention_reference(*shared, *others, heads, scale, **more)
+            yield from zip((found, keys, values), (wanted, *others), strict=True)
+            yield arrived, torch.zeros_like(arrived)
 
 
 def squares_of(x: Tensor) -> Tensor:
@@ -179,9 +190,10 @@ def rotary_prompt(dtype: torch.dtype) -> Pairs:
         packed = random(dtype, batch, seen, (heads + 2 * kv) * size)
         table, cache = table_for(length, size), caches(dtype, batch, kv, length, size)
         others = tuple(each.clone() for each in cache)
-        found = kernels.rotary_prompt(packed, table, *cache, heads, kv)
-        wanted = kernels.rotary_prompt_reference(packed, table, *others, heads, kv)
-        yield from zip((*found, *cache), (*wanted, *others), strict=True)
+        for more in ({}, {"gains": gains_of(dtype, size), "eps": 1e-5}):
+            found = kernels.rotary_prompt(packed, table, *cache, heads, kv, **more)
+            wanted = kernels.rotary_prompt_reference(packed, table, *others, heads, kv, **more)
+            yield from zip((*found, *cache), (*wanted, *others), strict=True)
 
 
 @case("embed")
@@ -191,6 +203,56 @@ def embed(dtype: torch.dtype) -> Pairs:
         tokens = torch.randint(0, first + rows + 3, (count,), device=DEVICE)
         found = choice.embed(tokens, weight, first)
         yield found, choice.embed(tokens.cpu(), weight.cpu(), first).to(DEVICE)
+
+
+@case("greedy_choice")
+def greedy_choice(dtype: torch.dtype) -> Pairs:
+    """Alone, and as two ranks on this GPU, the second of which has sent already."""
+    for batch, size, first in ((1, 7, 0), (3, 1024, 500), (9, 2100, 40)):
+        logits = random(dtype, batch, size)
+        logits[0, size // 2], logits[-1, [1, size - 1]] = torch.nan, 100.0
+        wanted = choose_greedily(logits, first, Reducer())
+        alone = choice.GreedyChoice(batch, 0, 1, None, logits.device)
+        positions = torch.arange(batch, device=DEVICE)
+        out, tokens = chosen(alone, logits, first, positions, batch - 1)
+        # Differences, because a token leaves no room for rounding.
+        yield out - wanted, torch.zeros_like(out)
+        yield tokens - wanted.clamp(min=0), torch.zeros_like(out)
+        yield positions - torch.arange(1, batch + 1, device=DEVICE).clamp(max=batch - 1), 0 * wanted
+        ranks = two_ranks(batch)
+        other = random(dtype, batch, size)
+        send_best(other, first + size, ranks[0])
+        wanted = choose_greedily(torch.cat((logits, other), dim=1), first, Reducer())
+        for rank, part in zip(ranks, (logits, other), strict=True):
+            out, _ = chosen(rank, part, first + rank.rank * size)
+            yield out - wanted, torch.zeros_like(out)
+
+
+def chosen(
+    choose: choice.GreedyChoice, logits: Tensor, first: int, *positions: Any
+) -> tuple[Tensor, Tensor]:
+    out, tokens = (torch.full((len(logits),), 77, device=DEVICE) for _ in range(2))
+    choose(logits, first, out, tokens, *positions)
+    return out, tokens
+
+
+def two_ranks(batch: int) -> list[choice.GreedyChoice]:
+    """Two ranks' choices, whose slots all lie on this GPU."""
+    slots = [torch.full((choice.SETS * 2 * batch * 2,), choice.EMPTY, dtype=torch.int32,
+                        device=DEVICE) for _ in range(2)]  # fmt: skip
+    buffers = torch.tensor([each.data_ptr() for each in slots], device=DEVICE)
+    ranks = [choice.GreedyChoice(batch, 0, 1, None, slots[0].device) for _ in slots]
+    for number, (rank, mine) in enumerate(zip(ranks, slots, strict=True)):
+        rank.rank, rank.world, rank.slots, rank.buffers = number, 2, mine, buffers
+    return ranks
+
+
+def send_best(logits: Tensor, first: int, to: choice.GreedyChoice) -> None:
+    """Put rank 1's best into rank 0's slots: in one stream its own kernel would run too late."""
+    batch = len(logits)
+    top, token = logits.float().max(-1)
+    sent = torch.stack((top.view(torch.int32), (token + first).int()), dim=1).flatten()
+    to.slots[2 * batch : 4 * batch] = sent
 
 
 def compare(name: str, found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
