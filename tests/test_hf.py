@@ -457,6 +457,15 @@ def test_what_is_not_supported_is_refused(options: dict[str, Any], message: str)
         wrapped()(**{"input_ids": TOKENS % 67, **options})
 
 
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}])
+def test_nothing_is_generated_past_the_longest_sequence(options: dict[str, Any]) -> None:
+    """The last token of all is not read: 40 are, of 41. transformers itself only warns."""
+    model, tokens = wrapped(), TOKENS[:1].repeat(1, 4)[:, :38] % 67
+    assert model.generate(tokens, max_new_tokens=3, **GREEDY, **options).shape[1] == 41
+    with pytest.raises(UserError, match=r"40 tokens in the cache and 1 more .*max_seq_len=40"):
+        model.generate(tokens, max_new_tokens=4, **GREEDY, **options)
+
+
 def test_configs_without_a_model_are_refused() -> None:
     with pytest.raises(UserError, match="model=None"):
         ladder.hf.LadderConfig()

@@ -299,6 +299,12 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
         if past_key_values is not None:
             past = past_key_values.get_seq_length()
             keys, _ = past_key_values.get_mask_sizes(size, 0)
+        longest = transformer.config.max_seq_len
+        if past + size > longest:  # which generate() only warns of, and goes on with noise
+            raise UserError(
+                f"{int(past)} tokens in the cache and {size} more are longer than the model's "
+                f"max_seq_len={longest}; shorten the prompt, or lower max_new_tokens"
+            )
         if attention_mask is not None and attention_mask.dim() == 2:
             if attention_mask.shape[1] < past + size:
                 raise UserError(
