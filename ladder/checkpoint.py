@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ladder.convert.huggingface import config_from_huggingface, stop_tokens
-from ladder.files import checksum, write_text
+from ladder.files import checksum, usual_mode, write_text
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer, meta_model
@@ -157,13 +157,19 @@ def write_tensors(folder: Path, stem: str, entries: Iterable[Entry], writer: boo
                 tensors[each.name] = tensor
                 index[each.name] = name
         if writer:
-            try:
-                save_file(tensors, folder / name, metadata={"format": "pt"})
-            except SafetensorError as error:  # its own type for what is an OSError
-                raise OSError(f"{name}: {error}") from error
+            save(folder / name, tensors, {"format": "pt"})
     if writer and len(files) > 1:
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
         write_text(folder / f"{stem}.safetensors.index.json", text)
+
+
+def save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write one safetensors file, for whoever may read the files beside it."""
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:  # its own type for what is an OSError
+        raise OSError(f"{path.name}: {error}") from error
+    usual_mode(path)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +28,20 @@ def checksum(path: Path) -> str:
     """The SHA-256 of a file."""
     with path.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def usual_mode(path: Path) -> None:
+    """Give a file the mode that a new one gets here; safetensors makes its for the owner alone.
+
+    A new one shows it: to ask for the umask is to change it, for every thread.
+    """
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        new.touch()
+        with suppress(PermissionError):  # a file system with modes of its own
+            path.chmod(stat.S_IMODE(new.stat().st_mode))
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def make_folder(path: Path) -> None:

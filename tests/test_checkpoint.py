@@ -107,6 +107,18 @@ def test_our_folders_round_trip(
     assert load_model(tmp_path, dtype=torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
 
 
+def test_whoever_may_read_the_config_may_read_the_weights(tmp_path: Path) -> None:
+    """safetensors makes its files for their owner alone, whatever the umask."""
+    before = os.umask(0o027)
+    try:
+        save_ours(tmp_path, make())
+        write_file(tmp_path / "shard.safetensors", {"x": torch.ones(2)}, {"x": [0]})
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == dict.fromkeys(("config.json", "model.safetensors", "shard.safetensors"), 0o640)
+
+
 def load_on_rank(rank: int, world: int, folder: Path) -> tuple[float, int]:
     model = load_model(folder, tp_mesh(world))
     with torch.no_grad():

@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, StorageWriter
 from torch.distributed.checkpoint.metadata import (
@@ -44,7 +42,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ladder.checkpoint import SHARD_BYTES, SHARDING_INFO, WEIGHTS
+from ladder.checkpoint import SHARD_BYTES, SHARDING_INFO, WEIGHTS, save
 from ladder.files import checksum, sync
 
 OPTIMIZER = "optimizer"
@@ -183,9 +181,5 @@ def _by_size(items: Iterable[WriteItem]) -> list[list[WriteItem]]:
 def write_file(path: Path, tensors: dict[str, Tensor], starts: Mapping[str, list[int]]) -> None:
     """Write boxes of tensors to the disk; starts: where in its tensor each begins."""
     info = json.dumps({name: {"saved_offsets": start} for name, start in starts.items()})
-    metadata = {"format": "pt", "DCP_VERSION": "1.0", SHARDING_INFO: info}
-    try:
-        save_file(tensors, path, metadata=metadata)
-    except SafetensorError as error:  # its own type for what is an OSError
-        raise OSError(f"{path.name}: {error}") from error
+    save(path, tensors, {"format": "pt", "DCP_VERSION": "1.0", SHARDING_INFO: info})
     sync(path)
