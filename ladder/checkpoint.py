@@ -35,6 +35,8 @@ from ladder.parallel.sharding import local_parameters, place
 SHARD_BYTES = 2**30  # a file of a checkpoint holds about this much, or one tensor
 WEIGHTS = "model"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# The rotary frequencies, which follow from the config; older transformers stored them.
+OLD_ROTARY = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 TIED_ROWS = 2**14  # of those two that are in memory at once, to compare them
 GENERATION = "generation_config.json"  # Hugging Face's: what ends a text, how to sample
 CHECKSUMS = "checksums.json"  # of a run's checkpoint: the SHA-256 of every other file
@@ -203,7 +205,14 @@ class TensorReader:
                 for name, start in self._starts(shard.name).items():
                     self.files.setdefault(name, []).append(Chunk(shard.name, start))
         else:
-            raise UserError(f"{folder} has neither {single.name} nor {index.name}")
+            pickled = next(folder.glob(f"pytorch_{stem}*.bin"), None)
+            remedy = "fetch its weights as well, or give another folder"
+            if pickled is not None:
+                remedy = (
+                    f"{pickled.name} is pickled: make safetensors of it with transformers, "
+                    f"AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)"
+                )
+            raise UserError(f"{folder} has neither {single.name} nor {index.name}; {remedy}")
 
     def close(self) -> None:
         """Let go of the files, and of the memory that what was read of them takes, once unused."""
@@ -319,7 +328,7 @@ class TensorReader:
 
     def check(self, model: Transformer) -> None:
         """Raise UserError unless the tensors are the model's, by name and shape, and no others."""
-        spare = {name for name in self.files if "rotary_emb" in name}
+        spare = {name for name in self.files if OLD_ROTARY.fullmatch(name)}
         if model.config.tie_embeddings:
             spare.add(HEAD)  # some store it all the same
         extra = set(self.files) - {*model.shapes, *spare}

@@ -175,6 +175,7 @@ def edit_json(name: str, **changes: Any) -> Callable[[Path], None]:
 
 
 NORM = "model.norm.weight"
+SCALED = "model.layers.0.self_attn.rotary_emb.long_factor"
 INDEX = "model.safetensors.index.json"
 
 
@@ -192,7 +193,12 @@ def only_index(**content: Any) -> Callable[[Path], None]:
         (truncate("model.safetensors"), r"model\.safetensors is missing or damaged"),
         (truncate("config.json"), r"config\.json is not valid JSON"),
         (lambda folder: (folder / "config.json").unlink(), "no model folder"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "has neither"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has neither .* fetch its"),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+            r"has neither .* pytorch_model\.bin is pickled: make safetensors of it",
+        ),
+        (edit_tensors(lambda t: t.update({SCALED: torch.ones(2)})), f"does not have: {SCALED}"),
         (edit_tensors(lambda t: t.pop(NORM)), f"lacks the tensor '{NORM}'"),
         (edit_tensors(lambda t: t.update({"extra": torch.ones(2)})), "does not have: extra"),
         (edit_tensors(lambda t: t.update({NORM: torch.ones(5)})), rf"'{NORM}' has the shape \[5\]"),
@@ -219,6 +225,14 @@ def test_damaged_folders_are_refused(
     damage(tmp_path)
     with pytest.raises(UserError, match=message):
         load_model(tmp_path)
+
+
+def test_rotary_frequencies_of_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
+    """The first Llamas' folders hold them, once for each layer."""
+    save_ours(tmp_path, make())
+    old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(2)}
+    edit_tensors(lambda t: t.update(old))(tmp_path)
+    load_model(tmp_path)
 
 
 def test_an_index_that_names_the_wrong_file(tmp_path: Path) -> None:

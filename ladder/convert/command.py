@@ -182,8 +182,10 @@ def convert_command(options: argparse.Namespace) -> int:
                 raise UserError(f"--{name}={value} with --to hf, which writes `standard`: leave it")
     if options.ladder_layers is not None:
         if plan != "hybrid":
+            instead = "" if plan is None else f" instead of --plan {plan}"
             raise UserError(
-                f"--ladder-layers={options.ladder_layers} is for --plan hybrid, not {plan!r}"
+                f"--ladder-layers={options.ladder_layers} goes with a hybrid: add --plan hybrid"
+                f"{instead}"
             )
         plan = ",".join(f"ladder@{part.strip()}" for part in options.ladder_layers.split(","))
     source = newest(options.model)

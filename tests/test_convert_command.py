@@ -1,0 +1,53 @@
+"""`ladder convert`, the command: what it says, and which options go together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ladder import checkpoint
+from ladder.cli import main
+from ladder.convert.command import convert
+from ladder.models import UserError
+from tests.test_convert import assert_refused, save
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--plan", "laddr"), ("'laddr'", "did you mean 'ladder'")),
+        (("--plan", "desync-2x"), ("'desync-2x'", "tp_degree")),
+        (("--plan", "ladder", "--tp-degree", "2"), ("tp_degree=2",)),
+        (("--tp-degree", "2"), ("tp_degree=2", "--plan")),
+        (("--plan", "none", "--tp-degree", "2"), ("'none'", "bound")),
+        (("--plan", "ladder", "--ladder-layers", "2-3"),
+         ("--ladder-layers=2-3", "add --plan hybrid instead of --plan ladder")),
+        (("--ladder-layers", "2-3"), ("--ladder-layers=2-3 goes", "hybrid: add --plan hybrid")),
+        (("--plan", "hybrid", "--ladder-layers", "2-9"), ("'2-9'", "0-3")),
+        (("--to", "hf", "--plan", "ladder"), ("--plan=ladder", "--to hf")),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_fit(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    words: tuple[str, ...],
+) -> None:
+    assert_refused(capsys, save(tmp_path / "hf"), words, *arguments)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it says, and that Hugging Face has no ladders, nor `out` room for two models."""
+    source, out = save(tmp_path / "hf"), tmp_path / "out"
+    words = ["convert", str(source), "--out", str(out), "--plan", "hybrid"]
+    assert main([*words, "--ladder-layers", "0, 2-3"]) == 0
+    assert "every checksum agrees" in capsys.readouterr().out
+    assert checkpoint.read_config(out).plan.name == "ladder@0,ladder@2-3"
+    assert main(words) == 2
+    assert "exists already" in capsys.readouterr().err
+    out.rename(tmp_path / "ladder")
+    assert_refused(capsys, tmp_path / "ladder", ("'ladder@0,ladder@2-3'",), "--to", "hf")
+    assert_refused(capsys, source / "config.json", ("is a file; give a model folder",))
+    with pytest.raises(UserError, match="unknown format 'huggingface'"):
+        convert(source, out, to="huggingface")
