@@ -104,6 +104,8 @@ def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
                 old.rename(path)
             raise
         sync(path.parent)
+    except BrokenPipeError:  # nobody reads what the body prints, as with `| head`
+        raise
     except OSError as error:
         raise UserError(
             f"{path} cannot be written ({error}); choose another folder or make room"

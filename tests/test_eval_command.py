@@ -53,6 +53,39 @@ def test_models_side_by_side(
     assert json.loads((out / "results.json").read_text())["limit"] == 1
 
 
+def test_a_run_that_fails_changes_nothing(
+    llama: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Wherever it does: before its data is built, while it is, and after, at the last model."""
+    needs_lm_eval()
+    out = tmp_path / "runs" / "out"
+    command = ["eval", str(llama), "--out", str(out), "--limit", "1", "--device", "cpu",
+               "--tasks", "local_cloze", "--text"]  # fmt: skip
+    (tmp_path / "short.txt").write_text("too little")
+
+    def fail() -> None:
+        for words, message in (
+            (["--tp", "2", "--text", str(texts)], "--tp=2 with 1 processes"),
+            (["--text", str(tmp_path / "short.txt")], "holds too little text"),
+            (["--text", str(texts), "--tasks", "local_cloze", "local_x"], "'local_x' is no task"),
+        ):
+            assert main([*command[:-1], "--overwrite", *words]) == 2
+            assert message in capsys.readouterr().err
+        with monkeypatch.context() as patched:
+            patched.setattr("ladder.eval.command.load_for_inference", lambda *_, **__: 1 / 0)
+            assert main([*command, str(texts), "--overwrite"]) == 1
+
+    fail()
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "short.txt"]
+    assert main([*command, str(texts)]) == 0
+    (out / "notes").write_text("of the user")
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert {"notes", "results.json", "cloze.jsonl"} <= {path.name for path in before}
+    fail()
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
 def test_a_task_of_the_hub_without_a_network(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,14 @@ def test_what_is_replaced_is_gone_when_the_new_folder_is_whole(tmp_path: Path) -
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "new"]
 
 
+def test_a_reader_of_what_is_printed_that_has_left_is_no_fault_of_the_folder(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(BrokenPipeError), new_folder(tmp_path / "out"):
+        raise BrokenPipeError
+    assert not list(tmp_path.iterdir())
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

@@ -8,16 +8,16 @@ import gc
 import json
 import platform
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ladder.checkpoint import check_model, newest
 from ladder.data.tokenizer import load_tokenizer
 from ladder.eval import offline, results, suites
-from ladder.files import make_folder, write_text
+from ladder.files import make_folder, new_folder, write_text
 from ladder.infer.load import as_dtype, load_for_inference
 from ladder.models.errors import UserError
 from ladder.parallel import launch
@@ -54,22 +54,71 @@ def eval_command(options: argparse.Namespace) -> int:
         check_model(folder)
         open_template(folder, load_tokenizer(folder), options.chat_template)
     launch.agree({"options": {**vars(options), "verb": None}})
-    main = launch.rank() == 0
-
     own = any(entry.task.startswith(suites.OWN) for entry in chosen)
     if options.text and not own:
         raise UserError("--text is for the offline suite, and --tasks names none of its tasks")
-    data = out / DATA
-    index = None
-    if main:
-        make_folder(data.parent)
-        index = offline.build(options.text, data, [e.task for e in chosen]) if own else None
+    if options.tp not in (0, launch.world_size()):
+        raise UserError(
+            f"--tp={options.tp} with {launch.world_size()} processes: start as many as tp "
+            f"(--nproc={options.tp})"
+        )
+    with _written(out, own) as data:
+        _compare(options, place, chosen, folders, out, data)
+    return 0
+
+
+@contextlib.contextmanager
+def _written(out: Path, own: bool) -> Iterator[Path | None]:
+    """Have rank 0 make `out`, and in it a folder for the data of our `own` tasks, where any is.
+
+    That takes its name, and an old one's place, when the body ends. An error in the body leaves
+    `out` as it was, or none where there was none.
+    """
+    data: Path | None = None
+    with contextlib.ExitStack() as stack:
+        if launch.rank() == 0:
+            made = [folder for folder in (out, *out.parents) if not folder.exists()]
+            stack.callback(_remove_empty, made)  # they hold the results, unless there are none
+            make_folder(out)
+            data = stack.enter_context(new_folder(out / DATA, overwrite=True)) if own else None
+        yield data
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # it holds something, or is gone
+            folder.rmdir()
+
+
+def _load_tasks(
+    options: argparse.Namespace, chosen: Sequence[suites.Entry], data: Path | None
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The tasks, and on rank 0 the index of what it builds in its folder `data` for our own.
+
+    Rank 0 loads them first: what cannot be loaded ends the run while the others wait.
+    """
+    index = tasks = None
+    if launch.rank() == 0:
+        if data is not None:
+            index = offline.build(options.text, data, [each.task for each in chosen])
         if index and index.get("definitions") == "the standard library":
             print("local_definitions: of the standard library; --text defines too few words")
-    if launch.world_size() > 1:
-        dist.barrier()
-    tasks = suites.load(chosen, data)
+        tasks = suites.load(chosen, data)
+    data = launch.from_first(data)
+    return tasks or suites.load(chosen, data), index
 
+
+def _compare(
+    options: argparse.Namespace,
+    place: torch.device,
+    chosen: Sequence[suites.Entry],
+    folders: dict[str, Path],
+    out: Path,
+    data: Path | None,
+) -> None:
+    """Run every model on the tasks; rank 0 prints and writes the results."""
+    main = launch.rank() == 0
+    tasks, index = _load_tasks(options, chosen, data)
     columns: dict[str, list[results.Metric]] = {}
     models: dict[str, dict[str, Any]] = {}
     for name, folder in folders.items():
@@ -97,7 +146,6 @@ def eval_command(options: argparse.Namespace) -> int:
         dtypes = sorted({model["dtype"] for model in models.values()})
         facts = _facts(options, place, dtypes)
         report(columns, tasks["group_map"], facts, models, index, out)
-    return 0
 
 
 def evaluate(

@@ -80,10 +80,10 @@ def require_lm_eval() -> None:
     lm_eval.api.task.tqdm = lambda rows, **_: rows
 
 
-def load(chosen: Sequence[Entry], data: Path) -> dict[str, dict[str, Any]]:
+def load(chosen: Sequence[Entry], data: Path | None) -> dict[str, dict[str, Any]]:
     """The tasks, their documents read, as the harness's `evaluate` takes them.
 
-    data: the folder that `ladder.eval.offline.build` wrote, for our own tasks.
+    data: the folder that `ladder.eval.offline.build` wrote, where any is our own.
 
     Raises UserError for a name that is no task's, and for a task that cannot be loaded or run.
     """
