@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from ladder import checkpoint
 from ladder.cli import main
 from ladder.convert.command import convert
 from ladder.models import UserError
-from tests.test_convert import assert_refused, save
+from tests.test_convert import assert_refused, assert_same_bits, save, tensors
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,9 @@ from tests.test_convert import assert_refused, save
          ("--ladder-layers=2-3", "add --plan hybrid instead of --plan ladder")),
         (("--ladder-layers", "2-3"), ("--ladder-layers=2-3 goes", "hybrid: add --plan hybrid")),
         (("--plan", "hybrid", "--ladder-layers", "2-9"), ("'2-9'", "0-3")),
-        (("--to", "hf", "--plan", "ladder"), ("--plan=ladder", "--to hf")),
+        (("--to", "hf", "--plan", "ladder"), ("--plan=ladder", "--to hf", "give --plan standard")),
+        (("--to", "hf", "--ladder-layers", "2-3"), ("--ladder-layers=2-3", "--to hf", "leave it")),
+        (("--to", "hf", "--tp-degree", "2"), ("--tp-degree=2", "--to hf", "leave it")),
     ],
 )  # fmt: skip
 def test_options_that_do_not_fit(
@@ -47,7 +50,19 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(words) == 2
     assert "exists already" in capsys.readouterr().err
     out.rename(tmp_path / "ladder")
-    assert_refused(capsys, tmp_path / "ladder", ("'ladder@0,ladder@2-3'",), "--to", "hf")
+    refusal = ("'ladder@0,ladder@2-3'", "add --plan standard")
+    assert_refused(capsys, tmp_path / "ladder", refusal, "--to", "hf")
     assert_refused(capsys, source / "config.json", ("is a file; give a model folder",))
     with pytest.raises(UserError, match="unknown format 'huggingface'"):
         convert(source, out, to="huggingface")
+
+
+def test_a_hybrid_goes_back_as_standard(tmp_path: Path) -> None:
+    """As the refusal says: its weights are what they were, and the wires Hugging Face's."""
+    source = save(tmp_path / "hf")
+    convert(source, tmp_path / "hybrid", "hybrid")
+    words = ["--plan", "standard", "--to", "hf", "--out", str(tmp_path / "back")]
+    assert main(["convert", str(tmp_path / "hybrid"), *words]) == 0
+    assert_same_bits(tensors(tmp_path / "back"), tensors(source))
+    back = (tmp_path / "back" / "config.json").read_text()
+    assert json.loads(back) == json.loads((source / "config.json").read_text())

@@ -173,13 +173,24 @@ def _logits(
     return compare_logits(folder, source) if from_hf else compare_logits(source, folder)
 
 
+def _refuse_plans(options: argparse.Namespace) -> None:
+    """Raise UserError for a plan that Hugging Face's format has no room for."""
+    if options.plan not in (None, "standard"):
+        raise UserError(
+            f"--plan={options.plan} with --to hf, which writes `standard` alone: leave out one of "
+            f"the two, or give --plan standard, which rewires the model"
+        )
+    for name in ("ladder_layers", "tp_degree"):
+        if (value := getattr(options, name)) is not None:
+            option = name.replace("_", "-")
+            raise UserError(f"--{option}={value} with --to hf, which writes `standard`: leave it")
+
+
 def convert_command(options: argparse.Namespace) -> int:
     """Run `ladder convert`. See `ladder convert --help`."""
     plan = options.plan
     if options.to == "hf":
-        for name, value in (("plan", plan), ("tp-degree", options.tp_degree)):
-            if value is not None:
-                raise UserError(f"--{name}={value} with --to hf, which writes `standard`: leave it")
+        _refuse_plans(options)
     if options.ladder_layers is not None:
         if plan != "hybrid":
             instead = "" if plan is None else f" instead of --plan {plan}"

@@ -187,7 +187,8 @@ def refuse_other_plans(config: ModelConfig) -> None:
     if config.plan.sublayers != resolve_plan("standard", config.num_layers).sublayers:
         raise UserError(
             f"plan {config.plan.name!r} cannot be written for Hugging Face's classes, which "
-            f"compute `standard` alone; keep the model in our format"
+            f"compute `standard` alone; keep the model in our format (without --to hf), or rewire "
+            f"it, which changes what it computes: add --plan standard"
         )
 
 
