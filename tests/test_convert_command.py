@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ladder import checkpoint
 from ladder.cli import main
+from ladder.convert import verify
 from ladder.convert.command import convert
-from ladder.models import UserError
-from tests.test_convert import assert_refused, assert_same_bits, save, tensors
+from ladder.models import ModelConfig, UserError
+from tests.test_convert import assert_refused, assert_same_bits, edit, save, tensors
 
 
 @pytest.mark.parametrize(
@@ -57,12 +59,54 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         convert(source, out, to="huggingface")
 
 
-def test_a_hybrid_goes_back_as_standard(tmp_path: Path) -> None:
+def test_a_hybrid_goes_back_as_standard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As the refusal says: its weights are what they were, and the wires Hugging Face's."""
     source = save(tmp_path / "hf")
     convert(source, tmp_path / "hybrid", "hybrid")
     words = ["--plan", "standard", "--to", "hf", "--out", str(tmp_path / "back")]
     assert main(["convert", str(tmp_path / "hybrid"), *words]) == 0
     assert_same_bits(tensors(tmp_path / "back"), tensors(source))
+    assert "logits under plan standard differ from transformers' by" in capsys.readouterr().out
     back = (tmp_path / "back" / "config.json").read_text()
     assert json.loads(back) == json.loads((source / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("plan", "limit", "compared"),
+    [
+        ("standard", verify.MOST_PARAMETERS, "logits"),
+        ("ladder", verify.MOST_PARAMETERS, "logits under plan standard"),
+        ("hybrid", 24_000, "logits of the first 2 of 4 layers under plan standard"),
+        ("standard", 1, "logits of the first 1 of 4 layers"),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama 3, tied", "mistral", "qwen2", "qwen3"])
+def test_other_logits_than_transformers_are_noticed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    plan: str, limit: int, compared: str, family: str,
+) -> None:  # fmt: skip
+    """A config that is read wrongly, here its base of the rotary frequencies: of every plan that
+    keeps the weights, and of a part of what is too large."""
+    monkeypatch.setattr(verify, "MOST_PARAMETERS", limit)
+    monkeypatch.setattr(verify, "ROWS", 64)
+    source = save(tmp_path / "hf", family)
+    edit(source / "config.json", pad_token_id=90)
+    words = ["convert", str(source), "--plan", plan, "--out"]
+    assert main([*words, str(tmp_path / "good")]) == 0
+    assert f"\n{compared} differ from transformers' by" in capsys.readouterr().out
+
+    def wrong(folder: Path) -> ModelConfig:
+        return replace(checkpoint.read_config(folder), rope_theta=100.0)
+
+    monkeypatch.setattr(verify, "read_config", wrong)
+    assert main([*words, str(tmp_path / "out")]) == 2
+    assert f"the {compared} differ" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_norms_that_are_folded_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--plan", "parallel", "--out", str(tmp_path / "out")]
+    assert main(["convert", str(save(tmp_path / "hf")), *words]) == 0
+    assert "not compared with transformers': plan 'parallel' has other" in capsys.readouterr().out

@@ -54,12 +54,16 @@ COMPANIONS = (  # what goes along as it is: tokenizer, chat template, generation
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did. logits: the difference from transformers, or why there is none."""
+    """What a conversion did. logits: the difference from transformers, or why there is none.
+
+    compared: whose logits they are.
+    """
 
     tensors: int
     nbytes: int
     seconds: float
     logits: float | str
+    compared: str
 
 
 def convert(
@@ -124,10 +128,10 @@ def convert(
         if to == "hf":
             name_end(folder)
         seconds = time.monotonic() - start
-        logits = _logits(source, folder, old, config, to, sum(sizes.values()))
+        logits, compared = _logits(source, folder, old, config, to)
         if finish is not None:
             finish(folder)
-    return Report(len(todo), total, seconds, logits)
+    return Report(len(todo), total, seconds, logits, compared)
 
 
 def _write_config(
@@ -160,16 +164,15 @@ def name_end(folder: Path) -> None:
 
 
 def _logits(
-    source: Path, folder: Path, old: ModelConfig, config: ModelConfig, to: str, parameters: int
-) -> float | str:
-    """How far the new folder's logits are from transformers', where both can be had."""
-    if config.plan.sublayers != old.plan.sublayers:
-        return f"plan {config.plan.name!r} is another function"
+    source: Path, folder: Path, old: ModelConfig, config: ModelConfig, to: str
+) -> tuple[float | str, str]:
+    """How far the new folder's logits are from transformers', or why not; and what was compared."""
     from_hf = read_json(source / "config.json").get("model_type") != "ladder"
+    reason = cannot_compare(old, config)
     if from_hf == (to == "hf"):
-        return "there is one format alone"
-    if (reason := cannot_compare(parameters)) is not None:
-        return reason
+        reason = "there is one format alone"
+    if reason is not None:
+        return reason, "logits"
     return compare_logits(folder, source) if from_hf else compare_logits(source, folder)
 
 
@@ -215,5 +218,5 @@ def convert_command(options: argparse.Namespace) -> int:
     if isinstance(report.logits, str):
         print(f"logits were not compared with transformers': {report.logits}")
     else:
-        print(f"logits differ from transformers' by {report.logits:.1e} of the largest")
+        print(f"{report.compared} differ from transformers' by {report.logits:.1e} of the largest")
     return 0

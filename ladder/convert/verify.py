@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ladder.checkpoint import WEIGHTS, TensorReader, load_model
+from ladder.checkpoint import WEIGHTS, TensorReader, read_config
+from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
+from ladder.models.presets import resolve_plan
+from ladder.models.transformer import Transformer, meta_model, tensor_shapes
+from ladder.parallel.sharding import place
 
-MOST_PARAMETERS = 2**28  # of a model whose logits are compared: 1 GiB in float32, held twice
+MOST_PARAMETERS = 2**28  # of what computes the logits that are compared: 1 GiB in float32
+ROWS = 1024  # tokens of the vocabulary of a model above that
 TOLERANCE = 1e-4  # of the largest logit, in float32
 
 
@@ -45,44 +53,105 @@ def verify_checksums(
         )
 
 
-def cannot_compare(parameters: int) -> str | None:
+def cannot_compare(old: ModelConfig, new: ModelConfig) -> str | None:
     """Why logits are not compared with transformers', or None where they can be."""
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed"
-    if parameters > MOST_PARAMETERS:
-        return f"{parameters / 1e9:.1f}B parameters are more than {MOST_PARAMETERS / 1e9:.1f}B"
+    if tensor_shapes(old) != tensor_shapes(new):
+        return f"plan {new.plan.name!r} has other norms"
     return None
 
 
 @torch.no_grad()
-def compare_logits(ours: Path, theirs: Path) -> float:
+def compare_logits(ours: Path, theirs: Path) -> tuple[float, str]:
     """The largest difference of the logits of our folder and Hugging Face's, of random tokens.
 
-    In units of the largest logit, in float32. Raises UserError where it is above TOLERANCE.
+    And what was compared, in words. Ours are those under `standard`, whatever plan the tensors are
+    stored for. Of a model above MOST_PARAMETERS, the first layers, as many as fit, but one at
+    least, with the first ROWS tokens. In units of the largest logit, in float32; one of the two is
+    in memory at a time. Raises UserError where the difference is above TOLERANCE.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    model = load_model(ours, dtype=torch.float32)
-    try:
-        other = AutoModelForCausalLM.from_pretrained(
-            theirs, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
-        ).eval()
-    except Exception as error:  # it raises what it likes
-        raise UserError(
-            f"transformers cannot load {theirs} ({' '.join(str(error).split())[:300]}), so that "
-            f"the logits cannot be compared; mend its config.json"
-        ) from error
-    shape = (2, min(64, model.config.max_seq_len))
+    config = read_config(ours)
+    part = _fitting(config)
+    whole = tensor_shapes(part) == tensor_shapes(config)
+    shape = (2, min(64, config.max_seq_len))
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, model.config.vocab_size, shape, generator=generator)
-    expected = other(tokens).logits
-    difference = (model(tokens) - expected).abs().max() / expected.abs().max()
+    tokens = torch.randint(0, part.vocab_size, shape, generator=generator)
+    what = "logits"
+    if not whole:
+        what += f" of the first {part.num_layers} of {config.num_layers} layers"
+    if config.plan.sublayers != resolve_plan("standard", config.num_layers).sublayers:
+        what += " under plan standard"
+    expected = _theirs(theirs, None if whole else part)(tokens).logits
+    difference = (_ours(ours, part)(tokens) - expected).abs().max() / expected.abs().max()
     if not difference <= TOLERANCE:
         raise UserError(
-            f"the logits differ from transformers' by {difference:.1e} of the largest: the "
+            f"the {what} differ from transformers' by {difference:.1e} of the largest: the "
             f"config.json asks for something that one of the two does not compute; nothing was "
             f"written"
         )
-    return float(difference)
+    return float(difference), what
+
+
+def _fitting(config: ModelConfig) -> ModelConfig:
+    """Under `standard`, all of the model, or a part of it that has MOST_PARAMETERS or less."""
+
+    def first(layers: int, rows: int) -> ModelConfig:
+        return replace(
+            config,
+            num_layers=layers,
+            vocab_size=rows,
+            plan=resolve_plan("standard", layers),
+            tp_degree=None,
+        )
+
+    def size(layers: int, rows: int) -> int:
+        return sum(map(math.prod, tensor_shapes(first(layers, rows)).values()))
+
+    if size(config.num_layers, config.vocab_size) <= MOST_PARAMETERS:
+        return first(config.num_layers, config.vocab_size)
+    rows = min(config.vocab_size, ROWS)
+    one = size(1, rows)
+    layers = 1 + (MOST_PARAMETERS - one) // (size(2, rows) - one)
+    return first(max(1, min(layers, config.num_layers)), rows)
+
+
+def _ours(folder: Path, config: ModelConfig) -> Transformer:
+    model = meta_model(config)
+    place(model, dtype=torch.float32)
+    _fill(model, folder)
+    return model
+
+
+def _theirs(folder: Path, part: ModelConfig | None) -> Any:
+    """transformers' model of the folder; with `part`, of as many layers and tokens as that has."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
+    try:
+        if part is None:
+            options["use_safetensors"] = True
+            return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config.num_hidden_layers, config.vocab_size = part.num_layers, part.vocab_size
+        config.pad_token_id = None  # which may be beyond these tokens
+        if kinds := getattr(config, "layer_types", None):
+            config.layer_types = kinds[: part.num_layers]
+        model = AutoModelForCausalLM.from_config(config, **options).eval()
+        _fill(model, folder)
+        return model
+    except Exception as error:  # it raises what it likes
+        raise UserError(
+            f"transformers cannot load {folder} ({' '.join(str(error).split())[:300]}), so that "
+            f"the logits cannot be compared; mend its config.json"
+        ) from error
+
+
+def _fill(model: nn.Module, folder: Path) -> None:
+    """Copy what a model, whole or the first part of one, holds of the folder's tensors."""
+    reader = TensorReader(folder, WEIGHTS)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(reader.part(name, tuple(slice(0, size) for size in parameter.shape)))
+        reader.close()
