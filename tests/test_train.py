@@ -9,6 +9,7 @@ import shutil
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -288,18 +289,61 @@ def test_a_checkpoint_of_another_plan_is_refused(corpus: Path, tmp_path: Path) -
 def test_a_run_that_never_saved_can_be_resumed(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is begun, so it is not overwritten; it has no checkpoint, so it starts at step 0."""
+    """It is begun, so it is not overwritten; it has no checkpoint, so it starts at step 0. Catches
+    another run that takes its place, and a first save that a kill cut short taken for one lost."""
     run = tmp_path / "run"
     config = recipe(corpus, run)
-    train(config, device="cpu", stop_after=2)
-    shutil.rmtree(run / "checkpoints")
+    break_off(config, 3)
+    assert len(losses(run)) == 2
     with pytest.raises(UserError, match="add --resume"):
         train(config, device="cpu")
+    for changes, message in (
+        ({"lr": 5e-3}, "lr=0.005 differs"),
+        ({"model": {**SHAPE, "num_layers": 3}}, "model.num_layers=3 differs"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train(recipe(corpus, run, **changes), device="cpu", resume=True)
+    assert len(losses(run)) == 2
+    (run / "checkpoints" / ".step-000002.partial").mkdir(parents=True)
+    with (run / metrics.FILE).open("a") as file:
+        file.write('{"step": 2, "checkpoint_seconds": 0.1}\n')
     capsys.readouterr()
     train(config, device="cpu", resume=True)
     assert "ended before its first checkpoint: it starts again" in capsys.readouterr().out
     train(recipe(corpus, tmp_path / "whole"), device="cpu")
     assert untimed(run) == untimed(tmp_path / "whole")
+
+
+def break_off(config: TrainConfig, step: int) -> None:
+    """Begin a run that an error ends in that step."""
+    take, taken = loop.take_step, []
+
+    def broken(*arguments: Any) -> Any:
+        taken.append(arguments)
+        if len(taken) == step:
+            raise RuntimeError("broken off")
+        return take(*arguments)
+
+    with mock.patch.object(loop, "take_step", broken), pytest.raises(RuntimeError, match="broken"):
+        train(config, device="cpu")
+
+
+@pytest.mark.parametrize("gone", ["checkpoints", "checkpoints/step-000002"])
+def test_a_run_whose_checkpoints_are_gone_is_not_started_again(
+    corpus: Path, tmp_path: Path, gone: str
+) -> None:
+    """They may lie elsewhere: what the metrics tell of must not be cut before someone says so."""
+    run = tmp_path / "run"
+    config = recipe(corpus, run)
+    train(config, device="cpu", stop_after=2)
+    shutil.rmtree(run / gone)
+    before = (run / metrics.FILE).read_text()
+    with pytest.raises(UserError, match="tells of one at step 2; put that back, or remove"):
+        train(config, device="cpu", resume=True)
+    (run / "recipe.json").unlink()
+    with pytest.raises(UserError, match=r"neither a checkpoint nor recipe\.json"):
+        train(config, device="cpu", resume=True)
+    assert (run / metrics.FILE).read_text() == before
 
 
 def test_held_out_text_is_looked_for_before_training(corpus: Path, tmp_path: Path) -> None:

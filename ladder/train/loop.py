@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ladder.checkpoint import checkpoints
+from ladder.checkpoint import checkpoints, read_json
 from ladder.config import DTYPES
 from ladder.data.batches import TokenData
 from ladder.data.mix import open_sources
@@ -33,6 +33,7 @@ from ladder.train.efficiency import flops_per_token, peak_flops
 from ladder.train.evaluate import Heldout, bits_per_byte, check_heldout
 from ladder.train.interruption import Interruption
 from ladder.train.metrics import Metrics
+from ladder.train.metrics import read as read_metrics
 from ladder.train.objective import Distillation, Objective, cross_entropy
 from ladder.train.optim import learning_rate, make_optimizer
 from ladder.train.start import starting_point
@@ -107,6 +108,9 @@ def train(
         checkpoint = found[-1][1] if record else None
         source = starting_point(config, data, checkpoint, (record or {}).get("first_plan"))
     model_config = source.config
+    recipe = config.resolved(model_config)
+    if resume and not record:
+        _check_restart(run, config, recipe)
     start = record["step"] if record else 0
     launch.agree({"model": model_config.to_dict()})
     launch.agree({"start": start})  # before any rank writes what another would find
@@ -155,7 +159,6 @@ def train(
         if main and resume:
             print("the run ended before its first checkpoint: it starts again", flush=True)
         source.fill(model, config.seed)
-    recipe = config.resolved(model_config)
     if main:
         make_folder(run)
         state.remove_partial(run)
@@ -337,6 +340,35 @@ def _check_run(
             f"further, start another run from them: init={config.out} and another out"
         )
     return record
+
+
+def _check_restart(run: Path, config: TrainConfig, recipe: dict[str, Any]) -> None:
+    """Raise UserError unless the run in that folder, which has no checkpoint, loses nothing where
+    `recipe` starts it again: it must be its own, and have had no checkpoint yet."""
+    path = run / "recipe.json"
+    records = read_metrics(run)
+    if path.is_file():
+        old = read_json(path)
+        refuse_changes(old, config, run)
+        for key, before in (old.get("model") or {}).items():
+            if key != "name" and before != recipe["model"].get(key):
+                raise UserError(
+                    f"model.{key}={recipe['model'].get(key)!r} differs from the run in {run}, "
+                    f"which was started with model.{key}={before!r}; resume with that, or start a "
+                    f"new run with another out"
+                )
+    elif records:
+        raise UserError(
+            f"--resume: out={config.out} has neither a checkpoint nor recipe.json, and its "
+            f"metrics.jsonl would be lost; put them back, or choose another out"
+        )
+    # The save that a killed run was at is recorded already, and has left a folder of its own.
+    for step in [each["step"] for each in records if "checkpoint_seconds" in each]:
+        if not (run / "checkpoints" / f".step-{step:06d}.partial").exists():
+            raise UserError(
+                f"--resume: out={config.out} has no checkpoint, and its metrics.jsonl tells of one "
+                f"at step {step}; put that back, or remove {run} to start again"
+            )
 
 
 def _first_not_finite(loss: float, drawn: list[int]) -> str:
