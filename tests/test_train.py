@@ -384,6 +384,27 @@ def test_resuming_on_other_ranks_and_data_paths(
     assert losses(run) == pytest.approx(losses(tmp_path / "whole"), abs=1e-4)
 
 
+def resume_on_ranks(rank: int, world: int, settings: dict[str, Any]) -> None:
+    train(build(TrainConfig, settings, "test recipe"), device="cpu", resume=True)
+
+
+def test_resuming_with_other_micro_batches(
+    corpus: Path, tmp_path: Path, pools: Pools, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More ranks have smaller shares, which the old micro-batches may not fit."""
+    run = tmp_path / "run"
+    train(recipe(corpus, run, micro_batch_size=4), device="cpu", stop_after=2)
+    train(recipe(corpus, run), device="cpu", resume=True, stop_after=3)
+    assert "not to the bit" not in capsys.readouterr().out  # all of its share is the same 4
+    train(recipe(corpus, run, micro_batch_size=1), device="cpu", resume=True, stop_after=4)
+    said = capsys.readouterr().out
+    assert "'micro_batch_size': 1} what ran at {'tp': 1" in said
+    assert "not to the bit" in said
+    pools(2).run(resume_on_ranks, recipe(corpus, run, micro_batch_size=2).to_dict())
+    train(recipe(corpus, tmp_path / "whole"), device="cpu")
+    assert losses(run) == pytest.approx(losses(tmp_path / "whole"), abs=1e-4)
+
+
 def test_a_host_that_is_a_step_ahead_trains_the_same(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,8 +24,8 @@ from ladder.parallel.apply import CHECKPOINTING
 from ladder.train.conversion import listed_last
 
 # What may differ between a run and its continuation: none of these changes what is computed.
-# The layout (tp and what follows it) changes it by rounding alone; data is compared by content,
-# model by its shape.
+# The layout (tp and what follows it) changes it by rounding alone, and a micro-batch has to fit it;
+# data is compared by content, model by its shape.
 FREE_ON_RESUME = (
     "log_interval",
     "eval_interval",
@@ -37,6 +37,7 @@ FREE_ON_RESUME = (
     "tp",
     "dp_shard",
     "sequence_parallel",
+    "micro_batch_size",
     "activation_checkpointing",
     "compile",
     "data",

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,14 +145,14 @@ def train(
         objective = Distillation(config, model_config, data, mesh, place_)
         recorded = objective.names
     main = launch.rank() == 0
+    layout = {"tp": config.tp, "dp": dp, "dp_shard": model.data_shard[1]}
     if record:
         state.restore(found[-1][1], model, optimizer, start)
-        before = record.get("layout")
-        layout = {"tp": config.tp, "dp": dp, "dp_shard": model.data_shard[1]}
-        if main and before != layout:
+        before = _layout(record["config"], record.get("layout") or {})
+        if main and before != (now := _layout(config.to_dict(), layout)):
             print(
-                f"resuming at {layout} what ran at {before}: the same run up to rounding, not to "
-                f"the bit",
+                f"resuming at {now} what ran at {before}: the same run up to rounding, not to the "
+                f"bit",
                 flush=True,
             )
     else:
@@ -187,7 +187,7 @@ def train(
             record = {
                 "step": done,
                 "data": fingerprint,
-                "layout": {"tp": config.tp, "dp": dp, "dp_shard": model.data_shard[1]},
+                "layout": layout,
                 "config": config.to_dict(),
                 **({"first_plan": source.first.to_dict()} if config.convert_layers else {}),
             }
@@ -340,6 +340,12 @@ def _check_run(
             f"further, start another run from them: init={config.out} and another out"
         )
     return record
+
+
+def _layout(config: Mapping[str, Any], layout: Mapping[str, int]) -> dict[str, int]:
+    """A layout, as a checkpoint has it, with the micro-batches that the run's config made of it."""
+    share = config["batch_size"] // layout.get("dp", 1)
+    return {**layout, "micro_batch_size": config.get("micro_batch_size") or share}
 
 
 def _check_restart(run: Path, config: TrainConfig, recipe: dict[str, Any]) -> None:
