@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,8 @@ from ladder.models.errors import UserError
 from ladder.train.config import TrainConfig
 from ladder.train.efficiency import flops_per_token, peak_flops
 from ladder.train.loop import train
-from ladder.train.metrics import Metrics
+from ladder.train.metrics import Metrics, connect
+from tests.distributed import Pools
 
 
 @pytest.mark.parametrize("name", ["paper-1b", "llama-3-8b", "2b-class"])
@@ -53,11 +55,12 @@ def test_metrics_go_to_weights_and_biases(tmp_path: Path, monkeypatch: pytest.Mo
         return remote
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    with Metrics(tmp_path, False, 0, True, "mine", {"lr": 1.0}) as metrics:
+    with Metrics(tmp_path, False, 0, True, connect(tmp_path, "mine", {"lr": 1.0})) as metrics:
         metrics.write(3, loss=2.5)
-    with pytest.raises(RuntimeError), Metrics(tmp_path, False, 3, True, "mine"):
+    again = connect(tmp_path, "mine", {})
+    with pytest.raises(RuntimeError), Metrics(tmp_path, False, 3, True, again):
         raise RuntimeError
-    with Metrics(tmp_path, False, 3, enabled=False, wandb="mine") as metrics:
+    with Metrics(tmp_path, False, 3, enabled=False, remote=remote) as metrics:
         metrics.write(4, loss=2.0)
     assert [call[0] for call in calls] == ["init", "log", "finish", "init", "finish"]
     assert calls[0][1] == "mine"
@@ -67,12 +70,46 @@ def test_metrics_go_to_weights_and_biases(tmp_path: Path, monkeypatch: pytest.Mo
     assert (calls[2][1], calls[4][1]) == (0, 1)
 
 
-def test_without_the_package_the_option_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+SETTINGS = {
+    "steps": 2, "seq_len": 16, "batch_size": 2, "warmup_steps": 1, "log_interval": 1,
+    "eval_windows": 2, "tensorboard": False,
+}  # fmt: skip
+
+
+def refused(rank: int, world: int, settings: dict[str, Any], module: Any) -> str:
+    """What a run is refused with that finds this module as wandb."""
+    config = build(TrainConfig, settings, "test recipe")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", module)
+        with pytest.raises(UserError) as caught:
+            train(config, device="cpu")
+    return str(caught.value)
+
+
+class NoKey:
+    """A wandb that nobody has logged in to."""
+
+    def init(self, **options: Any) -> Any:
+        raise PermissionError("No API key\nconfigured.")
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (None, "wandb='mine' needs the package wandb"),
+        (NoKey(), r"wandb='mine' cannot be reached \(No API key configured.\): .*`wandb login`"),
+    ],
+)
+def test_what_weights_and_biases_lacks_is_told_before_the_folder_is_taken(
+    corpus: Path, tmp_path: Path, pools: Pools, module: Any, words: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match="wandb='mine' needs the package wandb"):
-        Metrics(tmp_path, False, 0, True, "mine")
+    """Alike on every rank, and the same command starts the run when that is mended."""
+    run = tmp_path / "run"
+    settings = {**SETTINGS, "data": str(corpus), "out": str(run), "wandb": "mine"}
+    for message in pools(2).run(refused, settings, module):
+        assert re.match(words, message)
+    assert run.exists() == (module is not None)  # wandb is given it, to write to
+    train(build(TrainConfig, {**settings, "wandb": ""}, "test recipe"), device="cpu")
 
 
 def test_a_run_sends_its_metrics(
@@ -86,11 +123,7 @@ def test_a_run_sends_its_metrics(
     )
     module = SimpleNamespace(init=lambda **options: seen.update(options) or remote)
     monkeypatch.setitem(sys.modules, "wandb", module)
-    settings = {
-        "data": str(corpus), "out": str(tmp_path / "run"), "steps": 2, "seq_len": 16,
-        "batch_size": 2, "warmup_steps": 1, "log_interval": 1, "eval_windows": 2,
-        "tensorboard": False, "wandb": "mine",
-    }  # fmt: skip
+    settings = {**SETTINGS, "data": str(corpus), "out": str(tmp_path / "run"), "wandb": "mine"}
     train(build(TrainConfig, settings, "test recipe"), device="cpu")
     assert (seen["project"], seen["code"]) == ("mine", 0)
     assert seen["config"]["steps"] == 2

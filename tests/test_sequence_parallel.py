@@ -207,6 +207,29 @@ def test_it_trains_as_one_process(corpus: Path, tmp_path: Path, pools: Pools, pl
             assert found[1] == pytest.approx(norms, rel=1e-3), name
 
 
+def odd(rank: int, world: int, settings: dict[str, Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        train(build(TrainConfig, settings, "test recipe"), device="cpu")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("micro", "windows", "words"),
+    [(1, 4, "15 tokens (1 sequences of 15)"), (2, 3, "15 tokens (1 sequences of 15)")],
+)
+def test_tokens_that_tp_does_not_divide_are_refused_before_the_run_begins(
+    corpus: Path, tmp_path: Path, pools: Pools, micro: int, windows: int, words: str
+) -> None:
+    """Those of a micro-batch, and of the last held-out batch, which comes when all is trained."""
+    settings = recipe(
+        corpus, tmp_path / "run", seq_len=15, tp=2, sequence_parallel=True,
+        micro_batch_size=micro, eval_windows=windows,
+    ).to_dict()  # fmt: skip
+    for message in pools(2).run(odd, settings):
+        assert f"cannot share {words} out over tp=2" in message
+    assert not (tmp_path / "run").exists()
+
+
 def mesh_of(tp: int) -> Any:
     return launch.make_mesh(torch.device("cpu"), tp)
 

@@ -220,6 +220,15 @@ class TrainConfig:
                 f"{config.max_seq_len}; {remedy}"
             )
 
+    def check_rows(self, sequences: int) -> None:
+        """Raise UserError unless tp divides the tokens of a pass of so many, where it has to."""
+        rows = sequences * self.seq_len
+        if self.sequence_parallel and rows % self.tp:
+            raise UserError(
+                f"sequence_parallel=true cannot share {rows} tokens ({sequences} sequences of "
+                f"{self.seq_len}) out over tp={self.tp} ranks; choose a seq_len that tp divides"
+            )
+
 
 def load_train_config(source: str, overrides: Sequence[str]) -> TrainConfig:
     """The config of a YAML path or a name in configs/train, with key=value overrides."""

@@ -32,7 +32,7 @@ from ladder.train.config import TrainConfig, refuse_changes
 from ladder.train.efficiency import flops_per_token, peak_flops
 from ladder.train.evaluate import Heldout, bits_per_byte, check_heldout
 from ladder.train.interruption import Interruption
-from ladder.train.metrics import Metrics
+from ladder.train.metrics import Metrics, check_packages, connect
 from ladder.train.metrics import read as read_metrics
 from ladder.train.objective import Distillation, Objective, cross_entropy
 from ladder.train.optim import learning_rate, make_optimizer
@@ -128,6 +128,10 @@ def train(
             f"rank's batch; choose a divisor"
         )
     check_heldout(data, config.seq_len, config.eval_windows)
+    heldout = len(data.windows("heldout", config.seq_len).first(config.eval_windows or None))
+    for sequences in (micro, heldout % micro or micro):  # the last batch is what is left
+        config.check_rows(sequences)
+    _on_first(lambda: check_packages(config.tensorboard, config.wandb))
 
     model = make_model(
         source.at(max(start - 1, 0)),  # as it was saved
@@ -159,10 +163,16 @@ def train(
         if main and resume:
             print("the run ended before its first checkpoint: it starts again", flush=True)
         source.fill(model, config.seed)
-    if main:
+
+    def begin() -> Any:
         make_folder(run)
         state.remove_partial(run)
-        write_text(run / "recipe.json", json.dumps(recipe, indent=1) + "\n")
+        remote = connect(run, config.wandb, recipe)
+        write_text(run / "recipe.json", json.dumps(recipe, indent=1) + "\n")  # now it is taken
+        return remote
+
+    remote = _on_first(begin)
+    if main:
         notes = (*windows.notes(), *source.schedule.notes())
         print(_header(config, model, data, dp), *notes, sep="\n", flush=True)
 
@@ -174,7 +184,7 @@ def train(
         return read_batch(windows, config, step, dp_rank, dp, micro, data.eos_id)
 
     with (
-        Metrics(run, config.tensorboard, start, main, config.wandb, recipe) as metrics,
+        Metrics(run, config.tensorboard, start, main, remote) as metrics,
         Progress("train", config.steps, "steps", quiet=not main, start=start) as progress,
         Interruption() as interruption,
         Checkpointer(
@@ -340,6 +350,22 @@ def _check_run(
             f"further, start another run from them: init={config.out} and another out"
         )
     return record
+
+
+def _on_first(action: Callable[[], Any]) -> Any:
+    """What `action` gives on rank 0, where alone it is done; elsewhere None.
+
+    Raises UserError on every rank where it does.
+    """
+    found, failed = None, ""
+    if launch.rank() == 0:
+        try:
+            found = action()
+        except UserError as error:
+            failed = str(error)
+    if failed := launch.from_first(failed):
+        raise UserError(failed)
+    return found
 
 
 def _layout(config: Mapping[str, Any], layout: Mapping[str, int]) -> dict[str, int]:

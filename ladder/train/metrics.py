@@ -17,12 +17,51 @@ from ladder.models.errors import UserError
 FILE = "metrics.jsonl"
 
 
+def check_packages(tensorboard: bool, wandb: str) -> None:
+    """Raise UserError where a package that these options of a run need is missing."""
+    if tensorboard:
+        try:
+            import_module("torch.utils.tensorboard")
+        except ImportError as error:
+            raise UserError(
+                f"tensorboard=true needs the package tensorboard ({error}): install it, or set "
+                f"tensorboard=false"
+            ) from error
+    if wandb:
+        try:
+            import_module("wandb")
+        except ImportError as error:
+            raise UserError(
+                f"wandb={wandb!r} needs the package wandb ({error}): install it, or leave wandb out"
+            ) from error
+
+
+def connect(run: Path, wandb: str, recipe: Mapping[str, Any]) -> Any:
+    """This run at Weights & Biases, in the project `wandb`, its config `recipe`; None for no
+    project. Raises UserError where it cannot be begun there."""
+    if not wandb:
+        return None
+    # The run's own folder names it, so that a resumed run goes on where it was.
+    name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+    try:
+        return import_module("wandb").init(
+            project=wandb, name=run.name, id=name, resume="allow", dir=str(run),
+            config=dict(recipe),
+        )  # fmt: skip
+    except Exception as error:  # its own, of many kinds
+        said = " ".join(str(error).split())
+        raise UserError(
+            f"wandb={wandb!r} cannot be reached ({said}): log in with `wandb login`, set "
+            f"WANDB_MODE=offline, or leave wandb out"
+        ) from error
+
+
 class Metrics:
     """Appends to metrics.jsonl and TensorBoard's event files in the run's folder.
 
     resumed: the step that the run goes on from; records of later steps, which are about to be
-    written again, are dropped. On ranks that do not write (`enabled` false) it does nothing. wandb:
-    the project at Weights & Biases, "" for none; recipe: what that shows as the run's config.
+    written again, are dropped. On ranks that do not write (`enabled` false) it does nothing.
+    remote: what `connect` gave, None for none.
     """
 
     def __init__(
@@ -31,12 +70,10 @@ class Metrics:
         tensorboard: bool,
         resumed: int,
         enabled: bool,
-        wandb: str = "",
-        recipe: Mapping[str, Any] | None = None,
+        remote: Any = None,
     ) -> None:
-        self.run, self.enabled = run, enabled
+        self.run, self.enabled, self.remote = run, enabled, remote
         self.board: Any = None
-        self.remote: Any = None
         if not enabled:
             return
         path = run / FILE
@@ -44,31 +81,12 @@ class Metrics:
         write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
         self.file = path.open("a", encoding="utf-8", buffering=1)
         if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise UserError(
-                    f"tensorboard=true needs the package tensorboard ({error}): install it, or set "
-                    f"tensorboard=false"
-                ) from error
+            from torch.utils.tensorboard import SummaryWriter
+
             try:
                 self.board = SummaryWriter(str(run / "tensorboard"), purge_step=resumed + 1)
             except OSError as failed:
                 raise self._unwritten(failed) from failed
-        if wandb:
-            try:
-                module = import_module("wandb")
-            except ImportError as error:
-                raise UserError(
-                    f"wandb={wandb!r} needs the package wandb ({error}): install it, or leave "
-                    f"wandb out"
-                ) from error
-            # The run's own folder names it, so that a resumed run goes on where it was.
-            name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
-            self.remote = module.init(
-                project=wandb, name=run.name, id=name, resume="allow", dir=str(run),
-                config=dict(recipe or {}),
-            )  # fmt: skip
 
     def write(self, step: int, **values: float) -> None:
         """Record values of `step` (1 is the first)."""
