@@ -138,9 +138,10 @@ COMMAND = ["bench", "train", "--model", "tiny", "--layers", "2", "--seq-len", "3
 
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """On two ranks, with virtual ranks where T is 4: every line is there and recorded."""
-    wanted = ["--plans", "standard", "ladder", "desync-2x", "--layouts", "tp2", "fsdp"]
+    wanted = ["--plans", "standard", "none", "ladder", "desync-2x", "--layouts", "tp2", "fsdp"]
     assert main([*COMMAND, *wanted, "--nproc", "2", "--out", str(tmp_path)]) == 0
-    printed = capfd.readouterr().out
+    printed, said = capfd.readouterr()
+    assert said.count("--plans none is left out under fsdp: without TP there is no reduce") == 1
     for line in ("tp2     standard", "tp2     none", "fsdp    desync-2x", "ladder without reduces"):
         assert line in printed
     records = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
@@ -157,6 +158,9 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         (["--plans", "lader"], "lader"),
         (["--plans", "none"], "layout with tpN"),
         (["--steps", "0"], "--steps=0"),
+        (["--batch", "0"], "--batch=0 must be 1 or more"),
+        (["--batch", "-2"], "--batch=-2 must be 1 or more"),
+        (["--micro-batch", "-1"], "--micro-batch=-1 must be 0 or more"),
         (["--micro-batch", "3"], "--micro-batch=3"),
         (["--dtype", "int8"], "int8"),
         (["--activation-checkpointing", "some"], "'some'"),

@@ -354,8 +354,9 @@ def main(options: Any) -> int:
     """Run `ladder bench train` on every rank; rank 0 records and prints."""
     device = launch.join(options.device)
     launch.agree({"options": {**vars(options), "verb": None, "out": str(options.out)}})
-    if options.steps < 1:
-        raise UserError(f"--steps={options.steps} must be 1 or more")
+    for name, least in (("steps", 1), ("batch", 1), ("micro_batch", 0)):
+        if (value := getattr(options, name)) < least:
+            raise UserError(f"--{name.replace('_', '-')}={value} must be {least} or more")
     if options.batch % (options.micro_batch or options.batch):
         raise UserError(
             f"--micro-batch={options.micro_batch} does not divide --batch={options.batch}; choose "
@@ -370,7 +371,12 @@ def main(options: Any) -> int:
         shape = shape_of(point, options.tp_degree)
         if recipe.sequence_parallel:
             check_sequence_parallel(shape, recipe.tp)
+            recipe.check_rows(point.micro_batch)
     main_rank = launch.rank() == 0
+    without = [name for name in options.layouts if parse_layout(name).tp == 1]
+    if main_rank and without and "none" in options.plans:
+        said = f"--plans none is left out under {', '.join(without)}: without TP there is no reduce"
+        print(said, file=sys.stderr, flush=True)
     out = Path(options.out)
     if main_rank:
         make_folder(out)
