@@ -414,7 +414,7 @@ def test_a_config_and_options(
 )
 def test_config_mistakes(tmp_path: Path, text: str, match: str) -> None:
     (tmp_path / "mine.yaml").write_text(text)
-    given = {} if "--tokenizer" in match else {"tokenizer": "x"}
+    given = {} if "token" in match else {"tokenizer": "x"}
     with pytest.raises(UserError, match=match):
         load_prepare_config(str(tmp_path / "mine.yaml"), given)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ladder.config import build, find, load_mapping
-from ladder.models.errors import UserError
+from ladder.models.errors import UserError, check_keys
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,12 @@ def load_prepare_config(config: str | None, options: Mapping[str, Any]) -> Prepa
     """
     data = load_mapping(find("data", config)) if config is not None else {}
     data |= options
+    where = f"data config {config!r}" if config else "data config"
+    # First: a mistyped `tokenizer` would be told to be missing.
+    check_keys(where, data, [item.name for item in fields(PrepareConfig)])
     if "tokenizer" not in data:
         raise UserError(
             "--tokenizer is missing: give a tokenizer.json or its folder, such as `ladder "
             "tokenizer train` writes"
         )
-    return build(PrepareConfig, data, f"data config {config!r}" if config else "data config")
+    return build(PrepareConfig, data, where)
