@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ladder.config import build, model_config
 from ladder.models import Transformer
@@ -17,7 +18,7 @@ from ladder.models.errors import UserError
 from ladder.train.config import TrainConfig
 from ladder.train.efficiency import flops_per_token, peak_flops
 from ladder.train.loop import train
-from ladder.train.metrics import Metrics, connect
+from ladder.train.metrics import Metrics, connect, read
 from tests.distributed import Pools
 
 
@@ -70,6 +71,7 @@ def test_metrics_go_to_weights_and_biases(tmp_path: Path, monkeypatch: pytest.Mo
     assert (calls[2][1], calls[4][1]) == (0, 1)
 
 
+SHARE = "tokens_per_second_per_gpu"
 SETTINGS = {
     "steps": 2, "seq_len": 16, "batch_size": 2, "warmup_steps": 1, "log_interval": 1,
     "eval_windows": 2, "tensorboard": False,
@@ -128,3 +130,33 @@ def test_a_run_sends_its_metrics(
     assert (seen["project"], seen["code"]) == ("mine", 0)
     assert seen["config"]["steps"] == 2
     assert [step for step, is_loss in seen["steps"] if is_loss] == [1, 2]
+
+
+def recorded_everywhere(rank: int, world: int, settings: dict[str, Any]) -> list[Any]:
+    """On rank 0: what a run of two ranks sends to Weights & Biases and writes to TensorBoard."""
+    sent: list[Any] = []
+    remote = SimpleNamespace(
+        log=lambda values, step: sent.append(values), finish=lambda exit_code: None
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: remote))
+        train(build(TrainConfig, settings, "test recipe"), device="cpu")
+    return sent
+
+
+def test_the_speed_of_a_rank_is_recorded_everywhere(
+    corpus: Path, tmp_path: Path, pools: Pools
+) -> None:
+    """Its share of all ranks' tokens a second, whatever they share: here a batch, then TP."""
+    for tp in (1, 2):
+        run = tmp_path / f"tp{tp}"
+        settings = {**SETTINGS, "data": str(corpus), "out": str(run), "tp": tp, "wandb": "mine",
+                    "tensorboard": True}  # fmt: skip
+        sent, _ = pools(2).run(recorded_everywhere, settings)
+        found = [record for record in read(run) if "loss" in record]
+        assert len(found) == 2
+        shares = [record[SHARE] for record in found]
+        assert shares == [record["tokens_per_second"] / 2 for record in found]
+        assert [each[SHARE] for each in sent if SHARE in each] == shares
+        board = EventAccumulator(str(run / "tensorboard")).Reload()
+        assert [event.value for event in board.Scalars(SHARE)] == pytest.approx(shares)

@@ -39,7 +39,7 @@ LAG_2 = [
         "mlp": {"own_lag": 2, "peer_lag": 2},
     }
 ]
-TIMES = ("tokens_per_second", "data_wait", "checkpoint_seconds")
+TIMES = ("tokens_per_second", "tokens_per_second_per_gpu", "data_wait", "checkpoint_seconds")
 DESYNC_THEN_LADDER = [{"layers": 0, "preset": "desync-2x"}, {"layers": 1, "preset": "ladder"}]
 
 

@@ -58,7 +58,8 @@ class Launched(NamedTuple):
 
 
 class Speed:
-    """Tokens a second, and the share of the host's time that went into waiting for batches."""
+    """Tokens a second, of all ranks and of each, and the share of the host's time that went into
+    waiting for batches."""
 
     def __init__(self, tokens_per_step: int, batches: Ahead, step: int) -> None:
         self.tokens_per_step, self.batches = tokens_per_step, batches
@@ -71,8 +72,10 @@ class Speed:
     def up_to(self, step: int) -> dict[str, float]:
         """Of the steps up to this one; the next are counted from here."""
         seconds = time.perf_counter() - self.since
+        rate = self.tokens_per_step * (step - self.step) / seconds
         found = {
-            "tokens_per_second": self.tokens_per_step * (step - self.step) / seconds,
+            "tokens_per_second": rate,
+            "tokens_per_second_per_gpu": rate / launch.world_size(),
             "data_wait": (self.batches.waited - self.waited) / seconds,
         }
         self.begin(step)
