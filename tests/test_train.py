@@ -338,7 +338,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_again(
     train(config, device="cpu", stop_after=2)
     shutil.rmtree(run / gone)
     before = (run / metrics.FILE).read_text()
-    with pytest.raises(UserError, match="tells of one at step 2; put that back, or remove"):
+    with pytest.raises(UserError, match="tells of one at step 2, which was removed"):
         train(config, device="cpu", resume=True)
     (run / "recipe.json").unlink()
     with pytest.raises(UserError, match=r"neither a checkpoint nor recipe\.json"):

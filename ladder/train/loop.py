@@ -402,7 +402,8 @@ def _check_restart(run: Path, config: TrainConfig, recipe: dict[str, Any]) -> No
         if not (run / "checkpoints" / f".step-{step:06d}.partial").exists():
             raise UserError(
                 f"--resume: out={config.out} has no checkpoint, and its metrics.jsonl tells of one "
-                f"at step {step}; put that back, or remove {run} to start again"
+                f"at step {step}, which was removed or could not be written; put it back, or "
+                f"remove {run} to start again"
             )
 
 
