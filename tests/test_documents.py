@@ -312,8 +312,8 @@ def test_masked_training_on_ranks(
     alone = masked(corpus, tmp_path / "alone", plan=plan, tp_degree=degree, batch_size=8)
     train(alone, device="cpu")
     settings = alone.to_dict() | {"micro_batch_size": 1}
-    pools(4).run(train_all, settings, str(tmp_path))
-    names = [name for _, _, name in LAYOUTS[4]]
+    pools(4).run(train_all, settings, LAYOUTS[4], str(tmp_path))
+    names = [f"{name} of 4" for _, _, name in LAYOUTS[4]]
     if plan == "ladder":
         wrapped = {"sequence_parallel": True, "activation_checkpointing": "selective", "tp": 2}
         pools(2).run(run_on_ranks, settings | wrapped | {"out": str(tmp_path / "sharded")}, None)
