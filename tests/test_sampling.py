@@ -107,8 +107,8 @@ def test_a_split_vocabulary_chooses_as_the_whole(pools: Pools, world: int) -> No
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_frequencies(pools: Pools, world: int) -> None:
-    """Of 20,000 draws, all ranks' tokens among them, each token gets its share."""
-    count = 20_000
+    """Of many draws, all ranks' tokens among them, each token gets its share."""
+    count = 20_000 if world == 1 else 4_000  # ranks send 16 KiB a draw for top_p
     row = tied_logits(2)[:1] / 3
     uniforms = draws(Sampling(1.0, seed=5), 1, count)[:, 0]
     logits = row.expand(count, -1).contiguous()
