@@ -79,11 +79,12 @@ def generate_command(options: argparse.Namespace) -> int:
             stop=stop,
             on_token=None if stream is None else stream.add,
         )
+    if stream is not None:
+        stream.end()
     text = _picked(model, options.reducer)
     if text and main:
         print(f"reducer picked: {text}", file=sys.stderr)
     if stream is not None:
-        stream.end()
         if results[0].reason == "context":
             room = model.config.max_seq_len
             print(f"ended by the model's context of {room} tokens", file=sys.stderr)
