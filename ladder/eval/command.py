@@ -18,7 +18,7 @@ from ladder.checkpoint import check_model, newest
 from ladder.data.tokenizer import load_tokenizer
 from ladder.eval import offline, results, suites
 from ladder.files import make_folder, new_folder, write_text
-from ladder.infer.load import as_dtype, load_for_inference
+from ladder.infer.load import as_dtype, check_tp, load_for_inference
 from ladder.models.errors import UserError
 from ladder.parallel import launch
 from ladder.plans import aligned
@@ -57,11 +57,7 @@ def eval_command(options: argparse.Namespace) -> int:
     own = any(entry.task.startswith(suites.OWN) for entry in chosen)
     if options.text and not own:
         raise UserError("--text is for the offline suite, and --tasks names none of its tasks")
-    if options.tp not in (0, launch.world_size()):
-        raise UserError(
-            f"--tp={options.tp} with {launch.world_size()} processes: start as many as tp "
-            f"(--nproc={options.tp})"
-        )
+    check_tp(options.tp)
     with _written(out, own) as data:
         _compare(options, place, chosen, folders, out, data)
     return 0

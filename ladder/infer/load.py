@@ -21,6 +21,15 @@ def as_dtype(name: str) -> torch.dtype | None:
     return DTYPES.get(name)
 
 
+def check_tp(tp: int) -> None:
+    """Raise UserError unless tp is 0 or the number of processes."""
+    processes = launch.world_size()
+    if tp < 0:
+        raise UserError(f"--tp={tp} must be 0 (all processes that run) or more")
+    if tp not in (0, processes):
+        raise UserError(f"--tp={tp} with {processes} processes: start as many as tp (--nproc={tp})")
+
+
 def load_for_inference(
     folder: str | Path,
     *,
@@ -39,12 +48,9 @@ def load_for_inference(
     wanted = as_dtype(dtype)
     if reducer not in ("auto", *REDUCERS):
         raise unknown("reducer", reducer, ("auto", *REDUCERS))
-    if tp < 0:
-        raise UserError(f"--tp={tp} must be 0 (all processes that run) or more")
     place = launch.join(device)
     processes = launch.world_size()
-    if tp not in (0, processes):
-        raise UserError(f"--tp={tp} with {processes} processes: start as many as tp (--nproc={tp})")
+    check_tp(tp)
     if processes == 1 and reducer not in ("auto", "async"):
         raise UserError(
             f"--reducer={reducer} with one process, which has nothing to reduce: leave it out, or "

@@ -105,6 +105,16 @@ class Gathering(NamedTuple):
     transfer: Transfer
 
 
+def check_rows(sequences: int, length: int, tp: int) -> None:
+    """Raise UserError unless tp divides the tokens of a pass."""
+    rows = sequences * length
+    if rows % tp:
+        raise UserError(
+            f"sequence_parallel=true cannot share {rows} tokens ({sequences} sequences of "
+            f"{length}) out over tp={tp} ranks; choose a seq_len that tp divides"
+        )
+
+
 class SequenceReducer(AsyncReducer):
     """For training, with plans whose streams are equal on all ranks (`sharded_refusal`).
 
@@ -117,13 +127,7 @@ class SequenceReducer(AsyncReducer):
         self.side: torch.cuda.Stream | None = None
 
     def pick(self, shape: torch.Size) -> Reducer:
-        rows = shape.numel()
-        if rows % self.ranks.processes:
-            raise UserError(
-                f"sequence_parallel=true cannot share {rows} tokens ({shape[0]} sequences of "
-                f"{shape[1]}) out over tp={self.ranks.processes} ranks; choose a seq_len that tp "
-                f"divides"
-            )
+        check_rows(shape[0], shape[1], self.ranks.processes)
         self.shape = shape
         return self
 

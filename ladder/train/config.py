@@ -21,6 +21,7 @@ from ladder.data.mix import parse_sources
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.parallel.apply import CHECKPOINTING
+from ladder.parallel.sequence import check_rows
 from ladder.train.conversion import listed_last
 
 # What may differ between a run and its continuation: none of these changes what is computed.
@@ -222,12 +223,8 @@ class TrainConfig:
 
     def check_rows(self, sequences: int) -> None:
         """Raise UserError unless tp divides the tokens of a pass of so many, where it has to."""
-        rows = sequences * self.seq_len
-        if self.sequence_parallel and rows % self.tp:
-            raise UserError(
-                f"sequence_parallel=true cannot share {rows} tokens ({sequences} sequences of "
-                f"{self.seq_len}) out over tp={self.tp} ranks; choose a seq_len that tp divides"
-            )
+        if self.sequence_parallel:
+            check_rows(sequences, self.seq_len, self.tp)
 
 
 def load_train_config(source: str, overrides: Sequence[str]) -> TrainConfig:
