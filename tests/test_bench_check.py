@@ -349,3 +349,18 @@ def test_a_wrong_fused_weight_is_refused() -> None:
     assert check(session, expected).passes
     model.model.layers[1].mlp.packed.mul_(1.5)
     assert not check(session, expected).passes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("plan", "degree"), [("standard", 0), ("desync-2x", 4)])
+@torch.inference_mode()
+def test_plain_decoding_repeats(plan: str, degree: int) -> None:
+    """Bit for bit, virtual ranks too; cuDNN's attention under a mask would not, at this batch."""
+    config = resolve(Point("llama-3-8b", plan, "async", 1, 64, 1024, 4, layers=4, degree=degree))
+    model = random_model(config, "async", 1, GPU)
+    session = Engine(model, fused=False).session(64, 1024 + STEPS, Sampling())
+    tokens = torch.randint(0, config.vocab_size, (64, 1024 + STEPS))
+    first, *others = [list(forced(session, tokens, 1024)) for _ in range(4)]
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ladder.infer.cache import Cache
 from ladder.infer.fused import FusedHead, can_fuse, fuse
@@ -33,6 +34,9 @@ CAPACITY_STEP = 256  # graphs are kept for cache lengths that are multiples of t
 GRAPHED_PROMPT_TOKENS = 16384  # beyond it a prefill keeps the GPU busy without a graph
 # (up to this length, prompts are padded to a multiple of this): a graph for each width in use
 PROMPT_STEPS = ((64, 16), (512, 64), (4096, 256), (math.inf, 1024))
+
+# cuDNN's, for one query under a mask, gives other bits from run to run (torch 2.11, H200).
+REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass
@@ -152,7 +156,8 @@ class Session:
         self.cache.at(places, extent)
         mask = None if self.fused else self.cache.mask()
         inputs = {"positions": places, "cache": self.cache, "mask": mask}
-        self._choose(self.tokens.unsqueeze(1), self.positions, **inputs)
+        with sdpa_kernel(REPEATABLE):
+            self._choose(self.tokens.unsqueeze(1), self.positions, **inputs)
 
     def _choose(self, tokens: Tensor, advance: Tensor | None, **inputs: Any) -> None:
         """Run the model, choose the next token of each sequence, and move `advance` on by one."""

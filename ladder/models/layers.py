@@ -212,6 +212,11 @@ class Attention(nn.Module):
             k, v = (k, v) if mask is None else held
         if isinstance(mask, Packed):
             out = attend(q, k, v, mask)
+        elif mask is not None and q.shape[2] == 1:
+            # The queries that share a head of keys as rows of one: every kernel knows those.
+            rows = q.unflatten(1, (k.shape[1], -1)).squeeze(3)
+            out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
+            out = out.flatten(1, 2).unsqueeze(2)
         else:
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
