@@ -51,17 +51,18 @@ def shard_over_data(model: Transformer, mesh: DeviceMesh) -> None:
     """Make a placed model data-parallel over `mesh`.
 
     Parameters may be on `meta`, to be made by `to_empty` afterwards. Computation is in the model's
-    compute_dtype, set before. Units are the modules that the model's loop calls; norms,
-    which reducers call in their own way, belong to the model itself and are whole while it runs.
+    compute_dtype, set before. A layer's two sublayers, which the model's loop calls, are one unit:
+    a unit each costs the host a third more. Norms, which reducers call in their own way, belong to
+    the model itself and are whole while it runs.
     """
     replicas = size_of(mesh, "replicate")
     policy = MixedPrecisionPolicy(
         param_dtype=model.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     data = mesh["shard"] if replicas == 1 else mesh["replicate", "shard"]
-    units = [unit for layer in model.model.layers for unit in (layer.self_attn, layer.mlp)]
+    units = [[layer.self_attn, layer.mlp] for layer in model.model.layers]
     if not model.config.tie_embeddings:  # one matrix for both lives in the model's own unit
-        units = [model.model.embed_tokens, *units, model.lm_head]
+        units = [[model.model.embed_tokens], *units, [model.lm_head]]
     shards = size_of(mesh, "shard") > 1  # else there is nothing to gather again for backward
     for unit in units:
         fully_shard(unit, mesh=data, mp_policy=policy, reshard_after_forward=shards)
