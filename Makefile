@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+JOBS ?= 2
 
 .PHONY: help install demo test check clean
 
 help:
 	@echo "make demo    train, evaluate and run a tiny model under five residual plans (5 minutes)"
-	@echo "make test    run the tests"
+	@echo "make test    run the tests, JOBS=2 at a time"
 	@echo "make check   lint, format check, types"
 	@echo "make install the virtual environment alone, in $(VENV)"
 	@echo "make clean   remove it, and caches"
@@ -26,7 +27,7 @@ demo: $(INSTALLED)
 	$(BIN)/ladder demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
