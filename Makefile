@@ -3,13 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-JOBS ?= 2
 
-.PHONY: help install demo test check clean
+.PHONY: help install demo test parity check clean
 
 help:
 	@echo "make demo    train, evaluate and run a tiny model under five residual plans (5 minutes)"
-	@echo "make test    run the tests, JOBS=2 at a time"
+	@echo "make test    run the tests"
+	@echo "make parity  every layout of ranks trains every plan as one process does (5 minutes)"
 	@echo "make check   lint, format check, types"
 	@echo "make install the virtual environment alone, in $(VENV)"
 	@echo "make clean   remove it, and caches"
@@ -27,7 +27,10 @@ demo: $(INSTALLED)
 	$(BIN)/ladder demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest
+
+parity: $(INSTALLED)
+	$(BIN)/python -m pytest -m parity
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,8 +1,4 @@
-"""Fixtures of all tests: one thread, and pools of real ranks that live as long as the session.
-
-`make test` runs tests side by side: a file's stay together, but for the longest, which begin first,
-and what needs a GPU has it to itself.
-"""
+"""Fixtures of all tests: one thread, and pools of real ranks that live as long as the session."""
 
 from __future__ import annotations
 
@@ -19,18 +15,6 @@ from tests.corpus import make_corpus
 from tests.distributed import Pools
 from tests.documents import write_documents
 from tests.evaluation import make_llama, make_texts
-
-LONGEST = ("test_faults", "test_parity", "test_demo", "test_readme", "test_cluster")  # files
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.xdist_group("gpu"))
-        elif item.path.stem not in order:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -176,6 +177,43 @@ def test_a_rank_killed_while_it_writes_costs_that_checkpoint_alone(
     assert untimed(run) == untimed(tmp_path / "whole")
     for name, value in weights(tmp_path / "whole").items():
         assert torch.equal(value, weights(run)[name]), name
+
+
+def test_a_checkpoint_that_cannot_be_removed_fails_no_save(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NFS keeps the files that somebody has open. Each save and --resume tell of what is left, and
+    try again; it refuses a save of the same step alone."""
+    run, remove = tmp_path / "run", shutil.rmtree
+    folder = run / "checkpoints"
+    stuck = {".step-000001.old", ".step-000009.partial"}
+
+    def kept(path: Path, *arguments: Any, ignore_errors: bool = False, **options: Any) -> None:
+        if Path(path).name not in stuck:
+            remove(path, *arguments, ignore_errors=ignore_errors, **options)
+        elif not ignore_errors:
+            raise OSError(39, "Directory not empty", str(path))
+
+    def resume(stop_after: int) -> str:
+        settings = recipe(corpus, run, checkpoint_interval=1, keep_checkpoints=1, steps=9)
+        train(settings, device="cpu", resume=stop_after > 3, stop_after=stop_after)
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(shutil, "rmtree", kept)
+    warning = f"warning: {folder / '.step-000001.old'} cannot be removed ([Errno 39] Directory"
+    assert resume(3).count(warning) == 2, "of the saves at steps 2 and 3"
+    assert {path.name for path in folder.iterdir()} == {".step-000001.old", "step-000003"}
+    (folder / ".step-000009.partial").mkdir()
+    assert ".step-000009.partial cannot be removed" in resume(5)
+    assert steps_of(run) == [5]
+    stuck.remove(".step-000001.old")
+    with pytest.raises(UserError, match=r"\.step-000009\.partial, which an interrupted .* remove it"):
+        resume(9)
+    assert steps_of(run) == [8]
+    stuck.clear()
+    resume(9)
+    assert [path.name for path in folder.iterdir()] == ["step-000009"]
+    load_model(newest(run))
 
 
 LAYOUTS = [(1, 1, "DDP"), (1, 2, "HSDP"), (2, 0, "TP x FSDP")]

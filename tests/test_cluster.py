@@ -19,6 +19,10 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "docs/train.sbatch"
 # One process a task, as srun starts them; a signal goes to every task.
 SRUN = """#!/bin/bash
+if [[ " $* " != *" --cpus-per-task=${SLURM_CPUS_PER_TASK:-1} "* ]]; then
+  echo "srun does not inherit --cpus-per-task" >&2
+  exit 3
+fi
 while [[ $1 == --* ]]; do shift; done
 pids=()
 trap 'kill -TERM "${pids[@]}"' TERM
@@ -85,6 +89,7 @@ def test_a_job_that_is_preempted_goes_on(
         time.sleep(0.05)
     os.killpg(job.pid, signal.SIGTERM)
     printed, _ = job.communicate(timeout=60)
+    assert job.returncode == 0, printed
     assert "told to stop (SIGTERM)" in printed
     steps = [record["step"] for record in read(run)]
     assert 0 < steps[-1] < 400
@@ -95,6 +100,16 @@ def test_a_job_that_is_preempted_goes_on(
     assert job.returncode == 0, printed
     assert "held-out:" in printed
     assert [r["step"] for r in read(run) if "heldout_loss" in r] == [400]
+
+
+def test_tasks_get_their_cores(tmp_path: Path, slurm: dict[str, str]) -> None:
+    """And the script ends with srun's code, also where it is not 0."""
+    (tmp_path / "bin/python").write_text('#!/bin/sh\necho "$OMP_NUM_THREADS: $*"\nexit 7\n')
+    environment = slurm | {"SLURM_CPUS_PER_TASK": "3"}
+    job = start(["paper-1b", f"out={tmp_path}"], environment)
+    printed, _ = job.communicate(timeout=30)
+    assert job.returncode == 7, printed
+    assert printed == f"3: -m ladder train paper-1b out={tmp_path}\n" * 2
 
 
 def test_a_folder_is_asked_for(slurm: dict[str, str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,30 @@ def test_a_large_vocabulary_is_stored_in_32_bits(tmp_path: Path) -> None:
     assert tokens.max() == 257 + 65535
     assert data.token_bytes[tokens].sum() == len("a<65535>b<7>é".encode())
     assert not len(data.split("heldout"))
+
+
+def test_more_shards_than_files_may_be_open(
+    documents: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    """Catches a descriptor kept for each shard: 1024 are the usual limit. They stay files, mapped
+    into memory, which nothing may write to."""
+    prepare([documents], tokenizer, tmp_path, heldout_fraction=0.3, shard_tokens=37)
+    expected = tokens_of(tmp_path, "train")
+    free = os.dup(2)  # the lowest number that is not taken: what the limit leaves counts from here
+    os.close(free)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 16, hard))
+    try:
+        split = open_data(tmp_path).split("train")
+        assert len(split.shards) > free + 16 or len(split.shards) > 32
+        assert split.read(0, len(split)).tolist() == expected.tolist()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not any(shard.flags.writeable or shard.flags.owndata for shard in split.shards)
+    path = next(tmp_path.glob("train-00003.bin"))
+    with path.open("r+b") as file:  # in place: a copy in memory would not show it
+        file.write(np.array([299], "<u2").tobytes())
+    assert split.shards[3][0] == 299
 
 
 def test_prepared_data_is_replaced_only_when_asked(

@@ -29,6 +29,8 @@ def reduce_until(end: str) -> int:
                 os.kill(os.getpid(), signal.SIGKILL)
             if end == "mistaken":
                 raise UserError("rank 1 is mistaken")
+            if end == "unread":
+                raise BrokenPipeError
             os._exit(int(end))
         dist.all_reduce(value)
     return 0
@@ -38,6 +40,8 @@ def stuck(end: str) -> int:
     """Rank 1 leaves as `end` says; the others never notice, and do not end when asked to."""
     if launch.rank() == 1:
         time.sleep(1.0)
+        if end == "unread":
+            raise BrokenPipeError
         os.kill(os.getpid(), signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(1000)
@@ -71,6 +75,17 @@ def test_a_dead_rank_ends_the_job_and_is_named(
     assert time.monotonic() - begun < LIMIT
     errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert errors == [words]
+
+
+@pytest.mark.parametrize("command", [reduce_until, stuck])
+def test_output_that_nobody_reads_ends_the_job_without_a_word(
+    command: object, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As `| head` leaves it. Catches the others' lost connections, and waiting for them."""
+    begun = time.monotonic()
+    assert launch.run(command, ("unread",), nproc=3) == 0  # type: ignore[arg-type]
+    assert time.monotonic() - begun < LIMIT
+    assert capfd.readouterr().err == ""
 
 
 def fails_alone() -> int:

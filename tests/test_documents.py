@@ -24,7 +24,7 @@ from ladder.train.loop import train
 from tests import restatement
 from tests.distributed import Pools, tp_mesh
 from tests.samples import full_model, relative_error, small_config, virtual, weights_of
-from tests.test_data_parallel import LAYOUTS, curve, train_all
+from tests.test_parity import LAYOUTS, curve, train_all
 from tests.test_tensor_parallel import weigh
 from tests.test_train import losses, recipe, recorded, run_on_ranks, untimed, weights
 
@@ -312,8 +312,8 @@ def test_masked_training_on_ranks(
     alone = masked(corpus, tmp_path / "alone", plan=plan, tp_degree=degree, batch_size=8)
     train(alone, device="cpu")
     settings = alone.to_dict() | {"micro_batch_size": 1}
-    pools(4).run(train_all, settings, LAYOUTS[4], str(tmp_path))
-    names = [f"{name} of 4" for _, _, name in LAYOUTS[4]]
+    pools(4).run(train_all, settings, LAYOUTS[4][:5], str(tmp_path))
+    names = [f"{name} of 4" for _, _, name in LAYOUTS[4][:5]]
     if plan == "ladder":
         wrapped = {"sequence_parallel": True, "activation_checkpointing": "selective", "tp": 2}
         pools(2).run(run_on_ranks, settings | wrapped | {"out": str(tmp_path / "sharded")}, None)

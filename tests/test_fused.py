@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from ladder.infer import decode as decode_module
+from ladder.infer.decode import DecodeReducer
 from ladder.infer.engine import Engine
 from ladder.infer.fused import can_fuse
-from ladder.models import Transformer, UserError
+from ladder.models import Ranks, Transformer, UserError
 from ladder.models.presets import PlanSpec
+from ladder.parallel.reducers import PushReducer
 from ladder.parallel.sharding import place
 from tests.distributed import Pools, tp_mesh
 from tests.samples import FUSED_PLANS, SAME_AT_ANY_T, full_model, small_config, virtual
@@ -72,6 +76,31 @@ def test_the_fused_path_on_two_ranks(pools: Pools, name: str) -> None:
     depends = name not in SAME_AT_ANY_T
     expected = decode(virtual(full_model(small_config(FUSED_PLANS[name], 2, depends), 5), 2), False)
     assert pools(2).run(fused_on_ranks, FUSED_PLANS[name], depends) == [expected, expected]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_slots_begin_empty(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every type that is fused: each number is the -0.0 that a landing waits to be gone."""
+    asked = []
+
+    def slots(words: int, word: int, group: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+        asked.append(words)
+        return torch.full((words,), word, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+
+    monkeypatch.setattr(decode_module, "symmetric_slots", slots)
+    base = PushReducer.__new__(PushReducer)
+    base.group = None  # type: ignore[assignment]
+    reducer = DecodeReducer.__new__(DecodeReducer)
+    reducer.base, reducer.slots, reducer.sets, reducer.ranks = base, {}, 3, Ranks(2, 0, 1)
+    found, _ = reducer._slots(torch.zeros(5, 8, dtype=dtype))
+    assert (found.shape, found.dtype) == ((3, 2, 5, 8), dtype)
+    assert (found == 0).all()
+    assert found.signbit().all()
+    assert asked == [found.nbytes // 4]
+
+
+def test_weights_of_a_type_that_no_kernel_takes_are_not_fused() -> None:
+    assert not can_fuse(full_model(small_config("standard"), 5, torch.float64))
 
 
 @pytest.mark.parametrize("change", ["attention_bias", "mlp_bias"])

@@ -34,6 +34,7 @@ def test_the_papers_recipe(name: str, dp_shard: int) -> None:
     assert abs(config.warmup_steps * tokens - 8e9) < tokens
     assert (config.lr, config.min_lr, config.betas) == (3e-4, 3e-5, (0.9, 0.95))
     assert (config.weight_decay, config.seq_len, config.dtype) == (0.1, 2048, "bfloat16")
+    assert (config.checkpoint_interval, config.keep_checkpoints) == (500, 3)  # 48 saves fill a disk
 
 
 def test_the_papers_fine_tuning() -> None:

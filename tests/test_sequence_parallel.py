@@ -24,7 +24,7 @@ from ladder.train.loop import train
 from tests.distributed import Pools, tp_mesh
 from tests.samples import DEPENDS_ON_T, SAME_AT_ANY_T, full_model, sample_tokens, small_config
 from tests.test_collectives import Diary
-from tests.test_data_parallel import curve
+from tests.test_parity import curve
 from tests.test_tensor_parallel import (
     LIMITS,
     assert_none_wrong,

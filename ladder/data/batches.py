@@ -159,7 +159,20 @@ def _map(folder: Path, shard: Mapping[str, Any], dtype: np.dtype[Any]) -> npt.ND
             f"shard {path} is {state}: {size:,} bytes where {INDEX} says {expected:,}; copy it "
             f"again, or {REMEDY}"
         )
-    return np.memmap(path, dtype, mode="r")
+    try:
+        # np.memmap and mmap keep a descriptor for as long as they map, and there may be more shards
+        # than a process may open files. This closes it; its pages are private, the file stays.
+        mapped = torch.from_file(
+            str(path), shared=False, size=size, dtype=torch.uint8, device="cpu"
+        )
+    except RuntimeError as error:  # torch's, whatever the system says
+        raise UserError(
+            f"shard {path} cannot be mapped into memory ({error}); see that this user may read it, "
+            f"and that address space is not limited (ulimit -v)"
+        ) from error
+    tokens = mapped.numpy().view(dtype)
+    tokens.flags.writeable = False
+    return tokens
 
 
 def _check_tokenizer(path: Path, digest: str) -> None:

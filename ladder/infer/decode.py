@@ -29,9 +29,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ladder.kernels.all_reduce import SENTINELS, symmetric_slots
+from ladder.kernels.all_reduce import symmetric_slots
 from ladder.kernels.decode import project
-from ladder.kernels.landing import MAX_OWNS, MAX_SUMS, Job, Push, Send, land, new_job, send
+from ladder.kernels.landing import (
+    EMPTY_WORD,
+    MAX_OWNS,
+    MAX_SUMS,
+    Job,
+    Push,
+    Send,
+    land,
+    new_job,
+    send,
+)
 from ladder.models.layers import RMSNorm
 from ladder.models.plan import Landing, Plan, Sublayer
 from ladder.models.reducer import Norm, Pending, Reducer
@@ -206,7 +216,7 @@ class DecodeReducer(Reducer):
             shape = (self.sets, self.ranks.processes, rows, size)
             words = math.prod(shape) * stream.element_size() // 4
             slots, buffers = symmetric_slots(
-                words, SENTINELS[stream.dtype], self.base.group, stream.device
+                words, EMPTY_WORD[stream.element_size()], self.base.group, stream.device
             )
             self.slots[key] = slots.view(stream.dtype).view(shape), buffers
         return self.slots[key]

@@ -219,7 +219,8 @@ class Engine:
             raise UserError("graphs=True needs a model on a GPU; leave it out on a CPU")
         if fused and not can_fuse(model):
             raise UserError(
-                "fused=True cannot run virtual ranks, or biases of outputs and MLPs; leave it out"
+                "fused=True cannot run virtual ranks, biases of outputs and MLPs, or weights other "
+                "than bfloat16, float16 and float32; leave it out"
             )
         if fused is False and isinstance(model.lm_head, FusedHead):
             raise UserError("fused=False needs a model that no engine has fused; load it again")

@@ -18,6 +18,7 @@ from ladder.infer.decode import DecodeReducer, Product, Read
 from ladder.kernels.attention import decode_attention
 from ladder.kernels.choice import embed
 from ladder.kernels.decode import MAX_ROWS, project
+from ladder.kernels.launch import DTYPES
 from ladder.kernels.norm import MAX_ADDENDS, add_rms_norm
 from ladder.kernels.prefill import rotary_prompt, swiglu
 from ladder.models.config import ModelConfig
@@ -185,10 +186,11 @@ def fused_add_norm(
 def can_fuse(model: Transformer) -> bool:
     """Whether `fuse` knows this model.
 
-    No virtual ranks, no biases of outputs or MLPs, weights of the type they compute in.
+    No virtual ranks, no biases of outputs or MLPs, weights of a type that the kernels know and
+    compute in.
     """
     config, stored = model.config, model.model.embed_tokens.weight.dtype
-    unknown = config.attention_bias or config.mlp_bias
+    unknown = config.attention_bias or config.mlp_bias or stored not in DTYPES
     return model.reducer.ranks.held == 1 and not unknown and model.compute_dtype in (None, stored)
 
 

@@ -30,6 +30,7 @@ from ladder.models.errors import UserError
 
 RENDEZVOUS = "LADDER_RENDEZVOUS"  # a file that the processes of one `spawn` meet at
 ORDERLY = "left"  # beside it, with the rank: a file that says that the rank ends as it should
+CLOSED = "closed"  # beside it: nobody reads what the processes write any more
 PATIENCE = 3.0  # seconds from asking a rank to end to killing it
 ERROR_KEY, CODE_KEY = "ladder/errors", "ladder/code"
 
@@ -95,7 +96,8 @@ def _watch(ranks: Sequence[BaseProcess], folder: Path) -> int:
     """Wait until all ranks have left, or one has failed; returns the exit code.
 
     A rank that was killed, or left without a word, is named: the others may only know that they
-    lost it, or wait for it inside a GPU kernel, where nothing but their end stops them.
+    lost it, or wait for it inside a GPU kernel, where nothing but their end stops them. So it is
+    with one that found its output closed.
     """
     left: dict[int, int] = {}  # exit codes
     orderly: set[int] = set()
@@ -110,6 +112,8 @@ def _watch(ranks: Sequence[BaseProcess], folder: Path) -> int:
                 left[n] = process.exitcode or 0
                 if (folder / f"{ORDERLY}{n}").exists():
                     orderly.add(n)
+        if (folder / CLOSED).exists():
+            return 0
     for n, code in left.items():
         if code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"
@@ -144,15 +148,15 @@ def _child(index: int, nproc: int, folder: str, command: Callable, arguments: tu
     }
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // nproc))
     code = _guarded(command, arguments)
-    _note_end()
+    _note(f"{ORDERLY}{index}")
     sys.exit(code)
 
 
-def _note_end() -> None:
-    """Tell `run` that this rank ends as it should, having said what there was to say."""
+def _note(name: str) -> None:
+    """Tell `run`, by an empty file, if it has started this process."""
     store = os.environ.get(RENDEZVOUS)
     if store:
-        Path(store).with_name(f"{ORDERLY}{os.environ['RANK']}").touch()
+        Path(store).with_name(name).touch()
 
 
 def _guarded(command: Callable[..., int], arguments: tuple[Any, ...]) -> int:
@@ -161,10 +165,11 @@ def _guarded(command: Callable[..., int], arguments: tuple[Any, ...]) -> int:
         if dist.is_initialized():
             dist.barrier()  # the others may still need this rank, or its store
     except UserError as error:
-        return _fail(2, f"error: {error}")
+        return _fail(2, f"error: {error}\n")
     except BrokenPipeError:  # the reader of our output has left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        _note(CLOSED)
+        return _fail(0, "")
     except Exception:
         return _fail(1, traceback.format_exc())
     if dist.is_initialized():
@@ -181,22 +186,22 @@ def _leave(code: int) -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    _note_end()
+    _note(f"{ORDERLY}{os.environ['RANK']}")
     os._exit(code)
 
 
 def _fail(code: int, message: str) -> int:
-    """Print the message, unless another rank failed first (the rest only follows from that).
+    """Write the message, unless another rank failed first (the rest only follows from that).
 
     A rank of a group leaves the process here, with the first failure's code.
     """
     if not dist.is_initialized():
-        print(message, file=sys.stderr, flush=True)
+        sys.stderr.write(message)
         return code
     store = dist.distributed_c10d._get_default_store()
     try:
         if store.add(ERROR_KEY, 1) == 1:
-            print(message, file=sys.stderr, flush=True)
+            sys.stderr.write(message)
             store.set(CODE_KEY, str(code))
         else:
             code = int(store.get(CODE_KEY))

@@ -189,8 +189,7 @@ class Checkpointer:
             sync(temporary)
             temporary.rename(folder)
             sync(folder.parent)
-            if self.keep and not keep_all:
-                state.remove_old(self.run, self.keep)
+            state.remove_old(self.run, 0 if keep_all else self.keep)
 
         try:
             dcp.save(
@@ -222,6 +221,11 @@ def _explained(error: BaseException, folder: Path) -> Exception:
         rank, (cause, _) = min(error.failures.items())
         if isinstance(cause, UserError):
             return cause
+        if isinstance(cause, FileExistsError):
+            return UserError(
+                f"{folder} cannot be written: {cause.filename}, which an interrupted save left, "
+                f"cannot be removed; remove it, and go on with --resume"
+            )
         if isinstance(cause, OSError):
             on = f" on rank {rank}" if dist.is_initialized() else ""
             return UserError(

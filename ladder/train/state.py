@@ -8,6 +8,7 @@ SHA-256 of every file in checksums.json. ladder.train.checkpointer writes it.
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,29 +41,37 @@ def verify(found: list[tuple[int, Path]]) -> None:
 
 
 def remove_partial(run: Path) -> None:
-    """Remove what a killed process left of checkpoints that it was writing or removing."""
+    """Remove what is left of checkpoints that a killed process was writing or removing.
+
+    What cannot be is told of and left to the next save: it harms none but one of the same step.
+    """
     for folder in (run / "checkpoints").glob(".step-*"):
         try:
             shutil.rmtree(folder)
         except OSError as error:
-            raise UserError(
-                f"{folder}, which an interrupted save left, cannot be removed ({error}); remove "
-                f"it, and go on with --resume"
-            ) from error
+            _warn(folder, error)
 
 
 def remove_old(run: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, each first from view and then from the disk."""
-    for _, folder in checkpoints(run)[:-keep]:
-        gone = folder.with_name(f".{folder.name}.old")
+    """Remove all but the newest `keep` checkpoints (0: none), and what is left of earlier ones.
+
+    Each goes first from view and then from the disk. That one cannot is no failure of the save: NFS,
+    say, keeps the files that somebody has open.
+    """
+    for _, folder in checkpoints(run)[:-keep] if keep else ():
         try:
-            folder.rename(gone)
-            shutil.rmtree(gone)
+            folder.rename(folder.with_name(f".{folder.name}.old"))
         except OSError as error:
-            raise UserError(
-                f"keep_checkpoints={keep}: {folder} cannot be removed ({error}); remove it, or "
-                f"keep all with keep_checkpoints=0, and go on with --resume"
-            ) from error
+            _warn(folder, error)
+    remove_partial(run)
+
+
+def _warn(folder: Path, error: OSError) -> None:
+    print(
+        f"warning: {folder} cannot be removed ({error}); the next save tries again, or remove it",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def read_record(folder: Path) -> dict[str, Any]:
