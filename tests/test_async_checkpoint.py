@@ -180,7 +180,10 @@ def test_a_rank_killed_while_it_writes_costs_that_checkpoint_alone(
 
 
 def test_a_checkpoint_that_cannot_be_removed_fails_no_save(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """NFS keeps the files that somebody has open. Each save and --resume tell of what is left, and
     try again; it refuses a save of the same step alone."""
@@ -207,7 +210,9 @@ def test_a_checkpoint_that_cannot_be_removed_fails_no_save(
     assert ".step-000009.partial cannot be removed" in resume(5)
     assert steps_of(run) == [5]
     stuck.remove(".step-000001.old")
-    with pytest.raises(UserError, match=r"\.step-000009\.partial, which an interrupted .* remove it"):
+    with pytest.raises(
+        UserError, match=r"\.step-000009\.partial, which an interrupted .*remove it"
+    ):
         resume(9)
     assert steps_of(run) == [8]
     stuck.clear()

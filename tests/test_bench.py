@@ -282,7 +282,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[Point]]]:
     def fake(points: list[Point], *rest: Any) -> tuple[list[Any], list[str]]:
         found.append(list(points))
         good = [point for point in points if point.plan != "dtp-1"]
-        return [record(p) for p in good], ["dtp-1: wrong"] * (len(good) < len(points))
+        result = [record(p) for p in good], ["dtp-1: wrong"] * (len(good) < len(points))
+        rest[-1](*result)
+        return result
 
     monkeypatch.setattr(bench, "measure", fake)
     monkeypatch.setattr(launch, "join", lambda device: CPU)
@@ -312,6 +314,37 @@ def test_finished_points_are_skipped(tmp_path: Path, measured: list[list[Point]]
     assert len((tmp_path / bench.RESULTS).read_text().splitlines()) == 5
     assert len(json.loads((tmp_path / bench.SUMMARY).read_text())) == 4
     assert "<table>" in (tmp_path / bench.PAGE).read_text()
+
+
+def test_other_code_is_not_compared(
+    tmp_path: Path, measured: list[list[Point]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a case; a case of its own, and one that is finished, may be of any commit."""
+    assert bench.run_job(job(tmp_path, batch=(1,))) == 0
+    monkeypatch.setattr(bench, "machine", lambda *_: {"gpu": "none", "commit": "abc"})
+    assert bench.run_job(job(tmp_path, batch=(1, 2))) == 0
+    wanted = r"inference.jsonl holds standard, .* from commit None, and this is abc"
+    with pytest.raises(UserError, match=wanted):
+        bench.run_job(job(tmp_path, plans=("standard", "ladder", "parallel")))
+    assert len(measured) == 2
+
+
+def test_a_trace_that_fails_costs_no_figures(
+    tmp_path: Path, measured: list[list[Point]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = bench.measure
+
+    def fails(*arguments: Any) -> Any:
+        fake(*arguments)
+        raise UserError("the profiler is busy")
+
+    monkeypatch.setattr(bench, "measure", fails)
+    with pytest.raises(UserError, match="busy"):
+        bench.run_job(job(tmp_path))
+    assert [(p.plan, p.batch) for p in bench.finished(tmp_path / bench.RESULTS)] == [
+        ("standard", 1),
+        ("ladder", 1),
+    ]
 
 
 def test_a_half_written_result_is_named(tmp_path: Path) -> None:

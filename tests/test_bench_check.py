@@ -210,7 +210,17 @@ def test_points_take_turns_and_wrong_ones_are_not_timed(monkeypatch: pytest.Monk
     built: dict[str, int] = {}
     monkeypatch.setattr(measure, "_round", noted)
     monkeypatch.setattr(measure, "build", spoils)
-    records, refused = measure.measure(points, CPU, 1e12, 1e12)
+    kept: list[Any] = []
+
+    def busy(*_: Any) -> str:
+        raise UserError("the profiler is busy")
+
+    monkeypatch.setattr(measure, "profile", busy)
+    with pytest.raises(UserError, match="busy"):
+        measure.measure(
+            points, CPU, 1e12, 1e12, lambda _: Path("trace"), lambda *found: kept.append(found)
+        )
+    ((records, refused),) = kept  # whatever becomes of the traces
     assert len(refused) == 1
     assert refused[0].startswith("standard, reducer async, tiny")
     assert "not timed" in refused[0]

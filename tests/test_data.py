@@ -237,13 +237,13 @@ def test_more_shards_than_files_may_be_open(
     into memory, which nothing may write to."""
     prepare([documents], tokenizer, tmp_path, heldout_fraction=0.3, shard_tokens=37)
     expected = tokens_of(tmp_path, "train")
-    free = os.dup(2)  # the lowest number that is not taken: what the limit leaves counts from here
+    free = os.dup(2)  # the lowest number that is not taken: so the limit leaves 16 files to open
     os.close(free)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free + 16, hard))
     try:
         split = open_data(tmp_path).split("train")
-        assert len(split.shards) > free + 16 or len(split.shards) > 32
+        assert len(split.shards) > 32
         assert split.read(0, len(split)).tolist() == expected.tolist()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

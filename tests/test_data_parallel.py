@@ -25,7 +25,7 @@ from ladder.train.optim import clip_gradients
 from tests.distributed import Pools
 from tests.samples import sample_tokens
 from tests.test_parity import LAYOUTS, curve
-from tests.test_train import recipe
+from tests.test_train import recipe, run_on_ranks, untimed, weights
 
 CPU = torch.device("cpu")
 
@@ -44,6 +44,32 @@ def test_a_run_goes_on_under_other_layouts(corpus: Path, tmp_path: Path, pools: 
     train(alone, device="cpu")
     pools(4).run(resume_all, alone.to_dict() | {"out": str(tmp_path / "run")})
     assert curve(tmp_path / "run")[0] == pytest.approx(curve(tmp_path / "alone")[0], abs=1e-4)
+
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "DDP": {"micro_batch_size": 1},
+    "FSDP": {"dp_shard": 0, "micro_batch_size": 1},
+    "TP + SP": {"tp": 2, "sequence_parallel": True},
+}
+
+
+def stop_and_go_on(rank: int, world: int, settings: dict[str, Any]) -> None:
+    for name, changes in RESUMED.items():
+        for stop in (None, 4):
+            out = {"out": f"{settings['out']}/{name}, {stop}"}
+            run_on_ranks(rank, world, settings | changes | out, stop)
+
+
+def test_resume_on_ranks_is_bitwise(corpus: Path, tmp_path: Path, pools: Pools) -> None:
+    """As on one process. Catches a moment that is saved rounded, or of another rank."""
+    settings = recipe(corpus, tmp_path, plan="ladder", eval_interval=3).to_dict()
+    pools(2).run(stop_and_go_on, settings)
+    for name in RESUMED:
+        whole, stopped = (tmp_path / f"{name}, {stop}" for stop in (None, 4))
+        assert untimed(stopped) == untimed(whole), name
+        after = weights(stopped)
+        for parameter, value in weights(whole).items():
+            assert torch.equal(value, after[parameter]), (name, parameter)
 
 
 def made(mesh: Any, dtype: torch.dtype) -> Any:
@@ -86,10 +112,10 @@ def test_each_rank_holds_its_share_of_the_same_weights(pools: Pools) -> None:
         assert max(held) < value.numel() * 0.6, name
 
 
-def half_precision(rank: int, world: int) -> tuple[float, float, str]:
-    """The error of bfloat16 gradients, of one process and of FSDP, and the type of the latter."""
+def half_precision(rank: int, world: int, dp_shard: int) -> tuple[float, float]:
+    """The error of bfloat16 gradients, of one process and of these ranks."""
     tokens = torch.randint(0, 301, (8, 2, 17), generator=torch.Generator().manual_seed(5))
-    mesh = launch.make_mesh(CPU, 1, 0)
+    mesh = launch.make_mesh(CPU, 1, dp_shard)
 
     def gradients(dtype: torch.dtype, mesh: Any) -> dict[str, torch.Tensor]:
         model = made(mesh, dtype)
@@ -110,12 +136,14 @@ def half_precision(rank: int, world: int) -> tuple[float, float, str]:
             float((found[name] - value).norm() / value.norm()) for name, value in exact.items()
         )
 
-    return error(gradients(torch.bfloat16, None)), error(gradients(torch.bfloat16, mesh)), "ok"
+    return error(gradients(torch.bfloat16, None)), error(gradients(torch.bfloat16, mesh))
 
 
-def test_bfloat16_gradients_are_reduced_in_float32(pools: Pools) -> None:
-    """Catches gradients that are summed over micro-batches or ranks in bfloat16, or missing."""
-    for alone, sharded, _ in pools(2).run(half_precision):
+@pytest.mark.parametrize(("world", "dp_shard"), [(2, 1), (2, 0), (4, 2)])
+def test_bfloat16_gradients_are_reduced_in_float32(pools: Pools, world: int, dp_shard: int) -> None:
+    """DDP, FSDP, HSDP. Catches gradients that are missing, or summed over micro-batches or ranks in
+    bfloat16."""
+    for alone, sharded in pools(world).run(half_precision, dp_shard):
         assert 0 < alone < 0.05
         assert sharded < 1.5 * alone
 

@@ -259,6 +259,21 @@ def test_steps_end_with_the_last_sequence(graphs: bool, monkeypatch: pytest.Monk
     assert not steps
 
 
+def test_a_session_keeps_a_few_graphs_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other widths a prefill goes without; those that are kept are used on."""
+    monkeypatch.setattr("ladder.infer.engine.PROMPT_GRAPHS", 2)
+    model = make("ladder", None, max_seq_len=CONTEXT)
+    plain, graphed = engine_for(model, False), engine_for(model, True)
+    graphed.session(1, CONTEXT, Sampling())
+    for length in (5, 20, 40, 60, 21, 6, 39):
+        session = graphed.session(1, CONTEXT, Sampling())
+        monkeypatch.setattr(graphed, "session", lambda *_, one=session: one)
+        prompts = prompts_of(length)
+        expected = plain.generate(prompts, max_new_tokens=4)
+        assert graphed.generate(prompts, max_new_tokens=4) == expected, length
+    assert len(session.prompt_graphs) == 2
+
+
 def test_long_prompts_go_without_a_graph() -> None:
     """Beyond GRAPHED_PROMPT_TOKENS in a batch a prefill keeps no graph, and uses none."""
     model = make("standard", None, num_layers=1, max_seq_len=GRAPHED_PROMPT_TOKENS // 2 + 100)

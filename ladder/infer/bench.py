@@ -7,11 +7,13 @@ that file.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import sys
 import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from ladder.parallel import launch
 from ladder.parallel.reducers import P2P_SWITCH, common_push_refusal, p2p_disabled
 from ladder.records import append, facts
 
+SAME = ("gpu", "torch", "commit")  # of a record's machine, for all that is compared
 RESULTS, COLD, SUMMARY, PAGE = "inference.jsonl", "cold.jsonl", "summary.json", "inference.html"
 PEER_MEMORY = ("push",)  # reducers that need the peers' memory
 
@@ -124,6 +127,8 @@ def run_job(job: Job) -> int:
     speed, rate = bandwidth(device), matrix_rate(device)
     facts = machine(device, speed, rate)
     _say(f"{facts['gpu']}: {speed / 1e12:.2f} TB/s, {rate / 1e12:.0f} TFLOP/s")
+    for case in cases:
+        check_same_code(case, done, skip, facts, job.out / RESULTS)
     wrong: list[str] = []
     for number, case in enumerate(cases, start=1):
         todo = [point for point in case if point not in skip]
@@ -135,8 +140,8 @@ def run_job(job: Job) -> int:
                 _say(f"left out, the budget is spent: {'; '.join(map(str, part))}")
                 continue
             _say(f"case {number} of {len(cases)}, {describe(case[0])}: {len(part)} side by side")
-            records, refused = measure(part, device, speed, rate, traces)
-            _keep(job, [{**record, "machine": facts} for record in records], done, refused)
+            keep = functools.partial(_keep, job, facts, done)
+            _, refused = measure(part, device, speed, rate, traces, keep)
             wrong += refused
         rows = derive([done[point] for point in case if point in done])
         if rows and len(parts):
@@ -147,13 +152,39 @@ def run_job(job: Job) -> int:
     return 1 if wrong else 0
 
 
+def check_same_code(
+    case: Sequence[Point],
+    done: Mapping[Point, dict[str, Any]],
+    skip: Collection[Point],
+    facts: Mapping[str, Any],
+    file: Path,
+) -> None:
+    """Raise UserError where new points of a case would be compared with those of other code.
+
+    done: the records so far; skip: points that are not measured again; facts: of this machine.
+    """
+    kept = [point for point in case if point in skip]
+    for point in kept if len(kept) < len(case) else ():
+        for key in SAME:
+            there, here = done[point]["machine"].get(key), facts.get(key)
+            if there != here:
+                raise UserError(
+                    f"{file} holds {point} from {key} {there}, and this is {here}: what is "
+                    f"compared must be measured alike; choose another --out, or remove the case's "
+                    f"lines there"
+                )
+
+
 def _say(text: str) -> None:
     if launch.rank() == 0:
         print(text, flush=True)
 
 
-def _keep(job: Job, records: list[Any], done: dict[Point, Any], refused: list[str]) -> None:
+def _keep(
+    job: Job, facts: dict[str, Any], done: dict[Point, Any], found: list[Any], refused: list[str]
+) -> None:
     """Append what was measured, and say what was refused."""
+    records = [{**record, "machine": facts} for record in found]
     done |= by_point(records)
     if launch.rank() == 0:
         append(job.out / RESULTS, records)

@@ -29,7 +29,7 @@ from ladder.parallel.dispatch import Dispatch, derive, read_table, size_text, wr
 from ladder.parallel.reducers import push_refusal
 from ladder.records import append, facts
 
-PUSH_SIZES = 4 * 2**20  # bytes; beyond them a push sends far more than it needs to
+PUSHED = 12 * 2**20  # bytes sent by a rank; beyond them a push sends far more than it needs to
 CALLS, REPLAYS, ROUNDS = 20, 5, 7
 THEIRS = ("nccl", "torch one-shot", "torch two-shot")
 OURS = ("push", "two-shot")
@@ -97,7 +97,7 @@ def candidates(
         ),
         "two-shot": Candidate(plain[2], lambda: two_shot(plain[2], True)),
     }
-    if size <= PUSH_SIZES:
+    if size * (dist.get_world_size(group) - 1) <= PUSHED:
         push = PushAllReduce(elements, dtype, group, device)
         found["push"] = Candidate(plain[1], lambda: push(plain[1], True))
     return found

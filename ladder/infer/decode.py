@@ -190,7 +190,7 @@ class DecodeReducer(Reducer):
             own = whole.clone() if keep_own else None  # the base reduces in place
             return Pending(_Waited(self.base.post(whole, blocking)), own)
         assert isinstance(self.base, PushReducer)
-        self.base.picked[stream.numel() * stream.element_size()] = "pushed by the product"
+        self.base.note(stream.numel() * stream.element_size(), "pushed by the product")
         slots, buffers = self._slots(stream)
         chosen = self.turn % self.sets
         self.turn += 1

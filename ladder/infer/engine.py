@@ -32,6 +32,7 @@ from ladder.parallel.sharding import local_tensor
 SESSIONS = 8  # that an engine keeps: each has a cache of its own
 CAPACITY_STEP = 256  # graphs are kept for cache lengths that are multiples of this
 GRAPHED_PROMPT_TOKENS = 16384  # beyond it a prefill keeps the GPU busy without a graph
+PROMPT_GRAPHS = 8  # widths that a session keeps one for: each holds all that a prefill takes
 # (up to this length, prompts are padded to a multiple of this): a graph for each width in use
 PROMPT_STEPS = ((64, 16), (512, 64), (4096, 256), (math.inf, 1024))
 
@@ -107,7 +108,8 @@ class Session:
         self.uniforms[: len(uniforms)].copy_(uniforms)
         self.counter.zero_()
         self.positions.copy_(lengths)
-        if not self.graphs or padded.numel() > GRAPHED_PROMPT_TOKENS:
+        kept = width in self.prompt_graphs or len(self.prompt_graphs) < PROMPT_GRAPHS
+        if not self.graphs or padded.numel() > GRAPHED_PROMPT_TOKENS or not kept:
             self._prefill(padded.to(self.tokens.device))
             return
         if width not in self.prompt_graphs:

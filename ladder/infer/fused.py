@@ -225,7 +225,7 @@ def fuse(model: Transformer) -> None:
         size = tokens * token_bytes
         transport = "copy-kernels" if tokens <= SMALL_PROMPTS else "copy"
         transport = "direct" if size <= direct_bytes else transport
-        base.picked[size] = f"sharded by tokens, {transport}"
+        base.note(size, f"sharded by tokens, {transport}")
         return shards[transport]
 
     def lend(shape: tuple[int, int, int], like: Tensor) -> Tensor | None:

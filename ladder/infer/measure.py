@@ -117,11 +117,13 @@ def measure(
     speed: float,
     rate: float,
     traces: Callable[[Point], Path] | None = None,
+    keep: Callable[[list[dict[str, Any]], list[str]], None] | None = None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """(records of the points, why others were refused); every rank calls this alike.
 
     speed: bytes per second of the memory; rate: FLOPs per second of a matmul. traces: where to put
-    a trace of each point, taken when all has been timed.
+    a trace of each point, taken when all has been timed, and when `keep` has had what is returned:
+    a trace that fails costs no figures.
     """
     expected = _references(points, device)
     lives, refused = [], []
@@ -150,6 +152,8 @@ def measure(
                 "without_reduces": None if bare is None else [bare.plan, bare.dropped],
             }
         )
+    if keep is not None:
+        keep(records, refused)
     for live in lives if traces is not None else ():
         assert traces is not None
         text = profile(live.session, _prompts(live, source), _uniforms(live), traces(live.point))

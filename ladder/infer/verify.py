@@ -146,9 +146,7 @@ def check(session: Session, expected: Reference) -> Check:
             best = exact.topk(2).values
             clear = ~(best[:, 0] - best[:, 1] <= ALLOWED * expected.plain_error)
             disagreements += (clear & (session.out != exact.argmax(-1))).sum()
-            sums.append(
-                (logits.view(torch.int32) * odd).sum(-1)
-            )  # of its bits: wraps, unlike floats
+            sums.append((logits.view(torch.int32) * odd).sum(-1))  # of bits: nothing is rounded
         runs.append(torch.stack(sums))
     places = len(runs[0])
     return Check(

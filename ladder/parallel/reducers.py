@@ -190,11 +190,17 @@ class PushReducer(AsyncReducer):
             self.in_flight -= 1
         return total
 
+    def note(self, size: int, name: str) -> None:
+        """Remember in `picked` what a message of `size` bytes took; several uses may differ."""
+        if name not in self.picked.setdefault(size, name).split(" and "):
+            self.picked[size] += f" and {name}"
+
     def _kernel(self, partial: Tensor) -> PushAllReduce | TwoShotAllReduce | None:
         """Our kernel for messages like `partial`, made when first asked for; None: NCCL's."""
         assert not partial.requires_grad, "the push reducer has no backward"
         size = partial.numel() * partial.element_size()
-        name = self.picked[size] = self.dispatch.pick(size, partial.dtype)
+        name = self.dispatch.pick(size, partial.dtype)
+        self.note(size, name)
         if name == "push":
             key = (partial.numel(), partial.dtype)
             if key not in self.pushes:

@@ -55,8 +55,8 @@ def remove_partial(run: Path) -> None:
 def remove_old(run: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints (0: none), and what is left of earlier ones.
 
-    Each goes first from view and then from the disk. That one cannot is no failure of the save: NFS,
-    say, keeps the files that somebody has open.
+    Each goes first from view and then from the disk. One that stays (NFS keeps the files that
+    somebody has open) does not fail the save, whose checkpoint is whole.
     """
     for _, folder in checkpoints(run)[:-keep] if keep else ():
         try:
