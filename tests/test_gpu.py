@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from ladder.config import build
-from ladder.infer.engine import Engine, generate
+from ladder.infer.engine import Engine, Session, generate
 from ladder.infer.sampling import Sampling
 from ladder.models import ModelConfig, Transformer, document_starts
 from ladder.models.documents import Packed, within_documents
@@ -288,23 +290,32 @@ def test_masked_training_on_a_gpu(corpus: Path, tmp_path: Path, wrapped: bool) -
     assert found[1] == pytest.approx(found[0], rel=2e-2)
 
 
-def decode_on_gpus() -> int:
-    """Every sample plan through fused products that push, in graphs, against the plain CPU."""
-    device = launch.join("cuda")
+def pushing_engine(name: str, device: torch.device) -> tuple[Transformer, Engine]:
+    """A sample plan's model in one CPU process, and the engine of its ranks on GPUs."""
     world = launch.world_size()
     mesh = launch.make_mesh(device, world)
     tp = None if mesh is None else mesh["tp"]
+    config = samples.small_config(samples.FUSED_PLANS[name], world,
+                                  name not in samples.SAME_AT_ANY_T,
+                                  num_heads=8, num_kv_heads=4, hidden_size=64)  # fmt: skip
+    model = samples.full_model(config, 7, torch.float32)
+    pushes = world > 1 and device.type == "cuda"
+    place(model, tp, device=device, reducer="push" if pushes else "async")
+    return samples.full_model(config, 7), Engine(model, fused=True)
+
+
+def short_prompts(count: int, source: torch.Generator) -> list[list[int]]:
+    return [torch.randint(0, 67, (1 + n % 9,), generator=source).tolist() for n in range(count)]
+
+
+def decode_on_gpus() -> int:
+    """Every sample plan through fused products that push, in graphs, against the plain CPU."""
+    device = launch.join("cuda")
     source = torch.Generator().manual_seed(6)
-    for name, spec in samples.FUSED_PLANS.items():
-        config = samples.small_config(spec, world, name not in samples.SAME_AT_ANY_T,
-                                      num_heads=8, num_kv_heads=4, hidden_size=64)  # fmt: skip
-        oracle = samples.full_model(config, 7)
-        model = samples.full_model(config, 7, torch.float32)
-        place(model, tp, device=device, reducer="async" if world == 1 else "push")
-        engine = Engine(model, fused=True)
+    for name in samples.FUSED_PLANS:
+        oracle, engine = pushing_engine(name, device)
         for count in (1, 2, 3, 12, 33):
-            prompts = [torch.randint(0, 67, (1 + n % 9,), generator=source).tolist()
-                       for n in range(count)]  # fmt: skip
+            prompts = short_prompts(count, source)
             expected = generate(oracle, prompts, max_new_tokens=10)
             for _ in range(3):  # a graph replayed, slots used again
                 assert engine.generate(prompts, max_new_tokens=10) == expected, (name, count)
@@ -316,3 +327,34 @@ def test_every_plan_decodes_through_pushing_products(world: int) -> None:
     """Any lags, kinds, reduces and scales; several numbers of rows. A slot that is written before
     it is clear, or landed twice or not at all, gives other tokens or a hang."""
     assert launch.run(decode_on_gpus, (), nproc=world) == 0
+
+
+def decode_late(plans: list[str], turns: int) -> int:
+    """Sessions in turns, whose steps begin late on some rank: the tokens of one process."""
+    device = launch.join("cuda")
+    source, late = torch.Generator().manual_seed(8), random.Random(launch.rank())
+    undelayed = Session.step
+
+    def step(session: Session) -> None:
+        if late.random() < 0.2:
+            torch.cuda._sleep(late.randrange(400_000))
+        undelayed(session)
+
+    for name in plans:
+        oracle, engine = pushing_engine(name, device)
+        cases = [short_prompts(count, source) for count in (1, 33)]
+        expected = [generate(oracle, prompts, max_new_tokens=24) for prompts in cases]
+        with mock.patch.object(Session, "step", step):
+            for turn in range(turns):
+                for prompts, wanted in zip(cases, expected, strict=True):
+                    found = engine.generate(prompts, max_new_tokens=24)
+                    assert found == wanted, (name, len(prompts), turn)
+    return 0
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_decoding_survives_provocation(world: int) -> None:
+    """Thousands of replays, by graphs that share slots. A slot cleared too late or read too early
+    gives other tokens, or a hang."""
+    plans = ["standard", "ladder", "desync-2x", "dtp-2"]
+    assert launch.run(decode_late, (plans, 25), nproc=world) == 0

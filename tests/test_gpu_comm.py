@@ -24,6 +24,7 @@ from ladder.models.reducer import Ranks
 from ladder.parallel import launch
 from ladder.parallel.dispatch import Dispatch, load_dispatch
 from ladder.parallel.reducers import PushReducer
+from tests.test_gpu import pushing_engine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -184,6 +185,9 @@ def lose_a_rank(which: str, end: str) -> int:
         kernel = PushAllReduce(4096, BF16, dist.group.WORLD, device)
     elif which == "two-shot":
         kernel = TwoShotAllReduce(MIB, dist.group.WORLD, device)
+    elif which == "decode":
+        _, engine = pushing_engine("ladder", device)
+        kernel = lambda *_: engine.generate([[3, 1]], max_new_tokens=8)  # noqa: E731
     for _ in range(3):
         kernel(partial, True)
     torch.cuda.synchronize()
@@ -200,7 +204,7 @@ def lose_a_rank(which: str, end: str) -> int:
 
 
 @pytest.mark.parametrize("world", WORLDS[-1:])
-@pytest.mark.parametrize("which", ["push", "two-shot", "nccl"])
+@pytest.mark.parametrize("which", ["push", "two-shot", "nccl", "decode"])
 @pytest.mark.parametrize(
     ("end", "code", "words"),
     [
