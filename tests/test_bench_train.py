@@ -130,6 +130,9 @@ def test_a_trace_is_of_one_pass_forward_and_one_backward(
     assert result["trace"]["backward"]["hidden"] == pytest.approx(0.25)
     text = table([{"point": point.__dict__, "result": result}])
     assert "75% / 25%" in text
+    result["trace"]["backward"]["exposed_ms"] = 2.56
+    text = table([{"point": point.__dict__, "result": result}])
+    assert "0.0 / 2.6" in text
 
 
 COMMAND = ["bench", "train", "--model", "tiny", "--layers", "2", "--seq-len", "32", "--batch", "2",

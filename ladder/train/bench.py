@@ -428,11 +428,13 @@ def label(point: Point) -> str:
 def table(records: Sequence[dict[str, Any]]) -> str:
     """The records as text; what each is compared with is in the same run.
 
-    hidden: how much of the communication's time ran under computation, forward / backward.
+    exposed: against the same plan without TP's reduces. Of a traced micro-batch, whatever the
+    layout, forward / backward: hidden, how much of the communication's time ran under computation,
+    and bare ms, the rest.
     """
     found = {Point(**each["point"]): each["result"] for each in records}
     header = ("layout", "plan", "step ms", "range", "tokens/s/GPU", "MFU", "exposed", "x standard",
-              "hidden", "GiB")  # fmt: skip
+              "hidden", "bare ms", "GiB")  # fmt: skip
     rows = [header]
     for point, result in found.items():
         own = {**asdict(point), "silent": True}
@@ -446,6 +448,8 @@ def table(records: Sequence[dict[str, Any]]) -> str:
             f"{min(times):.1f}-{max(times):.1f}", f"{result['tokens_s_gpu']:,.0f}",
             f"{result['mfu']:.1%}" if "mfu" in result else "-", exposed, speed,
             " / ".join(f"{each['hidden']:.0%}" for each in result.get("trace", {}).values()) or "-",
+            " / ".join(f"{each['exposed_ms']:.1f}" for each in result.get("trace", {}).values())
+            or "-",
             f"{result['memory_gib']:.1f}" if "memory_gib" in result else "-",
         )  # fmt: skip
         rows.append(row)
