@@ -26,8 +26,9 @@ from torch import Tensor
 from ladder.kernels.launch import begin, jit, launch, tl, triton
 
 SETS = 3
-# One 32-bit word of "not yet written": two bfloat16 -0.0, or one float32 -0.0.
-SENTINELS = {torch.bfloat16: -2147450880, torch.float32: -2147483648}
+# One 32-bit word of "not yet written", by element size in bytes: two -0.0 of 16 bits, or one of 32.
+EMPTY_WORD = {2: -2147450880, 4: -2147483648}
+SENTINELS = {dtype: EMPTY_WORD[dtype.itemsize] for dtype in (torch.bfloat16, torch.float32)}
 SPIN_LIMIT = 1 << 27  # reads of a slot that stays empty, over a minute, before the kernel traps
 
 

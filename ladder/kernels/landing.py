@@ -32,7 +32,6 @@ CHUNK = 1024  # elements of a row that one program of a landing takes
 MAX_SUMS, MAX_OWNS = 2, 2
 # The bits of -0.0, by element size in bytes.
 EMPTY = {2: -(2**15), 4: -(2**31)}
-EMPTY_WORD = {2: -2147450880, 4: -2147483648}  # of 32 bits: two of the former, or one
 
 
 @dataclass(frozen=True)

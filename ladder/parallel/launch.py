@@ -186,7 +186,7 @@ def _leave(code: int) -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    _note(f"{ORDERLY}{os.environ['RANK']}")
+    _note(f"{ORDERLY}{rank()}")
     os._exit(code)
 
 

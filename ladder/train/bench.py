@@ -442,14 +442,13 @@ def table(records: Sequence[dict[str, Any]]) -> str:
         standard = found.get(Point(**{**asdict(point), "plan": "standard", "silent": False}))
         exposed = f"{result['step_ms'] / bound['step_ms'] - 1:.1%}" if bound else "-"
         speed = f"{standard['step_ms'] / result['step_ms']:.3f}" if standard else "-"
-        times = result["steps_ms"]
+        times, passes = result["steps_ms"], result.get("trace", {}).values()
         row = (
             point.layout, label(point), f"{result['step_ms']:.1f}",
             f"{min(times):.1f}-{max(times):.1f}", f"{result['tokens_s_gpu']:,.0f}",
             f"{result['mfu']:.1%}" if "mfu" in result else "-", exposed, speed,
-            " / ".join(f"{each['hidden']:.0%}" for each in result.get("trace", {}).values()) or "-",
-            " / ".join(f"{each['exposed_ms']:.1f}" for each in result.get("trace", {}).values())
-            or "-",
+            " / ".join(f"{each['hidden']:.0%}" for each in passes) or "-",
+            " / ".join(f"{each['exposed_ms']:.1f}" for each in passes) or "-",
             f"{result['memory_gib']:.1f}" if "memory_gib" in result else "-",
         )  # fmt: skip
         rows.append(row)

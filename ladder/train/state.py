@@ -53,7 +53,7 @@ def remove_partial(run: Path) -> None:
 
 
 def remove_old(run: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints (0: none), and what is left of earlier ones.
+    """Remove all but the newest `keep` checkpoints (0: keep all), and what is left of earlier ones.
 
     Each goes first from view and then from the disk. One that stays (NFS keeps the files that
     somebody has open) does not fail the save, whose checkpoint is whole.
