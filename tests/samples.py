@@ -77,6 +77,9 @@ FUSED_PLANS: dict[str, PlanSpec] = {
     "parallel, the own part scaled": [{"layers": "0-3", "attention+mlp": {"own_scale": 1.5}}],
 }
 
+# Ranks add their own outputs and their peers' at different times: equal streams, but for rounding.
+ADDED_APART = ("own at once, peers 1 later", "own 2 later, peers at once")
+
 
 def small_config(
     plan: PlanSpec = "standard", ranks: int = 1, depends: bool = False, **changes: Any
@@ -143,6 +146,22 @@ def full_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float6
     model = Transformer(config).to(dtype)
     fill(model, seed)
     return model
+
+
+@torch.no_grad()
+def share_head(model: Transformer, ranks: int) -> None:
+    """Give each rank the same rows of the head: their logits differ only where what they read does.
+
+    The head is cut by rows, so `ranks` must divide them.
+    """
+    weight = model.lm_head.weight
+    weight.copy_(weight[: len(weight) // ranks].repeat(ranks, 1))
+
+
+def heads_read_the_same(logits: Tensor, ranks: int) -> bool:
+    """Whether the whole logits [..., V] of a model after `share_head` are the same bits by rank."""
+    first, *others = logits.view(torch.uint8).chunk(ranks, dim=-1)
+    return all(torch.equal(first, other) for other in others)
 
 
 def virtual(model: Transformer, ranks: int) -> Transformer:

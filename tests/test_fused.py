@@ -15,12 +15,24 @@ from ladder.infer import decode as decode_module
 from ladder.infer.decode import DecodeReducer
 from ladder.infer.engine import Engine
 from ladder.infer.fused import can_fuse
+from ladder.infer.sampling import Sampling
+from ladder.infer.verify import forced
+from ladder.kernels.decode import MAX_ROWS
 from ladder.models import Ranks, Transformer, UserError
 from ladder.models.presets import PlanSpec
 from ladder.parallel.reducers import PushReducer
 from ladder.parallel.sharding import place
 from tests.distributed import Pools, tp_mesh
-from tests.samples import FUSED_PLANS, SAME_AT_ANY_T, full_model, small_config, virtual
+from tests.samples import (
+    ADDED_APART,
+    FUSED_PLANS,
+    SAME_AT_ANY_T,
+    full_model,
+    heads_read_the_same,
+    share_head,
+    small_config,
+    virtual,
+)
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6]]
 
@@ -76,6 +88,50 @@ def test_the_fused_path_on_two_ranks(pools: Pools, name: str) -> None:
     depends = name not in SAME_AT_ANY_T
     expected = decode(virtual(full_model(small_config(FUSED_PLANS[name], 2, depends), 5), 2), False)
     assert pools(2).run(fused_on_ranks, FUSED_PLANS[name], depends) == [expected, expected]
+
+
+def read_by_heads(rank: int, world_size: int, plan: PlanSpec, depends: bool) -> list[bool]:
+    """Of each step, whether the heads of all ranks read the same bits."""
+    model = full_model(small_config(plan, world_size, depends, vocab_size=68), 5, torch.float32)
+    share_head(model, world_size)
+    place(model, tp_mesh(world_size))
+    tokens = torch.randint(0, 68, (3, 12), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        session = Engine(model, fused=True).session(3, 12, Sampling())
+        return [heads_read_the_same(logits, world_size) for logits in forced(session, tokens, 5)]
+
+
+@pytest.mark.parametrize("name", [name for name in FUSED_PLANS if name not in ADDED_APART])
+def test_what_the_heads_read_is_the_same_on_all_ranks(pools: Pools, name: str) -> None:
+    """Bit for bit: each rank makes the logits of its own part of the vocabulary from it."""
+    found = pools(2).run(read_by_heads, FUSED_PLANS[name], name not in SAME_AT_ANY_T)
+    assert found == [[True] * 8] * 2
+
+
+def test_heads_that_read_different_bits_are_seen() -> None:
+    logits = torch.tensor([[0.0, 1.0, 0.0, 1.0]])
+    assert heads_read_the_same(logits, 2)
+    logits[0, 2] = -0.0
+    assert not heads_read_the_same(logits, 2)
+
+
+def decode_many(rank: int, world_size: int, plan: PlanSpec, depends: bool) -> list[list[int]]:
+    model = full_model(small_config(plan, world_size, depends), 5, torch.float32)
+    place(model, tp_mesh(world_size))
+    results = Engine(model, fused=True).generate(MANY, max_new_tokens=4)
+    return [result.tokens for result in results]
+
+
+MANY = [[n % 67, *range(n % 5)] for n in range(MAX_ROWS + 6)]  # rows beyond the products' own
+
+
+@pytest.mark.parametrize("name", ["standard", "ladder", "desync-2x"])
+def test_more_prompts_than_the_products_have_rows(pools: Pools, name: str) -> None:
+    """The fused modules then run by matrix products and the base reducer."""
+    depends = name not in SAME_AT_ANY_T
+    oracle = virtual(full_model(small_config(name, 2, depends), 5), 2)
+    expected = [result.tokens for result in Engine(oracle).generate(MANY, max_new_tokens=4)]
+    assert pools(2).run(decode_many, name, depends) == [expected] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -11,8 +11,12 @@ import pytest
 import torch
 
 from ladder.config import build
+from ladder.infer.build import random_model
 from ladder.infer.engine import Engine, Session, generate
+from ladder.infer.points import Point, resolve
 from ladder.infer.sampling import Sampling
+from ladder.infer.verify import STEPS, check, forced, reference
+from ladder.kernels.decode import MAX_ROWS
 from ladder.models import ModelConfig, Transformer, document_starts
 from ladder.models.documents import Packed, within_documents
 from ladder.parallel import launch
@@ -156,10 +160,19 @@ def generate_on_gpus(reducer: str) -> int:
                 assert drawn == engine.generate(prompts, max_new_tokens=12, sampling=sampling)
                 assert drawn != expected
                 launch.agree({"tokens": [result.tokens for result in drawn]})
-    small = make("ladder", None, torch.float32, mesh=tp, device=device, max_seq_len=48)
-    full = Engine(small).generate([[3] * 5, [9] * 40], max_new_tokens=100)
-    assert [(len(r.tokens), r.reason) for r in full] == [(43, "context"), (8, "context")]
+    fill_the_cache({"mesh": tp, "device": device, "reducer": reducer})
     return 0
+
+
+def fill_the_cache(where: dict[str, Any]) -> None:
+    """To its last place, through every kind of engine: the tokens of the CPU's."""
+    oracle = make("ladder", None, torch.float32, max_seq_len=48)
+    expected = generate(oracle, [[3] * 5, [9] * 40], max_new_tokens=100)
+    assert [(len(r.tokens), r.reason) for r in expected] == [(43, "context"), (8, "context")]
+    for kind in ({"graphs": False, "fused": False}, {"fused": False}, {"fused": True}):
+        model = make("ladder", None, torch.float32, max_seq_len=48, **where)
+        found = Engine(model, **kind).generate([[3] * 5, [9] * 40], max_new_tokens=100)
+        assert found == expected, kind
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -290,14 +303,19 @@ def test_masked_training_on_a_gpu(corpus: Path, tmp_path: Path, wrapped: bool) -
     assert found[1] == pytest.approx(found[0], rel=2e-2)
 
 
+def fused_config(name: str, world: int, **changes: Any) -> ModelConfig:
+    """Of a sample plan, with heads for up to four ranks."""
+    shape = {"num_heads": 8, "num_kv_heads": 4, "hidden_size": 64, **changes}
+    depends = name not in samples.SAME_AT_ANY_T
+    return samples.small_config(samples.FUSED_PLANS[name], world, depends, **shape)
+
+
 def pushing_engine(name: str, device: torch.device) -> tuple[Transformer, Engine]:
     """A sample plan's model in one CPU process, and the engine of its ranks on GPUs."""
     world = launch.world_size()
     mesh = launch.make_mesh(device, world)
     tp = None if mesh is None else mesh["tp"]
-    config = samples.small_config(samples.FUSED_PLANS[name], world,
-                                  name not in samples.SAME_AT_ANY_T,
-                                  num_heads=8, num_kv_heads=4, hidden_size=64)  # fmt: skip
+    config = fused_config(name, world)
     model = samples.full_model(config, 7, torch.float32)
     pushes = world > 1 and device.type == "cuda"
     place(model, tp, device=device, reducer="push" if pushes else "async")
@@ -314,7 +332,7 @@ def decode_on_gpus() -> int:
     source = torch.Generator().manual_seed(6)
     for name in samples.FUSED_PLANS:
         oracle, engine = pushing_engine(name, device)
-        for count in (1, 2, 3, 12, 33):
+        for count in (1, 2, 3, 12, 33, MAX_ROWS + 6):  # beyond the rows of the products
             prompts = short_prompts(count, source)
             expected = generate(oracle, prompts, max_new_tokens=10)
             for _ in range(3):  # a graph replayed, slots used again
@@ -327,6 +345,60 @@ def test_every_plan_decodes_through_pushing_products(world: int) -> None:
     """Any lags, kinds, reduces and scales; several numbers of rows. A slot that is written before
     it is clear, or landed twice or not at all, gives other tokens or a hang."""
     assert launch.run(decode_on_gpus, (), nproc=world) == 0
+
+
+def heads_on_gpus() -> int:
+    """What the heads of all ranks read is the same bits: every plan, prefill and decode."""
+    device = launch.join("cuda")
+    world = launch.world_size()
+    mesh = launch.make_mesh(device, world)
+    assert mesh is not None
+    source = torch.Generator().manual_seed(9)
+    for name in [name for name in samples.FUSED_PLANS if name not in samples.ADDED_APART]:
+        config = fused_config(name, world, vocab_size=68)  # which ranks cut evenly
+        for dtype in (torch.float32, torch.bfloat16):
+            model = samples.full_model(config, 5, dtype)
+            samples.share_head(model, world)
+            place(model, mesh["tp"], device=device, reducer="push")
+            engine = Engine(model, fused=True)
+            for count in (1, 3, 33, MAX_ROWS + 6):
+                tokens = torch.randint(0, 68, (count, 30), generator=source)
+                with torch.inference_mode():
+                    session = engine.session(count, 30, Sampling())
+                    for logits in forced(session, tokens, 20):
+                        assert samples.heads_read_the_same(logits, world), (name, dtype, count)
+    return 0
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_what_the_heads_read_is_the_same_on_all_gpus(world: int) -> None:
+    """An all-reduce that adds in another order on some rank shows in the last bits."""
+    assert launch.run(heads_on_gpus, (), nproc=world) == 0
+
+
+def check_on_gpus() -> int:
+    """The benchmark's check, before it times, of every plan at an 8B's width: bfloat16."""
+    device = launch.join("cuda")
+    world = launch.world_size()
+    reducer = "async" if world == 1 else "push"
+    for plan in ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x", "dtp-1",
+                 "dtp-2", "none"):  # fmt: skip
+        config = resolve(Point("llama-3-8b", plan, reducer, world, 64, 60, STEPS, layers=4))
+        exact = random_model(config, "async", world, device)
+        engine = Engine(random_model(config, reducer, world, device))
+        with torch.inference_mode():
+            for batch in (1, 3, 64):
+                expected = reference(exact, batch, 60, STEPS)
+                found = check(engine.session(batch, 60 + STEPS, Sampling()), expected)
+                assert found.passes, (plan, batch, str(found))
+                assert found.compared == 2 * batch * (STEPS + 1)
+    return 0
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_plan_passes_the_check_before_timing(world: int) -> None:
+    """Errors up to twice the plain path's, the reference's tokens, and every run the same bits."""
+    assert launch.run(check_on_gpus, (), nproc=world) == 0
 
 
 def decode_late(plans: list[str], turns: int) -> int:
