@@ -27,10 +27,10 @@ demo: $(INSTALLED)
 	$(BIN)/ladder demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 parity: $(INSTALLED)
-	$(BIN)/python -m pytest -m parity
+	$(BIN)/python -m pytest -m parity -n auto --dist worksteal
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,12 @@ from tests.corpus import make_corpus
 from tests.distributed import Pools
 from tests.documents import write_documents
 from tests.evaluation import make_llama, make_texts
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Processes of `-n auto`. Half of a test's time goes into waiting for ranks and processes, so
+    more than cores pays; tests on GPUs would disturb each other."""
+    return 0 if torch.cuda.is_available() else min(3 * (os.cpu_count() or 1) // 2, 8)
 
 
 @pytest.fixture(scope="session", autouse=True)

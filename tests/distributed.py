@@ -9,8 +9,8 @@
         assert pools(2).run(summed, 1.0) == [3.0, 3.0]
 
 `pools(world_size)` gives the pool of that many processes, started when it is first asked for.
-`Pool.run(function, *args, limit=60.0)` calls function(rank, world_size, *args) on every rank and
-returns the results by rank. Function, arguments and results are pickled, so the function is a
+`Pool.run(function, *args, limit=PATIENCE)` calls function(rank, world_size, *args) on every rank
+and returns the results by rank. Function, arguments and results are pickled, so the function is a
 module's, not a closure. If a rank raises, RankError carries the first one's traceback; if one dies
 or the limit passes, RankError says which, and where each of the others stood. After any of these
 the pool is ended, for its group may be out of step, and the next `run` starts a new one: nothing
@@ -43,7 +43,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 PRELOAD = ["torch", "ladder.parallel.sharding", "tests.distributed"]
-START_LIMIT = 60.0  # seconds for the workers to import torch and to meet
+PATIENCE = 300.0  # seconds until something counts as hung, on a machine that may be busy
 GRACE = 2.0  # seconds for the other ranks to report after the first has failed
 
 
@@ -74,7 +74,7 @@ def _work(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=START_LIMIT),
+        timeout=timedelta(seconds=PATIENCE),
     )
     pipe.send_bytes(pickle.dumps((True, None)))
     while True:
@@ -103,7 +103,7 @@ class Pool:
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, function: Callable[..., Any], *args: Any, limit: float = 60.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, limit: float = PATIENCE) -> list[Any]:
         """function(rank, world_size, *args) of every rank, by rank; limit in seconds."""
         if not self._workers:
             self._start()
@@ -130,7 +130,7 @@ class Pool:
             theirs.close()
             self._workers.append(worker)
             self._pipes.append(ours)
-        self._collect(START_LIMIT, "start")
+        self._collect(PATIENCE, "start")
 
     def _collect(self, limit: float, what: str) -> list[Any]:
         """One answer of each rank; on the first failure ends the pool and raises RankError."""

@@ -16,12 +16,13 @@ import yaml
 
 from ladder.cli import main, parse_words
 from tests.corpus import make_corpus
+from tests.distributed import PATIENCE
 
 LADDER = [sys.executable, "-m", "ladder"]
 ROOT = Path(__file__).parent.parent
 
 
-def run(*arguments: str, limit: float = 120, **environment: str) -> subprocess.CompletedProcess:
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """A real process, as a user's; its standard input is closed."""
     return subprocess.run(
         [*LADDER, *arguments],
@@ -30,7 +31,7 @@ def run(*arguments: str, limit: float = 120, **environment: str) -> subprocess.C
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=limit,
+        timeout=PATIENCE,
         check=False,
     )
 
@@ -81,7 +82,7 @@ def test_importing_ladder_starts_nothing() -> None:
         "for name in ('transformers', 'matplotlib', 'datasets', 'lm_eval', 'pandas'):\n"
         "    assert name not in sys.modules, name\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=PATIENCE)
 
 
 def test_models_import_only_torch_and_themselves() -> None:
@@ -260,7 +261,7 @@ def test_ranks_that_disagree_are_told(trained: Path, tmp_path: Path) -> None:
                 text=True,
             )
         )
-    errors = [process.communicate(timeout=90)[1] for process in processes]
+    errors = [process.communicate(timeout=PATIENCE)[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
     lines = [line for text in errors for line in text.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, errors
@@ -312,12 +313,12 @@ def test_an_interrupt_ends_the_ranks(trained: Path, tmp_path: Path) -> None:
         start_new_session=True,
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
-    for _ in range(600):
-        if metrics.exists() and metrics.stat().st_size:
-            break
+    limit = time.monotonic() + PATIENCE
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert time.monotonic() < limit
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 130
+    assert process.wait(timeout=PATIENCE) == 130
     size = metrics.stat().st_size
     time.sleep(1.0)
     assert metrics.stat().st_size == size

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from ladder.train.metrics import read
+from tests.distributed import PATIENCE
 from tests.test_train import recipe
 
 ROOT = Path(__file__).parents[1]
@@ -82,13 +83,13 @@ def test_a_job_that_is_preempted_goes_on(
     run = tmp_path / "run"
     arguments = [str(tmp_path / "recipe.yaml"), "plan=ladder", f"out={run}"]
     job = start(arguments, slurm)
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + PATIENCE
     while not (run / "metrics.jsonl").exists() or not read(run):
         assert job.poll() is None, job.communicate()[0]
         assert time.monotonic() < limit
         time.sleep(0.05)
     os.killpg(job.pid, signal.SIGTERM)
-    printed, _ = job.communicate(timeout=60)
+    printed, _ = job.communicate(timeout=PATIENCE)
     assert job.returncode == 0, printed
     assert "told to stop (SIGTERM)" in printed
     steps = [record["step"] for record in read(run)]
@@ -96,7 +97,7 @@ def test_a_job_that_is_preempted_goes_on(
     assert (run / f"checkpoints/step-{steps[-1]:06d}").is_dir()
 
     job = start([*arguments, "steps=400"], slurm)
-    printed, _ = job.communicate(timeout=120)
+    printed, _ = job.communicate(timeout=PATIENCE)
     assert job.returncode == 0, printed
     assert "held-out:" in printed
     assert [r["step"] for r in read(run) if "heldout_loss" in r] == [400]
@@ -107,13 +108,13 @@ def test_tasks_get_their_cores(tmp_path: Path, slurm: dict[str, str]) -> None:
     (tmp_path / "bin/python").write_text('#!/bin/sh\necho "$OMP_NUM_THREADS: $*"\nexit 7\n')
     environment = slurm | {"SLURM_CPUS_PER_TASK": "3"}
     job = start(["paper-1b", f"out={tmp_path}"], environment)
-    printed, _ = job.communicate(timeout=30)
+    printed, _ = job.communicate(timeout=PATIENCE)
     assert job.returncode == 7, printed
     assert printed == f"3: -m ladder train paper-1b out={tmp_path}\n" * 2
 
 
 def test_a_folder_is_asked_for(slurm: dict[str, str]) -> None:
     job = start(["paper-1b", "plan=ladder"], slurm)
-    printed, _ = job.communicate(timeout=30)
+    printed, _ = job.communicate(timeout=PATIENCE)
     assert job.returncode == 2
     assert "give out=FOLDER" in printed

@@ -22,6 +22,7 @@ from ladder.data.prepare import prepare
 from ladder.data.tokenizer import train_tokenizer
 from ladder.data.workers import in_order
 from ladder.models.errors import UserError
+from tests.distributed import PATIENCE
 
 ROOT = Path(__file__).parent.parent
 UNIT = 400  # bytes: the corpus has some thirty units
@@ -333,20 +334,19 @@ def test_killed_with_its_workers(
         [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
     progress = tmp_path / ".out.unfinished" / "progress.json"
-    for _ in range(1000):
-        if progress.exists() and json.loads(progress.read_text())["units"] > 3:
-            break
+    limit = time.monotonic() + PATIENCE
+    while not (progress.exists() and json.loads(progress.read_text())["units"] > 3):
+        assert process.poll() is None
+        assert time.monotonic() < limit
         time.sleep(0.02)
     children = _children(process.pid)
     assert len(children) >= 2
     process.kill()
     process.wait()
     assert json.loads(progress.read_text())["units"] > 3
-    for _ in range(200):
-        if not any(map(_runs, children)):
-            break
+    while any(map(_runs, children)):
+        assert time.monotonic() < limit
         time.sleep(0.02)
-    assert not any(map(_runs, children))
     prepare([corpus], tokenizer, out, **OPTIONS)
     assert _contents(out) == whole
 

@@ -24,7 +24,7 @@ from ladder.models.errors import UserError
 from ladder.train import loop, metrics, shards, step
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
-from tests.distributed import Pools
+from tests.distributed import PATIENCE, Pools
 from tests.test_train import losses, recipe, stored, untimed, weights
 
 ROOT = Path(__file__).parent.parent
@@ -50,15 +50,15 @@ def start(config: TrainConfig, *options: str, **popen: Any) -> subprocess.Popen[
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=PATIENCE)
     return process.returncode, out, err
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    """Until it holds, or the process has ended; fails after a minute."""
-    end = time.monotonic() + 60
+    """Until it holds, or the process has ended."""
+    end = time.monotonic() + PATIENCE
     while not condition() and process.poll() is None:
-        assert time.monotonic() < end, "nothing happened in a minute"
+        assert time.monotonic() < end, "nothing happened"
         time.sleep(0.005)
 
 

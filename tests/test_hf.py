@@ -32,7 +32,7 @@ from ladder.models import Transformer, UserError, document_starts  # noqa: E402
 from ladder.parallel.reducers import AsyncReducer  # noqa: E402
 from ladder.parallel.sharding import local_parameters  # noqa: E402
 from tests import test_checkpoint, test_generate  # noqa: E402
-from tests.distributed import Pools, tp_mesh  # noqa: E402
+from tests.distributed import PATIENCE, Pools, tp_mesh  # noqa: E402
 from tests.test_checkpoint import LLAMA_3, TOKENS, save_llama, save_ours  # noqa: E402
 from tests.test_generate import PLANS, prompts  # noqa: E402
 
@@ -284,7 +284,7 @@ def test_a_folder_carries_its_code(tmp_path: Path, corpus: Path) -> None:
     environment = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     subprocess.run(
         [sys.executable, "-c", ALONE, str(out), str(again)],
-        env={**os.environ, **environment}, cwd=tmp_path, check=True, timeout=120,
+        env={**os.environ, **environment}, cwd=tmp_path, check=True, timeout=PATIENCE,
     )  # fmt: skip
     tokens = torch.tensor([[3, 9, 27, 14]])
     *results, eos = torch.load(out / "results.pt", weights_only=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ladder.models import ModelConfig, Ranks, Reducer, Transformer, UserError, resolve_plan
 from tests import restatement
+from tests.distributed import PATIENCE
 from tests.samples import (
     DEPENDS_ON_T,
     PLANS,
@@ -541,4 +542,4 @@ def test_importing_the_package_imports_nothing() -> None:
         "import ladder.models, torch; assert not torch.distributed.is_initialized()"
     )
     root = Path(__file__).parent.parent
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=root)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE, cwd=root)

@@ -85,7 +85,7 @@ def test_every_layout_trains_as_one_process(
     assert len(expected) == 20
     for world, each in layouts.items():
         settings = alone.to_dict() | {"micro_batch_size": 2}  # of 8; 4 by TP alone
-        pools(world).run(train_all, settings, each, str(tmp_path), limit=240.0)
+        pools(world).run(train_all, settings, each, str(tmp_path))
     for name in [f"{name} of {world}" for world, each in layouts.items() for _, _, name in each]:
         found = curve(tmp_path / name)
         assert found[0] == pytest.approx(expected, abs=1e-4), name

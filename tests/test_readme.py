@@ -21,6 +21,7 @@ import pytest
 from ladder.cli import main
 from ladder.parallel import launch
 from tests.corpus import WORDS
+from tests.distributed import PATIENCE
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -30,7 +31,6 @@ NEEDS_GPU = ("bench",)
 HARNESS = importlib.util.find_spec("lm_eval") is not None  # the extra `eval`
 BARE = ("plans", "doctor")  # do their work without further words
 COMMAND = re.compile(r"(ladder|torchrun) ")
-LIMIT = 120  # seconds for one command
 
 SHORT_RUN = (
     "steps=2",
@@ -160,7 +160,7 @@ def run(words: list[str]) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=LIMIT,
+        timeout=PATIENCE,
         check=False,
     )
     assert result.returncode == 0, f"{shown}: exit code {result.returncode}\n{result.stderr}"

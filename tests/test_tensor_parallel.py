@@ -236,7 +236,7 @@ def test_output_biases(pools: Pools, shape: str, world_size: int) -> None:
     """A bias that rank 0 adds. Catches T biases in the sum, and a gradient that the other ranks,
     which do not use it, never hear of (they would step differently, or hang)."""
     cases = [{"plan": p, **BIASES[shape]} for p in ("standard", "parallel", "ladder", "lag 2")]
-    assert_none_wrong(pools(world_size).run(step_errors, world_size, cases, limit=30.0))
+    assert_none_wrong(pools(world_size).run(step_errors, world_size, cases))
 
 
 def test_two_groups_of_two(pools: Pools) -> None:
