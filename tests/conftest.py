@@ -19,9 +19,8 @@ from tests.evaluation import make_llama, make_texts
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Processes of `-n auto`. Half of a test's time goes into waiting for ranks and processes, so
-    more than cores pays; tests on GPUs would disturb each other."""
-    return 0 if torch.cuda.is_available() else min(3 * (os.cpu_count() or 1) // 2, 8)
+    """Processes of `-n auto`: none where there are GPUs, whose tests would disturb each other."""
+    return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 8)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import zlib
 from pathlib import Path
 
@@ -20,9 +19,8 @@ from ladder.parallel.sharding import local_parameters, place
 SHARPNESS = 2.0  # of the random attention: else it is an average, whose errors are invisible
 
 
-@functools.cache
 def tp_mesh(device: torch.device, tp: int) -> DeviceMesh | None:
-    """This process's TP group, made once: each has communicators of its own. None at TP 1."""
+    """The mesh of this process's TP group; None at TP 1."""
     mesh = launch.make_mesh(device, tp) if tp > 1 else None
     return None if mesh is None else mesh["tp"]
 

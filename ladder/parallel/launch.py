@@ -7,6 +7,7 @@ or of a script that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PO
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import signal
 import sys
@@ -248,7 +249,8 @@ DATA_DIMS = ("replicate", "shard")  # of the mesh: data parallelism, see ladder.
 def make_mesh(device: torch.device, tp: int, dp_shard: int = 1) -> DeviceMesh | None:
     """A mesh with the dimensions `replicate`, `shard` and `tp`, tp innermost; None for one process.
 
-    dp_shard: the size of `shard`; 0: all data-parallel ranks.
+    dp_shard: the size of `shard`; 0: all data-parallel ranks. Asked for again, it is the same mesh:
+    its groups have threads, or memory of a GPU, that are never let go.
     """
     world = world_size()
     if tp < 1 or world % tp:
@@ -265,15 +267,21 @@ def make_mesh(device: torch.device, tp: int, dp_shard: int = 1) -> DeviceMesh | 
     if world == 1:
         return None
     shard = dp_shard or data
+    return _mesh(dist.group.WORLD, device.type, (data // shard, shard, tp))
+
+
+@functools.cache
+def _mesh(world: dist.ProcessGroup, kind: str, shape: tuple[int, int, int]) -> DeviceMesh:
+    """`make_mesh`, once for each group of all processes."""
     override = {}
-    if device.type == "cuda":
+    if kind == "cuda":
         # Reduces run beneath matrix products: without priority a reduce's blocks wait until those
         # of the product that was launched before it all have a place.
         nccl = dist.ProcessGroupNCCL  # only builds with CUDA have it
         override = {"tp": nccl.Options(is_high_priority_stream=True)}
     return init_device_mesh(
-        device.type,
-        (data // shard, shard, tp),
+        kind,
+        shape,
         mesh_dim_names=(*DATA_DIMS, "tp"),
         backend_override=override,
     )

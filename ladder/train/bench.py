@@ -50,7 +50,6 @@ TURNS = 3  # in which the timed steps are taken
 LEAD = 2  # steps before those of a turn: the host gets ahead
 ROOM = 1.5  # times what the largest point so far takes must be free for one more beside it
 HEAD_START = 0.25  # seconds, of the host before the GPU in a traced pass: it is ahead in training
-make_mesh = functools.cache(launch.make_mesh)  # its groups are never let go: points share them
 LAYOUTS = "ddp, fsdp, hsdpN (replicas of N shards), tpN, tpN+sp, and tpN or tpN+sp with +fsdp"
 
 
@@ -187,7 +186,7 @@ def build(
     point: Point, recipe: TrainConfig, tp_degree: int, device: torch.device
 ) -> tuple[Transformer, DeviceMesh | None]:
     """The point's model with random weights, and its mesh."""
-    mesh = make_mesh(device, recipe.tp, recipe.dp_shard)
+    mesh = launch.make_mesh(device, recipe.tp, recipe.dp_shard)
     silent = SilentSequenceReducer if recipe.sequence_parallel else SilentReducer
     model = make_model(
         shape_of(point, tp_degree),
@@ -367,7 +366,7 @@ def main(options: Any) -> int:
         raise UserError("--plans none needs a layout with tpN: without TP there is no reduce")
     for point in todo:  # all are checked before the first is timed
         recipe = recipe_of(point)
-        make_mesh(device, recipe.tp, recipe.dp_shard)
+        launch.make_mesh(device, recipe.tp, recipe.dp_shard)
         shape = shape_of(point, options.tp_degree)
         if recipe.sequence_parallel:
             check_sequence_parallel(shape, recipe.tp)
