@@ -34,23 +34,25 @@ from tests.samples import (
     virtual,
 )
 
-PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6]]
+Prompts = list[list[int]]
+PROMPTS: Prompts = [[3, 1, 4, 1, 5], [9, 2], [6]]
 
 
-def decode(model: Transformer, fused: bool) -> list[list[int]]:
+def decode(model: Transformer, fused: bool, prompts: Prompts = PROMPTS) -> list[list[int]]:
     engine = Engine(model, fused=fused)
     assert engine.fused == fused
     with torch.inference_mode():
-        return [result.tokens for result in engine.generate(PROMPTS, max_new_tokens=12)]
+        return [result.tokens for result in engine.generate(prompts, max_new_tokens=12)]
 
 
 def fused_on_ranks(
-    rank: int, world_size: int, plan: PlanSpec, depends: bool, changes: dict[str, Any] | None = None
-) -> list[list[int]]:
+    rank: int, world_size: int, plan: PlanSpec, depends: bool,
+    changes: dict[str, Any] | None = None, prompts: Prompts = PROMPTS,
+) -> list[list[int]]:  # fmt: skip
     config = small_config(plan, world_size, depends, **changes or {})
     model = full_model(config, 5, torch.float32)
     place(model, tp_mesh(world_size))
-    return decode(model, True)
+    return decode(model, True, prompts)
 
 
 @pytest.mark.parametrize("name", FUSED_PLANS)
@@ -90,15 +92,20 @@ def test_the_fused_path_on_two_ranks(pools: Pools, name: str) -> None:
     assert pools(2).run(fused_on_ranks, FUSED_PLANS[name], depends) == [expected, expected]
 
 
+@torch.inference_mode()
+def heads_agree(engine: Engine, tokens: Tensor, prompt: int) -> list[bool]:
+    """Of each step, whether the heads of all ranks read the same bits, after `share_head`."""
+    session = engine.session(*tokens.shape, Sampling())
+    ranks = engine.model.reducer.ranks.processes
+    return [heads_read_the_same(logits, ranks) for logits in forced(session, tokens, prompt)]
+
+
 def read_by_heads(rank: int, world_size: int, plan: PlanSpec, depends: bool) -> list[bool]:
-    """Of each step, whether the heads of all ranks read the same bits."""
     model = full_model(small_config(plan, world_size, depends, vocab_size=68), 5, torch.float32)
     share_head(model, world_size)
     place(model, tp_mesh(world_size))
     tokens = torch.randint(0, 68, (3, 12), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        session = Engine(model, fused=True).session(3, 12, Sampling())
-        return [heads_read_the_same(logits, world_size) for logits in forced(session, tokens, 5)]
+    return heads_agree(Engine(model, fused=True), tokens, 5)
 
 
 @pytest.mark.parametrize("name", [name for name in FUSED_PLANS if name not in ADDED_APART])
@@ -115,13 +122,6 @@ def test_heads_that_read_different_bits_are_seen() -> None:
     assert not heads_read_the_same(logits, 2)
 
 
-def decode_many(rank: int, world_size: int, plan: PlanSpec, depends: bool) -> list[list[int]]:
-    model = full_model(small_config(plan, world_size, depends), 5, torch.float32)
-    place(model, tp_mesh(world_size))
-    results = Engine(model, fused=True).generate(MANY, max_new_tokens=4)
-    return [result.tokens for result in results]
-
-
 MANY = [[n % 67, *range(n % 5)] for n in range(MAX_ROWS + 6)]  # rows beyond the products' own
 
 
@@ -129,9 +129,8 @@ MANY = [[n % 67, *range(n % 5)] for n in range(MAX_ROWS + 6)]  # rows beyond the
 def test_more_prompts_than_the_products_have_rows(pools: Pools, name: str) -> None:
     """The fused modules then run by matrix products and the base reducer."""
     depends = name not in SAME_AT_ANY_T
-    oracle = virtual(full_model(small_config(name, 2, depends), 5), 2)
-    expected = [result.tokens for result in Engine(oracle).generate(MANY, max_new_tokens=4)]
-    assert pools(2).run(decode_many, name, depends) == [expected] * 2
+    expected = decode(virtual(full_model(small_config(name, 2, depends), 5), 2), False, MANY)
+    assert pools(2).run(fused_on_ranks, name, depends, None, MANY) == [expected] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -47,6 +47,27 @@ def train_all(rank: int, world: int, settings: dict[str, Any], layouts: Layouts,
         train(build(TrainConfig, settings | changes, "test recipe"), device="cpu")
 
 
+def compare(
+    corpus: Path, tmp_path: Path, pools: Pools, layouts: dict[int, Layouts],
+    changes: dict[str, Any], **model: Any,
+) -> None:  # fmt: skip
+    """Twenty steps of micro-batches on ranks, whose settings have `changes`, and on one process:
+    the losses, gradient norms and held-out loss within 1e-4."""
+    alone = recipe(corpus, tmp_path / "alone", steps=20, batch_size=8, lr=3e-3, **model)
+    train(alone, device="cpu")
+    expected, norms = curve(tmp_path / "alone")
+    assert len(expected) == 20
+    settings = alone.to_dict() | {"micro_batch_size": 2} | changes  # of 8; 4 by TP alone
+    for world, each in layouts.items():
+        pools(world).run(train_all, settings, each, str(tmp_path))
+    for name in [f"{name} of {world}" for world, each in layouts.items() for _, _, name in each]:
+        found = curve(tmp_path / name)
+        assert found[0] == pytest.approx(expected, abs=1e-4), name
+        assert found[1] == pytest.approx(norms, abs=1e-4), name
+        held = [recorded(tmp_path / run, "heldout_loss") for run in ("alone", name)]
+        assert held[1] == pytest.approx(held[0], abs=1e-4), name
+
+
 @pytest.mark.parametrize(
     ("plan", "degree", "layouts"),
     [
@@ -77,18 +98,4 @@ def test_every_layout_trains_as_one_process(
     """Twenty steps of micro-batches, on 2 and on 4 ranks. Catches gradients that are summed and not
     averaged, reduced once too often, or of one micro-batch only; shared ones summed over the wrong
     ranks; a norm that counts replicas or leaves shards out; windows read twice."""
-    alone = recipe(
-        corpus, tmp_path / "alone", plan=plan, tp_degree=degree, steps=20, batch_size=8, lr=3e-3
-    )
-    train(alone, device="cpu")
-    expected, norms = curve(tmp_path / "alone")
-    assert len(expected) == 20
-    for world, each in layouts.items():
-        settings = alone.to_dict() | {"micro_batch_size": 2}  # of 8; 4 by TP alone
-        pools(world).run(train_all, settings, each, str(tmp_path))
-    for name in [f"{name} of {world}" for world, each in layouts.items() for _, _, name in each]:
-        found = curve(tmp_path / name)
-        assert found[0] == pytest.approx(expected, abs=1e-4), name
-        assert found[1] == pytest.approx(norms, abs=1e-4), name
-        held = [recorded(tmp_path / run, "heldout_loss") for run in ("alone", name)]
-        assert held[1] == pytest.approx(held[0], abs=1e-4), name
+    compare(corpus, tmp_path, pools, layouts, {}, plan=plan, tp_degree=degree)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import PATIENCE, Pool, RankError, mesh
+from tests.distributed import Pool, RankError, mesh
 
 
 def fail_on(rank: int, world_size: int, failing: int, how: str) -> float:
@@ -19,7 +19,7 @@ def fail_on(rank: int, world_size: int, failing: int, how: str) -> float:
             raise ValueError(f"this is rank {rank}'s own mistake")
         if how == "die":
             os._exit(3)
-        time.sleep(PATIENCE)
+        time.sleep(60)
     total = torch.tensor(1.0 + rank)
     dist.all_reduce(total)
     return total.item()
@@ -38,14 +38,14 @@ def test_a_failure_is_the_first_ranks_and_ends_the_call() -> None:
         assert pool.run(fail_on, -1, "") == [3.0, 3.0]
         assert pool.run(mesh_ranks) == [(0, 0, True), (0, 1, True)]
         for failing, how, limit, words in (
-            (1, "raise", PATIENCE, "rank 1 of 2.*rank 1's own mistake"),
-            (0, "die", PATIENCE, "rank 0 of 2.*died with exit code 3"),
+            (1, "raise", 30.0, "rank 1 of 2.*rank 1's own mistake"),
+            (0, "die", 30.0, "rank 0 of 2.*died with exit code 3"),
             (1, "hang", 1.0, "(?s)no answer from rank .*1 of 2 .*within 1 s.*fail_on"),
         ):
             began = time.monotonic()
             with pytest.raises(RankError, match=f"(?s){words}"):
                 pool.run(fail_on, failing, how, limit=limit)
-            assert time.monotonic() - began < PATIENCE / 2
+            assert time.monotonic() - began < 15
             assert pool.run(fail_on, -1, "") == [3.0, 3.0]
     finally:
         pool.close()

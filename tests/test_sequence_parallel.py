@@ -24,7 +24,7 @@ from ladder.train.loop import train
 from tests.distributed import Pools, tp_mesh
 from tests.samples import DEPENDS_ON_T, SAME_AT_ANY_T, full_model, sample_tokens, small_config
 from tests.test_collectives import Diary
-from tests.test_parity import curve
+from tests.test_parity import compare
 from tests.test_tensor_parallel import (
     LIMITS,
     assert_none_wrong,
@@ -185,28 +185,16 @@ def test_a_ladders_gathers_run_beneath_a_sublayer(pools: Pools) -> None:
                 assert computed_between(events, ("gather", n)) == []
 
 
-def train_all(rank: int, world: int, settings: dict[str, Any], out: str) -> None:
-    for tp, dp_shard in LAYOUTS[world]:
-        changes = {"tp": tp, "dp_shard": dp_shard, "out": f"{out}/{world}-{tp}-{dp_shard}"}
-        train(build(TrainConfig, settings | changes, "test recipe"), device="cpu")
-
-
-LAYOUTS = {2: [(2, 1)], 4: [(4, 1), (2, 1), (2, 0)]}  # of so many ranks: tp and dp_shard
+LAYOUTS = {  # as in tests.test_parity
+    2: [(2, 1, "TP + SP")],
+    4: [(4, 1, "TP + SP"), (2, 1, "TP + SP x DDP"), (2, 0, "TP + SP x FSDP")],
+}
 
 
 @pytest.mark.parametrize("plan", ["standard", "parallel", "ladder", "hybrid"])
 def test_it_trains_as_one_process(corpus: Path, tmp_path: Path, pools: Pools, plan: str) -> None:
-    """Twenty steps at TP 2, TP 4, and TP 2 with DDP and FSDP: the losses and norms of one."""
-    alone = recipe(corpus, tmp_path / "alone", plan=plan, steps=20, batch_size=8, lr=3e-3)
-    train(alone, device="cpu")
-    expected, norms = curve(tmp_path / "alone")
-    settings = alone.to_dict() | {"micro_batch_size": 4, "sequence_parallel": True}
-    for world, layouts in LAYOUTS.items():
-        pools(world).run(train_all, settings, str(tmp_path))
-        for name in [f"{world}-{tp}-{dp_shard}" for tp, dp_shard in layouts]:
-            found = curve(tmp_path / name)
-            assert found[0] == pytest.approx(expected, abs=1e-4), name
-            assert found[1] == pytest.approx(norms, abs=1e-4), name
+    """With the stream sharded by tokens, forward and backward, alone and under data parallelism."""
+    compare(corpus, tmp_path, pools, LAYOUTS, {"sequence_parallel": True}, plan=plan)
 
 
 def odd(rank: int, world: int, settings: dict[str, Any]) -> str:
