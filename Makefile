@@ -4,15 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test parity check clean
+.PHONY: help install demo test test-all parity check clean
 
 help:
-	@echo "make demo    train, evaluate and run a tiny model under five residual plans (5 minutes)"
-	@echo "make test    run the tests"
-	@echo "make parity  every layout of ranks trains every plan as one process does (5 minutes)"
-	@echo "make check   lint, format check, types"
-	@echo "make install the virtual environment alone, in $(VENV)"
-	@echo "make clean   remove it, and caches"
+	@echo "make demo      train, evaluate and run a tiny model under five residual plans (5 minutes)"
+	@echo "make test      run the tests (8 minutes on two cores)"
+	@echo "make test-all  then the slow ones, and all that make parity runs"
+	@echo "make parity    every layout of ranks trains every plan as one process does (5 minutes)"
+	@echo "make check     lint, format check, types"
+	@echo "make install   the virtual environment alone, in $(VENV)"
+	@echo "make clean     remove it, and caches"
 
 install: $(INSTALLED)
 
@@ -28,6 +29,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+test-all: test
+	$(BIN)/python -m pytest -m 'slow or parity' -n auto --dist worksteal
 
 parity: $(INSTALLED)
 	$(BIN)/python -m pytest -m parity -n auto --dist worksteal

@@ -1,6 +1,7 @@
 """Every layout of 2 and of 4 ranks trains every plan as one process does.
 
-`make test` takes a part of the matrix, `make parity` all of it: five minutes on two cores.
+`make test` takes a part of the matrix; `make parity`, and `make test-all`, all of it: five minutes
+on two cores.
 """
 
 from __future__ import annotations
