@@ -6,8 +6,10 @@ import atexit
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,11 +75,69 @@ def _on_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_dead_rank_ends_the_job_and_is_named(
     command: object, end: str, code: int, words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A launcher that reports the survivors' lost connection, or waits for them, fails."""
+    """In one line. A launcher that reports the survivors' lost connection or waits for them fails,
+    as does a survivor that reports it itself."""
     assert launch.run(command, (end,), nproc=3) == code  # type: ignore[arg-type]
     assert time.time() - Path(os.environ[DEATH]).stat().st_mtime < LIMIT
-    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert errors == [words]
+    assert capfd.readouterr().err == f"{words}\n"
+
+
+class Rank:
+    """A process that leaves with `exitcode`, `delay` seconds after it has let go of the others."""
+
+    def __init__(self, exitcode: int, delay: float = 0.0) -> None:
+        self.exitcode = exitcode
+        self.sentinel, self.end = os.pipe()
+        threading.Timer(delay, os.close, [self.end]).start()
+
+    def join(self) -> None:
+        os.close(self.sentinel)
+
+
+KILLED = "error: rank 0 was killed by signal 9 (SIGKILL)\n"
+LOST = "Traceback: a peer is gone\n"
+
+
+@pytest.mark.parametrize(
+    ("ends", "failure", "expected"),
+    [
+        ([(-9, 0.2), (1, 0.0)], (1, LOST), (1, KILLED)),
+        ([(-9, 0.2), (2, 0.0)], (2, "error: a mistake\n"), (2, "error: a mistake\n")),
+        ([(1, 0.0), (-6, 0.1)], (1, LOST), (1, LOST)),
+        ([(0, 0.0), (1, 0.1), (1, 0.0)], (2, "error: first\nalso\n"), (2, "error: first\nalso\n")),
+    ],
+    ids=["killed, noticed late", "killed after a mistake", "aborted after a failure", "failed"],
+)
+def test_one_message_whatever_is_noticed_first(
+    ends: list[tuple[int, float]],
+    failure: tuple[int, str],
+    expected: tuple[int, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """What follows from a death is not said, nor is a death that follows from what was said."""
+    monkeypatch.setattr(launch, "_told", tmp_path)
+    for rank, (code, message) in enumerate((failure, (1, "what another rank says later\n"))):
+        monkeypatch.setenv("RANK", str(rank))
+        assert launch._fail(code, message) == code
+    ranks: Any = [Rank(*end) for end in ends]
+    for n, (code, _) in enumerate(ends):
+        if code >= 0:
+            launch._note(f"{launch.ORDERLY}{n}")
+    assert (launch._watch(ranks, tmp_path), capfd.readouterr().err) == expected
+
+
+def test_notes_belong_to_the_message(capfd: pytest.CaptureFixture[str]) -> None:
+    error = UserError("what ended the run")
+    error.add_note("also: the save that was under way")
+
+    def fails() -> int:
+        raise error
+
+    assert launch.run(fails, ()) == 2
+    expected = "error: what ended the run\nalso: the save that was under way\n"
+    assert capfd.readouterr().err == expected
 
 
 @pytest.mark.parametrize("command", [reduce_until, stuck])

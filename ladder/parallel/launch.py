@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -32,8 +33,13 @@ from ladder.models.errors import UserError
 RENDEZVOUS = "LADDER_RENDEZVOUS"  # a file that the processes of one `spawn` meet at
 ORDERLY = "left"  # beside it, with the rank: a file that says that the rank ends as it should
 CLOSED = "closed"  # beside it: nobody reads what the processes write any more
+FAILURE = "failure"  # beside it: an exit code, and what the first rank that failed has to say
 PATIENCE = 3.0  # seconds from asking a rank to end to killing it
+GRACE = 1.0  # seconds in which a rank's death may be noticed after the errors that follow from it
 ERROR_KEY, CODE_KEY = "ladder/errors", "ladder/code"
+ENCODING: Any = {"encoding": "utf-8", "errors": "surrogatepass"}
+
+_told: Path | None = None  # in a process that `run` started: the folder in which it looks
 
 
 def world_size() -> int:
@@ -96,14 +102,17 @@ def _pass_on(number: signal.Signals, ranks: Sequence[BaseProcess]) -> Any:
 def _watch(ranks: Sequence[BaseProcess], folder: Path) -> int:
     """Wait until all ranks have left, or one has failed; returns the exit code.
 
-    A rank that was killed, or left without a word, is named: the others may only know that they
-    lost it, or wait for it inside a GPU kernel, where nothing but their end stops them. So it is
-    with one that found its output closed.
+    A rank that was killed, or left without a word, is named, and nothing else is said: the others
+    may only know that they lost it, or wait for it inside a GPU kernel, where nothing but their end
+    stops them. So it is with one that found its output closed.
     """
     left: dict[int, int] = {}  # exit codes
     orderly: set[int] = set()
-    while len(left) < len(ranks) and not any(left.values()) and len(orderly) == len(left):
-        wait([process.sentinel for n, process in enumerate(ranks) if n not in left])
+    limit: float | None = None
+    while len(left) < len(ranks) and len(orderly) == len(left):
+        waiting = [process.sentinel for n, process in enumerate(ranks) if n not in left]
+        if not wait(waiting, limit):
+            break
         # Who dies lets go of the others before it can be reaped, and they may end first: so all
         # whose end has begun are looked at.
         ready = wait([process.sentinel for process in ranks], timeout=0)
@@ -115,16 +124,30 @@ def _watch(ranks: Sequence[BaseProcess], folder: Path) -> int:
                     orderly.add(n)
         if (folder / CLOSED).exists():
             return 0
-    for n, code in left.items():
-        if code < 0:
-            name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"
-            print(f"error: rank {n} was killed by signal {-code} ({name})", file=sys.stderr)
-            return 1
-    for n, code in left.items():
-        if n not in orderly:
-            print(f"error: rank {n} left with exit code {code}, without a word", file=sys.stderr)
-            return code or 1
-    return next((code for code in left.values() if code), 0)
+        if any(left.values()):
+            limit = GRACE
+    code, message = _failure(folder)
+    if code != 2:  # a mistake follows from no death
+        for n, end in left.items():
+            # Libraries abort where they lose another rank: that follows from what failed there.
+            if end < 0 and not (message and -end == signal.SIGABRT):
+                name = signal.Signals(-end).name if -end in set(signal.Signals) else "unknown"
+                print(f"error: rank {n} was killed by signal {-end} ({name})", file=sys.stderr)
+                return 1
+        for n, end in left.items():
+            if end >= 0 and n not in orderly:
+                print(f"error: rank {n} left with exit code {end}, without a word", file=sys.stderr)
+                return end or 1
+    sys.stderr.write(message)
+    return code or next((end for end in left.values() if end), 0)
+
+
+def _failure(folder: Path) -> tuple[int, str]:
+    """The exit code of the first rank that failed, and what it has to say; 0 where none has."""
+    with suppress(FileNotFoundError):
+        code, _, message = (folder / FAILURE).read_bytes().decode(**ENCODING).partition("\n")
+        return int(code), message
+    return 0, ""
 
 
 def _end(ranks: Sequence[BaseProcess]) -> None:
@@ -141,6 +164,8 @@ def _end(ranks: Sequence[BaseProcess]) -> None:
 
 
 def _child(index: int, nproc: int, folder: str, command: Callable, arguments: tuple) -> None:
+    global _told
+    _told = Path(folder)
     os.environ |= {
         "RANK": str(index),
         "LOCAL_RANK": str(index),
@@ -155,9 +180,8 @@ def _child(index: int, nproc: int, folder: str, command: Callable, arguments: tu
 
 def _note(name: str) -> None:
     """Tell `run`, by an empty file, if it has started this process."""
-    store = os.environ.get(RENDEZVOUS)
-    if store:
-        Path(store).with_name(name).touch()
+    if _told is not None:
+        (_told / name).touch()
 
 
 def _guarded(command: Callable[..., int], arguments: tuple[Any, ...]) -> int:
@@ -166,7 +190,7 @@ def _guarded(command: Callable[..., int], arguments: tuple[Any, ...]) -> int:
         if dist.is_initialized():
             dist.barrier()  # the others may still need this rank, or its store
     except UserError as error:
-        return _fail(2, f"error: {error}\n")
+        return _fail(2, "\n".join([f"error: {error}", *getattr(error, "__notes__", ()), ""]))
     except BrokenPipeError:  # the reader of our output has left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _note(CLOSED)
@@ -194,8 +218,17 @@ def _leave(code: int) -> NoReturn:
 def _fail(code: int, message: str) -> int:
     """Write the message, unless another rank failed first (the rest only follows from that).
 
-    A rank of a group leaves the process here, with the first failure's code.
+    In a process that `run` started it is left for it to write, unless a rank has died. A rank of a
+    group leaves the process here, with the first failure's code.
     """
+    if _told is not None:
+        own = _told / f"{FAILURE}{rank()}"
+        own.write_bytes(f"{code}\n{message}".encode(**ENCODING))
+        with suppress(FileExistsError):  # another was first
+            os.link(own, _told / FAILURE)  # whole, or not at all
+        if dist.is_initialized():
+            _leave(code)
+        return code
     if not dist.is_initialized():
         sys.stderr.write(message)
         return code

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 import threading
 import time
 import warnings
@@ -127,7 +126,7 @@ class Checkpointer:
             if error is None:
                 raise
             if self.main:  # what ended training is the error to go on with
-                print(f"also: {failed}", file=sys.stderr, flush=True)
+                error.add_note(f"also: {failed}")
         finally:
             if self.pinned:
                 torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
