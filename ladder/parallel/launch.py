@@ -29,8 +29,9 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ladder.models.errors import UserError
+from ladder.parallel import environment
+from ladder.parallel.environment import RENDEZVOUS
 
-RENDEZVOUS = "LADDER_RENDEZVOUS"  # a file that the processes of one `spawn` meet at
 ORDERLY = "left"  # beside it, with the rank: a file that says that the rank ends as it should
 CLOSED = "closed"  # beside it: nobody reads what the processes write any more
 FAILURE = "failure"  # beside it: an exit code, and what the first rank that failed has to say
@@ -45,11 +46,11 @@ _told: Path | None = None  # in a process that `run` started: the folder in whic
 def world_size() -> int:
     if dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return environment.number("WORLD_SIZE", 1)
 
 
 def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank() if dist.is_initialized() else environment.number("RANK", 0)
 
 
 def check_nproc(nproc: int) -> None:
@@ -248,13 +249,16 @@ def join(device: str = "auto") -> torch.device:
     """Join the other processes, if there are any, and return this one's device.
 
     device: `cpu`, `cuda`, or `auto` (cuda where there is one). Groups use NCCL on GPUs and gloo
-    on CPUs. Raises UserError where the device is not there.
+    on CPUs. Raises UserError where the device is not there, and where the environment does not say
+    how to meet the others, or they cannot be met.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda"):
         raise UserError(f"device={device!r} must be auto, cpu or cuda")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if not dist.is_initialized():
+        environment.check()
+    local = environment.number("LOCAL_RANK", 0)
     place = torch.device(device)
     if device == "cuda":
         if local >= torch.cuda.device_count():
@@ -266,13 +270,18 @@ def join(device: str = "auto") -> torch.device:
         torch.cuda.set_device(place)
     if world_size() > 1 and not dist.is_initialized():
         file = os.environ.get(RENDEZVOUS)
-        dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo",
-            init_method=f"file://{file}" if file else "env://",
-            rank=rank(),
-            world_size=world_size(),
-            device_id=place if device == "cuda" else None,
-        )
+        try:
+            dist.init_process_group(
+                "nccl" if device == "cuda" else "gloo",
+                init_method=f"file://{file}" if file else "env://",
+                rank=rank(),
+                world_size=world_size(),
+                device_id=place if device == "cuda" else None,
+            )
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            if file:
+                raise
+            raise environment.no_meeting(error) from error
     return place
 
 

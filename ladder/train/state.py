@@ -19,7 +19,6 @@ from ladder.checkpoint import (
     WEIGHTS,
     TensorReader,
     checkpoints,
-    fill,
     first_damage,
     read_config,
     read_json,
@@ -96,7 +95,7 @@ def restore(folder: Path, model: Transformer, optimizer: torch.optim.Optimizer, 
             f"(plan {stored.plan.name!r} there, {model.config.plan.name!r} here); resume with the "
             f"run's own config"
         )
-    fill(model, TensorReader(folder, WEIGHTS))
+    TensorReader(folder, WEIGHTS).fill(model)
     reader = TensorReader(folder, OPTIMIZER)
     parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
     for name, local, part in local_parameters(model):

@@ -1,0 +1,69 @@
+"""What torchrun, or a script like it, says of this process by environment variables."""
+
+from __future__ import annotations
+
+import os
+
+from ladder.models.errors import UserError
+
+RENDEZVOUS = "LADDER_RENDEZVOUS"  # a file that the processes of one `launch.run` meet at
+ALONE = "unset it to run as one process, or start the ranks by torchrun or --nproc"
+
+
+def number(name: str, default: int) -> int:
+    """A variable that holds a whole number, 0 or more. Raises UserError where it holds none."""
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise UserError(f"the environment has {name}={text[:40]}, no whole number; {ALONE}")
+    return int(text)
+
+
+def check() -> None:
+    """Raise UserError unless this process can be a rank of the job that the environment tells of.
+
+    What is wrong would be waited for, or overlooked: two processes that both take rank 0, say.
+    """
+    own, world = number("RANK", 0), number("WORLD_SIZE", 1)
+    number("LOCAL_RANK", 0)
+    if "WORLD_SIZE" not in os.environ and own:
+        raise UserError(f"the environment has RANK={own} without WORLD_SIZE; {ALONE}")
+    if own >= world:
+        raise UserError(
+            f"the environment has RANK={own} with WORLD_SIZE={world}; ranks count from 0, so that "
+            f"RANK must be below WORLD_SIZE"
+        )
+    if world == 1 or RENDEZVOUS in os.environ:
+        return
+    for name, meaning in (
+        ("RANK", "this process's number, from 0"),
+        ("MASTER_ADDR", "the machine of rank 0"),
+        ("MASTER_PORT", "a free port there"),
+    ):
+        if not os.environ.get(name):
+            raise UserError(
+                f"the environment has WORLD_SIZE={world} without {name}; set it ({meaning}), or "
+                f"unset WORLD_SIZE to run as one process"
+            )
+    if not 0 < number("MASTER_PORT", 0) < 2**16:
+        raise UserError(
+            f"the environment has MASTER_PORT={os.environ['MASTER_PORT']}; give a port from 1 to "
+            f"{2**16 - 1}"
+        )
+
+
+def no_meeting(error: Exception) -> UserError:
+    """What to say where torch could not bring the ranks together."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    reason = str(error).partition("\n")[0]
+    if "EADDRINUSE" in reason:
+        return UserError(
+            f"MASTER_PORT={port} is in use on this machine by another process, perhaps another "
+            f"job; give every rank another one"
+        )
+    return UserError(
+        f"rank {number('RANK', 0)} of {number('WORLD_SIZE', 1)} did not meet the others at "
+        f"MASTER_ADDR={address}, MASTER_PORT={port} ({reason}); give every rank the same two, of "
+        f"the machine of rank 0, and a RANK of its own"
+    )

@@ -1,0 +1,84 @@
+"""What torchrun's variables say: a mistake is told at once, by name, value and remedy."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from ladder.models.errors import UserError
+from ladder.parallel import environment, launch
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", environment.RENDEZVOUS)
+TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture(autouse=True)
+def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"RANK": "x"}, ["RANK=x", "unset it"]),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, ["RANK=-1", "no whole number"]),
+        ({"RANK": "9" * 5000, "WORLD_SIZE": "2"}, ["RANK=9999", "no whole number"]),
+        ({"WORLD_SIZE": "two"}, ["WORLD_SIZE=two"]),
+        ({"LOCAL_RANK": "0.5"}, ["LOCAL_RANK=0.5"]),
+        ({"WORLD_SIZE": "0"}, ["RANK=0 with WORLD_SIZE=0"]),
+        ({"RANK": "1"}, ["RANK=1 without WORLD_SIZE"]),
+        ({**TWO, "RANK": "5"}, ["RANK=5 with WORLD_SIZE=2", "below"]),
+        ({**TWO, "RANK": "2"}, ["RANK=2 with WORLD_SIZE=2", "below"]),
+        ({**TWO, "RANK": ""}, ["WORLD_SIZE=2 without RANK", "unset WORLD_SIZE"]),
+        ({**TWO, "MASTER_ADDR": ""}, ["without MASTER_ADDR", "the machine of rank 0"]),
+        ({**TWO, "MASTER_PORT": ""}, ["without MASTER_PORT", "a free port"]),
+        ({**TWO, "MASTER_PORT": "x"}, ["MASTER_PORT=x"]),
+        ({**TWO, "MASTER_PORT": "0"}, ["MASTER_PORT=0", "from 1 to 65535"]),
+        ({**TWO, "MASTER_PORT": "65536"}, ["MASTER_PORT=65536", "from 1 to 65535"]),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_is_waited_for(
+    variables: dict[str, str], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as error:
+        launch.join("cpu")
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "1"}, {"WORLD_SIZE": ""}, {"LOCAL_RANK": "3"}],
+)
+def test_one_process_needs_no_meeting(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert launch.join("cpu").type == "cpu"
+    assert (launch.rank(), launch.world_size()) == (0, 1)
+
+
+def test_a_port_in_use_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch says so by a RuntimeError."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for name, value in {**TWO, "MASTER_PORT": str(port)}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=f"MASTER_PORT={port} is in use") as error:
+            launch.join("cpu")
+    assert "\n" not in str(error.value)
+
+
+def test_what_ranks_find_before_they_meet_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """As `--nproc 2 --device cuda` without a GPU is."""
+    assert launch.run(launch.join, ("gpu",), nproc=2) == 2
+    assert capfd.readouterr().err == "error: device='gpu' must be auto, cpu or cuda\n"
