@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test test-all parity check clean
+.PHONY: help install demo test test-all parity pages check clean
 
 help:
 	@echo "make demo      train, evaluate and run a tiny model under five residual plans (5 minutes)"
 	@echo "make test      run the tests (8 minutes on two cores)"
 	@echo "make test-all  then the slow ones, and all that make parity runs"
 	@echo "make parity    every layout of ranks trains every plan as one process does (5 minutes)"
+	@echo "make pages     draw docs/figures, and the recorded results as HTML in runs/pages"
 	@echo "make check     lint, format check, types"
 	@echo "make install   the virtual environment alone, in $(VENV)"
 	@echo "make clean     remove it, and caches"
@@ -35,6 +36,9 @@ test-all: test
 
 parity: $(INSTALLED)
 	$(BIN)/python -m pytest -m parity -n auto --dist worksteal
+
+pages: $(INSTALLED)
+	$(BIN)/python benchmarks/pages.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ladder import report
+from ladder import figures
 from ladder.infer.bench import finished
 from ladder.infer.derive import EXPLANATION, HEAD, by_case, cells, derive
+from ladder.infer.page import fastest
 from ladder.infer.points import describe
 from ladder.models.errors import UserError
+from ladder.report import NO_FIGURES, Aside, Figure, Heading, Part, Table, Text, page
 
 PLANS = ("standard", "parallel", "ladder", "desync-2x", "desync-4x", "dtp-1")
 T = 4  # of the plans that depend on it, and of the latency beside their quality
@@ -100,9 +102,11 @@ JOINED = ("plan", "bits per byte", "spread", "less standard", "decode ms/token",
           "x faster than standard", "on the frontier")  # fmt: skip
 
 
-def latency_rows(file: Path, model: str, layers: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """What a token of one sequence takes on T GPUs, plan by plan and reducer by reducer; and on
-    which machines it was measured."""
+def latency_rows(
+    file: Path, model: str, layers: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What a token of one sequence takes on T GPUs, plan by plan and reducer by reducer; and the
+    machines that it was measured on."""
     if not file.is_file():
         raise UserError(f"no results at {file}; `ladder bench inference` writes inference.jsonl")
     wanted = (model, layers, T, 1, True)
@@ -119,73 +123,96 @@ def latency_rows(file: Path, model: str, layers: int) -> tuple[list[dict[str, An
             f"{file} must hold one case of {model}, {layers} layers, TP {T}, batch 1; it holds "
             f"{known}: run `ladder bench inference --model {model} --nproc {T}` with a new --out"
         )
-    return found, list(dict.fromkeys(machine(record["machine"]) for record in records))
+    return found, [record["machine"] for record in records]
 
 
 def write_page(
-    records: Sequence[dict[str, Any]], latency: Sequence[dict[str, Any]], machines: Sequence[str]
+    records: Sequence[dict[str, Any]],
+    latency: Sequence[dict[str, Any]],
+    machines: Sequence[dict[str, Any]],
 ) -> str:
     """The page as HTML: bits per byte against ms a token, then both tables.
 
     machines: what the latencies were measured on.
     """
-    groups = by_plan(records)
-    best: dict[str, dict[str, Any]] = {}  # of each plan, with its fastest reducer
-    for row in latency:
-        plan = row["point"].plan
-        if plan not in best or row["decode_ms"] < best[plan]["decode_ms"]:
-            best[plan] = row
-    places = {
-        plan: (best[plan]["decode_ms"], mean(members))
-        for plan, members in groups.items()
-        if plan in best
-    }
-    parts = [
-        report.text(
-            f"One model shape, equal tokens, one corpus; only the residual plan differs. "
-            f"{caption(records)}. Latency: {describe(latency[0]['point'])}, a decode step of the "
-            f"same shape with random weights, each plan with its fastest reducer."
-        ),
-        report.heading("What quality costs in latency, and latency in quality"),
-        figure(groups, best),
-        report.table(JOINED, [joined(plan, groups, best, places) for plan in groups]),
-        report.text(
+    groups, best = by_plan(records), fastest(latency)
+    places = positions(groups, best)
+    step = describe(latency[0]["point"])
+    drawn: Part = NO_FIGURES
+    if figures.available():
+        what = "A dot a seed. Lower is better, left is faster."
+        drawn = Figure(figure(groups, best), what)
+    parts: list[Part] = [
+        drawn,
+        Table(JOINED, [joined(plan, groups, best, places) for plan in groups]),
+        Text(
             "On the frontier: no other plan is at once better and faster. Differences within the "
             "spread between seeds are noise; of a plan with one seed the spread was not "
             "measured: take that of the others."
         ),
-        report.heading("Quality"),
-        report.table(COLUMNS, rows(records)),
-        report.code(MEANING),
-        report.heading("Latency"),
-        report.table(HEAD, [cells(row) for row in latency]),
-        report.code(EXPLANATION),
-        report.heading("Measured on"),
+        Text(f"Quality: {caption(records)}. One shape and one corpus; the residual plan differs."),
+        Text(
+            f"Latency: {step}, a decode step of the same shape with random weights, each plan with "
+            f"its fastest reducer."
+        ),
+        Heading("Quality"),
+        Table(COLUMNS, rows(records)),
+        Aside("Columns", MEANING),
+        Heading("Latency"),
+        Table(HEAD, [cells(row) for row in latency]),
+        Aside("Columns", EXPLANATION),
     ]
-    lines = dict.fromkeys(f"Quality: {machine(record['machine'])}" for record in records)
-    lines |= dict.fromkeys(f"Latency: {each}" for each in machines)
-    return report.page("Quality against latency", [*parts, *map(report.text, lines)])
+    ran = [*(record["machine"] for record in records), *machines]
+    return page("Quality against latency", finding(places), parts, ran)
 
 
-def machine(facts: dict[str, Any]) -> str:
-    """Facts as a line, without the command, which names one plan and seed."""
-    return ", ".join(f"{key}: {value}" for key, value in facts.items() if key != "command")
+def positions(
+    groups: dict[str, list[dict[str, Any]]], best: dict[str, dict[str, Any]]
+) -> dict[str, tuple[float, float]]:
+    """Plan -> (ms a token, bits per byte), of those with both."""
+    return {
+        plan: (best[plan]["decode_ms"], mean(members))
+        for plan, members in groups.items()
+        if plan in best
+    }
 
 
-def figure(groups: dict[str, list[dict[str, Any]]], best: dict[str, dict[str, Any]]) -> str:
+def beaten(plan: str, places: dict[str, tuple[float, float]]) -> bool:
+    """Whether another plan is nowhere worse, and not the same."""
+    own = places[plan]
+    return any(
+        other != own and other[0] <= own[0] and other[1] <= own[1] for other in places.values()
+    )
+
+
+def finding(places: dict[str, tuple[float, float]]) -> str:
+    kept = [plan for plan in places if not beaten(plan, places)]
+    if len(kept) == 1:
+        ms, bits = places[kept[0]]
+        return (
+            f"{kept[0]} is the fastest of {len(places)} plans, {ms:.3f} ms a token, and none beats "
+            f"its quality, {bits:.4f} bits per byte."
+        )
+    return f"No other plan is at once better and faster than {', '.join(kept)}."
+
+
+def figure(
+    groups: dict[str, list[dict[str, Any]]], best: dict[str, dict[str, Any]], title: str = "",
+    subtitle: str = "",
+) -> str:  # fmt: skip
     """A point a plan, or one a seed, joined: its height is the spread."""
     lines = {
         plan: (
             [best[plan]["decode_ms"]] * len(members),
-            [record["heldout_bits_per_byte"] for record in members],
+            sorted((record["heldout_bits_per_byte"] for record in members), reverse=True),
         )
         for plan, members in groups.items()
         if plan in best
     }
-    try:
-        return report.curves(lines, f"decode ms/token, TP {T}, batch 1", "held-out bits per byte")
-    except UserError as error:
-        return report.text(f"No figure: {error}")
+    return figures.lines(
+        lines, f"decode, ms a token (TP {T}, batch 1)", "held-out bits per byte", title=title,
+        subtitle=subtitle,
+    )  # fmt: skip
 
 
 def joined(
@@ -195,11 +222,7 @@ def joined(
     quality = [plan, *quality_cells(plan, groups)]
     if plan not in best:
         return [*quality, "-", "-", "-", "-"]
-    own, row = places[plan], best[plan]
-    beaten = any(
-        other != own and other[0] <= own[0] and other[1] <= own[1] for other in places.values()
-    )
-    standard = best.get("standard")
+    row, standard = best[plan], best.get("standard")
     faster = f"{standard['decode_ms'] / row['decode_ms']:.3f}" if standard else "-"
-    reducer = row["point"].reducer
-    return [*quality, f"{row['decode_ms']:.3f}", reducer, faster, "no" if beaten else "yes"]
+    kept = "no" if beaten(plan, places) else "yes"
+    return [*quality, f"{row['decode_ms']:.3f}", row["point"].reducer, faster, kept]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ladder import report
+from ladder import figures, report
 from ladder.checkpoint import load_model, newest
 from ladder.config import build, find, load_mapping
 from ladder.data.batches import heldout_windows, open_data
@@ -29,6 +29,7 @@ from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.plans import aligned, picture
+from ladder.records import facts
 from ladder.train import metrics
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
@@ -50,7 +51,7 @@ SMOOTH = 5  # recorded steps that a point of the loss curves averages
 
 def main(out: Path) -> int:
     started = time.perf_counter()
-    report.require_matplotlib()  # now, and not after minutes of training
+    figures.require_matplotlib()  # now, and not after minutes of training
     _clear(out)
     _say("1/4", "tokenizer and data: this Python's standard library")
     corpus = open_corpus()
@@ -182,8 +183,13 @@ def _page(
         losses = [r["loss"] for r in records]
         smooth = [sum(losses[i : i + SMOOTH]) / SMOOTH for i in range(len(losses) - SMOOTH + 1)]
         lines[plan] = ([r["tokens"] for r in records[SMOOTH - 1 :]], smooth)
-    parts = [
-        report.text(
+    drawn = figures.lines(
+        lines, "training tokens", f"training loss (nats per token), mean of {SMOOTH}"
+    )
+    parts: list[report.Part] = [
+        report.Figure(drawn),
+        report.Table(HEAD, _rows(results)),
+        report.Text(
             "One model shape, one corpus (the standard library of the Python that ran this), the "
             f"same {recipe['steps']} steps of {recipe['batch_size']} x {recipe['seq_len']} tokens; "
             "only the residual plan differs. Collectives are all-reduces of the sublayers per "
@@ -191,16 +197,24 @@ def _page(
             "diff: the largest difference of any held-out logit between two ranks and one process. "
             "One seed and a tiny model: differences of a few hundredths of a bit are noise."
         ),
-        report.table(HEAD, _rows(results)),
-        report.curves(
-            lines, "training tokens", f"training loss (nats per token), mean of {SMOOTH}"
-        ),
-        report.heading("How the plans are wired"),
+        report.Heading("How the plans are wired"),
         *(
-            report.code(f"{plan}\n{picture(load_model(newest(out / plan)).config.plan)}")
+            report.Code(f"{plan}\n{picture(load_model(newest(out / plan)).config.plan)}")
             for plan in results
         ),
-        report.heading(f"What each wrote on {TP} ranks"),
-        *(report.code(f"# {plan}\n{sample}") for plan, sample in samples.items()),
+        report.Heading(f"What each wrote on {TP} ranks"),
+        *(report.Code(f"# {plan}\n{sample}") for plan, sample in samples.items()),
     ]
-    return report.page("ladder demo: one model, five residual plans", parts)
+    title = "ladder demo: one model, five residual plans"
+    return report.page(title, _finding(results), parts, [facts("none")])
+
+
+def _finding(results: dict[str, dict[str, Any]]) -> str:
+    """What the table says, in a sentence."""
+    standard, ladder = (results[plan] for plan in ("standard", "ladder"))
+    blocking = "blocking_collectives_per_token"
+    return (
+        f"The ladder reaches {ladder['bits_per_byte']:.3f} bits per byte, standard "
+        f"{standard['bits_per_byte']:.3f}; of {ladder['collectives_per_token']} all-reduces a "
+        f"token the ladder waits for {ladder[blocking]}, standard for {standard[blocking]}."
+    )

@@ -1,88 +1,144 @@
-"""Report pages: one self-contained HTML file, figures inline."""
+"""Report pages: one self-contained HTML file each, from one template (report.html.j2).
+
+A page says what was found, shows its figure, then its tables, which scroll inside the page, and
+last what was run on what.
+"""
 
 from __future__ import annotations
 
-import html
-import importlib.util
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
-from ladder.models.errors import UserError
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
-       color: #1a1a1a; }
-table { border-collapse: collapse; margin: 1rem 0; }
-th, td { padding: .3rem .8rem; border-bottom: 1px solid #ddd; text-align: right; }
-th:first-child, td:first-child { text-align: left; }
-pre { background: #f6f6f4; padding: .8rem; overflow-x: auto; font-size: 13px; line-height: 1.35; }
-svg { max-width: 100%; height: auto; }
-"""
+from ladder import figures
+
+TEMPLATE = "report.html.j2"
+RUNS = ("command", "hardware", "driver", "versions", "commit", "date", "measured rates")
 
 
-def page(title: str, parts: Sequence[str]) -> str:
-    """A whole HTML page from a title and parts, which are HTML already."""
-    body = "\n".join(parts)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}'
-        f"</title><style>{STYLE}</style></head>\n<body><h1>{html.escape(title)}</h1>\n{body}\n"
-        f"</body></html>\n"
+@dataclass(frozen=True)
+class Text:
+    kind: ClassVar[str] = "text"
+    text: str
+
+
+@dataclass(frozen=True)
+class Heading:
+    kind: ClassVar[str] = "heading"
+    text: str
+
+
+@dataclass(frozen=True)
+class Code:
+    """Text as it stands."""
+
+    kind: ClassVar[str] = "code"
+    text: str
+
+
+@dataclass(frozen=True)
+class Aside:
+    """Text as it stands, folded behind its summary."""
+
+    kind: ClassVar[str] = "aside"
+    summary: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Link:
+    """To another page, by a relative path; more: what follows it."""
+
+    kind: ClassVar[str] = "link"
+    path: str
+    text: str
+    more: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    kind: ClassVar[str] = "table"
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """svg: what `ladder.figures` draws."""
+
+    kind: ClassVar[str] = "figure"
+    svg: str
+    caption: str = ""
+
+    @property
+    def drawing(self) -> Markup:
+        return Markup(figures.inline(self.svg))
+
+
+Part = Text | Heading | Code | Aside | Link | Table | Figure
+NO_FIGURES = Text(f"No figures: {figures.NEEDED}.")
+
+
+def page(
+    title: str, finding: str, parts: Iterable[Part], machines: Iterable[Mapping[str, Any]] = ()
+) -> str:
+    """A whole HTML page; its figure comes first of the parts.
+
+    finding: what the page shows, in a sentence. machines: the facts that its records hold.
+    """
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    return environment.get_template(TEMPLATE).render(
+        title=title, finding=finding, parts=list(parts), runs_head=RUNS, runs=runs(machines)
     )
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-    lines = [
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+def runs(machines: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+    """Under RUNS, a row for each command on each machine and commit; see `ladder.records.facts`."""
+    found: dict[tuple[str, ...], dict[str, dict[str, None]]] = {}
+    for facts in machines:
+        own = (_hardware(facts), _of(facts, "driver"), _versions(facts), _of(facts, "commit"))
+        known = found.setdefault((_command(facts), *own), {"date": {}, "rates": {}})
+        known["date"][_of(facts, "date")] = None
+        if rates := _rates(facts):
+            known["rates"][rates] = None
+    return [
+        [*own, ", ".join(known["date"]), "; ".join(known["rates"]) or "-"]
+        for own, known in found.items()
     ]
-    return f"<table><tr>{cells}</tr>\n" + "\n".join(lines) + "</table>"
 
 
-def text(content: str) -> str:
-    return f"<p>{html.escape(content)}</p>"
+def _of(facts: Mapping[str, Any], key: str) -> str:
+    return str(facts.get(key) or "-")
 
 
-def code(content: str) -> str:
-    return f"<pre>{html.escape(content)}</pre>"
+def _hardware(facts: Mapping[str, Any]) -> str:
+    gpu = _of(facts, "gpu")
+    number = facts.get("gpus") or facts.get("ranks")
+    if gpu in ("-", "none"):
+        return "CPU"
+    return f"{number}x {gpu}" if number else gpu
 
 
-def heading(content: str) -> str:
-    return f"<h2>{html.escape(content)}</h2>"
+def _versions(facts: Mapping[str, Any]) -> str:
+    names = {"torch": "torch", "nccl": "NCCL", "python": "Python", "ladder": "ladder"}
+    return ", ".join(f"{name} {facts[key]}" for key, name in names.items() if facts.get(key))
 
 
-def require_matplotlib() -> None:
-    """Raise UserError unless figures can be drawn."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("report pages need matplotlib: pip install 'ladder[report]'")
+def _rates(facts: Mapping[str, Any]) -> str:
+    """The rates that floors are computed from."""
+    names = {"bandwidth_tb_s": "TB/s", "matrix_tflop_s": "TFLOP/s"}
+    return ", ".join(f"{facts[key]:g} {unit}" for key, unit in names.items() if facts.get(key))
 
 
-def curves(
-    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
-    x_label: str,
-    y_label: str,
-    ticks: Sequence[float] = (),
-) -> str:
-    """A line chart as inline SVG: name -> (x, y). Needs matplotlib (the `report` extra).
-
-    ticks: the only ones of a logarithmic x axis; none: a linear one.
-    """
-    require_matplotlib()
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for name, (x, y) in lines.items():
-        marker = "o" if len(x) < 20 else ""  # few points, or one, are to be seen as such
-        axes.plot(x, y, label=name, linewidth=1.4, marker=marker)
-    if ticks:
-        axes.set_xscale("log")
-        axes.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks], minor=False)
-        axes.set_xticks([], minor=True)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg")
-    drawing = buffer.getvalue()
-    return drawing[drawing.index("<svg") :]
+def _command(facts: Mapping[str, Any]) -> str:
+    """With the variables that NCCL reads before it."""
+    environment = facts.get("environment") or {}
+    return " ".join(
+        [*(f"{key}={value}" for key, value in environment.items()), _of(facts, "command")]
+    )

@@ -109,16 +109,20 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     found = derive([*alone, *more])
     times = dict.fromkeys(("imports_s", "group_s", "weights_s", "capture_s", "prefill_s"), 2.0)
     started = [{"point": asdict(POINT), "cold": {**times, "total_s": 10.25}}]
-    page = write_page(found, started, ["gpu: <none>"])
-    assert "gpu: &lt;none&gt;" in page
+    facts = {"gpu": "<none>", "gpus": 4, "command": "ladder bench"}
+    page = write_page(found, started, [facts, {**facts, "gpu": "H200"}, facts])
+    assert page.count("<td>4x &lt;none&gt;</td>") == 1  # what was run on what: once each
+    assert page.index("4x H200") > page.rindex("10.25")  # and last
+    assert page.index("<svg") < page.index("<table")  # a figure first
+    # 3 ms for 4: the first case with the most points
+    assert "ladder is the fastest, 3.000 ms a step, 1.33 x as fast as standard (4.000 ms)" in page
     assert "25.00%" in page  # decode: 1 - 3/4; tokens/s: 100/80 - 1
     assert "10.25" in page
-    assert "http" not in page.replace("http://www.w3.org", "").replace(
-        "http://purl.org", ""
-    ).replace("http://creativecommons.org", "").replace("https://matplotlib.org", "")
-    assert page.count("<svg") == 2  # best reducers; no case with NCCL alone; the frontier
-    assert "<svg" not in write_page(derive(alone), [], [])  # a curve of one batch size
+    assert "http" not in page.replace("http://www.w3.org", "")  # nothing is fetched
+    assert page.count("<svg") == 3  # steps; best reducers; no case with NCCL alone; the frontier
+    assert write_page(derive(alone), [], []).count("<svg") == 1  # no curves of one batch size
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     bare = write_page(found, [], [])
     assert "need matplotlib" in bare
+    assert "25.00%" in bare
     assert "<svg" not in bare

@@ -252,12 +252,9 @@ def write_report(out: Path) -> None:
     records = list(finished(out / RESULTS).values())
     started = list(finished(out / COLD, "cold").values())
     rows = derive(records)
-    machines = dict.fromkeys(
-        ", ".join(f"{key}: {value}" for key, value in r["machine"].items())
-        for r in (*records, *started)
-    )
+    machines = [record["machine"] for record in (*records, *started)]
     write_text(out / SUMMARY, json.dumps([plain(row) for row in rows], indent=1) + "\n")
-    write_text(out / PAGE, write_page(rows, started, list(machines)))
+    write_text(out / PAGE, write_page(rows, started, machines))
 
 
 def machine(device: torch.device, speed: float, rate: float) -> dict[str, Any]:

@@ -2,40 +2,106 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ladder import report
+from ladder import figures
+from ladder.figures import COLOURS, MUTED, Bar
 from ladder.infer.derive import EXPLANATION, HEAD, by_case, cells, improvements, pareto
 from ladder.infer.points import Point, describe
+from ladder.report import NO_FIGURES, Aside, Figure, Heading, Part, Table, page
 
-PAPER_HEAD = ("plan", "reducer", "prefill", "decode", "tokens/s", "prefill", "decode", "tokens/s")
+PAPER_HEAD = ("plan", "reducer", "prefill, NCCL", "decode, NCCL", "tokens/s, NCCL", "prefill, best",
+              "decode, best", "tokens/s, best")  # fmt: skip
 COLD_PARTS = ("imports_s", "group_s", "weights_s", "capture_s", "prefill_s", "total_s")
+REDUCER_NAMES = {"async": "NCCL"}  # what a figure calls a reducer
 
 
 def write_page(
-    rows: Sequence[dict[str, Any]], cold: Sequence[dict[str, Any]], machines: Sequence[str]
+    rows: Sequence[dict[str, Any]],
+    cold: Sequence[dict[str, Any]],
+    machines: Iterable[Mapping[str, Any]],
 ) -> str:
-    """The page as HTML from derived rows and cold-start records."""
-    parts = [report.text(text) for text in machines]
+    """The page as HTML from derived rows, cold-start records and the machines of both."""
+    parts: list[Part] = []
     if rows:
-        parts += [*_figures(rows), report.heading("Every point"), report.code(EXPLANATION)]
+        parts += [*_figures(rows), Heading("Every point"), Aside("Columns", EXPLANATION)]
     for case, members in by_case(rows).items():
-        parts += [report.text(describe(case)), report.table(HEAD, [cells(row) for row in members])]
+        parts.append(Table(HEAD, [cells(row) for row in members], describe(case)))
     if rows:
         parts += _paper_tables(rows)
     if cold:
-        parts += [report.heading("Cold start: from no process to the first token, seconds")]
-        parts.append(report.table(("point", *COLD_PARTS), [_cold_cells(record) for record in cold]))
-    return report.page("ladder bench inference", parts)
+        parts += [Heading("Cold start: from no process to the first token, seconds")]
+        parts.append(Table(("point", *COLD_PARTS), [_cold_cells(record) for record in cold]))
+    return page("Inference: prefill and decode by plan", finding(rows, cold), parts, machines)
 
 
-def _figures(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The figures of shapes that were measured at several batch sizes; of one, tables say all."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return [report.text("No figures: they need matplotlib (pip install 'ladder[report]').")]
-    over: list[str] = []
+def finding(rows: Sequence[dict[str, Any]], cold: Sequence[dict[str, Any]]) -> str:
+    """What the records say, in a sentence: of the case with the most points."""
+    if rows:
+        members = leading_case(rows)
+        plans = fastest(members)
+        ways = {plan: row for plan, row in plans.items() if plan != "none"} or plans
+        best = min(ways.values(), key=lambda row: float(row["decode_ms"]))
+        plan, standard = best["point"].plan, ways.get("standard")
+        said = (
+            f"{describe(best['point'])}: {plan} is the fastest, {best['decode_ms']:.3f} ms a step"
+        )
+        if plan == "standard" or standard is None:
+            return f"{said}."
+        ratio = standard["decode_ms"] / best["decode_ms"]
+        return f"{said}, {ratio:.2f} x as fast as standard ({standard['decode_ms']:.3f} ms)."
+    if cold:
+        first = min(cold, key=lambda record: float(record["cold"]["total_s"]))
+        return f"{Point(**first['point'])}: {first['cold']['total_s']:.1f} s to the first token."
+    return "Nothing has been measured yet."
+
+
+def leading_case(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The case with the most points, the first of several."""
+    return max(by_case(rows).values(), key=len)
+
+
+def fastest(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of each plan the row with the shortest decode step, whatever its reducer."""
+    best: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        plan = row["point"].plan
+        if plan not in best or row["decode_ms"] < best[plan]["decode_ms"]:
+            best[plan] = row
+    return best
+
+
+def decode_bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
+    """The rows of one case as bars, slowest first, and the memory floor last."""
+    found = []
+    for row in sorted(rows, key=lambda row: -float(row["decode_ms"])):
+        point: Point = row["point"]
+        name = f"{point.plan}, {REDUCER_NAMES.get(point.reducer, point.reducer)}"
+        dropped = point.plan == "none"
+        faster = row["decode_x_nccl"]
+        text = f"{row['decode_ms']:.2f} ms"
+        if faster and not dropped and (point.plan, point.reducer) != ("standard", "async"):
+            text += f", {faster:.2f} x"
+        name = "no communication" if dropped else name
+        colour = COLOURS.get(point.plan, MUTED)
+        found.append(Bar(name, row["decode_ms"], text, colour, bound=dropped))
+    floor = min(row["decode_ms"] * row["decode_of_floor"] for row in rows)
+    return [*found, Bar("memory floor", floor, f"{floor:.2f} ms", MUTED, bound=True)]
+
+
+def _figures(rows: Sequence[dict[str, Any]]) -> list[Part]:
+    """The leading case's decode steps, and the paper's figures of shapes that were measured at
+    several batch sizes; of one, tables say all."""
+    if not figures.available():
+        return [NO_FIGURES]
+    members = leading_case(rows)
+    what = (
+        f"Decode, ms a step: {describe(members[0]['point'])}. x: how many times as fast as "
+        f"standard with NCCL's all-reduces; hatched: bounds, not ways to run."
+    )
+    parts: list[Part] = [Figure(figures.bars(decode_bars(members), "ms"), what)]
+    over: list[Part] = []
     for reducer, what in ((None, "each plan with its best reducer"), ("async", "all with NCCL")):
         for (shape, tp), plans in improvements(rows, reducer).items():
             lines: dict[str, tuple[list[float], list[float]]] = {
@@ -43,28 +109,28 @@ def _figures(rows: Sequence[dict[str, Any]]) -> list[str]:
             }
             batches = sorted({batch for found in plans.values() for batch in found})
             if len(batches) > 1:
-                over.append(report.text(f"{_shape(shape)}, TP {tp}; {what}, standard too"))
-                over.append(report.curves(lines, "batch size", "% more tokens/s", batches))
-    against: list[str] = []
+                drawn = figures.lines(
+                    lines, "batch size", "% more tokens/s than standard", ticks=batches,
+                    zero="standard",
+                )  # fmt: skip
+                over.append(Figure(drawn, f"{_shape(shape)}, TP {tp}; {what}, standard too"))
+    against: list[Part] = []
     for shape, frontiers in pareto(rows).items():
         lines = {
             plan: ([pair[0] for pair in found], [pair[1] for pair in found])
             for plan, found in frontiers.items()
         }
         if any(len(found) > 1 for found in frontiers.values()):
+            drawn = figures.lines(lines, "completion latency, s", "tokens/s per GPU")
             what = f"{_shape(shape)}; the frontier over batch sizes, TP degrees and reducers"
-            against.append(report.text(what))
-            against.append(report.curves(lines, "completion latency (s)", "tokens/s per GPU"))
+            against.append(Figure(drawn, what))
     sections = {
         "End-to-end throughput over standard (the paper's Figures 2 and 3)": over,
         "Latency against throughput per GPU (the paper's Figure 4)": against,
     }
-    return [
-        part
-        for title, parts in sections.items()
-        if parts
-        for part in (report.heading(title), *parts)
-    ]
+    for title, drawings in sections.items():
+        parts += [Heading(title), *drawings] if drawings else []
+    return parts
 
 
 def _shape(shape: Point) -> str:
@@ -74,20 +140,19 @@ def _shape(shape: Point) -> str:
     )
 
 
-def _paper_tables(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _paper_tables(rows: Sequence[dict[str, Any]]) -> list[Part]:
     """Improvements as the paper's Tables 1, 2 and 6 define them."""
-    parts = [
-        report.heading("Improvement over standard (the paper's Tables 1, 2 and 6)"),
-        report.text(
-            "Latencies: one minus the ratio of the times; tokens/s: how many more. First over "
-            "standard with NCCL, as in the paper, then over standard with its best reducer."
-        ),
-    ]
+    parts: list[Part] = []
     for case, members in by_case(rows).items():
         table = [_improved(row) for row in members if row["point"].plan != "standard"]
         if any(cell != "-" for line in table for cell in line[2:]):
-            parts += [report.text(describe(case)), report.table(PAPER_HEAD, table)]
-    return parts
+            parts.append(Table(PAPER_HEAD, table, describe(case)))
+    meaning = (
+        "prefill, decode: one minus the ratio of the times; tokens/s: how many more.\n"
+        "NCCL: over standard with NCCL, as in the paper; best: over standard with its best reducer."
+    )
+    title = Heading("Improvement over standard (the paper's Tables 1, 2 and 6)")
+    return [title, Aside("Columns", meaning), *parts] if parts else []
 
 
 def _improved(row: dict[str, Any]) -> list[str]:

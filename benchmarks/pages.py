@@ -1,0 +1,219 @@
+"""Pages and figures of the recorded results: `make pages`.
+
+    python benchmarks/pages.py [--out FOLDER] [--figures FOLDER]
+
+Draws, from benchmarks/results alone, the figures that the documentation shows (docs/figures, which
+are committed) and a page for each file of results, with an index (runs/pages, which are not).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import quality_report
+from jobs import finish
+
+from ladder import figures
+from ladder.cli import parse_words
+from ladder.files import make_folder, write_text
+from ladder.infer import page as inference
+from ladder.infer.derive import by_case, derive, improvements
+from ladder.report import Heading, Link, Part, page
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+LATENCY = "2026-11-21-inference-h200x4"
+BATCHES = "2026-11-21-figures-h200x4"
+QUALITY, QUALITY_LATENCY = "2026-11-21-quality-h200", "2026-11-21-quality-latency-h200x4"
+MODEL, TP, BATCH = "llama-3-8b", 4, 1  # of the figures of inference
+
+
+# ---- figures of the documentation -----------------------------------------------------------
+
+
+def latency() -> str:
+    """Decode ms a token of an 8B, plan by plan, beside the bounds."""
+    members = [
+        row
+        for row in derive(read(LATENCY))
+        if row["point"].plan in ("standard", "ladder", "none")
+        and (row["point"].model, row["point"].tp, row["point"].batch) == (MODEL, TP, BATCH)
+    ]
+    (case,) = by_case(members)
+    (ladder,) = (r for r in members if (r["point"].plan, r["point"].reducer) == ("ladder", "push"))
+    faster = ladder["decode_x_nccl"]
+    title = f"The ladder decodes {faster:.1f} x as fast as a standard Transformer with NCCL"
+    subtitle = (
+        f"{MODEL}, TP {TP} on {machine(LATENCY)}, batch {case.batch}, prompt {case.prompt}; time a "
+        f"token; hatched: bounds"
+    )
+    return figures.bars(inference.decode_bars(members), "ms", title=title, subtitle=subtitle)
+
+
+def batches() -> str:
+    """How many more tokens/s a ladder generates, over batch sizes."""
+    rows = derive(read(BATCHES))
+    names = {"push": "both with push", "async": "both with NCCL"}
+    colours = {"push": figures.COLOURS["ladder"], "async": figures.COLOURS["hybrid"]}
+    found = {reducer: improvements(rows, reducer) for reducer in names}
+    ((shape, _),) = (key for key in found["push"] if key[1] == TP)
+    gains = {names[reducer]: each[shape, TP]["ladder"] for reducer, each in found.items()}
+    lines = {name: ([*gain], [*gain.values()]) for name, gain in gains.items()}
+    every = [value for gain in gains.values() for value in gain.values()]
+    title = (
+        f"The ladder generates {min(every):.0f} to {max(every):.0f} % more tokens per second than "
+        f"standard"
+    )
+    return figures.lines(
+        lines, "batch size", "% more tokens/s than standard with the same all-reduce",
+        ticks=lines[names["push"]][0], title=title,
+        subtitle=f"{shape.model}, TP {TP} on {machine(BATCHES)}, prompt {shape.prompt}, "
+        f"{shape.new_tokens} new tokens",
+        zero="standard", colours={names[key]: colour for key, colour in colours.items()},
+        height=300,
+    )  # fmt: skip
+
+
+def quality_latency() -> str:
+    """What quality costs in latency."""
+    records, rows, _ = quality_records()
+    groups, best = quality_report.by_plan(records), inference.fastest(rows)
+    places = quality_report.positions(groups, best)
+    kept = [plan for plan in places if not quality_report.beaten(plan, places)]
+    title = f"{', '.join(kept)}: no other plan is both better and faster"
+    if len(kept) == 1:
+        title = f"The {kept[0]}: fastest of {len(places)} plans, and none beats its quality"
+    subtitle = (
+        f"{records[0]['parameters'] / 1e6:.0f}M parameters, {records[0]['tokens'] / 1e6:.0f}M "
+        f"tokens each; a dot is a seed; lower is better, left is faster"
+    )
+    return quality_report.figure(groups, best, title, subtitle)
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "latency.svg": latency,
+    "batches.svg": batches,
+    "quality-latency.svg": quality_latency,
+}
+
+
+def quality_records() -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+    """Trainings, latencies, and the machines of these."""
+    records = quality_report.read(RESULTS / f"{QUALITY}.jsonl")
+    shape = records[0]["recipe"]["model"]
+    file = RESULTS / f"{QUALITY_LATENCY}.jsonl"
+    return (records, *quality_report.latency_rows(file, shape["name"], shape["num_layers"]))
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    file = RESULTS / f"{name}.jsonl"
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def machine(name: str) -> str:
+    facts = read(name)[0]["machine"]
+    return f"{facts['gpus']}x {facts['gpu']}"
+
+
+# ---- pages ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Page:
+    """name: of its file, without the ending. finding: what the index says of it."""
+
+    name: str
+    finding: str
+    text: str
+
+
+def inference_pages(name: str, records: Sequence[dict[str, Any]]) -> list[Page]:
+    """A page of the file; where the same points were measured again, one for each commit.
+
+    None where they were measured again at one commit: what differs then is no part of a point.
+    """
+    sittings = {name: list(records)}
+    if repeats(records):
+        sittings = {}
+        for record in records:
+            commit = re.sub(r"[^A-Za-z0-9]+", "-", record["machine"]["commit"])
+            sittings.setdefault(f"{name}-{commit}", []).append(record)
+    found = []
+    for own, members in sittings.items():
+        measured = [record for record in members if "check" in record]  # else of an older form
+        started = [record for record in members if "cold" in record]
+        rows, machines = derive(measured), [record["machine"] for record in members]
+        if (rows or started) and not repeats(members):
+            text = inference.write_page(rows, started, machines)
+            found.append(Page(own, inference.finding(rows, started), text))
+    return found
+
+
+def repeats(records: Sequence[dict[str, Any]]) -> bool:
+    return len({json.dumps(record["point"]) for record in records}) < len(records)
+
+
+def quality_page() -> Page:
+    records, rows, machines = quality_records()
+    places = quality_report.positions(quality_report.by_plan(records), inference.fastest(rows))
+    text = quality_report.write_page(records, rows, machines)
+    return Page(QUALITY, quality_report.finding(places), text)
+
+
+def pages() -> list[Page]:
+    """A page of each file of results that has a form which is shown."""
+    found = [quality_page()]
+    for file in sorted(RESULTS.glob("*.jsonl")):
+        records = read(file.stem)
+        if "reducer" in records[0].get("point", {}):
+            found += inference_pages(file.stem, records)
+    return found
+
+
+def index(found: Sequence[Page]) -> str:
+    parts: list[Part] = [Heading("Pages")]
+    parts += [Link(f"{each.name}.html", each.name, each.finding) for each in found]
+    said = "One page for each file of benchmarks/results, drawn from its records."
+    return page("Recorded results", said, parts)
+
+
+# ---- command line ---------------------------------------------------------------------------
+
+
+def draw(options: argparse.Namespace) -> int:
+    figures.require_matplotlib()
+    for folder in (options.figures, options.out):
+        make_folder(folder)
+    for name, figure in FIGURES.items():
+        write_text(options.figures / name, figure())
+    found = pages()
+    for each in found:
+        write_text(options.out / f"{each.name}.html", each.text)
+    write_text(options.out / "index.html", index(found))
+    print(f"{len(FIGURES)} figures in {options.figures}, {len(found)} pages; open "
+          f"{options.out / 'index.html'}")  # fmt: skip
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Pages and figures of the recorded results.")
+    parser.set_defaults(verb=draw)
+    parser.add_argument("--out", type=Path, default=Path("runs/pages"), help="for the pages")
+    parser.add_argument("--figures", type=Path, default=Path("docs/figures"), help="for the SVGs")
+    return parse_words(parser, sys.argv[1:] if arguments is None else arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 0, or 2 for a user's mistake."""
+    return finish(parse(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""Figures as SVG: lines that carry their names where they end, and labelled bars.
+
+A figure is light, with text as text. `inline` lets it follow the theme of the page around it. The
+same data gives the same bytes with one version of matplotlib (the `report` extra).
+"""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ladder.models.errors import UserError
+
+INK, MUTED, GRID, PAPER = "#1f2329", "#5f6975", "#d8dde3", "#fffffe"
+# Each reads on white and on a dark page. A plan has its colour in every figure.
+COLOURS = {
+    "ladder": "#d4580b",
+    "standard": "#2f78c4",
+    "parallel": "#2a8a57",
+    "none": "#78808a",
+    "desync-4x": "#9a5bc0",
+    "desync-2x": "#c2508f",
+    "dtp-1": "#94780f",
+    "hybrid": "#168a94",
+}
+WIDTH, FONT = 640, 11  # points
+GAP = 15  # between the baselines of two labels
+FEW = 20  # a line of fewer points shows each, and says its value under the pointer
+NEEDED = "they need matplotlib: pip install 'ladder[report]'"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar of `bars`. text: what stands at its end. bound: no way to run, but a limit."""
+
+    name: str
+    value: float
+    text: str
+    colour: str = MUTED
+    bound: bool = False
+
+
+def available() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def require_matplotlib() -> None:
+    """Raise UserError unless figures can be drawn."""
+    if not available():
+        raise UserError(f"this draws figures, and {NEEDED}")
+
+
+def lines(
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    x_label: str,
+    y_label: str,
+    *,
+    ticks: Sequence[float] = (),
+    title: str = "",
+    subtitle: str = "",
+    zero: str = "",
+    colours: Mapping[str, str] | None = None,
+    height: int = 340,
+) -> str:
+    """Lines as SVG: name -> (x, y); a name stands right of its line's last point.
+
+    ticks: the only ones of a logarithmic x axis; none: a linear one. zero: what the line y = 0
+    stands for, which is drawn then. colours: of lines whose names are no plans'.
+    """
+    figure, axes, above = _canvas(height, title, (subtitle, y_label))
+    if zero:
+        axes.axhline(0, color=COLOURS["none"], linewidth=1.2, dashes=(4, 3))
+    known = {**COLOURS, **(colours or {})}
+    spare = iter(colour for name, colour in COLOURS.items() if name not in series)
+    drawn, said = {}, {}
+    for number, (name, (x, y)) in enumerate(series.items()):
+        drawn[name] = known.get(name) or next(spare, INK)
+        axes.plot(x, y, color=drawn[name], linewidth=2.2 if name == "ladder" else 1.6)
+        for place, point in enumerate(zip(x, y, strict=True) if len(x) < FEW else ()):
+            axes.plot(*point, "o", color=drawn[name], markersize=6, gid=f"point-{number}-{place}")
+            said[f"point-{number}-{place}"] = (
+                f"{name}: {x_label} {point[0]:.6g}, {y_label} {point[1]:.6g}"
+            )
+    if ticks:
+        axes.set_xscale("log")
+        axes.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks], minor=False)
+        axes.set_xticks([], minor=True)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_xlabel(x_label, loc="left")
+    ends = {name: (float(x[-1]), float(y[-1])) for name, (x, y) in series.items() if len(x)}
+    if zero:
+        axes.set_xlim(axes.get_xlim())
+        ends[zero], drawn[zero] = (float(axes.get_xlim()[1]), 0.0), COLOURS["none"]
+    _name_ends(figure, axes, ends, drawn, above)
+    return _svg(figure, said, title)
+
+
+def bars(
+    values: Sequence[Bar], unit: str, *, title: str = "", subtitle: str = "", row: int = 27
+) -> str:
+    """Horizontal bars as SVG, from the top in the order given; bounds are hatched outlines."""
+    height = row * len(values) + 24 + (22 if title else 0) + (18 if subtitle else 0)
+    figure, axes, above = _canvas(height, title, (subtitle,))
+    said = {}
+    for place, bar in enumerate(values):
+        style = {"fill": False, "edgecolor": bar.colour, "hatch": "////", "linewidth": 1.2}
+        solid = {"color": bar.colour}
+        shape = style if bar.bound else solid
+        axes.barh(place, bar.value, height=0.66, gid=f"bar-{place}", **shape)
+        said[f"bar-{place}"] = f"{bar.name}: {bar.value:.6g} {unit}"
+        axes.annotate(
+            bar.text, (bar.value, place), (6, 0), textcoords="offset points", va="center_baseline",
+            color=INK, fontsize=FONT, weight="normal" if bar.bound else "bold",
+        )  # fmt: skip
+    axes.set_yticks(range(len(values)), labels=[bar.name for bar in values])
+    axes.set_ylim(len(values) - 0.4, -0.6)
+    axes.set_xticks([])
+    axes.spines["bottom"].set_visible(False)
+    axes.tick_params(length=0, labelsize=FONT, labelcolor=INK)
+    measure = _measure(figure)
+    left = max(measure(label) for label in axes.get_yticklabels()) + 16
+    room = WIDTH - left
+    # The largest scale at which every bar and the text at its end have room.
+    scale = min(
+        (room - measure(text) - 16) / bar.value
+        for bar, text in zip(values, axes.texts, strict=True)
+    )
+    axes.set_xlim(0, room / scale)
+    _place(figure, left, 0, above, 8)
+    return _svg(figure, said, title)
+
+
+def inline(svg: str) -> str:
+    """The same figure for a page: its text, grid and ground take the page's colours."""
+    names = {INK: "--ink", MUTED: "--muted", GRID: "--line", PAPER: "--paper"}
+    for colour, name in names.items():
+        svg = svg.replace(colour, f"var({name})")
+    return svg
+
+
+def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Positions at least `gap` apart within low to high, in the order of `wanted` and as near to it
+    as can be, by least squares. (Where they do not fit they reach below low.)
+
+    Less i gaps, the ith must not be below the one before: an isotonic regression.
+    """
+    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
+    blocks: list[list[float]] = []
+    for place, index in enumerate(order):
+        blocks.append([wanted[index] - gap * place])
+        while len(blocks) > 1 and _mean(blocks[-2]) > _mean(blocks[-1]):
+            last = blocks.pop()
+            blocks[-1] += last
+    top = high - gap * (len(wanted) - 1)
+    level = [min(max(_mean(block), low), top) for block in blocks for _ in block]
+    found = [0.0] * len(wanted)
+    for place, index in enumerate(order):
+        found[index] = level[place] + gap * place
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _canvas(height: int, title: str, below: Sequence[str]) -> tuple[Any, Any, float]:
+    """A figure, its axes, and the points that its headings take at the top."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72, facecolor=PAPER)
+    above = 10.0
+    for text, size, weight, colour in (
+        (title, 13.5, "bold", INK),
+        *((text, FONT - 0.5, "normal", MUTED) for text in below),
+    ):
+        if text:
+            above += size
+            figure.text(
+                10 / WIDTH, 1 - above / height, text, size=size, weight=weight, color=colour
+            )
+            above += 6
+    axes = figure.subplots()
+    axes.set_facecolor("none")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(MUTED)
+    axes.tick_params(colors=MUTED, labelsize=FONT - 1, length=3)
+    axes.tick_params(axis="y", length=0)
+    axes.locator_params(axis="y", nbins=6)
+    axes.xaxis.label.set(color=MUTED, size=FONT - 0.5)
+    return figure, axes, above + 4
+
+
+def _measure(figure: Any) -> Any:
+    """Text -> its width in points."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    return lambda text: text.get_window_extent(renderer).width
+
+
+def _place(figure: Any, left: float, right: float, above: float, below: float) -> None:
+    """Margins around the axes, in points."""
+    height = figure.get_figheight() * 72
+    figure.subplots_adjust(
+        left=left / WIDTH, right=1 - right / WIDTH, top=1 - above / height, bottom=below / height
+    )
+
+
+def _name_ends(
+    figure: Any, axes: Any, ends: Mapping[str, tuple[float, float]], colours: Mapping[str, str],
+    above: float,
+) -> None:  # fmt: skip
+    """Each name beside its line's end, moved up or down where names that stand at the same place
+    would overlap; a thin line leads back to an end that a name was moved away from."""
+    measure = _measure(figure)
+    texts = {
+        name: axes.annotate(
+            name, ends[name], (9, 0), textcoords="offset points", va="center_baseline",
+            annotation_clip=False,
+            color=colours[name], fontsize=FONT, weight="bold" if name == "ladder" else "normal",
+            bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1, "alpha": 0.7},
+        )
+        for name in ends
+    }  # fmt: skip
+    width = {name: measure(text) for name, text in texts.items()}
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high)  # what follows must not move it
+    figure.draw_without_rendering()
+    left = 12 + max((measure(label) for label in axes.get_yticklabels()), default=0)
+    _place(figure, left, max(width.values(), default=0) + 14, above, 40)
+    place = {name: axes.transData.transform(end) for name, end in ends.items()}
+    box = axes.get_window_extent()
+    for group in _beside(place, width):
+        wanted = [place[name][1] for name in group]
+        for name, y in zip(group, spread(wanted, GAP, box.y0, box.y1), strict=True):
+            moved = float(y - place[name][1])
+            texts[name].set_position((9, moved))
+            if abs(moved) > GAP / 3:
+                axes.annotate(
+                    "", ends[name], (8, moved), textcoords="offset points",
+                    arrowprops={"arrowstyle": "-", "color": colours[name], "linewidth": 0.8,
+                                "shrinkA": 0, "shrinkB": 3},
+                )  # fmt: skip
+
+
+def _beside(
+    place: Mapping[str, tuple[float, float]], width: Mapping[str, float]
+) -> list[list[str]]:
+    """The names in groups whose texts overlap from left to right."""
+    groups: list[list[str]] = []
+    edge = float("-inf")
+    for name in sorted(place, key=lambda each: float(place[each][0])):
+        if float(place[name][0]) >= edge:
+            groups.append([])
+        groups[-1].append(name)
+        edge = max(edge, float(place[name][0]) + width[name] + 12)
+    return groups
+
+
+def _svg(figure: Any, said: Mapping[str, str], title: str) -> str:
+    """The figure's SVG without an XML head; said: what stands under the pointer, by its id."""
+    import matplotlib
+
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "ladder", "font.size": FONT}
+    buffer = io.StringIO()
+    with matplotlib.rc_context(settings):
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(buffer, format="svg", metadata=nothing)
+    drawing = buffer.getvalue()
+    drawing = drawing[drawing.index("<svg") :]
+    for name, text in said.items():
+        group = f'<g id="{name}">'
+        assert group in drawing, f"matplotlib drew no {name}"
+        drawing = drawing.replace(group, f"<g><title>{html.escape(text)}</title>")
+    drawing = re.sub(r"font-family: [^;\"]*", "font-family: system-ui, sans-serif", drawing)
+    if title:
+        head = drawing.index(">") + 1
+        drawing = f"{drawing[:head]}<title>{html.escape(title)}</title>{drawing[head:]}"
+    return "".join(f"{line.rstrip()}\n" for line in drawing.splitlines())
