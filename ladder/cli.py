@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from ladder.parallel import launch
 
-        return launch.run(verb, (options,), getattr(options, "nproc", 1))
+        nproc, modules = getattr(options, "nproc", 1), getattr(options, "modules", ("torch",))
+        return launch.run(verb, (options,), nproc, modules)
     except ValueError as error:  # of the launch itself
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -99,9 +100,11 @@ def _add(verbs: Any, name: str, verb: Verb, text: str) -> argparse.ArgumentParse
     return parser
 
 
-def _add_processes(parser: argparse.ArgumentParser) -> None:
+def _add_processes(parser: argparse.ArgumentParser, *modules: str) -> None:
+    """modules: what the verb imports, for `launch.run`."""
     parser.add_argument("--nproc", type=int, default=1, help="processes to start on this machine")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.set_defaults(modules=modules)
 
 
 # ---- plans ----------------------------------------------------------------------------------
@@ -265,13 +268,12 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
         help="replace a value of the config: plan=ladder, steps=500, model.num_layers=2",
     )
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
-    _add_processes(parser)
+    _add_processes(parser, "ladder.train.loop", "torch._dynamo")  # which optimisers import
 
 
 def train(options: argparse.Namespace, needs_init: bool = False) -> int:
     from ladder.models.errors import UserError
     from ladder.train.config import load_train_config
-    from ladder.train.loop import train as run
 
     config = load_train_config(options.config, options.overrides)
     if needs_init and not config.init:
@@ -279,6 +281,8 @@ def train(options: argparse.Namespace, needs_init: bool = False) -> int:
             "init is missing: give the model to fine-tune, init=FOLDER (a run, a checkpoint, a "
             "Hugging Face Llama folder); `ladder train` starts from random weights"
         )
+    from ladder.train.loop import train as run  # imports torch: a mistake is told before
+
     run(config, resume=options.resume, device=options.device)
     return 0
 
@@ -319,7 +323,7 @@ def _convert(verbs: Any) -> None:
     parser.add_argument("--batch", type=int, default=8, help="windows in a pass")
     parser.add_argument("--dtype", default="auto", help="auto (as stored), float32 or bfloat16")
     parser.add_argument("--out", type=Path, help="a JSON file for all figures")
-    _add_processes(parser)
+    _add_processes(parser, "ladder.convert.sensitivity")
 
 
 def sensitivity(options: argparse.Namespace) -> int:
@@ -362,7 +366,7 @@ def _generate(verbs: Any) -> None:
     parser.add_argument(
         "--reducer", default="auto", help="auto, async (NCCL or gloo) or push (peer memory)"
     )
-    _add_processes(parser)
+    _add_processes(parser, "ladder.infer.command")
 
 
 def generate(options: argparse.Namespace) -> int:
@@ -411,7 +415,7 @@ def _eval(verbs: Any) -> None:
     parser.add_argument("--dtype", default="auto", help="auto (as stored), float32 or bfloat16")
     parser.add_argument("--out", default="runs/eval", help="the folder for results and data")
     parser.add_argument("--overwrite", action="store_true", help="replace the results there")
-    _add_processes(parser)
+    _add_processes(parser, "ladder.eval.command")
 
 
 def evaluate(options: argparse.Namespace) -> int:
@@ -509,7 +513,7 @@ def _bench(verbs: Any) -> None:
         "--profile", action="store_true", help="write a trace of each point, too, for Perfetto"
     )
     parser.add_argument("--out", default="runs/bench", help="train.jsonl there is appended to")
-    _add_processes(parser)
+    _add_processes(parser, "ladder.train.bench", "torch._dynamo")
 
 
 def bench_train(options: argparse.Namespace) -> int:

@@ -7,14 +7,15 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import yaml
 
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, check_keys, unknown
 
 T = TypeVar("T")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # as options name them
+# As options name them. They stand here since torch, which is slow to import, is not needed here.
+DTYPES = ("float32", "bfloat16")
+CHECKPOINTING = ("none", "full", "selective")
 FILES = (".yaml", ".yml", ".json")  # JSON is read as the YAML that it is
 
 

@@ -67,15 +67,14 @@ def steps_of(run: Path) -> list[int]:
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    """The processes that `--nproc` started: those children that train."""
+    """The processes that `--nproc` started: the children."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
-            command = (stat.parent / "cmdline").read_text()
         except OSError:  # it has ended since
             continue
-        if int(fields[1]) == process.pid and "spawn_main" in command:
+        if int(fields[1]) == process.pid:
             found.append(int(stat.parent.name))
     return found
 

@@ -235,7 +235,7 @@ def main(options: Any) -> int:
     shown = {key: str(value) for key, value in vars(options).items() if key != "verb"}
     launch.agree({"options": shown})
     group = dist.group.WORLD
-    world, head, dtype = launch.world_size(), launch.rank() == 0, DTYPES[options.dtype]
+    world, head, dtype = launch.world_size(), launch.rank() == 0, getattr(torch, options.dtype)
     gpu = torch.cuda.get_device_name(device)
     about = {**facts(gpu), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     make_folder(Path(options.out))

@@ -18,7 +18,7 @@ def as_dtype(name: str) -> torch.dtype | None:
     """What `--dtype` means; None, as stored, is `auto`."""
     if name != "auto" and name not in DTYPES:
         raise UserError(f"--dtype={name} must be auto, {' or '.join(DTYPES)}")
-    return DTYPES.get(name)
+    return None if name == "auto" else getattr(torch, name)
 
 
 def check_tp(tp: int) -> None:

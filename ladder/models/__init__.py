@@ -1,12 +1,33 @@
-"""The model: residual plans, layers, the one Transformer. Imports torch and itself only."""
+"""The model: residual plans, layers, the one Transformer. Imports torch and itself only.
 
-from ladder.models.config import ModelConfig, RopeScaling
-from ladder.models.documents import document_starts
-from ladder.models.errors import UserError
-from ladder.models.plan import Plan, Sublayer
-from ladder.models.presets import resolve_plan
-from ladder.models.reducer import Ranks, Reducer
-from ladder.models.transformer import Transformer
+Names are imported when they are first used: what reads plans and configs alone needs no torch,
+which takes seconds to import.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ladder.models.config import ModelConfig, RopeScaling
+    from ladder.models.documents import document_starts
+    from ladder.models.errors import UserError
+    from ladder.models.plan import Plan, Sublayer
+    from ladder.models.presets import resolve_plan
+    from ladder.models.reducer import Ranks, Reducer
+    from ladder.models.transformer import Transformer
+
+_MODULES = {
+    "ModelConfig": "config",
+    "Plan": "plan",
+    "Ranks": "reducer",
+    "Reducer": "reducer",
+    "RopeScaling": "config",
+    "Sublayer": "plan",
+    "Transformer": "transformer",
+    "UserError": "errors",
+    "document_starts": "documents",
+    "resolve_plan": "presets",
+}
 
 __all__ = [
     "ModelConfig",
@@ -20,3 +41,9 @@ __all__ = [
     "document_starts",
     "resolve_plan",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

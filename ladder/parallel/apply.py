@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from ladder.config import CHECKPOINTING
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.models.layers import local
@@ -35,7 +36,6 @@ from ladder.parallel.sequence import SequenceReducer
 from ladder.parallel.sharded import sharded_refusal
 from ladder.parallel.sharding import place
 
-CHECKPOINTING = ("none", "full", "selective")
 aten = torch.ops.aten
 # What selective checkpointing keeps: computed once, at a price. The rest is elementwise.
 KEPT = (

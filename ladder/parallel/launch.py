@@ -2,13 +2,19 @@
 
 A command runs as one process, as several that `run` starts (`--nproc`), or as a rank of torchrun
 or of a script that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as it does.
+
+torch, which takes seconds to import, is imported where it is used: commands that need none of it
+begin at once, and so does the process that starts ranks where they cannot be its forks.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
+import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -17,20 +23,21 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib import import_module
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
-
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ladder.models.errors import UserError
 from ladder.parallel import environment
 from ladder.parallel.environment import RENDEZVOUS
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
 ORDERLY = "left"  # beside it, with the rank: a file that says that the rank ends as it should
 CLOSED = "closed"  # beside it: nobody reads what the processes write any more
@@ -38,19 +45,26 @@ FAILURE = "failure"  # beside it: an exit code, and what the first rank that fai
 PATIENCE = 3.0  # seconds from asking a rank to end to killing it
 GRACE = 1.0  # seconds in which a rank's death may be noticed after the errors that follow from it
 ERROR_KEY, CODE_KEY = "ladder/errors", "ladder/code"
+PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent dies
 ENCODING: Any = {"encoding": "utf-8", "errors": "surrogatepass"}
 
 _told: Path | None = None  # in a process that `run` started: the folder in which it looks
 
 
+def _joined() -> Any:
+    """torch.distributed if this process has joined the others; one without torch has not."""
+    dist = sys.modules.get("torch.distributed")
+    return dist if dist is not None and dist.is_initialized() else None
+
+
 def world_size() -> int:
-    if dist.is_initialized():
-        return dist.get_world_size()
-    return environment.number("WORLD_SIZE", 1)
+    dist = _joined()
+    return dist.get_world_size() if dist else environment.number("WORLD_SIZE", 1)
 
 
 def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else environment.number("RANK", 0)
+    dist = _joined()
+    return dist.get_rank() if dist else environment.number("RANK", 0)
 
 
 def check_nproc(nproc: int) -> None:
@@ -59,29 +73,59 @@ def check_nproc(nproc: int) -> None:
         raise UserError(f"--nproc={nproc} must be 1 or more")
 
 
-def run(command: Callable[..., int], arguments: tuple[Any, ...], nproc: int = 1) -> int:
+def run(
+    command: Callable[..., int],
+    arguments: tuple[Any, ...],
+    nproc: int = 1,
+    modules: Sequence[str] = ("torch",),
+) -> int:
     """Run `command(*arguments)` on every rank and return the exit code.
 
     nproc: processes to start here; 1 runs it in this process (a rank of torchrun, perhaps). A
     UserError becomes one line on standard error, once for all ranks, and exit code 2. When one
-    rank fails the others are ended; when one is killed, an error names it.
+    rank fails the others are ended; when one is killed, an error names it. modules: what the ranks
+    need, imported once for all of them where they can be forks.
     """
     check_nproc(nproc)
     if nproc == 1:
         return _guarded(command, arguments)
     if world_size() > 1:
         raise UserError(f"--nproc={nproc} under torchrun (WORLD_SIZE={world_size()}): use one")
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.spawn(_child, (nproc, folder, command, arguments), nprocs=nproc, join=False)
-        assert context is not None
-        ranks = context.processes
+    context: Any = multiprocessing.get_context("fork" if _may_fork() else "spawn")
+    if context.get_start_method() == "fork":
+        for name in modules:
+            import_module(name)
+    # Not a TemporaryDirectory: that is removed at the exit of any process that is a fork of ours.
+    folder = tempfile.mkdtemp(prefix="ladder-")
+    ranks: list[BaseProcess] = []
+    before = None
+    try:
+        for index in range(nproc):
+            details = (index, nproc, folder, os.getpid(), command, arguments)
+            process = context.Process(target=_child, args=details)
+            process.start()
+            ranks.append(process)
         before = _pass_on(signal.SIGTERM, ranks)
-        try:
-            return _watch(ranks, Path(folder))
-        finally:  # an interrupt of this process alone must not leave them running
-            _end(ranks)
-            if before is not None:
-                signal.signal(signal.SIGTERM, before)
+        return _watch(ranks, Path(folder))
+    finally:  # an interrupt of this process alone must not leave them running
+        _end(ranks)
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _may_fork() -> bool:
+    """Whether ranks may be forks of this process, which start at once and share its imports.
+
+    A fork has none of its parent's threads, and cannot use its CUDA context or process group. A
+    process that has not even imported torch has none of them, and importing starts none. Beyond
+    Linux, libraries of the system break in forks.
+    """
+    return (
+        sys.platform == "linux"
+        and "torch" not in sys.modules
+        and threading.active_count() == 1  # not in a notebook
+    )
 
 
 def _pass_on(number: signal.Signals, ranks: Sequence[BaseProcess]) -> Any:
@@ -164,7 +208,13 @@ def _end(ranks: Sequence[BaseProcess]) -> None:
             process.join(PATIENCE)
 
 
-def _child(index: int, nproc: int, folder: str, command: Callable, arguments: tuple) -> None:
+def _child(
+    index: int, nproc: int, folder: str, launcher: int, command: Callable, arguments: tuple
+) -> None:
+    if sys.platform == "linux":  # a launcher that is killed must not leave its ranks running
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGINT))
+        if os.getppid() != launcher:
+            return
     global _told
     _told = Path(folder)
     os.environ |= {
@@ -173,8 +223,10 @@ def _child(index: int, nproc: int, folder: str, command: Callable, arguments: tu
         "WORLD_SIZE": str(nproc),
         RENDEZVOUS: str(Path(folder) / "store"),
     }
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // nproc))
-    code = _guarded(command, arguments)
+    try:
+        code = _guarded(command, arguments)
+    except KeyboardInterrupt:  # the launcher says so
+        return
     _note(f"{ORDERLY}{index}")
     sys.exit(code)
 
@@ -188,7 +240,7 @@ def _note(name: str) -> None:
 def _guarded(command: Callable[..., int], arguments: tuple[Any, ...]) -> int:
     try:
         code = command(*arguments)
-        if dist.is_initialized():
+        if dist := _joined():
             dist.barrier()  # the others may still need this rank, or its store
     except UserError as error:
         return _fail(2, "\n".join([f"error: {error}", *getattr(error, "__notes__", ()), ""]))
@@ -198,7 +250,7 @@ def _guarded(command: Callable[..., int], arguments: tuple[Any, ...]) -> int:
         return _fail(0, "")
     except Exception:
         return _fail(1, traceback.format_exc())
-    if dist.is_initialized():
+    if _joined():
         atexit._run_exitfuncs()  # `_leave` does not, and torch's compile workers end so
         _leave(code)
     return code
@@ -222,15 +274,16 @@ def _fail(code: int, message: str) -> int:
     In a process that `run` started it is left for it to write, unless a rank has died. A rank of a
     group leaves the process here, with the first failure's code.
     """
+    dist = _joined()
     if _told is not None:
         own = _told / f"{FAILURE}{rank()}"
         own.write_bytes(f"{code}\n{message}".encode(**ENCODING))
         with suppress(FileExistsError):  # another was first
             os.link(own, _told / FAILURE)  # whole, or not at all
-        if dist.is_initialized():
+        if dist:
             _leave(code)
         return code
-    if not dist.is_initialized():
+    if not dist:
         sys.stderr.write(message)
         return code
     store = dist.distributed_c10d._get_default_store()
@@ -252,6 +305,11 @@ def join(device: str = "auto") -> torch.device:
     on CPUs. Raises UserError where the device is not there, and where the environment does not say
     how to meet the others, or they cannot be met.
     """
+    import torch
+    import torch.distributed as dist
+
+    if RENDEZVOUS in os.environ:  # one of several that were started here
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size()))
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda"):
@@ -309,12 +367,17 @@ def make_mesh(device: torch.device, tp: int, dp_shard: int = 1) -> DeviceMesh | 
     if world == 1:
         return None
     shard = dp_shard or data
+    import torch.distributed as dist
+
     return _mesh(dist.group.WORLD, device.type, (data // shard, shard, tp))
 
 
 @functools.cache
 def _mesh(world: dist.ProcessGroup, kind: str, shape: tuple[int, int, int]) -> DeviceMesh:
     """`make_mesh`, once for each group of all processes."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
     override = {}
     if kind == "cuda":
         # Reduces run beneath matrix products: without priority a reduce's blocks wait until those
@@ -333,6 +396,8 @@ def from_first(value: Any) -> Any:
     """Rank 0's value, on every rank: the others may lie on machines without its files."""
     values = [value]
     if world_size() > 1:
+        import torch.distributed as dist
+
         dist.broadcast_object_list(values, 0)
     return values[0]
 
@@ -341,6 +406,8 @@ def gathered(value: Any) -> list[Any]:
     """Every rank's value, on every rank."""
     values = [value] * world_size()
     if world_size() > 1:
+        import torch.distributed as dist
+
         dist.all_gather_object(values, value)
     return values
 

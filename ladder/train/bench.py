@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ladder.config import DTYPES, load_plan, model_config
+from ladder.config import load_plan, model_config
 from ladder.files import make_folder
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
@@ -190,7 +190,7 @@ def build(
     silent = SilentSequenceReducer if recipe.sequence_parallel else SilentReducer
     model = make_model(
         shape_of(point, tp_degree),
-        DTYPES[recipe.dtype],
+        getattr(torch, recipe.dtype),
         mesh,
         device,
         sequence_parallel=recipe.sequence_parallel,

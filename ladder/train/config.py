@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ladder.config import (
+    CHECKPOINTING,
     DTYPES,
     apply_overrides,
     build,
@@ -17,11 +18,9 @@ from ladder.config import (
     load_plan,
     model_config,
 )
-from ladder.data.mix import parse_sources
+from ladder.data.weights import parse_sources
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
-from ladder.parallel.apply import CHECKPOINTING
-from ladder.parallel.sequence import check_rows
 from ladder.train.conversion import listed_last
 
 # What may differ between a run and its continuation: none of these changes what is computed.
@@ -224,6 +223,8 @@ class TrainConfig:
     def check_rows(self, sequences: int) -> None:
         """Raise UserError unless tp divides the tokens of a pass of so many, where it has to."""
         if self.sequence_parallel:
+            from ladder.parallel.sequence import check_rows  # needs torch, and a recipe does not
+
             check_rows(sequences, self.seq_len, self.tp)
 
 

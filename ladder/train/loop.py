@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ladder.checkpoint import checkpoints, read_json
-from ladder.config import DTYPES
 from ladder.data.batches import TokenData
 from ladder.data.mix import open_sources
 from ladder.files import make_folder, write_text
@@ -138,7 +137,7 @@ def train(
 
     model = make_model(
         source.at(max(start - 1, 0)),  # as it was saved
-        DTYPES[config.dtype],
+        getattr(torch, config.dtype),
         mesh,
         place_,
         sequence_parallel=config.sequence_parallel,

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.checkpoint import WEIGHTS, TensorReader, load_model, newest, read_config, refuse_damage
-from ladder.config import DTYPES
 from ladder.data.batches import TokenData, check_tokenizer
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
@@ -66,7 +65,7 @@ class Distillation:
             folder,
             None if mesh is None else mesh["tp"],
             device=device,
-            dtype=DTYPES[config.dtype],
+            dtype=getattr(torch, config.dtype),
         )
         self.teacher.requires_grad_(False)
 
