@@ -1,4 +1,4 @@
-"""The table of what benchmarks/adapt.py found."""
+"""The table of what benchmarks/adapt.py found, and its page."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import quality_report
+
+from ladder import figures
+from ladder.figures import COLOURS, MUTED, Bar
+from ladder.report import NO_FIGURES, Aside, Figure, Part, Table, page
 
 TASKS = {
     "cloze": "local_cloze acc",
@@ -89,3 +93,33 @@ def markdown(records: Sequence[dict[str, Any]]) -> str:
     cells = [list(COLUMNS), ["---"] * len(COLUMNS), *rows(records)]
     table = "\n".join("| " + " | ".join(row) + " |" for row in cells)
     return f"{caption(records)}\n\n{table}\n\n{MEANING}"
+
+
+def write_page(records: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    """What was found, in a sentence, and the page."""
+    points = [record for record in records if "way" in record]
+    shares = {
+        f"{each['name']} ({each['plan']})": share
+        for each in points
+        if (share := recovered(each, points)) is not None
+    }
+    finding = "No loss was recovered: the points have no zero-shot model beside them."
+    drawn: Part = NO_FIGURES
+    if shares:
+        best = max(shares, key=lambda name: shares[name])
+        finding = (
+            f"{best} recovers {100 * shares[best]:.0f} % of the bits per byte that turning its "
+            f"layers into a ladder costs."
+        )
+        if figures.available():
+            bars = [
+                Bar(name, 100 * share, f"{100 * share:.0f} %",
+                    COLOURS["ladder"] if "distil" in name else MUTED)
+                for name, share in sorted(shares.items(), key=lambda each: -each[1])
+            ]  # fmt: skip
+            said = "Share of the zero-shot loss that is recovered; coloured: by distillation."
+            drawn = Figure(figures.bars(bars, "%"), said)
+    parts: list[Part] = [drawn] if shares else []
+    parts += [Table(COLUMNS, rows(records), caption(records)), Aside("Columns", MEANING)]
+    machines = [record["machine"] for record in records if "machine" in record]
+    return finding, page("A trained model turned into a ladder", finding, parts, machines)

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import adapt_report
+import bench_pages
 import quality_report
 from jobs import finish
 
@@ -25,7 +27,7 @@ from ladder.cli import parse_words
 from ladder.files import make_folder, write_text
 from ladder.infer import page as inference
 from ladder.infer.derive import by_case, derive, improvements
-from ladder.report import Heading, Link, Part, page
+from ladder.report import Link, Part, Text, page
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -156,8 +158,8 @@ def inference_pages(name: str, records: Sequence[dict[str, Any]]) -> list[Page]:
     return found
 
 
-def repeats(records: Sequence[dict[str, Any]]) -> bool:
-    return len({json.dumps(record["point"]) for record in records}) < len(records)
+def repeats(records: Sequence[dict[str, Any]], key: str = "point") -> bool:
+    return len({json.dumps(record[key]) for record in records}) < len(records)
 
 
 def quality_page() -> Page:
@@ -172,15 +174,24 @@ def pages() -> list[Page]:
     found = [quality_page()]
     for file in sorted(RESULTS.glob("*.jsonl")):
         records = read(file.stem)
-        if "reducer" in records[0].get("point", {}):
+        point = records[0].get("point", {})
+        if "reducer" in point:
             found += inference_pages(file.stem, records)
+        elif "layout" in point:
+            found.append(Page(file.stem, *bench_pages.train_page(records)))
+        elif "algorithm" in point:
+            found.append(Page(file.stem, *bench_pages.comm_page(records)))
+        elif "settings" in records[0] and not repeats(records, "name"):
+            found.append(Page(file.stem, *adapt_report.write_page(records)))
     return found
 
 
 def index(found: Sequence[Page]) -> str:
-    parts: list[Part] = [Heading("Pages")]
-    parts += [Link(f"{each.name}.html", each.name, each.finding) for each in found]
-    said = "One page for each file of benchmarks/results, drawn from its records."
+    parts: list[Part] = [Link(f"{each.name}.html", each.name, each.finding) for each in found]
+    names = sorted(file.name for file in RESULTS.iterdir() if file.suffix in (".jsonl", ".txt"))
+    left = [name for name in names if not any(p.name.startswith(Path(name).stem) for p in found)]
+    parts.append(Text(f"Without a page: {', '.join(left)}; benchmarks/results/README.md says why."))
+    said = "A page for each file of benchmarks/results, drawn from its records."
     return page("Recorded results", said, parts)
 
 

@@ -61,6 +61,7 @@ def lines(
     y_label: str,
     *,
     ticks: Sequence[float] = (),
+    y_ticks: Sequence[float] = (),
     title: str = "",
     subtitle: str = "",
     zero: str = "",
@@ -69,8 +70,8 @@ def lines(
 ) -> str:
     """Lines as SVG: name -> (x, y); a name stands right of its line's last point.
 
-    ticks: the only ones of a logarithmic x axis; none: a linear one. zero: what the line y = 0
-    stands for, which is drawn then. colours: of lines whose names are no plans'.
+    ticks, y_ticks: the only ones of a logarithmic axis; none: a linear one. zero: what the line
+    y = 0 stands for, which is drawn then. colours: of lines whose names are no plans'.
     """
     figure, axes, above = _canvas(height, title, (subtitle, y_label))
     if zero:
@@ -88,8 +89,12 @@ def lines(
             )
     if ticks:
         axes.set_xscale("log")
-        axes.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks], minor=False)
+        axes.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks])
         axes.set_xticks([], minor=True)
+    if y_ticks:
+        axes.set_yscale("log")
+        axes.set_yticks(y_ticks, labels=[f"{tick:g}" for tick in y_ticks])
+        axes.set_yticks([], minor=True)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.set_xlabel(x_label, loc="left")

@@ -425,16 +425,23 @@ def label(point: Point) -> str:
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """The records as text; what each is compared with is in the same run.
+    """The records as text."""
+    return aligned([HEAD, *cells(records)], left=2)
+
+
+HEAD = ("layout", "plan", "step ms", "range", "tokens/s/GPU", "MFU", "exposed", "x standard",
+        "hidden", "bare ms", "GiB")  # fmt: skip
+
+
+def cells(records: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """A row for each point, under HEAD; what it is compared with is in the same run.
 
     exposed: against the same plan without TP's reduces. Of a traced micro-batch, whatever the
     layout, forward / backward: hidden, how much of the communication's time ran under computation,
     and bare ms, the rest.
     """
     found = {Point(**each["point"]): each["result"] for each in records}
-    header = ("layout", "plan", "step ms", "range", "tokens/s/GPU", "MFU", "exposed", "x standard",
-              "hidden", "bare ms", "GiB")  # fmt: skip
-    rows = [header]
+    rows: list[tuple[str, ...]] = []
     for point, result in found.items():
         own = {**asdict(point), "silent": True}
         bound = None if point.silent else found.get(Point(**own))
@@ -451,4 +458,4 @@ def table(records: Sequence[dict[str, Any]]) -> str:
             f"{result['memory_gib']:.1f}" if "memory_gib" in result else "-",
         )  # fmt: skip
         rows.append(row)
-    return aligned(rows, left=2)
+    return rows
