@@ -22,7 +22,7 @@ from ladder.data.encoded import ANSWER, BEGINS, Encoded
 from ladder.data.formats import Document, Field
 from ladder.data.sources import name_hash
 from ladder.data.template import ChatTemplate, LeftOut, Piece
-from ladder.data.tokenizer import parse_tokenizer
+from ladder.data.tokenizer import encode_batch, parse_tokenizer
 from ladder.data.units import Unit
 
 AT_ONCE = 512  # conversations
@@ -85,7 +85,7 @@ class EncodeChat:
         """Each conversation's tokens with their marks, uint32."""
         assert self._tokenizer is not None
         texts = [piece.text for pieces in batch for piece in pieces]
-        encodings = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        encodings = iter(encode_batch(self._tokenizer, texts))
         for pieces in batch:
             parts = []
             for piece in pieces:

@@ -42,6 +42,7 @@ from ladder.data.tokenizer import (
     FILE,
     TEMPLATE,
     TOKENIZER_CONFIG,
+    encode_batch,
     end_of_text,
     load_tokenizer,
     parse_tokenizer,
@@ -244,6 +245,7 @@ def _tokenise(
                 names=Names(*work.state["names"]).merge(encoded.names()),
                 left_out=dict(encoded.left_out + Counter(work.state["left_out"])),
             )
+            _check_tokens(work, isinstance(encode, Encode))
             read, tokens = work.state["read"], _tokens(work)
             if max_tokens is None:
                 progress.update(read, f"{tokens:,} tokens")
@@ -257,6 +259,18 @@ def _check_left_out(names: Names, left_out: Mapping[str, int]) -> None:
     if left_out and not names.documents:
         reasons = "; ".join(f"{count:,} {reason}" for reason, count in left_out.items())
         raise UserError(f"no conversation can be used: {reasons}; mend them, or the chat template")
+
+
+def _check_tokens(work: Unfinished, ended: bool) -> None:
+    """Raise UserError where the tokenizer loses the text. ended: each document has an end token."""
+    documents = Names(*work.state["names"]).documents
+    tokens = _tokens(work) - ended * documents
+    if tokens < documents:
+        raise UserError(
+            f"the tokenizer makes {tokens:,} tokens of {documents:,} documents: it drops their "
+            f"text; look at the normalizer, pre_tokenizer and post_processor of its {FILE}, or use "
+            f"another"
+        )
 
 
 def _tokens(work: Unfinished) -> int:
@@ -338,7 +352,7 @@ def _encode(
     def flush() -> tuple[npt.NDArray[Any], list[int]]:
         ids: list[int] = []
         places: list[int] = []
-        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        encodings = encode_batch(tokenizer, texts)
         for encoding, ends in zip(encodings, last, strict=True):
             ids.extend(encoding.ids)
             if ends:

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateSyntaxError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer
 
+from ladder.config import parse_json
+from ladder.data.sandbox import LONGEST, MEMORY, LimitError, Sandbox
 from ladder.data.tokenizer import TEMPLATE, TOKENIZER_CONFIG, end_of_text, special_token
 from ladder.models.errors import UserError
 
@@ -54,37 +53,50 @@ class ChatTemplate:
         self.__init__(**state)  # type: ignore[misc]
 
     def _compile(self) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, "jinja2.ext.loopcontrols"],
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
+        self._sandbox = Sandbox()
+        self._sandbox.filters["tojson"] = _to_json
+        self._sandbox.globals["raise_exception"] = _refuse
         try:
-            self._template = environment.from_string(self.source)
-        except TemplateSyntaxError as error:
+            with self._sandbox.within_limits():
+                self._template = self._sandbox.from_string(self.source)
+        except Exception as error:  # Python compiles what Jinja makes of it, and has limits too
+            what = f"{type(error).__name__}: {error}"
+            if isinstance(error, TemplateSyntaxError):
+                what = f"line {error.lineno}: {error.message}"
             raise UserError(
-                f"the chat template of {self.where} is not valid Jinja (line {error.lineno}: "
-                f"{error.message}); give one with --chat-template"
+                f"the chat template of {self.where} is not valid Jinja ({what}); give one with "
+                f"--chat-template"
             ) from error
 
     def render(self, messages: Sequence[Message], prompt: bool = False) -> str:
         """The text of a conversation; prompt: up to where the assistant's next answer begins.
 
-        Raises LeftOut where the template refuses it, and UserError where the template fails.
+        Raises LeftOut where the template refuses it, and UserError where the template fails, or
+        goes beyond the limits of ladder.data.sandbox.
         """
+        size, found = 0, []
         try:
-            return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=prompt,
-                **self.names,
-            )  # fmt: skip
+            with self._sandbox.within_limits():
+                for text in self._template.generate(
+                    messages=messages, tools=None, documents=None, add_generation_prompt=prompt,
+                    **self.names,
+                ):  # fmt: skip
+                    size += len(text)
+                    if size > LONGEST:
+                        raise LimitError(f"it writes more than {LONGEST:,} characters")
+                    found.append(text)
+                whole = "".join(found)
+                whole.encode("utf-8")  # it may write half a surrogate pair
+                return whole
         except LeftOut:
             raise
         except Exception as error:  # a template is a program, which may do anything
+            what = f"{type(error).__name__}: {error}"
+            if isinstance(error, LimitError | MemoryError):
+                what = str(error) or f"it takes more than {MEMORY / 2**30:g} GiB of memory"
             raise UserError(
-                f"the chat template of {self.where} cannot write a conversation down "
-                f"({type(error).__name__}: {error}); give one with --chat-template"
+                f"the chat template of {self.where} cannot write a conversation down ({what}); "
+                f"give one with --chat-template"
             ) from error
 
     def unfinished(self, messages: Sequence[Message]) -> str:
@@ -148,7 +160,8 @@ def load_template(
             raise UserError(f"chat_template={file} cannot be read: {error}") from error
     source = config.get("chat_template")
     if isinstance(source, list):  # several by name
-        source = next((e["template"] for e in source if e.get("name") == "default"), None)
+        named = (each for each in source if isinstance(each, dict))
+        source = next((e.get("template") for e in named if e.get("name") == "default"), None)
     if not isinstance(source, str):
         raise UserError(
             f"the tokenizer {tokenizer} has no chat template (no {TEMPLATE} beside it, and no "
@@ -159,22 +172,12 @@ def load_template(
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); copy it again") from error
     if not isinstance(config, dict):
         raise UserError(f"{path} does not hold a JSON object; copy it again")
     return config
-
-
-class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`, by which some templates mark answers."""
-
-    tags = {"generation"}  # noqa: RUF012  # jinja2's own
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _to_json(value: Any, **options: Any) -> str:

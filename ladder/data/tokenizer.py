@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from ladder.files import make_folder, write_text
 from ladder.models.errors import UserError
@@ -21,6 +23,12 @@ EOS_TOKENS = (EOS, "<|end_of_text|>", "</s>")
 SMALLEST_VOCAB = 257  # the 256 bytes and EOS
 LARGEST_VOCAB = 2**24  # far beyond any in use
 PIECE = 2**17  # characters
+# Normalisers that make no more than a few characters of one; `Replace` makes any number.
+TAME = frozenset(
+    ("Sequence", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "Nmt",
+     "BertNormalizer", "ByteLevel", "Prepend")
+)  # fmt: skip
+GROWTH, BLOCK = 32, 1024  # the most characters that may be made of one, and looked at at once
 
 
 def special_token(config: Mapping[str, Any], name: str) -> str | None:
@@ -78,7 +86,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not file.is_file():
         raise UserError(f"no tokenizer at {file}; train one, or give a folder that holds {FILE}")
     try:
-        return parse_tokenizer(file.read_text(encoding="utf-8"))
+        with panics("read"):
+            return parse_tokenizer(file.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises nothing narrower
         raise UserError(f"{file} is not a tokenizer ({error}); train or copy it again") from error
 
@@ -90,6 +99,69 @@ def parse_tokenizer(definition: str) -> Tokenizer:
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+@contextmanager
+def panics(what: str) -> Iterator[None]:
+    """Turn a panic of the library's Rust, which is no Exception, into a UserError.
+
+    A pattern that backtracks for ever ends so, for example.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # pyo3's, which cannot be imported
+            raise
+        raise UserError(
+            f"the tokenizer fails to {what} ({' '.join(str(error).split())}); use another "
+            f"tokenizer, or mend the patterns in its {FILE}"
+        ) from None
+
+
+def encode(tokenizer: Tokenizer, text: str, what: str, special: bool = True) -> list[int]:
+    """The ids of a short text, as a prompt; special: with what the tokenizer adds by itself.
+
+    Raises UserError, naming `what` it is, for text that is no Unicode, and where the library fails.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{what}={text!r} is not UTF-8 (character {error.start}); convert it"
+        ) from error
+    with panics(f"tokenise {what}"):
+        return list(tokenizer.encode(text, add_special_tokens=special).ids)
+
+
+def encode_batch(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Encoding]:
+    """The encodings of texts, without special tokens around them.
+
+    Raises UserError where the library fails, or would take memory without bounds.
+    """
+    with panics("tokenise the text"):
+        _check_growth(tokenizer, texts)
+        found: list[Encoding] = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return found
+
+
+def _check_growth(tokenizer: Tokenizer, texts: Sequence[str]) -> None:
+    """Raise UserError for a normaliser that makes very much of little."""
+    normaliser = tokenizer.normalizer
+    if normaliser is None:
+        return
+    kinds = re.findall(r'"type":\s*"(\w+)"', normaliser.__getstate__().decode("utf-8"))
+    if TAME.issuperset(kinds):
+        return
+    for text in texts:
+        for at in range(0, len(text), BLOCK):
+            before = text[at : at + BLOCK]
+            after = len(normaliser.normalize_str(before))
+            if after > GROWTH * (len(before) + 1):
+                raise UserError(
+                    f"the tokenizer's normaliser makes {after:,} characters of "
+                    f"{len(before):,}, more than {GROWTH} times as many; remove it, or use another "
+                    f"tokenizer"
+                )
 
 
 def end_of_text(tokenizer: Tokenizer) -> int:
@@ -113,7 +185,13 @@ def token_byte_lengths(tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     added = tokenizer.get_added_tokens_decoder()
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())  # one character for each byte
-    lengths = np.zeros(max(vocab.values(), default=-1) + 1, np.int32)  # ids may have gaps
+    largest = max(vocab.values(), default=-1)
+    if largest >= LARGEST_VOCAB:
+        raise UserError(
+            f"the tokenizer has a token of id {largest}; ids must be below {LARGEST_VOCAB}: number "
+            f"its tokens from 0 on"
+        )
+    lengths = np.zeros(largest + 1, np.int32)  # ids may have gaps
     byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
     for token, index in vocab.items():
         if index in added:
