@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ladder.config import parse_json
 from ladder.convert.huggingface import config_from_huggingface, stop_tokens
 from ladder.files import checksum, usual_mode, write_text
 from ladder.models.config import ModelConfig
@@ -60,10 +61,10 @@ class Entry:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}); the file is damaged") from error
     if not isinstance(data, dict):
         raise UserError(f"{path} does not hold a JSON object; the file is damaged")

@@ -126,12 +126,12 @@ def _plans(verbs: Any) -> None:
 
 
 OVERVIEW = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x", "dtp-1", "none")
-MOST_LAYERS = 10_000  # that are drawn: a mistyped number would run for ever
 
 
 def plans(options: argparse.Namespace) -> int:
     from ladder.config import load_plan, model_config
     from ladder.models import UserError, resolve_plan
+    from ladder.models.presets import MOST_LAYERS
     from ladder.plans import describe, overview, summary
 
     layers = model_config(options.model).num_layers if options.model is not None else options.layers

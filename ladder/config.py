@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,11 @@ T = TypeVar("T")
 DTYPES = ("float32", "bfloat16")
 CHECKPOINTING = ("none", "full", "selective")
 FILES = (".yaml", ".yml", ".json")  # JSON is read as the YAML that it is
+# What no config of ours or of Hugging Face's comes near. Beyond it Python's own limits end in a
+# RecursionError, or in minutes of work.
+DEEPEST = 100  # lists and mappings within each other
+LONGEST = 500  # digits of a whole number
+LARGEST = 10**6  # values, those that YAML's aliases repeat counted each time
 
 
 def configs_folder() -> Path:
@@ -29,12 +35,112 @@ def configs_folder() -> Path:
 def load_yaml(path: Path) -> Any:
     """The data of a YAML file; UserError where it cannot be read or parsed."""
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no path
         raise UserError(f"cannot read {path}: {error}; give the path of a YAML file") from error
-    except yaml.YAMLError as error:
-        where = " ".join(str(error).split())
-        raise UserError(f"{path} is not valid YAML: {where}") from error
+    try:
+        return parse_yaml(text)
+    except ValueError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain data, of moderate size; what looks like a date is the text that it is."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  # yaml's own
+        first: [each for each in found if each[0] != "tag:yaml.org,2002:timestamp"]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    depth = 0
+
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        if self.flow_level >= DEEPEST:  # the scanner takes ever longer for each
+            self._refuse(f"nested more than {DEEPEST} deep", self.get_mark())
+        super().fetch_flow_collection_start(token)
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.depth += 1
+        if self.depth > DEEPEST:
+            self._refuse(f"nested more than {DEEPEST} deep", self.peek_event().start_mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def flatten_mapping(self, node: Any) -> None:
+        super().flatten_mapping(node)
+        if len(node.value) > LARGEST:
+            self._refuse(f"more than {LARGEST:,} keys, with what is merged", node.start_mark)
+
+    def whole_number(self, node: Any) -> int:
+        if len(node.value) > LONGEST:
+            self._refuse(f"a number of {len(node.value):,} digits", node.start_mark)
+        return int(self.construct_yaml_int(node))
+
+    def _refuse(self, what: str, mark: Any) -> None:
+        raise yaml.MarkedYAMLError(problem=what, problem_mark=mark)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.whole_number)
+
+
+def parse_yaml(text: str) -> Any:
+    """The plain data that YAML says; ValueError, in one line, where it says none or too much."""
+    try:
+        data = yaml.load(text, _Loader)  # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ValueError(f"{error.problem or error.context}{place}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: of what a tag converts
+        raise ValueError(" ".join(str(error).split())) from error
+    _check_plain(data)
+    return data
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The plain data that JSON says; ValueError, in one line, where it says none or too much."""
+    try:
+        data = json.loads(text, parse_int=_whole_number)
+    except RecursionError as error:
+        raise ValueError(f"nested more than {DEEPEST} deep") from error
+    _check_plain(data)
+    return data
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > LONGEST:
+        raise ValueError(f"a number of {len(text):,} digits")
+    return int(text)
+
+
+def _check_plain(data: Any) -> None:
+    """Raise ValueError for data that is too deep or too large, or text that nothing can write."""
+    todo, count = [(data, 1)], 0
+    while todo:
+        value, depth = todo.pop()
+        count += 1
+        if depth > DEEPEST:
+            raise ValueError(f"nested more than {DEEPEST} deep")
+        if count > LARGEST:
+            raise ValueError(f"more than {LARGEST:,} values, with what aliases repeat")
+        if isinstance(value, str):
+            check_text(value)
+        elif isinstance(value, Mapping):
+            todo += [(each, depth + 1) for pair in value.items() for each in pair]
+        elif isinstance(value, list):
+            todo += [(each, depth + 1) for each in value]
+        elif not isinstance(value, int | float | None):
+            raise ValueError(f"a value of the type {type(value).__name__}")
+
+
+def check_text(text: str) -> None:
+    """Raise ValueError for what no file and no path can hold."""
+    if "\0" in text:
+        raise ValueError("text with a NUL character")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"text that is not UTF-8, at character {error.start}") from error
 
 
 def load_mapping(path: Path) -> dict[str, Any]:
@@ -102,10 +208,14 @@ def model_config(
     return build(ModelConfig, data, where=f"model {name!r}")
 
 
-def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def apply_overrides(
+    data: dict[str, Any], overrides: Sequence[str], texts: Collection[str] = ()
+) -> dict[str, Any]:
     """`data` with each `key=value` set; `model.num_layers=2` reaches into a mapping.
 
-    Values are read as YAML, so `betas=[0.9,0.95]`, `tensorboard=false` and `lr=3e-4` work.
+    Values are read as YAML, so `betas=[0.9,0.95]`, `tensorboard=false` and `lr=3e-4` work; but
+    those of the keys `texts` are the text that they are, as `out=2026` and `out=[a]`, unless it is
+    in quotes.
     """
     data = dict(data)
     for item in overrides:
@@ -114,9 +224,11 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         if not equals or not outer or (dot and not inner):
             raise UserError(f"override {item!r} is not of the form key=value")
         try:
-            parsed = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise UserError(f"the value of override {item!r} is not valid YAML") from error
+            check_text(item)
+            plain = key in texts and not value.startswith(("'", '"'))
+            parsed = value if plain else parse_yaml(value)
+        except ValueError as error:
+            raise UserError(f"the value of override {item!r} is not valid YAML: {error}") from error
         if inner:
             base = data.get(outer, {})
             if not isinstance(base, str | Mapping):
@@ -128,6 +240,11 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         else:
             data[outer] = parsed
     return data
+
+
+def text_fields(cls: type[Any]) -> list[str]:
+    """The fields of a config dataclass whose values are text."""
+    return [item.name for item in fields(cls) if str(item.type) in ("str", "str | None")]
 
 
 def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
@@ -159,6 +276,8 @@ def _typed(key: str, value: Any, kind: str) -> Any:
     if simple is None:
         return value
     if not isinstance(value, simple) or (simple is int and isinstance(value, bool)):
+        if simple is str and isinstance(value, int | float):
+            raise UserError(f"{key}={value!r} is a number or a switch, not text; put it in quotes")
         raise wrong
     return value
 

@@ -33,7 +33,7 @@ def config_from_huggingface(data: Mapping[str, Any], where: str) -> ModelConfig:
     Raises UserError for another architecture, or for a variant that the model does not compute.
     """
     kind = data.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(
             f"{where} has model_type={kind!r}; {', '.join(FAMILIES)} and our own can be loaded"
         )
@@ -70,7 +70,7 @@ def config_from_huggingface(data: Mapping[str, Any], where: str) -> ModelConfig:
             num_kv_heads=data.get("num_key_value_heads") or data["num_attention_heads"],
             head_dim=data.get("head_dim") or 0,
             max_seq_len=data["max_position_embeddings"],
-            rope_theta=float(theta) if type(theta) is int else theta,
+            rope_theta=theta,
             rope_scaling=None if scaling is None else RopeScaling(**scaling),
             norm_eps=data.get("rms_norm_eps", 1e-6),
             tie_embeddings=data.get("tie_word_embeddings", False),

@@ -7,7 +7,6 @@ of them. So the order is the same for any number of ranks, and resuming at a ste
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ladder.config import parse_json
 from ladder.data.encoded import ANSWER, TOKEN
 from ladder.data.packing import pack, survey
 from ladder.data.prepare import INDEX, STORED, VERSION
@@ -112,7 +112,7 @@ def open_data(folder: str | Path) -> TokenData:
     folder = Path(folder)
     path = folder / INDEX
     try:
-        index = json.loads(path.read_bytes())
+        index = parse_json(path.read_bytes())
         if index["version"] != VERSION:
             raise UserError(
                 f"{path} has version={index['version']!r}, this program reads {VERSION}; {REMEDY}"

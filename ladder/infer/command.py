@@ -9,8 +9,8 @@ import torch
 from tokenizers import Tokenizer
 
 from ladder.checkpoint import newest, read_stop_tokens
-from ladder.data.tokenizer import load_tokenizer
-from ladder.infer.engine import generate
+from ladder.data.tokenizer import encode, load_tokenizer
+from ladder.infer.engine import NotFiniteError, generate
 from ladder.infer.load import load_for_inference
 from ladder.infer.sampling import Sampling
 from ladder.models.errors import UserError
@@ -21,10 +21,13 @@ from ladder.parallel.reducers import common_push_refusal
 
 
 class Stream:
-    """Prints one completion as it grows, holding back what may still change."""
+    """Prints one completion as it grows, holding back what may still change.
 
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
-        self.tokenizer, self.prompt = tokenizer, prompt
+    text: the prompt's, which goes before the first token: where there is none, there is no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int], text: str) -> None:
+        self.tokenizer, self.prompt, self.before = tokenizer, prompt, text
         self.tokens: list[int] = []
         self.shown = ""
 
@@ -32,13 +35,13 @@ class Stream:
         self.tokens.append(token)
         text = continuation(self.tokenizer, self.prompt, self.tokens)
         if not text.endswith("\ufffd"):  # the bytes of a character may be split over tokens
-            sys.stdout.write(text[len(self.shown) :])
+            sys.stdout.write(self.before + text[len(self.shown) :])
             sys.stdout.flush()
-            self.shown = text
+            self.before, self.shown = "", text
 
     def end(self) -> None:
         text = continuation(self.tokenizer, self.prompt, self.tokens)
-        print(text[len(self.shown) :])
+        print(self.before + text[len(self.shown) :])
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
@@ -58,7 +61,7 @@ def generate_command(options: argparse.Namespace) -> int:
     tokenizer.encode_special_tokens = False  # a prompt may hold them, in a chat template say
     stop = set() if options.ignore_eos else set(read_stop_tokens(folder))
     stop |= {_stop_token(tokenizer, text) for text in options.stop}
-    prompts = [tokenizer.encode(text).ids for text in options.prompt]
+    prompts = [encode(tokenizer, text, "--prompt") for text in options.prompt]
     model = load_for_inference(
         folder,
         tp=options.tp,
@@ -67,18 +70,24 @@ def generate_command(options: argparse.Namespace) -> int:
         device=options.device,
     )
     main = launch.rank() == 0
-    stream = Stream(tokenizer, prompts[0]) if main and len(prompts) == 1 else None
-    if stream is not None:
-        sys.stdout.write(options.prompt[0])
-    with torch.inference_mode():
-        results = generate(
-            model,
-            prompts,
-            max_new_tokens=options.max_new_tokens,
-            sampling=sampling,
-            stop=stop,
-            on_token=None if stream is None else stream.add,
-        )
+    stream = None
+    if main and len(prompts) == 1:
+        stream = Stream(tokenizer, prompts[0], options.prompt[0])
+    try:
+        with torch.inference_mode():
+            results = generate(
+                model,
+                prompts,
+                max_new_tokens=options.max_new_tokens,
+                sampling=sampling,
+                stop=stop,
+                on_token=None if stream is None else stream.add,
+            )
+    except NotFiniteError as error:
+        raise UserError(
+            f"{folder}: {error}; its weights hold NaN or infinities, or overflow: try --dtype "
+            f"float32, or use another model"
+        ) from error
     if stream is not None:
         stream.end()
     text = _picked(model, options.reducer)
@@ -106,8 +115,9 @@ def _picked(model: Transformer, wanted: str) -> str:
 
 
 def _stop_token(tokenizer: Tokenizer, text: str) -> int:
+    ids = encode(tokenizer, text, "--stop", special=False)
     known = tokenizer.token_to_id(text)
-    ids = [known] if known is not None else tokenizer.encode(text, add_special_tokens=False).ids
+    ids = ids if known is None else [known]
     if len(ids) != 1:
         raise UserError(
             f"--stop={text!r} is {len(ids)} tokens of this tokenizer; give the text of one token"

@@ -48,6 +48,10 @@ class Completion:
     reason: str = ""
 
 
+class NotFiniteError(RuntimeError):
+    """A model's logits hold NaN, or infinities."""
+
+
 class Session:
     """The state of one batch on the device, and the decode step that advances it.
 
@@ -274,7 +278,7 @@ class Engine:
         stop: ids that end a sequence and are not part of it. on_token: called with (prompt index,
         token) as each is known. ended: called with (prompt index, its tokens so far), it says
         whether these are enough, alike on every rank. Raises UserError for an empty prompt and for
-        one that leaves no room in the model's context, RuntimeError where the model's logits are
+        one that leaves no room in the model's context, NotFiniteError where the model's logits are
         not finite.
         """
         if max_new_tokens < 1:
@@ -298,7 +302,7 @@ class Engine:
                 following = _to_host(session.out)
             for i, token in enumerate(arrived()):
                 if token < 0:
-                    raise RuntimeError(f"the model's logits of prompt {i} are not finite")
+                    raise NotFiniteError(f"the model's logits of prompt {i} are not finite")
                 if results[i].reason:
                     continue
                 if token in stop:

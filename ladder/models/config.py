@@ -9,7 +9,23 @@ from typing import Any
 
 from ladder.models.errors import UserError, check_keys
 from ladder.models.plan import Plan, number
-from ladder.models.presets import resolve_plan
+from ladder.models.presets import MOST_LAYERS, MOST_RANKS, resolve_plan
+
+# The most that a shape may ask for, far beyond any model: a mistyped number would take all memory,
+# or run for ever. Tokens and positions pass through float32, which is exact up to 2**24.
+MOST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_layers": MOST_LAYERS,
+    "num_heads": 2**16,
+    "num_kv_heads": 2**16,
+    "head_dim": 2**16,
+    "max_seq_len": 2**24,
+    "tp_degree": MOST_RANKS,
+    "norm_eps": 1.0,
+}
+MOST_ELSE = 1e12  # rotary settings
 
 
 @dataclass(frozen=True)
@@ -25,8 +41,7 @@ class RopeScaling:
         for item in fields(self):
             value = number(getattr(self, item.name))
             object.__setattr__(self, item.name, value)
-            if not _is_positive(value):
-                raise UserError(f"rope_scaling.{item.name}={value!r} must be a number above 0")
+            _check_positive(f"rope_scaling.{item.name}", value)
         if self.low_freq_factor >= self.high_freq_factor:
             raise UserError(
                 f"rope_scaling.low_freq_factor={self.low_freq_factor} must be below "
@@ -67,21 +82,23 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.type == "int" and item.name != "head_dim" and not _is_count(value):
-                raise UserError(f"{item.name}={value!r} must be a whole number above 0")
+            if item.type == "int" and item.name != "head_dim":
+                _check_count(item.name, value)
             if item.type == "bool" and not isinstance(value, bool):
                 raise UserError(f"{item.name}={value!r} must be true or false")
-            if item.type == "float" and not _is_positive(value):
-                raise UserError(f"{item.name}={value!r} must be a number above 0")
-        if not self.head_dim:
+            if item.type == "float":
+                _check_positive(item.name, value)
+                object.__setattr__(self, item.name, float(value))
+        if type(self.head_dim) is int and not self.head_dim:
             if self.hidden_size % self.num_heads:
                 raise UserError(
                     f"hidden_size={self.hidden_size} is not divisible by "
                     f"num_heads={self.num_heads}; set head_dim"
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
-        if not _is_count(self.head_dim) or self.head_dim % 2:
-            raise UserError(f"head_dim={self.head_dim!r} must be an even whole number above 0")
+        _check_count("head_dim", self.head_dim)
+        if self.head_dim % 2:
+            raise UserError(f"head_dim={self.head_dim} must be an even whole number above 0")
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}"
@@ -93,8 +110,7 @@ class ModelConfig:
             )
         object.__setattr__(self, "rope_scaling", _rope_scaling(self.rope_scaling))
         if self.tp_degree is not None:
-            if not _is_count(self.tp_degree):
-                raise UserError(f"tp_degree={self.tp_degree!r} must be a whole number above 0")
+            _check_count("tp_degree", self.tp_degree)
             self.check_divides(self.tp_degree, "tp_degree")
         plan = resolve_plan(self.plan, self.num_layers, self.tp_degree)
         object.__setattr__(self, "plan", plan)
@@ -145,19 +161,28 @@ class ModelConfig:
         missing = [name for name in names[:6] if name not in data]
         if missing:
             raise UserError(f"{where} lacks {', '.join(missing)}")
-        return cls(**data)
+        try:
+            return cls(**data)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, resolved, from which `from_dict` makes an equal config."""
         return {**asdict(self), "plan": self.plan.to_dict()}
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f"{name}={value!r} must be a whole number above 0")
+    if value > MOST[name]:
+        raise UserError(f"{name}={value} is too large; {MOST[name]:,} is the most")
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+def _check_positive(name: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise UserError(f"{name}={value!r} must be a number above 0")
+    if value > (most := MOST.get(name, MOST_ELSE)):
+        raise UserError(f"{name}={value} is too large; {most:,.0f} is the most")
 
 
 def _rope_scaling(value: Any) -> RopeScaling | None:

@@ -131,6 +131,7 @@ class Embedding(nn.Module):
     """Token embedding, split by vocabulary over the processes: tokens [B, S] -> partial [B, S, D].
 
     A token outside this process's rows gives zeros; the sum over the processes is the embedding.
+    One outside all rows gives NaN, where torch's own lookup would end the process's work.
     """
 
     def __init__(self, vocab_size: int, size: int) -> None:
@@ -146,7 +147,8 @@ class Embedding(nn.Module):
         first = vocabulary_start(self.vocab_size, self.ranks)
         inside = (tokens >= first) & (tokens < first + weight.shape[0])
         rows = F.embedding((tokens - first).where(inside, 0), weight)
-        return rows * inside.unsqueeze(-1)
+        unknown = (tokens < 0) | (tokens >= self.vocab_size)
+        return rows * inside.to(rows.dtype).masked_fill(unknown, torch.nan).unsqueeze(-1)
 
 
 def vocabulary_start(vocab_size: int, ranks: Ranks) -> int:

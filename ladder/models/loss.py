@@ -45,7 +45,10 @@ class _TokenLosses(torch.autograd.Function):
         inside = (index >= 0) & (index < logits.shape[-1]) & (targets >= 0)
         index = index.where(inside, 0).unsqueeze(-1)
         picked = (logits.gather(-1, index) - largest).squeeze(-1) * inside
-        both = reducer.sum_(torch.stack((passes.sum_exp(logits, largest), picked)))
+        total = passes.sum_exp(logits, largest)
+        if reducer.ranks.process == reducer.ranks.processes - 1:  # who knows where all rows end
+            total = total.masked_fill(targets >= first + logits.shape[-1], torch.nan)
+        both = reducer.sum_(torch.stack((total, picked)))
         total, picked = both[0], both[1]
         ctx.save_for_backward(logits, largest, total, index, inside, targets)
         ctx.passes = passes
@@ -71,7 +74,8 @@ def token_losses(
     """-log p(target) of each token in nats: [B, S], float32 (float64 for float64 logits).
 
     logits: [B, S, V_local], this process's part of the vocabulary, which starts at row `first`.
-    targets: [B, S] int64; negative: no loss, 0 is returned. Every process returns the same; the
+    targets: [B, S] int64; negative: no loss, 0 is returned; beyond the vocabulary: NaN, as is the
+    gradient (a device is not waited for, to raise something). Every process returns the same; the
     gradient of each is that of its own logits, with no collective (one maximum and one sum
     forward).
     """

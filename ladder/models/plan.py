@@ -166,7 +166,7 @@ class Plan:
             if n and self.sublayers[n - 1].reduce == "stream":
                 own_to = peers_to = n
             landed = []
-            for m in range(min(own, peers), n):
+            for m in sorted({*range(own, own_to), *range(peers, peers_to)}):
                 record = self.sublayers[m]
                 own_lands = own <= m < own_to
                 peers_land = peers <= m < peers_to and record.reduce != "none"
@@ -203,9 +203,9 @@ class Plan:
             for landing in read:
                 if landing.replaces:
                     own.clear()
-                else:
-                    own[landing.output] = own.get(landing.output, 0.0) + landing.own
-            equal.append(not any(own.values()))
+                elif factor := own.pop(landing.output, 0.0) + landing.own:
+                    own[landing.output] = factor
+            equal.append(not own)
         return tuple(equal)
 
     @property

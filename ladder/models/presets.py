@@ -21,6 +21,10 @@ from ladder.models.plan import Plan, Sublayer
 
 PRESETS = ("standard", "parallel", "ladder", "hybrid", "desync-Nx", "dtp-D", "none")
 
+MOST_LAYERS = 10_000  # of a model: a mistyped number would run for ever
+MOST_RANKS = 2**16
+DIGITS = 9  # of a number in a plan's text
+
 PlanSpec = str | Plan | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
@@ -30,8 +34,10 @@ def resolve_plan(spec: PlanSpec, num_layers: int, tp_degree: int | None = None) 
     tp_degree: T, where it is part of the model (`dtp-D` scales by its square root).
     Raises UserError for anything that is not a plan, or not a plan of that many layers.
     """
-    if tp_degree is not None and tp_degree < 1:
-        raise UserError(f"tp_degree={tp_degree} must be a whole number above 0")
+    if not 1 <= num_layers <= MOST_LAYERS:
+        raise UserError(f"num_layers={num_layers} must be from 1 to {MOST_LAYERS:,}")
+    if tp_degree is not None and not 1 <= tp_degree <= MOST_RANKS:
+        raise UserError(f"tp_degree={tp_degree} must be from 1 to {MOST_RANKS:,}")
     if isinstance(spec, Plan):
         plan = spec
     elif isinstance(spec, str):
@@ -117,6 +123,10 @@ def _layer_range(text: str, num_layers: int, where: str) -> range:
     match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
     if not match:
         raise UserError(f"layers={text!r} of {where} is no range; write for example 0-3, or 5")
+    if len(max(match[1], match[2] or "", key=len)) > DIGITS:
+        raise UserError(
+            f"layers={text!r} of {where} is outside the model's layers 0-{num_layers - 1}"
+        )
     first, last = int(match[1]), int(match[2] or match[1])
     if first > last:
         raise UserError(
@@ -143,6 +153,8 @@ def _claim(
 def _preset(name: str, layers: range, num_layers: int, tp_degree: int | None) -> list[Sublayer]:
     """The records of preset `name` on `layers`."""
     number = re.fullmatch(r"desync-(\d+)x|dtp-(\d+)", name)
+    if number and len(number[1] or number[2]) > DIGITS:
+        raise UserError(f"plan {name!r} has a number of more than {DIGITS} digits; give a smaller")
     count = 2 * len(layers)
     kinds = ("attention", "mlp") * len(layers)
     if (name in ("none", "hybrid") or (number and number[2])) and len(layers) != num_layers:

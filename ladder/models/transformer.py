@@ -129,6 +129,8 @@ class Transformer(nn.Module):
             After the last attention nothing else is computed.
         gather: False returns this process's part of the vocabulary alone, [B, S, V_local].
 
+        Raises UserError for a token or target that is no number of the vocabulary, on a CPU. A GPU
+        is not waited for: there the result is NaN, or a lookup fails on the device.
         Every rank returns the same values. Calling `backward` on the same function of them on
         every rank gives that function's gradients, counted once.
         """
@@ -141,6 +143,9 @@ class Transformer(nn.Module):
                 f"a sequence of {tokens.shape[1]} tokens is longer than the model's "
                 f"max_seq_len={self.config.max_seq_len}; shorten it"
             )
+        self._check_ids("tokens", tokens, 0)
+        if targets is not None:
+            self._check_ids("targets", targets, torch.iinfo(targets.dtype).min)
         reducer, plan = self.reducer.pick(tokens.shape), self.config.plan
         ranks = reducer.ranks
         embedded = reducer.start_stream(self.model.embed_tokens(tokens))
@@ -201,6 +206,22 @@ class Transformer(nn.Module):
             first = vocabulary_start(self.config.vocab_size, ranks)
             return token_losses(logits, targets, first, reducer, self.passes)
         return reducer.gather(logits, self.config.vocab_size) if gather else logits
+
+    def _check_ids(self, name: str, ids: Tensor, least: int) -> None:
+        """Raise UserError for one beyond the vocabulary; on a CPU, where looking costs nothing.
+
+        Not while a compiler traces, which has no numbers to look at.
+        """
+        if ids.device.type != "cpu" or type(ids) is not Tensor or torch.compiler.is_compiling():
+            return
+        if not ids.numel():
+            return
+        low, high = ids.aminmax()
+        if low < least or high >= self.config.vocab_size:
+            raise UserError(
+                f"{name} hold {int(low if low < least else high)}, which is outside vocab_size="
+                f"{self.config.vocab_size}; are they another tokenizer's?"
+            )
 
     def _partial(
         self, n: int, normed: Any, tables: Tensor, seen: Any, cache: KeyValueCache | None,

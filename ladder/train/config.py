@@ -17,6 +17,7 @@ from ladder.config import (
     load_mapping,
     load_plan,
     model_config,
+    text_fields,
 )
 from ladder.data.weights import parse_sources
 from ladder.models.config import ModelConfig
@@ -231,11 +232,13 @@ class TrainConfig:
 def load_train_config(source: str, overrides: Sequence[str]) -> TrainConfig:
     """The config of a YAML path or a name in configs/train, with key=value overrides."""
     data = load_mapping(find("train", source))
-    given = apply_overrides({}, [item for item in overrides if "." not in item.partition("=")[0]])
+    texts = text_fields(TrainConfig)
+    plain = [item for item in overrides if "." not in item.partition("=")[0]]
+    given = apply_overrides({}, plain, texts)
     for name, other in (("steps", "epochs"), ("epochs", "steps"), ("init", "model")):
         if name in given and other not in given:
             data.pop(other, None)  # what the command says takes the place of both
-    data = apply_overrides(data, overrides)
+    data = apply_overrides(data, overrides, texts)
     if data.get("epochs") and "steps" in data:
         raise UserError(
             f"steps={data['steps']} beside epochs={data['epochs']}: both say how long; leave one "
