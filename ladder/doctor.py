@@ -71,7 +71,7 @@ CORE = (
     Package("jinja2", "3.1"),
 )
 OPTIONAL = (
-    Package("triton", unlocks="fused GPU kernels; comes with CUDA builds of torch on Linux"),
+    Package("triton", "3.6", "fused GPU kernels; comes with CUDA builds of torch on Linux"),
     Package("transformers", "5.16", "Hugging Face integration and its parity tests"),
     Package("matplotlib", "3.9", "figures in report pages"),
     Package("lm_eval", "0.4.13", "`ladder eval`: tasks of lm-evaluation-harness"),

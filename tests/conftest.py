@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests import interpreter  # isort: skip  (before anything that imports a kernel)
 
 from ladder.data.prepare import prepare
 from ladder.data.sources import open_corpus
@@ -26,6 +29,35 @@ def pytest_xdist_auto_num_workers() -> int:
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """A test marked so runs kernels in Triton's interpreter: the names of those that ran."""
+    if request.node.get_closest_marker("interpreted") is None:
+        yield []
+        return
+    with interpreter.interpreting() as ran:
+        request.node.user_properties.append(("kernels", ran))
+        yield ran
+    assert ran, "no kernel was run"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many tests ran kernels in Triton's interpreter, and how many kernels."""
+    reports = [
+        report
+        for outcome in ("passed", "failed", "skipped")
+        for report in terminalreporter.getreports(outcome)
+        if "interpreted" in report.keywords
+    ]
+    if reports:
+        ran = [dict(report.user_properties).get("kernels", []) for report in reports]
+        every = set(itertools.chain(*ran))
+        terminalreporter.write_line(
+            f"Triton's interpreter ran {len(every)} of {len(interpreter.kernels())} kernels in "
+            f"{sum(map(bool, ran))} tests"
+        )
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-PRELOAD = ["torch", "ladder.parallel.sharding", "tests.distributed"]
+# First what must be imported before any kernel.
+PRELOAD = ["torch", "tests.interpreter", "ladder.parallel.sharding", "tests.distributed"]
 PATIENCE = 300.0  # seconds until something counts as hung, on a machine that may be busy
 GRACE = 2.0  # seconds for the other ranks to report after the first has failed
 

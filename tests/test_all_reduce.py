@@ -1,13 +1,13 @@
 """Our all-reduce kernels in real processes, through Triton's interpreter on a CPU.
 
-`TRITON_INTERPRET=1 pytest tests/test_all_reduce.py`, with Triton at hand; skipped without. Each
-rank's slots lie in a file that all ranks map, in place of symmetric memory. tests/test_gpu_comm.py
-provokes the compiled kernels.
+Each rank's slots lie in a file that all ranks map, in place of symmetric memory.
+tests/test_gpu_comm.py provokes the compiled kernels.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import time
 from pathlib import Path
@@ -19,14 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ladder.kernels import all_reduce, launch, two_shot
+from ladder.kernels import all_reduce, two_shot
 from ladder.kernels.all_reduce import PushAllReduce, reference_all_reduce
 from ladder.kernels.two_shot import TwoShotAllReduce, shard_words
 from tests.distributed import Pools
+from tests.interpreter import addresses, interpreting
+from tests.test_kernels import on
 
-interpreted = pytest.mark.skipif(
-    not launch.INTERPRETED, reason="TRITON_INTERPRET=1 and Triton put the kernels on the CPU"
-)
 KEYS = [(64, torch.bfloat16), (2056, torch.bfloat16), (1500, torch.float32), (8, torch.bfloat16)]
 
 
@@ -47,8 +46,10 @@ def partial_of(turn: int, elements: int, dtype: torch.dtype, rank: int) -> Tenso
     return value.to(dtype)
 
 
-def provoke(rank: int, world: int, folder: str, which: str, turns: int) -> int:
-    """Calls of changing sizes by ranks that come late; the number of totals that are wrong."""
+def provoke(
+    rank: int, world: int, folder: str, which: str, turns: int
+) -> tuple[int, list[str]]:  # fmt: skip
+    """Calls of changing sizes by ranks that come late; how many totals are wrong, what ran."""
     from triton.runtime import interpreter
 
     numbers = itertools.count()
@@ -61,25 +62,26 @@ def provoke(rank: int, world: int, folder: str, which: str, turns: int) -> int:
         dist.barrier()
         slots = [torch.from_file(file, True, words, dtype=torch.int32) for file in files]
         alive.append(slots)
-        return own, torch.tensor([each.data_ptr() for each in slots])
-
-    def indexable(tensor: Any, scope: Any) -> None:  # loop bounds, as in tests/test_kernels.py
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+        return own, addresses(slots)
 
     def late(builder: Any, *args: Any) -> Any:  # any store of any rank may come late
         if sleeps.random() < 0.05:
-            time.sleep(0.02)
+            time.sleep(0.01)
         return store(builder, *args)
 
-    original = interpreter._patch_lang_tensor
+    def patient(builder: Any, *args: Any) -> Any:  # there are fewer cores than ranks that wait
+        os.sched_yield()
+        return load(builder, *args)
+
+    load = interpreter.InterpreterBuilder.create_masked_load
     store = interpreter.InterpreterBuilder.create_masked_store
     sleeps = random.Random(rank)
     alive: list[list[Tensor]] = []
     device, group = torch.device("cpu"), dist.group.WORLD
     wrong = 0
     with (
-        mock.patch.object(interpreter, "_patch_lang_tensor", indexable),
+        interpreting() as ran,
+        mock.patch.object(interpreter.InterpreterBuilder, "create_masked_load", patient),
         mock.patch.object(interpreter.InterpreterBuilder, "create_masked_store", late),
         mock.patch.object(all_reduce, "symmetric_slots", mapped),
         mock.patch.object(two_shot, "symmetric_slots", mapped),
@@ -101,18 +103,21 @@ def provoke(rank: int, world: int, folder: str, which: str, turns: int) -> int:
             wrong += not torch.equal(totals[turn], reference_all_reduce(parts))
             wrong += not torch.equal(partials[turn], parts[rank])
         dist.barrier()  # every rank's slots stay mapped until all have read theirs
-    return wrong
+    return wrong, ran
 
 
-@interpreted
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("which", ["push", "two-shot"])
+@pytest.mark.parametrize(
+    ("device", "which", "world", "turns"),
+    [on("interpreter", which, *s) for which in ("push", "two-shot") for s in ((2, 24), (4, 12))],
+)
 def test_totals_are_the_sum_in_rank_order(
-    pools: Pools, tmp_path: Path, which: str, world: int
-) -> None:
+    pools: Pools, tmp_path: Path, interpreted: list[str], device: str, which: str, world: int,
+    turns: int,
+) -> None:  # fmt: skip
     """A slot read too early or cleared too late gives another sum or no end; so does any hole."""
-    wrong = pools(world).run(provoke, str(tmp_path), which, 36)
-    assert wrong == [0] * world
+    for wrong, ran in pools(world).run(provoke, str(tmp_path), which, turns):
+        assert wrong == 0
+        interpreted += ran
 
 
 def test_shards_cover_the_message_and_are_aligned() -> None:

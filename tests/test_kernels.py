@@ -1,16 +1,18 @@
 """What the tests of kernels share, and what several kernels use.
 
-Kernels are compared with float64: on a CPU their references, on a GPU the Triton kernels.
-`TRITON_INTERPRET=1 pytest tests/test_kernels.py tests/test_kernels_decode.py` puts the Triton
-kernels through Triton's interpreter on the CPU instead of the references. `pytest -m gpu` runs the
-compiled ones.
+They are compared with float64 by the same bodies three ways: on a CPU their references and, through
+Triton's interpreter, the kernels (`pytest -m interpreted`: see tests.interpreter); on a GPU the
+compiled kernels (`pytest -m gpu`).
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,17 +20,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.kernels import add_rms_norm, launch
+from tests.interpreter import refusal
 
 GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+INTERPRETED = [
+    pytest.mark.interpreted,
+    pytest.mark.skipif(bool(refusal), reason=f"Triton's interpreter: {refusal}"),
+    # NumPy's words on the infinities and NaN that tests put in
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def on(device: str, *shape: Any) -> Any:
-    marks = GPU if device == "cuda" else []
-    return pytest.param(device, *shape, marks=marks, id="-".join(str(s) for s in (device, *shape)))
+def on(where: str, *shape: Any) -> Any:
+    """A case (device, *shape). where: "cpu", "cuda", or "interpreter", whose device is "cpu"."""
+    marks = {"cpu": [], "interpreter": INTERPRETED, "cuda": GPU}[where]
+    device = "cuda" if where == "cuda" else "cpu"
+    return pytest.param(device, *shape, marks=marks, id="-".join(str(s) for s in (where, *shape)))
 
 
 @pytest.fixture(autouse=True)
@@ -37,22 +48,6 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
-
-
-@pytest.fixture(autouse=True)
-def _interpreter_with_numpy_2_4(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6 makes loop bounds by `int(array)`, which NumPy refuses from 2.4 on."""
-    if not launch.INTERPRETED:
-        return
-    from triton.runtime import interpreter
-
-    original = interpreter._patch_lang_tensor
-
-    def patch(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
 
 
 def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -74,7 +69,11 @@ def assert_close(found: Tensor, exact: Tensor, plain: Tensor) -> None:
 
 
 ROWS = [
-    *(on("cpu", *s) for s in ((1, 96, 0), (3, 200, 1), (2, 1536, 3), (1, 12, 8))),
+    *(
+        on(where, *s)
+        for where in ("cpu", "interpreter")
+        for s in ((1, 96, 0), (3, 200, 1), (2, 1536, 3), (1, 12, 8))
+    ),
     *(on("cuda", *s) for s in ((1, 96, 1), (3, 200, 8), (1, 2048, 1), (256, 1536, 2))),
     *(on("cuda", *s) for s in ((1, 4096, 1), (64, 4096, 0), (8, 8192, 4), (4, 12288, 2))),
     on("cuda", 2, 16384, 8),
@@ -108,6 +107,7 @@ def test_add_rms_norm(device: str, rows: int, size: int, count: int, dtype: torc
 
 CACHES = [  # batch, query heads, KV heads, length, head_dim
     *(on("cpu", *s) for s in ((1, 8, 4, 100, 12), (3, 4, 1, 70, 80), (2, 2, 2, 130, 64))),
+    *(on("interpreter", *s) for s in ((1, 4, 2, 70, 12), (3, 4, 1, 40, 80), (2, 2, 2, 70, 64))),
     *(on("cuda", *s) for s in ((1, 8, 4, 100, 12), (3, 4, 1, 70, 80), (2, 5, 1, 333, 96))),
     *(on("cuda", *s) for s in ((1, 8, 2, 8192, 128), (1, 16, 2, 4096, 128), (64, 8, 2, 2048, 128))),
     *(on("cuda", *s) for s in ((1, 8, 2, 32768, 64), (256, 8, 2, 512, 128), (4, 6, 6, 1000, 64))),
@@ -147,12 +147,32 @@ def test_what_does_not_fit_a_norm_is_refused() -> None:
 
 def test_no_triton_on_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "triton", None)
-    assert not launch.INTERPRETED or launch.on_triton(torch.zeros(1))
     with pytest.raises(ValueError, match="need Triton"):
         launch.on_triton(torch.zeros(1, device="meta"))
 
 
-def test_the_interpreter_is_used_where_it_is_asked_for() -> None:
-    if launch.triton is None or os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("TRITON_INTERPRET=1 and Triton put the kernels through the interpreter")
+def test_a_cpu_runs_references_unless_it_is_asked_to_interpret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not launch.on_triton(torch.zeros(1))
+    monkeypatch.setattr(launch, "INTERPRETED", True)
     assert launch.on_triton(torch.zeros(1))
+
+
+@pytest.mark.parametrize("built", [False, True])
+@pytest.mark.parametrize("asked", [False, True])
+def test_triton_is_left_alone_where_nothing_can_use_it(
+    built: bool, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A PyTorch without CUDA runs no kernel, and Triton takes a quarter of a second to import."""
+    imported = []
+    monkeypatch.setattr(importlib, "import_module", lambda name: imported.append(name) or Mock())
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if asked else "0")
+    spec = spec_from_file_location("launch_again", str(launch.__file__))
+    assert spec is not None
+    assert spec.loader is not None
+    again = module_from_spec(spec)
+    spec.loader.exec_module(again)
+    assert (again.triton is not None) == (built or asked) == ("triton" in imported)
+    assert again.interpreted() == asked

@@ -6,21 +6,14 @@ import pytest
 import torch
 
 from ladder.infer.sampling import choose_greedily
-from ladder.kernels import launch
-from ladder.kernels.choice import GreedyChoice, embed
+from ladder.kernels import choice as module
+from ladder.kernels.choice import EMPTY, SETS, GreedyChoice, embed
 from ladder.models import Reducer
-from tests.test_kernels import (  # noqa: F401  (fixtures)
-    _interpreter_with_numpy_2_4,
-    on,
-)
-
-KERNEL = [
-    pytest.param("cpu", marks=pytest.mark.skipif(not launch.INTERPRETED, reason="needs Triton")),
-    on("cuda"),
-]
+from tests.interpreter import addresses
+from tests.test_kernels import on
 
 
-@pytest.mark.parametrize("device", [on("cpu"), on("cuda")])
+@pytest.mark.parametrize("device", [on("cpu"), on("interpreter"), on("cuda")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_embed(device: str, dtype: torch.dtype) -> None:
     weight = torch.randn(50, 1100, device=device).to(dtype)
@@ -30,7 +23,7 @@ def test_embed(device: str, dtype: torch.dtype) -> None:
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("device", KERNEL)
+@pytest.mark.parametrize("device", [on("interpreter"), on("cuda")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [7, 1024, 2100])
 def test_the_greedy_choice(device: str, dtype: torch.dtype, size: int) -> None:
@@ -53,3 +46,42 @@ def test_the_greedy_choice(device: str, dtype: torch.dtype, size: int) -> None:
     choice(logits, 500, out, tokens)
     assert out.tolist() == [500 + token if token >= 0 else -1 for token in wanted.tolist()]
     assert positions[0] == 1
+
+
+@pytest.mark.parametrize("device", [on("interpreter")])
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_greedy_choice_over_ranks(
+    device: str, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks in one process, in turn: the last one finds everything that its peers sent it.
+
+    -0.0 is the likeliest in one row (sent as 0.0: it would read as "not yet written"), equal
+    logits lie on several ranks, and NaN and infinities on any. Sets of slots are used again.
+    """
+    batch, size = 6, 5
+    for last in range(world):
+        slots = [torch.full((SETS * world * batch * 2,), EMPTY, dtype=torch.int32)
+                 for _ in range(world)]  # fmt: skip
+        where = addresses(slots)
+        monkeypatch.setattr(module, "symmetric_slots", lambda *_, x=where: (x, x))
+        choices = [GreedyChoice(batch, r, world, None, torch.device(device)) for r in range(world)]
+        for turn in range(SETS + 2):
+            logits = torch.randn(batch, world * size)
+            logits[0] = logits[0].abs().neg()
+            logits[0, turn] = -0.0
+            logits[1, turn % size :: size] = 9.0
+            logits[2, 2 * turn % (world * size)] = torch.nan
+            logits[3, 3 * turn % (world * size)] = torch.inf
+            logits[4] = -torch.inf
+            out, tokens, positions = (torch.full((batch,), turn) for _ in range(3))
+            for rank in [*(r for r in range(world) if r != last), last]:
+                part = logits[:, rank * size : (rank + 1) * size]
+                choices[rank](
+                    part, rank * size, out, tokens, positions if rank == last else None, 3
+                )
+            wanted = choose_greedily(logits, 0, Reducer())
+            assert out.tolist() == wanted.tolist()
+            assert tokens.tolist() == wanted.clamp(min=0).tolist()
+            assert positions.tolist() == [min(turn + 1, 3)] * batch
+            empty = (slots[last].view(SETS, -1) == EMPTY).float().mean(-1)
+            assert empty.tolist() == [float(n != turn % SETS) for n in range(SETS)]

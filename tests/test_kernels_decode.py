@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder.kernels import Push, Send, decode_attention, land, launch, new_job, project, send
+from ladder.kernels import Push, Send, decode_attention, land, new_job, project, send
 from ladder.kernels.decode import MAX_ROWS
 from ladder.kernels.landing import CHUNK
 from ladder.models import ModelConfig
@@ -17,7 +17,6 @@ from ladder.models.layers import rotary_tables, rotate
 from tests.test_kernels import (  # noqa: F401  (fixtures)
     CACHES,
     DTYPES,
-    _interpreter_with_numpy_2_4,
     _poisoned_memory,
     assert_close,
     attend,
@@ -55,6 +54,11 @@ SMALL = [  # rows, weight rows, columns, dtype
                 (64, 33, 12),
             ),
         )
+        for dtype in DTYPES
+    ),
+    *(
+        on("interpreter", *s, dtype)
+        for s in ((1, 18, 96), (3, 33, 200), (5, 33, 12), (2, 6, 1100), (9, 34, 96), (17, 5, 1100))
         for dtype in DTYPES
     ),
     # On either side of where tensor cores take over, powers of two, and not.
@@ -139,11 +143,10 @@ def test_a_product_that_does_not_fit_is_refused() -> None:
     nowhere = Push(torch.zeros(1, dtype=torch.int64), 0, 0, 1)
     with pytest.raises(AssertionError, match="one place"):
         project(x, weight, push=nowhere, rider=Send(x, nowhere))
-    if not launch.INTERPRETED:
-        with pytest.raises(AssertionError, match="only GPUs share slots"):
-            project(x, weight, push=nowhere)
-        with pytest.raises(AssertionError, match="only GPUs share slots"):
-            project(x, weight, rider=Send(x, nowhere))
+    with pytest.raises(AssertionError, match="only GPUs share slots"):
+        project(x, weight, push=nowhere)
+    with pytest.raises(AssertionError, match="only GPUs share slots"):
+        project(x, weight, rider=Send(x, nowhere))
 
 
 # -- landings ------------------------------------------------------------------------------------
@@ -154,7 +157,11 @@ def test_a_product_that_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize(
     ("device", "rows", "size", "world"),
     [
-        *(on("cpu", *s) for s in ((3, 1500, 3), (1, 96, 1), (9, 2049, 2))),
+        *(
+            on(where, *s)
+            for where in ("cpu", "interpreter")
+            for s in ((3, 1500, 3), (1, 96, 1), (9, 2049, 2))
+        ),
         *(on("cuda", *s) for s in ((3, 1500, 3), (1, 96, 1), (64, 8192, 4), (8, 4096, 8))),
     ],
 )
@@ -179,15 +186,16 @@ def test_a_landing(
     assert torch.equal(again.out, job.out)
 
 
-def test_a_landing_of_nothing_is_the_stream() -> None:
-    stream = torch.randn(2, 1030)
+@pytest.mark.parametrize("device", [on("cpu"), on("interpreter"), on("cuda")])
+def test_a_landing_of_nothing_is_the_stream(device: str) -> None:
+    stream = torch.randn(2, 1030, device=device)
     job = new_job(stream)
     land(job)
     assert torch.equal(job.out, stream)
     assert job.out.data_ptr() != stream.data_ptr()
 
 
-@pytest.mark.parametrize("device", [on("cpu"), on("cuda")])
+@pytest.mark.parametrize("device", [on("cpu"), on("interpreter"), on("cuda")])
 @pytest.mark.parametrize("rows", [2, 9])
 def test_a_rider_has_rows_of_its_own(device: str, rows: int) -> None:
     stream, own = torch.randn(2, 5, 1100, device=device)
@@ -200,22 +208,31 @@ def test_a_rider_has_rows_of_its_own(device: str, rows: int) -> None:
     assert_close(job.squares, alone.squares.double(), alone.squares)
 
 
-PUSHES = [  # rows, ranks, columns, size of the stream
-    *(on("cpu", *s) for s in ((1, 2, 40, 1030), (3, 4, 40, 130), (8, 3, 40, 70), (9, 2, 40, 70))),
-    *(on("cuda", *s) for s in ((1, 2, 1100, 2000), (3, 4, 1024, 4096), (9, 2, 1100, 2000))),
-    on("cuda", 64, 3, 1100, 2000),
+WAYS = ("the product", "a send", "a send that rides")
+PUSHES = [  # rows, ranks, columns, size of the stream, dtype, what pushes
+    *(on("interpreter", 3, 4, 40, 70, dtype, by) for dtype in DTYPES for by in WAYS),
+    *(
+        on("interpreter", *s, torch.bfloat16, by)
+        for s in ((1, 2, 40, 70), (9, 2, 12, 1030))
+        for by in WAYS
+    ),
+    *(
+        on("cuda", *s, dtype, by)
+        for s in ((1, 2, 1100, 2000), (3, 4, 1024, 4096), (9, 2, 1100, 2000), (64, 3, 1100, 2000))
+        for dtype in DTYPES
+        for by in WAYS
+    ),
 ]
 
 
-@pytest.mark.parametrize("by", ["the product", "a send", "a send that rides"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("device", "rows", "world", "inner", "size"), PUSHES)
+@pytest.mark.parametrize(("device", "rows", "world", "inner", "size", "dtype", "by"), PUSHES)
 def test_pushed_partials_land_beside_the_next_product(
     device: str, rows: int, world: int, inner: int, size: int, dtype: torch.dtype, by: str
 ) -> None:
-    """Several ranks on one device, one after another; -0.0 among what is sent."""
-    if device == "cpu" and not launch.INTERPRETED:
-        pytest.skip("references share no slots; TRITON_INTERPRET=1 and Triton run the kernels")
+    """Several ranks on one device, one after another; -0.0 among what is sent.
+
+    No reference has slots to share, so there is no case of it.
+    """
     start = 64
     sets = [torch.full((start + world * rows * size + 64,), -0.0, dtype=dtype, device=device)
             for _ in range(world)]  # fmt: skip

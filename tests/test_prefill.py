@@ -1,7 +1,7 @@
 """What prompts run through: its kernels against float64, and the stream sharded by tokens.
 
-`TRITON_INTERPRET=1 pytest tests/test_prefill.py` puts the Triton kernels through Triton's
-interpreter. tests/test_gpu_prefill.py runs the same checks, and more, on GPUs.
+How the kernels are run is in tests/test_kernels.py. tests/test_gpu_prefill.py runs the same checks,
+and more, on GPUs.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ from tests.samples import (
 )
 from tests.test_kernels import (  # noqa: F401  (fixtures)
     DTYPES,
-    _interpreter_with_numpy_2_4,
     _poisoned_memory,
     assert_close,
+    on,
 )
+
+ON_A_CPU = pytest.mark.parametrize("device", [on("cpu"), on("interpreter")])
 
 # -- kernels -----------------------------------------------------------------------------------
 
@@ -121,37 +123,43 @@ def check_rotary_prompt(
     return q, k, v
 
 
+@ON_A_CPU
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "size", "count"), [(3, 96, 4), (1, 200, 0), (5, 1536, 8)])
-def test_land_rows(rows: int, size: int, count: int, dtype: torch.dtype) -> None:
+def test_land_rows(device: str, rows: int, size: int, count: int, dtype: torch.dtype) -> None:
     """A piece or the stream left out or taken twice, a norm of something else, a row beyond."""
-    check_land_rows("cpu", rows, size, count, dtype)
+    check_land_rows(device, rows, size, count, dtype)
 
 
+@ON_A_CPU
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "inner"), [(3, 96), (33, 6), (9, 515), (1, 1536)])
-def test_swiglu(rows: int, inner: int, dtype: torch.dtype) -> None:
-    check_swiglu("cpu", rows, inner, dtype)
+def test_swiglu(device: str, rows: int, inner: int, dtype: torch.dtype) -> None:
+    check_swiglu(device, rows, inner, dtype)
 
 
+@ON_A_CPU
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(
     ("batch", "length", "heads"), [(2, 5, (4, 2, 16)), (1, 37, (3, 1, 12)), (2, 130, (2, 2, 64))]
 )
 def test_rotary_prompt(
-    batch: int, length: int, heads: tuple[int, int, int], dtype: torch.dtype, normed: bool
-) -> None:
+    device: str, batch: int, length: int, heads: tuple[int, int, int], dtype: torch.dtype,
+    normed: bool,
+) -> None:  # fmt: skip
     """Places counted wrong in a second block or sequence, heads mixed up, values turned or normed,
     a norm of the wrong half, the keys' gain for the queries'."""
-    check_rotary_prompt("cpu", batch, length, heads, dtype, normed)
+    check_rotary_prompt(device, batch, length, heads, dtype, normed)
 
 
-def test_land_rows_sums_in_rank_order() -> None:
+@ON_A_CPU
+def test_land_rows_sums_in_rank_order(device: str) -> None:
     """1e8 + 1 - 1e8 is 0 in float32, in this order alone: no pairwise or reversed sum."""
     size = 64
-    values = [torch.full((2, size), value) for value in (1e8, 1.0, -1e8)]
-    landed, _ = land_rows(values, torch.full((2, size), 0.5), torch.ones(size), 1e-5)
+    values = [torch.full((2, size), value, device=device) for value in (1e8, 1.0, -1e8)]
+    stream, weight = torch.full_like(values[0], 0.5), torch.ones(size, device=device)
+    landed, _ = land_rows(values, stream, weight, 1e-5)
     assert (landed == 0.5).all()
 
 

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.kernels.launch import (
-    INTERPRETED,
     check,
     check_dtype,
     gdc_launch_dependents,
     gdc_wait,
+    interpreted,
     jit,
     launch,
     on_triton,
@@ -337,7 +337,7 @@ def decode_attention(
         HP=max(16, triton.next_power_of_2(head_dim // 2)), DP=dims, BN=block, SPLITS=splits,
         AHEAD=ahead,
         # The interpreter has no bfloat16 product.
-        KIND=tl.float32 if INTERPRETED else getattr(tl, str(qkv.dtype).removeprefix("torch.")),
+        KIND=tl.float32 if interpreted() else getattr(tl, str(qkv.dtype).removeprefix("torch.")),
         EXACT="ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=warps,
         num_stages=3 if qkv.element_size() == 2 else 2,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ladder.kernels.all_reduce import SETS, SPIN_LIMIT, symmetric_slots
-from ladder.kernels.launch import INTERPRETED, begin, jit, launch, on_triton, tl, triton
+from ladder.kernels.launch import begin, interpreted, jit, launch, on_triton, tl, triton
 
 CHUNK = 1024
 EMPTY = -(2**31)  # the bits of -0.0, which are never sent
@@ -170,5 +170,5 @@ class GreedyChoice:
             tokens if positions is None else positions, last, self.buffers, self.epochs,
             PARTS=parts, BLOCK=triton.next_power_of_2(parts), BATCH=batch, RANK=self.rank,
             WORLD=self.world, WP=triton.next_power_of_2(self.world), ADVANCE=positions is not None,
-            SETS=SETS, EMPTY=EMPTY, SPIN_LIMIT=SPIN_LIMIT, INTERPRETED=INTERPRETED, num_warps=4,
+            SETS=SETS, EMPTY=EMPTY, SPIN_LIMIT=SPIN_LIMIT, INTERPRETED=interpreted(), num_warps=4,
         )  # fmt: skip

@@ -36,9 +36,9 @@ from ladder.kernels.landing import (
     send,
 )
 from ladder.kernels.launch import (
-    INTERPRETED,
     gdc_launch_dependents,
     gdc_wait,
+    interpreted,
     jit,
     launch,
     on_triton,
@@ -384,7 +384,7 @@ def project(
         RIDES=0 if rider is None else 1 if isinstance(rider, Job) else 2, **constants,
         STAGES=stages,
         # The interpreter has no bfloat16 product.
-        KIND=tl.float32 if INTERPRETED else getattr(tl, str(x.dtype).removeprefix("torch.")),
-        num_warps=warps, **({} if INTERPRETED else cap),
+        KIND=tl.float32 if interpreted() else getattr(tl, str(x.dtype).removeprefix("torch.")),
+        num_warps=warps, **({} if interpreted() else cap),
     )  # fmt: skip
     return out if keep else None

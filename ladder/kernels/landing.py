@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ladder.kernels.all_reduce import SPIN_LIMIT
 from ladder.kernels.launch import (
-    INTERPRETED,
     gdc_launch_dependents,
     gdc_wait,
+    interpreted,
     jit,
     launch,
     on_triton,
@@ -220,7 +220,7 @@ def rider_arguments(rider: Job | Send | None, like: Tensor, push: Push | None) -
         "D": 0 if rider is None else tensors[0].shape[1],
         "WORLD": world, "SUMS": len(sums), "OWNS": len(owns),
         "REPLACES": job is not None and job.replaces, "CHUNK": CHUNK, "BITS": bits_of(like),
-        "EMPTY": EMPTY[size], "SPIN_LIMIT": SPIN_LIMIT, "INTERPRETED": INTERPRETED,
+        "EMPTY": EMPTY[size], "SPIN_LIMIT": SPIN_LIMIT, "INTERPRETED": interpreted(),
     }  # fmt: skip
     return pointers, constants
 

@@ -3,11 +3,13 @@
 CPU tensors run the plain PyTorch reference, CUDA tensors the Triton kernel. With TRITON_INTERPRET=1
 in the environment CPU tensors run the Triton kernel too, through Triton's interpreter: for tests.
 
-Triton comes with PyTorch's CUDA builds; nothing here needs it to be imported.
+Triton comes with PyTorch's CUDA builds; nothing here needs it to be imported. A build without CUDA
+leaves it alone where it is installed: it would run nothing, and takes a while to import.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -25,14 +27,19 @@ triton: Any = None
 tl: Any = None
 gdc_launch_dependents: Any = None
 gdc_wait: Any = None
-try:
-    _cuda = import_module("triton.language.extra.cuda")
-    gdc_launch_dependents, gdc_wait = _cuda.gdc_launch_dependents, _cuda.gdc_wait
-    triton, tl = import_module("triton"), import_module("triton.language")
-except ImportError:
-    pass
+_asked = os.environ.get("TRITON_INTERPRET") == "1"
+if _asked or torch.backends.cuda.is_built():
+    with contextlib.suppress(ImportError):
+        _cuda = import_module("triton.language.extra.cuda")
+        gdc_launch_dependents, gdc_wait = _cuda.gdc_launch_dependents, _cuda.gdc_wait
+        triton, tl = import_module("triton"), import_module("triton.language")
 
-INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = _asked and triton is not None
+
+
+def interpreted() -> bool:
+    """Whether CPU tensors run the kernels, through Triton's interpreter."""
+    return INTERPRETED
 
 
 def jit(function: Callable[..., None]) -> Any:
@@ -66,7 +73,7 @@ def on_triton(tensor: Tensor) -> bool:
     Raises UserError for a CUDA tensor where there is no Triton: there is no silent fallback.
     """
     if tensor.device.type == "cpu":
-        return INTERPRETED
+        return interpreted()
     if triton is None:
         raise UserError(
             f"the kernels of ladder.kernels need Triton on {tensor.device}, and it cannot be "

@@ -1,0 +1,80 @@
+"""Triton's interpreter for the tests: the kernels of `ladder.kernels` on a CPU, as they are.
+
+A kernel is made for the interpreter when its module is imported under TRITON_INTERPRET=1, and so is
+Triton. This module does both, so it is imported before anything else of the project: by the
+conftest, and by what forks ranks (tests.distributed). Nothing but a test that asks for it runs a
+kernel there, since `launch.INTERPRETED` is False in between: CPU tensors take the references.
+
+    @pytest.mark.parametrize("device", [on("cpu"), on("interpreter"), on("cuda")])
+    def test_a_kernel(device: str) -> None: ...            # see tests.test_kernels.on
+
+gives one body three ways to run. On a rank of a pool, `with interpreting() as ran` does it. A
+process with a GPU runs the compiled kernels, and no interpreter beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+MODULES = ("attention", "choice", "decode", "landing", "norm", "prefill", "all_reduce", "two_shot")
+
+refusal = ""
+if torch.cuda.is_available():
+    refusal = "a GPU runs the compiled kernels"
+elif find_spec("triton") is None:
+    refusal = "needs Triton (pip install triton), of which there are wheels for Linux"
+else:
+    for early in ("triton", "ladder.kernels.launch"):
+        assert early not in sys.modules, f"{early} was imported before tests.interpreter"
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        importlib.import_module("triton.experimental.gluon")  # Triton imports it at the first call
+        for module in MODULES:
+            importlib.import_module(f"ladder.kernels.{module}")
+
+from ladder.kernels import launch  # noqa: E402
+
+launch.INTERPRETED = False
+
+
+def kernels() -> set[str]:
+    """The names of all kernels: what is launched, and not the functions that kernels call."""
+    sources = (
+        inspect.getsource(importlib.import_module(f"ladder.kernels.{module}")) for module in MODULES
+    )
+    return set(re.findall(r"launch\(\s*(_\w+)", "".join(sources)))
+
+
+@contextlib.contextmanager
+def interpreting() -> Iterator[list[str]]:
+    """CPU tensors run the kernels; yields the names of those that ran, as they come."""
+    from triton.runtime.interpreter import GridExecutor
+
+    ran: list[str] = []
+    execute = GridExecutor.__call__
+
+    def noted(self: GridExecutor, *args: object, **options: object) -> None:
+        if self.fn.__name__ not in ran:
+            ran.append(self.fn.__name__)
+        execute(self, *args, **options)
+
+    with (
+        mock.patch.object(launch, "INTERPRETED", True),
+        mock.patch.object(GridExecutor, "__call__", noted),
+    ):
+        yield ran
+
+
+def addresses(tensors: list[Tensor]) -> Tensor:
+    """Where they lie, int64 [len(tensors)]: what a kernel takes for the memory of all ranks."""
+    return torch.tensor([each.data_ptr() for each in tensors])
