@@ -7,7 +7,7 @@
 `run` trains the recipe quality-100m by `ladder train`, one run a GPU at a time (without GPUs one
 run at a time on the CPU), those that take longest first. A finished run is a line in
 `--out`/quality.jsonl and is skipped when the command is started again; one that was broken off
-begins again. key=value overrides the recipe, for all runs alike. The data is what
+begins again. PLAN is a plan's name, or a YAML file with one, which is called by the file's name. key=value overrides the recipe, for all runs alike. The data is what
 benchmarks/quality_data.py prepares. `page` joins the results with the decode latency of the same
 shape: `ladder bench inference --model quality-100m --plans ... --nproc 4`.
 """
@@ -30,7 +30,7 @@ from jobs import Started, deadline, finish, run_all, visible_gpus
 from quality_report import COLUMNS, PLANS, T, caption, latency_rows, read, rows, write_page
 
 from ladder.cli import parse_words
-from ladder.config import load_plan
+from ladder.config import FILES, load_plan
 from ladder.data.batches import TokenData
 from ladder.data.mix import open_sources
 from ladder.files import make_folder, write_text
@@ -119,7 +119,8 @@ def chosen(only: Sequence[str] | None) -> list[tuple[str, int]]:
 def resolve(plan: str, seed: int, options: argparse.Namespace, data: TokenData) -> Run:
     """UserError, before anything is trained, where the plan or an override is wrong."""
     check_overrides(options.overrides, OWN)
-    folder = options.runs / f"{plan}-seed{seed}"
+    name = Path(plan).stem if plan.endswith(FILES) else plan
+    folder = options.runs / f"{name}-seed{seed}"
     shared = [*options.overrides, f"data={options.data}", f"out={folder}"]
     shape = load_train_config(RECIPE, shared).model_config(data.vocab_size)
     own = [f"plan={plan}", f"seed={seed}"]
@@ -127,7 +128,7 @@ def resolve(plan: str, seed: int, options: argparse.Namespace, data: TokenData) 
         own.append(f"tp_degree={T}")
     overrides = (*shared, *own)
     config = load_train_config(RECIPE, overrides)
-    return Run(plan, seed, config, config.model_config(data.vocab_size), overrides)
+    return Run(name, seed, config, config.model_config(data.vocab_size), overrides)
 
 
 def recipe_of(each: Run) -> dict[str, Any]:
