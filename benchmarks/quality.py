@@ -7,9 +7,10 @@
 `run` trains the recipe quality-100m by `ladder train`, one run a GPU at a time (without GPUs one
 run at a time on the CPU), those that take longest first. A finished run is a line in
 `--out`/quality.jsonl and is skipped when the command is started again; one that was broken off
-begins again. PLAN is a plan's name, or a YAML file with one, which is called by the file's name. key=value overrides the recipe, for all runs alike. The data is what
-benchmarks/quality_data.py prepares. `page` joins the results with the decode latency of the same
-shape: `ladder bench inference --model quality-100m --plans ... --nproc 4`.
+begins again. PLAN is a plan's name, or a YAML file with one, which is called by the file's name.
+key=value overrides the recipe, for all runs alike. The data is what benchmarks/quality_data.py
+prepares. `page` joins the results with the decode latency of the same shape:
+`ladder bench inference --model quality-100m --plans ... --nproc 4`.
 """
 
 from __future__ import annotations

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from ladder.config import load_plan
 from ladder.data.batches import open_data
 from ladder.data.mix import open_sources
+from ladder.models import resolve_plan
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import jobs
@@ -72,6 +74,25 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, failing: str = "") -> None:
 
 
 # ---- trainings ------------------------------------------------------------------------------
+
+
+def test_a_plan_in_a_file_is_called_by_its_name(corpus: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("layers: [{layers: 0-1, attention: {reduce: none}, mlp: {reduce: stream}}]")
+    (run,) = resolved(corpus, tmp_path, (str(file), 3))
+    assert (run.plan, run.name) == ("mine", "mine-seed3")
+    assert run.folder == tmp_path / "mine-seed3"
+    assert run.model.tp_degree == quality.T  # the plan depends on T
+
+
+def test_the_plans_beside_the_benchmark_are_of_its_model() -> None:
+    files = sorted((Path(quality.__file__).parent / "plans").glob("*.yaml"))
+    assert len(files) >= 5
+    for file in files:
+        plan = resolve_plan(load_plan(str(file)), 12, quality.T)
+        every = int(file.stem.split("-")[1].removesuffix("x"))
+        assert plan.collectives == -(-24 // every)
+        assert {r.own_scale for r in plan.sublayers if r.reduce == "none"} == {quality.T**0.5}
 
 
 def test_two_plans_are_trained_once(
