@@ -44,6 +44,8 @@ SHARED = (
     f"ladder data prepare --tokenizer runs/tokenizer --out {DATA}",
     "ladder train tiny plan=ladder out=runs/tiny",
     "ladder train tiny plan=standard out=runs/standard",
+    "ladder convert runs/standard --plan hybrid --out runs/hybrid",
+    "ladder finetune tiny init=runs/hybrid out=runs/healed",
 )
 
 every_page = pytest.mark.parametrize("page", list(PAGES))
@@ -78,7 +80,7 @@ def checkpoints(words: list[str]) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with texts, and in runs/ a tokenizer, data, and two runs of two steps."""
+    """A folder with texts, and in runs/ a tokenizer, data, and models of two steps."""
     folder = tmp_path_factory.mktemp("shared")
     pages.write_texts(folder / TEXTS)
     with contextlib.chdir(folder):
