@@ -8,6 +8,7 @@ reads its slices of either, and no process ever holds the whole model.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -40,7 +41,9 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 OLD_ROTARY = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 TIED_ROWS = 2**14  # of those two that are in memory at once, to compare them
 GENERATION = "generation_config.json"  # Hugging Face's: what ends a text, how to sample
-CHECKSUMS = "checksums.json"  # of a run's checkpoint: the SHA-256 of every other file
+CHECKSUMS = "checksums.json"  # of a run's checkpoint: the SHA-256 of every file, see `digest`
+RECORD = "train.json"  # of a run's checkpoint: how far it is
+SHA256 = re.compile("[0-9a-f]{64}")
 SHARDING_INFO = "DCP_SHARDING_INFO"  # in a file of shards: where in its tensor each begins
 DTYPES = {  # the types of weights, by safetensors' names
     "F32": torch.float32,
@@ -382,19 +385,47 @@ def _weight_map(index: Path) -> dict[str, str]:
     return files
 
 
+def write_checksums(folder: Path, sums: Mapping[str, str]) -> None:
+    """Write the SHA-256 of each file, and what tells damage to this file from damage to those."""
+    found = {**sums, CHECKSUMS: digest(sums)}
+    write_text(folder / CHECKSUMS, json.dumps(dict(sorted(found.items())), indent=1) + "\n")
+
+
+def read_checksums(folder: Path) -> dict[str, str]:
+    """What `write_checksums` wrote of each file; UserError where it is not that."""
+    path = folder / CHECKSUMS
+    sums = read_json(path)
+    own = sums.pop(CHECKSUMS, None)  # the first checkpoints have none
+    known = all(isinstance(each, str) and SHA256.fullmatch(each) for each in sums.values())
+    if not known or own not in (None, digest(sums)):
+        raise UserError(f"{path} is damaged: it is not what was written")
+    return sums
+
+
+def digest(sums: Mapping[str, str]) -> str:
+    """The SHA-256 of checksums, which stands among them as that of their own file."""
+    text = json.dumps(dict(sorted(sums.items())))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def first_damage(folder: Path, names: Collection[str] | None = None) -> str | None:
     """What is wrong with a run's checkpoint by its checksums, in words; None where nothing is.
 
     names: look at these files alone. Every rank calls this and is told the same; they share the
     files out.
     """
-    sums: dict[str, Any] = {}
     wrong = []
+    there: list[str] = []
+    sums: dict[str, str] = {}
     try:
-        sums = read_json(folder / CHECKSUMS)
+        sums = read_checksums(folder)
+        tensors = (path.name for path in folder.glob("*.safetensors"))
+        needed = {"config.json", RECORD, *tensors} if names is None else {*names}
+        if unknown := sorted(needed - {*sums}):
+            raise UserError(f"{folder / CHECKSUMS} lacks {_some(unknown)}; the file is damaged")
+        there = sorted(sums if names is None else names)
     except UserError as error:
         wrong.append(str(error))
-    there = sorted(sums if names is None else {*names} & {*sums})
     for name in there[launch.rank() :: launch.world_size()]:
         try:
             if checksum(folder / name) != sums[name]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import secrets
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ladder.lock import hold
 from ladder.models.errors import UserError
 
 
@@ -77,21 +77,28 @@ def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
 
     An error in the body leaves nothing behind, and an old folder as it was and usable until the
     new one is complete. What a process left that was killed is removed by the next one that writes
-    there. Raises UserError where `path` exists and `overwrite` is not set, or where
-    it cannot be written (a full disk, say).
+    there. Raises UserError where `path` exists and `overwrite` is not set, where another process
+    is writing it, or where it cannot be written (a full disk, say).
     """
-    if path.exists() and not overwrite:
-        raise UserError(f"{path} exists already; choose another folder, or remove it first")
-    mark = secrets.token_hex(4)
-    temporary = path.with_name(f".{path.name}.partial-{mark}")
-    old = path.with_name(f".{path.name}.old-{mark}")
-    lock: int | None = None
+    with hold(beside(path), str(path)):
+        yield from _new_folder(path, overwrite)
+
+
+def beside(path: Path) -> Path:
+    """The lock file of a folder that takes its name when it is complete."""
+    return path.with_name(f".{path.name}.lock")
+
+
+def _new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
+    temporary, old = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.old")
     try:
-        _clear_abandoned(path)
-        temporary.mkdir(parents=True)
-        lock = os.open(temporary, os.O_RDONLY)
-        with suppress(OSError):  # a file system without locks, where nobody can get one to clear it
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        if old.exists() and not path.exists():  # a process was killed between two renames
+            old.rename(path)
+        if path.exists() and not overwrite:
+            raise UserError(f"{path} exists already; choose another folder, or remove it first")
+        for left in (temporary, old):
+            shutil.rmtree(left, ignore_errors=True)
+        temporary.mkdir()
         yield temporary
         for file in (*temporary.rglob("*"), temporary):
             sync(file)
@@ -112,21 +119,5 @@ def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)
-
-
-def _clear_abandoned(path: Path) -> None:
-    """Remove what processes that are gone began for `path` in `new_folder`: nobody locks it."""
-    for left in path.parent.iterdir() if path.parent.is_dir() else ():
-        if not left.name.startswith(f".{path.name}.partial-"):
-            continue
-        with suppress(OSError):  # it is being written, or gone meanwhile, or locks do not work here
-            lock = os.open(left, os.O_RDONLY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            finally:
-                os.close(lock)
-            shutil.rmtree(left)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import random
@@ -21,6 +20,7 @@ from ladder.data import shards, units
 from ladder.data.prepare import prepare
 from ladder.data.tokenizer import train_tokenizer
 from ladder.data.workers import in_order
+from ladder.lock import hold
 from ladder.models.errors import UserError
 from tests.distributed import PATIENCE
 
@@ -291,12 +291,9 @@ def test_damaged_work_starts_over(
 
 def test_two_at_once_are_refused(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
     """Catches two processes that write to the same shards."""
-    (tmp_path / ".out.unfinished").mkdir()
-    handle = os.open(tmp_path / ".out.unfinished", os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    with pytest.raises(UserError, match="is being prepared by another process; wait"):
+    held = hold(files.beside(tmp_path / "out"), "another")
+    with held, pytest.raises(UserError, match=rf"out is in use by .*pid {os.getpid()}, .*wait"):
         prepare([corpus], tokenizer, tmp_path / "out", **OPTIONS)
-    os.close(handle)
     prepare([corpus], tokenizer, tmp_path / "out", **OPTIONS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +19,15 @@ def fill(out: Path, overwrite: bool = False) -> None:
 
 
 def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
-    """Long work for the same place, twice: the second to end must not remove the first's."""
+    """Long work for the same place, twice: the second is refused as it begins. And what something
+    else has made by the end stays."""
     out = tmp_path / "out"
     late = new_folder(out)
     (late.__enter__() / "late").write_text("late")
-    fill(out)
+    with pytest.raises(UserError, match=rf"out is in use by another process: .*pid {os.getpid()}"):
+        fill(out)
+    out.mkdir()
+    (out / "new").write_text("new")
     with pytest.raises(UserError, match="out cannot be written"):
         late.__exit__(None, None, None)
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "new"]
@@ -60,15 +65,18 @@ with new_folder(Path(sys.argv[1])) as folder:
 
 
 def test_what_a_killed_process_left_goes_with_the_next_folder(tmp_path: Path) -> None:
-    """And not what a living one is writing."""
+    """Its lock too, and nothing of another folder's. One that was killed between two renames had
+    put the old folder aside."""
     out = tmp_path / "out"
     for name in (out, tmp_path / "other"):
         assert subprocess.run([sys.executable, "-c", KILLED, str(name)], check=False).returncode < 0
-    left = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
-    assert left == {".out.partial", ".other.partial"}
-    with new_folder(out):  # a second writer, later: it is the first to end
+    others = {".other.partial", ".other.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {".out.partial", ".out.lock", *others}
+    (tmp_path / ".out.old").mkdir()
+    (tmp_path / ".out.old" / "old").write_text("old")
+    with pytest.raises(UserError, match="exists already"):
         fill(out)
-        assert len(list(tmp_path.glob(".out.partial-*"))) == 1, "the living one's alone"
-        (out / "new").unlink()
-        out.rmdir()
-    assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {"out", ".other.partial"}
+    assert [path.name for path in out.iterdir()] == ["old"]
+    fill(out, overwrite=True)
+    assert [path.name for path in out.iterdir()] == ["new"]
+    assert {path.name for path in tmp_path.iterdir()} == {"out", *others}

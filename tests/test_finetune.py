@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ladder.checkpoint import load_model, newest, read_stop_tokens
+from ladder.checkpoint import checkpoints, load_model, newest, read_stop_tokens
 from ladder.cli import main
 from ladder.data.batches import open_data
 from ladder.data.mix import open_sources
@@ -131,6 +131,6 @@ def test_the_command(chats: Path, base: Path, tmp_path: Path) -> None:
     words = ["finetune", str(tmp_path / "r.yaml"), "epochs=1", f"seq_len={SEQ}", "warmup_steps=1"]
     assert main([*words, "--device", "cpu"]) == 2  # init is missing
     assert main([*words, f"init={base}", "tensorboard=false", "--device", "cpu"]) == 0
-    assert state.read_record(newest(tmp_path / "run"))["config"]["epochs"] == 0
+    assert state.verified(checkpoints(tmp_path / "run"))["config"]["epochs"] == 0
     with pytest.raises(UserError, match="steps=3 beside epochs=2"):
         load_train_config(str(tmp_path / "r.yaml"), ["steps=3", "epochs=2"])

@@ -14,11 +14,18 @@ from unittest import mock
 import pytest
 import torch
 
-from ladder.checkpoint import CHECKSUMS, TensorReader, checkpoints, load_model, newest
+from ladder.checkpoint import (
+    TensorReader,
+    checkpoints,
+    load_model,
+    newest,
+    read_checksums,
+    write_checksums,
+)
 from ladder.config import build
 from ladder.files import checksum
 from ladder.models import UserError
-from ladder.train import loop, metrics
+from ladder.train import loop, metrics, shards
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from ladder.train.optim import learning_rate
@@ -275,13 +282,18 @@ def test_truncated_checkpoints_are_refused(corpus: Path, tmp_path: Path, file: s
         train(config, device="cpu", resume=True)
 
 
+def seal(path: Path) -> None:
+    """Have a checkpoint's checksums agree with a file that was changed."""
+    sums = read_checksums(path.parent)
+    write_checksums(path.parent, sums | {path.name: checksum(path)})
+
+
 def test_a_checkpoint_of_another_plan_is_refused(corpus: Path, tmp_path: Path) -> None:
     """Even where someone has edited the recipe to match."""
     train(recipe(corpus, tmp_path / "run"), device="cpu", stop_after=2)
     path = newest(tmp_path / "run") / "train.json"
     path.write_text(path.read_text().replace('"ladder"', '"standard"'))
-    sums = path.with_name(CHECKSUMS)
-    sums.write_text(json.dumps({"train.json": checksum(path)}))
+    seal(path)
     with pytest.raises(UserError, match="of another model: plan differ"):
         train(recipe(corpus, tmp_path / "run", plan="standard"), device="cpu", resume=True)
 
@@ -290,7 +302,7 @@ def test_a_run_that_never_saved_can_be_resumed(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is begun, so it is not overwritten; it has no checkpoint, so it starts at step 0. Catches
-    another run that takes its place, and a first save that a kill cut short taken for one lost."""
+    another run that takes its place, and a first save that was cut short taken for one lost."""
     run = tmp_path / "run"
     config = recipe(corpus, run)
     break_off(config, 3)
@@ -304,9 +316,10 @@ def test_a_run_that_never_saved_can_be_resumed(
         with pytest.raises(UserError, match=message):
             train(recipe(corpus, run, **changes), device="cpu", resume=True)
     assert len(losses(run)) == 2
-    (run / "checkpoints" / ".step-000002.partial").mkdir(parents=True)
-    with (run / metrics.FILE).open("a") as file:
-        file.write('{"step": 2, "checkpoint_seconds": 0.1}\n')
+    full = mock.patch.object(shards, "write_file", side_effect=OSError(28, "No space left"))
+    with full, pytest.raises(UserError, match=r"step-000006 cannot be written .*with --resume"):
+        train(config, device="cpu", resume=True)
+    assert recorded(run, "checkpoint_seconds"), "which tells of no checkpoint"
     capsys.readouterr()
     train(config, device="cpu", resume=True)
     assert "ended before its first checkpoint: it starts again" in capsys.readouterr().out
@@ -338,7 +351,9 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_again(
     train(config, device="cpu", stop_after=2)
     shutil.rmtree(run / gone)
     before = (run / metrics.FILE).read_text()
-    with pytest.raises(UserError, match="tells of one at step 2, which was removed"):
+    with pytest.raises(
+        UserError, match=r"has no checkpoint, and had one, .*put it back, or remove"
+    ):
         train(config, device="cpu", resume=True)
     (run / "recipe.json").unlink()
     with pytest.raises(UserError, match=r"neither a checkpoint nor recipe\.json"):

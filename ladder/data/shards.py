@@ -8,7 +8,6 @@ Beside the folder that is to be, `out`, lies `.OUT.unfinished`:
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ladder import files
+from ladder import files, lock
 from ladder.models.errors import UserError
 
 KEPT = 2  # units done, from which on a call that fails leaves them to the next one
@@ -178,30 +177,19 @@ def unfinished(out: Path) -> Iterator[Unfinished]:
     Where the body fails, it stays if enough was done; a process that is killed leaves it anyway.
     Raises UserError where another process is at it, or where `out` cannot be written.
     """
-    folder = Unfinished(out).folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY)
+    with lock.hold(files.beside(out), f"out={out}"):
+        work = Unfinished(out)
         try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise UserError(
-                    f"out={out} is being prepared by another process; wait for it, or choose "
-                    f"another folder"
-                ) from error
-            work = Unfinished(out)
+            work.folder.mkdir(exist_ok=True)
             work.restore()
             try:
                 yield work
             finally:
                 if work.units < KEPT:
-                    shutil.rmtree(folder, ignore_errors=True)
+                    shutil.rmtree(work.folder, ignore_errors=True)
                 elif work.begun:
-                    print(f"kept in {folder}; the same command goes on there", file=sys.stderr)
-        finally:
-            os.close(handle)
-    except OSError as error:
-        raise UserError(
-            f"{out} cannot be written ({error}); choose another folder or make room"
-        ) from error
+                    print(f"kept in {work.folder}; the same command goes on there", file=sys.stderr)
+        except OSError as error:
+            raise UserError(
+                f"{out} cannot be written ({error}); choose another folder or make room"
+            ) from error

@@ -19,6 +19,7 @@ from ladder.data.tokenizer import load_tokenizer
 from ladder.eval import offline, results, suites
 from ladder.files import make_folder, new_folder, write_text
 from ladder.infer.load import as_dtype, check_tp, load_for_inference
+from ladder.lock import remove_empty
 from ladder.models.errors import UserError
 from ladder.parallel import launch
 from ladder.plans import aligned
@@ -74,16 +75,10 @@ def _written(out: Path, own: bool) -> Iterator[Path | None]:
     with contextlib.ExitStack() as stack:
         if launch.rank() == 0:
             made = [folder for folder in (out, *out.parents) if not folder.exists()]
-            stack.callback(_remove_empty, made)  # they hold the results, unless there are none
+            stack.callback(remove_empty, made)  # they hold the results, unless there are none
             make_folder(out)
             data = stack.enter_context(new_folder(out / DATA, overwrite=True)) if own else None
         yield data
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    for folder in folders:
-        with contextlib.suppress(OSError):  # it holds something, or is gone
-            folder.rmdir()
 
 
 def _load_tasks(

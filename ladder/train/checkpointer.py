@@ -26,15 +26,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.checkpoint import (
-    CHECKSUMS,
     GENERATION,
     huggingface_config,
     read_json,
+    write_checksums,
     write_config,
 )
 from ladder.data.batches import TokenData
 from ladder.data.tokenizer import FILE, TEMPLATE, TOKENIZER_CONFIG
 from ladder.files import checksum, sync, write_text
+from ladder.lock import Lock
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel.data import size_of
@@ -51,8 +52,8 @@ class Checkpointer:
 
     start: the folder that the weights began as, perhaps, from which checkpoints take its Hugging
     Face config and settings of generation, and what of a tokenizer's files the data lacks. keep:
-    how many checkpoints stay; 0: all. Within `with`: its end waits for the save under way, also
-    where an exception ends it.
+    how many checkpoints stay; 0: all. lock: of the run's folder, on rank 0. Within `with`: its end
+    waits for the save under way, also where an exception ends it.
     """
 
     def __init__(
@@ -64,9 +65,10 @@ class Checkpointer:
         mesh: DeviceMesh | None,
         keep: int,
         start: Path | None = None,
+        lock: Lock | None = None,
     ) -> None:
-        self.run, self.model, self.optimizer, self.data, self.keep = (
-            run, model, optimizer, data, keep,
+        self.run, self.model, self.optimizer, self.data, self.keep, self.lock = (
+            run, model, optimizer, data, keep, lock,
         )  # fmt: skip
         self.main = mesh is None or mesh.get_rank() == 0
         self.companions: dict[str, bytes] = {}  # read now: the folders may be gone later
@@ -183,11 +185,14 @@ class Checkpointer:
                 if file.name not in sums:
                     sync(file)
                     sums[file.name] = checksum(file)
-            text = json.dumps(dict(sorted(sums.items())), indent=1)
-            write_text(temporary / CHECKSUMS, text + "\n")
+            write_checksums(temporary, sums)
             sync(temporary)
+            if self.lock is not None:
+                self.lock.check()
             temporary.rename(folder)
             sync(folder.parent)
+            if not (self.run / state.SAVED).exists():
+                write_text(self.run / state.SAVED, json.dumps({"step": record["step"]}) + "\n")
             state.remove_old(self.run, 0 if keep_all else self.keep)
 
         try:

@@ -8,15 +8,18 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.checkpoint import checkpoints, read_json
 from ladder.data.batches import TokenData
 from ladder.data.mix import open_sources
-from ladder.files import make_folder, write_text
+from ladder.files import write_text
+from ladder.lock import Lock, hold
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
@@ -96,6 +99,21 @@ def train(
     place_ = launch.join(device)
     mesh = launch.make_mesh(place_, config.tp, config.dp_shard)
     launch.agree(config.to_dict())
+    with ExitStack() as stack:
+        held = hold(Path(config.out) / state.LOCK, f"out={config.out}")
+        lock = _on_first(lambda: stack.enter_context(held))
+        return _train(config, resume, stop_after, place_, mesh, lock)
+
+
+def _train(
+    config: TrainConfig,
+    resume: bool,
+    stop_after: int | None,
+    place_: torch.device,
+    mesh: DeviceMesh | None,
+    lock: Lock | None,
+) -> Heldout | None:
+    """`train`, in a run's folder that is this launch's alone, by the lock that rank 0 holds."""
     run = Path(config.out)
     data = open_sources(config.data)
     content = [data.index["tokenizer_sha256"], data.index["splits"]]  # not where it came from
@@ -154,8 +172,8 @@ def train(
     layout = {"tp": config.tp, "dp": dp, "dp_shard": model.data_shard[1]}
     if record:
         state.restore(found[-1][1], model, optimizer, start)
-        before = _layout(record["config"], record.get("layout") or {})
-        if main and before != (now := _layout(config.to_dict(), layout)):
+        before = _layout(config, record["config"].get("micro_batch_size"), record.get("layout"))
+        if main and before != (now := _layout(config, config.micro_batch_size, layout)):
             print(
                 f"resuming at {now} what ran at {before}: the same run up to rounding, not to the "
                 f"bit",
@@ -167,7 +185,6 @@ def train(
         source.fill(model, config.seed)
 
     def begin() -> Any:
-        make_folder(run)
         state.remove_partial(run)
         remote = connect(run, config.wandb, recipe)
         write_text(run / "recipe.json", json.dumps(recipe, indent=1) + "\n")  # now it is taken
@@ -190,7 +207,7 @@ def train(
         Progress("train", config.steps, "steps", quiet=not main, start=start) as progress,
         Interruption() as interruption,
         Checkpointer(
-            run, model, optimizer, data, mesh, config.keep_checkpoints, source.folder
+            run, model, optimizer, data, mesh, config.keep_checkpoints, source.folder, lock
         ) as checkpointer,
         Ahead(read, range(start, last), place_) as batches,
     ):
@@ -337,8 +354,7 @@ def _check_run(
             f"--resume: out={config.out} has no checkpoint to go on from; leave "
             f"--resume out to start"
         )
-    state.verify(found)
-    record = state.read_record(found[-1][1])
+    record = state.verified(found)
     refuse_changes(record["config"], config, run)
     if record.get("data") != fingerprint:
         raise UserError(
@@ -370,10 +386,10 @@ def _on_first(action: Callable[[], Any]) -> Any:
     return found
 
 
-def _layout(config: Mapping[str, Any], layout: Mapping[str, int]) -> dict[str, int]:
-    """A layout, as a checkpoint has it, with the micro-batches that the run's config made of it."""
-    share = config["batch_size"] // layout.get("dp", 1)
-    return {**layout, "micro_batch_size": config.get("micro_batch_size") or share}
+def _layout(config: TrainConfig, micro: int | None, layout: Mapping[str, int] | None) -> dict:
+    """A layout, as a checkpoint has it, with the micro-batches that a rank's share is cut into."""
+    layout = layout or {}
+    return {**layout, "micro_batch_size": micro or config.batch_size // layout.get("dp", 1)}
 
 
 def _check_restart(run: Path, config: TrainConfig, recipe: dict[str, Any]) -> None:
@@ -384,7 +400,13 @@ def _check_restart(run: Path, config: TrainConfig, recipe: dict[str, Any]) -> No
     if path.is_file():
         old = read_json(path)
         refuse_changes(old, config, run)
-        for key, before in (old.get("model") or {}).items():
+        model = old.get("model") or {}
+        if not isinstance(model, dict):
+            raise UserError(
+                f"{path} has model={model!r}, no object of fields: put it right, or remove {run} "
+                f"to start again"
+            )
+        for key, before in model.items():
             if key != "name" and before != recipe["model"].get(key):
                 raise UserError(
                     f"model.{key}={recipe['model'].get(key)!r} differs from the run in {run}, "
@@ -396,14 +418,11 @@ def _check_restart(run: Path, config: TrainConfig, recipe: dict[str, Any]) -> No
             f"--resume: out={config.out} has neither a checkpoint nor recipe.json, and its "
             f"metrics.jsonl would be lost; put them back, or choose another out"
         )
-    # The save that a killed run was at is recorded already, and has left a folder of its own.
-    for step in [each["step"] for each in records if "checkpoint_seconds" in each]:
-        if not (run / "checkpoints" / f".step-{step:06d}.partial").exists():
-            raise UserError(
-                f"--resume: out={config.out} has no checkpoint, and its metrics.jsonl tells of one "
-                f"at step {step}, which was removed or could not be written; put it back, or "
-                f"remove {run} to start again"
-            )
+    if (run / state.SAVED).exists():
+        raise UserError(
+            f"--resume: out={config.out} has no checkpoint, and had one, by its {state.SAVED}; put "
+            f"it back, or remove {run} to start again"
+        )
 
 
 def _first_not_finite(loss: float, drawn: list[int]) -> str:

@@ -2,7 +2,9 @@
 
 A run's folder holds `checkpoints/step-000100/`: a model folder (see ladder.checkpoint) with the
 optimiser's state (`exp_avg.NAME`, `exp_avg_sq.NAME`) in the same kind of files, train.json, and the
-SHA-256 of every file in checksums.json. ladder.train.checkpointer writes it.
+SHA-256 of every file in checksums.json. ladder.train.checkpointer writes it. Once there has been
+one, the run's folder holds saved.json: without it nothing is lost where a run without a checkpoint
+starts again.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 
 from ladder.checkpoint import (
+    RECORD,
     WEIGHTS,
     TensorReader,
     checkpoints,
@@ -28,16 +31,43 @@ from ladder.models.transformer import Transformer
 from ladder.parallel.sharding import local_parameters, local_tensor
 from ladder.train.shards import MOMENTS, OPTIMIZER
 
+SAVED = "saved.json"  # of a run: its first checkpoint
+LOCK = ".lock"  # of a run, while it trains: see ladder.lock
 
-def verify(found: list[tuple[int, Path]]) -> None:
-    """Raise UserError, on every rank, unless the newest of these checkpoints is undamaged."""
-    folder = found[-1][1]
-    first = first_damage(folder)
-    if first is not None:
+
+def verified(found: list[tuple[int, Path]]) -> dict[str, Any]:
+    """The train.json of the newest of these checkpoints: `step`, the `config` it was trained with.
+
+    Raises UserError, on every rank, where the checkpoint is damaged.
+    """
+    step, folder = found[-1]
+    wrong = first_damage(folder)
+    record: dict[str, Any] = {}
+    if wrong is None:
+        try:
+            record = _read_record(folder / RECORD, step)
+        except UserError as error:
+            wrong = str(error)
+    if wrong is not None:
         earlier = [path for _, path in found[:-1]]
         remedy = f"go on from {earlier[-1].name}" if earlier else "begin again, without --resume"
         gone = folder if earlier else folder.parent.parent
-        raise UserError(f"{first}; copy it again, or remove {gone} to {remedy}")
+        raise UserError(f"{wrong}; copy it again, or remove {gone} to {remedy}")
+    return record
+
+
+def _read_record(path: Path, step: int) -> dict[str, Any]:
+    record = read_json(path)
+    layout = record.get("layout") or {}
+    if record.get("step") != step:
+        raise UserError(f"{path} has step={record.get('step')!r} in the checkpoint of step {step}")
+    if not isinstance(record.get("config"), dict):
+        raise UserError(f"{path} has config={record.get('config')!r}, no object of options")
+    if not isinstance(layout, dict) or not all(
+        isinstance(size, int) and size > 0 for size in layout.values()
+    ):
+        raise UserError(f"{path} has layout={layout!r}, no object of numbers of ranks")
+    return record
 
 
 def remove_partial(run: Path) -> None:
@@ -72,14 +102,6 @@ def _warn(folder: Path, error: OSError) -> None:
         file=sys.stderr,
         flush=True,
     )
-
-
-def read_record(folder: Path) -> dict[str, Any]:
-    """A checkpoint's train.json: `step` and the `config` it was trained with."""
-    record = read_json(folder / "train.json")
-    if not isinstance(record.get("step"), int) or not isinstance(record.get("config"), dict):
-        raise UserError(f"{folder / 'train.json'} lacks step or config; the file is damaged")
-    return record
 
 
 def restore(folder: Path, model: Transformer, optimizer: torch.optim.Optimizer, step: int) -> None:
