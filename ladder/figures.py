@@ -87,14 +87,19 @@ def lines(
             said[f"point-{number}-{place}"] = (
                 f"{name}: {x_label} {point[0]:.6g}, {y_label} {point[1]:.6g}"
             )
-    if ticks:
-        axes.set_xscale("log")
-        axes.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks])
-        axes.set_xticks([], minor=True)
-    if y_ticks:
-        axes.set_yscale("log")
-        axes.set_yticks(y_ticks, labels=[f"{tick:g}" for tick in y_ticks])
-        axes.set_yticks([], minor=True)
+    axes.autoscale_view()
+    for scale, axis, only in (
+        (axes.set_xscale, axes.xaxis, ticks),
+        (axes.set_yscale, axes.yaxis, y_ticks),
+    ):
+        if only:
+            scale("log")
+            axis.set_ticks(only, labels=[f"{tick:,.10g}" for tick in only])
+            axis.set_ticks([], minor=True)
+        elif max(map(abs, axis.get_view_interval())) >= 10_000:
+            axis.set_major_formatter("{x:,.0f}")
+        else:
+            axis.get_major_formatter().set_useOffset(False)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.set_xlabel(x_label, loc="left")

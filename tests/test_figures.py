@@ -67,6 +67,13 @@ def test_the_same_data_gives_the_same_bytes() -> None:
     assert figures.INK not in figures.inline(svg)  # a page's own colours
 
 
+def test_ticks_are_plain_numbers() -> None:
+    long = labels(lines({"ladder": ([0, 4_000_000], [0.1, 0.3])}, "tokens", "loss"))
+    assert {"1,000,000", "0.15", "0.20"} <= set(long)
+    found = labels(lines({"a": ([1, 64], [2, 200])}, "x", "y", ticks=[1, 64], y_ticks=[2, 200]))
+    assert set(found) == {"1", "64", "2", "200", "a", "x", "y"}
+
+
 def test_bars_have_room_for_what_stands_at_their_ends() -> None:
     svg = bars([Bar("a", 100.0, "s" * 40), Bar("b", 1.0, "1", bound=True)], "ms")
     assert values(svg) == ["a: 100 ms", "b: 1 ms"]
