@@ -39,11 +39,7 @@ def config_from_huggingface(data: Mapping[str, Any], where: str) -> ModelConfig:
         )
     if data.get("hidden_act", "silu") != "silu":
         raise UserError(f"{where} has hidden_act={data['hidden_act']!r}; only 'silu' is supported")
-    if data.get("quantization_config"):
-        raise UserError(
-            f"{where} has a quantization_config; quantised weights cannot be loaded, take the "
-            f"model in float32, bfloat16 or float16"
-        )
+    refuse_quantised(data, where)
     rope: dict[str, Any] = {"rope_theta": data.get("rope_theta", 10000.0)}
     for name in ("rope_scaling", "rope_parameters"):
         given = data.get(name) or {}
@@ -83,6 +79,15 @@ def config_from_huggingface(data: Mapping[str, Any], where: str) -> ModelConfig:
         raise UserError(f"{where}: {error}") from error
     _refuse_window(data, config, where)
     return config
+
+
+def refuse_quantised(data: Mapping[str, Any], where: str) -> None:
+    """Raise UserError for a config.json that says how its weights are quantised."""
+    if data.get("quantization_config"):
+        raise UserError(
+            f"{where} has a quantization_config; quantised weights cannot be loaded, take the "
+            f"model in float32, bfloat16 or float16"
+        )
 
 
 def _rope_fields(rope: Mapping[str, Any], where: str) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers.distributed.tensor_parallel import ParallelInterface, TensorParallelLayer
 
-from ladder.checkpoint import full, newest, read_config, read_json
+from ladder.checkpoint import full, newest, read_config
 from ladder.convert.command import convert, name_end
 from ladder.files import write_text
 from ladder.hf import modeling
@@ -18,6 +18,7 @@ from ladder.hf.bundle import AUTO_MAP, write_code
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel.sharding import place
+from ladder.reader import read_json
 
 
 class LadderForCausalLM(modeling.LadderForCausalLM):
@@ -63,8 +64,7 @@ def export(source: str | Path, out: str | Path) -> None:
 def _add_code(folder: Path) -> None:
     write_code(folder)
     name_end(folder)
-    data = read_json(folder / "config.json")
-    data |= {"architectures": [LadderForCausalLM.__name__], "auto_map": AUTO_MAP}
+    data = read_json(folder / "config.json") | {"auto_map": AUTO_MAP}
     write_text(folder / "config.json", json.dumps(data, indent=1) + "\n")
 
 

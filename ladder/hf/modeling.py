@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from ladder.convert.huggingface import config_from_huggingface
+from ladder.convert.huggingface import config_from_huggingface, refuse_quantised
+from ladder.hf.attending import LadderCache, attended, packed
 from ladder.models.config import ModelConfig
-from ladder.models.documents import starts_of
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer, tensor_shapes
+from ladder.reader import TensorReader
 
 # What is kept of another architecture's config.json.
 KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
@@ -36,6 +38,7 @@ class LadderConfig(PreTrainedConfig):
 
     model_type = "ladder"
     has_no_defaults_at_init = True
+    auto_map: ClassVar[dict[str, str]] = {}  # trl asks; save_pretrained says what goes along
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (transformers' way)
 
     model: dict | None = None
@@ -47,6 +50,7 @@ class LadderConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if not isinstance(self.model, dict):
             raise UserError(f"model={self.model!r} of a LadderConfig must be ModelConfig's fields")
+        refuse_quantised(kwargs, "the model's config.json")
         config = ModelConfig.from_dict(self.model)
         config.refuse_bound()
         self.model = config.to_dict()
@@ -110,145 +114,22 @@ def rewired(model: Any, plan: Any, tp_degree: int | None) -> dict[str, Any]:
     return new.to_dict()
 
 
-class LadderCache:
-    """transformers' cache as the Transformer asks for one; with None, tokens see each other alone.
+class LadderModel(nn.Module):
+    """What of the model lies below the head: `model` of a LadderForCausalLM, as in transformers.
 
-    Virtual ranks lie side by side as heads there, so that the first dimension is the batch, which
-    beam search reorders.
+    Its parts are those of `transformer.model`, whose place it takes.
     """
 
-    def __init__(self, cache: Any, held: int) -> None:
-        self.cache, self.held = cache, held
-
-    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        if self.cache is None:
-            return keys, values
-        if self.held == 1:
-            return self.cache.update(keys, values, layer)
-        stored = self.cache.update(self._as_heads(keys), self._as_heads(values), layer)
-        return self._as_rows(stored[0]), self._as_rows(stored[1])
-
-    def _as_heads(self, x: Tensor) -> Tensor:
-        """[R * B, heads, S, head_dim] -> [B, R * heads, S, head_dim]."""
-        return x.unflatten(0, (self.held, -1)).transpose(0, 1).flatten(1, 2)
-
-    def _as_rows(self, x: Tensor) -> Tensor:
-        return x.unflatten(1, (self.held, -1)).transpose(0, 1).flatten(0, 1)
-
-
-def attended(mask: Tensor | None, past: Any, tokens: Tensor, keys: int) -> Tensor:
-    """What `tokens` [B, S], after `past` others, may see of `keys` places: [B, 1, S, keys], bool.
-
-    mask: [B, past + S], 0 where there is padding. Padding sees itself, for to see nothing has no
-    softmax; nothing sees it.
-    """
-    batch, size = tokens.shape
-    places = torch.arange(keys, device=tokens.device)
-    own = past + torch.arange(size, device=tokens.device)[:, None]
-    seen = (places <= own)[None, None].expand(batch, 1, size, keys)
-    if mask is None:
-        return seen
-    kept = nn.functional.pad(mask[:, :keys].bool(), (0, max(0, keys - mask.shape[1])), value=True)
-    return seen & kept[:, None, None, :] | (places == own)
-
-
-def packed(positions: Tensor | None, mask: Tensor | None) -> Tensor | None:
-    """Where documents begin in rows [B, S] that hold several: see document_starts; else None.
-
-    A document begins where `positions` [B, S] do not go on by one, or where the numbers of `mask`
-    [B, S] change; 0 there is padding, within which nothing counts, and which sees itself alone.
-    """
-    given = positions if mask is None else mask
-    if given is None:
-        return None
-    begins = torch.ones_like(given, dtype=torch.bool)
-    after = torch.zeros_like(begins[:, 1:])
-    if positions is not None:
-        after = positions.diff() != 1
-    inside = after
-    if mask is not None:
-        changes = mask[:, 1:] != mask[:, :-1]
-        inside = (after | changes) & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
-        after = after | changes
-    if not inside.any():
-        return None
-    begins[:, 1:] = after
-    return starts_of(begins)
-
-
-class LadderForCausalLM(PreTrainedModel, GenerationMixin):
-    """`transformer`, with the names of its tensors, as one of transformers' models.
-
-    Its modules are this one's too, and it is none itself, so that no name has a prefix.
-    """
-
-    config_class = LadderConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _supports_sdpa = True
-    _no_split_modules = ["Attention", "MLP"]  # noqa: RUF012  (what FSDP wraps)
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
-    _tp_plan = {"model": "ladder"}  # noqa: RUF012  (a style that ladder.hf.model registers)
-    _keys_to_ignore_on_load_unexpected = [r"rotary_emb\.inv_freq"]  # noqa: RUF012
-
-    def __init__(self, config: LadderConfig) -> None:
-        super().__init__(config)
-        self.wrap(Transformer(config.resolved))
+    def __init__(self, config: LadderConfig, transformer: Transformer) -> None:
+        super().__init__()
+        self.config = config
         self.gradient_checkpointing = False
-        self.post_init()
-
-    @classmethod
-    def from_transformer(cls, transformer: Transformer, **fields: Any) -> LadderForCausalLM:
-        """The model that computes by `transformer`; fields: further ones of LadderConfig."""
-        dtype = transformer.lm_head.weight.dtype
-        config = LadderConfig(model=transformer.config.to_dict(), dtype=dtype, **fields)
-        with torch.device("meta"):
-            model = cls(config)
-        model.wrap(transformer)
-        return model.eval()
-
-    def wrap(self, transformer: Transformer) -> None:
-        self.model, self.lm_head = transformer.model, transformer.lm_head
+        for name, part in transformer.model.named_children():
+            self.add_module(name, part)
         # As nn.Embedding has it, for trainers that compare it with the tokenizer's size.
-        self.model.embed_tokens.num_embeddings = transformer.config.vocab_size
-        for module in (self, self.model):  # past nn.Module, which would register it
-            module.__dict__["transformer"] = transformer
-
-    def _init_weights(self, module: nn.Module) -> None:
-        names = (name for name, each in self.named_modules() if each is module)
-        for name, parameter in module.named_parameters(next(names), recurse=False):
-            if not getattr(parameter, "_is_hf_initialized", False):
-                seed = int(torch.randint(2**62, ()))
-                generator = torch.Generator(parameter.device).manual_seed(seed)
-                self.transformer.initialise(parameter, name, generator)
-
-    def resize_token_embeddings(
-        self, new_num_tokens: int | None = None, *args: Any, **options: Any
-    ) -> nn.Module:
-        """Refused: raises UserError unless the size stays as it is."""
-        size = self.config.resolved.vocab_size
-        if new_num_tokens not in (None, size) or options.get("pad_to_multiple_of"):
-            raise UserError(
-                f"an embedding of {new_num_tokens} tokens is wanted and the model has {size}; "
-                f"choose special tokens that the tokenizer has already, or resize the model as "
-                f"transformers' Llama first"
-            )
-        return self.model.embed_tokens
-
-    def _set_gradient_checkpointing(
-        self,
-        enable: bool = True,
-        gradient_checkpointing_func: Callable[..., Any] = checkpoint,
-        every_n_layers: int = 1,
-    ) -> None:
-        """Checkpoint attention and MLP, each on its own: what is communicated stays outside."""
-        self.gradient_checkpointing = enable
-        for i, layer in enumerate(self.model.layers):
-            for sublayer in (layer.self_attn, layer.mlp):
-                sublayer.__dict__.pop("forward", None)
-                if enable and i % every_n_layers == 0:
-                    run = functools.partial(_checkpointed, sublayer, gradient_checkpointing_func)
-                    sublayer.forward = run
+        self.embed_tokens.num_embeddings = transformer.config.vocab_size
+        self.__dict__["transformer"] = transformer  # past nn.Module, which would register it
+        transformer.model = self
 
     @can_return_tuple
     def forward(
@@ -258,20 +139,19 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
+        last: Tensor | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        """Logits, and with `labels` the mean loss of the next tokens; as LlamaForCausalLM's.
+    ) -> BaseModelOutputWithPast:
+        """What the head reads, [B, S, D], after the final norm.
 
         attention_mask: [B, past + S], 0 where there is padding, left or right; or [B, 1, S, keys],
-        true where attended. use_cache: by default the config's, and false in training. kwargs are
-        the loss's. Without a cache, position_ids that begin again begin another document, and so
-        do the numbers of a mask that change (1, 1, 2, 2): nothing sees another one, and nothing is
-        cached then.
+        true where attended. use_cache: by default the config's, and false in training. Without a
+        cache, position_ids that begin again begin another document, and so do the numbers of a mask
+        that change (1, 1, 2, 2): nothing sees another one, and nothing is cached then. last: [B],
+        the one place of each sequence that is wanted: [B, 1, D].
         """
         if input_ids is None or inputs_embeds is not None:
             raise UserError("inputs_embeds is not supported: give input_ids alone")
@@ -322,10 +202,7 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
         cache = None
         if mask is not None or past_key_values is not None:
             cache = LadderCache(past_key_values, transformer.reducer.ranks.held)
-        last = None
-        if isinstance(logits_to_keep, int) and logits_to_keep == 1:
-            last = torch.full_like(input_ids[:, 0], size - 1)
-        logits = transformer(
+        hidden, _ = transformer.hidden(
             input_ids,
             positions=position_ids,
             documents=documents,
@@ -333,14 +210,166 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
             mask=mask,
             last=last,
         )
-        if last is None and isinstance(logits_to_keep, int):
-            logits = logits[:, -logits_to_keep:]
-        elif last is None:
-            logits = logits[:, logits_to_keep]
+        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+
+
+class LadderForCausalLM(PreTrainedModel, GenerationMixin):
+    """`transformer`, with the names of its tensors, as one of transformers' models.
+
+    Its modules are this one's too, and it is none itself, so that no name has a prefix.
+    """
+
+    config_class = LadderConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _no_split_modules = ["Attention", "MLP"]  # noqa: RUF012  (what FSDP wraps)
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tp_plan = {"model": "ladder"}  # noqa: RUF012  (a style that ladder.hf.model registers)
+    _keys_to_ignore_on_load_unexpected = [r"rotary_emb\.inv_freq"]  # noqa: RUF012
+
+    def __init__(self, config: LadderConfig) -> None:
+        super().__init__(config)
+        self.wrap(Transformer(config.resolved))
+        self.post_init()
+
+    @classmethod
+    def from_transformer(cls, transformer: Transformer, **fields: Any) -> LadderForCausalLM:
+        """The model that computes by `transformer`; fields: further ones of LadderConfig."""
+        dtype = transformer.lm_head.weight.dtype
+        config = LadderConfig(model=transformer.config.to_dict(), dtype=dtype, **fields)
+        with torch.device("meta"):
+            model = cls(config)
+        model.wrap(transformer)
+        return model.eval()
+
+    def wrap(self, transformer: Transformer) -> None:
+        self.model, self.lm_head = LadderModel(self.config, transformer), transformer.lm_head
+        self.__dict__["transformer"] = transformer  # past nn.Module, which would register it
+
+    def get_decoder(self) -> LadderModel:
+        return self.model
+
+    def _init_weights(self, module: nn.Module) -> None:
+        names = (name for name, each in self.named_modules() if each is module)
+        for name, parameter in module.named_parameters(next(names), recurse=False):
+            if not getattr(parameter, "_is_hf_initialized", False):
+                seed = int(torch.randint(2**62, ()))
+                generator = torch.Generator(parameter.device).manual_seed(seed)
+                self.transformer.initialise(parameter, name, generator)
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, *args: Any, **options: Any
+    ) -> nn.Module:
+        """Refused: raises UserError unless the size stays as it is."""
+        size = self.config.resolved.vocab_size
+        if new_num_tokens not in (None, size) or options.get("pad_to_multiple_of"):
+            raise UserError(
+                f"an embedding of {new_num_tokens} tokens is wanted and the model has {size}; "
+                f"choose special tokens that the tokenizer has already, or resize the model as "
+                f"transformers' Llama first"
+            )
+        return self.model.embed_tokens
+
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] = checkpoint,
+        every_n_layers: int = 1,
+    ) -> None:
+        """Checkpoint attention and MLP, each on its own: what is communicated stays outside."""
+        self.model.gradient_checkpointing = enable
+        for i, layer in enumerate(self.model.layers):
+            for sublayer in (layer.self_attn, layer.mlp):
+                sublayer.__dict__.pop("forward", None)
+                if enable and i % every_n_layers == 0:
+                    run = functools.partial(_checkpointed, sublayer, gradient_checkpointing_func)
+                    sublayer.forward = run
+
+    @classmethod
+    def from_pretrained(cls, path: Any, *args: Any, **options: Any) -> Any:
+        """As transformers', but refused where the folder's tensors are not all the model's.
+
+        Raises UserError as `load_model` does, and for what transformers would quantise.
+        """
+        for name in ("load_in_8bit", "load_in_4bit", "quantization_config", "gguf_file"):
+            if given := options.get(name):
+                shown = given if isinstance(given, bool | str | dict) else type(given).__name__
+                raise UserError(
+                    f"{name}={shown!r} is not for our models, whose matrices no quantiser "
+                    f"knows; leave it out, and load with dtype=torch.bfloat16 to save memory"
+                )
+        if options.setdefault("use_safetensors", True) is not True:
+            raise UserError(
+                f"use_safetensors={options['use_safetensors']!r} would unpickle the folder's "
+                f"weights; leave it out"
+            )
+        folder = Path(str(path), options.get("subfolder") or "")
+        if (folder / "config.json").is_file() and not options.get("variant"):
+            TensorReader(folder, "model").close()  # what to do where it has none, or a .bin
+        return super().from_pretrained(path, *args, **options)
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: Any, state_dict: Any, checkpoint_files: list[str] | None, *args: Any, **options: Any
+    ) -> Any:
+        """Check the files that transformers has found, or fetched, before it reads them.
+
+        It would fill what they lack with random numbers, and take one of two that should be tied.
+        """
+        if checkpoint_files is not None:
+            files = [Path(file) for file in checkpoint_files]
+            reader = TensorReader(files[0].parent, "model", [file.name for file in files])
+            reader.check(model.transformer)
+            reader.close()
+        return PreTrainedModel._load_pretrained_model(
+            model, state_dict, checkpoint_files, *args, **options
+        )
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits, and with `labels` the mean loss of the next tokens; as LlamaForCausalLM's.
+
+        The rest is LadderModel's; kwargs are the loss's.
+        """
+        last = None
+        if type(logits_to_keep) is int and logits_to_keep == 1 and input_ids is not None:
+            last = torch.full_like(input_ids[:, 0], input_ids.shape[1] - 1)
+        out = self.model(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            output_attentions,
+            output_hidden_states,
+            last,
+            return_dict=True,
+        )
+        hidden = out.last_hidden_state
+        if last is None:
+            whole = isinstance(logits_to_keep, int)
+            hidden = hidden[:, slice(-logits_to_keep, None) if whole else logits_to_keep]
+        reducer, size = self.transformer.reducer, self.transformer.config.vocab_size
+        logits = reducer.gather(self.lm_head(hidden), size)
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+            loss = self.loss_function(logits, labels, vocab_size=size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=out.past_key_values)
 
 
 def _checkpointed(sublayer: nn.Module, function: Callable[..., Any], *args: Any) -> Any:

@@ -134,6 +134,31 @@ class Transformer(nn.Module):
         Every rank returns the same values. Calling `backward` on the same function of them on
         every rank gives that function's gradients, counted once.
         """
+        if targets is not None:
+            self._check_ids("targets", targets, torch.iinfo(targets.dtype).min)
+        normed, reducer = self.hidden(
+            tokens, positions=positions, documents=documents, cache=cache, mask=mask, last=last
+        )
+        logits = self.lm_head(normed)
+        if targets is not None:
+            first = vocabulary_start(self.config.vocab_size, reducer.ranks)
+            return token_losses(logits, targets, first, reducer, self.passes)
+        return reducer.gather(logits, self.config.vocab_size) if gather else logits
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        mask: Tensor | None = None,
+        last: Tensor | None = None,
+    ) -> tuple[Tensor, Reducer]:
+        """What the head reads, [B, S, D] (with `last` [B, 1, D]), and what gathers its logits.
+
+        The arguments are `forward`'s.
+        """
         assert tokens.dim() == 2, tokens.shape
         assert mask is None or cache is not None, "a mask is for what a cache holds"
         assert documents is None or cache is None, "a cache holds one document of each sequence"
@@ -144,8 +169,6 @@ class Transformer(nn.Module):
                 f"max_seq_len={self.config.max_seq_len}; shorten it"
             )
         self._check_ids("tokens", tokens, 0)
-        if targets is not None:
-            self._check_ids("targets", targets, torch.iinfo(targets.dtype).min)
         reducer, plan = self.reducer.pick(tokens.shape), self.config.plan
         ranks = reducer.ranks
         embedded = reducer.start_stream(self.model.embed_tokens(tokens))
@@ -201,11 +224,7 @@ class Transformer(nn.Module):
             normed = reducer.sum(reducer.sum_held(normed)) / ranks.degree
         elif ranks.held > 1:  # one copy will do
             normed = self.model.norm(normed[0]) if plan.equal_reads[-1] else normed[0]
-        logits = self.lm_head(normed)
-        if targets is not None:
-            first = vocabulary_start(self.config.vocab_size, ranks)
-            return token_losses(logits, targets, first, reducer, self.passes)
-        return reducer.gather(logits, self.config.vocab_size) if gather else logits
+        return normed, reducer
 
     def _check_ids(self, name: str, ids: Tensor, least: int) -> None:
         """Raise UserError for one beyond the vocabulary; on a CPU, where looking costs nothing.

@@ -42,8 +42,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ladder.checkpoint import SHARD_BYTES, SHARDING_INFO, WEIGHTS, save
+from ladder.checkpoint import SHARD_BYTES, WEIGHTS, save
 from ladder.files import checksum, sync
+from ladder.reader import SHARDING_INFO
 
 OPTIMIZER = "optimizer"
 MOMENTS = ("exp_avg", "exp_avg_sq")

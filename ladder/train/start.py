@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ladder.checkpoint import WEIGHTS, TensorReader, newest, read_config, refuse_damage
+from ladder.checkpoint import WEIGHTS, TensorReader, fill, newest, read_config, refuse_damage
 from ladder.data.batches import TokenData, check_tokenizer
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
@@ -51,7 +51,7 @@ class Start:
             reader = TensorReader(self.folder, WEIGHTS)
             reader.check(model)
             refuse_damage(reader, "start from another checkpoint of the run")
-            reader.fill(model)
+            fill(model, reader)
 
 
 def starting_point(

@@ -22,6 +22,7 @@ from ladder.checkpoint import (
     WEIGHTS,
     TensorReader,
     checkpoints,
+    fill,
     first_damage,
     read_config,
     read_json,
@@ -117,7 +118,7 @@ def restore(folder: Path, model: Transformer, optimizer: torch.optim.Optimizer, 
             f"(plan {stored.plan.name!r} there, {model.config.plan.name!r} here); resume with the "
             f"run's own config"
         )
-    TensorReader(folder, WEIGHTS).fill(model)
+    fill(model, TensorReader(folder, WEIGHTS))
     reader = TensorReader(folder, OPTIMIZER)
     parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
     for name, local, part in local_parameters(model):

@@ -1,0 +1,76 @@
+"""What tokens may see: a cache of transformers' as ours, its masks, rows that hold documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ladder.models.documents import starts_of
+
+
+class LadderCache:
+    """transformers' cache as the Transformer asks for one; with None, tokens see each other alone.
+
+    Virtual ranks lie side by side as heads there, so that the first dimension is the batch, which
+    beam search reorders.
+    """
+
+    def __init__(self, cache: Any, held: int) -> None:
+        self.cache, self.held = cache, held
+
+    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if self.cache is None:
+            return keys, values
+        if self.held == 1:
+            return self.cache.update(keys, values, layer)
+        stored = self.cache.update(self._as_heads(keys), self._as_heads(values), layer)
+        return self._as_rows(stored[0]), self._as_rows(stored[1])
+
+    def _as_heads(self, x: Tensor) -> Tensor:
+        """[R * B, heads, S, head_dim] -> [B, R * heads, S, head_dim]."""
+        return x.unflatten(0, (self.held, -1)).transpose(0, 1).flatten(1, 2)
+
+    def _as_rows(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, (self.held, -1)).transpose(0, 1).flatten(0, 1)
+
+
+def attended(mask: Tensor | None, past: Any, tokens: Tensor, keys: int) -> Tensor:
+    """What `tokens` [B, S], after `past` others, may see of `keys` places: [B, 1, S, keys], bool.
+
+    mask: [B, past + S], 0 where there is padding. Padding sees itself, for to see nothing has no
+    softmax; nothing sees it.
+    """
+    batch, size = tokens.shape
+    places = torch.arange(keys, device=tokens.device)
+    own = past + torch.arange(size, device=tokens.device)[:, None]
+    seen = (places <= own)[None, None].expand(batch, 1, size, keys)
+    if mask is None:
+        return seen
+    kept = nn.functional.pad(mask[:, :keys].bool(), (0, max(0, keys - mask.shape[1])), value=True)
+    return seen & kept[:, None, None, :] | (places == own)
+
+
+def packed(positions: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """Where documents begin in rows [B, S] that hold several: see document_starts; else None.
+
+    A document begins where `positions` [B, S] do not go on by one, or where the numbers of `mask`
+    [B, S] change; 0 there is padding, within which nothing counts, and which sees itself alone.
+    """
+    given = positions if mask is None else mask
+    if given is None:
+        return None
+    begins = torch.ones_like(given, dtype=torch.bool)
+    after = torch.zeros_like(begins[:, 1:])
+    if positions is not None:
+        after = positions.diff() != 1
+    inside = after
+    if mask is not None:
+        changes = mask[:, 1:] != mask[:, :-1]
+        inside = (after | changes) & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+        after = after | changes
+    if not inside.any():
+        return None
+    begins[:, 1:] = after
+    return starts_of(begins)

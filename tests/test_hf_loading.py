@@ -1,0 +1,172 @@
+"""What transformers' way of loading refuses: folders that are not whole, and what would quantise.
+
+The messages are those of `ladder convert`, which checks by the same code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from ladder.checkpoint import write_config
+from ladder.convert.command import convert
+from ladder.hf import LadderForCausalLM
+from ladder.models import UserError
+from tests.test_checkpoint import TOKENS, make, save_llama, save_ours
+
+
+def edited(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        for file in folder.glob("*.safetensors"):
+            tensors |= load_file(file)
+            file.unlink()
+        (folder / "model.safetensors.index.json").unlink()
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return apply
+
+
+def lacking(tensors: dict[str, torch.Tensor]) -> None:
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+
+
+def of_eight_bits(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+
+def untied(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0)
+
+
+def narrower(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name][:-1].contiguous()
+
+
+def pickled(folder: Path) -> None:
+    edited(lambda tensors: torch.save(tensors, folder / "pytorch_model.bin"))(folder)
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("changes", "damage", "message"),
+    [
+        ({}, edited(lacking), r"lacks the tensor 'model.layers.1.mlp.up_proj.weight'"),
+        ({}, edited(of_eight_bits), "up_proj.weight' has the type F8_E4M3, and quantised weights"),
+        ({}, edited(narrower), r"up_proj.weight' has the shape \[55, 32\] but the model needs"),
+        ({}, edited(lambda t: t.update(more=torch.ones(1))), "does not have: more"),
+        (
+            {"tie_word_embeddings": True}, edited(untied),
+            "lm_head.weight differs from model.embed_tokens.weight but its config.json ties them",
+        ),
+        ({}, pickled, "pytorch_model.bin is pickled: make safetensors of it with transformers"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_is_not_whole_is_refused_as_convert_refuses_it(
+    tmp_path: Path, changes: dict[str, Any], damage: Callable[[Path], None], message: str
+) -> None:
+    """transformers would make up what is missing, or take what is of another type or not tied."""
+    folder = tmp_path / "llama"
+    save_llama(folder, **changes)
+    damage(folder)
+    found = []
+    for load in (
+        lambda: convert(folder, tmp_path / "out"),
+        lambda: LadderForCausalLM.from_pretrained(folder),
+        lambda: LadderForCausalLM.from_pretrained(folder, plan="ladder", dtype=torch.bfloat16),
+    ):
+        with pytest.raises(UserError, match=message) as error:
+            load()
+        found.append(str(error.value))
+    assert len(set(found)) == 1
+
+
+def test_a_folder_that_lacks_a_tensor_is_refused_by_the_auto_class(tmp_path: Path) -> None:
+    convert_me = tmp_path / "llama"
+    save_llama(convert_me)
+    convert(convert_me, tmp_path / "ours", plan="ladder")
+    tensors = load_file(tmp_path / "ours" / "model.safetensors")
+    lacking(tensors)
+    save_file(tensors, tmp_path / "ours" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks the tensor 'model.layers.1.mlp.up_proj.weight'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"load_in_8bit": True},
+        {"load_in_4bit": True},
+        {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)},
+        {"quantization_config": {"load_in_4bit": True}},
+    ],
+)
+def test_what_would_quantise_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    save_ours(tmp_path, make("ladder", None))
+    for loader in (LadderForCausalLM, AutoModelForCausalLM):
+        with pytest.raises(UserError, match=f"{next(iter(options))}=.* is not for our models"):
+            loader.from_pretrained(tmp_path, **options)
+
+
+def test_a_config_that_says_quantised_is_refused(tmp_path: Path) -> None:
+    save_ours(tmp_path, make("ladder", None))
+    data = json.loads((tmp_path / "config.json").read_text())
+    data["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    for loader in (LadderForCausalLM, AutoModelForCausalLM):
+        with pytest.raises(UserError, match="has a quantization_config; quantised weights cannot"):
+            loader.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_safetensors": False}, "use_safetensors=False would unpickle"),
+        ({"gguf_file": "model.gguf"}, "gguf_file='model.gguf' is not for our models"),
+    ],
+)
+def test_other_files_are_not_asked_for(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    save_ours(tmp_path, make("ladder", None))
+    with pytest.raises(UserError, match=message):
+        LadderForCausalLM.from_pretrained(tmp_path, **options)
+
+
+@pytest.mark.parametrize("variant", [None, "fp32"])
+@torch.no_grad()
+def test_what_is_whole_is_loaded(tmp_path: Path, variant: str | None) -> None:
+    """One head that is stored although it is tied, and files of a variant's name."""
+    llama = save_llama(tmp_path, tie_word_embeddings=True)
+    edited(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))(tmp_path)
+    if variant is not None:
+        (tmp_path / "model.safetensors").rename(tmp_path / f"model.{variant}.safetensors")
+    model = LadderForCausalLM.from_pretrained(tmp_path, variant=variant)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert (model(TOKENS).logits - llama(TOKENS).logits).abs().max() < 1e-5
+
+
+def test_folders_of_ours_name_the_class(tmp_path: Path) -> None:
+    """Trainers look there for what to load a reference model as."""
+    source = tmp_path / "llama"
+    save_llama(source)
+    convert(source, tmp_path / "ours", plan="ladder")
+    write_config(tmp_path, make().config, eos_token_id=0)
+    for folder in (tmp_path, tmp_path / "ours"):
+        data = json.loads((folder / "config.json").read_text())
+        assert data["architectures"] == ["LadderForCausalLM"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert model.config.architectures == ["LadderForCausalLM"]
