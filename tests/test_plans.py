@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -318,6 +319,27 @@ def test_a_bad_record_names_its_field(record: dict[str, Any], words: list[str]) 
 def test_a_degree_below_one_is_refused(plan: str, degree: int) -> None:
     with pytest.raises(UserError, match=f"tp_degree={degree} must be"):
         resolve_plan(plan, L, degree)
+
+
+def test_records_of_another_degree_are_refused() -> None:
+    """dtp scales by sqrt(T): its records of T = 4 with T = 2 are another model."""
+    old = small_config("dtp-2", tp_degree=4)
+    saved = {**old.to_dict(), "tp_degree": 2}
+    message = r"plan 'dtp-2' with tp_degree=2 .* own_scale=2 where sqrt\(2\) .* had \(4\)"
+    with pytest.raises(UserError, match=message):
+        ModelConfig.from_dict(saved)
+    with pytest.raises(UserError, match=message):
+        replace(old, tp_degree=2)
+    with pytest.raises(UserError, match=message):
+        small_config(yaml.safe_load(yaml.safe_dump(old.plan.to_dict())), tp_degree=2)
+    assert ModelConfig.from_dict({**saved, "plan": "dtp-2"}) == small_config("dtp-2", tp_degree=2)
+    assert ModelConfig.from_dict(old.to_dict()) == old
+    # Records of one's own are what they say, whatever the name or T.
+    records = old.plan.to_dict()["sublayers"]
+    assert small_config(records, tp_degree=2).plan.sublayers[0].own_scale == 2.0
+    records[0]["peer_lag"] = 1
+    own = small_config({"name": "dtp-2", "sublayers": records}, tp_degree=2)
+    assert own.plan.sublayers[0].peer_lag == 1
 
 
 def test_numbers_that_yaml_reads_as_strings() -> None:

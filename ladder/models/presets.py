@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ladder.models.errors import UserError, check_keys, unknown
@@ -52,7 +53,30 @@ def resolve_plan(spec: PlanSpec, num_layers: int, tp_degree: int | None = None) 
         raise UserError(
             f"plan {plan.name!r} has {plan.num_layers} layers but the model has {num_layers}"
         )
+    _refuse_other_scales(plan, tp_degree)
     return plan
+
+
+def _refuse_other_scales(plan: Plan, tp_degree: int | None) -> None:
+    """Raise UserError for the records of `dtp-D` as resolved for another T than `tp_degree`.
+
+    They may come with a model's weights, so that they are not resolved anew unasked.
+    """
+    delay = re.fullmatch(r"dtp-(\d+)", plan.name)
+    if tp_degree is None or delay is None or int(delay[1]) >= len(plan.sublayers):
+        return
+    wanted = _preset(plan.name, range(plan.num_layers), plan.num_layers, tp_degree)
+    pairs = list(zip(plan.sublayers, wanted, strict=False))
+    if any(replace(old, own_scale=new.own_scale) != new for old, new in pairs):
+        return  # records of its own under that name
+    for old, new in pairs:
+        if not math.isclose(old.own_scale, new.own_scale, rel_tol=1e-3):  # written out by hand
+            raise UserError(
+                f"plan {plan.name!r} with tp_degree={tp_degree} holds records of another T: "
+                f"own_scale={old.own_scale:.4g} where sqrt({tp_degree}) is wanted; give the plan "
+                f"by its name, {plan.name}, to have it resolved anew, or the tp_degree that it had "
+                f"({round(old.own_scale**2)})"
+            )
 
 
 def _from_mapping(spec: Mapping[str, Any], num_layers: int, tp_degree: int | None) -> Plan:
