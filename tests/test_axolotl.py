@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 from ladder.checkpoint import load_model, read_config
 from ladder.config import load_plan
 from ladder.hf import LadderForCausalLM
-from ladder.hf.axolotl_options import Planned, check, check_keys, check_plugins
+from ladder.hf.axolotl_options import WITH_ADAPTERS, Planned, check, check_keys, check_plugins
 from ladder.models import UserError, resolve_plan
 from ladder.train.config import load_train_config
 from tests.chats import TEMPLATE, make_chats, write_chats
@@ -34,7 +34,9 @@ GOOD = {"cls_model_config": "LadderConfig", "attn_implementation": "sdpa", "micr
     ("options", "message"),
     [
         ({"cls_model_config": None}, "cls_model_config=None must be 'LadderConfig'"),
-        ({"adapter": "lora"}, "adapter='lora' is not for our models: it looks for nn.Linear"),
+        ({"adapter": "qlora"}, "adapter='qlora' is not for our models: lora alone is"),
+        ({"adapter": "lora", "lora_qkv_kernel": True}, "lora_qkv_kernel=True .* they patch"),
+        ({"adapter": "lora", "merge_method": "memory_efficient"}, "without the plan; say legacy"),
         ({"load_in_8bit": True}, "load_in_8bit=True is not for our models"),
         ({"flash_attention": True}, "flash_attention=True .* compute attention themselves"),
         ({"attn_implementation": "flex_attention"}, "'flex_attention' .* say sdpa"),
@@ -61,6 +63,7 @@ def test_what_axolotl_would_swallow_is_an_error(options: dict[str, Any], message
 def test_what_is_for_our_models_is_none() -> None:
     check(GOOD)
     check({**GOOD, "tensor_parallel_size": 1, "adapter": None, "gradient_checkpointing": True})
+    check({**GOOD, "adapter": "lora", **WITH_ADAPTERS})
     check({**GOOD, "model_type": "AutoModelForCausalLM", "model_config": {"eos_token_id": 3}})
     check({**GOOD, "fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}})
 

@@ -6,6 +6,7 @@
     ladder_plan: hybrid           # what ladder takes as a plan
     ladder_tp_degree: null        # where the plan depends on T
     ladder_float32_weights: true  # with bf16: true, which else rounds weights and all updates
+    adapter: lora                 # if wanted; `axolotl merge-lora` then writes a folder of ours
 
 configs/axolotl/paper-sft.yaml is a whole one. What Axolotl would ignore is an error: see
 ladder.hf.axolotl_options. Tried with Axolotl 0.19.0, which pins transformers 5.16.1.
@@ -20,7 +21,14 @@ import torch
 import transformers
 
 from ladder.hf import LadderForCausalLM
-from ladder.hf.axolotl_options import CONFIG_CLASS, Planned, check, check_keys, check_plugins
+from ladder.hf.axolotl_options import (
+    CONFIG_CLASS,
+    WITH_ADAPTERS,
+    Planned,
+    check,
+    check_keys,
+    check_plugins,
+)
 from ladder.models.errors import UserError
 
 try:
@@ -65,6 +73,8 @@ class LadderPlugin(BasePlugin):
         if "model_config_type" not in cfg:  # or Axolotl has added what it found out (ray)
             check_keys(cfg, [merge_input_args()[1]], _command_line())
         check(cfg)
+        if cfg.get("adapter"):
+            cfg.update(WITH_ADAPTERS)
         setattr(transformers, CONFIG_CLASS, Planned.of(cfg))
 
     def on_config_validation_error(self, cfg: Any) -> None:

@@ -2,8 +2,8 @@
 
 Axolotl ignores a key that it does not know and goes on without a plugin that it cannot import. Much
 of what it offers replaces nn.Linear, or the attention of transformers, or waits for a layer's
-forward; our models have none of these, so that the option would do nothing, or fail far from its
-cause. Whatever of that a YAML has is an error here, before any data is read.
+forward; our models have none of these but matrices for LoRA, so that the option would do nothing,
+or fail far from its cause. Whatever of that a YAML has is an error here, before any data is read.
 """
 
 from __future__ import annotations
@@ -24,22 +24,27 @@ from ladder.models.errors import UserError
 
 PLUGIN = "ladder.hf.axolotl.LadderPlugin"
 CONFIG_CLASS = "LadderConfig"
-MATRICES = "it looks for nn.Linear, which our matrices, views of several ranks' shards, are not"
+MATRICES = "no quantiser knows our matrices"
 ATTENTION = "they compute attention themselves, whatever attn_implementation: sdpa would do"
 LAYERS = "it hooks into the forward of transformers' layers, which ours do not have"
 RANKS = (
     "Axolotl's trainer does not know how our models run on several ranks, and each rank would "
     "train on its part alone; use FSDP (fsdp_version: 2), or ladder finetune"
 )
+LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+# What Axolotl does with an adapter unless told otherwise, and must not here: its kernels, and a
+# merge that reads base_model's files and keeps its config.json, without the plan.
+WITH_ADAPTERS = {**dict.fromkeys(LORA_KERNELS, False), "merge_method": "legacy"}
 REFUSED = {
     **dict.fromkeys(
-        ("adapter", "load_in_4bit", "load_in_8bit", "gptq", "qat", "fp8", "use_onebitllms",
+        ("load_in_4bit", "load_in_8bit", "gptq", "qat", "fp8", "use_onebitllms",
          "model_quantization_config", "relora"), MATRICES),
     **dict.fromkeys(
         ("flash_attention", "flex_attention", "xformers_attention", "sage_attention",
          "eager_attention", "s2_attention", "flash_attn_cross_entropy", "flash_attn_fuse_mlp",
          "flash_attn_rms_norm", "flash_optimum", "fused_attn_kernel", "large_head_attention",
          "scaling_softmax", "sdpa_varlen"), ATTENTION),
+    **dict.fromkeys(LORA_KERNELS, "they patch the attention and MLPs of transformers' models"),
     **dict.fromkeys(
         ("activation_offloading", "layer_offloading", "selective_checkpointing", "tiled_mlp",
          "use_kernels"), LAYERS),
@@ -63,6 +68,13 @@ def check(options: Mapping[str, Any]) -> None:
     for name, why in REFUSED.items():
         if options.get(name):
             raise UserError(f"{name}={options[name]!r} is not for our models: {why}; leave it out")
+    if options.get("adapter") not in (None, "lora"):
+        raise UserError(f"adapter={options['adapter']!r} is not for our models: lora alone is")
+    if options.get("adapter") and options.get("merge_method") not in (None, "legacy"):
+        raise UserError(
+            f"merge_method={options['merge_method']!r} would write base_model's config.json, "
+            f"without the plan; say legacy"
+        )
     for name in SIZES:
         if (options.get(name) or 1) != 1:
             raise UserError(f"{name}={options[name]!r} is not for our models: {RANKS}")
@@ -154,6 +166,7 @@ class Planned:
 
     plan: Any
     tp_degree: int | None
+    adapter: str | None
     sequence_len: int | None
     checkpoint: Path | None
 
@@ -163,6 +176,7 @@ class Planned:
         return cls(
             load_plan(dict(plan) if isinstance(plan, Mapping) else plan),
             options.get("ladder_tp_degree"),
+            options.get("adapter"),
             options.get("sequence_len"),
             resumed(options),
         )
@@ -183,6 +197,11 @@ class Planned:
             )
         given = {"plan": self.plan, "tp_degree": self.tp_degree}
         config: LadderConfig = LadderConfig.from_pretrained(source, **options, **given)
+        if self.adapter and config.resolved.plan.depends_on_tp:
+            raise UserError(
+                f"adapter={self.adapter!r} is for plans that do not depend on T, and "
+                f"{config.resolved.plan.name!r} does; leave it out"
+            )
         longest = config.resolved.max_seq_len
         if (self.sequence_len or 0) > longest:
             raise UserError(

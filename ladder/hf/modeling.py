@@ -166,6 +166,12 @@ class LadderModel(nn.Module):
         if self.gradient_checkpointing and self.training:  # a second pass would store keys again
             use_cache, past_key_values = False, None
         transformer, size = self.transformer, input_ids.shape[1]
+        if transformer.reducer.ranks.degree > 1 and transformer.adapted:
+            raise UserError(
+                f"an adapter is for matrices of one rank, and this model has "
+                f"{transformer.reducer.ranks.degree} (plan {transformer.config.plan.name!r}); take "
+                f"a plan that does not depend on T and one process, or train all weights"
+            )
         past, keys, documents = 0, size, None
         if past_key_values is None and (
             attention_mask is None or attention_mask.shape == input_ids.shape
@@ -247,6 +253,11 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
         self.model, self.lm_head = LadderModel(self.config, transformer), transformer.lm_head
         self.__dict__["transformer"] = transformer  # past nn.Module, which would register it
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "lm_head" and "transformer" in self.__dict__:  # one that an adapter trains
+            self.transformer.lm_head = value
+
     def get_decoder(self) -> LadderModel:
         return self.model
 
@@ -311,19 +322,24 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
 
     @staticmethod
     def _load_pretrained_model(
-        model: Any, state_dict: Any, checkpoint_files: list[str] | None, *args: Any, **options: Any
+        model: Any,
+        state_dict: Any,
+        checkpoint_files: list[str] | None,
+        load_config: Any,
+        expected_keys: list[str] | None = None,
     ) -> Any:
         """Check the files that transformers has found, or fetched, before it reads them.
 
         It would fill what they lack with random numbers, and take one of two that should be tied.
+        expected_keys: the names of an adapter's tensors, where it loads one.
         """
-        if checkpoint_files is not None:
+        if checkpoint_files is not None and expected_keys is None:
             files = [Path(file) for file in checkpoint_files]
             reader = TensorReader(files[0].parent, "model", [file.name for file in files])
             reader.check(model.transformer)
             reader.close()
         return PreTrainedModel._load_pretrained_model(
-            model, state_dict, checkpoint_files, *args, **options
+            model, state_dict, checkpoint_files, load_config, expected_keys
         )
 
     @can_return_tuple

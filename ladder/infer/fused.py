@@ -186,11 +186,11 @@ def fused_add_norm(
 def can_fuse(model: Transformer) -> bool:
     """Whether `fuse` knows this model.
 
-    No virtual ranks, no biases of outputs or MLPs, weights of a type that the kernels know and
-    compute in.
+    No virtual ranks, no biases of outputs or MLPs, no adapters, weights of a type that the kernels
+    know and compute in.
     """
     config, stored = model.config, model.model.embed_tokens.weight.dtype
-    unknown = config.attention_bias or config.mlp_bias or stored not in DTYPES
+    unknown = config.attention_bias or config.mlp_bias or model.adapted or stored not in DTYPES
     return model.reducer.ranks.held == 1 and not unknown and model.compute_dtype in (None, stored)
 
 

@@ -34,20 +34,23 @@ class KeyValueCache(Protocol):
         ...
 
 
-class Split(nn.Module):
+class Split(nn.Linear):
     """A matrix split over the ranks: by output rows (`column`), or by input columns (`row`).
 
     Column: x [(R,) B, S, in] -> this process's outputs, [(R,) B, S, out / T].
     Row: x [(R,) B, S, in / T] -> each rank's partial, [(R,) B, S, out]; its bias, where it has
     one, is added once, by rank 0.
+
+    It is an nn.Linear so that adapters find it (PEFT's LoRA), which are for one rank alone.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool, row: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        super().__init__(inputs, outputs, bias)
         self.row = row
         self.ranks = Ranks()
+
+    def reset_parameters(self) -> None:
+        """Numbers come from Transformer.initialise or a folder."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = local(self.weight).to(x.dtype)

@@ -70,6 +70,17 @@ class Transformer(nn.Module):
         """Those of which this process holds a part, and that do not know it (as DTensors would)."""
         return [n for n, each in self.named_parameters() if each.shape != self.shapes[n]]
 
+    @property
+    def adapted(self) -> bool:
+        """Whether something, as an adapter of PEFT's, stands where a matrix was."""
+        parts = [part for layer in self.model.layers for part in (layer.self_attn, layer.mlp)]
+        return any(
+            not isinstance(each, Split)
+            for part in parts
+            for name, each in part.named_children()
+            if name.endswith("_proj")
+        )
+
     def use(self, reducer: Reducer) -> None:
         """Compute `reducer.ranks`, and communicate by `reducer`.
 
