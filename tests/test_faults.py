@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -18,14 +19,14 @@ from typing import Any
 import pytest
 import torch
 
-from ladder.checkpoint import checkpoints, newest
+from ladder.checkpoint import CHECKSUMS, checkpoints, digest, newest, read_checksums
 from ladder.config import build
 from ladder.models.errors import UserError
 from ladder.train import loop, metrics, shards, step
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests.distributed import PATIENCE, Pools
-from tests.test_train import losses, recipe, stored, untimed, weights
+from tests.test_train import losses, recipe, seal, stored, untimed, weights
 
 ROOT = Path(__file__).parent.parent
 STEPS = 50
@@ -432,14 +433,104 @@ def test_tensorboards_full_disk_is_told_as_ours(tmp_path: Path) -> None:
         broken()
 
 
-@pytest.mark.parametrize("damage", ["{", "\x00" * 9, None], ids=["cut", "zeros", "gone"])
-def test_checksums_that_are_damaged(corpus: Path, tmp_path: Path, damage: str | None) -> None:
-    """The error says what to do, as for any other file."""
+def swap(old: str, new: str) -> Callable[[str], str]:
+    return lambda text: text.replace(old, new, 1)
+
+
+def without(name: str) -> Callable[[str], str]:
+    """Checksums that never told of a file, and agree with themselves."""
+
+    def left(text: str) -> str:
+        sums = {
+            key: value for key, value in json.loads(text).items() if key not in (name, CHECKSUMS)
+        }
+        return json.dumps({**sums, CHECKSUMS: digest(sums)})
+
+    return left
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "{",
+        lambda text: "\x00" * 9,
+        lambda text: "{}",
+        lambda text: '{"optimizer.safetensors": 5}',
+        swap('safetensors": "', 'safetensors": "0'),
+        lambda text: re.sub(
+            r'(optimizer.safetensors": ")(.)', lambda m: m[1] + "fe"[m[2] == "f"], text
+        ),
+        without("model.safetensors"),
+        without("train.json"),
+        None,
+    ],
+    ids=[
+        "cut",
+        "zeros",
+        "empty",
+        "numbers",
+        "longer",
+        "flipped",
+        "no weights",
+        "no record",
+        "gone",
+    ],
+)
+def test_checksums_that_are_damaged(
+    corpus: Path, tmp_path: Path, damage: Callable[[str], str] | None
+) -> None:
+    """They are named, and not the files that they tell of, and the error says what to do. Catches
+    weights that are taken because nothing tells of them."""
     config = recipe(corpus, tmp_path / "run", checkpoint_interval=2)
     train(config, device="cpu", stop_after=5)
-    path = newest(tmp_path / "run") / "checksums.json"
+    flip(newest(tmp_path / "run") / "model.safetensors")
+    path = newest(tmp_path / "run") / CHECKSUMS
+    text = path.read_text()
     path.unlink()
     if damage is not None:
-        path.write_text(damage)
-    with pytest.raises(UserError, match=r"checksums.json.*remove .*step-000005 to go on from step"):
+        path.write_text(damage(text))
+    found = r"; copy it again, or remove .*step-000005 to go on from step-000004"
+    with pytest.raises(UserError, match=found) as caught:
+        train(config, device="cpu", resume=True)
+    assert str(caught.value).removeprefix("cannot read ").startswith(str(path))
+    if damage is not None:
+        start = recipe(corpus, tmp_path / "on", init=str(path.parent), model=None, plan=None)
+        with pytest.raises(UserError, match="start from another checkpoint"):
+            train(start, device="cpu")
+
+
+def test_checkpoints_from_before_checksums_had_their_own(corpus: Path, tmp_path: Path) -> None:
+    config = recipe(corpus, tmp_path / "run")
+    train(config, device="cpu", stop_after=2)
+    path = newest(tmp_path / "run") / CHECKSUMS
+    path.write_text(json.dumps(read_checksums(path.parent)))
+    train(config, device="cpu", resume=True)
+    assert len(losses(tmp_path / "run")) == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"step": -5}, "step=-5 in the checkpoint of step 4"),
+        ({"step": "4"}, "step='4'"),
+        ({"step": 3}, "step=3"),
+        ({"layout": 5}, "layout=5"),
+        ({"layout": {"dp": 0}}, "layout={'dp': 0}"),
+        ({"layout": [1]}, "layout=\\[1\\]"),
+        ({"config": 5}, "config=5"),
+        ({"first_plan": 5}, "first_plan=5"),
+    ],
+)
+def test_a_record_that_is_wrong_is_named(
+    corpus: Path, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    """With checksums that fit, as where somebody edited it."""
+    plans = [{"step": 1, "plan": "ladder"}]
+    config = recipe(corpus, tmp_path / "run", checkpoint_interval=2, convert_layers=plans)
+    train(config, device="cpu", stop_after=4)
+    path = newest(tmp_path / "run") / "train.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    seal(path)
+    found = rf"train\.json has {words}.*; copy it again, or remove .* to go on from step-000002"
+    with pytest.raises(UserError, match=found):
         train(config, device="cpu", resume=True)

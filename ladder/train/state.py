@@ -68,6 +68,8 @@ def _read_record(path: Path, step: int) -> dict[str, Any]:
         isinstance(size, int) and size > 0 for size in layout.values()
     ):
         raise UserError(f"{path} has layout={layout!r}, no object of numbers of ranks")
+    if not isinstance(record.get("first_plan", {}), dict):
+        raise UserError(f"{path} has first_plan={record['first_plan']!r}, no plan")
     return record
 
 
