@@ -30,6 +30,11 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
+def is_plain_name(value: object) -> bool:
+    """Whether it is the name of a file in a folder, and leads nowhere else."""
+    return isinstance(value, str) and value not in ("", ".", "..") and not {"/", "\0"} & {*value}
+
+
 def usual_mode(path: Path) -> None:
     """Give a file the mode that a new one gets here; safetensors makes its for the owner alone.
 

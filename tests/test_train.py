@@ -380,6 +380,9 @@ def test_damaged_shards_are_refused(corpus: Path, tmp_path: Path) -> None:
     shutil.copytree(corpus, data)
     shard = data / "train-00000.bin"
     shard.write_bytes(b"\xff" * shard.stat().st_size)
+    index = json.loads((data / "index.json").read_text())
+    index["splits"]["train"]["shards"][0]["sha256"] = checksum(shard)  # as if it was written so
+    (data / "index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="holds token 65535, beyond vocab_size=300"):
         train(recipe(data, tmp_path / "run"), device="cpu")
 

@@ -17,17 +17,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ladder.config import parse_json
 from ladder.data.encoded import ANSWER, TOKEN
+from ladder.data.index import REMEDY, check_own_tokenizer, load_token_bytes, read_index
 from ladder.data.packing import pack, survey
-from ladder.data.prepare import INDEX, STORED, VERSION
+from ladder.data.prepare import INDEX, STORED
 from ladder.data.tokenizer import FILE, load_tokenizer
 from ladder.files import checksum
 from ladder.models.documents import document_begins
 from ladder.models.errors import UserError, unknown
 
 NO_TARGET = -100
-REMEDY = "prepare the data again"
 
 
 @dataclass(frozen=True)
@@ -110,38 +109,23 @@ class TokenData:
 def open_data(folder: str | Path) -> TokenData:
     """Open what `prepare` wrote. Raises UserError for a folder that is not complete and whole."""
     folder = Path(folder)
-    path = folder / INDEX
-    try:
-        index = parse_json(path.read_bytes())
-        if index["version"] != VERSION:
-            raise UserError(
-                f"{path} has version={index['version']!r}, this program reads {VERSION}; {REMEDY}"
-            )
-        dtype = np.dtype(STORED[index["dtype"]])
-        splits = {
-            name: Split(
-                name,
-                tuple(_map(folder, shard, dtype) for shard in record["shards"]),
-                np.cumsum([0, *(shard["tokens"] for shard in record["shards"])], dtype=np.int64),
-                record["documents"],
-                record["bytes"],
-                index["vocab_size"],
-                "chat_field" in index["source"],
-            )
-            for name, record in index["splits"].items()
-        }
-        _check_tokenizer(folder / FILE, index["tokenizer_sha256"])
-        token_bytes = _load_token_bytes(folder / index["token_bytes"], index["vocab_size"])
-        return TokenData(folder, index["vocab_size"], index["eos_id"], token_bytes, splits, index)
-    except OSError as error:
-        raise UserError(
-            f"no prepared data in {folder} ({path}: {error.strerror}); prepare it, or give the "
-            f"folder that holds {INDEX}"
-        ) from error
-    except UserError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); {REMEDY}") from error
+    index = read_index(folder)
+    dtype = np.dtype(STORED[index["dtype"]])
+    splits = {
+        name: Split(
+            name,
+            tuple(_map(folder, shard, dtype) for shard in record["shards"]),
+            np.cumsum([0, *(shard["tokens"] for shard in record["shards"])], dtype=np.int64),
+            record["documents"],
+            record["bytes"],
+            index["vocab_size"],
+            "chat_field" in index["source"],
+        )
+        for name, record in index["splits"].items()
+    }
+    check_own_tokenizer(folder / FILE, index["tokenizer_sha256"])
+    token_bytes = load_token_bytes(folder / index["token_bytes"], index["vocab_size"])
+    return TokenData(folder, index["vocab_size"], index["eos_id"], token_bytes, splits, index)
 
 
 def _map(folder: Path, shard: Mapping[str, Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -176,23 +160,6 @@ def _map(folder: Path, shard: Mapping[str, Any], dtype: np.dtype[Any]) -> npt.ND
     tokens = mapped.numpy().view(dtype)
     tokens.flags.writeable = False
     return tokens
-
-
-def _check_tokenizer(path: Path, digest: str) -> None:
-    if checksum(path) != digest:
-        raise UserError(f"{path} is not the tokenizer that the tokens were made with; {REMEDY}")
-
-
-def _load_token_bytes(path: Path, vocab_size: int) -> npt.NDArray[np.int32]:
-    try:
-        lengths = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{path} cannot be read ({error}); {REMEDY}") from error
-    if lengths.shape != (vocab_size,):
-        raise UserError(
-            f"{path} has shape {lengths.shape} where {INDEX} says vocab_size={vocab_size}; {REMEDY}"
-        )
-    return lengths.astype(np.int32)
 
 
 class Batches(ABC):

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ladder.checkpoint import checkpoints, read_json
 from ladder.data.batches import TokenData
 from ladder.data.mix import open_sources
+from ladder.data.verify import Verification
 from ladder.files import write_text
 from ladder.lock import Lock, hold
 from ladder.models.config import ModelConfig
@@ -119,6 +120,8 @@ def _train(
     content = [data.index["tokenizer_sha256"], data.index["splits"]]  # not where it came from
     fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     launch.agree({"data": fingerprint})
+    shards = Verification(data, launch.rank(), launch.world_size())
+    shards.start()
     windows = data.windows("train", config.seq_len)
     config = config.with_steps(len(windows))
     found = checkpoints(run)
@@ -184,6 +187,10 @@ def _train(
             print("the run ended before its first checkpoint: it starts again", flush=True)
         source.fill(model, config.seed)
 
+    for damage in launch.gathered(shards.soon()):
+        if damage:
+            raise UserError(damage)
+
     def begin() -> Any:
         state.remove_partial(run)
         remote = connect(run, config.wandb, recipe)
@@ -200,12 +207,14 @@ def _train(
     tokens_per_step = config.batch_size * config.seq_len
 
     def read(step: int) -> Batch:
+        shards.check()
         return read_batch(windows, config, step, dp_rank, dp, micro, data.eos_id)
 
     with (
         Metrics(run, config.tensorboard, start, main, remote) as metrics,
         Progress("train", config.steps, "steps", quiet=not main, start=start) as progress,
         Interruption() as interruption,
+        shards,
         Checkpointer(
             run, model, optimizer, data, mesh, config.keep_checkpoints, source.folder, lock
         ) as checkpointer,

@@ -1,0 +1,131 @@
+"""A prepared folder as it is found: its index, and the files that the index names, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from reprlib import repr  # of bounded length: a damaged file may hold anything
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ladder.config import parse_json
+from ladder.data.prepare import INDEX, STORED, VERSION
+from ladder.files import checksum, is_plain_name
+from ladder.models.errors import UserError
+
+REMEDY = "prepare the data again"
+MANY = 2**62  # beyond any count
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """What the folder's index.json says. Raises UserError unless it is as `prepare` writes it."""
+    path = folder / INDEX
+    try:
+        index = parse_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(
+            f"no prepared data in {folder} ({path}: {error.strerror}); prepare it, or give the "
+            f"folder that holds {INDEX}"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); {REMEDY}") from error
+    try:
+        _check(index)
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}; {REMEDY}") from error
+    if index["version"] != VERSION:
+        raise UserError(
+            f"{path} has version={repr(index['version'])}, this program reads {VERSION}; {REMEDY}"
+        )
+    assert isinstance(index, dict)
+    return index
+
+
+def _check(index: Any) -> None:
+    """Raise ValueError for what no index of this version has."""
+    if not isinstance(index, dict):
+        raise ValueError("it holds no object")
+    for key in ("version", "dtype", "vocab_size", "eos_id", "tokenizer_sha256", "token_bytes",
+                "source", "splits"):  # fmt: skip
+        if key not in index:
+            raise ValueError(f"it lacks {key}")
+    if index["version"] != VERSION:
+        return
+    if index["dtype"] not in [*STORED]:
+        raise ValueError(f"dtype={repr(index['dtype'])} is none of {', '.join(STORED)}")
+    _check_count(index, "vocab_size", 1)
+    _check_count(index, "eos_id", 0, index["vocab_size"])
+    _check_type(index, "tokenizer_sha256", str, "a text")
+    _check_name(index, "token_bytes")
+    for key in ("source", "splits"):
+        _check_type(index, key, dict, "an object")
+    for name in index["splits"]:
+        try:
+            _check_type(index["splits"], name, dict, "an object")
+            _check_split(index["splits"][name])
+        except ValueError as error:
+            raise ValueError(f"split {name!r}: {error}") from error
+
+
+def _check_split(record: Mapping[str, Any]) -> None:
+    for key in ("tokens", "bytes", "documents"):
+        _check_count(record, key)
+    _check_type(record, "shards", list, "a list")
+    for shard in record["shards"]:
+        if not isinstance(shard, dict):
+            raise ValueError(f"shard {repr(shard)} must be an object")
+        _check_name(shard, "file")
+        _check_count(shard, "tokens")
+        _check_type(shard, "sha256", str, "a text")
+    if (found := sum(shard["tokens"] for shard in record["shards"])) != record["tokens"]:
+        raise ValueError(f"tokens={record['tokens']}, and its shards have {found}")
+
+
+def _check_count(data: Mapping[str, Any], key: str, low: int = 0, end: int = MANY) -> None:
+    value = data.get(key)
+    if type(value) is not int or not low <= value < end:
+        limit = f" and below {end:,}" if end < MANY else ""
+        raise ValueError(f"{key}={repr(value)} must be a whole number, {low} or more{limit}")
+
+
+def _check_type(data: Mapping[str, Any], key: str, kind: type, name: str) -> None:
+    if not isinstance(data.get(key), kind):
+        raise ValueError(f"{key}={repr(data.get(key))} must be {name}")
+
+
+def _check_name(data: Mapping[str, Any], key: str) -> None:
+    if not is_plain_name(data.get(key)):
+        raise ValueError(f"{key}={repr(data.get(key))} must be the name of a file in the folder")
+
+
+def check_own_tokenizer(path: Path, digest: str) -> None:
+    """Raise UserError unless the folder's tokenizer.json is the one of that checksum."""
+    try:
+        found = checksum(path)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}): the folder is not whole; copy it again, or "
+            f"{REMEDY}"
+        ) from error
+    if found != digest:
+        raise UserError(f"{path} is not the tokenizer that the tokens were made with; {REMEDY}")
+
+
+def load_token_bytes(path: Path, vocab_size: int) -> npt.NDArray[np.int32]:
+    """The bytes of text that each token stands for: int32 [vocab_size]."""
+    try:
+        # Mapped, for what a damaged header says may be more than there is memory.
+        lengths = np.lib.format.open_memmap(path, mode="r")
+    except (OSError, ValueError, EOFError, OverflowError) as error:
+        raise UserError(f"{path} cannot be read ({error}); {REMEDY}") from error
+    if lengths.shape != (vocab_size,):
+        raise UserError(
+            f"{path} has shape {lengths.shape} where {INDEX} says vocab_size={vocab_size}; {REMEDY}"
+        )
+    if lengths.dtype.kind not in "iu" or lengths.min() < 0 or lengths.max() >= 2**31:
+        raise UserError(
+            f"{path} is damaged: it must hold whole numbers from 0 to 2**31 - 1; {REMEDY}"
+        )
+    return lengths.astype(np.int32)
