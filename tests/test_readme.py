@@ -32,8 +32,7 @@ JOBS = {"plans", "tokenizer", "data", "train", "convert", "generate"}
 GPU_VERBS = ("bench",)
 
 INDEX = "docs/README.md"
-FOLDED = {"docs/axolotl.md", "docs/clusters.md"}  # in other pages, until README.md links to those
-DOCS = sorted({path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")} - FOLDED)
+DOCS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in (README, *DOCS)}
 BLOCKS = {name: pages.parse(text) for name, text in PAGES.items()}
 HARNESS = importlib.util.find_spec("lm_eval") is not None  # the extra `eval`
