@@ -15,6 +15,7 @@ from tests import interpreter  # isort: skip  (before anything that imports a ke
 from ladder.data.prepare import prepare
 from ladder.data.sources import open_corpus
 from ladder.data.tokenizer import train_tokenizer
+from tests.commands import start  # noqa: F401  (a fixture)
 from tests.corpus import make_corpus
 from tests.distributed import Pools
 from tests.documents import write_documents

@@ -42,8 +42,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-# First what must be imported before any kernel.
-PRELOAD = ["torch", "tests.interpreter", "ladder.parallel.sharding", "tests.distributed"]
+# What ranks and commands of tests import, once; first what must be imported before any kernel.
+PRELOAD = [
+    "torch", "tests.interpreter", "pytest", "torch._dynamo", "ladder.train.loop",
+    "ladder.infer.command", "tests.distributed",
+]  # fmt: skip
 PATIENCE = 300.0  # seconds until something counts as hung, on a machine that may be busy
 GRACE = 2.0  # seconds for the other ranks to report after the first has failed
 

@@ -6,11 +6,8 @@ import json
 import os
 import random
 import re
-import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,75 +17,40 @@ import pytest
 import torch
 
 from ladder.checkpoint import CHECKSUMS, checkpoints, digest, newest, read_checksums
+from ladder.cli import main
 from ladder.config import build
 from ladder.models.errors import UserError
 from ladder.train import loop, metrics, shards, step
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
-from tests.distributed import PATIENCE, Pools
+from tests.commands import Command, Start
+from tests.distributed import Pools
 from tests.test_train import losses, recipe, seal, stored, untimed, weights
 
-ROOT = Path(__file__).parent.parent
 STEPS = 50
 SAVING = {"steps": STEPS, "checkpoint_interval": 1, "keep_checkpoints": 3}
 
 
-def start(config: TrainConfig, *options: str, **popen: Any) -> subprocess.Popen[str]:
-    """`ladder train` of a recipe, in a session of its own."""
+def training(start: Start, config: TrainConfig, *options: str, **settings: Any) -> Command:
+    """`ladder train` of a recipe."""
     path = Path(config.out).with_suffix(".json")
     path.write_text(json.dumps(config.to_dict()))
-    return subprocess.Popen(
-        [sys.executable, "-m", "ladder", "train", str(path), "--device", "cpu", *options],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        **popen,
-    )
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=PATIENCE)
-    return process.returncode, out, err
-
-
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    """Until it holds, or the process has ended."""
-    end = time.monotonic() + PATIENCE
-    while not condition() and process.poll() is None:
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.005)
+    return start(main, ["train", str(path), "--device", "cpu", *options], **settings)
 
 
 def steps_of(run: Path) -> list[int]:
     return [step for step, _ in checkpoints(run)]
 
 
-def ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    """The processes that `--nproc` started: the children."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended since
-            continue
-        if int(fields[1]) == process.pid:
-            found.append(int(stat.parent.name))
-    return found
-
-
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_killed_at_random_moments_a_run_ends_as_if_it_never_was(
-    corpus: Path, tmp_path: Path, nproc: int
+    corpus: Path, tmp_path: Path, start: Start, nproc: int
 ) -> None:
     """SIGKILL of any process, mostly while it saves, for it saves after every step. Catches a
     checkpoint that is seen before it is whole, partial folders that stay, metrics that are doubled
     or lost, and state that a resumed run lacks."""
     whole = recipe(corpus, tmp_path / "whole", tp=nproc, **SAVING)
-    assert ended(start(whole, "--nproc", str(nproc)))[0] == 0
+    assert training(start, whole, "--nproc", str(nproc)).wait() == 0
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     moments = random.Random(seed)
@@ -98,14 +60,14 @@ def test_killed_at_random_moments_a_run_ends_as_if_it_never_was(
     for _ in range(20):
         before = steps_of(run)
         resume = ["--resume"] if run.exists() else []
-        process = start(config, "--nproc", str(nproc), *resume)
-        wait_for(lambda before=before: steps_of(run)[-1:] > before[-1:], process)
+        process = training(start, config, "--nproc", str(nproc), *resume)
+        process.until(lambda before=before: steps_of(run)[-1:] > before[-1:])
         time.sleep(moments.random() * 0.1)
         if kills < 3 and process.poll() is None:
-            victims = ranks_of(process) if nproc > 1 else [process.pid]
+            victims = process.ranks() if nproc > 1 else [process.pid]
             os.kill(moments.choice(victims or [process.pid]), signal.SIGKILL)
             kills += 1
-        code, _, err = ended(process)
+        code, err = process.wait(), process.err
         if code == 0:
             break
         assert "rank" in err or nproc == 1, err
@@ -123,28 +85,28 @@ def test_killed_at_random_moments_a_run_ends_as_if_it_never_was(
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_sigterm_saves_and_ends_in_order(corpus: Path, tmp_path: Path, nproc: int) -> None:
+def test_sigterm_saves_and_ends_in_order(
+    corpus: Path, tmp_path: Path, start: Start, nproc: int
+) -> None:
     """To the launcher, or to one rank alone. Catches a step that is lost or done twice, ranks that
     stop at different steps, and a launcher that dies and leaves its ranks."""
     whole = recipe(corpus, tmp_path / "whole", tp=nproc, steps=400)
     run = tmp_path / "run"
     config = recipe(corpus, run, tp=nproc, steps=400)
-    process = start(config, "--nproc", str(nproc))
-    wait_for(lambda: (run / metrics.FILE).exists() and len(losses(run)) > 3, process)
-    target = process.pid if nproc == 1 else ranks_of(process)[1]
+    process = training(start, config, "--nproc", str(nproc))
+    process.until(lambda: (run / metrics.FILE).exists() and len(losses(run)) > 3)
+    target = process.pid if nproc == 1 else process.ranks()[1]
     os.kill(target, signal.SIGTERM)
-    code, out, err = ended(process)
-    assert code == 0, err
+    assert process.wait() == 0, process.err
     (step,) = steps_of(run)
     assert 3 < step < 400
-    assert f"told to stop (SIGTERM): saved step {step} of 400; go on with --resume" in out
+    assert f"told to stop (SIGTERM): saved step {step} of 400; go on with --resume" in process.out
     assert len(losses(run)) == step
-    process = start(config, "--nproc", str(nproc), "--resume")
-    wait_for(lambda: len(losses(run)) > step + 3, process)
-    process.send_signal(signal.SIGTERM)
-    code, out, err = ended(process)
-    assert code == 0, err
-    assert "told to stop" in out
+    process = training(start, config, "--nproc", str(nproc), "--resume")
+    process.until(lambda: len(losses(run)) > step + 3)
+    process.send(signal.SIGTERM)
+    assert process.wait() == 0, process.err
+    assert "told to stop" in process.out
     last = steps_of(run)[-1]
     if nproc == 1:
         train(whole, device="cpu", stop_after=last)
@@ -153,17 +115,15 @@ def test_sigterm_saves_and_ends_in_order(corpus: Path, tmp_path: Path, nproc: in
             assert torch.equal(value, weights(run)[name]), name
 
 
-def test_a_full_disk_loses_no_checkpoint(corpus: Path, tmp_path: Path) -> None:
+def test_a_full_disk_loses_no_checkpoint(corpus: Path, tmp_path: Path, start: Start) -> None:
     """A file may not grow beyond 50 kB: the second save fails. Catches a half-written folder that
     takes the name, and a traceback in place of an error."""
     run = tmp_path / "run"
     train(recipe(corpus, run), device="cpu", stop_after=2)
     before = weights(run)
 
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-
-    code, _, err = ended(start(recipe(corpus, run), "--resume", preexec_fn=limit))
+    process = training(start, recipe(corpus, run), "--resume", file_size=50_000)
+    code, err = process.wait(), process.err
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert code == 2, err
     assert len(errors) == 1
@@ -384,16 +344,16 @@ def go_on(rank: int, world: int, settings: dict[str, Any], resume: bool, behind:
         loop.BEHIND["cpu"] = before
 
 
-def test_metrics_on_a_full_disk_end_the_run_with_a_remedy(corpus: Path, tmp_path: Path) -> None:
+def test_metrics_on_a_full_disk_end_the_run_with_a_remedy(
+    corpus: Path, tmp_path: Path, start: Start
+) -> None:
     """A file may not grow beyond 12 kB, which metrics are the first to need. Catches a traceback,
     and a torn line that a resumed run stumbles over."""
     run = tmp_path / "run"
     config = recipe(corpus, run, steps=STEPS * 2)
 
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, 12_000))
-
-    code, _, err = ended(start(config, preexec_fn=limit))
+    process = training(start, config, file_size=12_000)
+    code, err = process.wait(), process.err
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert code == 2, err
     assert len(errors) == 1
