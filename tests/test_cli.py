@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from ladder.cli import main, parse_words
+from tests.commands import Start
 from tests.corpus import make_corpus
 from tests.distributed import PATIENCE
 
@@ -77,6 +78,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_importing_ladder_starts_nothing() -> None:
     code = (
         "import sys, ladder; assert 'torch' not in sys.modules\n"
+        "from ladder.cli import main\n"
+        "assert main(['plans']) == 0 and main(['train', 'tiny', 'lrr=1']) == 2\n"
+        "assert 'torch' not in sys.modules\n"
         "import ladder.models, ladder.parallel.sharding, ladder.train.loop, ladder.infer.engine\n"
         "import torch.distributed as dist; assert not dist.is_initialized()\n"
         "for name in ('transformers', 'matplotlib', 'datasets', 'lm_eval', 'pandas'):\n"
@@ -122,25 +126,27 @@ def test_plans_prints_pictures_tables_and_json(
     assert json.loads(capsys.readouterr().out)[0]["num_layers"] == 32
 
 
-def test_generate_streams_batches_and_runs_on_ranks(trained: Path) -> None:
-    arguments = ("generate", str(trained / "run"), "--prompt", "def value", "--max-new-tokens", "8")
-    alone = run(*arguments)
+def test_generate_streams_batches_and_runs_on_ranks(
+    trained: Path, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", str(trained / "run"), "--prompt", "def value", "--max-new-tokens", "8"]
+    alone = start(main, arguments).result()
     assert alone.returncode == 0, alone.stderr
     assert alone.stdout.startswith("def value")
-    ranks = run(*arguments, "--nproc", "2")
+    ranks = start(main, [*arguments, "--nproc", "2"]).result()
     assert ranks.returncode == 0, ranks.stderr
     assert ranks.stdout == alone.stdout
     assert ranks.stderr.count("reducer picked: async (push: it needs GPUs)") == 1
     assert "reducer" not in alone.stderr  # one process reduces nothing
-    batch = run(*arguments, "--prompt", "print", "--temperature", "0.8", "--seed", "4")
-    assert batch.stdout.count("--- prompt") == 2
+    more = ["--prompt", "print", "--temperature", "0.8", "--seed", "4"]
+    assert main([*arguments, *more]) == 0
+    assert capsys.readouterr().out.count("--- prompt") == 2
 
 
-def test_resume_through_the_command_line(trained: Path) -> None:
-    result = run(
-        "train", str(trained / "recipe.yaml"), "tp=2", "lr=1e-3", "--nproc", "2", "--resume"
-    )
-    one_line_error(result, "has finished its steps=4")
+def test_resume_through_the_command_line(trained: Path, start: Start) -> None:
+    recipe = str(trained / "recipe.yaml")
+    command = start(main, ["train", recipe, "tp=2", "lr=1e-3", "--nproc", "2", "--resume"])
+    one_line_error(command.result(), "has finished its steps=4")
 
 
 @pytest.mark.parametrize(
@@ -200,11 +206,14 @@ def test_mistakes_are_one_line(
         (["plan=desync-4x", "tp_degree=1", "tp=2"], ["tp_degree=1", "cannot run on 2 ranks"]),
     ],
 )  # fmt: skip
-def test_mistakes_on_ranks(trained: Path, overrides: list[str], words: list[str]) -> None:
+def test_mistakes_on_ranks(
+    trained: Path, start: Start, overrides: list[str], words: list[str]
+) -> None:
     """Two ranks hit the same mistake: one line, exit code 2, and no hang."""
     out = trained / "never"
-    result = run("train", str(trained / "recipe.yaml"), f"out={out}", *overrides, "--nproc", "2")
-    one_line_error(result, *words)
+    recipe = str(trained / "recipe.yaml")
+    command = start(main, ["train", recipe, f"out={out}", *overrides, "--nproc", "2"])
+    one_line_error(command.result(), *words)
     assert not out.exists()
 
 
@@ -231,40 +240,26 @@ def test_no_processes_are_a_mistake_before_any_other(
     assert capsys.readouterr().err == f"error: --nproc={nproc} must be 1 or more\n"
 
 
-def test_a_reducer_that_cannot_run_says_why(trained: Path) -> None:
-    result = run(
-        "generate", str(trained / "run"), "--prompt", "a", "--reducer", "push", "--nproc", "2"
+def test_a_reducer_that_cannot_run_says_why(trained: Path, start: Start) -> None:
+    asked = ["--prompt", "a", "--reducer", "push", "--nproc", "2"]
+    command = start(main, ["generate", str(trained / "run"), *asked])
+    one_line_error(
+        command.result(), "reducer=push cannot run here: it needs GPUs", "use reducer=async"
     )
-    one_line_error(result, "reducer=push cannot run here: it needs GPUs", "use reducer=async")
 
 
-def test_ranks_that_disagree_are_told(trained: Path, tmp_path: Path) -> None:
+def test_ranks_that_disagree_are_told(trained: Path, tmp_path: Path, start: Start) -> None:
     """Two processes started by hand with different configs, as on two nodes."""
-    store = tmp_path / "store"
-    processes = []
+    ranks = []
     for rank, seed in enumerate((1, 2)):
         environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-                       "LADDER_RENDEZVOUS": str(store), "CUDA_VISIBLE_DEVICES": "",
-                       "OMP_NUM_THREADS": "1"}  # fmt: skip
-        arguments = [
-            "train",
-            str(trained / "recipe.yaml"),
-            f"out={tmp_path / 'run'}",
-            f"seed={seed}",
-        ]
-        processes.append(
-            subprocess.Popen(
-                [*LADDER, *arguments],
-                cwd=ROOT,
-                env={**os.environ, **environment},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    errors = [process.communicate(timeout=PATIENCE)[1] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2]
-    lines = [line for text in errors for line in text.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, errors
+                       "LADDER_RENDEZVOUS": str(tmp_path / "store")}  # fmt: skip
+        settings = [f"out={tmp_path / 'run'}", f"seed={seed}"]
+        arguments = ["train", str(trained / "recipe.yaml"), *settings]
+        ranks.append(start(main, arguments, environment=environment))
+    assert [rank.wait() for rank in ranks] == [2, 2]
+    lines = [line for r in ranks for line in r.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, lines
     assert "ranks disagree: seed is 1 on rank 0 and 2 on rank 1" in lines[0]
     assert not (tmp_path / "run").exists()
 
@@ -300,28 +295,34 @@ def test_a_tokenizer_is_not_overwritten(trained: Path, capsys: pytest.CaptureFix
     assert (trained / "tokenizer" / "tokenizer.json").read_bytes() == before
 
 
-def test_an_interrupt_ends_the_ranks(trained: Path, tmp_path: Path) -> None:
-    """SIGINT to the launcher alone, as `timeout -s INT` sends it: no rank may train on."""
-    command = [*LADDER, "train", str(trained / "recipe.yaml"), f"out={tmp_path / 'run'}",
-               "steps=100000", "--nproc", "2"]  # fmt: skip
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupt_ends_the_ranks(
+    trained: Path, tmp_path: Path, start: Start, number: signal.Signals
+) -> None:
+    """To the launcher alone, as `timeout -s INT` sends it: no rank may train on."""
+    run = tmp_path / "run"
+    command = start(
+        main,
+        ["train", str(trained / "recipe.yaml"), f"out={run}", "steps=100000", "--nproc", "2"],
     )
-    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics = run / "metrics.jsonl"
+    command.until(lambda: metrics.exists() and metrics.stat().st_size)
+    ranks = command.ranks()
+    assert len(ranks) == 2
+    command.send(number)
+    assert command.wait() == (130 if number == signal.SIGINT else -number)
     limit = time.monotonic() + PATIENCE
-    while not (metrics.exists() and metrics.stat().st_size):
+    while any(running(rank) for rank in ranks):
         assert time.monotonic() < limit
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 130
-    size = metrics.stat().st_size
-    time.sleep(1.0)
-    assert metrics.stat().st_size == size
+        time.sleep(0.01)
+
+
+def running(process: int) -> bool:
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_help_names_every_verb() -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ladder.models.errors import UserError
 from ladder.parallel import launch
+from tests.commands import Start
 
 LIMIT = 30.0  # seconds from the death to the job's end
 DEATH = "LADDER_TEST_DEATH"  # names the file that a rank touches before it leaves
@@ -53,13 +54,6 @@ def stuck(end: str) -> int:
     return 0
 
 
-@pytest.fixture(autouse=True)
-def _on_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(DEATH, str(tmp_path / "death"))
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 @pytest.mark.parametrize(
     ("command", "end", "code", "words"),
     [
@@ -73,13 +67,15 @@ def _on_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 )
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 def test_a_dead_rank_ends_the_job_and_is_named(
-    command: object, end: str, code: int, words: str, capfd: pytest.CaptureFixture[str]
+    command: object, end: str, code: int, words: str, tmp_path: Path, start: Start
 ) -> None:
     """In one line. A launcher that reports the survivors' lost connection or waits for them fails,
     as does a survivor that reports it itself."""
-    assert launch.run(command, (end,), nproc=3) == code  # type: ignore[arg-type]
-    assert time.time() - Path(os.environ[DEATH]).stat().st_mtime < LIMIT
-    assert capfd.readouterr().err == f"{words}\n"
+    death = tmp_path / "death"
+    job = start(launch.run, command, (end,), 3, environment={DEATH: str(death)})
+    assert job.wait() == code
+    assert time.time() - death.stat().st_mtime < LIMIT
+    assert job.err == f"{words}\n"
 
 
 class Rank:
@@ -142,21 +138,24 @@ def test_notes_belong_to_the_message(capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("command", [reduce_until, stuck])
 def test_output_that_nobody_reads_ends_the_job_without_a_word(
-    command: object, capfd: pytest.CaptureFixture[str]
+    command: object, tmp_path: Path, start: Start
 ) -> None:
     """As `| head` leaves it. Catches the others' lost connections, and waiting for them."""
-    assert launch.run(command, ("unread",), nproc=3) == 0  # type: ignore[arg-type]
-    assert time.time() - Path(os.environ[DEATH]).stat().st_mtime < LIMIT
-    assert capfd.readouterr().err == ""
+    death = tmp_path / "death"
+    job = start(launch.run, command, ("unread",), 3, environment={DEATH: str(death)})
+    assert job.wait() == 0
+    assert time.time() - death.stat().st_mtime < LIMIT
+    assert job.err == ""
 
 
 def fails_alone() -> int:
     return 3
 
 
-def test_an_orderly_exit_code_needs_no_words(capfd: pytest.CaptureFixture[str]) -> None:
-    assert launch.run(fails_alone, (), nproc=2) == 3
-    assert capfd.readouterr().err == ""
+def test_an_orderly_exit_code_needs_no_words(start: Start) -> None:
+    job = start(launch.run, fails_alone, (), 2)
+    assert job.wait() == 3
+    assert job.err == ""
 
 
 def leaves(folder: str) -> int:
@@ -165,7 +164,16 @@ def leaves(folder: str) -> int:
     return 0
 
 
-def test_ranks_that_are_done_clean_up(tmp_path: Path) -> None:
-    """Catches torch's compile workers that are left behind, with a warning at the end of a run."""
-    assert launch.run(leaves, (str(tmp_path),), nproc=2) == 0
+@pytest.mark.parametrize("how", ["spawned", "forks"])
+def test_ranks_that_are_done_clean_up(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Catches torch's compile workers that are left behind, with a warning at the end of a run.
+    This process has used torch, so that ranks that it starts itself are no forks of it."""
+    if how == "forks":
+        assert start(launch.run, leaves, (str(tmp_path),), 2).wait() == 0
+    else:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        assert not launch._may_fork()
+        assert launch.run(leaves, (str(tmp_path),), nproc=2) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
