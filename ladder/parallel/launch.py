@@ -308,7 +308,7 @@ def join(device: str = "auto") -> torch.device:
     import torch
     import torch.distributed as dist
 
-    if RENDEZVOUS in os.environ:  # one of several that were started here
+    if _told is not None:  # one of several that share this machine
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size()))
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
