@@ -228,11 +228,13 @@ def test_damaged_folders_are_refused(
 
 
 def test_rotary_frequencies_of_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
-    """The first Llamas' folders hold them, once for each layer."""
+    """The first Llamas' folders hold them, once for each layer: the model is the same without."""
     save_ours(tmp_path, make())
+    expected = load_model(tmp_path)(TOKENS)
     old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(2)}
     edit_tensors(lambda t: t.update(old))(tmp_path)
-    load_model(tmp_path)
+    assert old.keys() <= load_file(tmp_path / "model.safetensors").keys()
+    assert torch.equal(load_model(tmp_path)(TOKENS), expected)
 
 
 def test_an_index_that_names_the_wrong_file(tmp_path: Path) -> None:

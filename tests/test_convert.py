@@ -20,6 +20,7 @@ from ladder.checkpoint import load_model, newest
 from ladder.cli import main
 from ladder.convert import command
 from ladder.convert.command import convert
+from ladder.convert.huggingface import config_from_huggingface
 from ladder.infer.engine import Engine, generate
 from ladder.infer.load import load_for_inference
 from ladder.models import UserError
@@ -160,8 +161,14 @@ def test_a_checkpoint_of_several_ranks_goes_back(tmp_path: Path) -> None:
     assert not (tmp_path / "again").exists()
 
 
-def test_a_tied_head_that_is_stored_all_the_same(tmp_path: Path) -> None:
-    """Dropped where it is the embedding; where it is not, which of the two was meant?"""
+def test_a_tied_head_that_is_stored_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropped where it is the embedding; where it is not, which of the two was meant?
+
+    Compared to its last row, some rows at a time.
+    """
+    monkeypatch.setattr(checkpoint, "TIED_ROWS", 16)
     source = save(tmp_path / "hf", "llama 3, tied")
     index = json.loads((source / INDEX).read_text())["weight_map"]
     embedding = tensors(source)["model.embed_tokens.weight"]
@@ -169,11 +176,28 @@ def test_a_tied_head_that_is_stored_all_the_same(tmp_path: Path) -> None:
     save_file({"lm_head.weight": embedding}, source / "head.safetensors")
     convert(source, tmp_path / "ours", "standard")
     assert "lm_head.weight" not in tensors(tmp_path / "ours")
-    save_file({"lm_head.weight": embedding + 1}, source / "head.safetensors")
+    other = embedding.clone()
+    other[-1, -1] += 1
+    save_file({"lm_head.weight": other}, source / "head.safetensors")
     with pytest.raises(UserError, match=r"lm_head\.weight differs from model\.embed_tokens"):
         convert(source, tmp_path / "again", "standard")
     with pytest.raises(UserError, match=r"lm_head\.weight differs from model\.embed_tokens"):
         load_model(source)  # transformers would compute with the head
+
+
+def test_keys_that_a_config_leaves_out_are_as_in_transformers() -> None:
+    """A norm's eps, a context, a rotary base, heads: all that a config.json need not name."""
+    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    for name in ("Llama", "Mistral", "Qwen2", "Qwen3"):
+        shape = {key: SHAPE[key] for key in needed} | {"num_attention_heads": 32}
+        shape["hidden_size"] = 32 * 8
+        if name == "Mistral":
+            shape["sliding_window"] = None  # transformers' own default is refused
+        given = getattr(transformers, f"{name}Config")(**shape).to_dict()
+        least = {"model_type": given["model_type"], **shape}
+        found = config_from_huggingface(least, "config.json")
+        assert found == config_from_huggingface(given, "config.json"), name
+        assert found.norm_eps == given["rms_norm_eps"]
 
 
 # What the families compute

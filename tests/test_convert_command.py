@@ -12,6 +12,7 @@ from ladder import checkpoint
 from ladder.cli import main
 from ladder.convert import verify
 from ladder.convert.command import convert
+from ladder.convert.verify import checksum, verify_checksums
 from ladder.models import ModelConfig, UserError
 from tests.test_convert import assert_refused, assert_same_bits, edit, save, tensors
 
@@ -110,3 +111,20 @@ def test_norms_that_are_folded_are_not_compared(
     words = ["--plan", "parallel", "--out", str(tmp_path / "out")]
     assert main(["convert", str(save(tmp_path / "hf")), *words]) == 0
     assert "not compared with transformers': plan 'parallel' has other" in capsys.readouterr().out
+
+
+def test_checksums_are_of_all_tensors_and_no_others(tmp_path: Path) -> None:
+    """One more in the folder, one that is not there, one that was changed."""
+    folder = save(tmp_path / "hf")
+    whole = tensors(folder)
+    sums = {name: checksum(value) for name, value in whole.items()}
+    told: list[str] = []
+    verify_checksums(folder, sums, told.append)
+    assert sorted(told) == sorted(whole)
+    name = "model.norm.weight"
+    less = {key: value for key, value in sums.items() if key != name}
+    for wrong in (less, {**less, name: "0"}):
+        with pytest.raises(UserError, match=f"^{name}: what was written differs"):
+            verify_checksums(folder, wrong, told.append)
+    with pytest.raises(UserError, match=r"^more\.weight: what was written differs"):
+        verify_checksums(folder, {**sums, "more.weight": "0"}, told.append)

@@ -349,23 +349,27 @@ def test_no_network_is_the_users_error(
 # ---------------------------------------------------------------- how much, and configs
 
 
-@pytest.mark.parametrize("most", [1, 500, 10**9])
+@pytest.mark.parametrize("most", [1, 500, "met", 10**9])
 def test_max_tokens_ends_with_a_document(
-    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int | str
 ) -> None:
-    """Catches a document cut in two, one too many or too few, an end that the units decide."""
+    """Catches a document cut in two, one too many or too few, an end that the units decide.
+
+    met: exactly, by the third document's last token.
+    """
     path = _jsonl(tmp_path / "a.jsonl", TEXTS)
+    encoder = load_tokenizer(tokenizer)
+    lengths = [len(encoder.encode(text).ids) + 1 for text in TEXTS if text]
+    ends = np.cumsum(lengths)
+    limit = int(ends[2]) if isinstance(most, str) else most
     kept = []
     for size in (10**6, 300, 1):
         monkeypatch.setattr(units, "UNIT", size)
         out = tmp_path / f"{size}"
-        index = prepare([path], tokenizer, out, heldout_fraction=0.2, max_tokens=most)
+        index = prepare([path], tokenizer, out, heldout_fraction=0.2, max_tokens=limit)
         kept.append({file.name: file.read_bytes() for file in out.iterdir()})
     assert kept[0] == kept[1] == kept[2]
-    encoder = load_tokenizer(tokenizer)
-    lengths = [len(encoder.encode(text).ids) + 1 for text in TEXTS if text]
-    ends = np.cumsum(lengths)
-    count = min(int((ends < most).sum()) + 1, len(ends))
+    count = 3 if most == "met" else min(int((ends < limit).sum()) + 1, len(ends))
     splits = index["splits"].values()
     assert sum(split["documents"] for split in splits) == count
     assert sum(split["tokens"] for split in splits) == ends[count - 1]

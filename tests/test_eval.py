@@ -38,7 +38,10 @@ def directly(model: Transformer, request: Request) -> tuple[float, bool]:
 
 
 def requests() -> list[Request]:
-    """Short, long, too long, empty, of equal inputs, and one that the model itself would give."""
+    """Short, long, too long, empty, of equal inputs, and one that the model itself would give.
+
+    And that one with another beginning, after which the last token is the model's own again.
+    """
     source = random.Random(3)
 
     def some(count: int) -> list[int]:
@@ -48,8 +51,11 @@ def requests() -> list[Request]:
     found = [Request(some(a), some(b)) for a, b in ((5, 3), (1, 1), (30, 2), (50, 4), (39, 40))]
     found += [Request(shared, [token]) for token in (4, 5, 6)]
     found += [Request(shared[:7], [*shared[7:], 5]), Request(some(3), [])]
-    prompt = prompts()[0]
-    return [*found, Request(prompt, without_cache(make("ladder", None), prompt, 3))]
+    model, prompt = make("ladder", None), prompts()[0]
+    own = without_cache(model, prompt, 3)
+    other = own[0] % 66 + 1
+    found.append(Request(prompt, [other, *without_cache(model, [*prompt, other], 1)]))
+    return [*found, Request(prompt, own)]
 
 
 @pytest.mark.parametrize(
@@ -68,6 +74,7 @@ def test_batches_score_what_single_sequences_do(plan: str, degree: int | None) -
     assert [greedy for _, greedy in expected].count(True) < len(asked)
     if plan == "ladder":
         assert found[-1].greedy
+        assert not found[-2].greedy
 
 
 def test_equal_inputs_share_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ import ladder.hf  # noqa: E402
 from ladder.checkpoint import load_model  # noqa: E402
 from ladder.config import model_config  # noqa: E402
 from ladder.hf import LadderConfig, LadderForCausalLM  # noqa: E402
-from ladder.hf.attending import attended  # noqa: E402
+from ladder.hf.attending import attended, packed  # noqa: E402
 from ladder.hf.bundle import bundle  # noqa: E402
 from ladder.hf.modeling import rewired  # noqa: E402
 from ladder.infer.engine import generate  # noqa: E402
@@ -159,6 +159,8 @@ def test_positions_that_begin_again_begin_a_document() -> None:
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]])
     numbers = torch.tensor([[1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3]])
     starts = document_starts(tokens, end=0)
+    jumping = torch.tensor([[0, 1, 2, 3, 4, 7, 8, 9, 10, 20, 21, 22]])  # to other places than 0
+    assert torch.equal(packed(jumping, None), starts)
     padded = torch.nn.functional.pad(tokens, (0, 2)), torch.nn.functional.pad(positions, (0, 2))
     ways: list[dict[str, Any]] = [
         {"position_ids": positions},

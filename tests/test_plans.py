@@ -8,10 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from ladder.models import ModelConfig, Plan, Sublayer, UserError, resolve_plan
-from tests.samples import PLANS, random_plan, small_config
+from tests.samples import (
+    PLANS,
+    full_model,
+    random_plan,
+    sample_tokens,
+    small_config,
+    virtual,
+)
 
 L = 6  # layers
 
@@ -391,8 +399,16 @@ def test_stream_reduce_needs_nothing_in_flight(records: list[Sublayer]) -> None:
 
 
 def test_stream_reduce_may_lag_where_all_has_landed() -> None:
-    """At the start, and right after another one, a lag finds nothing in flight."""
-    Plan((Sublayer("attention", 3, 3, "stream"), Sublayer("mlp", 1, 2, "stream")))
+    """At the start, and right after another one, a lag finds nothing in flight, so it lags not."""
+    lagging = Plan((Sublayer("attention", 3, 3, "stream"), Sublayer("mlp", 1, 2, "stream")))
+    at_once = Plan((Sublayer("attention", 0, 0, "stream"), Sublayer("mlp", 0, 0, "stream")))
+    assert lagging.landings == at_once.landings
+    models = [full_model(small_config(plan, 2, True, num_layers=1), 3)
+              for plan in (lagging, at_once)]  # fmt: skip
+    tokens = sample_tokens(models[0].config, 1)
+    found = [virtual(model, 2)(tokens) for model in models]
+    assert torch.isfinite(found[0]).all()
+    assert torch.equal(*found)
 
 
 def test_config_ties_tp_degree_to_the_plan() -> None:

@@ -186,6 +186,18 @@ def test_top_p_keeps_the_nucleus_of_all_ranks(pools: Pools, world: int) -> None:
             assert found[4] == list(range(VOCABULARY))  # it spans all
 
 
+def test_a_nucleus_that_is_met_exactly_takes_no_more() -> None:
+    """0.25 + 0.25 reaches 0.5: the third of four equal tokens is out, in both ways to choose."""
+    logits, sampling = torch.zeros(8, 4), Sampling(1.0, top_k=4, top_p=0.5)
+    for one in (sampling, Sampling(1.0, top_p=0.5)):
+        assert probabilities(logits, one)[0].tolist() == [0.5, 0.5, 0.0, 0.0]
+    uniforms = torch.arange(8) / 8
+    expected = [0] * 4 + [1] * 4
+    assert choose(logits, uniforms, sampling).tolist() == expected
+    found = choose_parallel(logits, 0, uniforms, sampling, Reducer(), 4)
+    assert found.tolist() == expected
+
+
 def test_the_nucleus_of_what_is_not_a_number_is_all() -> None:
     """So that the NaN reaches the check behind it; its neighbour's nucleus stays its own."""
     scores = torch.zeros(2, VOCABULARY)

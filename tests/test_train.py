@@ -24,12 +24,13 @@ from ladder.checkpoint import (
 )
 from ladder.config import build
 from ladder.files import checksum
-from ladder.models import UserError
+from ladder.models import Transformer, UserError
 from ladder.train import loop, metrics, shards
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
-from ladder.train.optim import learning_rate
+from ladder.train.optim import learning_rate, make_optimizer
 from tests.distributed import Pools
+from tests.samples import small_config
 
 SHAPE = {
     "name": "tiny",
@@ -210,6 +211,26 @@ def test_checkpoints_and_records(corpus: Path, tmp_path: Path) -> None:
     model = load_model(newest(run))
     assert model.config.plan.name == "ladder"
     assert not [path for path in run.rglob("*") if ".tmp" in path.name]
+
+
+@pytest.mark.parametrize(("plan", "degree"), [("ladder", None), ("desync-2x", 2), ("dtp-1", 2)])
+def test_weight_decay_is_for_matrices(
+    corpus: Path, tmp_path: Path, plan: str, degree: int | None
+) -> None:
+    """Not for norms, which are [T, D] where each rank has its own, nor for biases."""
+    model = Transformer(small_config(plan, tp_degree=degree, qkv_bias=True, qk_norm=True))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    if degree is not None:
+        assert any("norm" in name and p.dim() == 2 for p, name in names.items())
+    optimizer = make_optimizer(model, recipe(corpus, tmp_path, weight_decay=0.25))
+    groups = {
+        group["weight_decay"]: {names[parameter] for parameter in group["params"]}
+        for group in optimizer.param_groups
+    }
+    ends = ("_proj.weight", "embed_tokens.weight", "lm_head.weight")
+    matrices = {name for name in names.values() if name.endswith(ends)}
+    assert groups == {0.25: matrices, 0.0: {*names.values()} - matrices}
+    assert len(matrices) == 4 * 7 + 2
 
 
 def test_learning_rate_schedule(corpus: Path, tmp_path: Path) -> None:
