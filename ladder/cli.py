@@ -43,8 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:  # of the launch itself
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        remedy = "; --resume goes on from the last checkpoint" if hasattr(options, "resume") else ""
+        told = [f"interrupted{remedy}", *getattr(stop, "__notes__", ())]
+        print(*told, sep="\n", file=sys.stderr)
         return 130
 
 

@@ -295,6 +295,33 @@ def test_a_tokenizer_is_not_overwritten(trained: Path, capsys: pytest.CaptureFix
     assert (trained / "tokenizer" / "tokenizer.json").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (["train", "tiny"], "interrupted; --resume goes on from the last checkpoint"),
+        (["finetune", "tiny", "init=x"], "interrupted; --resume goes on from the last checkpoint"),
+        (["eval", "x"], "interrupted"),
+    ],
+)
+def test_an_interrupt_says_how_to_go_on(
+    command: list[str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Where a command can; and what became of a save that was under way."""
+
+    def stopped(*arguments: object, **options: object) -> None:
+        stop = KeyboardInterrupt()
+        stop.add_note("also: step-000002 cannot be written")
+        raise stop
+
+    monkeypatch.setattr("ladder.train.loop.train", stopped)
+    monkeypatch.setattr("ladder.eval.command.eval_command", stopped)
+    assert main(command) == 130
+    assert capsys.readouterr().err == f"{told}\nalso: step-000002 cannot be written\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupt_ends_the_ranks(
     trained: Path, tmp_path: Path, start: Start, number: signal.Signals

@@ -18,6 +18,10 @@ from ladder.models.errors import UserError
 from ladder.models.reducer import Ranks, Reducer
 from ladder.parallel.dispatch import Dispatch, load_dispatch
 
+# torch 2.13 has new names for these two, and warns of the old ones.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 P2P_SWITCH = "NCCL_P2P_DISABLE"
 
 

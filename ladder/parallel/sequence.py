@@ -25,11 +25,7 @@ from torch import Tensor
 from ladder.models.errors import UserError
 from ladder.models.plan import Landing, Sublayer
 from ladder.models.reducer import Norm, Pending, Ranks, Reducer
-from ladder.parallel.reducers import AsyncReducer
-
-# torch 2.13 has new names for these two, and warns of the old ones.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from ladder.parallel.reducers import AsyncReducer, all_gather, reduce_scatter
 
 # Starts a collective on rows [M, D]: (what it will give, the handle to wait for).
 Collective = Callable[[Tensor], tuple[Tensor, Any]]

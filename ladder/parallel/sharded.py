@@ -30,7 +30,7 @@ from ladder.models.errors import UserError, unknown
 from ladder.models.layers import RMSNorm, local
 from ladder.models.plan import Landing, Plan, Sublayer
 from ladder.models.reducer import Arrived, Norm, Pending, Ranks, Reducer
-from ladder.parallel.reducers import AsyncReducer, push_refusal
+from ladder.parallel.reducers import AsyncReducer, all_gather, push_refusal, reduce_scatter
 
 SMALLEST = 1024  # rows that symmetric buffers are made for, at least
 
@@ -176,7 +176,7 @@ class Collectives:
             partial = F.pad(partial, (0, 0, 0, missing))
         if partial.is_cuda:
             piece = torch.empty_like(partial[:shard])
-            dist.reduce_scatter_tensor(piece, partial, group=self.group)
+            reduce_scatter(piece, partial, group=self.group)
             return [piece]
         pieces = torch.empty_like(partial)
         dist.all_to_all_single(pieces, partial, group=self.group)
@@ -191,7 +191,7 @@ class Collectives:
     def gather(self, full: Tensor) -> None:
         mine = full.chunk(self.world)[self.rank]
         mine = mine if full.is_cuda else mine.clone()  # NCCL knows this as in place
-        dist.all_gather_into_tensor(full, mine, group=self.group)
+        all_gather(full, mine, group=self.group)
 
 
 @dataclass
