@@ -168,7 +168,7 @@ def test_a_tied_head_that_is_stored_all_the_same(
 
     Compared to its last row, some rows at a time.
     """
-    monkeypatch.setattr(checkpoint, "TIED_ROWS", 16)
+    monkeypatch.setattr("ladder.reader.TIED_ROWS", 16)
     source = save(tmp_path / "hf", "llama 3, tied")
     index = json.loads((source / INDEX).read_text())["weight_map"]
     embedding = tensors(source)["model.embed_tokens.weight"]
