@@ -67,6 +67,12 @@ def test_the_same_data_gives_the_same_bytes() -> None:
     assert figures.INK not in figures.inline(svg)  # a page's own colours
 
 
+def test_a_long_name_is_not_cut_off() -> None:
+    name = "a plan with quite a long name"
+    svg = lines({name: ([0.1, 1.1], [100.0, 2000.0])}, "x", "y")
+    assert labels(svg)[name][0] + figures.FONT / 2 * len(name) < figures.WIDTH
+
+
 def test_ticks_are_plain_numbers() -> None:
     long = labels(lines({"ladder": ([0, 4_000_000], [0.1, 0.3])}, "tokens", "loss"))
     assert {"1,000,000", "0.15", "0.20"} <= set(long)
