@@ -234,7 +234,6 @@ def _name_ends(
     texts = {
         name: axes.annotate(
             name, ends[name], (9, 0), textcoords="offset points", va="center_baseline",
-            annotation_clip=False,
             color=colours[name], fontsize=FONT, weight="bold" if name == "ladder" else "normal",
             bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1, "alpha": 0.7},
         )
