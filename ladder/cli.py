@@ -217,6 +217,11 @@ def _data(verbs: Any) -> None:
     )
     parser.add_argument("--heldout-fraction", type=float, help="share of documents held out (0.05)")
     parser.add_argument(
+        "--max-left-out",
+        type=float,
+        help="stop where more than this share of the conversations cannot be used (0.1)",
+    )
+    parser.add_argument(
         "--max-tokens", type=int, help="end with the document that completes this many (no end)"
     )
     parser.add_argument("--workers", type=int, help="processes; they change no byte (1)")

@@ -50,6 +50,7 @@ class EncodeChat:
         keys: list[int] = []
         sizes: list[int] = []
         left_out: Counter[str] = Counter()
+        first: dict[str, str] = {}
         batch: list[list[Piece]] = []
 
         def flush() -> None:
@@ -61,6 +62,7 @@ class EncodeChat:
                 batch.append(self._pieces(document))
             except LeftOut as reason:
                 left_out[str(reason)] += 1
+                first.setdefault(str(reason), document.name)
                 continue
             keys.append(name_hash(document.name))
             sizes.append(document.bytes)
@@ -70,11 +72,13 @@ class EncodeChat:
         lengths = np.array([len(each) for each in tokens[1:]], np.int64)
         return Encoded(
             np.concatenate(tokens), np.array(keys, np.uint64), lengths, np.array(sizes, np.int64),
-            left_out,
+            left_out, first,
         )  # fmt: skip
 
     def _pieces(self, document: Document) -> list[Piece]:
         messages = json.loads(document.text)
+        if isinstance(messages, dict):
+            raise LeftOut(messages["left_out"])
         if any("tool_calls" in message for message in messages):
             raise LeftOut("in which tools are called")  # templates would be given half of it
         if any(self._names.search(message["content"]) for message in messages):

@@ -23,6 +23,7 @@ class PrepareConfig:
     chat_field: str = ""
     chat_template: str | None = None
     heldout_fraction: float = 0.05
+    max_left_out: float = 0.1
     max_tokens: int | None = None
     workers: int = 1
 

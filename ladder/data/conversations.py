@@ -1,58 +1,92 @@
-"""Conversations as instruction data has them, as lists of messages in one spelling."""
+"""Conversations as instruction data has them, as lists of messages in one spelling.
+
+A conversation's text is JSON: the list of its messages, or {"left_out": REASON} for one that cannot
+be used. Rows come from many hands: what can be used is, and the rest is counted by its reason.
+"""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from ladder.models.errors import UserError, unknown
-
-# Infinity-Instruct and others of the ShareGPT form name who speaks in their own way.
-ROLES = {"human": "user", "gpt": "assistant"}
+# Infinity-Instruct and others of the ShareGPT form name who speaks in their own way; `developer` is
+# OpenAI's newer name of `system`, `function` its older one of `tool`.
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "developer": "system",
+    "function": "tool",
+    "observation": "tool",
+    "function_call": "assistant",
+}
 KNOWN = ("system", "user", "assistant", "tool")
 CALLS = ("tool_calls", "function_call")
 FORMS = (("role", "content"), ("from", "value"))
+PARTS = ("text", "input_text", "output_text")  # the types of parts that are text
 
 
-def conversation_text(value: Any, where: str) -> str:
-    """A conversation as JSON, `[{"role": "user", "content": "..."}, ...]`; no messages: "".
+class _Odd(Exception):
+    """Why a conversation cannot be used."""
 
-    value: `[{role, content}, ...]` or `[{from, value}, ...]`; other keys are passed over. A message
-    that calls tools beside what it says, or in place of it, has the key `tool_calls`.
 
-    Raises UserError, with `where`, for anything else.
+def conversation_text(value: Any) -> str:
+    """A conversation as JSON, `[{"role": "user", "content": "..."}, ...]`.
+
+    value: `[{role, content}, ...]` or `[{from, value}, ...]`. Content may be a list of parts of
+    text. A message that calls tools beside what it says, or in place of it, has the key
+    `tool_calls`; one that is not to be learnt, by `weight: 0`, keeps that. Other keys are passed
+    over.
     """
-    if not isinstance(value, list):
-        raise UserError(
-            f"{where} is a {type(value).__name__}, not a list of messages; mend or remove it, or "
-            f"choose another chat_field"
-        )
-    if not value:
-        return ""
-    messages = [_message(each, f"{where}, message {n}") for n, each in enumerate(value, 1)]
-    return json.dumps(messages, ensure_ascii=False)
+    try:
+        if not isinstance(value, list):
+            raise _Odd("that are no list of messages")
+        if not value:
+            raise _Odd("without messages")
+        text = json.dumps([_message(each) for each in value], ensure_ascii=False)
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return unusable("with half a surrogate pair, which is no Unicode text")
+    except _Odd as odd:
+        return unusable(str(odd))
+    return text
 
 
-def _message(message: Any, where: str) -> dict[str, str]:
+def unusable(reason: str) -> str:
+    """In place of a conversation's text. The reason goes on from the word `conversations`."""
+    return json.dumps({"left_out": reason})
+
+
+def _message(message: Any) -> dict[str, Any]:
     form = None
     if isinstance(message, dict):
         form = next((form for form in FORMS if form[0] in message and form[1] in message), None)
     if form is None:
-        keys = ", ".join(message) if isinstance(message, dict) else type(message).__name__
-        raise UserError(
-            f"{where} has neither role and content nor from and value ({keys}); mend or remove the "
-            f"conversation"
-        )
-    role, content = (message[key] for key in form)
-    role = ROLES.get(role, role) if isinstance(role, str) else role
+        raise _Odd("with a message that has neither role and content nor from and value")
+    speaker, content = (message[key] for key in form)
+    role = ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
     if role not in KNOWN:
-        raise unknown(f"{form[0]} of {where}", role, (*KNOWN, *ROLES))
-    calls = any(message.get(key) for key in CALLS)
-    if calls and content is None:
-        content = ""
-    if not isinstance(content, str):
-        raise UserError(
-            f"{where}: {form[1]} is a {type(content).__name__}, not a string; mend or remove the "
-            f"conversation"
-        )
-    return {"role": role, "content": content, **({"tool_calls": ""} if calls else {})}
+        raise _Odd(f"with a {form[0]} that is none of {', '.join((*KNOWN, *ROLES))}")
+    found = {"role": role, "content": _text(content)}
+    if speaker == "function_call" or any(message.get(key) for key in CALLS):
+        found = {"role": role, "content": found["content"] or "", "tool_calls": ""}
+    if found["content"] is None:
+        raise _Odd("with content that is not text")
+    weight = message.get("weight")
+    if weight is not None and weight not in (0, 1):
+        raise _Odd("with a weight that is neither 0 nor 1")
+    return {**found, "weight": 0} if weight == 0 else found
+
+
+def _text(content: Any) -> str | None:
+    """A message's content, a string or a list of parts of text; None where it is something else."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return None
+    parts = [
+        part.get("text")
+        for part in content
+        if isinstance(part, dict) and part.get("type", "text") in PARTS
+    ]
+    texts = [part for part in parts if isinstance(part, str)]
+    return "".join(texts) if texts and len(texts) == len(content) else None

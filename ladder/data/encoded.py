@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ class Encoded(NamedTuple):
     """The tokens of some documents.
 
     Of each document: keys, the hash of its name (uint64), lengths in tokens, bytes of text (int64).
-    left_out: how many documents were, by the reason.
+    left_out: how many documents were, by the reason; first: the name of the first, by the reason.
     """
 
     tokens: npt.NDArray[Any]
@@ -28,6 +29,7 @@ class Encoded(NamedTuple):
     lengths: npt.NDArray[np.int64]
     bytes: npt.NDArray[np.int64]
     left_out: Counter[str]
+    first: Mapping[str, str]
 
     def up_to(self, tokens: int) -> Encoded:
         """The documents up to the one with which there are `tokens` tokens."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ladder.data.conversations import conversation_text
+from ladder.data.conversations import conversation_text, unusable
 from ladder.models.errors import UserError
 
 ROWS = 1024  # of a Parquet file that are in memory as Python strings at once
@@ -173,6 +173,8 @@ def _read_lines(part: Part, field: Field) -> Iterator[Document]:
 
 
 def _text_of(line: bytes, where: str, field: Field) -> str:
+    if field.conversations:
+        return _conversation_of(line, field)
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -185,14 +187,22 @@ def _text_of(line: bytes, where: str, field: Field) -> str:
     if field.name not in record:
         raise field.missing(where, "field", record)
     text = record[field.name]
-    if field.conversations:
-        return conversation_text(text, f"{where}: field {field.name!r}")
     if not isinstance(text, str):
         raise UserError(
             f"{where}: field {field.name!r} is a {type(text).__name__}, not a string; mend the "
             f"line or choose another text_field"
         )
     return text
+
+
+def _conversation_of(line: bytes, field: Field) -> str:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return unusable("that are no valid JSON")
+    if not isinstance(record, dict) or field.name not in record:
+        return unusable(f"without the field {field.name!r}")
+    return conversation_text(record[field.name])
 
 
 # ---- Parquet
@@ -272,7 +282,7 @@ def _read_rows(part: Part, field: Field) -> Iterator[Document]:
                             f"remove the row"
                         ) from error
                     if field.conversations:
-                        text = conversation_text(text, f"{where}: column {field.name!r}")
+                        text = conversation_text(text)
                     if text is None:
                         raise UserError(
                             f"{where}: column {field.name!r} is null, not a string; fill or "

@@ -61,7 +61,10 @@ VERSION = 1
 STORED = {"uint16": "<u2", "uint32": "<u4"}
 BATCH = 2**21  # characters that are tokenised at once: some 100 MB of the library's memory
 
-NOTHING = {"cursor": Cursor(), "read": 0, "names": Names(), "left_out": {}}  # of the work is done
+NOTHING = {  # of the work is done
+    "cursor": Cursor(), "read": 0, "names": Names(), "left_out": {}, "first_left_out": {},
+}  # fmt: skip
+ENOUGH = 1000  # conversations, to tell by what share of them can be used
 
 OURS = re.compile(
     rf"{INDEX}|{FILE}|{TOKEN_BYTES}|{TOKENIZER_CONFIG}|{TEMPLATE}|({'|'.join(SPLITS)})-\d+\.bin"
@@ -78,6 +81,7 @@ def prepare(
     chat_field: str = "",
     chat_template: str | Path | None = None,
     shard_tokens: int = 2**24,
+    max_left_out: float = 0.1,
     max_tokens: int | None = None,
     workers: int = 1,
     overwrite: bool = False,
@@ -91,6 +95,8 @@ def prepare(
     chat_field: the field or column of .jsonl and .parquet files and of streams that holds a
         conversation, in place of text; it is written down by the tokenizer's chat template, or
         `chat_template`, a Jinja file, and the answers in it are marked (see ladder.data.chat).
+    max_left_out: the share of the conversations that may be left out, since they cannot be used;
+        beyond it this is an error. Each reason is counted.
     max_tokens: end with the document, in the corpus's order, with which the splits together hold
         that many. workers: processes that tokenise. The result has the same bytes for any number of
         them, and however often the work was interrupted.
@@ -101,6 +107,8 @@ def prepare(
     for option, value in (("shard_tokens", shard_tokens), ("workers", workers)):
         if value < 1:
             raise UserError(f"{option}={value} must be 1 or more")
+    if not 0 <= max_left_out <= 1:
+        raise UserError(f"max_left_out={max_left_out} must be a share, from 0 to 1")
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"max_tokens={max_tokens} must be 1 or more; leave it out for all there is")
     if chat_template is not None and not chat_field:
@@ -155,9 +163,12 @@ def prepare(
         while True:
             start = work.state["read"] if max_tokens is None else _tokens(work)
             with Progress("tokenise", *goal, start=start) as progress:
-                _tokenise(work, sources, encode, workers, progress, max_tokens, shard_tokens)
+                for _ in _tokenise(
+                    work, sources, encode, workers, progress, max_tokens, shard_tokens
+                ):
+                    _check_left_out(work.state, max_left_out, ENOUGH)
+            _check_left_out(work.state, max_left_out)
             names = Names(*work.state["names"])
-            _check_left_out(names, work.state["left_out"])
             names.check(paths)
             below = heldout_below(heldout_fraction, names)
             if below == work.state["heldout_below"]:
@@ -224,8 +235,8 @@ def _tokenise(
     progress: Progress,
     max_tokens: int | None,
     shard_tokens: int,
-) -> None:
-    """Add the units that are not done yet to the shards, in order."""
+) -> Iterator[None]:
+    """Add the units that are not done yet to the shards, in order; yields after each."""
     below = np.uint64(work.state["heldout_below"])
     if max_tokens is not None and _tokens(work) >= max_tokens:
         return
@@ -244,7 +255,9 @@ def _tokenise(
                 read=work.state["read"] + unit.size,
                 names=Names(*work.state["names"]).merge(encoded.names()),
                 left_out=dict(encoded.left_out + Counter(work.state["left_out"])),
+                first_left_out={**encoded.first, **work.state["first_left_out"]},
             )
+            yield
             _check_tokens(work, isinstance(encode, Encode))
             read, tokens = work.state["read"], _tokens(work)
             if max_tokens is None:
@@ -255,10 +268,23 @@ def _tokenise(
                 return
 
 
-def _check_left_out(names: Names, left_out: Mapping[str, int]) -> None:
-    if left_out and not names.documents:
-        reasons = "; ".join(f"{count:,} {reason}" for reason, count in left_out.items())
-        raise UserError(f"no conversation can be used: {reasons}; mend them, or the chat template")
+def _check_left_out(state: Mapping[str, Any], most: float, enough: int = 1) -> None:
+    """Raise UserError where more than that share of the conversations, of `enough`, is left out."""
+    left_out = sum(state["left_out"].values())
+    total = left_out + Names(*state["names"]).documents
+    if total < enough or not (left_out > most * total or left_out == total > 0):
+        return
+    reasons = "; ".join(
+        f"{count:,} {reason}, the first of them {state['first_left_out'][reason]}"
+        for reason, count in state["left_out"].items()
+    )
+    remedy = "mend them, or choose another --chat-field or --chat-template"
+    if left_out == total:
+        raise UserError(f"no conversation can be used: {reasons}; {remedy}")
+    raise UserError(
+        f"{left_out:,} of {total:,} conversations cannot be used, more than max_left_out={most:g} "
+        f"of them: {reasons}; {remedy}, or go on without them with --max-left-out 1"
+    )
 
 
 def _check_tokens(work: Unfinished, ended: bool) -> None:
@@ -334,7 +360,7 @@ class Encode:
         lengths = np.array(ends[1:], np.int64) - np.array(ends[:-1], np.int64)
         return Encoded(
             np.concatenate(tokens), np.array(keys, np.uint64), lengths, np.array(sizes, np.int64),
-            Counter(),
+            Counter(), {},
         )  # fmt: skip
 
 

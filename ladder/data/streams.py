@@ -115,7 +115,7 @@ class Reader:
             self._check(row)
             text = row[self.field.name]
             if self.field.conversations:
-                text = conversation_text(text, f"{where}: column {self.field.name!r}")
+                text = conversation_text(text)
             if not isinstance(text, str):
                 raise UserError(
                     f"{where}: column {self.field.name!r} is a {type(text).__name__}, not a "

@@ -19,7 +19,7 @@ from ladder.data.sandbox import LONGEST, MEMORY, LimitError, Sandbox
 from ladder.data.tokenizer import TEMPLATE, TOKENIZER_CONFIG, end_of_text, special_token
 from ladder.models.errors import UserError
 
-Message = dict[str, str]
+Message = dict[str, Any]  # role and content; with weight 0 it is not to be learnt
 MARK = "END_OF_LAST_MESSAGE "  # a text that no conversation has
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")  # that templates write
 
@@ -124,9 +124,12 @@ class ChatTemplate:
             after = whole if n + 1 == len(messages) else self.render(messages[: n + 1])
             if not (whole.startswith(after) and after.startswith(before) and done <= len(before)):
                 raise LeftOut("with turns that the template writes otherwise once others follow")
-            found += [Piece(whole[done : len(before)], False), Piece(after[len(before) :], True)]
+            learnt = message.get("weight") != 0
+            found += [Piece(whole[done : len(before)], False), Piece(after[len(before) :], learnt)]
             done = len(after)
         if not any(piece.answer and piece.text for piece in found):
+            if any(piece.text for piece in found[1::2]):
+                raise LeftOut("whose answers all have weight 0")
             raise LeftOut(
                 "without an answer" if not found else "whose answers the template does not write"
             )
