@@ -359,6 +359,12 @@ def _generate(verbs: Any) -> None:
     parser.add_argument(
         "--prompt", action="append", required=True, help="text to continue; may be repeated"
     )
+    parser.add_argument(
+        "--chat", action="store_true", help="a prompt is a user's message: by the chat template"
+    )
+    parser.add_argument(
+        "--chat-template", metavar="FILE", help="a Jinja file for --chat (the tokenizer's own)"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest; 0 keeps all")

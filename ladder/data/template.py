@@ -16,7 +16,13 @@ from tokenizers import Tokenizer
 
 from ladder.config import parse_json
 from ladder.data.sandbox import LONGEST, MEMORY, LimitError, Sandbox
-from ladder.data.tokenizer import TEMPLATE, TOKENIZER_CONFIG, end_of_text, special_token
+from ladder.data.tokenizer import (
+    TEMPLATE,
+    TOKENIZER_CONFIG,
+    end_of_text,
+    special_token,
+    tokenizer_file,
+)
 from ladder.models.errors import UserError
 
 Message = dict[str, Any]  # role and content; with weight 0 it is not to be learnt
@@ -171,6 +177,13 @@ def load_template(
             f"chat_template in {TOKENIZER_CONFIG}); give a Jinja file with --chat-template"
         )
     return ChatTemplate(source, names, str(path)), config
+
+
+def open_template(folder: Path, tokenizer: Tokenizer, given: str | None) -> ChatTemplate | None:
+    """The template in the file `given`, or with "" the one of a model's folder; None: none."""
+    if given is None:
+        return None
+    return load_template(tokenizer_file(folder), tokenizer, Path(given) if given else None)[0]
 
 
 def _read_config(path: Path) -> dict[str, Any]:

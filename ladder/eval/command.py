@@ -45,7 +45,7 @@ def eval_command(options: argparse.Namespace) -> int:
     if options.num_fewshot is not None and options.num_fewshot < 0:
         raise UserError(f"--num-fewshot={options.num_fewshot} must be 0 or more")
     suites.require_lm_eval()
-    from ladder.eval.model import open_template
+    from ladder.data.template import open_template
 
     chosen = suites.entries(options.tasks, options.num_fewshot)
     folders = {str(given): newest(given) for given in options.models}

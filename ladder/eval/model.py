@@ -23,13 +23,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tokenizers import Tokenizer
 
 from ladder.checkpoint import newest, read_json, read_stop_tokens
-from ladder.data.template import ChatTemplate, LeftOut, load_template
+from ladder.data.template import LeftOut, open_template
 from ladder.data.tokenizer import (
     TOKENIZER_CONFIG,
     end_of_text,
     load_tokenizer,
     special_token,
-    tokenizer_file,
 )
 from ladder.eval.scoring import Request, Score, score
 from ladder.infer.engine import Engine
@@ -241,13 +240,6 @@ def stopper(tokenizer: Tokenizer, until: list[str]) -> Callable[[int, list[int]]
         return any(text in tail for text in until)
 
     return ended
-
-
-def open_template(folder: Path, tokenizer: Tokenizer, given: str | None) -> ChatTemplate | None:
-    """The template in the file `given`, or with "" the one of a model's folder; None: none."""
-    if given is None:
-        return None
-    return load_template(tokenizer_file(folder), tokenizer, Path(given) if given else None)[0]
 
 
 def _special(folder: Path, tokenizer: Tokenizer, name: str) -> int | None:

@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from ladder.checkpoint import newest, read_stop_tokens
+from ladder.data.template import ChatTemplate, LeftOut, open_template
 from ladder.data.tokenizer import encode, load_tokenizer
 from ladder.infer.engine import NotFiniteError, generate
 from ladder.infer.load import load_for_inference
@@ -61,7 +62,13 @@ def generate_command(options: argparse.Namespace) -> int:
     tokenizer.encode_special_tokens = False  # a prompt may hold them, in a chat template say
     stop = set() if options.ignore_eos else set(read_stop_tokens(folder))
     stop |= {_stop_token(tokenizer, text) for text in options.stop}
-    prompts = [encode(tokenizer, text, "--prompt") for text in options.prompt]
+    template = open_template(folder, tokenizer, _template_of(options))
+    if template is None:
+        prompts = [encode(tokenizer, text, "--prompt") for text in options.prompt]
+    else:
+        prompts = [_asked(template, tokenizer, text) for text in options.prompt]
+        if not options.ignore_eos:
+            stop.add(tokenizer.token_to_id(template.names["eos_token"]))
     model = load_for_inference(
         folder,
         tp=options.tp,
@@ -72,7 +79,7 @@ def generate_command(options: argparse.Namespace) -> int:
     main = launch.rank() == 0
     stream = None
     if main and len(prompts) == 1:
-        stream = Stream(tokenizer, prompts[0], options.prompt[0])
+        stream = Stream(tokenizer, prompts[0], options.prompt[0] if template is None else "")
     try:
         with torch.inference_mode():
             results = generate(
@@ -100,8 +107,25 @@ def generate_command(options: argparse.Namespace) -> int:
     elif main:
         for i, (prompt, result) in enumerate(zip(options.prompt, results, strict=True)):
             print(f"--- prompt {i} ({len(result.tokens)} tokens, ended by {result.reason})")
-            print(prompt + continuation(tokenizer, prompts[i], result.tokens))
+            told = prompt if template is None else f"{prompt}\n"
+            print(told + continuation(tokenizer, prompts[i], result.tokens))
     return 0
+
+
+def _template_of(options: argparse.Namespace) -> str | None:
+    """For `open_template`: a file implies --chat."""
+    return options.chat_template or ("" if options.chat else None)
+
+
+def _asked(template: ChatTemplate, tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a conversation that begins with a user's message, up to its answer."""
+    try:
+        asked = template.render([{"role": "user", "content": text}], prompt=True)
+    except LeftOut as reason:
+        raise UserError(
+            f"--prompt={text!r} makes a conversation {reason}; give another --chat-template"
+        ) from reason
+    return encode(tokenizer, asked, "--prompt", special=False)
 
 
 def _picked(model: Transformer, wanted: str) -> str:
