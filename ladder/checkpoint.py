@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ladder.convert.huggingface import config_from_huggingface, stop_tokens
-from ladder.files import checksum, usual_mode, write_text
+from ladder.files import checksum, hub_hint, usual_mode, write_text
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer, meta_model
@@ -273,7 +273,7 @@ def newest(path: Path) -> Path:
         return path
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
-        raise UserError(f"{path} {what}; give a model folder or a run's folder")
+        raise UserError(f"{path} {what}; give a model folder or a run's folder{hub_hint(path)}")
     found = checkpoints(path)
     if not found:
         raise UserError(

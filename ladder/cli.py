@@ -407,6 +407,12 @@ def _eval(verbs: Any) -> None:
         help="suites (offline, paper-pretrain, paper-adapt, or a YAML file) and tasks of the "
         "harness",
     )
+    parser.add_argument(
+        "--include-path",
+        type=Path,
+        metavar="DIR",
+        help="a folder of tasks of your own, as the harness's YAML files, for --tasks to name",
+    )
     parser.add_argument("--num-fewshot", type=int, help="examples shown, for tasks that show any")
     parser.add_argument("--limit", type=int, help="examples of each task; all without it")
     parser.add_argument(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -126,3 +127,14 @@ def _new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)
+
+
+def hub_hint(path: str | Path) -> str:
+    """How to fetch what looks like a model's name on the Hugging Face hub; else nothing."""
+    path = Path(path)
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)) or path.parent.exists():
+        return ""
+    return (
+        f"; if {path} is a name on the Hugging Face hub, fetch it first: hf download {path} "
+        f"--local-dir {path.name}"
+    )

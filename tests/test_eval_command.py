@@ -192,3 +192,29 @@ def test_data_that_a_task_cannot_use(
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: indexed)
     assert main(["eval", str(llama), "--out", str(tmp_path / "out"), "--tasks", "rows"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_tasks_of_ones_own(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the harness's files in a folder; its own ten thousand are not read for them."""
+    needs_lm_eval()
+    tasks, out = tmp_path / "tasks", tmp_path / "out"
+    command = ["eval", str(llama), "--device", "cpu", "--out", str(out), "--tasks", "mine",
+               "--include-path", str(tasks)]  # fmt: skip
+    assert main(command) == 2
+    assert f"--include-path={tasks} holds no YAML file" in capsys.readouterr().err
+    tasks.mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"text": "a b c"}\n' * 3)
+    (tasks / "mine.yaml").write_text(f"""
+task: mine
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path / "rows.jsonl"}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: text
+metric_list: [{{metric: byte_perplexity}}]
+""")
+    assert main(command) == 0
+    assert re.search(r"mine +0 +byte_perplexity", capsys.readouterr().out)
+    record = json.loads((out / "results.json").read_text())
+    assert [each["examples"] for each in record["results"][str(llama)]] == [3]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from ladder.checkpoint import newest
 from ladder.data.prepare import prepare
 from ladder.data.sources import open_corpus
 from ladder.data.tokenizer import (
@@ -127,3 +128,26 @@ def test_a_broken_corpus_while_training_is_the_users_error(tmp_path: Path) -> No
     with pytest.raises(UserError, match="line 2 is broken"):
         train_tokenizer(texts(), 300, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_sentencepiece_model_is_not_taken_for_none(tmp_path: Path) -> None:
+    """Older Llamas have nothing else; transformers makes the other of it."""
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x05")
+    with pytest.raises(UserError, match=r"has tokenizer\.model.* no tokenizer\.json: make one"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_name_on_the_hub_is_told_how_to_fetch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For models and tokenizers alike; not for mistyped paths."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    fetch = "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B"
+    for read in (load_tokenizer, newest):
+        with pytest.raises(UserError, match=fetch):
+            read(Path("meta-llama/Llama-3.1-8B"))
+        for path in ("runs/Llama-3.1-8B", "Llama-3.1-8B", "/meta-llama/Llama-3.1-8B", "a/b/c"):
+            with pytest.raises(UserError) as error:
+                read(Path(path))
+            assert "hf download" not in str(error.value)

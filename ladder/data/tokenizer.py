@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from ladder.files import make_folder, write_text
+from ladder.files import hub_hint, make_folder, write_text
 from ladder.models.errors import UserError
 
 FILE = "tokenizer.json"
+SENTENCEPIECE = "tokenizer.model"  # what older Llamas have instead
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # beside it, perhaps
 EOS = "<|endoftext|>"
 # The same of other byte-level tokenizers (Llama 3, RoBERTa), in the order in which they are tried.
@@ -84,7 +85,15 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     file = tokenizer_file(path)
     if not file.is_file():
-        raise UserError(f"no tokenizer at {file}; train one, or give a folder that holds {FILE}")
+        if (file.parent / SENTENCEPIECE).is_file():
+            raise UserError(
+                f"{file.parent} has {SENTENCEPIECE}, which is SentencePiece's, and no {FILE}: make "
+                f'one with transformers, AutoTokenizer.from_pretrained("{file.parent}")'
+                f'.save_pretrained("{file.parent}"), which takes pip install sentencepiece protobuf'
+            )
+        raise UserError(
+            f"no tokenizer at {file}; train one, or give a folder that holds {FILE}{hub_hint(path)}"
+        )
     try:
         with panics("read"):
             return parse_tokenizer(file.read_text(encoding="utf-8"))

@@ -44,6 +44,7 @@ def eval_command(options: argparse.Namespace) -> int:
     as_dtype(options.dtype)
     if options.num_fewshot is not None and options.num_fewshot < 0:
         raise UserError(f"--num-fewshot={options.num_fewshot} must be 0 or more")
+    suites.check_include(options.include_path)
     suites.require_lm_eval()
     from ladder.data.template import open_template
 
@@ -94,9 +95,9 @@ def _load_tasks(
             index = offline.build(options.text, data, [each.task for each in chosen])
         if index and index.get("definitions") == "the standard library":
             print("local_definitions: of the standard library; --text defines too few words")
-        tasks = suites.load(chosen, data)
+        tasks = suites.load(chosen, data, options.include_path)
     data = launch.from_first(data)
-    return tasks or suites.load(chosen, data), index
+    return tasks or suites.load(chosen, data, options.include_path), index
 
 
 def _compare(

@@ -80,28 +80,45 @@ def require_lm_eval() -> None:
     lm_eval.api.task.tqdm = lambda rows, **_: rows
 
 
-def load(chosen: Sequence[Entry], data: Path | None) -> dict[str, dict[str, Any]]:
+def check_include(include: Path | None) -> None:
+    """Raise UserError unless `include` is a folder with YAML files, or None."""
+    if include is not None and next(include.glob("**/*.yaml"), None) is None:
+        raise UserError(
+            f"--include-path={include} holds no YAML file; give the folder of your tasks, each a "
+            f"file as lm-evaluation-harness reads them"
+        )
+
+
+def load(
+    chosen: Sequence[Entry], data: Path | None, include: Path | None = None
+) -> dict[str, dict[str, Any]]:
     """The tasks, their documents read, as the harness's `evaluate` takes them.
 
-    data: the folder that `ladder.eval.offline.build` wrote, where any is our own.
+    data: the folder that `ladder.eval.offline.build` wrote, where any is our own. include: a folder
+    of further tasks, which replace those of the same names.
 
     Raises UserError for a name that is no task's, and for a task that cannot be loaded or run.
     """
     from lm_eval.tasks import TaskManager
 
-    foreign = not all(entry.task.startswith(OWN) for entry in chosen)
-    manager = TaskManager(
-        include_path=str(TASKS),
-        include_defaults=foreign,  # some ten thousand files
-        metadata={"folder": str(data)},
-    )
+    def index(defaults: bool) -> Any:
+        folders = [str(TASKS)] if include is None else [str(TASKS), str(include)]
+        metadata = {"folder": str(data)}
+        return TaskManager(include_path=folders, include_defaults=defaults, metadata=metadata)
+
+    manager = index(defaults=False)
+    known = set(manager.all_subtasks)  # a group may name any task
+    if any(not entry.task.startswith(OWN) and entry.task not in known for entry in chosen):
+        manager = index(defaults=True)  # some ten thousand files
     for entry in chosen:
         if entry.task not in manager.all_tasks:
             near = difflib.get_close_matches(entry.task, manager.all_tasks, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
+            where = "" if include is None else f" or of --include-path={include}"
             suites = sorted(path.stem for path in (configs_folder() / "eval").glob("*.yaml"))
             raise UserError(
-                f"--tasks: {entry.task!r} is no task of lm-evaluation-harness{hint} and no suite; "
+                f"--tasks: {entry.task!r} is no task of lm-evaluation-harness{where}{hint} and no "
+                f"suite; "
                 f"suites: {', '.join(suites)}; `lm_eval ls tasks` lists the tasks"
             )
     loaded: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}, "group_map": {}}
