@@ -191,10 +191,27 @@ LAYOUTS = {  # as in tests.test_parity
 }
 
 
-@pytest.mark.parametrize("plan", ["standard", "parallel", "ladder", "hybrid"])
-def test_it_trains_as_one_process(corpus: Path, tmp_path: Path, pools: Pools, plan: str) -> None:
+@pytest.mark.parametrize(
+    ("plan", "layouts", "steps"),
+    [
+        ("ladder", LAYOUTS, 8),
+        *((plan, {4: LAYOUTS[4][-1:]}, 8) for plan in ("standard", "parallel", "hybrid")),
+        *(
+            pytest.param(plan, LAYOUTS, 20, marks=pytest.mark.slow)
+            for plan in ("standard", "parallel", "ladder", "hybrid")
+        ),
+    ],
+)
+def test_it_trains_as_one_process(
+    corpus: Path,
+    tmp_path: Path,
+    pools: Pools,
+    plan: str,
+    layouts: dict[int, list[tuple[int, int, str]]],
+    steps: int,
+) -> None:
     """With the stream sharded by tokens, forward and backward, alone and under data parallelism."""
-    compare(corpus, tmp_path, pools, LAYOUTS, {"sequence_parallel": True}, plan=plan)
+    compare(corpus, tmp_path, pools, layouts, {"sequence_parallel": True}, steps, plan=plan)
 
 
 def odd(rank: int, world: int, settings: dict[str, Any]) -> str:
