@@ -20,6 +20,7 @@ from ladder.parallel.sharding import local_tensor
 from ladder.records import facts
 from ladder.train import bench
 from ladder.train.bench import Layout, Point, parse_layout, points, table
+from tests.commands import Start
 from tests.distributed import Pools
 from tests.test_collectives import Dispatched
 from tests.test_profile import on_gpu
@@ -139,11 +140,12 @@ COMMAND = ["bench", "train", "--model", "tiny", "--layers", "2", "--seq-len", "3
            "--steps", "1", "--device", "cpu", "--dtype", "float32"]  # fmt: skip
 
 
-def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, start: Start) -> None:
     """On two ranks, with virtual ranks where T is 4: every line is there and recorded."""
     wanted = ["--plans", "standard", "none", "ladder", "desync-2x", "--layouts", "tp2", "fsdp"]
-    assert main([*COMMAND, *wanted, "--nproc", "2", "--out", str(tmp_path)]) == 0
-    printed, said = capfd.readouterr()
+    command = start(main, [*COMMAND, *wanted, "--nproc", "2", "--out", str(tmp_path)])
+    assert command.wait() == 0, command.err
+    printed, said = command.out, command.err
     assert said.count("--plans none is left out under fsdp: without TP there is no reduce") == 1
     for line in ("tp2     standard", "tp2     none", "fsdp    desync-2x", "ladder without reduces"):
         assert line in printed

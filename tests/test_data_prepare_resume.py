@@ -23,6 +23,7 @@ from ladder.data.workers import in_order
 from ladder.lock import hold
 from ladder.models.errors import UserError
 from tests.distributed import PATIENCE
+from tests.items import die, refuse
 
 ROOT = Path(__file__).parent.parent
 UNIT = 400  # bytes: the corpus has some thirty units
@@ -365,29 +366,17 @@ def _runs(process: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def _die(item: int) -> int:
-    if item == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return item
-
-
-def _refuse(item: int) -> int:
-    if item > 1:
-        raise UserError(f"item {item} is broken")
-    return item
-
-
 def test_a_worker_that_dies_or_fails() -> None:
     """Catches a wait without end, and an error that depends on who was first."""
     with pytest.raises(UserError, match="one of workers=2 processes was killed"):
-        list(in_order(_die, range(9), 2))
+        list(in_order(die, range(9), 2))
 
     def items(last: int) -> Iterator[int]:
         yield from (0, 1, last)
         raise UserError("no more items")
 
     for last, match in ((2, "item 2 is broken"), (1, "no more items")):
-        results = in_order(_refuse, items(last), 2)
+        results = in_order(refuse, items(last), 2)
         assert [next(results), next(results)] == [(0, 0), (1, 1)]
         with pytest.raises(UserError, match=match):
             list(results)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -13,7 +15,9 @@ from ladder import demo
 from ladder.data.prepare import prepare
 from ladder.data.sources import open_corpus
 from ladder.models.errors import UserError
+from ladder.parallel import launch
 from tests.corpus import make_corpus
+from tests.distributed import Pools
 
 COLLECTIVES = {  # of 4 layers: per token, and how many of them block
     "standard": (8, 8),
@@ -53,9 +57,9 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(demo, "VOCAB_SIZE", 300)
 
 
-def check_report(out: Path) -> None:
+def check_report(out: Path, plans: Sequence[str]) -> None:
     results = json.loads((out / "report.json").read_text(encoding="utf-8"))
-    assert list(results) == list(COLLECTIVES)
+    assert list(results) == list(plans)
     for plan, result in results.items():
         assert set(result) == {
             "bits_per_byte",
@@ -77,37 +81,50 @@ def check_report(out: Path) -> None:
         for plan, result in results.items()
     }
     expected = {"parallel": -4 * 96, "desync-4x": 6 * 3 * 96}
-    assert more == {plan: expected.get(plan, 0) for plan in COLLECTIVES}
+    assert more == {plan: expected.get(plan, 0) for plan in plans}
     page = (out / "report.html").read_text(encoding="utf-8")
     assert "<svg" in page
     samples = json.loads((out / "samples.json").read_text(encoding="utf-8"))
-    for plan in COLLECTIVES:
+    for plan in plans:
         assert f"<td>{plan}</td>" in page  # its row
         assert f"<pre>{plan}\n" in page  # its picture
         assert samples[plan].startswith(demo.PROMPT)
         assert not (out / plan / "logits.pt").exists()
 
 
+def on_rank(rank: int, world: int, out: Path, plans: dict[str, Any]) -> int:
+    with mock.patch.object(demo, "PLANS", plans):
+        return demo._run_with_tp(out)
+
+
 @pytest.mark.usefixtures("tiny")
 def test_the_demo_reports_every_plan_and_replaces_its_own_output(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, pools: Pools, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """First with two plans, on ranks that stand ready; then whole, over what the first left."""
     out = tmp_path / "new" / "demo"
-    assert demo.main(out) == 0
-    check_report(out)
-    printed = capsys.readouterr().out
-    assert str(out / "report.html") in printed
-    for plan in COLLECTIVES:
-        assert any(line.split()[:1] == [plan] for line in printed.splitlines())
+    two = {plan: demo.PLANS[plan] for plan in ("standard", "ladder")}
 
-    before = sorted(path.name for path in out.iterdir())
+    def run(command: Any, arguments: tuple[Path], nproc: int) -> int:
+        return max(pools(nproc).run(on_rank, *arguments, two))
+
+    with mock.patch.object(demo, "PLANS", two), mock.patch.object(launch, "run", run):
+        assert demo.main(out) == 0
+    check_report(out, list(two))
+    before = {path.name for path in out.iterdir()}
     for lost in ("report.json", "ladder/metrics.jsonl"):  # as if it had been interrupted
         (out / lost).unlink()
     for stale in ("report.html", "tokenizer/tokenizer.json"):
         (out / stale).write_text("stale", encoding="utf-8")
+    capsys.readouterr()
+
     assert demo.main(out) == 0
-    check_report(out)
-    assert sorted(path.name for path in out.iterdir()) == before
+    check_report(out, list(COLLECTIVES))
+    printed = capsys.readouterr().out
+    assert str(out / "report.html") in printed
+    for plan in COLLECTIVES:
+        assert any(line.split()[:1] == [plan] for line in printed.splitlines())
+    assert {path.name for path in out.iterdir()} == before | COLLECTIVES.keys()
 
 
 @pytest.mark.parametrize(

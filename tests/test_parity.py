@@ -96,8 +96,9 @@ def test_every_layout_trains_as_one_process(
     degree: int | None,
     layouts: dict[int, Layouts],
 ) -> None:
-    """Steps of micro-batches, on 2 and on 4 ranks: 8, or 20 of the whole matrix. Catches gradients that are summed and not
-    averaged, reduced once too often, or of one micro-batch only; shared ones summed over the wrong
-    ranks; a norm that counts replicas or leaves shards out; windows read twice."""
+    """Steps of micro-batches, on 2 and on 4 ranks: 8, or 20 of the whole matrix. Catches gradients
+    that are summed and not averaged, reduced once too often, or of one micro-batch only; shared
+    ones summed over the wrong ranks; a norm that counts replicas or leaves shards out; windows read
+    twice."""
     steps = 20 if layouts is LAYOUTS else 8
     compare(corpus, tmp_path, pools, layouts, {}, steps, plan=plan, tp_degree=degree)

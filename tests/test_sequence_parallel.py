@@ -81,8 +81,19 @@ def step_errors(rank: int, world: int, cases: list[dict[str, Any]]) -> list[tupl
     return wrong
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", SAME_AT_ANY_T)
+ON_FOUR = ("standard", "parallel", "ladder", "lags 3, 1 and 0, some parallel")
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        *((name, 2) for name in SAME_AT_ANY_T),
+        *(
+            pytest.param(name, 4, marks=() if name in ON_FOUR else pytest.mark.slow)
+            for name in SAME_AT_ANY_T
+        ),
+    ],
+)
 def test_every_plan_of_equal_streams(pools: Pools, name: str, world: int) -> None:
     """Logits, losses and every gradient, against one process in float64. Catches a gather whose
     gradient is not summed, norm gradients of a rank's own tokens alone, rows of another sequence,
