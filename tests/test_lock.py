@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,15 +15,17 @@ from typing import Any
 import pytest
 
 from ladder import lock
+from ladder.checkpoint import checkpoints
 from ladder.convert.command import convert
 from ladder.files import beside
 from ladder.lock import STALE, hold
 from ladder.models.errors import UserError
 from ladder.train import state
 from ladder.train.loop import train
+from tests.commands import Start
 from tests.distributed import Pools
-from tests.test_faults import fail_on_ranks, steps_of
-from tests.test_train import recipe, untimed
+from tests.test_faults import fail_on_ranks, steps_of, training
+from tests.test_train import losses, recipe, untimed
 
 HERE = rf"pid {os.getpid()}, since \d\d\d\d-"
 FLOCK = fcntl.flock
@@ -223,6 +226,26 @@ def test_a_run_is_one_process_at_a_time(corpus: Path, tmp_path: Path, pools: Poo
     assert untimed(run) == before
     train(config, device="cpu", resume=True)
     assert not (run / state.LOCK).exists()
+
+
+def test_of_two_that_begin_a_run_at_once_one_trains(
+    corpus: Path, tmp_path: Path, start: Start
+) -> None:
+    """Catches a checkpoint of both, and a second that is told twice, by its two ranks."""
+    run = tmp_path / "run"
+    config = recipe(corpus, run, steps=20_000)
+    alone = training(start, config)
+    ranks = training(start, config, "seed=1", "--nproc", "2")
+    alone.until(lambda: ranks.poll() is not None)
+    first, second = (alone, ranks) if alone.poll() is None else (ranks, alone)
+    assert second.poll() == 2
+    assert second.err.count("in use by another process: ") == second.err.count("error: ") == 1
+    first.until(lambda: len(losses(run)) > 1)
+    first.send(signal.SIGTERM)
+    assert first.wait() == 0, first.err
+    record = state.verified(checkpoints(run))
+    assert record["config"]["seed"] == int(first is ranks)
+    assert len(losses(run)) == record["step"]
 
 
 def test_a_run_that_lost_its_folder_saves_nothing_there(
