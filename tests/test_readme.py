@@ -7,6 +7,7 @@ optional package is parsed and not run: see tests.pages.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import json
@@ -18,7 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ladder.cli import main
+from ladder.cli import _parser, main
 from ladder.infer.points import load_suite
 from ladder.parallel import launch
 from ladder.train.bench import parse_layout
@@ -191,6 +192,34 @@ def test_links_lead_somewhere(page: str) -> None:
             if re.fullmatch(r"(benchmarks|configs|docs|ladder|tests)(/[\w.-]+)+/?", span):
                 missing += [] if (ROOT / span).exists() else [span]
     assert not missing, f"{page} names {missing}"
+
+
+def test_options_are_what_there_is() -> None:
+    """Pages name no option that no command has, and every option that one has."""
+    known = _options(_parser())
+    found = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", "\n".join(PAGES.values())))
+    named = {
+        word
+        for blocks in BLOCKS.values()
+        for block in blocks
+        for span in block.text.splitlines()
+        if block.language == "inline" and span.startswith("--")
+        for word in span.split()
+        if word.startswith("--")
+    }
+    assert not named - known, "pages name options that no command has"
+    assert not known - found, "no page names these options"
+
+
+def _options(parser: argparse.ArgumentParser) -> set[str]:
+    """The long options of a parser and of its commands, without those that explain themselves."""
+    found: set[str] = set()
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found = found.union(*map(_options, action.choices.values()))
+        elif action.help is not argparse.SUPPRESS:
+            found |= {each for each in action.option_strings if each.startswith("--")}
+    return found - {"--help", "--version"}
 
 
 def test_every_page_is_in_the_index() -> None:
