@@ -43,6 +43,7 @@ PLANS: dict[str, int | None] = {  # plan -> tp_degree
 }
 VOCAB_SIZE = 1024
 PROMPT = "def read(self, "
+NEW_TOKENS = 96  # of each plan's sample
 TP = 2
 MARK = ".ladder-demo"  # says that a folder is the demo's, to be replaced by the next one
 OWN = ("tokenizer", "data", "report.json", "report.html", "samples.json")
@@ -147,7 +148,7 @@ def _run_with_tp(out: Path) -> int:
         difference = (_heldout_logits(model, out) - expected).abs().max().item()
         prompt = tokenizer.encode(PROMPT).ids
         sampling = Sampling(temperature=0.7, top_p=0.95, seed=1)
-        done = generate(model, [prompt], max_new_tokens=96, sampling=sampling)[0]
+        done = generate(model, [prompt], max_new_tokens=NEW_TOKENS, sampling=sampling)[0]
         sample = PROMPT + tokenizer.decode(done.tokens)
         if launch.rank() == 0:
             result = {"tp2_max_logit_difference": difference, "sample": sample}

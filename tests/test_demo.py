@@ -15,9 +15,7 @@ from ladder import demo
 from ladder.data.prepare import prepare
 from ladder.data.sources import open_corpus
 from ladder.models.errors import UserError
-from ladder.parallel import launch
-from tests.corpus import make_corpus
-from tests.distributed import Pools
+from tests.commands import Start
 
 COLLECTIVES = {  # of 4 layers: per token, and how many of them block
     "standard": (8, 8),
@@ -37,12 +35,8 @@ TINY = {
 }
 
 
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def tiny_demo(folder: Path, out: Path, plans: Sequence[str]) -> int:
     """The demo with a few steps on a few documents, in place of the standard library."""
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    make_corpus(folder)
     texts = [folder / "texts"]
 
     def tiny_prepare(paths: None, tokenizer: Path, out: Path) -> dict[str, Any]:
@@ -51,10 +45,16 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     known = demo.load_mapping(demo.find("train", "demo"))
     assert set(TINY) <= set(known)
-    monkeypatch.setattr(demo, "load_mapping", lambda path: {**known, **TINY})
-    monkeypatch.setattr(demo, "open_corpus", lambda: open_corpus(texts, heldout_fraction=0.2))
-    monkeypatch.setattr(demo, "prepare", tiny_prepare)
-    monkeypatch.setattr(demo, "VOCAB_SIZE", 300)
+    with mock.patch.multiple(
+        demo,
+        load_mapping=lambda path: {**known, **TINY},
+        open_corpus=lambda: open_corpus(texts, heldout_fraction=0.2),
+        prepare=tiny_prepare,
+        VOCAB_SIZE=300,
+        NEW_TOKENS=8,
+        PLANS={plan: demo.PLANS[plan] for plan in plans},
+    ):
+        return demo.main(out)
 
 
 def check_report(out: Path, plans: Sequence[str]) -> None:
@@ -92,35 +92,25 @@ def check_report(out: Path, plans: Sequence[str]) -> None:
         assert not (out / plan / "logits.pt").exists()
 
 
-def on_rank(rank: int, world: int, out: Path, plans: dict[str, Any]) -> int:
-    with mock.patch.object(demo, "PLANS", plans):
-        return demo._run_with_tp(out)
-
-
-@pytest.mark.usefixtures("tiny")
 def test_the_demo_reports_every_plan_and_replaces_its_own_output(
-    tmp_path: Path, pools: Pools, capsys: pytest.CaptureFixture[str]
+    corpus: Path, tmp_path: Path, start: Start
 ) -> None:
-    """First with two plans, on ranks that stand ready; then whole, over what the first left."""
-    out = tmp_path / "new" / "demo"
-    two = {plan: demo.PLANS[plan] for plan in ("standard", "ladder")}
-
-    def run(command: Any, arguments: tuple[Path], nproc: int) -> int:
-        return max(pools(nproc).run(on_rank, *arguments, two))
-
-    with mock.patch.object(demo, "PLANS", two), mock.patch.object(launch, "run", run):
-        assert demo.main(out) == 0
-    check_report(out, list(two))
+    """First with two plans; then whole, over what the first left."""
+    out, two = tmp_path / "new" / "demo", ("standard", "ladder")
+    assert list(demo.PLANS) == list(COLLECTIVES)
+    command = start(tiny_demo, corpus.parent, out, two)
+    assert command.wait() == 0, command.err
+    check_report(out, two)
     before = {path.name for path in out.iterdir()}
     for lost in ("report.json", "ladder/metrics.jsonl"):  # as if it had been interrupted
         (out / lost).unlink()
     for stale in ("report.html", "tokenizer/tokenizer.json"):
         (out / stale).write_text("stale", encoding="utf-8")
-    capsys.readouterr()
 
-    assert demo.main(out) == 0
-    check_report(out, list(COLLECTIVES))
-    printed = capsys.readouterr().out
+    command = start(tiny_demo, corpus.parent, out, tuple(COLLECTIVES))
+    assert command.wait() == 0, command.err
+    check_report(out, tuple(COLLECTIVES))
+    printed = command.out
     assert str(out / "report.html") in printed
     for plan in COLLECTIVES:
         assert any(line.split()[:1] == [plan] for line in printed.splitlines())

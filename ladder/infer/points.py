@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -166,6 +167,11 @@ def load_shape(model: str, layers: int = 0) -> ModelConfig:
         config = read_config(newest(Path(model)))
         layers = layers or config.num_layers
         return replace(config, plan="standard", tp_degree=None, num_layers=layers)  # type: ignore[arg-type]
+    return _named_shape(model, layers)
+
+
+@functools.cache
+def _named_shape(model: str, layers: int) -> ModelConfig:
     return model_config({"name": model, **({"num_layers": layers} if layers else {})})
 
 
