@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -143,6 +144,27 @@ def test_a_text_option_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("data: d\nout: 007\n")
     with pytest.raises(UserError, match="out=7 is a number or a switch, not text; put it in quot"):
         load_train_config(str(tmp_path / "a.yaml"), [])
+
+
+def test_names_that_are_too_long(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For any option, in one line, of a length that can be read."""
+    name = "x" * 300
+    for command in (
+        ["train", "tiny", f"data={corpus}", f"out={name}"],
+        ["train", "tiny", f"data={corpus}", f"model={name}", f"out={tmp_path}"],
+        ["finetune", "tiny", f"data={corpus}", f"init={name}", f"out={tmp_path / 'run'}"],
+        ["plans", "--model", name],
+        ["generate", name, "--prompt", "a"],
+        ["tokenizer", "train", "--out", name],
+    ):
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert re.fullmatch(r"error: the path '.* [.]{3} .*' is too long; .*\n", error), error
+        assert len(error) < 200
+    assert main(["plans", name * 30]) == 2
+    assert 1000 < len(capsys.readouterr().err) < 2100
 
 
 def test_dates_are_text_wherever_they_stand() -> None:

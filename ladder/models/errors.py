@@ -12,6 +12,13 @@ class UserError(ValueError):
     """
 
 
+def brief(text: str, most: int = 2000) -> str:
+    """A text without its middle, where it is longer than `most` characters."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} ... {text[-(most // 2) :]}"
+
+
 def unknown(what: str, name: object, choices: Iterable[str]) -> UserError:
     """The error for a `name` that is none of the `choices`: names the nearest, lists them all."""
     choices = list(choices)

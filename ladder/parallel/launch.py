@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import functools
 import multiprocessing
 import os
@@ -30,7 +31,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ladder.models.errors import UserError
+from ladder.models.errors import UserError, brief
 from ladder.parallel import environment
 from ladder.parallel.environment import RENDEZVOUS
 
@@ -243,12 +244,16 @@ def _guarded(command: Callable[..., int], arguments: tuple[Any, ...]) -> int:
         if dist := _joined():
             dist.barrier()  # the others may still need this rank, or its store
     except UserError as error:
-        return _fail(2, "\n".join([f"error: {error}", *getattr(error, "__notes__", ()), ""]))
+        said = f"error: {brief(str(error))}"
+        return _fail(2, "\n".join([said, *getattr(error, "__notes__", ()), ""]))
     except BrokenPipeError:  # the reader of our output has left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _note(CLOSED)
         return _fail(0, "")
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # any option's
+            path = brief(str(error.filename), 100)
+            return _fail(2, f"error: the path {path!r} is too long; give a shorter one\n")
         return _fail(1, traceback.format_exc())
     if _joined():
         atexit._run_exitfuncs()  # `_leave` does not, and torch's compile workers end so
