@@ -76,7 +76,12 @@ def read_stop_tokens(folder: Path) -> list[int]:
 
 def huggingface_config(data: dict[str, Any]) -> dict[str, Any] | None:
     """What a model with this config.json, ours or theirs, had as Hugging Face's; None: nothing."""
-    return data.get("huggingface") if data.get("model_type") == "ladder" else data
+    if data.get("model_type") != "ladder":
+        return data
+    kept = data.get("huggingface")
+    if not isinstance(kept, dict | None):
+        raise UserError(f"config.json has huggingface={kept!r}, no object; the file is damaged")
+    return kept
 
 
 def write_config(

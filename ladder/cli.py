@@ -34,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # nine times as long beside another process. So few spins cost an idle machine nothing.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    # A panic in a library is told as an error, in one line: where it came from would be pages.
+    os.environ["RUST_BACKTRACE"] = "0"
     verb: Verb = options.verb
     try:
         from ladder.parallel import launch

@@ -15,9 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ladder.checkpoint import read_config
+from ladder.checkpoint import huggingface_config, read_config
 from ladder.cli import main
 from ladder.config import apply_overrides, load_yaml, model_config
+from ladder.convert.command import convert
+from ladder.convert.huggingface import config_from_huggingface
 from ladder.models import ModelConfig, Reducer, Transformer, UserError, resolve_plan
 from ladder.models.loss import Passes, token_losses
 from ladder.parallel.sharding import initialise, place
@@ -71,6 +73,20 @@ def test_a_deep_model_is_planned_in_a_moment() -> None:
         assert resolve_plan(name, 10_000, 4).equal_reads[0]
     with pytest.raises(UserError, match="num_layers=10001 must be from 1 to 10,000"):
         resolve_plan("ladder", 10_001)
+
+
+def test_a_model_that_no_memory_holds(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each size is within its limit; the allocator's own error is a traceback."""
+    sizes = ["model.hidden_size=1048576", "model.intermediate_size=4194304", "seq_len=16"]
+    assert main(["train", "tiny", f"data={corpus}", f"out={tmp_path / 'run'}", *sizes]) == 2
+    assert re.search(r"error: this process's weights take [\d,.]+ GB and cpu has", last(capsys))
+    assert not (tmp_path / "run").exists()
+
+
+def last(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("plan", ["desync-{}x", "dtp-{}", "ladder@0-{}", "ladder@{}"])
@@ -249,3 +265,32 @@ def test_weights_that_are_no_numbers(
         assert said.out == ""
         assert said.err.startswith(f"error: {tmp_path / 'model'}: the model's logits of prompt 0")
         assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("kept", [True, "a", [1], 1.5])
+def test_a_kept_config_that_is_no_object(kept: Any) -> None:
+    with pytest.raises(UserError, match=r"config.json has huggingface=.*, no object"):
+        huggingface_config({"model_type": "ladder", "huggingface": kept})
+
+
+@pytest.mark.parametrize(
+    "changes", [{"max_window_layers": [1]}, {"layer_types": 5}, {"layer_types": {"a": 1}}]
+)
+def test_windows_of_no_type(changes: dict[str, Any]) -> None:
+    theirs = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
+    theirs["num_kv_heads"] = "num_key_value_heads"
+    shape = {theirs.get(key, key): value for key, value in SHAPE.items()}
+    data = {"model_type": "qwen2", "sliding_window": 4, "use_sliding_window": True, **shape}
+    with pytest.raises(UserError, match="these must be a whole number and a list"):
+        config_from_huggingface({**data, **changes}, "here")
+
+
+@pytest.mark.parametrize("window", [1.5, "a", 10**30])
+def test_what_transformers_cannot_run(window: Any, llama: Path, tmp_path: Path) -> None:
+    """A key that a Llama does not know, and that transformers reads all the same."""
+    shutil.copytree(llama, tmp_path / "model")
+    data = json.loads((llama / "config.json").read_text()) | {"sliding_window": window}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(data))
+    with pytest.raises(UserError, match=r"transformers cannot load or run .*; mend its config"):
+        convert(tmp_path / "model", tmp_path / "out", "ladder")
+    assert not (tmp_path / "out").exists()

@@ -119,7 +119,13 @@ def _refuse_window(data: Mapping[str, Any], config: ModelConfig, where: str) -> 
         return
     if data["model_type"] != "mistral":  # the Qwens' windows are on some layers, if at all
         first = data.get("max_window_layers", 28)
-        kinds = data.get("layer_types") or ["sliding_attention"] * (first < config.num_layers)
+        some = type(first) is int and first < config.num_layers
+        kinds = data.get("layer_types") or ["sliding_attention"] * some
+        if type(first) is not int or not isinstance(kinds, list):
+            raise UserError(
+                f"{where} has max_window_layers={first!r}, layer_types={kinds!r}; these must be a "
+                f"whole number and a list"
+            )
         if not data.get("use_sliding_window", False) or "sliding_attention" not in kinds:
             return
     if type(window) is not int or window < config.max_seq_len:

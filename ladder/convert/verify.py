@@ -82,7 +82,7 @@ def compare_logits(ours: Path, theirs: Path) -> tuple[float, str]:
         what += f" of the first {part.num_layers} of {config.num_layers} layers"
     if config.plan.sublayers != resolve_plan("standard", config.num_layers).sublayers:
         what += " under plan standard"
-    expected = _theirs(theirs, None if whole else part)(tokens).logits
+    expected = _their_logits(theirs, None if whole else part, tokens)
     difference = (_ours(ours, part)(tokens) - expected).abs().max() / expected.abs().max()
     if not difference <= TOLERANCE:
         raise UserError(
@@ -123,30 +123,35 @@ def _ours(folder: Path, config: ModelConfig) -> Transformer:
     return model
 
 
+def _their_logits(folder: Path, part: ModelConfig | None, tokens: Tensor) -> Tensor:
+    """Those of transformers' model of the folder; with `part`, of its layers and tokens alone."""
+    try:
+        logits: Tensor = _theirs(folder, part)(tokens).logits
+        return logits
+    except Exception as error:  # it raises what it likes
+        raise UserError(
+            f"transformers cannot load or run {folder} ({' '.join(str(error).split())[:300]}), so "
+            f"that the logits cannot be compared; mend its config.json"
+        ) from error
+
+
 def _theirs(folder: Path, part: ModelConfig | None) -> Any:
-    """transformers' model of the folder; with `part`, of as many layers and tokens as that has."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
-    try:
-        if part is None:
-            options["use_safetensors"] = True
-            return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        config.num_hidden_layers, config.vocab_size = part.num_layers, part.vocab_size
-        config.pad_token_id = None  # which may be beyond these tokens
-        if kinds := getattr(config, "layer_types", None):
-            config.layer_types = kinds[: part.num_layers]
-        model = AutoModelForCausalLM.from_config(config, **options).eval()
-        _fill(model, folder)
-        return model
-    except Exception as error:  # it raises what it likes
-        raise UserError(
-            f"transformers cannot load {folder} ({' '.join(str(error).split())[:300]}), so that "
-            f"the logits cannot be compared; mend its config.json"
-        ) from error
+    if part is None:
+        options["use_safetensors"] = True
+        return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config.num_hidden_layers, config.vocab_size = part.num_layers, part.vocab_size
+    config.pad_token_id = None  # which may be beyond these tokens
+    if kinds := getattr(config, "layer_types", None):
+        config.layer_types = kinds[: part.num_layers]
+    model = AutoModelForCausalLM.from_config(config, **options).eval()
+    _fill(model, folder)
+    return model
 
 
 def _fill(model: nn.Module, folder: Path) -> None:

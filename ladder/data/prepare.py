@@ -109,8 +109,11 @@ def prepare(
             raise UserError(f"{option}={value} must be 1 or more")
     if not 0 <= max_left_out <= 1:
         raise UserError(f"max_left_out={max_left_out} must be a share, from 0 to 1")
-    if max_tokens is not None and max_tokens < 1:
-        raise UserError(f"max_tokens={max_tokens} must be 1 or more; leave it out for all there is")
+    if max_tokens is not None and not 1 <= max_tokens < 2**63:
+        raise UserError(
+            f"max_tokens={max_tokens} must be 1 or more, and below 2**63; leave it out for all "
+            f"there is"
+        )
     if chat_template is not None and not chat_field:
         raise UserError(
             f"chat_template={chat_template} is for conversations; say where they are with "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import zlib
 from collections.abc import Callable, Iterator
 
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ladder.models.config import ModelConfig
-from ladder.models.errors import unknown
+from ladder.models.errors import UserError, unknown
 from ladder.models.reducer import Ranks, Reducer
 from ladder.models.transformer import Transformer
 from ladder.parallel.reducers import REDUCERS, AsyncReducer
@@ -80,6 +81,7 @@ def place(
     reducer: a name in REDUCERS, or a class with the same arguments.
     dtensors: parameters know of the mesh, for the loops of others, which clip gradients or gather
     weights by it. Ours do not ask: it costs the host a sixth of a training step.
+    Raises UserError where the device has not the memory for the weights alone.
     """
     for name in model.cut_parameters():
         raise ValueError(
@@ -101,6 +103,7 @@ def place(
         ranks = Ranks(degree, mesh.get_local_rank() * held, held)
         model.use(reducer(ranks, mesh.get_group()))
     ranks = model.reducer.ranks
+    _check_memory(model, torch.device(device), dtype)
 
     def put(name: str, parameter: nn.Parameter) -> nn.Parameter:
         part = shard_slices(name, parameter.shape, model.config, ranks)
@@ -121,6 +124,27 @@ def place(
         return nn.Parameter(tensor)
 
     _replace_parameters(model, put)
+
+
+def _check_memory(model: Transformer, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Raise UserError where this process's part of the weights is larger than the device."""
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).total_memory
+    elif device.type == "cpu":
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        return
+    needed = 0
+    for name, parameter in model.named_parameters():
+        part = shard_slices(name, parameter.shape, model.config, model.reducer.ranks)
+        count = math.prod(each.stop - each.start for each in part)
+        needed += count * (dtype or parameter.dtype).itemsize
+    if needed > room:
+        raise UserError(
+            f"this process's weights take {needed / 1e9:,.1f} GB and {device} has "
+            f"{room / 1e9:,.1f}: use a smaller model (hidden_size, num_layers), or more processes "
+            f"(tp)"
+        )
 
 
 def _replace_parameters(model: nn.Module, put: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
