@@ -12,9 +12,12 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ladder import __version__
+
+if TYPE_CHECKING:
+    from ladder.train.config import TrainConfig
 
 Verb = Callable[[argparse.Namespace], int]
 
@@ -41,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ladder.parallel import launch
 
         nproc, modules = getattr(options, "nproc", 1), getattr(options, "modules", ("torch",))
+        if nproc > 1 and hasattr(options, "check"):
+            options.check(options)  # here, before ranks and what they import are waited for
         return launch.run(verb, (options,), nproc, modules)
     except ValueError as error:  # of the launch itself
         print(f"error: {error}", file=sys.stderr)
@@ -278,19 +283,26 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     _add_processes(parser, "ladder.train.loop", "torch._dynamo")  # which optimisers import
+    parser.set_defaults(check=recipe)
 
 
-def train(options: argparse.Namespace, needs_init: bool = False) -> int:
+def recipe(options: argparse.Namespace) -> TrainConfig:
+    """What `train` and `finetune` are asked for; UserError where that is no recipe."""
     from ladder.models.errors import UserError
     from ladder.train.config import load_train_config
 
     config = load_train_config(options.config, options.overrides)
-    if needs_init and not config.init:
+    if options.verb is finetune and not config.init:
         raise UserError(
             "init is missing: give the model to fine-tune, init=FOLDER (a run, a checkpoint, a "
             "Hugging Face Llama folder); `ladder train` starts from random weights"
         )
-    from ladder.train.loop import train as run  # imports torch: a mistake is told before
+    return config
+
+
+def train(options: argparse.Namespace) -> int:
+    config = recipe(options)  # a mistake is told before torch is imported
+    from ladder.train.loop import train as run
 
     run(config, resume=options.resume, device=options.device)
     return 0
@@ -298,7 +310,7 @@ def train(options: argparse.Namespace, needs_init: bool = False) -> int:
 
 def finetune(options: argparse.Namespace) -> int:
     """The same loop, and a recipe that says whose weights it starts from."""
-    return train(options, needs_init=True)
+    return train(options)
 
 
 # ---- convert --------------------------------------------------------------------------------

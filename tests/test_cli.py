@@ -79,7 +79,7 @@ def test_importing_ladder_starts_nothing() -> None:
     code = (
         "import sys, ladder; assert 'torch' not in sys.modules\n"
         "from ladder.cli import main\n"
-        "assert main(['plans']) == 0 and main(['train', 'tiny', 'lrr=1']) == 2\n"
+        "assert main(['plans']) == 0 and main(['train', 'tiny', 'lrr=1', '--nproc', '2']) == 2\n"
         "assert 'torch' not in sys.modules\n"
         "import ladder.models, ladder.parallel.sharding, ladder.train.loop, ladder.infer.engine\n"
         "import torch.distributed as dist; assert not dist.is_initialized()\n"

@@ -184,6 +184,10 @@ def test_bad_prompts_are_refused(prompt: list[int], settings: dict, message: str
         ({"top_k": -1}, "top_k=-1"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.5}, "top_p=1.5"),
+        ({"seed": -1}, "seed=-1 must be 0 or more"),
+        ({"seed": 2**63}, r"below 2\*\*63"),
+        ({"temperature": 1e-45}, "temperature=1e-45 is too low"),
+        ({"temperature": 9e-6}, "temperature=9e-06 is too low"),
     ],
 )
 def test_bad_sampling_is_refused(settings: dict, message: str) -> None:
