@@ -72,8 +72,9 @@ class Lock:
 
     def release(self) -> None:
         self._over.set()
-        if _holder(self.path) == self.holder:
-            self.path.unlink(missing_ok=True)
+        with suppress(OSError):  # nobody minds: the kernel's lock goes, or the file gets old
+            if _holder(self.path) == self.holder:
+                self.path.unlink()
         os.close(self.handle)
 
     def _beat(self) -> None:
@@ -166,22 +167,22 @@ def _judge(path: Path, what: str, handle: int, created: bool, last: bool) -> Loc
     if not last and (holder is None or (blocked and holder.is_here and not _alive(holder.pid))):
         return None  # somebody who has just got it, and is about to say so
     silent = _silent(path)
-    if (blocked and (holder is None or holder.is_here)) or silent < STALE:
-        _refuse(path, what, holder, silent)
+    if blocked and (holder is None or holder.is_here):
+        _refuse(path, what, holder, "wait for it, end it, or choose another folder")
+    if silent < STALE:
+        remedy = (
+            f"it was there {max(silent, 0):.0f} s ago: if it has ended since, start again in "
+            f"{STALE - silent:.0f} s, or remove {path}"
+        )
+        _refuse(path, what, holder, remedy)
     if not blocked:
         return Lock(path, what, handle)
     path.unlink(missing_ok=True)  # a file server still holds it for a machine that has gone
     return None
 
 
-def _refuse(path: Path, what: str, holder: Holder | None, silent: float) -> NoReturn:
+def _refuse(path: Path, what: str, holder: Holder | None, remedy: str) -> NoReturn:
     who = holder or f"{path} does not say which"
-    remedy = "wait for it, end it, or choose another folder"
-    if holder is None or not holder.is_here:
-        remedy = (
-            f"it was there {max(silent, 0):.0f} s ago: if it has ended since, start again in "
-            f"{STALE - silent:.0f} s, or remove {path}"
-        )
     raise UserError(f"{what} is in use by another process: {who}; {remedy}")
 
 

@@ -118,7 +118,8 @@ def test_without_locks_of_the_kernel_the_file_tells(
         if not silent:
             with pytest.raises(UserError, match="in use by another"), hold(path, "out=x"):
                 raise AssertionError
-    with hold(path, "out=x"), pytest.raises(UserError, match=HERE), hold(path, "out=x"):
+    words = rf"{HERE}.* start again in 120 s, or remove"
+    with hold(path, "out=x"), pytest.raises(UserError, match=words), hold(path, "out=x"):
         raise AssertionError
     path.touch()  # of one that is about to say who it is
     with pytest.raises(UserError, match=r"in use by .*does not say which"), hold(path, "out=x"):
@@ -132,6 +133,11 @@ def test_a_file_server_that_holds_a_dead_machines_lock(
     write("another kernel", silent=20.0)
     with path.open() as theirs:
         FLOCK(theirs, fcntl.LOCK_EX)
+        for silent in (0.0, STALE + 1.0):  # here it is alive, whatever the file says
+            write(silent=silent, pid=os.getpid())
+            with pytest.raises(UserError, match="wait for it, end it"), hold(path, "out=x"):
+                raise AssertionError
+        write("another kernel", silent=20.0)
         with pytest.raises(UserError, match="start again in"), hold(path, "out=x"):
             raise AssertionError
         write("another kernel", silent=STALE + 1.0)
