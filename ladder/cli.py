@@ -129,7 +129,7 @@ def _plans(verbs: Any) -> None:
         "layers (ladder@16-31), or a YAML file; none: an overview of the presets",
     )
     parser.add_argument("--model", help="a name from configs/models, for the number of layers")
-    parser.add_argument("--layers", type=int, default=32, help="layers, without --model")
+    parser.add_argument("--layers", type=int, help="layers, without --model (32)")
     parser.add_argument("--tp-degree", type=int, default=4, help="T, for plans that depend on it")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
 
@@ -143,7 +143,14 @@ def plans(options: argparse.Namespace) -> int:
     from ladder.models.presets import MOST_LAYERS
     from ladder.plans import describe, overview, summary
 
-    layers = model_config(options.model).num_layers if options.model is not None else options.layers
+    layers = 32 if options.layers is None else options.layers
+    if options.model is not None:
+        layers = model_config(options.model).num_layers
+        if options.layers not in (None, layers):
+            raise UserError(
+                f"--layers={options.layers}: {options.model} has {layers}; leave one of --layers "
+                f"and --model out"
+            )
     if not 1 <= layers <= MOST_LAYERS:
         raise UserError(f"--layers={layers} must be from 1 to {MOST_LAYERS}")
     chosen = options.plans or OVERVIEW
@@ -181,8 +188,13 @@ def _tokenizer(verbs: Any) -> None:
 
 def tokenizer_train(options: argparse.Namespace) -> int:
     from ladder.data.sources import open_corpus
-    from ladder.data.tokenizer import tokenizer_file, train_tokenizer
+    from ladder.data.tokenizer import check_vocab_size, tokenizer_file, train_tokenizer
+    from ladder.files import check_writable, refuse_inside
     from ladder.models.errors import UserError
+
+    check_vocab_size(options.vocab_size)  # as what follows, before the corpus is read
+    refuse_inside(options.out, options.paths)
+    check_writable(tokenizer_file(options.out))
 
     if tokenizer_file(options.out).exists() and not options.overwrite:
         raise UserError(

@@ -8,11 +8,11 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ladder.lock import hold
+from ladder.lock import hold, remove_empty
 from ladder.models.errors import UserError
 
 
@@ -29,11 +29,6 @@ def checksum(path: Path) -> str:
     """The SHA-256 of a file."""
     with path.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def is_plain_name(value: object) -> bool:
-    """Whether it is the name of a file in a folder, and leads nowhere else."""
-    return isinstance(value, str) and value not in ("", ".", "..") and not {"/", "\0"} & {*value}
 
 
 def usual_mode(path: Path) -> None:
@@ -56,6 +51,44 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot create the folder {path}: {error.strerror}") from error
+
+
+def refuse_inside(out: Path, sources: Iterable[str | Path], option: str = "--out") -> None:
+    """Raise UserError where `out` is, or lies in, one of the `sources`, folders that are read."""
+    place = Path(os.path.realpath(out))  # Path.resolve raises for links that lead in a circle
+    for source in sources:
+        if Path(os.path.realpath(source)) in (place, *place.parents):
+            raise UserError(
+                f"{option}={out} lies in {source}, which is read; choose a folder outside it"
+            )
+
+
+def check_writable(path: Path, option: str = "--out") -> None:
+    """Raise UserError unless `path` can be written, by a file that is made beside it and removed.
+
+    Before work is done, for what cannot be written afterwards has been done in vain.
+    """
+    folder, missing = path.parent, list[Path]()
+    probe = folder / f".{path.name}.{secrets.token_hex(4)}"
+    try:
+        missing = [each for each in (folder, *folder.parents) if not each.exists()]
+        with suppress(FileExistsError):  # a file is in the way: the probe says so in plain words
+            folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+        if path.is_dir():
+            probe = path / probe.name
+            probe.touch()
+            probe.unlink()
+        elif path.exists():
+            path.open("ab").close()
+    except OSError as error:
+        raise UserError(
+            f"{option}={path} cannot be written ({error.strerror}); choose another place, or make "
+            f"it writable"
+        ) from error
+    finally:
+        remove_empty(missing)
 
 
 def write_text(path: Path, text: str) -> None:

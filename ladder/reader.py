@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ladder.config import parse_json
-from ladder.models.errors import UserError
+from ladder.models.errors import UserError, is_plain_name
 from ladder.models.transformer import Transformer
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -244,6 +244,9 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(files, dict):
         raise UserError(f"{index} has weight_map={files!r}, no object; the file is damaged")
     for name, file in files.items():
-        if not isinstance(file, str):
-            raise UserError(f"{index} has {file!r} as the file of {name!r}; the file is damaged")
+        if not is_plain_name(file):
+            raise UserError(
+                f"{index} has {file!r} as the file of {name!r}, no plain name of one in its "
+                f"folder; the file is damaged, or not to be trusted"
+            )
     return files

@@ -15,12 +15,18 @@ from typing import Any
 import torch
 
 from ladder import __version__
+from ladder.models.errors import UserError
 
 
 def append(file: Path, records: Sequence[dict[str, Any]]) -> None:
     """One line a record; a point that was interrupted leaves none."""
-    with file.open("a", encoding="utf-8") as stream:
-        stream.write("".join(json.dumps(record) + "\n" for record in records))
+    try:
+        with file.open("a", encoding="utf-8") as stream:
+            stream.write("".join(json.dumps(record) + "\n" for record in records))
+    except OSError as error:
+        raise UserError(
+            f"{file} cannot be written ({error.strerror}); make room, or make it writable"
+        ) from error
 
 
 def facts(gpu: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from ladder.convert.huggingface import config_to_huggingface, refuse_other_plans
 from ladder.convert.verify import cannot_compare, checksum, compare_logits, verify_checksums
 from ladder.convert.weights import make, recipes
 from ladder.data.tokenizer import TOKENIZER_CONFIG, load_tokenizer, tokenizer_file
-from ladder.files import new_folder, write_text
+from ladder.files import check_writable, new_folder, refuse_inside, write_text
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.models.transformer import meta_model
@@ -83,6 +83,8 @@ def convert(
     if to not in FORMATS:
         raise unknown("format", to, FORMATS)
     start = time.monotonic()
+    refuse_inside(out, [source])
+    check_writable(out)
     old = read_config(source)
     config = old
     if plan is not None:
@@ -203,6 +205,7 @@ def convert_command(options: argparse.Namespace) -> int:
             )
         plan = ",".join(f"ladder@{part.strip()}" for part in options.ladder_layers.split(","))
     source = newest(options.model)
+    refuse_inside(options.out, [options.model])
     report = convert(
         source,
         options.out,

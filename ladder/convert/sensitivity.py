@@ -24,7 +24,7 @@ from ladder.data.batches import (
     open_data,
     text_bytes,
 )
-from ladder.files import make_folder, write_text
+from ladder.files import check_writable, make_folder, refuse_inside, write_text
 from ladder.infer.load import load_for_inference
 from ladder.models.documents import starts_of
 from ladder.models.errors import UserError
@@ -175,15 +175,21 @@ def costs(
     ]
 
 
-def measure(
-    model: Transformer, data: TokenData, wished: int, seq_len: int, windows: int, batch: int
-) -> Report:
-    """The costs of each layer, of each suffix, and of the `wished` layers that cost least."""
-    free = free_layers(model.config.plan)
+def check_layers(plan: Plan, wished: int) -> list[int]:
+    """The layers of which `wished` can be turned over; UserError where there are not so many."""
+    free = free_layers(plan)
     if not 1 <= wished <= len(free):
         raise UserError(
             f"--layers={wished} must be 1 to {len(free)}, the layers that can be turned over"
         )
+    return free
+
+
+def measure(
+    model: Transformer, data: TokenData, wished: int, seq_len: int, windows: int, batch: int
+) -> Report:
+    """The costs of each layer, of each suffix, and of the `wished` layers that cost least."""
+    free = check_layers(model.config.plan, wished)
     singles = [(layer,) for layer in free]
     suffixes = [tuple(free[-n:]) for n in range(1, len(free) + 1)]
     settings = seq_len, windows, batch
@@ -234,7 +240,9 @@ def sensitivity_command(options: argparse.Namespace) -> int:
     if options.out is not None:
         if options.out.is_dir():
             raise UserError(f"--out={options.out} is a folder; name a file in it")
-        make_folder(options.out.parent)
+        refuse_inside(options.out, [options.model, options.data])
+        if launch.rank() == 0:
+            check_writable(options.out)
     launch.agree({"options": {**vars(options), "verb": None}})
     data, folder = open_data(options.data), newest(options.model)
     config = read_config(folder)
@@ -248,11 +256,13 @@ def sensitivity_command(options: argparse.Namespace) -> int:
     seq_len = options.seq_len or min(SEQ_LEN, room)
     if not 1 <= seq_len <= room:
         raise UserError(f"--seq-len={seq_len} must be 1 to the model's max_seq_len={room}")
+    check_layers(config.plan, options.layers)
     model = load_for_inference(folder, reducer="async", dtype=options.dtype, device=options.device)
     report = measure(model, data, options.layers, seq_len, options.windows, options.batch)
     if launch.rank() == 0:
         print(text(report))
         if options.out is not None:
             found: dict[str, Any] = {"model": str(options.model), "seq_len": seq_len}
+            make_folder(options.out.parent)
             write_text(options.out, json.dumps({**found, **asdict(report)}, indent=1) + "\n")
     return 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ladder.data.conversations import conversation_text, unusable
-from ladder.models.errors import UserError
+from ladder.models.errors import UserError, kind_of
 
 ROWS = 1024  # of a Parquet file that are in memory as Python strings at once
 
@@ -181,7 +181,7 @@ def _text_of(line: bytes, where: str, field: Field) -> str:
         raise UserError(f"{where} is not valid JSON ({error}); mend or remove the line") from error
     if not isinstance(record, dict):
         raise UserError(
-            f"{where} is a JSON {type(record).__name__}, not an object with a field "
+            f"{where} is {kind_of(record)}, not an object with a field "
             f"{field.name!r}; mend or remove the line"
         )
     if field.name not in record:
@@ -189,7 +189,7 @@ def _text_of(line: bytes, where: str, field: Field) -> str:
     text = record[field.name]
     if not isinstance(text, str):
         raise UserError(
-            f"{where}: field {field.name!r} is a {type(text).__name__}, not a string; mend the "
+            f"{where}: field {field.name!r} is {kind_of(text)}, not a string; mend the "
             f"line or choose another text_field"
         )
     return text

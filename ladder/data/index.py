@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from ladder.config import parse_json
 from ladder.data.prepare import INDEX, STORED, VERSION
-from ladder.files import checksum, is_plain_name
-from ladder.models.errors import UserError
+from ladder.files import checksum
+from ladder.models.errors import UserError, is_plain_name
 
 REMEDY = "prepare the data again"
 MANY = 2**62  # beyond any count

@@ -52,7 +52,9 @@ from ladder.data.tokenizer import (
 )
 from ladder.data.units import Cursor, Unit, units
 from ladder.data.workers import in_order
+from ladder.files import check_writable, refuse_inside
 from ladder.models.errors import UserError
+from ladder.parallel.environment import most_processes
 from ladder.progress import Progress
 
 INDEX = "index.json"
@@ -114,13 +116,18 @@ def prepare(
             f"max_tokens={max_tokens} must be 1 or more, and below 2**63; leave it out for all "
             f"there is"
         )
+    most = most_processes()
+    if workers > most:
+        raise UserError(f"workers={workers} is too many for this machine; give {most} or fewer")
     if chat_template is not None and not chat_field:
         raise UserError(
             f"chat_template={chat_template} is for conversations; say where they are with "
             f"--chat-field"
         )
+    refuse_inside(Path(out), [paths] if isinstance(paths, str | Path) else paths or (), "out")
     out = Path(out).resolve()
     _check_free(out, overwrite)
+    check_writable(out, "out")
     encoder = load_tokenizer(tokenizer)
     definition = tokenizer_file(tokenizer).read_bytes()
     beside: dict[str, str] = {}  # files of the tokenizer that conversations need

@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl
 
 from ladder.data.conversations import conversation_text
 from ladder.data.formats import Document, Field, utf8_size
-from ladder.models.errors import UserError, unknown
+from ladder.models.errors import UserError, kind_of, unknown
 
 SCHEME = "hf:"
 KEYS = ("name", "split", "revision")
@@ -118,7 +118,7 @@ class Reader:
                 text = conversation_text(text)
             if not isinstance(text, str):
                 raise UserError(
-                    f"{where}: column {self.field.name!r} is a {type(text).__name__}, not a "
+                    f"{where}: column {self.field.name!r} is {kind_of(text)}, not a "
                     f"string; choose another text_field"
                 )
             if text:

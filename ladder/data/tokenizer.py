@@ -48,13 +48,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: Path) -> int:
     Returns the vocabulary's size, below `vocab_size` where the texts have too few pairs to merge.
     Raises UserError where `vocab_size` is below 257 or above 2**24, or `out` cannot be written.
     """
-    if vocab_size < SMALLEST_VOCAB:
-        raise UserError(
-            f"vocab_size={vocab_size} is too small for the 256 bytes and {EOS}; give "
-            f"{SMALLEST_VOCAB} or more"
-        )
-    if vocab_size > LARGEST_VOCAB:
-        raise UserError(f"vocab_size={vocab_size} is too large; give {LARGEST_VOCAB} or less")
+    check_vocab_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -69,6 +63,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: Path) -> int:
     make_folder(path.parent)
     write_text(path, tokenizer.to_str(pretty=True))
     return int(tokenizer.get_vocab_size())
+
+
+def check_vocab_size(vocab_size: int) -> None:
+    """Raise UserError unless a tokenizer of that many tokens can be trained."""
+    if vocab_size < SMALLEST_VOCAB:
+        raise UserError(
+            f"vocab_size={vocab_size} is too small for the 256 bytes and {EOS}; give "
+            f"{SMALLEST_VOCAB} or more"
+        )
+    if vocab_size > LARGEST_VOCAB:
+        raise UserError(f"vocab_size={vocab_size} is too large; give {LARGEST_VOCAB} or less")
 
 
 def tokenizer_file(path: str | Path) -> Path:

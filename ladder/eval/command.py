@@ -17,7 +17,7 @@ import torch
 from ladder.checkpoint import check_model, newest
 from ladder.data.tokenizer import load_tokenizer
 from ladder.eval import offline, results, suites
-from ladder.files import make_folder, new_folder, write_text
+from ladder.files import check_writable, make_folder, new_folder, refuse_inside, write_text
 from ladder.infer.load import as_dtype, check_tp, load_for_inference
 from ladder.lock import remove_empty
 from ladder.models.errors import UserError
@@ -38,6 +38,9 @@ def eval_command(options: argparse.Namespace) -> int:
         raise UserError(
             f"--out={out} holds results already; choose another folder, or add --overwrite"
         )
+    refuse_inside(out, [*options.models, *(options.text or ())])
+    if launch.rank() == 0:
+        check_writable(out)
     for name, value in (("batch", options.batch), ("limit", options.limit)):
         if value is not None and value < 1:
             raise UserError(f"--{name}={value} must be 1 or more")

@@ -12,7 +12,7 @@ from transformers.distributed.tensor_parallel import ParallelInterface, TensorPa
 
 from ladder.checkpoint import full, newest, read_config
 from ladder.convert.command import convert, name_end
-from ladder.files import write_text
+from ladder.files import refuse_inside, write_text
 from ladder.hf import modeling
 from ladder.hf.bundle import AUTO_MAP, write_code
 from ladder.models.errors import UserError
@@ -57,6 +57,7 @@ def export(source: str | Path, out: str | Path) -> None:
     `out` exists.
     """
     folder = newest(Path(source))
+    refuse_inside(Path(out), [source], "out")
     read_config(folder).refuse_bound()
     convert(folder, Path(out), finish=_add_code)
 

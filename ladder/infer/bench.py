@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ladder.files import make_folder, write_text
+from ladder.files import check_writable, make_folder, write_text
 from ladder.infer import cold
 from ladder.infer.derive import EXPLANATION, by_point, derive, plain, text_table
 from ladder.infer.floors import bandwidth, matrix_rate
@@ -80,6 +80,8 @@ def main(options: Any) -> int:
         refuse_degree(settings[0], ranks)
     budget = float("inf") if options.budget is None else 60 * options.budget
     deadline, out = time.time() + budget, Path(options.out)
+    if launch.rank() == 0:
+        check_writable(out / RESULTS)
     make_folder(out)
     modes = [p2p for p2p in (True, False) if any(p2p in each.p2p for each in settings)]
     if len(modes) > 1 and launch.world_size() > 1:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.config import DTYPES
-from ladder.files import make_folder
+from ladder.files import check_writable, make_folder
 from ladder.infer.graphs import record
 from ladder.kernels.all_reduce import PushAllReduce, reference_all_reduce
 from ladder.kernels.two_shot import TwoShotAllReduce
@@ -238,6 +238,10 @@ def main(options: Any) -> int:
     world, head, dtype = launch.world_size(), launch.rank() == 0, getattr(torch, options.dtype)
     gpu = torch.cuda.get_device_name(device)
     about = {**facts(gpu), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    if head:
+        check_writable(Path(options.out) / RESULTS)
+        if options.write_table is not None:
+            check_writable(options.write_table, "--write-table")
     make_folder(Path(options.out))
     two_shot = TwoShotAllReduce(max(options.sizes), group, device, options.programs)
     results: dict[int, dict[str, Result]] = {}

@@ -27,6 +27,17 @@ def unknown(what: str, name: object, choices: Iterable[str]) -> UserError:
     return UserError(f"unknown {what} {name!r}{hint}; known: {', '.join(choices)}")
 
 
+def is_plain_name(value: object) -> bool:
+    """Whether it is the name of a file in a folder, and leads nowhere else."""
+    return isinstance(value, str) and value not in ("", ".", "..") and not {"/", "\0"} & {*value}
+
+
+def kind_of(value: object) -> str:
+    """The type of a value that is not what it should be, with its article: `an int`, `a list`."""
+    name = "null" if value is None else type(value).__name__
+    return name if value is None else f"a{'n' if name[0] in 'aeiou' else ''} {name}"
+
+
 def check_keys(what: str, given: Iterable[str], allowed: Collection[str]) -> None:
     """Raise UserError for the first of the `given` keys that is not `allowed`."""
     for key in given:

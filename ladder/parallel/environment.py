@@ -10,6 +10,11 @@ RENDEZVOUS = "LADDER_RENDEZVOUS"  # a file that the processes of one `launch.run
 ALONE = "unset it to run as one process, or start the ranks by torchrun or --nproc"
 
 
+def most_processes() -> int:
+    """How many processes this machine is asked for at most: more are a mistyped number."""
+    return max(64, 4 * (os.cpu_count() or 1))
+
+
 def number(name: str, default: int) -> int:
     """A variable that holds a whole number, 0 or more. Raises UserError where it holds none."""
     text = os.environ.get(name, "")

@@ -72,6 +72,8 @@ def check_nproc(nproc: int) -> None:
     """Raise UserError unless so many processes can be started."""
     if nproc < 1:
         raise UserError(f"--nproc={nproc} must be 1 or more")
+    if nproc > (most := environment.most_processes()):
+        raise UserError(f"--nproc={nproc} is too many for this machine; give {most} or fewer")
 
 
 def run(

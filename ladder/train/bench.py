@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.config import load_plan, model_config
-from ladder.files import make_folder
+from ladder.files import check_writable, make_folder
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.presets import resolve_plan
@@ -159,6 +159,17 @@ def points(options: Any) -> list[Point]:
 
 def shape_of(point: Point, tp_degree: int) -> ModelConfig:
     """The model of a point. Raises UserError for what does not fit it."""
+    whole = model_config(point.model)
+    if not 0 <= point.layers <= whole.num_layers:
+        raise UserError(
+            f"--layers={point.layers}: {point.model} has {whole.num_layers}; give fewer, or 0 for "
+            f"all"
+        )
+    if not 1 <= point.seq_len <= whole.max_seq_len:
+        raise UserError(
+            f"--seq-len={point.seq_len} must be 1 to the context of {point.model}, "
+            f"{whole.max_seq_len}"
+        )
     layers = {"num_layers": point.layers} if point.layers else {}
     shape = model_config({"name": point.model, "max_seq_len": point.seq_len, **layers})
     plan = resolve_plan(load_plan(point.plan), shape.num_layers, tp_degree)
@@ -378,6 +389,7 @@ def main(options: Any) -> int:
         print(said, file=sys.stderr, flush=True)
     out = Path(options.out)
     if main_rank:
+        check_writable(out / RESULTS)
         make_folder(out)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
     machine = {**facts(gpu), "ranks": launch.world_size()}
