@@ -37,6 +37,7 @@ def _run(
     function: Callable[..., int], arguments: tuple, folder: str, environment: dict, file_size: int
 ) -> None:
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
     for stream, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.chdir(ROOT)

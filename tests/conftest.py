@@ -27,6 +27,20 @@ def pytest_xdist_auto_num_workers() -> int:
     return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 8)
 
 
+# The files that take longest, longest first, so that the last tests of all processes end together.
+LONGEST = (
+    "test_parity", "test_tensor_parallel", "test_sequence_parallel", "test_documents",
+    "test_faults", "test_cluster", "test_apply", "test_checkpoint", "test_all_reduce",
+    "test_prefill", "test_kernels_decode", "test_sampling", "test_quality", "test_axolotl",
+    "test_cli", "test_data_parallel", "test_fused", "test_hf", "test_collectives", "test_train",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)

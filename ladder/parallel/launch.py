@@ -215,7 +215,9 @@ def _child(
     index: int, nproc: int, folder: str, launcher: int, command: Callable, arguments: tuple
 ) -> None:
     if sys.platform == "linux":  # a launcher that is killed must not leave its ranks running
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGINT))
+        ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as jobs in the background do
+        number = signal.SIGTERM if ignored else signal.SIGINT
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
         if os.getppid() != launcher:
             return
     global _told
