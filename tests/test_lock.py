@@ -170,6 +170,22 @@ def test_a_holder_shows_that_it_lives(
             held.check()
 
 
+def test_a_file_that_its_holder_removes_meanwhile_is_no_lock(
+    path: Path, write: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches two holders, of the file that is gone and of the one that took its name."""
+    write()
+    turns = iter([path.unlink])
+
+    def late(*arguments: Any) -> None:
+        next(turns, lambda: None)()
+        FLOCK(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with hold(path, "out=x"), pytest.raises(UserError, match=HERE), hold(path, "out=x"):
+        raise AssertionError
+
+
 def race(path: Path, begin: int, end: int, told: int) -> None:
     """In a fork: take the lock as the others do, and leave without letting go of it."""
     try:
