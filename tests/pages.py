@@ -136,6 +136,7 @@ def write_files(blocks: list[Block]) -> None:
         named = re.match(r"# (\S+\.yaml)\b", block.text) if block.language == "yaml" else None
         name = named[1] if named else block.note if "." in block.note else None
         if name is not None:
+            Path(name).parent.mkdir(exist_ok=True)
             Path(name).write_text(block.text + "\n", encoding="utf-8")
 
 

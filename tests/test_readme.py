@@ -207,8 +207,8 @@ def test_options_are_what_there_is() -> None:
         for word in span.split()
         if word.startswith("--")
     }
-    assert not named - known, "pages name options that no command has"
-    assert not known - found, "no page names these options"
+    assert not named - known, f"no command has {sorted(named - known)}"
+    assert not known - found, f"no page names {sorted(known - found)}"
 
 
 def _options(parser: argparse.ArgumentParser) -> set[str]:
