@@ -8,6 +8,7 @@ import pytest
 
 from ladder.models.errors import UserError
 from ladder.parallel import environment, launch
+from tests.commands import Start
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", environment.RENDEZVOUS)
 TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -78,7 +79,8 @@ def test_a_port_in_use_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert "\n" not in str(error.value)
 
 
-def test_what_ranks_find_before_they_meet_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_ranks_find_before_they_meet_is_said_once(start: Start) -> None:
     """As `--nproc 2 --device cuda` without a GPU is."""
-    assert launch.run(launch.join, ("gpu",), nproc=2) == 2
-    assert capfd.readouterr().err == "error: device='gpu' must be auto, cpu or cuda\n"
+    job = start(launch.run, launch.join, ("gpu",), 2)
+    assert job.wait() == 2
+    assert job.err == "error: device='gpu' must be auto, cpu or cuda\n"
