@@ -124,7 +124,12 @@ def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def beside(path: Path) -> Path:
-    """The lock file of a folder that takes its name when it is complete."""
+    """The lock file of a folder that takes its name when it is complete.
+
+    Raises UserError for a path that ends in no name.
+    """
+    if path.name in ("", ".."):
+        raise UserError(f"{path} is no name for a new folder; choose one")
     return path.with_name(f".{path.name}.lock")
 
 

@@ -285,6 +285,12 @@ def test_windows_of_no_type(changes: dict[str, Any]) -> None:
         config_from_huggingface({**data, **changes}, "here")
 
 
+@pytest.mark.parametrize("out", ["", "/", "..", "."])
+def test_a_folder_without_a_name(out: str, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(llama), "--plan", "ladder", "--out", out]) == 2
+    assert "no name for a new folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("window", [1.5, "a", 10**30])
 def test_what_transformers_cannot_run(window: Any, llama: Path, tmp_path: Path) -> None:
     """A key that a Llama does not know, and that transformers reads all the same."""

@@ -26,6 +26,7 @@ from ladder.checkpoint import newest, read_json, read_stop_tokens
 from ladder.data.template import LeftOut, open_template
 from ladder.data.tokenizer import (
     TOKENIZER_CONFIG,
+    encode,
     end_of_text,
     load_tokenizer,
     special_token,
@@ -94,8 +95,7 @@ class LadderLM(TemplateLM):
     ) -> list[int]:
         if add_special_tokens is None:
             add_special_tokens = not (self.prefix_text and string.startswith(self.prefix_text))
-        encoded = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
-        return list(encoded.ids)
+        return encode(self.tokenizer, string, "a text of the task", special=add_special_tokens)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True

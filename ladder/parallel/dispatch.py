@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ladder.config import parse_json
 from ladder.files import write_text
 from ladder.kernels.all_reduce import SENTINELS
 from ladder.models.errors import UserError, check_keys, unknown
@@ -109,7 +110,7 @@ def load_dispatch(gpu: str, world: int, file: str | Path | None = None) -> Dispa
 def read_table(path: Path) -> list[dict[str, Any]]:
     """The entries of a table; UserError where it is none."""
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot read the dispatch table {path}: {error}; unset {VARIABLE}, or write a table "
