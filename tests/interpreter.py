@@ -22,6 +22,7 @@ import re
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 from unittest import mock
 
 import torch
@@ -57,20 +58,32 @@ def kernels() -> set[str]:
 
 @contextlib.contextmanager
 def interpreting() -> Iterator[list[str]]:
-    """CPU tensors run the kernels; yields the names of those that ran, as they come."""
-    from triton.runtime.interpreter import GridExecutor
+    """CPU tensors run the kernels; yields the names of those that ran, as they come.
+
+    bfloat16 is rounded to the nearest, as on a GPU: the interpreter itself cuts the digits off.
+    """
+    from triton import language
+    from triton.runtime import interpreter
 
     ran: list[str] = []
-    execute = GridExecutor.__call__
+    execute = interpreter.GridExecutor.__call__
+    convert = interpreter._convert_float
 
-    def noted(self: GridExecutor, *args: object, **options: object) -> None:
+    def noted(self: Any, *args: object, **options: object) -> None:
         if self.fn.__name__ not in ran:
             ran.append(self.fn.__name__)
         execute(self, *args, **options)
 
+    def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) != (language.float32, language.bfloat16):
+            return convert(data, source, target, mode)
+        wide = torch.from_numpy(data.reshape(-1).view("float32"))
+        return wide.bfloat16().view(torch.int16).numpy().view("uint16").reshape(data.shape)
+
     with (
         mock.patch.object(launch, "INTERPRETED", True),
-        mock.patch.object(GridExecutor, "__call__", noted),
+        mock.patch.object(interpreter.GridExecutor, "__call__", noted),
+        mock.patch.object(interpreter, "_convert_float", rounded),
     ):
         yield ran
 
