@@ -126,6 +126,7 @@ GOOD = {"gpu": "g", "world": 2, "until": [[16, "push"]], "source": "s"}
         (json.dumps([{"gpu": "g"}]), "world=None"),
         (json.dumps([GOOD | {"until": [[16, "pushy"]]}]), "unknown algorithm"),
         (json.dumps([GOOD | {"until": [[32, "push"], [16, "nccl"]]}]), "must ascend"),
+        (json.dumps([GOOD | {"until": [[16, "push"], [16, "nccl"]]}]), "must ascend"),
         (json.dumps([GOOD | {"until": [16, "push"]}]), "must be pairs"),
         (json.dumps([GOOD | {"until": [["16", "push"]]}]), "must be pairs"),
     ],

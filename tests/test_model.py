@@ -288,6 +288,9 @@ def test_positions_are_what_rotary_embedding_sees() -> None:
         stretched = model(tokens, positions=positions * torch.tensor([[1], [2], [1]]))
         assert relative_error(stretched[[0, 2]], expected[[0, 2]]) < EXACT
         assert relative_error(stretched[1], expected[1]) > DIFFERENT
+        # As many sequences as positions, however few: tables are for each virtual rank's own.
+        pair = model(tokens[:2], positions=positions[:2] * torch.tensor([[1], [2]]))
+        assert relative_error(pair, stretched[:2]) < EXACT
 
 
 class GrowingCache:
@@ -412,6 +415,24 @@ def test_initialise_gives_the_documented_spread() -> None:
                 writes = "o_proj" in name or "down_proj" in name
                 std = 0.02 / 8**0.5 if writes else 0.02
                 assert parameter.std().item() == pytest.approx(std, rel=0.1), name
+        # Numbers of its own for each matrix, by its name, and for each seed.
+        first, second = (layer.self_attn for layer in model.model.layers[:2])
+        values = [first.k_proj.weight, first.v_proj.weight, second.k_proj.weight]
+        found = torch.stack(values).detach().clone()
+        assert len(torch.unique(found[:, 0, 0])) == 3
+        initialise(model, seed=4)
+        assert not (found == torch.stack(values)).any()
+
+
+def test_every_rank_has_a_row_of_the_vocabulary() -> None:
+    """Rows are shared out by the ceiling: 6 over 4 ranks leave the last one none, 7 leave it 1."""
+    for size in (6, 7):
+        model = Transformer(small_config(vocab_size=size, num_kv_heads=4))
+        if size == 7:
+            model.use(Reducer(Ranks(4, 0, 1)))
+            continue
+        with pytest.raises(UserError, match="tp=4 leaves a rank without a row of vocab_size=6"):
+            model.use(Reducer(Ranks(4, 0, 1)))
 
 
 # Against Hugging Face's Llama

@@ -60,6 +60,14 @@ def test_ladder_blocks_only_at_the_end() -> None:
     assert plan.blocking[-1]
     assert plan.equal_reads == (True,) * (2 * L + 1)
     assert not plan.depends_on_tp
+    # Each landing runs beneath a sublayer, but for the first read's, which has none before it, and
+    # the final norm's, which takes the newest output as well.
+    assert plan.early == (False, *[True] * (2 * L - 1), False)
+    assert not any(resolve_plan("standard", L).early)
+
+
+def test_hybrid_of_an_odd_number_of_layers_lags_on_the_larger_half() -> None:
+    assert resolve_plan("hybrid", 5).sublayers == resolve_plan("ladder@2-4", 5).sublayers
 
 
 @pytest.mark.parametrize(
