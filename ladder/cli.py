@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ladder import __version__
+from ladder.next_step import PROMPT, free, say_next
 
 if TYPE_CHECKING:
     from ladder.train.config import TrainConfig
@@ -159,9 +160,26 @@ def plans(options: argparse.Namespace) -> int:
         print(json.dumps([summary(plan) for plan in found], indent=1))
     elif options.plans:
         print("\n\n".join(describe(plan) for plan in found))
+        _after_plans(options, layers)
     else:
-        print(f"{layers} layers; `ladder plans NAME` draws one\n\n{overview(found)}")
+        print(f"{layers} layers\n\n{overview(found)}")
+        shape = ("--model", options.model) if options.model else ("--layers", layers)
+        say_next("plans", "ladder", *shape, "--tp-degree", options.tp_degree)
     return 0
+
+
+def _after_plans(options: argparse.Namespace, layers: int) -> None:
+    """Time the plans that were drawn, in a model that they fit; or see some trained."""
+    from ladder.config import model_config
+
+    name = options.model or "tiny"
+    timed = [plan for plan in options.plans if plan != "none"]
+    if timed and model_config(name).num_layers == layers:
+        degree = ("--tp-degree", options.tp_degree)
+        shape = ("--model", name, "--seq-len", 128, *degree)
+        say_next("bench", "train", *shape, "--plans", *timed)
+    else:
+        say_next("demo")
 
 
 # ---- data -----------------------------------------------------------------------------------
@@ -209,6 +227,13 @@ def tokenizer_train(options: argparse.Namespace) -> int:
     texts = (document.text for document in corpus.read("train"))
     size = train_tokenizer(texts, options.vocab_size, options.out)
     print(f"{options.out}: a byte-level BPE of {size:,} tokens")
+    same = []  # corpus
+    if options.text_field != "text":
+        same += ["--text-field", options.text_field]
+    if options.heldout_fraction != 0.05:
+        same += ["--heldout-fraction", options.heldout_fraction]
+    out = free(tokenizer_file(options.out).parent.parent / "data")
+    say_next("data", "prepare", *options.paths, *same, "--tokenizer", options.out, "--out", out)
     return 0
 
 
@@ -270,6 +295,11 @@ def data_prepare(options: argparse.Namespace) -> int:
     for reason, count in index.get("left_out", {}).items():
         print(f"left out: {count:,} conversations {reason}")
     print(options.out)
+    recipe = ["train", "tiny"]
+    if config.chat_field and (Path(config.tokenizer) / "config.json").is_file():
+        recipe = ["finetune", "tiny-sft", f"init={config.tokenizer}"]  # the model's own tokenizer
+    out = free(options.out.parent / recipe[1])
+    say_next(*recipe, f"data={options.out}", f"out={out}")
     return 0
 
 
@@ -316,7 +346,8 @@ def train(options: argparse.Namespace) -> int:
     config = recipe(options)  # a mistake is told before torch is imported
     from ladder.train.loop import train as run
 
-    run(config, resume=options.resume, device=options.device)
+    if run(config, resume=options.resume, device=options.device) is not None:
+        say_next("generate", config.out, "--prompt", PROMPT)
     return 0
 
 
@@ -368,7 +399,10 @@ def sensitivity(options: argparse.Namespace) -> int:
 def convert(options: argparse.Namespace) -> int:
     from ladder.convert.command import convert_command
 
-    return convert_command(options)
+    code = convert_command(options)
+    if not code and (options.out / "tokenizer.json").is_file():
+        say_next("generate", options.out, "--prompt", PROMPT)
+    return code
 
 
 # ---- generate -------------------------------------------------------------------------------
@@ -411,7 +445,10 @@ def _generate(verbs: Any) -> None:
 def generate(options: argparse.Namespace) -> int:
     from ladder.infer.command import generate_command
 
-    return generate_command(options)
+    code = generate_command(options)
+    if not code and sys.stdout.isatty():  # elsewhere the text is for programs
+        say_next("eval", options.model, file=sys.stderr)
+    return code
 
 
 # ---- evaluate -------------------------------------------------------------------------------
@@ -466,7 +503,10 @@ def _eval(verbs: Any) -> None:
 def evaluate(options: argparse.Namespace) -> int:
     from ladder.eval.command import eval_command
 
-    return eval_command(options)
+    code = eval_command(options)
+    if not code:
+        say_next("generate", options.models[0], "--prompt", PROMPT)
+    return code
 
 
 # ---- bench ----------------------------------------------------------------------------------
@@ -564,19 +604,37 @@ def _bench(verbs: Any) -> None:
 def bench_train(options: argparse.Namespace) -> int:
     from ladder.train.bench import main as run
 
-    return run(options)
+    code = run(options)
+    if not code:
+        _after_bench(options.model, options.plans)
+    return code
 
 
 def bench_inference(options: argparse.Namespace) -> int:
     from ladder.infer.bench import main as run
+    from ladder.infer.points import Settings
 
-    return run(options)
+    code = run(options)
+    if not code and not options.cold_child:
+        model = getattr(options, "model", Settings.model)
+        _after_bench(model, getattr(options, "plans", ["standard", "ladder"]))
+    return code
 
 
 def bench_comm(options: argparse.Namespace) -> int:
     from ladder.infer.comm import main as run
 
-    return run(options)
+    code = run(options)
+    if not code:
+        say_next("bench", "inference", "--nproc", options.nproc)
+    return code
+
+
+def _after_bench(model: str, plans: Sequence[str]) -> None:
+    if Path(model).is_dir():
+        say_next("generate", model, "--prompt", PROMPT)
+    else:
+        say_next("plans", *plans, "--model", model)
 
 
 # ---- the rest -------------------------------------------------------------------------------
@@ -590,7 +648,11 @@ def _doctor(verbs: Any) -> None:
 def doctor(options: argparse.Namespace) -> int:
     from ladder.doctor import main as examine
 
-    return examine(options.json)
+    code = examine(options.json)
+    if not code and not options.json:
+        out = free(Path("runs/tokenizer"))
+        say_next("tokenizer", "train", "--vocab-size", 1024, "--out", out)
+    return code
 
 
 def _demo(verbs: Any) -> None:
@@ -599,6 +661,10 @@ def _demo(verbs: Any) -> None:
 
 
 def demo(options: argparse.Namespace) -> int:
+    from ladder.demo import PROMPT as CODE
     from ladder.demo import main as run
 
-    return run(options.out)
+    code = run(options.out)
+    if not code:
+        say_next("generate", options.out / "ladder", "--prompt", CODE)
+    return code

@@ -13,6 +13,15 @@ from rich.progress import Progress as RichProgress
 PLAIN_INTERVAL = 10.0  # seconds between lines where there is no terminal
 
 
+def amount(nbytes: int) -> str:
+    """So many bytes, in the unit that leaves one to three digits before the point."""
+    size, units = float(nbytes), ["bytes", "kB", "MB", "GB", "TB"]
+    while size >= 999.5 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    digits = 0 if units[0] == "bytes" or size >= 99.5 else 1
+    return f"{size:.{digits}f} {units[0]}"
+
+
 class Progress:
     """Shows how far work has come, on standard error.
 
@@ -67,7 +76,8 @@ class Progress:
             self._line()
 
     def _count(self) -> str:
-        of = "" if self.total is None else f"/{self.total:,}"
+        # The last document may go beyond the tokens that were asked for: that is no share of them.
+        of = "" if self.total is None or self.done > self.total else f"/{self.total:,}"
         return f"{self.done:,}{of} {self.unit}"
 
     def _line(self) -> None:

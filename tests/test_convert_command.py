@@ -17,6 +17,15 @@ from ladder.models import ModelConfig, UserError
 from tests.test_convert import assert_refused, assert_same_bits, edit, save, tensors
 
 
+def assert_compared(what: str, printed: str) -> None:
+    """Equal in every bit, on most machines, or nearly so."""
+    lines = printed.splitlines()
+    near = f"{what} differ from transformers' by "
+    assert f"{what} equal transformers', bit for bit" in lines or any(
+        line.startswith(near) and not line.startswith(f"{near}0.0e") for line in lines
+    ), printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -67,7 +76,7 @@ def test_a_hybrid_goes_back_as_standard(tmp_path: Path, capsys: pytest.CaptureFi
     words = ["--plan", "standard", "--to", "hf", "--out", str(tmp_path / "back")]
     assert main(["convert", str(tmp_path / "hybrid"), *words]) == 0
     assert_same_bits(tensors(tmp_path / "back"), tensors(source))
-    assert "logits under plan standard differ from transformers' by" in capsys.readouterr().out
+    assert_compared("logits under plan standard", capsys.readouterr().out)
     back = (tmp_path / "back" / "config.json").read_text()
     assert json.loads(back) == json.loads((source / "config.json").read_text())
 
@@ -94,7 +103,7 @@ def test_other_logits_than_transformers_are_noticed(
     edit(source / "config.json", pad_token_id=90)
     words = ["convert", str(source), "--plan", plan, "--out"]
     assert main([*words, str(tmp_path / "good")]) == 0
-    assert f"\n{compared} differ from transformers' by" in capsys.readouterr().out
+    assert_compared(compared, capsys.readouterr().out)
 
     def wrong(folder: Path) -> ModelConfig:
         return replace(checkpoint.read_config(folder), rope_theta=100.0)

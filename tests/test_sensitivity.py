@@ -141,7 +141,7 @@ def test_the_command(
     common = ["convert", "sensitivity", str(standard), "--data", str(corpus), "--windows", "4"]
     assert main([*common, "--layers", "2", "--out", str(tmp_path / "a.json")]) == 0
     printed = capsys.readouterr().out
-    plan = printed.strip().splitlines()[-1].removeprefix("--plan ")
+    plan = printed.strip().splitlines()[-2].removeprefix("--plan ")
     found = json.loads((tmp_path / "a.json").read_text())
     assert len(found["singles"]) == len(found["suffixes"]) == 4
     assert main(["convert", str(standard), "--plan", plan, "--out", str(tmp_path / "b")]) == 0
@@ -151,7 +151,7 @@ def test_the_command(
     convert(standard, tmp_path / "hybrid", "ladder@0")
     words = ["convert", "sensitivity", str(tmp_path / "hybrid"), *common[3:], "--layers", "1"]
     assert main(words) == 0
-    plan = capsys.readouterr().out.strip().splitlines()[-1].removeprefix("--plan ")
+    plan = capsys.readouterr().out.strip().splitlines()[-2].removeprefix("--plan ")
     assert plan in ("ladder@0-1", "ladder@0,ladder@2", "ladder@0,ladder@3")
     (tmp_path / "hybrid" / "tokenizer.json").write_bytes((corpus / "tokenizer.json").read_bytes())
     assert main(words) == 0

@@ -43,7 +43,7 @@ from ladder.files import check_writable, new_folder, refuse_inside, write_text
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.models.transformer import meta_model
-from ladder.progress import Progress
+from ladder.progress import Progress, amount
 
 FORMATS = ("ladder", "hf")
 COMPANIONS = (  # what goes along as it is: tokenizer, chat template, generation settings
@@ -102,16 +102,17 @@ def convert(
     todo = recipes(old, config)
     dtype = reader.dtype(EMBEDDING)
     sizes = {each.name: math.prod(each.shape) for each in todo}
-    nbytes = {name: size * reader.dtype(name).itemsize for name, size in sizes.items()}
+    nbytes = {name: count * reader.dtype(name).itemsize for name, count in sizes.items()}
     total = sum(nbytes.values())
     sums: dict[str, str] = {}
-    with new_folder(out) as folder, Progress("convert", 2 * total // 10**6, "MB") as progress:
+    size, unit = (10**6, "MB") if total >= 10**7 else (10**3, "kB")
+    with new_folder(out) as folder, Progress("convert", 2 * total // size, unit) as progress:
         done = 0
 
         def advance(name: str) -> None:
             nonlocal done
             done += nbytes[name]
-            progress.update(done // 10**6)
+            progress.update(done // size)
 
         def fetcher(recipe: Any) -> Callable[[], Tensor]:
             def fetch() -> Tensor:
@@ -213,13 +214,15 @@ def convert_command(options: argparse.Namespace) -> int:
         options.tp_degree,
         options.to,
     )
-    rate = report.nbytes / 1e6 / report.seconds
+    rate = amount(round(report.nbytes / report.seconds))
     print(
-        f"{options.out}: {report.tensors} tensors, {report.nbytes / 1e9:.2f} GB in "
-        f"{report.seconds:.1f} s, {rate:,.0f} MB/s; every checksum agrees"
+        f"{options.out}: {report.tensors} tensors, {amount(report.nbytes)} in "
+        f"{report.seconds:.1f} s, {rate}/s; every checksum agrees"
     )
     if isinstance(report.logits, str):
         print(f"logits were not compared with transformers': {report.logits}")
+    elif not report.logits:
+        print(f"{report.compared} equal transformers', bit for bit")
     else:
         print(f"{report.compared} differ from transformers' by {report.logits:.1e} of the largest")
     return 0

@@ -33,6 +33,7 @@ from ladder.models.loss import teacher_losses, token_losses
 from ladder.models.plan import Plan
 from ladder.models.presets import resolve_plan
 from ladder.models.transformer import Transformer
+from ladder.next_step import free, say_next
 from ladder.parallel import launch
 from ladder.parallel.sharding import local_tensor
 from ladder.progress import Progress
@@ -265,4 +266,8 @@ def sensitivity_command(options: argparse.Namespace) -> int:
             found: dict[str, Any] = {"model": str(options.model), "seq_len": seq_len}
             make_folder(options.out.parent)
             write_text(options.out, json.dumps({**found, **asdict(report)}, indent=1) + "\n")
+        if report.plan:
+            model = options.model if options.model.name else options.model.resolve()
+            out = free(model.with_name(f"{model.name}-hybrid"))
+            say_next("convert", model, "--plan", report.plan, "--out", out)
     return 0

@@ -1,0 +1,113 @@
+"""The last line of a command is a command: it can be parsed, its paths are there, and it works."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from ladder.cli import _parser, main, parse_words
+from ladder.next_step import free, say_next
+from ladder.progress import Progress, amount
+from tests.corpus import make_corpus
+
+Captured = pytest.CaptureFixture[str]
+SMALL = ["model.hidden_size=32", "model.intermediate_size=64", "model.num_layers=2", "steps=2",
+         "seq_len=16", "batch_size=2", "warmup_steps=1", "eval_windows=2"]  # fmt: skip
+
+
+def step(words: list[str], capsys: Captured, *more: str) -> list[str]:
+    """Run a command; the words of the one that its last line, and no other line, names."""
+    assert main([*words, *more]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("next: ")] == lines[-1:]
+    ladder, *found = shlex.split(lines[-1].removeprefix("next: "))
+    assert ladder == "ladder"
+    parse_words(_parser(), found)
+    return found
+
+
+def test_a_first_session_follows_the_last_lines(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From text to a model that speaks, by the lines that commands print."""
+    make_corpus(tmp_path)
+    folder = tmp_path / "my runs"  # to be quoted
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = step(
+        ["tokenizer", "train", str(tmp_path / "texts"), "--vocab-size", "300",
+         "--heldout-fraction", "0.2", "--out", str(folder / "tokenizer")],
+        capsys,
+    )  # fmt: skip
+    assert words[:3] == ["data", "prepare", str(tmp_path / "texts")]
+    assert words[words.index("--heldout-fraction") + 1] == "0.2"
+    words = step(words, capsys)
+    assert words == ["train", "tiny", f"data={folder / 'data'}", f"out={folder / 'tiny'}"]
+    words = step(words, capsys, "plan=standard", *SMALL, "--device", "cpu")
+    assert words == ["generate", str(folder / "tiny"), "--prompt", "The"]
+    assert main([*words, "--max-new-tokens", "2"]) == 0
+    assert "next: " not in capsys.readouterr().out  # text for programs
+    command = ["convert", "sensitivity", words[1], "--data", str(folder / "data"), "--layers", "1"]
+    words = step(command, capsys, "--windows", "2", "--seq-len", "16")
+    assert words[:3] == ["convert", str(folder / "tiny"), "--plan"]
+    words = step(words, capsys)
+    assert words == ["generate", str(folder / "tiny-hybrid"), "--prompt", "The"]
+    assert main([*words, "--max-new-tokens", "2"]) == 0
+
+
+def test_a_path_that_is_taken_is_not_proposed(tmp_path: Path) -> None:
+    assert free(tmp_path / "data") == tmp_path / "data"
+    (tmp_path / "data").mkdir()
+    assert free(tmp_path / "data") == tmp_path / "data-2"
+    (tmp_path / "data-2").touch()
+    assert free(tmp_path / "data") == tmp_path / "data-3"
+
+
+def test_plans_lead_to_a_measurement(capsys: Captured) -> None:
+    assert step(["plans", "--layers", "8"], capsys)[:4] == ["plans", "ladder", "--layers", "8"]
+    words = step(["plans", "ladder", "none", "--model", "tiny"], capsys)
+    assert words[:2] == ["bench", "train"]
+    assert words[-2:] == ["--plans", "ladder"]
+    assert step(["plans", "ladder", "--layers", "6"], capsys) == ["demo"]
+    assert main(["plans", "ladder", "--json"]) == 0
+    assert "next: " not in capsys.readouterr().out
+
+
+def test_a_measurement_of_steps_leads_to_its_plans(tmp_path: Path, capsys: Captured) -> None:
+    threads = torch.get_num_threads()
+    command = ["bench", "train", "--model", "tiny", "--layers", "1", "--plans", "standard",
+               "--seq-len", "16", "--batch", "1", "--steps", "1", "--dtype", "float32", "--device",
+               "cpu", "--out", str(tmp_path / "bench")]  # fmt: skip
+    assert step(command, capsys) == ["plans", "standard", "--model", "tiny"]
+    assert torch.get_num_threads() == threads
+
+
+def test_one_rank_says_it(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setenv("RANK", "1")
+    say_next("demo")
+    monkeypatch.setenv("RANK", "0")
+    say_next("generate", Path("a b"), "--prompt", "it's")
+    assert capsys.readouterr().out == "next: ladder generate 'a b' --prompt 'it'\"'\"'s'\n"
+
+
+def test_a_failure_has_no_next_step(tmp_path: Path, capsys: Captured) -> None:
+    assert main(["convert", str(tmp_path), "--out", str(tmp_path / "x")]) == 2
+    captured = capsys.readouterr()
+    assert "next: " not in captured.out + captured.err
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "said"),
+    [(0, "0 bytes"), (999, "999 bytes"), (1234, "1.2 kB"), (99_600, "100 kB"), (999_499, "999 kB"),
+     (999_600, "1.0 MB"), (16_060_522_496, "16.1 GB"), (10**16, "10000 TB")],
+)  # fmt: skip
+def test_amounts_have_digits_that_say_something(nbytes: int, said: str) -> None:
+    assert amount(nbytes) == said
+
+
+def test_more_than_was_asked_for_is_no_share_of_it(capsys: Captured) -> None:
+    with Progress("tokenise", 10, "tokens") as progress:
+        progress.update(25_257)
+    assert capsys.readouterr().err.startswith("tokenise: 25,257 tokens, ")
