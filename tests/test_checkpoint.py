@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ladder import checkpoint
 from ladder.checkpoint import load_model, model_entries, read_stop_tokens, write_config
+from ladder.convert.huggingface import config_from_huggingface, config_to_huggingface
 from ladder.infer.engine import generate
 from ladder.models import ModelConfig, Transformer, UserError
 from ladder.parallel.sharding import initialise, local_parameters, place
@@ -37,12 +39,21 @@ def save_llama(folder: Path, **changes: Any) -> LlamaForCausalLM:
 
 LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 16, "rope_theta": 5e5}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7,
+        "mscale_all_dim": 0.3, "beta_fast": 4, "rope_theta": 500.0}  # fmt: skip
+SCALINGS = {
+    "linear": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4},
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 1e4},
+    "yarn": YARN,
+    "yarn of the longest": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4},
+}
 
 
 @pytest.mark.parametrize(
     "changes",
     [{}, {"tie_word_embeddings": True}, {"rope_parameters": LLAMA_3}, {"head_dim": 12},
-     {"attention_bias": True, "mlp_bias": True}],
+     {"attention_bias": True, "mlp_bias": True},
+     *({"rope_parameters": each} for each in SCALINGS.values())],
 )  # fmt: skip
 @torch.no_grad()
 def test_a_llama_folder_computes_what_transformers_does(
@@ -75,6 +86,34 @@ def test_older_configs_spell_rotary_apart(tmp_path: Path) -> None:
     assert checkpoint.read_config(tmp_path) == new
     assert new.rope_theta == 5e5
     assert new.rope_scaling is not None
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_rotary_scaling_round_trips(tmp_path: Path, name: str) -> None:
+    """To our config.json and back, and to theirs, made anew, as older transformers spell it."""
+    save_llama(tmp_path, rope_parameters=SCALINGS[name])
+    config = checkpoint.read_config(tmp_path)
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.rope_type == SCALINGS[name]["rope_type"]
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    written = config_to_huggingface(config, torch.float32)
+    assert config_from_huggingface(written, "config.json") == config
+    assert LlamaConfig(**written).rope_parameters["factor"] == SCALINGS[name]["factor"]
+
+
+def test_dynamic_scaling_ends_where_it_would_depend_on_the_length(tmp_path: Path) -> None:
+    """Up to there it is none: transformers changes all frequencies with the longest position."""
+    llama = save_llama(tmp_path, rope_parameters=SCALINGS["dynamic"])
+    tokens = torch.arange(128)[None] % 91
+    model = load_model(tmp_path)
+    with torch.no_grad():
+        expected = llama(tokens[:, :64]).logits
+        assert (model(tokens[:, :64]) - expected).abs().max() < 1e-5
+        assert (llama(tokens).logits[:, :64] - expected).abs().max() > 1e-2
+    with pytest.raises(UserError, match="longer than the model's max_seq_len=64"):
+        model(tokens)
+    with pytest.raises(UserError, match=r"max_seq_len=65 with rope_scaling\.rope_type"):
+        replace(model.config, max_seq_len=65)
 
 
 def make(plan: str = "desync-2x", degree: int | None = 4) -> Transformer:
@@ -287,7 +326,12 @@ def test_llama_configs_with_wrong_types_are_refused(
     [
         ({"model_type": "gpt2"}, "model_type='gpt2'"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn' without factor; add"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "'longrope', whose freq"),
+        ({"rope_parameters": {"rope_type": "x", "factor": 2.0}}, "rope_type='x'; default, llama3"),
+        ({"rope_parameters": {**YARN, "mscale": "x"}}, "mscale .* must be above 0"),
+        ({"rope_parameters": {**YARN, "truncate": 1}}, r"rope_scaling\.truncate=1 must be true"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, which transformers' Llama"),
         ({"hidden_size": None}, "lacks hidden_size"),
     ],
 )

@@ -29,7 +29,7 @@ from ladder.train.shards import write_file
 from tests import restatement
 from tests.distributed import Pools, tp_mesh
 from tests.samples import fill, relative_error
-from tests.test_checkpoint import LLAMA_3, TOKENS
+from tests.test_checkpoint import LLAMA_3, TOKENS, YARN
 from tests.test_train import recipe, run_on_ranks
 
 SHAPE = {"vocab_size": 91, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
@@ -38,6 +38,7 @@ SHAPE = {"vocab_size": 91, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama 3, tied": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA_3}),
+    "llama, yarn": ("Llama", {"rope_parameters": YARN}),
     "llama, biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 12}),
     "mistral, a window of the context": ("Mistral", {"sliding_window": 64}),
@@ -376,7 +377,7 @@ def change_config(**changes: Any) -> Callable[[Path], None]:
         (lambda folder: next(folder.glob("model-00002*")).unlink(), ("model-00002", "missing")),
         (change_config(num_hidden_layers=5), ("lacks the tensor", "layers.4.", "and 6 more")),
         (change_config(model_type="gpt2"), ("'gpt2'",)),
-        (change_config(rope_parameters={"rope_type": "yarn", "factor": 2.0}), ("'yarn'",)),
+        (change_config(rope_parameters={"rope_type": "longrope"}), ("'longrope'",)),
         (change_config(rope_parameters=None, rope_scaling={"factor": 2.0}), ("'factor': 2.0",)),
         (change_config(partial_rotary_factor=0.5), ("partial_rotary_factor=0.5",)),
         (change_config(quantization_config={"bits": 4}), ("quantization_config",)),

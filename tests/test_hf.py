@@ -33,7 +33,7 @@ from ladder.parallel.reducers import AsyncReducer  # noqa: E402
 from ladder.parallel.sharding import local_parameters  # noqa: E402
 from tests import test_checkpoint, test_generate  # noqa: E402
 from tests.distributed import PATIENCE, Pools, tp_mesh  # noqa: E402
-from tests.test_checkpoint import LLAMA_3, TOKENS, save_llama, save_ours  # noqa: E402
+from tests.test_checkpoint import LLAMA_3, SCALINGS, TOKENS, save_llama, save_ours  # noqa: E402
 from tests.test_generate import PLANS, prompts  # noqa: E402
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -117,7 +117,10 @@ def test_beams_reorder_every_virtual_rank() -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tie_word_embeddings": True}, *({"rope_parameters": e} for e in SCALINGS.values())],
+)
 @torch.no_grad()
 def test_a_standard_plan_is_transformers_llama(
     tmp_path: Path, side: str, changes: dict[str, Any]

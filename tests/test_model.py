@@ -455,6 +455,38 @@ LLAMAS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "max_seq_len": 128,
     },
+    "linear rope": {"rope_scaling": {"rope_type": "linear", "factor": 3.0}, "max_seq_len": 128},
+    "dynamic rope": {
+        "rope_scaling": {
+            "rope_type": "dynamic",
+            "factor": 3.0,
+            "original_max_position_embeddings": 128,
+        },
+        "max_seq_len": 128,
+    },
+    "yarn rope": {
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+        "head_dim": 16,
+        "max_seq_len": 128,
+    },
+    "yarn rope, all its settings": {
+        "rope_theta": 500.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "attention_factor": 1.3,
+            "beta_fast": 8.0,
+            "beta_slow": 2.0,
+            "truncate": False,
+        },
+        "head_dim": 16,
+        "max_seq_len": 128,
+    },
     "wide heads": {"head_dim": 14},
     "narrow heads, odd vocabulary, attention bias": {
         "head_dim": 2,
@@ -471,7 +503,7 @@ def hugging_face(config: ModelConfig) -> Any:
     transformers = pytest.importorskip("transformers")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
-        rope = {**rope, "rope_type": "llama3", **vars(config.rope_scaling)}
+        rope |= config.rope_scaling.to_dict()
     llama = transformers.LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -532,9 +564,10 @@ def test_another_architecture_is_not_hugging_faces_llama(wrong: str) -> None:
         assert relative_error(ours(tokens), theirs(tokens).logits) > DIFFERENT
 
 
-def test_rope_scaling_matters() -> None:
-    """That the shape "llama3 rope" above reaches the positions where scaling shows."""
-    changes = LLAMAS["llama3 rope"]
+@pytest.mark.parametrize("name", ["llama3 rope", "linear rope", "yarn rope"])
+def test_rope_scaling_matters(name: str) -> None:
+    """That these shapes above reach the positions where scaling shows."""
+    changes = LLAMAS[name]
     scaled = full_model(small_config(**changes), 9)
     plain = full_model(small_config(**{**changes, "rope_scaling": None}), 9)
     tokens = sample_tokens(scaled.config, seed=1, length=100)

@@ -456,6 +456,10 @@ def test_output_bias_needs_equal_streams(name: str, field: str) -> None:
         ({"num_kv_heads": 3}, ["num_heads=4", "num_kv_heads=3"]),
         ({"attention_bias": True, "qkv_bias": True}, ["qkv_bias=True", "attention_bias=True"]),
         ({"rope_scaling": {"factr": 2.0}}, ["factr", "did you mean 'factor'"]),
+        ({"rope_scaling": {"rope_type": "yarns"}}, ["rope_type 'yarns'", "did you mean 'yarn'"]),
+        ({"rope_scaling": {"rope_type": "yarn"}}, ["original_max_position_embeddings=None"]),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, ["rope_type ['yarn']"]),
+        ({"rope_scaling": {"rope_type": "linear", "beta_fast": 2}}, ["beta_fast=2", "leave it"]),
     ],
 )
 def test_a_bad_config_names_its_field(change: dict[str, Any], words: list[str]) -> None:

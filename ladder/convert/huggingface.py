@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ladder.models.config import ModelConfig, RopeScaling
+from ladder.models.config import ROPE_TYPES, ModelConfig, RopeScaling
 from ladder.models.errors import UserError
+from ladder.models.plan import number
 from ladder.models.presets import resolve_plan
 
 # The architectures that the model computes, by model_type, and what transformers takes where a
@@ -49,13 +51,18 @@ def config_from_huggingface(data: Mapping[str, Any], where: str) -> ModelConfig:
     theta = rope["rope_theta"]
     part = rope.get("partial_rotary_factor") or data.get("partial_rotary_factor") or 1
     if part != 1:
-        raise UserError(f"{where} has partial_rotary_factor={part!r}; only 1 is supported")
+        raise UserError(
+            f"{where} has partial_rotary_factor={part!r}, which transformers' {CLASSES[kind]} does "
+            f"not compute either: it rotates whole heads; set it to 1 if that is what is meant"
+        )
     names = ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers")
     missing = [name for name in (*names, "num_attention_heads") if name not in data]
     if missing:
         raise UserError(f"{where} lacks {', '.join(missing)}; is it a {CLASSES[kind]} config.json?")
     data = {**FAMILIES[kind], **data}
-    scaling = _rope_fields(rope, where)
+    if data.get("original_max_position_embeddings") is not None:  # transformers prefers it here
+        rope["original_max_position_embeddings"] = data["original_max_position_embeddings"]
+    scaling = _rope_fields(rope, data["max_position_embeddings"], where)
     try:
         config = ModelConfig(
             vocab_size=data["vocab_size"],
@@ -90,8 +97,11 @@ def refuse_quantised(data: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _rope_fields(rope: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    """The fields of RopeScaling, None where the rotary frequencies are not scaled."""
+def _rope_fields(rope: Mapping[str, Any], longest: Any, where: str) -> dict[str, Any] | None:
+    """The fields of RopeScaling, None where the rotary frequencies are not scaled.
+
+    longest: max_position_embeddings.
+    """
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         known = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
@@ -103,13 +113,40 @@ def _rope_fields(rope: Mapping[str, Any], where: str) -> dict[str, Any] | None:
                 f"how; give the type, or remove them"
             )
         return None
-    if kind != "llama3":
-        raise UserError(f"{where} has rope_type={kind!r}; only 'default' and 'llama3' work")
-    names = [item.name for item in fields(RopeScaling)]
-    missing = [name for name in names if name not in rope]
+    if kind == "longrope":
+        raise UserError(
+            f"{where} has rope_type='longrope', whose frequencies depend on the length of a "
+            f"sequence, which the model's do not; {', '.join(ROPE_TYPES)} can be loaded"
+        )
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
+        raise UserError(
+            f"{where} has rope_type={kind!r}; default, {', '.join(ROPE_TYPES)} can be loaded"
+        )
+    found = {name: rope.get(name) for name in ("factor", *ROPE_TYPES[kind])}
+    if kind == "dynamic":  # transformers reads no other length, and up to it nothing is scaled
+        found["original_max_position_embeddings"] = longest
+    if kind == "yarn":
+        if found["original_max_position_embeddings"] is None:
+            found["original_max_position_embeddings"] = longest
+        found |= {name: found[name] or None for name in ("beta_fast", "beta_slow")}
+        if found["attention_factor"] is None:
+            found["attention_factor"] = _attention_factor(rope)
+    names = ["factor"] if kind != "llama3" else list(found)
+    missing = [name for name in names if found[name] is None]
     if missing:
-        raise UserError(f"{where} has rope_type='llama3' without {', '.join(missing)}; add them")
-    return {name: rope[name] for name in names}
+        raise UserError(f"{where} has rope_type={kind!r} without {', '.join(missing)}; add them")
+    return {"rope_type": kind, **found}
+
+
+def _attention_factor(rope: Mapping[str, Any]) -> float | None:
+    """That of yarn's `mscale` and `mscale_all_dim` (DeepSeek's), where both are given."""
+    factor, *scales = (number(rope.get(name)) for name in ("factor", "mscale", "mscale_all_dim"))
+    if not all(scales):
+        return None
+    if not all(isinstance(each, int | float) and each > 0 for each in (factor, *scales)):
+        raise UserError(f"factor, mscale and mscale_all_dim of {dict(rope)!r} must be above 0")
+    above, below = (0.1 * each * math.log(max(factor, 1.0)) + 1.0 for each in scales)
+    return float(above / below)
 
 
 def _refuse_window(data: Mapping[str, Any], config: ModelConfig, where: str) -> None:
@@ -180,7 +217,7 @@ def config_to_huggingface(
         "hidden_act": "silu",
         "max_position_embeddings": config.max_seq_len,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None if scaling is None else {"rope_type": "llama3", **asdict(scaling)},
+        "rope_scaling": None if scaling is None else scaling.to_dict(),
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "torch_dtype": str(dtype).removeprefix("torch."),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from ladder.models.errors import UserError, check_keys
+from ladder.models.errors import UserError, check_keys, unknown
 from ladder.models.plan import Plan, number
 from ladder.models.presets import MOST_LAYERS, MOST_RANKS, resolve_plan
 
@@ -28,25 +28,72 @@ MOST = {
 MOST_ELSE = 1e12  # rotary settings
 
 
+# What each rotary scaling takes besides `factor`, and its defaults; ...: it has none.
+ROPE_TYPES: dict[str, dict[str, Any]] = {
+    "llama3": {
+        "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    },
+    "linear": {},
+    "dynamic": {"original_max_position_embeddings": ...},
+    "yarn": {
+        "original_max_position_embeddings": ..., "attention_factor": None, "beta_fast": 32.0,
+        "beta_slow": 1.0, "truncate": True,
+    },
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretching of the low rotary frequencies; the names are Hugging Face's."""
+    """How the rotary frequencies of a longer context are made; the names are Hugging Face's.
 
+    rope_type: `llama3` divides the low frequencies by `factor` and blends those between; `linear`
+    divides all; `yarn` divides by place and multiplies cos and sin by `attention_factor` (0.1 ln
+    factor + 1 by default); `dynamic` leaves sequences up to original_max_position_embeddings as
+    they are, and there are no longer ones. What a type does not take is None.
+    """
+
+    rope_type: str = "llama3"
     factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    truncate: bool | None = None
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value = number(getattr(self, item.name))
-            object.__setattr__(self, item.name, value)
-            _check_positive(f"rope_scaling.{item.name}", value)
-        if self.low_freq_factor >= self.high_freq_factor:
-            raise UserError(
-                f"rope_scaling.low_freq_factor={self.low_freq_factor} must be below "
-                f"high_freq_factor={self.high_freq_factor}"
-            )
+        if not isinstance(self.rope_type, str) or self.rope_type not in ROPE_TYPES:
+            raise unknown("rope_scaling.rope_type", self.rope_type, ROPE_TYPES)
+        taken = {"factor": ..., **ROPE_TYPES[self.rope_type]}
+        for item in fields(self)[1:]:
+            name, value = item.name, number(getattr(self, item.name))
+            if name not in taken:
+                if value is not None:
+                    raise UserError(
+                        f"rope_scaling.{name}={value!r} is nothing that rope_type="
+                        f"{self.rope_type!r} takes; leave it out"
+                    )
+                continue
+            if value is None and taken[name] is not ...:
+                value = taken[name]
+            if value is None and name == "attention_factor":
+                value = max(1.0, 0.1 * math.log(self.factor) + 1.0)
+            object.__setattr__(self, name, value)
+            if name != "truncate":
+                _check_positive(f"rope_scaling.{name}", value)
+            elif not isinstance(value, bool):
+                raise UserError(f"rope_scaling.truncate={value!r} must be true or false")
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if low in taken and getattr(self, low) >= getattr(self, high):
+                raise UserError(
+                    f"rope_scaling.{low}={getattr(self, low)} must be below "
+                    f"{high}={getattr(self, high)}"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its fields, but for those that the type does not take."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -108,7 +155,18 @@ class ModelConfig:
                 "attention_bias=True with qkv_bias=True: attention_bias has those of q, k and v "
                 "already; set qkv_bias to false"
             )
-        object.__setattr__(self, "rope_scaling", _rope_scaling(self.rope_scaling))
+        scaling = _rope_scaling(self.rope_scaling)
+        object.__setattr__(self, "rope_scaling", scaling)
+        if scaling is not None and scaling.rope_type == "dynamic":
+            longest = scaling.original_max_position_embeddings
+            assert longest is not None
+            if self.max_seq_len > longest:
+                raise UserError(
+                    f"max_seq_len={self.max_seq_len} with rope_scaling.rope_type='dynamic', whose "
+                    f"frequencies would change with the length of a sequence beyond "
+                    f"original_max_position_embeddings={longest}, which the model does not do; set "
+                    f"max_seq_len to that, or take linear or yarn"
+                )
         if self.tp_degree is not None:
             _check_count("tp_degree", self.tp_degree)
             self.check_divides(self.tp_degree, "tp_degree")
@@ -168,7 +226,12 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, resolved, from which `from_dict` makes an equal config."""
-        return {**asdict(self), "plan": self.plan.to_dict()}
+        scaling = self.rope_scaling
+        resolved = {
+            "rope_scaling": None if scaling is None else scaling.to_dict(),
+            "plan": self.plan.to_dict(),
+        }
+        return {**asdict(self), **resolved}
 
 
 def _check_count(name: str, value: object) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ladder.models.config import ModelConfig
 from ladder.models.documents import Packed, attend
 from ladder.models.reducer import Ranks
+from ladder.models.rotary import rotary_frequencies
 
 
 def local(parameter: Any) -> Tensor:
@@ -160,23 +161,11 @@ def vocabulary_start(vocab_size: int, ranks: Ranks) -> int:
 
 
 def rotary_tables(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """cos and sin for `positions` [B or 1, S]: [2, B or 1, 1, S, head_dim], computed in float32.
-
-    With `rope_scaling`, Llama 3.1's: wavelengths beyond the original context are stretched by
-    `factor`, short ones kept, those between blended.
-    """
-    exponent = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
-    frequency = 1.0 / config.rope_theta ** (exponent / config.head_dim)
-    if (scaling := config.rope_scaling) is not None:
-        turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
-        blend = (turns - scaling.low_freq_factor) / (
-            scaling.high_freq_factor - scaling.low_freq_factor
-        )
-        blend = blend.clamp(0, 1)
-        frequency = blend * frequency + (1 - blend) * frequency / scaling.factor
+    """cos and sin for `positions` [B or 1, S]: [2, B or 1, 1, S, head_dim], computed in float32."""
+    frequency, factor = rotary_frequencies(config, positions.device)
     angle = positions[:, None, :, None].float() * frequency
     angle = torch.cat((angle, angle), dim=-1)
-    return torch.stack((angle.cos(), angle.sin())).to(dtype)
+    return torch.stack((angle.cos() * factor, angle.sin() * factor)).to(dtype)
 
 
 def rotate(x: Tensor, tables: Tensor) -> Tensor:
