@@ -6,6 +6,7 @@ import json
 import pickle
 import resource
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +151,13 @@ def test_limits_change_nothing_else() -> None:
     )
     assert template.render(TALK) == wanted
     assert pickle.loads(pickle.dumps(template)).render(TALK) == wanted
+
+
+def test_threads_leave_the_limit_as_it_was() -> None:
+    """A limit that one sets while another's holds would be the process's for ever."""
+    template = ChatTemplate(PLAIN * 20, {"eos_token": "</s>"}, "here")
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with ThreadPoolExecutor(4) as pool:
+        texts = set(pool.map(lambda _: template.render(TALK), range(400)))
+    assert len(texts) == 1
+    assert resource.getrlimit(resource.RLIMIT_AS) == before

@@ -7,6 +7,7 @@ of a text take all memory.
 from __future__ import annotations
 
 import resource
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ MEMORY = 2**30  # bytes that a template may take beside what the process has
 FRESH = 0.1  # seconds for which that is not looked up again: it takes as long as to render
 BITS = 2**16  # of a product or a power
 DECIMALS = 100  # that are rounded to
+ONE = threading.Lock()
 STEPS = "steps of a loop"  # a filter that no template can name
 
 
@@ -62,7 +64,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     @contextmanager
     def within_limits(self) -> Iterator[None]:
-        """End what runs inside by an exception: LimitError, or MemoryError."""
+        """End what runs inside by an exception: LimitError, or MemoryError.
+
+        One at a time in a process, whose limit it is.
+        """
+        with ONE:
+            yield from self._limited()
+
+    def _limited(self) -> Iterator[None]:
         now = time.monotonic()
         if now > self.looked + FRESH:
             self.memory, self.looked = _memory(), now

@@ -142,8 +142,8 @@ def _check_memory(model: Transformer, device: torch.device, dtype: torch.dtype |
     if needed > room:
         raise UserError(
             f"this process's weights take {needed / 1e9:,.1f} GB and {device} has "
-            f"{room / 1e9:,.1f}: use a smaller model (hidden_size, num_layers), or more processes "
-            f"(tp)"
+            f"{room / 1e9:,.1f} GB: use a smaller model (hidden_size, num_layers), or more "
+            f"processes (tp)"
         )
 
 
