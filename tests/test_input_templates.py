@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import resource
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +155,17 @@ def test_limits_change_nothing_else() -> None:
 
 def test_threads_leave_the_limit_as_it_was() -> None:
     """A limit that one sets while another's holds would be the process's for ever."""
-    template = ChatTemplate(PLAIN * 20, {"eos_token": "</s>"}, "here")
     before = resource.getrlimit(resource.RLIMIT_AS)
-    with ThreadPoolExecutor(4) as pool:
-        texts = set(pool.map(lambda _: template.render(TALK), range(400)))
-    assert len(texts) == 1
+    entered = threading.Event()
+
+    def enter() -> None:
+        with sandbox.Sandbox().within_limits():
+            entered.set()
+
+    other = threading.Thread(target=enter)
+    with sandbox.Sandbox().within_limits():
+        other.start()
+        assert not entered.wait(0.1)
+    other.join()
+    assert entered.is_set()
     assert resource.getrlimit(resource.RLIMIT_AS) == before
