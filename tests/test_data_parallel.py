@@ -168,7 +168,8 @@ def test_a_tp_group_of_one_communicates_nothing(pools: Pools) -> None:
 
 
 def clipped(rank: int, world: int) -> list[float]:
-    """The norms that `clip_gradients` finds, before and after, under TP 2 x FSDP 2."""
+    """The norms that `clip_gradients` finds under TP 2 x FSDP 2: before it clips to 0.5, after it,
+    and after a limit that they keep."""
     mesh = launch.make_mesh(CPU, 2, 0)
     model = made(mesh, torch.float32)
     source = torch.Generator().manual_seed(0)
@@ -178,13 +179,14 @@ def clipped(rank: int, world: int) -> list[float]:
         parameter.grad = torch.zeros_like(parameter)
         local_tensor(parameter.grad).copy_(wholes[name][part])
     exact = float(torch.stack([g.double().square().sum() for g in wholes.values()]).sum().sqrt())
-    return [exact, clip_gradients(model, 0.5, mesh), clip_gradients(model, 9.0, mesh)]
+    return [exact, *(clip_gradients(model, limit, mesh) for limit in (0.5, 9.0, 9.0))]
 
 
 def test_gradients_are_clipped_by_the_norm_of_the_whole_mesh(pools: Pools) -> None:
-    for exact, before, after in pools(4).run(clipped):
+    for exact, before, after, kept in pools(4).run(clipped):
         assert before == pytest.approx(exact, rel=1e-5)
         assert after == pytest.approx(0.5, rel=1e-4)
+        assert kept == pytest.approx(0.5, rel=1e-4)
 
 
 def test_a_layout_that_does_not_divide_is_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder.checkpoint import WEIGHTS, model_entries, newest, write_config, write_tensors
+from ladder.checkpoint import (
+    WEIGHTS,
+    model_entries,
+    newest,
+    read_config,
+    write_config,
+    write_tensors,
+)
 from ladder.models import Ranks, Reducer, UserError
 from ladder.models import loss as losses_module
 from ladder.models.loss import teacher_losses
@@ -187,10 +195,21 @@ def test_another_vocabulary_is_refused(corpus: Path, base: Path, tmp_path: Path)
         train(config, device="cpu")
 
 
+def test_a_teacher_that_reads_less_is_refused(corpus: Path, base: Path, tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher"
+    shutil.copytree(newest(base), teacher)
+    write_config(teacher, replace(read_config(teacher), max_seq_len=63), None)
+    config = distilling(corpus, base, tmp_path / "run", teacher=str(teacher))
+    with pytest.raises(UserError, match="seq_len=64 is longer than the max_seq_len=63 of teacher="):
+        train(config, device="cpu")
+
+
 def test_another_teachers_tokenizer_is_refused(corpus: Path, base: Path, tmp_path: Path) -> None:
     """The same number of tokens, two of which have changed places; other bytes alone are none."""
     teacher = tmp_path / "teacher"
     shutil.copytree(newest(base), teacher)
+    shape = replace(read_config(teacher), max_seq_len=64)  # as much as it is asked
+    write_config(teacher, shape, None)
     file = teacher / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text())))
     config = distilling(corpus, base, tmp_path / "run", teacher=str(teacher), steps=3)
