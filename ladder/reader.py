@@ -82,7 +82,12 @@ class TensorReader:
         else:
             pickled = next(folder.glob(f"pytorch_{stem}*.bin"), None)
             remedy = "fetch its weights as well, or give another folder"
-            if pickled is not None:
+            if (folder / "adapter_config.json").is_file():
+                remedy = (
+                    "it holds an adapter: merge that into its model first (merge_and_unload of "
+                    "PEFT, or axolotl merge-lora), and give the folder of the merged one"
+                )
+            elif pickled is not None:
                 remedy = (
                     f"{pickled.name} is pickled: make safetensors of it with transformers, "
                     f"AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)"

@@ -61,6 +61,12 @@ def pickled(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
+def adapter(folder: Path) -> None:
+    edited(lambda tensors: None)(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "adapter_config.json").write_text("{}")
+
+
 @pytest.mark.parametrize(
     ("changes", "damage", "message"),
     [
@@ -72,6 +78,7 @@ def pickled(folder: Path) -> None:
             {"tie_word_embeddings": True}, edited(untied),
             "lm_head.weight differs from model.embed_tokens.weight but its config.json ties them",
         ),
+        ({}, adapter, "it holds an adapter: merge that into its model first"),
         ({}, pickled, "pytorch_model.bin is pickled: make safetensors of it with transformers"),
     ],
 )  # fmt: skip
