@@ -24,7 +24,7 @@ from ladder.hf.axolotl_options import WITH_ADAPTERS, Planned, check, check_keys,
 from ladder.models import UserError, resolve_plan
 from ladder.train.config import load_train_config
 from tests.chats import TEMPLATE, make_chats, write_chats
-from tests.test_checkpoint import save_llama
+from tests.test_checkpoint import make, save_llama, save_ours
 
 PAPER = Path(__file__).parents[1] / "configs/axolotl/paper-sft.yaml"
 GOOD = {"cls_model_config": "LadderConfig", "attn_implementation": "sdpa", "micro_batch_size": 2}
@@ -134,6 +134,17 @@ def test_a_folder_under_the_yamls_plan(tmp_path: Path) -> None:
     refused({"ladder_plan": "standard", **going_on}, r"checkpoint-12, which the run goes on from")
     named = {"resume_from_checkpoint": str(checkpoint)}
     refused({"ladder_plan": "standard", **named}, "is not the plan of .*checkpoint-12")
+
+
+def test_adapters_are_for_plans_that_do_not_depend_on_t(tmp_path: Path) -> None:
+    """Not at the first step: PEFT's products have other shapes than those of virtual ranks."""
+    for plan, degree in (("ladder", None), ("desync-2x", 4)):
+        (tmp_path / plan).mkdir()
+        save_ours(tmp_path / plan, make(plan, degree))
+    lora = Planned.of({"adapter": "lora"})
+    assert lora.from_pretrained(tmp_path / "ladder").resolved.plan.name == "ladder"
+    with pytest.raises(UserError, match=r"adapter='lora' is for plans .* 'desync-2x' does"):
+        lora.from_pretrained(tmp_path / "desync-2x")
 
 
 def test_the_papers_yaml() -> None:

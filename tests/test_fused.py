@@ -75,6 +75,25 @@ def test_the_fused_path_of_qwens(pools: Pools, change: tuple[str, ...]) -> None:
     assert pools(4).run(fused_on_ranks, "ladder", False, changes) == [expected] * 4
 
 
+def test_the_fused_path_of_scaled_rotary() -> None:
+    """Whose cos and sin are not of one circle: yarn multiplies them."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    config = small_config("ladder", rope_scaling=scaling, rope_theta=100.0)
+    plain, fused = (full_model(config, 5, torch.float32) for _ in range(2))
+    expected = decode(plain, False)
+    assert decode(full_model(small_config("ladder"), 5, torch.float32), False) != expected
+    assert decode(fused, True) == expected
+
+
+def test_models_with_adapters_are_not_fused() -> None:
+    """The packed matrices would lack what the adapter adds."""
+    model = full_model(small_config("ladder"), 5, torch.float32)
+    assert can_fuse(model)
+    layer = model.model.layers[1].mlp
+    layer.up_proj = torch.nn.Sequential(layer.up_proj)
+    assert not can_fuse(model)
+
+
 def test_prompts_of_one_token_and_no_way_back() -> None:
     """A prefill of one place looks like a decode step, whose input has no places to choose from."""
     plain, fused = (full_model(small_config(), 5, torch.float32) for _ in range(2))
