@@ -154,6 +154,12 @@ def test_a_text_option_takes_text(out: str) -> None:
     assert load_train_config("tiny", [f"out='{out}'"]).out == out
 
 
+@pytest.mark.parametrize("name", ["batch_size", "micro_batch_size", "tp", "dp_shard"])
+def test_a_step_has_limits(name: str) -> None:
+    with pytest.raises(UserError, match=f"{name}={10**25} is too large; [0-9,]+ is the most"):
+        load_train_config("tiny", [f"{name}={10**25}"])
+
+
 def test_a_text_option_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("data: d\nout: 2026-02-30\n")
     assert load_train_config(str(tmp_path / "a.yaml"), []).out == "2026-02-30"

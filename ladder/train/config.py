@@ -45,6 +45,9 @@ FREE_ON_RESUME = (
     "model",
 )
 
+# Beyond any machine: the windows of a step are listed before the first of them is read.
+MOST = {"batch_size": 2**20, "micro_batch_size": 2**20, "tp": 2**16, "dp_shard": 2**16}
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -163,6 +166,9 @@ class TrainConfig:
         for name in not_negative:
             if not getattr(self, name) >= 0:
                 raise UserError(f"{name}={getattr(self, name)} must be 0 or more")
+        for name, most in MOST.items():
+            if getattr(self, name) > most:
+                raise UserError(f"{name}={getattr(self, name)} is too large; {most:,} is the most")
         if self.seed >= 2**63:
             raise UserError(f"seed={self.seed} must be below 2**63")
         if not self.lr > 0 or self.min_lr > self.lr:
