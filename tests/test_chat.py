@@ -180,6 +180,16 @@ def test_what_is_too_long_is_truncated_or_left_out_and_counted(
     assert "1 conversations truncated, 1 left out" in note
 
 
+def test_a_conversation_that_just_fits_is_not_truncated() -> None:
+    """Its last token is a target alone, so that seq_len + 1 tokens fit in a window."""
+    for size, truncated in ((5, 0), (6, 1)):
+        marked = np.full(size, ANSWER | 7)
+        marked[0] = BEGINS | 7
+        found = packing.survey(lambda start, stop, m=marked: m[start:stop], size, 4)
+        assert (found.sizes.tolist(), found.targets.tolist()) == ([4], [4])
+        assert (found.truncated, found.silent) == (truncated, 0)
+
+
 def test_packing_is_dense_and_repeatable() -> None:
     sizes = np.random.default_rng(0).integers(1, 65, 2000)
     windows = pack(sizes, 64)
