@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -13,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ladder.lock import hold, remove_empty
-from ladder.models.errors import UserError
+from ladder.models.errors import UserError, brief
 
 
 def sync(path: Path) -> None:
@@ -83,8 +84,9 @@ def check_writable(path: Path, option: str = "--out") -> None:
         elif path.exists():
             path.open("ab").close()
     except OSError as error:
+        shown = brief(str(path), 80) if error.errno == errno.ENAMETOOLONG else path
         raise UserError(
-            f"{option}={path} cannot be written ({error.strerror}); choose another place, or make "
+            f"{option}={shown} cannot be written ({error.strerror}); choose another place, or make "
             f"it writable"
         ) from error
     finally:
