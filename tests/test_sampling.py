@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ladder.infer.sampling import (
     Sampling,
+    _draw,
     _keys,
     _lowest_kept,
     choose,
@@ -196,6 +197,12 @@ def test_a_nucleus_that_is_met_exactly_takes_no_more() -> None:
     assert choose(logits, uniforms, sampling).tolist() == expected
     found = choose_parallel(logits, 0, uniforms, sampling, Reducer(), 4)
     assert found.tolist() == expected
+
+
+def test_a_draw_that_is_rounded_up_to_the_whole_takes_what_has_a_chance() -> None:
+    """uniforms * the whole may round to the whole: then the last token above 0, none beyond it."""
+    reached = torch.tensor([[0.5, 1.0, 1.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
+    assert _draw(reached, torch.tensor([1.0, 1.0], dtype=torch.float64)).tolist() == [1, 2]
 
 
 def test_the_nucleus_of_what_is_not_a_number_is_all() -> None:
