@@ -185,7 +185,8 @@ def agree(found: list[Any], expected: list[Any]) -> None:
     for (nats, greedy), (their_nats, their_greedy) in zip(found[0], expected[0], strict=True):
         assert nats == pytest.approx(their_nats, abs=1e-4)
         assert greedy == their_greedy
-    assert found[1] == pytest.approx(expected[1], abs=1e-4)
+    # Theirs are sums in float32, which is no finer than 1.2e-4 at the 1,700 nats of a long text.
+    assert found[1] == pytest.approx(expected[1], abs=1e-4, rel=2**-23)
     assert found[2] == expected[2]
 
 
