@@ -111,6 +111,13 @@ def test_heldout_windows_give_bytes(prepared: Path, tokenizer: Path) -> None:
     assert torch.equal(limited[0][0], batches[0][0])
 
 
+def test_the_first_number_beyond_the_vocabulary_is_no_token() -> None:
+    shard, starts = np.array([3, 7], np.uint16), np.array([0, 2])
+    assert Split("train", (shard,), starts, 1, 2, 8).read(0, 2).tolist() == [3, 7]
+    with pytest.raises(UserError, match="holds token 7, beyond vocab_size=7"):
+        Split("train", (shard,), starts, 1, 2, 7).read(0, 2)
+
+
 def test_window_errors(prepared: Path) -> None:
     """Catches an epoch of no windows (an endless loop or ZeroDivisionError), uneven ranks."""
     opened = open_data(prepared)
