@@ -36,6 +36,8 @@ SHARD_DIMS = {
     "down_proj.weight": 1,
 }
 
+BEYOND_MEMORY = 4  # a CPU's weights of so many times its memory cannot be meant
+
 
 def shard_dim(name: str, dims: int, config: ModelConfig, processes: int) -> int | None:
     """The dimension of parameter `name` that is split, or None where every process has it whole.
@@ -131,7 +133,8 @@ def _check_memory(model: Transformer, device: torch.device, dtype: torch.dtype |
     if device.type == "cuda":
         room = torch.cuda.get_device_properties(device).total_memory
     elif device.type == "cpu":
-        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        # Swap comes on top, and virtual machines have memory that is added when it is asked for.
+        room = BEYOND_MEMORY * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
         return
     needed = 0
@@ -141,9 +144,9 @@ def _check_memory(model: Transformer, device: torch.device, dtype: torch.dtype |
         needed += count * (dtype or parameter.dtype).itemsize
     if needed > room:
         raise UserError(
-            f"this process's weights take {needed / 1e9:,.1f} GB and {device} has "
-            f"{room / 1e9:,.1f} GB: use a smaller model (hidden_size, num_layers), or more "
-            f"processes (tp)"
+            f"this process's weights take {needed / 1e9:,.1f} GB, more than the "
+            f"{room / 1e9:,.1f} GB that fit on {device}: use a smaller model (hidden_size, "
+            f"num_layers), or more processes (tp)"
         )
 
 
