@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import resource
@@ -237,10 +238,11 @@ def test_more_shards_than_files_may_be_open(
     into memory, which nothing may write to."""
     prepare([documents], tokenizer, tmp_path, heldout_fraction=0.3, shard_tokens=37)
     expected = tokens_of(tmp_path, "train")
-    free = os.dup(2)  # the lowest number that is not taken: so the limit leaves 16 files to open
-    os.close(free)
+    taken = {int(number) for number in os.listdir("/proc/self/fd")}
+    free = (number for number in itertools.count() if number not in taken)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 16, hard))
+    leaves = next(itertools.islice(free, 16, None))  # 16 files to open: a limit is of numbers
+    resource.setrlimit(resource.RLIMIT_NOFILE, (leaves, hard))
     try:
         split = open_data(tmp_path).split("train")
         assert len(split.shards) > 32
