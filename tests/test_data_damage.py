@@ -119,6 +119,17 @@ def test_damaged_lengths_of_tokens_are_named(
         open_data(folder)
 
 
+def test_a_flipped_bit_among_the_lengths_of_tokens_is_told(folder: Path) -> None:
+    """Bits per byte are divided by them: each number is a plausible one."""
+    data = bytearray((folder / "token_bytes.npy").read_bytes())
+    data[-4] ^= 1
+    (folder / "token_bytes.npy").write_bytes(data)
+    with pytest.raises(UserError, match=r"token_bytes\.npy is damaged: its SHA-256"):
+        open_data(folder)
+    edit(folder, ["token_bytes_sha256"], ...)  # as folders that were prepared before it was
+    assert open_data(folder).vocab_size == 400
+
+
 def test_a_missing_tokenizer_is_named(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"tokenizer\.json cannot be read.*not whole"):

@@ -157,10 +157,16 @@ def test_a_text_option_takes_text(out: str) -> None:
     assert load_train_config("tiny", [f"out='{out}'"]).out == out
 
 
-@pytest.mark.parametrize("name", ["batch_size", "micro_batch_size", "tp", "dp_shard"])
+@pytest.mark.parametrize("name", ["batch_size", "micro_batch_size", "tp", "dp_shard", "steps"])
 def test_a_step_has_limits(name: str) -> None:
     with pytest.raises(UserError, match=f"{name}={10**25} is too large; [0-9,]+ is the most"):
         load_train_config("tiny", [f"{name}={10**25}"])
+
+
+def test_epochs_have_a_limit() -> None:
+    """Times the windows they are the steps, which may not overflow."""
+    with pytest.raises(UserError, match=r"epochs=1e\+308 is too large; [0-9,]+ is the most"):
+        load_train_config("tiny", ["epochs=1e308"])
 
 
 def test_a_text_option_in_a_file(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> None:
         ("bench train --model tiny --seq-len 4096", "--seq-len=4096 must be 1 to the context of"),
         ("bench train --model tiny --seq-len 0", "seq_len=0 must be 1 or more"),
         ("bench train --model tiny --seq-len 64 --out {}/file", "{}/file/train.jsonl cannot be"),
+        ("bench train --model tiny --batch 10000000000", "--batch=10000000000 is too large"),
         ("bench train --model tiny --nproc 1000000", "--nproc=1000000 is too many"),
     ],
 )

@@ -133,8 +133,12 @@ def test_a_broken_corpus_while_training_is_the_users_error(tmp_path: Path) -> No
 def test_a_sentencepiece_model_is_not_taken_for_none(tmp_path: Path) -> None:
     """Older Llamas have nothing else; transformers makes the other of it."""
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x05")
-    with pytest.raises(UserError, match=r"has tokenizer\.model.* no tokenizer\.json: make one"):
-        load_tokenizer(tmp_path)
+    for path in (tmp_path, tmp_path / "tokenizer.model"):
+        with pytest.raises(UserError, match=r"has tokenizer\.model.* no tokenizer\.json: make one"):
+            load_tokenizer(path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"give .*/tokenizer\.json, beside it"):
+        load_tokenizer(tmp_path / "tokenizer.model")
 
 
 def test_a_name_on_the_hub_is_told_how_to_fetch(

@@ -124,7 +124,9 @@ def open_data(folder: str | Path) -> TokenData:
         for name, record in index["splits"].items()
     }
     check_own_tokenizer(folder / FILE, index["tokenizer_sha256"])
-    token_bytes = load_token_bytes(folder / index["token_bytes"], index["vocab_size"])
+    token_bytes = load_token_bytes(
+        folder / index["token_bytes"], index["vocab_size"], index.get("token_bytes_sha256")
+    )
     return TokenData(folder, index["vocab_size"], index["eos_id"], token_bytes, splits, index)
 
 

@@ -59,6 +59,8 @@ def _check(index: Any) -> None:
     _check_count(index, "eos_id", 0, index["vocab_size"])
     _check_type(index, "tokenizer_sha256", str, "a text")
     _check_name(index, "token_bytes")
+    if "token_bytes_sha256" in index:  # not in folders that were prepared before it was
+        _check_type(index, "token_bytes_sha256", str, "a text")
     for key in ("source", "splits"):
         _check_type(index, key, dict, "an object")
     for name in index["splits"]:
@@ -113,8 +115,13 @@ def check_own_tokenizer(path: Path, digest: str) -> None:
         raise UserError(f"{path} is not the tokenizer that the tokens were made with; {REMEDY}")
 
 
-def load_token_bytes(path: Path, vocab_size: int) -> npt.NDArray[np.int32]:
-    """The bytes of text that each token stands for: int32 [vocab_size]."""
+def load_token_bytes(
+    path: Path, vocab_size: int, digest: str | None = None
+) -> npt.NDArray[np.int32]:
+    """The bytes of text that each token stands for: int32 [vocab_size].
+
+    digest: the file's checksum; None where the index was written without one.
+    """
     try:
         # Mapped, for what a damaged header says may be more than there is memory.
         lengths = np.lib.format.open_memmap(path, mode="r")
@@ -128,4 +135,6 @@ def load_token_bytes(path: Path, vocab_size: int) -> npt.NDArray[np.int32]:
         raise UserError(
             f"{path} is damaged: it must hold whole numbers from 0 to 2**31 - 1; {REMEDY}"
         )
+    if digest is not None and checksum(path) != digest:
+        raise UserError(f"{path} is damaged: its SHA-256 is not the one in {INDEX}; {REMEDY}")
     return lengths.astype(np.int32)

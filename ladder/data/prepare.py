@@ -52,7 +52,7 @@ from ladder.data.tokenizer import (
 )
 from ladder.data.units import Cursor, Unit, units
 from ladder.data.workers import in_order
-from ladder.files import check_writable, refuse_inside
+from ladder.files import check_writable, checksum, refuse_inside
 from ladder.models.errors import UserError
 from ladder.parallel.environment import most_processes
 from ladder.progress import Progress
@@ -203,6 +203,7 @@ def prepare(
             for name, text in beside.items():
                 (folder / name).write_text(text, encoding="utf-8")
             np.save(folder / TOKEN_BYTES, token_bytes.astype("<i4"))
+            index["token_bytes_sha256"] = checksum(folder / TOKEN_BYTES)
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
         work.finish(fill, partial(_check_free, out, overwrite))

@@ -90,11 +90,15 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     file = tokenizer_file(path)
     if not file.is_file():
-        if (file.parent / SENTENCEPIECE).is_file():
+        named = Path(path).name == SENTENCEPIECE  # the file itself, not its folder
+        beside = Path(path).parent if named else file.parent
+        if (beside / SENTENCEPIECE).is_file():
+            if (beside / FILE).is_file():
+                raise UserError(f"{path} is SentencePiece's; give {beside / FILE}, beside it")
             raise UserError(
-                f"{file.parent} has {SENTENCEPIECE}, which is SentencePiece's, and no {FILE}: make "
-                f'one with transformers, AutoTokenizer.from_pretrained("{file.parent}")'
-                f'.save_pretrained("{file.parent}"), which takes pip install sentencepiece protobuf'
+                f"{beside} has {SENTENCEPIECE}, which is SentencePiece's, and no {FILE}: make "
+                f'one with transformers, AutoTokenizer.from_pretrained("{beside}")'
+                f'.save_pretrained("{beside}"), which takes pip install sentencepiece protobuf'
             )
         raise UserError(
             f"no tokenizer at {file}; train one, or give a folder that holds {FILE}{hub_hint(path)}"

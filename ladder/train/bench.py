@@ -40,7 +40,7 @@ from ladder.plans import aligned
 from ladder.records import append, facts
 from ladder.trace import profile
 from ladder.train.ahead import Batch, Part
-from ladder.train.config import TrainConfig
+from ladder.train.config import MOST, TrainConfig
 from ladder.train.loop import utilisation
 from ladder.train.optim import make_optimizer
 from ladder.train.step import Outcome, take_step
@@ -367,6 +367,8 @@ def main(options: Any) -> int:
     for name, least in (("steps", 1), ("batch", 1), ("micro_batch", 0)):
         if (value := getattr(options, name)) < least:
             raise UserError(f"--{name.replace('_', '-')}={value} must be {least} or more")
+    if options.batch > (most := MOST["batch_size"]):
+        raise UserError(f"--batch={options.batch} is too large; {most:,} is the most")
     if options.batch % (options.micro_batch or options.batch):
         raise UserError(
             f"--micro-batch={options.micro_batch} does not divide --batch={options.batch}; choose "

@@ -46,7 +46,15 @@ FREE_ON_RESUME = (
 )
 
 # Beyond any machine: the windows of a step are listed before the first of them is read.
-MOST = {"batch_size": 2**20, "micro_batch_size": 2**20, "tp": 2**16, "dp_shard": 2**16}
+# The last two are far beyond any run; `epochs` is multiplied to make steps.
+MOST = {
+    "batch_size": 2**20,
+    "micro_batch_size": 2**20,
+    "tp": 2**16,
+    "dp_shard": 2**16,
+    "steps": 2**40,
+    "epochs": 2**20,
+}
 
 
 @dataclass(frozen=True)
