@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ladder.checkpoint import checkpoints, load_model, newest, read_stop_tokens
+from ladder.checkpoint import checkpoints, load_model, newest, read_config, read_stop_tokens
 from ladder.cli import main
 from ladder.data.batches import open_data
 from ladder.data.mix import open_sources
@@ -132,5 +132,17 @@ def test_the_command(chats: Path, base: Path, tmp_path: Path) -> None:
     assert main([*words, "--device", "cpu"]) == 2  # init is missing
     assert main([*words, f"init={base}", "tensorboard=false", "--device", "cpu"]) == 0
     assert state.verified(checkpoints(tmp_path / "run"))["config"]["epochs"] == 0
+    assert read_config(newest(tmp_path / "run")).plan.name == "hybrid"
     with pytest.raises(UserError, match="steps=3 beside epochs=2"):
         load_train_config(str(tmp_path / "r.yaml"), ["steps=3", "epochs=2"])
+
+
+def test_a_plan_is_that_of_init_unless_it_is_asked_for(tmp_path: Path) -> None:
+    """A recipe for pretraining has a plan for its own model, one for fine-tuning for any."""
+    assert load_train_config("tiny", []).plan == "ladder"
+    from_init = load_train_config("tiny", ["init=runs/hybrid"])
+    assert (from_init.plan, from_init.tp_degree, from_init.model) == (None, None, None)
+    assert load_train_config("tiny", ["init=runs/hybrid", "plan=hybrid"]).plan == "hybrid"
+    recipe = tmp_path / "sft.yaml"
+    recipe.write_text("data: runs/data\nout: runs/sft\nplan: hybrid\n")
+    assert load_train_config(str(recipe), ["init=runs/b"]).plan == "hybrid"

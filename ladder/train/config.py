@@ -249,7 +249,10 @@ def load_train_config(source: str, overrides: Sequence[str]) -> TrainConfig:
     texts = text_fields(TrainConfig)
     plain = [item for item in overrides if "." not in item.partition("=")[0]]
     given = apply_overrides({}, plain, texts)
-    for name, other in (("steps", "epochs"), ("epochs", "steps"), ("init", "model")):
+    instead = [("steps", "epochs"), ("epochs", "steps"), ("init", "model")]
+    if data.get("model"):  # of pretraining: the plan is that of its own model
+        instead += [("init", "plan"), ("init", "tp_degree")]
+    for name, other in instead:
         if name in given and other not in given:
             data.pop(other, None)  # what the command says takes the place of both
     data = apply_overrides(data, overrides, texts)
