@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import pickle
 import resource
 import threading
@@ -151,6 +152,18 @@ def test_limits_change_nothing_else() -> None:
     )
     assert template.render(TALK) == wanted
     assert pickle.loads(pickle.dumps(template)).render(TALK) == wanted
+
+
+def test_what_the_process_takes_is_not_the_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer's threads, say, between two conversations; what a template takes is no less."""
+    monkeypatch.setattr(sandbox, "FRESH", 1000.0)
+    template = ChatTemplate("{{ messages[0].content * 100 }}", {}, "here")
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with mmap.mmap(-1, 2 * sandbox.MEMORY):
+        assert len(template.render([{"role": "user", "content": "a" * 600_000}])) == 6 * 10**7
+        with pytest.raises(UserError, match="more than 1 GiB"):
+            template.render([{"role": "user", "content": "a" * 2 * 10**7}])
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 def test_threads_leave_the_limit_as_it_was() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import nodes
 from jinja2.ext import Extension
@@ -28,6 +28,7 @@ FRESH = 0.1  # seconds for which that is not looked up again: it takes as long a
 BITS = 2**16  # of a product or a power
 DECIMALS = 100  # that are rounded to
 ONE = threading.Lock()
+T = TypeVar("T")
 STEPS = "steps of a loop"  # a filter that no template can name
 
 
@@ -54,6 +55,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
         self.deadline = float("inf")
         self.memory, self.looked = 0, float("-inf")  # of the process, and when that was seen
+        self.fresh = True  # whether it was seen for the work that is limited
         del self.globals["lipsum"]  # text by the yard
         self.filters = {name: self._watched(each) for name, each in self.filters.items()}
         self.filters[STEPS] = self._steps
@@ -61,6 +63,22 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def check(self) -> None:
         if time.monotonic() > self.deadline:
             raise LimitError(f"it works for more than {SECONDS:g} seconds")
+
+    def run(self, work: Callable[[], T]) -> T:
+        """What `work` gives, `within_limits`.
+
+        Once more where it lacks memory, and that of the process was seen before: what the process
+        has taken since (the threads of a tokenizer, a file that is mapped) is none of the work's.
+        """
+        try:
+            with self.within_limits():
+                return work()
+        except MemoryError:
+            if self.fresh:
+                raise
+        self.looked = float("-inf")
+        with self.within_limits():
+            return work()
 
     @contextmanager
     def within_limits(self) -> Iterator[None]:
@@ -73,7 +91,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def _limited(self) -> Iterator[None]:
         now = time.monotonic()
-        if now > self.looked + FRESH:
+        self.fresh = now > self.looked + FRESH
+        if self.fresh:
             self.memory, self.looked = _memory(), now
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         allowed = self.memory + MEMORY

@@ -63,8 +63,7 @@ class ChatTemplate:
         self._sandbox.filters["tojson"] = _to_json
         self._sandbox.globals["raise_exception"] = _refuse
         try:
-            with self._sandbox.within_limits():
-                self._template = self._sandbox.from_string(self.source)
+            self._template = self._sandbox.run(lambda: self._sandbox.from_string(self.source))
         except Exception as error:  # Python compiles what Jinja makes of it, and has limits too
             what = f"{type(error).__name__}: {error}"
             if isinstance(error, TemplateSyntaxError):
@@ -80,20 +79,8 @@ class ChatTemplate:
         Raises LeftOut where the template refuses it, and UserError where the template fails, or
         goes beyond the limits of ladder.data.sandbox.
         """
-        size, found = 0, []
         try:
-            with self._sandbox.within_limits():
-                for text in self._template.generate(
-                    messages=messages, tools=None, documents=None, add_generation_prompt=prompt,
-                    **self.names,
-                ):  # fmt: skip
-                    size += len(text)
-                    if size > LONGEST:
-                        raise LimitError(f"it writes more than {LONGEST:,} characters")
-                    found.append(text)
-                whole = "".join(found)
-                whole.encode("utf-8")  # it may write half a surrogate pair
-                return whole
+            return self._sandbox.run(lambda: self._render(messages, prompt))
         except LeftOut:
             raise
         except Exception as error:  # a template is a program, which may do anything
@@ -104,6 +91,20 @@ class ChatTemplate:
                 f"the chat template of {self.where} cannot write a conversation down ({what}); "
                 f"give one with --chat-template"
             ) from error
+
+    def _render(self, messages: Sequence[Message], prompt: bool) -> str:
+        size, found = 0, []
+        for text in self._template.generate(
+            messages=messages, tools=None, documents=None, add_generation_prompt=prompt,
+            **self.names,
+        ):  # fmt: skip
+            size += len(text)
+            if size > LONGEST:
+                raise LimitError(f"it writes more than {LONGEST:,} characters")
+            found.append(text)
+        whole = "".join(found)
+        whole.encode("utf-8")  # it may write half a surrogate pair
+        return whole
 
     def unfinished(self, messages: Sequence[Message]) -> str:
         """The text of a conversation up to the end of its last message, which is to go on."""
