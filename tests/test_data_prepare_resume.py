@@ -17,7 +17,8 @@ import pytest
 
 from ladder import files
 from ladder.data import shards, units
-from ladder.data.prepare import prepare
+from ladder.data.prepare import _check_left_out, prepare
+from ladder.data.sources import Names
 from ladder.data.tokenizer import train_tokenizer
 from ladder.data.workers import in_order
 from ladder.lock import hold
@@ -223,6 +224,23 @@ def test_what_is_done_is_not_done_again(
     assert "going on after " in capsys.readouterr().err
     assert _contents(out) == whole
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_work_of_an_earlier_version_goes_on(
+    corpus: Path, tokenizer: Path, tmp_path: Path, whole: dict[str, bytes]
+) -> None:
+    """One that did not keep the first of what is left out."""
+    out = tmp_path / "out"
+    _interrupt(out, corpus, tokenizer, at=9)
+    progress = tmp_path / ".out.unfinished/progress.json"
+    state = json.loads(progress.read_text())
+    del state["first_left_out"]
+    progress.write_text(json.dumps(state))
+    prepare([corpus], tokenizer, out, **OPTIONS)
+    assert _contents(out) == whole
+    counted = {"left_out": {"without messages": 1}, "first_left_out": {}, "names": Names()}
+    with pytest.raises(UserError, match="can be used: 1 without messages; mend"):
+        _check_left_out(counted, 0.1)
 
 
 def test_other_arguments_do_not_go_on(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:

@@ -232,6 +232,8 @@ def _go_on_or_start(
                 f"to finish it, or give --overwrite to start over"
             )
         if not other and work.go_on():
+            # A version that named no first ones left no word of them.
+            work.state.setdefault("first_left_out", {})
             print(f"going on after {work.state['names'][0]:,} documents", file=sys.stderr)
             return
     state = {**NOTHING, "arguments": arguments, "heldout_below": below}
@@ -285,9 +287,10 @@ def _check_left_out(state: Mapping[str, Any], most: float, enough: int = 1) -> N
     total = left_out + Names(*state["names"]).documents
     if total < enough or not (left_out > most * total or left_out == total > 0):
         return
+    named = state["first_left_out"].items()
+    first = {reason: f", the first of them {name}" for reason, name in named}
     reasons = "; ".join(
-        f"{count:,} {reason}, the first of them {state['first_left_out'][reason]}"
-        for reason, count in state["left_out"].items()
+        f"{count:,} {reason}{first.get(reason, '')}" for reason, count in state["left_out"].items()
     )
     remedy = "mend them, or choose another --chat-field or --chat-template"
     if left_out == total:
