@@ -348,6 +348,20 @@ def test_a_run_that_never_saved_can_be_resumed(
     assert untimed(run) == untimed(tmp_path / "whole")
 
 
+def test_a_run_of_an_earlier_version_that_never_saved_can_be_resumed(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """One that had no type of rotary scaling but Llama 3's, and did not name it."""
+    scaling = {"original_max_position_embeddings": 16}
+    config = recipe(corpus, tmp_path / "run", model={**SHAPE, "rope_scaling": scaling})
+    break_off(config, 1)
+    path = tmp_path / "run/recipe.json"
+    data = json.loads(path.read_text())
+    assert data["model"]["rope_scaling"].pop("rope_type") == "llama3"
+    path.write_text(json.dumps(data))
+    train(config, device="cpu", resume=True, stop_after=1)
+
+
 def break_off(config: TrainConfig, step: int) -> None:
     """Begin a run that an error ends in that step."""
     take, taken = loop.take_step, []

@@ -416,6 +416,8 @@ def _check_restart(run: Path, config: TrainConfig, recipe: dict[str, Any]) -> No
                 f"to start again"
             )
         for key, before in model.items():
+            if key == "rope_scaling" and isinstance(before, dict):
+                before = {"rope_type": "llama3", **before}  # there once was no other
             if key != "name" and before != recipe["model"].get(key):
                 raise UserError(
                     f"model.{key}={recipe['model'].get(key)!r} differs from the run in {run}, "
