@@ -16,6 +16,8 @@ from pathlib import Path
 from ladder.lock import hold, remove_empty
 from ladder.models.errors import UserError, brief
 
+TRIES = 5  # to write where other processes make and remove folders
+
 
 def sync(path: Path) -> None:
     """Have a file, or a folder's entries, on the disk."""
@@ -69,6 +71,21 @@ def check_writable(path: Path, option: str = "--out") -> None:
 
     Before work is done, for what cannot be written afterwards has been done in vain.
     """
+    for left in reversed(range(TRIES)):
+        try:
+            _probe(path)
+            return
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and left:
+                continue  # another process, which looks as we do, has removed a folder it had made
+            shown = brief(str(path), 80) if error.errno == errno.ENAMETOOLONG else path
+            raise UserError(
+                f"{option}={shown} cannot be written ({error.strerror}); choose another place, or "
+                f"make it writable"
+            ) from error
+
+
+def _probe(path: Path) -> None:
     folder, missing = path.parent, list[Path]()
     probe = folder / f".{path.name}.{secrets.token_hex(4)}"
     try:
@@ -83,12 +100,6 @@ def check_writable(path: Path, option: str = "--out") -> None:
             probe.unlink()
         elif path.exists():
             path.open("ab").close()
-    except OSError as error:
-        shown = brief(str(path), 80) if error.errno == errno.ENAMETOOLONG else path
-        raise UserError(
-            f"{option}={shown} cannot be written ({error.strerror}); choose another place, or make "
-            f"it writable"
-        ) from error
     finally:
         remove_empty(missing)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ladder.files import new_folder
+from ladder.files import check_writable, new_folder
 from ladder.models import UserError
 
 
@@ -31,6 +31,24 @@ def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None
     with pytest.raises(UserError, match="out cannot be written"):
         late.__exit__(None, None, None)
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "new"]
+
+
+def test_a_folder_that_another_removes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two commands that begin at once, and make and remove the same folder to see if they can."""
+    touch, removed = Path.touch, []
+
+    def remove_first(path: Path) -> None:
+        if not removed:
+            removed.append(path.parent)
+            path.parent.rmdir()
+        touch(path)
+
+    monkeypatch.setattr(Path, "touch", remove_first)
+    check_writable(tmp_path / "runs" / "out")
+    assert removed == [tmp_path / "runs"]
+    assert not any(tmp_path.iterdir())
 
 
 def test_what_is_replaced_is_gone_when_the_new_folder_is_whole(tmp_path: Path) -> None:
@@ -57,7 +75,7 @@ def test_a_reader_of_what_is_printed_that_has_left_is_no_fault_of_the_folder(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from ladder.files import new_folder
+from ladder.files import check_writable, new_folder
 with new_folder(Path(sys.argv[1])) as folder:
     (folder / "half").write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)
