@@ -87,6 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ladder",
         description="Transformers whose architecture makes tensor parallelism cheap.",
+        epilog="`ladder COMMAND --help` lists the options. To begin: `ladder doctor` checks "
+        "this machine, `ladder demo` shows every step on a tiny model in 5 minutes.",
     )
     parser.add_argument("--version", action="version", version=f"ladder {__version__}")
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -98,12 +100,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the default of an option that has one; lists of words stand in their help texts."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default = action.default
+        if default is None or default is False or isinstance(default, list):
+            return action.help
+        return super()._get_help_string(action)
+
+
 def _add(verbs: Any, name: str, verb: Verb, text: str) -> argparse.ArgumentParser:
     parser = verbs.add_parser(
         name,
         help=text,
         description=text[0].upper() + text[1:] + ".",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     parser.set_defaults(verb=verb)
     assert isinstance(parser, argparse.ArgumentParser)
@@ -112,7 +124,9 @@ def _add(verbs: Any, name: str, verb: Verb, text: str) -> argparse.ArgumentParse
 
 def _add_processes(parser: argparse.ArgumentParser, *modules: str) -> None:
     """modules: what the verb imports, for `launch.run`."""
-    parser.add_argument("--nproc", type=int, default=1, help="processes to start on this machine")
+    parser.add_argument(
+        "--nproc", type=int, default=1, help="processes to start here; on GPUs one each"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.set_defaults(modules=modules)
 
@@ -127,12 +141,14 @@ def _plans(verbs: Any) -> None:
         nargs="*",
         metavar="PLAN",
         help="a preset (standard, parallel, ladder, hybrid, desync-4x, dtp-2, none), presets on "
-        "layers (ladder@16-31), or a YAML file; none: an overview of the presets",
+        "layers (ladder@16-31), or a YAML file; without one: an overview of the presets",
     )
-    parser.add_argument("--model", help="a name from configs/models, for the number of layers")
-    parser.add_argument("--layers", type=int, help="layers, without --model (32)")
-    parser.add_argument("--tp-degree", type=int, default=4, help="T, for plans that depend on it")
-    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    parser.add_argument("--model", help="a name from configs/models: take its number of layers")
+    parser.add_argument("--layers", type=int, help="number of layers, without --model (32)")
+    parser.add_argument(
+        "--tp-degree", type=int, default=4, help="number of ranks T, for plans that depend on it"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 OVERVIEW = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x", "dtp-1", "none")
@@ -193,15 +209,22 @@ def _tokenizer(verbs: Any) -> None:
         "paths",
         nargs="*",
         metavar="PATH",
-        help="text, JSONL or Parquet files, folders; none: this Python's own standard library",
+        help="text, JSONL or Parquet files, or folders; without one: Python's standard library",
     )
-    parser.add_argument("--text-field", default="text", help="the field or column of the text")
+    parser.add_argument("--text-field", default="text", help="field or column that holds the text")
     parser.add_argument(
-        "--heldout-fraction", type=float, default=0.05, help="share of documents held out"
+        "--heldout-fraction",
+        type=float,
+        default=0.05,
+        help="share of documents left out of training",
     )
-    parser.add_argument("--vocab-size", type=int, default=16384, help="tokens, 257 or more")
-    parser.add_argument("--out", type=Path, required=True, help="the folder for tokenizer.json")
-    parser.add_argument("--overwrite", action="store_true", help="replace one that is there")
+    parser.add_argument(
+        "--vocab-size", type=int, default=16384, help="number of tokens, 257 or more"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder to write tokenizer.json to")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace a tokenizer that is there"
+    )
 
 
 def tokenizer_train(options: argparse.Namespace) -> int:
@@ -241,7 +264,9 @@ def _data(verbs: Any) -> None:
     outer = verbs.add_parser("data", help="prepare training data")
     inner = outer.add_subparsers(title="commands", metavar="COMMAND", required=True)
     parser = _add(inner, "prepare", data_prepare, "turn text into token shards with an index")
-    parser.add_argument("--config", help="a YAML file, or a name from configs/data; options win")
+    parser.add_argument(
+        "--config", help="a YAML file, or a name from configs/data; options override it"
+    )
     # What is not given comes from the config, or from ladder.data.config.PrepareConfig.
     parser.argument_default = argparse.SUPPRESS
     parser.add_argument(
@@ -249,31 +274,40 @@ def _data(verbs: Any) -> None:
         nargs="*",
         metavar="PATH",
         help="text, JSONL or Parquet files, folders, hf:OWNER/NAME?name=CONFIG&split=train (a "
-        "Hugging Face dataset, streamed); none: this Python's own standard library",
+        "Hugging Face dataset, streamed); without one: Python's standard library",
     )
-    parser.add_argument("--text-field", help="the field or column of the text (text)")
+    parser.add_argument("--text-field", help="field or column that holds the text (text)")
     parser.add_argument(
         "--chat-field",
-        help="the field or column of conversations, in place of text: messages, conversations",
+        help="prepare conversations, not text: the field or column that holds them (messages, "
+        "conversations)",
     )
     parser.add_argument(
-        "--chat-template", help="a Jinja file that writes conversations down (the tokenizer's own)"
+        "--chat-template", help="Jinja file of the chat template (the tokenizer's own)"
     )
-    parser.add_argument("--heldout-fraction", type=float, help="share of documents held out (0.05)")
+    parser.add_argument(
+        "--heldout-fraction", type=float, help="share of documents held out of training (0.05)"
+    )
     parser.add_argument(
         "--max-left-out",
         type=float,
-        help="stop where more than this share of the conversations cannot be used (0.1)",
+        help="stop if more than this share of the conversations cannot be used (0.1)",
     )
     parser.add_argument(
-        "--max-tokens", type=int, help="end with the document that completes this many (no end)"
+        "--max-tokens",
+        type=int,
+        help="stop after the document that reaches so many tokens (no limit)",
     )
-    parser.add_argument("--workers", type=int, help="processes; they change no byte (1)")
-    parser.add_argument("--tokenizer", help="its file or folder")
+    parser.add_argument(
+        "--workers", type=int, help="processes that tokenise; any number writes the same bytes (1)"
+    )
+    parser.add_argument(
+        "--tokenizer", help="tokenizer.json, or the folder that holds it (required, or in --config)"
+    )
     parser.argument_default = None
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace data, or unfinished work, that is there"
+        "--overwrite", action="store_true", help="replace finished or unfinished data that is there"
     )
 
 
@@ -311,19 +345,23 @@ def _train(verbs: Any) -> None:
 
 
 def _finetune(verbs: Any) -> None:
-    _add_recipe(_add(verbs, "finetune", finetune, "train a model on, from the weights of init=..."))
+    _add_recipe(
+        _add(
+            verbs, "finetune", finetune, "fine-tune a model: train from the weights of init=FOLDER"
+        )
+    )
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="a YAML file, or a name from configs/train")
+    parser.add_argument("config", help="recipe: a YAML file, or a name from configs/train")
     parser.add_argument(
         "overrides",
         nargs="*",
         default=[],  # without one, argparse calls it required
         metavar="KEY=VALUE",
-        help="replace a value of the config: plan=ladder, steps=500, model.num_layers=2",
+        help="replace a value of the recipe: plan=ladder, steps=500, model.num_layers=2",
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
     _add_processes(parser, "ladder.train.loop", "torch._dynamo")  # which optimisers import
     parser.set_defaults(check=recipe)
 
@@ -360,33 +398,50 @@ def finetune(options: argparse.Namespace) -> int:
 
 
 def _convert(verbs: Any) -> None:
-    parser = _add(verbs, "convert", convert, "convert Hugging Face models to a plan, and back")
+    parser = _add(
+        verbs, "convert", convert, "convert a model to another plan, or to Hugging Face's format"
+    )
     parser.add_argument(
         "model",
         type=Path,
         metavar="MODEL",
-        help="a Hugging Face folder (Llama, Mistral, Qwen2, Qwen3), a run's, or a checkpoint",
+        help="folder of a Hugging Face model (Llama, Mistral, Qwen2 or 3), a run, or a checkpoint",
     )
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument(
-        "--plan", help="a preset, presets on layers (ladder@16-31), a YAML file; none: MODEL's own"
+        "--plan",
+        help="a preset, presets on layers (ladder@16-31), or a YAML file; without it: MODEL's own",
     )
     parser.add_argument(
-        "--ladder-layers", metavar="FIRST-LAST", help="with --plan hybrid: its ladder layers"
+        "--ladder-layers",
+        metavar="FIRST-LAST",
+        help="with --plan hybrid: which layers are a ladder",
     )
-    parser.add_argument("--tp-degree", type=int, help="T, for plans that depend on it")
     parser.add_argument(
-        "--to", choices=("ladder", "hf"), default="ladder", help="the format; hf: Hugging Face's"
+        "--tp-degree", type=int, help="number of ranks T, for plans that depend on it"
     )
-    parser = _add(verbs, SENSITIVITY, sensitivity, "measure what turning layers over would cost")
-    parser.add_argument("model", type=Path, metavar="MODEL", help="a model folder, or a run's")
-    parser.add_argument("--data", required=True, help="prepared text, its held-out part")
-    parser.add_argument("--layers", type=int, required=True, help="how many are to be ladder's")
-    parser.add_argument("--windows", type=int, default=32, help="held-out windows")
-    parser.add_argument("--seq-len", type=int, default=0, help="tokens of each; 0: up to 1024")
-    parser.add_argument("--batch", type=int, default=8, help="windows in a pass")
+    parser.add_argument(
+        "--to",
+        choices=("ladder", "hf"),
+        default="ladder",
+        help="format to write; hf: Hugging Face's, for plan standard",
+    )
+    parser = _add(
+        verbs,
+        SENSITIVITY,
+        sensitivity,
+        "measure what each layer costs as a ladder, before training",
+    )
+    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a model or a run")
+    parser.add_argument(
+        "--data", required=True, help="folder of `ladder data prepare`; its held-out part is used"
+    )
+    parser.add_argument("--layers", type=int, required=True, help="how many layers to convert")
+    parser.add_argument("--windows", type=int, default=32, help="how many held-out windows")
+    parser.add_argument("--seq-len", type=int, default=0, help="tokens per window; 0: up to 1024")
+    parser.add_argument("--batch", type=int, default=8, help="windows per forward pass")
     parser.add_argument("--dtype", default="auto", help="auto (as stored), float32 or bfloat16")
-    parser.add_argument("--out", type=Path, help="a JSON file for all figures")
+    parser.add_argument("--out", type=Path, help="JSON file to write all figures to")
     _add_processes(parser, "ladder.convert.sensitivity")
 
 
@@ -414,30 +469,52 @@ def _generate(verbs: Any) -> None:
         "model",
         type=Path,
         metavar="MODEL",
-        help="a run's folder, one of its checkpoints, or a Hugging Face folder",
+        help="folder of a run, a checkpoint, or a Hugging Face model",
     )
     parser.add_argument(
         "--prompt", action="append", required=True, help="text to continue; may be repeated"
     )
     parser.add_argument(
-        "--chat", action="store_true", help="a prompt is a user's message: by the chat template"
+        "--chat",
+        action="store_true",
+        help="treat the prompt as a user's message, by the chat template",
     )
     parser.add_argument(
-        "--chat-template", metavar="FILE", help="a Jinja file for --chat (the tokenizer's own)"
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja file of the chat template, implies --chat (the tokenizer's own)",
     )
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest; 0 keeps all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="keep this much probability")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="most tokens to add")
     parser.add_argument(
-        "--stop", action="append", default=[], help="a token (its text) that ends a completion"
+        "--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy"
     )
-    parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of text")
-    parser.add_argument("--tp", type=int, default=0, help="TP processes; 0: all that run")
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="sample from the k likeliest tokens; 0: from all"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the likeliest tokens of this total probability",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        help="text of a token that ends a completion; may be repeated",
+    )
+    parser.add_argument(
+        "--ignore-eos", action="store_true", help="continue past the end-of-text token"
+    )
+    parser.add_argument(
+        "--tp", type=int, default=0, help="ranks that share the model; 0: all that run"
+    )
     parser.add_argument("--dtype", default="auto", help="auto (as stored), float32 or bfloat16")
     parser.add_argument(
-        "--reducer", default="auto", help="auto, async (NCCL or gloo) or push (peer memory)"
+        "--reducer",
+        default="auto",
+        help="how ranks sum: auto, async (NCCL or gloo), or push (GPU peer memory)",
     )
     _add_processes(parser, "ladder.infer.command")
 
@@ -461,42 +538,52 @@ def _eval(verbs: Any) -> None:
         nargs="+",
         type=Path,
         metavar="MODEL",
-        help="runs' folders, checkpoints, or Hugging Face Llama folders",
+        help="folders of runs, checkpoints, or Hugging Face models",
     )
     parser.add_argument(
         "--tasks",
         nargs="+",
         default=["offline"],
-        help="suites (offline, paper-pretrain, paper-adapt, or a YAML file) and tasks of the "
-        "harness",
+        help="suites (offline, paper-pretrain, paper-adapt, or a YAML file) and tasks of "
+        "lm-evaluation-harness (offline)",
     )
     parser.add_argument(
         "--include-path",
         type=Path,
         metavar="DIR",
-        help="a folder of tasks of your own, as the harness's YAML files, for --tasks to name",
+        help="folder of your own tasks, in the harness's YAML, to name in --tasks",
     )
-    parser.add_argument("--num-fewshot", type=int, help="examples shown, for tasks that show any")
-    parser.add_argument("--limit", type=int, help="examples of each task; all without it")
+    parser.add_argument(
+        "--num-fewshot",
+        type=int,
+        help="examples shown in the prompt, for tasks that show some (the task's number)",
+    )
+    parser.add_argument(
+        "--limit", type=int, help="use the first so many examples of each task (all)"
+    )
     parser.add_argument(
         "--text",
         nargs="+",
         metavar="PATH",
-        help="what the offline suite is built from: text, JSONL or Parquet files, folders, or one "
-        "folder of prepared data, for its held-out part; this Python's standard library without it",
+        help="text for the offline suite: text, JSONL or Parquet files, folders, or one folder of "
+        "`ladder data prepare`, for its held-out part; without it: Python's standard library",
     )
     parser.add_argument(
         "--chat-template",
         nargs="?",
         const="",
         metavar="FILE",
-        help="write tasks down as conversations: by the tokenizer's own template, or a Jinja file",
+        help="ask as in a chat: by the tokenizer's chat template, or a Jinja file's",
     )
-    parser.add_argument("--batch", type=int, default=8, help="sequences in a forward pass")
-    parser.add_argument("--tp", type=int, default=0, help="TP processes; 0: all that run")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per forward pass")
+    parser.add_argument(
+        "--tp", type=int, default=0, help="ranks that share the model; 0: all that run"
+    )
     parser.add_argument("--dtype", default="auto", help="auto (as stored), float32 or bfloat16")
-    parser.add_argument("--out", default="runs/eval", help="the folder for results and data")
-    parser.add_argument("--overwrite", action="store_true", help="replace the results there")
+    parser.add_argument(
+        "--out", default="runs/eval", help="folder for results and the suite's data"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace results that are there")
     _add_processes(parser, "ladder.eval.command")
 
 
@@ -521,83 +608,125 @@ def _bench(verbs: Any) -> None:
     parser.add_argument(
         "--model", help="a name from configs/models, or a checkpoint's folder (llama-3-8b)"
     )
-    parser.add_argument("--layers", type=int, help="fewer layers than it has; 0: all (0)")
+    parser.add_argument("--layers", type=int, help="use only so many layers; 0: all (0)")
     parser.add_argument(
         "--plans",
         nargs="+",
-        help="presets, or `checkpoint` for a checkpoint's own plan and weights (standard ladder "
-        "none; for a checkpoint, it in place of ladder)",
+        help="presets (random weights), or `checkpoint`: the plan and weights of --model=FOLDER "
+        "(standard ladder none; for a folder: checkpoint standard none)",
     )
     parser.add_argument("--reducers", nargs="+", help="async (NCCL), push, ... (push async)")
-    parser.add_argument("--tp", type=int, nargs="+", help="TP degrees (all ranks)")
     parser.add_argument(
-        "--tp-degree", type=int, help="T of plans that depend on it; 0: the TP degree (0)"
+        "--tp", type=int, nargs="+", help="tensor-parallel degrees (all ranks that run)"
     )
-    parser.add_argument("--batch", type=int, nargs="+", help="sequences (1)")
-    parser.add_argument("--prompt", type=int, help="tokens read (1024)")
-    parser.add_argument("--new-tokens", type=int, help="tokens decoded (512)")
     parser.add_argument(
-        "--p2p", nargs="+", choices=("on", "off"), help="off: without NVLink, as the paper (on)"
+        "--tp-degree", type=int, help="T of plans that depend on it; 0: that of --tp (0)"
+    )
+    parser.add_argument("--batch", type=int, nargs="+", help="sequences per batch (1)")
+    parser.add_argument("--prompt", type=int, help="tokens per prompt (1024)")
+    parser.add_argument("--new-tokens", type=int, help="tokens to decode (512)")
+    parser.add_argument(
+        "--p2p",
+        nargs="+",
+        choices=("on", "off"),
+        help="off: no peer access between GPUs, as without NVLink (on)",
     )
     parser.argument_default = None
     parser.add_argument(
-        "--suite", default=None, help="a name from configs/bench; other options replace its own"
+        "--suite", default=None, help="points from configs/bench: a name; options override its own"
     )
     parser.add_argument(
-        "--budget", type=float, default=None, metavar="MINUTES", help="start no point after this"
+        "--budget",
+        type=float,
+        default=None,
+        metavar="MINUTES",
+        help="start no measurement after so many minutes",
     )
     parser.add_argument(
-        "--cold", action="store_true", help="time the first token of new processes instead"
+        "--cold",
+        action="store_true",
+        help="measure only the time from process start to the first token",
     )
     parser.add_argument(
-        "--profile", action="store_true", help="write a trace of each point, too, for Perfetto"
+        "--profile", action="store_true", help="also write a trace of each point, for Perfetto"
     )
     parser.add_argument("--cold-child", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--out", default="runs/bench", help="results are appended here")
+    parser.add_argument("--out", default="runs/bench", help="folder; results are appended")
     # Not `nproc`: P2P on and off need ranks of their own, which the verb starts.
     parser.add_argument(
-        "--nproc", dest="ranks", type=int, default=1, help="processes to start, one a GPU"
+        "--nproc",
+        dest="ranks",
+        type=int,
+        default=1,
+        help="processes to start here; one for each GPU",
     )
 
-    parser = _add(inner, "comm", bench_comm, "time all-reduces by message size; pick by them")
+    parser = _add(
+        inner, "comm", bench_comm, "time all-reduces by message size, and write the dispatch table"
+    )
     parser.add_argument(
-        "--sizes", type=int, nargs="+", metavar="BYTES", default=[2**n for n in range(13, 27)]
+        "--sizes",
+        type=int,
+        nargs="+",
+        metavar="BYTES",
+        default=[2**n for n in range(13, 27)],
+        help="message sizes (8 KiB to 64 MiB, doubling)",
     )
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16 or float32")
     parser.add_argument(
         "--programs", type=int, default=32, help="thread blocks of our two-shot kernel"
     )
-    parser.add_argument("--out", default="runs/bench", help="comm.jsonl there is appended to")
     parser.add_argument(
-        "--write-table", type=Path, metavar="FILE", help="add the dispatch table to this file"
+        "--out", default="runs/bench", help="folder; comm.jsonl in it is appended to"
     )
-    parser.add_argument("--nproc", type=int, default=1, help="processes to start, one a GPU")
+    parser.add_argument(
+        "--write-table",
+        type=Path,
+        metavar="FILE",
+        help="add what was fastest at each size to this dispatch table",
+    )
+    parser.add_argument(
+        "--nproc", type=int, default=1, help="processes to start here; one for each GPU"
+    )
 
     parser = _add(inner, "train", bench_train, "time training steps, plan by plan")
     parser.add_argument("--model", default="paper-1b", help="a name from configs/models")
-    parser.add_argument("--layers", type=int, default=0, help="fewer layers than it has; 0: all")
+    parser.add_argument("--layers", type=int, default=0, help="use only so many layers; 0: all")
     parser.add_argument(
-        "--plans", nargs="+", default=["standard", "ladder"], help="presets, and `none`, the bound"
+        "--plans",
+        nargs="+",
+        default=["standard", "ladder"],
+        help="presets; `none` does not communicate (standard ladder)",
     )
     parser.add_argument(
-        "--layouts", nargs="+", default=["ddp"], help="ddp, fsdp, hsdp2, tp4, tp4+sp, tp2+sp+fsdp"
+        "--layouts",
+        nargs="+",
+        default=["ddp"],
+        help="how ranks share the work, for example ddp, fsdp, hsdp2, tp4, tp4+sp, tp2+sp+fsdp "
+        "(sp: sequence parallelism) (ddp)",
+    )
+    parser.add_argument("--tp-degree", type=int, default=4, help="T of plans that depend on it")
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens per sequence")
+    parser.add_argument(
+        "--batch", type=int, default=8, help="sequences per step and data-parallel rank"
     )
     parser.add_argument(
-        "--tp-degree", type=int, default=4, help="T of plans that depend on it; the rest virtual"
-    )
-    parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--batch", type=int, default=8, help="sequences a step and data rank")
-    parser.add_argument(
-        "--micro-batch", type=int, default=0, help="sequences a forward pass; 0: all at once"
+        "--micro-batch", type=int, default=0, help="sequences per forward pass; 0: all at once"
     )
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16 or float32")
-    parser.add_argument("--activation-checkpointing", default="none", help="none, selective, full")
-    parser.add_argument("--compile", action="store_true", help="compile each sublayer")
-    parser.add_argument("--steps", type=int, default=10, help="steps that are timed")
     parser.add_argument(
-        "--profile", action="store_true", help="write a trace of each point, too, for Perfetto"
+        "--activation-checkpointing", default="none", help="none, selective or full"
     )
-    parser.add_argument("--out", default="runs/bench", help="train.jsonl there is appended to")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile each sublayer (torch.compile)"
+    )
+    parser.add_argument("--steps", type=int, default=10, help="steps to time")
+    parser.add_argument(
+        "--profile", action="store_true", help="also write a trace of each point, for Perfetto"
+    )
+    parser.add_argument(
+        "--out", default="runs/bench", help="folder; train.jsonl in it is appended to"
+    )
     _add_processes(parser, "ladder.train.bench", "torch._dynamo")
 
 
@@ -641,8 +770,8 @@ def _after_bench(model: str, plans: Sequence[str]) -> None:
 
 
 def _doctor(verbs: Any) -> None:
-    parser = _add(verbs, "doctor", doctor, "say what this machine and installation can do")
-    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    parser = _add(verbs, "doctor", doctor, "show what this machine and installation can run")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def doctor(options: argparse.Namespace) -> int:
