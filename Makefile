@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 
 help:
 	@echo "make demo      train, evaluate and run a tiny model under five residual plans (5 minutes)"
-	@echo "make test      run the tests (8 minutes on two cores)"
+	@echo "make test      run the tests (5 minutes on two cores)"
 	@echo "make test-all  then the slow ones, and all that make parity runs"
 	@echo "make parity    every layout of ranks trains every plan as one process does (5 minutes)"
 	@echo "make pages     draw docs/figures, and the recorded results as HTML in runs/pages"
