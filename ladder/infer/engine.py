@@ -1,8 +1,8 @@
 """The inference engine: prefill of a padded batch, then a token at a time for all of it.
 
-On a GPU one decode step (the model, its reduces, the choice of the token) is one CUDA graph, which
-feeds itself: the host only looks at the tokens, one step behind. On a CPU the same steps run
-plainly. Both run the one `Transformer`.
+On a GPU one decode step (the model, its reduces, the choice of the token) is one CUDA graph, whose
+output token is its next input: the host only reads the tokens, one step behind. On a CPU the same
+steps run in eager mode. Both run the one `Transformer`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a user did wrong, said in one line."""
+"""UserError: a user's mistake in one line; and checks and words that its messages share."""
 
 import difflib
 from collections.abc import Collection, Iterable

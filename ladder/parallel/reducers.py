@@ -1,4 +1,4 @@
-"""Reducers for several processes: handles of NCCL or gloo, and our own kernels on peer memory."""
+"""Reducers for several processes: `AsyncReducer` (NCCL or gloo), `PushReducer` (peer memory)."""
 
 from __future__ import annotations
 
