@@ -17,7 +17,7 @@ from ladder.cli import main
 from ladder.data import sandbox
 from ladder.data.prepare import prepare
 from ladder.data.template import ChatTemplate
-from ladder.data.tokenizer import load_tokenizer, token_byte_lengths
+from ladder.data.tokenizer import GROWTH, growth, load_tokenizer, token_byte_lengths
 from ladder.models import UserError
 
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -81,6 +81,18 @@ def test_a_normaliser_that_grows_text(tokenizer: Path, tmp_path: Path) -> None:
             continue
         with pytest.raises(UserError, match=r"normaliser makes .* more than 32 times as many"):
             prepare([tmp_path / "a.txt"], bad, tmp_path / "out")
+
+
+def test_what_cannot_grow_is_not_tried() -> None:
+    """Llama 2's normalisers, say. Catches two that are tame, and together are not."""
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    llama = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "_"}, replace]}
+    long = {**replace, "content": "e" * (GROWTH - 1)}
+    assert growth(llama) == 2
+    assert growth(long) == GROWTH
+    assert growth({"type": "Sequence", "normalizers": [long, llama]}) > GROWTH
+    assert growth({"type": "Precompiled", "precompiled_charsmap": ""}) > GROWTH
+    assert growth({"type": "Lowercase"}) == 1
 
 
 @pytest.mark.parametrize("chat", [False, True])
