@@ -58,6 +58,7 @@ class Lock:
         os.pwrite(handle, text, 0)
         os.fsync(handle)  # NFS shows others what was written only then
         self._over = threading.Event()
+        _held.add(self)
         threading.Thread(target=self._beat, name="ladder-lock", daemon=True).start()
 
     def check(self) -> None:
@@ -71,6 +72,9 @@ class Lock:
             )
 
     def release(self) -> None:
+        if self not in _held:  # a fork, which never had it
+            return
+        _held.remove(self)
         self._over.set()
         with suppress(OSError):  # nobody minds: the kernel's lock goes, or the file gets old
             if _holder(self.path) == self.holder:
@@ -82,6 +86,18 @@ class Lock:
             with suppress(OSError):  # a server that is away for a moment
                 if _holder(self.path) == self.holder:
                     os.utime(self.path)
+
+
+_held: set[Lock] = set()  # by this process
+
+
+def _let_go() -> None:
+    """In a fork of this process, which would keep the kernel's locks when this one has ended."""
+    while _held:
+        os.close(_held.pop().handle)
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 @contextmanager

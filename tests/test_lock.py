@@ -186,6 +186,30 @@ def test_a_file_that_its_holder_removes_meanwhile_is_no_lock(
         raise AssertionError
 
 
+def test_a_fork_does_not_hold_its_parents_lock(path: Path) -> None:
+    """A worker that outlives its parent has the parent's files open, but not what they lock."""
+    end, ending = os.pipe()
+    parent = os.fork()
+    if not parent:
+        try:
+            with hold(path, "out=x"):
+                child = os.fork()
+                if child:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            os.close(ending)
+            os.read(end, 1)
+        finally:
+            os._exit(0)
+    try:
+        assert os.WIFSIGNALED(os.waitpid(parent, 0)[1])
+        assert path.exists(), "which the fork has removed"
+        with hold(path, "out=x") as held:
+            held.check()
+    finally:
+        os.close(ending)
+        os.close(end)
+
+
 def race(path: Path, begin: int, end: int, told: int) -> None:
     """In a fork: take the lock as the others do, and leave without letting go of it."""
     try:
