@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from pathlib import Path
 from typing import TextIO
+
+from ladder.parallel import launch
 
 PROMPT = "The"
 
 
 def say_next(*words: object, file: TextIO | None = None) -> None:
     """Print `next: ladder ...`, a command that works as it stands; on rank 0 alone."""
-    if os.environ.get("RANK", "0") == "0":
+    if launch.rank() == 0:
         line = shlex.join(["ladder", *map(str, words)])
         print(f"next: {line}", file=file or sys.stdout, flush=True)
 
