@@ -97,13 +97,16 @@ def parse_yaml(text: str) -> Any:
     return data
 
 
-def parse_json(text: str | bytes) -> Any:
-    """The plain data that JSON says; ValueError, in one line, where it says none or too much."""
+def parse_json(text: str | bytes, most: float = LARGEST) -> Any:
+    """The plain data that JSON says; ValueError, in one line, where it says none or too much.
+
+    most: values that it may have.
+    """
     try:
         data = json.loads(text, parse_int=_whole_number)
     except RecursionError as error:
         raise ValueError(f"nested more than {DEEPEST} deep") from error
-    _check_plain(data)
+    _check_plain(data, most)
     return data
 
 
@@ -113,7 +116,7 @@ def _whole_number(text: str) -> int:
     return int(text)
 
 
-def _check_plain(data: Any) -> None:
+def _check_plain(data: Any, most: float = LARGEST) -> None:
     """Raise ValueError for data that is too deep or too large, or text that nothing can write."""
     todo, count = [(data, 1)], 0
     while todo:
@@ -121,8 +124,8 @@ def _check_plain(data: Any) -> None:
         count += 1
         if depth > DEEPEST:
             raise ValueError(f"nested more than {DEEPEST} deep")
-        if count > LARGEST:
-            raise ValueError(f"more than {LARGEST:,} values, with what aliases repeat")
+        if count > most:
+            raise ValueError(f"more than {most:,} values, with what aliases repeat")
         if isinstance(value, str):
             check_text(value)
         elif isinstance(value, Mapping):

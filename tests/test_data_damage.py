@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ladder.config import build
+from ladder.config import LARGEST, build
 from ladder.data import verify
 from ladder.data.batches import open_data
 from ladder.data.mix import open_sources
@@ -194,6 +194,27 @@ def test_a_run_does_not_wait_for_all_shards(
     train(recipe(corpus, tmp_path / "run"), device="cpu")
     started[0]._thread.join(60)
     assert ended == [True]  # it was told to end when the run did, and not waited for
+
+
+def test_a_run_that_is_refused_compares_no_further(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a mistake that is found after the comparing has begun."""
+    started: list[Verification] = []
+    start = Verification.start
+    monkeypatch.setattr(Verification, "start", lambda self: (started.append(self), start(self)))
+    with pytest.raises(UserError, match="resume"):
+        train(recipe(corpus, tmp_path / "run"), resume=True, device="cpu")
+    assert [each._ended.is_set() for each in started] == [True]
+
+
+def test_an_index_of_very_many_shards_is_read(corpus: Path, tmp_path: Path) -> None:
+    """`prepare` writes it, however long: the limit of configs is not for it."""
+    data = Path(shutil.copytree(corpus, tmp_path / "data"))
+    index = json.loads((data / "index.json").read_text())
+    index["source"]["files"] = [0] * (LARGEST + 1)
+    (data / "index.json").write_text(json.dumps(index))
+    assert open_data(data).index == index
 
 
 def test_a_flipped_bit_is_told_on_every_rank(corpus: Path, tmp_path: Path, pools: Pools) -> None:

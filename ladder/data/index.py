@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from reprlib import repr  # of bounded length: a damaged file may hold anything
@@ -23,7 +24,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     """What the folder's index.json says. Raises UserError unless it is as `prepare` writes it."""
     path = folder / INDEX
     try:
-        index = parse_json(path.read_bytes())
+        index = parse_json(path.read_bytes(), math.inf)  # seven a shard, of which there is no end
     except OSError as error:
         raise UserError(
             f"no prepared data in {folder} ({path}: {error.strerror}); prepare it, or give the "

@@ -20,7 +20,7 @@ PROMPT = 1.0  # seconds that a run waits for it before it begins
 
 
 class Verification:
-    """Compares this rank's part of the shards, from `start` to the end of a `with`.
+    """Compares this rank's part of the shards, within a `with`.
 
     data: of which rank `rank` of `ranks` takes every `ranks`th shard.
     """
@@ -42,6 +42,7 @@ class Verification:
         self._thread.start()
 
     def __enter__(self) -> Verification:
+        self.start()
         return self
 
     def __exit__(

@@ -103,7 +103,7 @@ def train(
     with ExitStack() as stack:
         held = hold(Path(config.out) / state.LOCK, f"out={config.out}")
         lock = _on_first(lambda: stack.enter_context(held))
-        return _train(config, resume, stop_after, place_, mesh, lock)
+        return _train(config, resume, stop_after, place_, mesh, lock, stack)
 
 
 def _train(
@@ -113,15 +113,18 @@ def _train(
     place_: torch.device,
     mesh: DeviceMesh | None,
     lock: Lock | None,
+    stack: ExitStack,
 ) -> Heldout | None:
-    """`train`, in a run's folder that is this launch's alone, by the lock that rank 0 holds."""
+    """`train`, in a run's folder that is this launch's alone, by the lock that rank 0 holds.
+
+    stack: what is entered there ends before the lock is let go of.
+    """
     run = Path(config.out)
     data = open_sources(config.data)
     content = [data.index["tokenizer_sha256"], data.index["splits"]]  # not where it came from
     fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     launch.agree({"data": fingerprint})
-    shards = Verification(data, launch.rank(), launch.world_size())
-    shards.start()
+    shards = stack.enter_context(Verification(data, launch.rank(), launch.world_size()))
     windows = data.windows("train", config.seq_len)
     config = config.with_steps(len(windows))
     found = checkpoints(run)
@@ -214,7 +217,6 @@ def _train(
         Metrics(run, config.tensorboard, start, main, remote) as metrics,
         Progress("train", config.steps, "steps", quiet=not main, start=start) as progress,
         Interruption() as interruption,
-        shards,
         Checkpointer(
             run, model, optimizer, data, mesh, config.keep_checkpoints, source.folder, lock
         ) as checkpointer,
