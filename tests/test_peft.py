@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from ladder.checkpoint import load_model
 from ladder.hf import LadderForCausalLM
 from ladder.models import UserError
-from ladder.models.layers import HeadSplit, Split
+from ladder.models.layers import ColumnParallelLinear, KVParallelLinear, RowParallelLinear
 from tests import test_generate
 from tests.test_hf import wrapped
 
@@ -53,7 +53,8 @@ def test_matrices_are_what_adapters_look_for() -> None:
         "down_proj": (inner, size), "lm_head": (size, config.vocab_size),
     }  # fmt: skip
     layer = model.model.layers[0].self_attn
-    assert (type(layer.q_proj), type(layer.k_proj)) == (Split, HeadSplit)
+    assert (type(layer.q_proj), type(layer.k_proj)) == (ColumnParallelLinear, KVParallelLinear)
+    assert type(layer.o_proj) is RowParallelLinear
 
 
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "o_proj"])

@@ -35,30 +35,26 @@ class KeyValueCache(Protocol):
         ...
 
 
-class Split(nn.Linear):
-    """A matrix split over the ranks: by output rows (`column`), or by input columns (`row`).
-
-    Column: x [(R,) B, S, in] -> this process's outputs, [(R,) B, S, out / T].
-    Row: x [(R,) B, S, in / T] -> each rank's partial, [(R,) B, S, out]; its bias, where it has
-    one, is added once, by rank 0.
+class ParallelLinear(nn.Linear):
+    """A matrix that is split over the ranks; column and row parallel ones are below.
 
     It is an nn.Linear so that adapters find it (PEFT's LoRA), which are for one rank alone.
     """
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, row: bool = False) -> None:
+    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__(inputs, outputs, bias)
-        self.row = row
         self.ranks = Ranks()
 
     def reset_parameters(self) -> None:
         """Numbers come from Transformer.initialise or a folder."""
 
+
+class ColumnParallelLinear(ParallelLinear):
+    """Split by output: x [(R,) B, S, in] -> this process's outputs, [(R,) B, S, out / T]."""
+
     def forward(self, x: Tensor) -> Tensor:
-        weight = local(self.weight).to(x.dtype)
         bias = None if self.bias is None else local(self.bias).to(x.dtype)
-        if self.row:
-            return self._row(x, weight, bias)
-        return self.columns(x, weight, bias)
+        return self.columns(x, local(self.weight).to(x.dtype), bias)
 
     def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.ranks.held == 1:
@@ -67,7 +63,16 @@ class Split(nn.Linear):
         y = torch.einsum("rbsd,rod->rbso", x, weight)
         return y if bias is None else y + bias.view(self.ranks.held, 1, 1, -1)
 
-    def _row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+
+class RowParallelLinear(ParallelLinear):
+    """Split by input: x [(R,) B, S, in / T] -> each rank's partial, [(R,) B, S, out].
+
+    Its bias, where it has one, is added once, by rank 0.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = local(self.weight).to(x.dtype)
+        bias = None if self.bias is None else local(self.bias).to(x.dtype)
         # Multiplied by 0 elsewhere, and not left out, so that every rank has a gradient to sum.
         bias = None if bias is None else bias * (self.ranks.first == 0)
         if self.ranks.held == 1:
@@ -78,8 +83,8 @@ class Split(nn.Linear):
         return y if bias is None else torch.cat((y[:1] + bias, y[1:]))
 
 
-class HeadSplit(Split):
-    """A column matrix whose outputs are key or value heads, fewer than the ranks perhaps.
+class KVParallelLinear(ColumnParallelLinear):
+    """A column parallel matrix whose outputs are key or value heads, fewer than the ranks perhaps.
 
     Rank t of T uses heads t * H / T onwards. Where the processes outnumber the heads each holds
     all of them; otherwise each holds its own.
@@ -187,10 +192,10 @@ class Attention(nn.Module):
         size, head_dim = config.hidden_size, config.head_dim
         bias = config.attention_bias or config.qkv_bias
         self.layer, self.head_dim = layer, head_dim
-        self.q_proj = Split(size, config.num_heads * head_dim, bias)
-        self.k_proj = HeadSplit(size, config.num_kv_heads, head_dim, bias)
-        self.v_proj = HeadSplit(size, config.num_kv_heads, head_dim, bias)
-        self.o_proj = Split(config.num_heads * head_dim, size, config.attention_bias, row=True)
+        self.q_proj = ColumnParallelLinear(size, config.num_heads * head_dim, bias)
+        self.k_proj = KVParallelLinear(size, config.num_kv_heads, head_dim, bias)
+        self.v_proj = KVParallelLinear(size, config.num_kv_heads, head_dim, bias)
+        self.o_proj = RowParallelLinear(config.num_heads * head_dim, size, config.attention_bias)
         # One weight for the heads of all ranks: each sees the gradient of its own heads alone.
         self.q_norm = RMSNorm(head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
@@ -230,9 +235,9 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = Split(size, inner, bias)
-        self.up_proj = Split(size, inner, bias)
-        self.down_proj = Split(inner, size, bias, row=True)
+        self.gate_proj = ColumnParallelLinear(size, inner, bias)
+        self.up_proj = ColumnParallelLinear(size, inner, bias)
+        self.down_proj = RowParallelLinear(inner, size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

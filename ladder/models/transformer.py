@@ -13,11 +13,12 @@ from ladder.models.config import ModelConfig
 from ladder.models.documents import Packed, within_documents
 from ladder.models.errors import UserError
 from ladder.models.layers import (
+    ColumnParallelLinear,
     Embedding,
     KeyValueCache,
     Layer,
+    ParallelLinear,
     RMSNorm,
-    Split,
     rotary_tables,
     vocabulary_start,
 )
@@ -59,7 +60,7 @@ class Transformer(nn.Module):
             Layer(config, layer, named[layer]) for layer in range(config.num_layers)
         )
         self.model.norm = norms[-1]
-        self.lm_head = Split(size, config.vocab_size, bias=False)
+        self.lm_head = ColumnParallelLinear(size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.use(Reducer(Ranks(config.tp_degree or 1, 0, config.tp_degree or 1)))
@@ -75,7 +76,7 @@ class Transformer(nn.Module):
         """Whether something, as an adapter of PEFT's, stands where a matrix was."""
         parts = [part for layer in self.model.layers for part in (layer.self_attn, layer.mlp)]
         return any(
-            not isinstance(each, Split)
+            not isinstance(each, ParallelLinear)
             for part in parts
             for name, each in part.named_children()
             if name.endswith("_proj")
