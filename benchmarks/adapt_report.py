@@ -8,9 +8,9 @@ from typing import Any
 
 import quality_report
 
-from ladder import figures
-from ladder.figures import COLOURS, MUTED, Bar
-from ladder.report import NO_FIGURES, Aside, Figure, Part, Table, page
+from ladder.bench import figures
+from ladder.bench.figures import COLOURS, MUTED, Bar
+from ladder.bench.report import NO_FIGURES, Aside, Figure, Part, Table, page
 
 TASKS = {
     "cloze": "local_cloze acc",

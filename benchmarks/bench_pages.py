@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ladder import figures
-from ladder.figures import COLOURS, MUTED, Bar
-from ladder.infer.comm import OURS, THEIRS
+from ladder.bench import figures
+from ladder.bench.communication import OURS, THEIRS
+from ladder.bench.figures import COLOURS, MUTED, Bar
+from ladder.bench.report import Aside, Figure, Part, Table, page
+from ladder.bench.training import command as training
 from ladder.parallel.dispatch import size_text
-from ladder.report import Aside, Figure, Part, Table, page
-from ladder.train import bench as training
 
 Records = Sequence[dict[str, Any]]
 NAMES = {"nccl": "NCCL", "push": "push (ours)", "two-shot": "two-shot (ours)"}

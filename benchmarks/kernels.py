@@ -33,8 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder import kernels
-from ladder.infer.bench import machine
-from ladder.infer.floors import bandwidth, matrix_rate
+from ladder.bench.inference.command import machine
+from ladder.bench.inference.floors import bandwidth, matrix_rate
 from ladder.kernels import launch
 from ladder.kernels.decode import MAX_ROWS
 

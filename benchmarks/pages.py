@@ -22,12 +22,12 @@ import bench_pages
 import quality_report
 from jobs import finish
 
-from ladder import figures
+from ladder.bench import figures
+from ladder.bench.inference import page as inference
+from ladder.bench.inference.derive import by_case, derive, improvements
+from ladder.bench.report import Link, Part, Text, page
 from ladder.cli import parse_words
 from ladder.files import make_folder, write_text
-from ladder.infer import page as inference
-from ladder.infer.derive import by_case, derive, improvements
-from ladder.report import Link, Part, Text, page
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

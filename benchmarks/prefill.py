@@ -25,11 +25,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ladder.infer.bench import machine
-from ladder.infer.build import random_model
+from ladder.bench.inference.build import random_model
+from ladder.bench.inference.command import machine
+from ladder.bench.inference.floors import bandwidth, matrix_rate, prefill_floor_s
+from ladder.bench.inference.points import Point, resolve
 from ladder.infer.engine import Engine, Session
-from ladder.infer.floors import bandwidth, matrix_rate, prefill_floor_s
-from ladder.infer.points import Point, resolve
 from ladder.infer.sampling import Sampling, draws
 from ladder.models.errors import UserError
 from ladder.models.reducer import Reducer

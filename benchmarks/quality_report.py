@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ladder import figures
-from ladder.infer.bench import finished
-from ladder.infer.derive import EXPLANATION, HEAD, by_case, cells, derive
-from ladder.infer.page import fastest
-from ladder.infer.points import describe
+from ladder.bench import figures
+from ladder.bench.inference.command import finished
+from ladder.bench.inference.derive import EXPLANATION, HEAD, by_case, cells, derive
+from ladder.bench.inference.page import fastest
+from ladder.bench.inference.points import describe
+from ladder.bench.report import NO_FIGURES, Aside, Figure, Heading, Part, Table, Text, page
 from ladder.models.errors import UserError
-from ladder.report import NO_FIGURES, Aside, Figure, Heading, Part, Table, Text, page
 
 PLANS = ("standard", "parallel", "ladder", "desync-2x", "desync-4x", "dtp-1")
 T = 4  # of the plans that depend on it, and of the latency beside their quality

@@ -603,7 +603,7 @@ def _bench(verbs: Any) -> None:
     outer = verbs.add_parser("bench", help="measure inference, communication and training")
     inner = outer.add_subparsers(title="commands", metavar="COMMAND", required=True)
     parser = _add(inner, "inference", bench_inference, "time prefill and decode, plan by plan")
-    # What is not given comes from ladder.infer.points.Settings, or from the suite.
+    # What is not given comes from ladder.bench.inference.points.Settings, or from the suite.
     parser.argument_default = argparse.SUPPRESS
     parser.add_argument(
         "--model", help="a name from configs/models, or a checkpoint's folder (llama-3-8b)"
@@ -727,11 +727,11 @@ def _bench(verbs: Any) -> None:
     parser.add_argument(
         "--out", default="runs/bench", help="folder; train.jsonl in it is appended to"
     )
-    _add_processes(parser, "ladder.train.bench", "torch._dynamo")
+    _add_processes(parser, "ladder.bench.training.command", "torch._dynamo")
 
 
 def bench_train(options: argparse.Namespace) -> int:
-    from ladder.train.bench import main as run
+    from ladder.bench.training.command import main as run
 
     code = run(options)
     if not code:
@@ -740,8 +740,8 @@ def bench_train(options: argparse.Namespace) -> int:
 
 
 def bench_inference(options: argparse.Namespace) -> int:
-    from ladder.infer.bench import main as run
-    from ladder.infer.points import Settings
+    from ladder.bench.inference.command import main as run
+    from ladder.bench.inference.points import Settings
 
     code = run(options)
     if not code and not options.cold_child:
@@ -751,7 +751,7 @@ def bench_inference(options: argparse.Namespace) -> int:
 
 
 def bench_comm(options: argparse.Namespace) -> int:
-    from ladder.infer.comm import main as run
+    from ladder.bench.communication import main as run
 
     code = run(options)
     if not code:

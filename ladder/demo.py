@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ladder import figures, report
+from ladder.bench import figures, report
 from ladder.checkpoint import load_model, newest
 from ladder.config import build, find, load_mapping
 from ladder.data.batches import heldout_windows, open_data

@@ -12,10 +12,16 @@ import pytest
 import torch
 import yaml
 
+from ladder.bench.inference import command as bench
+from ladder.bench.inference import measure
+from ladder.bench.inference.floors import (
+    decode_bytes,
+    estimated_bytes,
+    prefill_floor_s,
+    prefill_flops,
+)
+from ladder.bench.inference.points import Point, Settings, counterpart, expand, load_suite, resolve
 from ladder.cli import main
-from ladder.infer import bench, measure
-from ladder.infer.floors import decode_bytes, estimated_bytes, prefill_floor_s, prefill_flops
-from ladder.infer.points import Point, Settings, counterpart, expand, load_suite, resolve
 from ladder.models import ModelConfig, UserError, resolve_plan
 from ladder.parallel import launch, reducers
 

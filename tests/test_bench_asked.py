@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ladder.bench.inference import cold
+from ladder.bench.inference import command as bench
+from ladder.bench.inference.points import Settings, refuse_degree
 from ladder.cli import main
-from ladder.infer import bench, cold
-from ladder.infer.points import Settings, refuse_degree
 from ladder.models import UserError
 from ladder.parallel import launch
 

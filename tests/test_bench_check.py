@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from ladder.bench.inference import cold, measure
+from ladder.bench.inference.build import build, random_model
+from ladder.bench.inference.points import Point, Settings, expand, resolve
+from ladder.bench.inference.verify import Check, check, forced, reference, sequences
 from ladder.checkpoint import model_entries, write_config, write_tensors
-from ladder.infer import cold, measure
-from ladder.infer.build import build, random_model
 from ladder.infer.engine import Engine
-from ladder.infer.points import Point, Settings, expand, resolve
 from ladder.infer.sampling import Sampling
-from ladder.infer.verify import Check, check, forced, reference, sequences
 from ladder.models import ModelConfig, Transformer, UserError
 from ladder.parallel.sharding import initialise, local_parameters, place
 from tests.distributed import Pools

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ladder.infer.derive import derive, improvements, pareto, text_table
-from ladder.infer.page import write_page
+from ladder.bench.inference.derive import derive, improvements, pareto, text_table
+from ladder.bench.inference.page import write_page
 from tests.test_bench import POINT, record
 
 

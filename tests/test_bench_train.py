@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from ladder import trace as tracing
+from ladder.bench import trace as tracing
+from ladder.bench.training import command as bench
+from ladder.bench.training.command import Layout, Point, parse_layout, points, table
 from ladder.cli import main
 from ladder.models import UserError
 from ladder.models.config import ModelConfig
 from ladder.parallel import launch
 from ladder.parallel.sharding import local_tensor
 from ladder.records import facts
-from ladder.train import bench
-from ladder.train.bench import Layout, Point, parse_layout, points, table
 from tests.commands import Start
 from tests.distributed import Pools
 from tests.test_collectives import Dispatched

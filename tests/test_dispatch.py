@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from ladder.bench import communication as comm
 from ladder.cli import main
-from ladder.infer import comm
 from ladder.models.errors import UserError
 from ladder.parallel import dispatch
 from ladder.parallel.dispatch import (

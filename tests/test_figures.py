@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ladder import figures
-from ladder.figures import Bar, bars, lines, spread
+from ladder.bench import figures
+from ladder.bench.figures import Bar, bars, lines, spread
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import pages

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from ladder.bench.inference.verify import forced
 from ladder.infer import decode as decode_module
 from ladder.infer.decode import DecodeReducer
 from ladder.infer.engine import Engine
 from ladder.infer.fused import can_fuse
 from ladder.infer.sampling import Sampling
-from ladder.infer.verify import forced
 from ladder.kernels.decode import MAX_ROWS
 from ladder.models import Ranks, Transformer, UserError
 from ladder.models.presets import PlanSpec

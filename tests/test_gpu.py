@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
+from ladder.bench.inference.build import random_model
+from ladder.bench.inference.points import Point, resolve
+from ladder.bench.inference.verify import STEPS, check, reference
 from ladder.config import build
-from ladder.infer.build import random_model
 from ladder.infer.engine import Engine, Session, generate
-from ladder.infer.points import Point, resolve
 from ladder.infer.sampling import Sampling
-from ladder.infer.verify import STEPS, check, reference
 from ladder.kernels.decode import MAX_ROWS
 from ladder.models import ModelConfig, Transformer, document_starts
 from ladder.models.documents import Packed, within_documents

@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from ladder import trace as tracing
-from ladder.infer.engine import Engine, Session
-from ladder.infer.profile import DECODE_STEPS, profile
-from ladder.infer.sampling import Sampling, draws
-from ladder.models import UserError
-from ladder.trace import (
+from ladder.bench import trace as tracing
+from ladder.bench.inference.profile import DECODE_STEPS, profile
+from ladder.bench.trace import (
     COMMUNICATION,
     COMPUTATION,
     LANDING,
@@ -27,6 +24,9 @@ from ladder.trace import (
     overlap,
     read_trace,
 )
+from ladder.infer.engine import Engine, Session
+from ladder.infer.sampling import Sampling, draws
+from ladder.models import UserError
 from tests.distributed import Pools, tp_mesh
 from tests.test_generate import make
 

@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ladder.bench.inference.points import load_suite
+from ladder.bench.training.command import parse_layout
 from ladder.cli import _parser, main
-from ladder.infer.points import load_suite
 from ladder.parallel import launch
-from ladder.train.bench import parse_layout
 from ladder.train.config import load_train_config
 from tests import pages
 from tests.pages import ROOT, TEXTS, TRAINING, Block, verb

@@ -38,7 +38,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ladder.convert.command.write_tensors", never)
     monkeypatch.setattr("ladder.convert.command.refuse_damage", never)
     monkeypatch.setattr("ladder.convert.sensitivity.load_for_inference", never)
-    monkeypatch.setattr("ladder.train.bench.measure", never)
+    monkeypatch.setattr("ladder.bench.training.command.measure", never)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ladder.bench.trace import profile
 from ladder.config import load_plan, model_config
 from ladder.files import check_writable, make_folder
 from ladder.models.config import ModelConfig
@@ -38,7 +39,6 @@ from ladder.parallel.sequence import SequenceReducer
 from ladder.parallel.sharding import local_parameters
 from ladder.plans import aligned
 from ladder.records import append, facts
-from ladder.trace import profile
 from ladder.train.ahead import Batch, Part
 from ladder.train.config import MOST, TrainConfig
 from ladder.train.loop import utilisation

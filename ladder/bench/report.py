@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from ladder import figures
+from ladder.bench import figures
 
 TEMPLATE = "report.html.j2"
 RUNS = ("command", "hardware", "driver", "versions", "commit", "date", "measured rates")
@@ -69,7 +69,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """svg: what `ladder.figures` draws."""
+    """svg: what `ladder.bench.figures` draws."""
 
     kind: ClassVar[str] = "figure"
     svg: str

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ladder.bench.inference.points import CHECKPOINT, Point
 from ladder.checkpoint import load_model, newest
-from ladder.infer.points import CHECKPOINT, Point
 from ladder.models.config import ModelConfig
 from ladder.models.transformer import Transformer, meta_model
 from ladder.parallel import launch

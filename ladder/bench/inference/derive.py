@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from ladder.infer.points import Point, describe
+from ladder.bench.inference.points import Point, describe
 from ladder.plans import aligned
 
 Record = dict[str, Any]

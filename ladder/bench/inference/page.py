@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ladder import figures
-from ladder.figures import COLOURS, MUTED, Bar
-from ladder.infer.derive import EXPLANATION, HEAD, by_case, cells, improvements, pareto
-from ladder.infer.points import Point, describe
-from ladder.report import NO_FIGURES, Aside, Figure, Heading, Part, Table, page
+from ladder.bench import figures
+from ladder.bench.figures import COLOURS, MUTED, Bar
+from ladder.bench.inference.derive import EXPLANATION, HEAD, by_case, cells, improvements, pareto
+from ladder.bench.inference.points import Point, describe
+from ladder.bench.report import NO_FIGURES, Aside, Figure, Heading, Part, Table, page
 
 PAPER_HEAD = ("plan", "reducer", "prefill, NCCL", "decode, NCCL", "tokens/s, NCCL", "prefill, best",
               "decode, best", "tokens/s, best")  # fmt: skip

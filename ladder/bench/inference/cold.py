@@ -19,9 +19,9 @@ from typing import IO, Any
 
 import torch
 
-from ladder.infer.build import build
+from ladder.bench.inference.build import build
+from ladder.bench.inference.points import Point, resolve
 from ladder.infer.engine import Engine
-from ladder.infer.points import Point, resolve
 from ladder.infer.sampling import Sampling, draws
 from ladder.parallel import launch
 from ladder.parallel.reducers import P2P_SWITCH

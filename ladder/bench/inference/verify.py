@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ladder.bench.inference.floors import prefill_flops
+from ladder.bench.inference.points import Point
 from ladder.infer.engine import Engine, Session
-from ladder.infer.floors import prefill_flops
-from ladder.infer.points import Point
 from ladder.infer.sampling import Sampling
 from ladder.models.config import ModelConfig
 from ladder.models.transformer import Transformer

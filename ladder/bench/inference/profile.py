@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ladder import trace
+from ladder.bench import trace
 from ladder.infer.engine import Session
 
 DECODE_STEPS = 4  # back to back: the first lines the ranks up, as in use
@@ -16,7 +16,7 @@ DECODE_STEPS = 4  # back to back: the first lines the ranks up, as in use
 
 @torch.inference_mode()
 def profile(session: Session, prompts: Sequence[Sequence[int]], uniforms: Tensor, out: Path) -> str:
-    """Trace a prefill and DECODE_STEPS decode steps of the session: see `ladder.trace.profile`."""
+    """Trace a prefill and DECODE_STEPS decode steps of the session: see `trace.profile`."""
 
     def decode() -> None:
         for _ in range(DECODE_STEPS):

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ladder.infer.build import build
+from ladder.bench.inference.build import build
+from ladder.bench.inference.floors import decode_bytes, estimated_bytes, prefill_floor_s
+from ladder.bench.inference.points import Point, counterpart, resolve
+from ladder.bench.inference.profile import profile
+from ladder.bench.inference.verify import STEPS, Check, Reference, check, reference, sequences
 from ladder.infer.engine import Engine, Session
-from ladder.infer.floors import decode_bytes, estimated_bytes, prefill_floor_s
-from ladder.infer.points import Point, counterpart, resolve
-from ladder.infer.profile import profile
 from ladder.infer.sampling import Sampling, draws
-from ladder.infer.verify import STEPS, Check, Reference, check, reference, sequences
 from ladder.models.config import ModelConfig
 from ladder.parallel import launch
 from ladder.parallel.sharding import local_tensor

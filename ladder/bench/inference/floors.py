@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ladder.infer.points import Point
+from ladder.bench.inference.points import Point
 from ladder.models.config import ModelConfig
 
 COPY_BYTES = 2**31

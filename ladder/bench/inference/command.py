@@ -20,13 +20,20 @@ from typing import Any
 
 import torch
 
+from ladder.bench.inference import cold
+from ladder.bench.inference.derive import EXPLANATION, by_point, derive, plain, text_table
+from ladder.bench.inference.floors import bandwidth, matrix_rate
+from ladder.bench.inference.measure import chunks, free_bytes, measure
+from ladder.bench.inference.page import write_page
+from ladder.bench.inference.points import (
+    Point,
+    Settings,
+    describe,
+    expand,
+    load_suite,
+    refuse_degree,
+)
 from ladder.files import check_writable, make_folder, write_text
-from ladder.infer import cold
-from ladder.infer.derive import EXPLANATION, by_point, derive, plain, text_table
-from ladder.infer.floors import bandwidth, matrix_rate
-from ladder.infer.measure import chunks, free_bytes, measure
-from ladder.infer.page import write_page
-from ladder.infer.points import Point, Settings, describe, expand, load_suite, refuse_degree
 from ladder.models.errors import UserError
 from ladder.parallel import launch
 from ladder.parallel.reducers import P2P_SWITCH, common_push_refusal, p2p_disabled

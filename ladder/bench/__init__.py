@@ -1,0 +1,1 @@
+"""Everything that measures: inference, training, communication; traces, figures and pages."""

@@ -1,0 +1,1 @@
+"""`ladder bench train`: training steps of several plans under several layouts, in one run."""
