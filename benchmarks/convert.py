@@ -31,8 +31,8 @@ from jobs import finish
 from ladder import records
 from ladder.checkpoint import WEIGHTS, Entry, write_tensors
 from ladder.config import model_config
-from ladder.convert.huggingface import config_to_huggingface
 from ladder.files import checksum, sync
+from ladder.hf_config import config_to_huggingface
 from ladder.models import ModelConfig, resolve_plan
 from ladder.models.transformer import tensor_shapes
 

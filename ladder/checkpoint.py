@@ -1,9 +1,9 @@
 """Model folders: config.json, safetensors files, tokenizer.json.
 
 A folder is ours (model_type `ladder`, with the residual plan) or Hugging Face's (see
-ladder.convert.huggingface); both hold the same tensor names and layouts. Files hold full tensors,
-or in a checkpoint of several ranks each rank's shards (see ladder.train.shards): any parallelism
-reads its slices of either, and no process ever holds the whole model.
+ladder.hf_config); both hold the same tensor names and layouts. Files hold full tensors, or in a
+checkpoint of several ranks each rank's shards (see ladder.train.shards): any parallelism reads its
+slices of either, and no process ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ladder.convert.huggingface import config_from_huggingface, stop_tokens
 from ladder.files import checksum, hub_hint, usual_mode, write_text
+from ladder.hf_config import config_from_huggingface, stop_tokens
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer, meta_model

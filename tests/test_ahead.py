@@ -13,8 +13,8 @@ import torch
 from ladder.data.batches import open_data
 from ladder.models import UserError
 from ladder.train import loop, metrics, step
-from ladder.train.ahead import DEPTH, Ahead, Batch, Part, read_batch
 from ladder.train.loop import train
+from ladder.train.prefetch import DEPTH, Batch, Part, Prefetcher, read_batch
 from tests.test_train import losses, recipe
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def test_batches_come_in_order_and_no_further_ahead() -> None:
         time.sleep(0.01 * (step % 3 == 0))
         return numbered(step)
 
-    with Ahead(read, range(3, 12), CPU) as batches:
+    with Prefetcher(read, range(3, 12), CPU) as batches:
         for step, batch in zip(range(3, 12), batches, strict=True):
             assert batch.windows == [step]
             assert batch.parts[0].tokens.tolist() == [[step, step]]
@@ -71,7 +71,7 @@ def test_an_error_comes_with_its_own_batch() -> None:
     seen = []
 
     def run() -> None:
-        with Ahead(read, range(5), CPU) as batches:
+        with Prefetcher(read, range(5), CPU) as batches:
             for batch in batches:
                 time.sleep(0.01)
                 seen.extend(batch.windows)
@@ -86,7 +86,7 @@ def test_the_thread_ends_with_an_error_of_training() -> None:
     """Catches a reader that goes on behind a run that has failed, or keeps its process alive."""
 
     def run() -> None:
-        with Ahead(numbered, range(9), CPU) as batches:
+        with Prefetcher(numbered, range(9), CPU) as batches:
             next(batches)
             assert threads()
             raise RuntimeError("of training")
@@ -103,11 +103,11 @@ def test_waiting_is_measured() -> None:
         time.sleep(0.05)
         return numbered(step)
 
-    with Ahead(slow, range(4), CPU) as batches:
+    with Prefetcher(slow, range(4), CPU) as batches:
         for _ in batches:
             pass
     assert 0.19 < batches.waited < 2
-    with Ahead(slow, range(4), CPU) as batches:
+    with Prefetcher(slow, range(4), CPU) as batches:
         for _ in batches:
             time.sleep(0.2)
     assert 0.04 < batches.waited < 0.5  # of 0.85 seconds; the first batch alone

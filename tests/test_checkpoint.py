@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ladder import checkpoint
 from ladder.checkpoint import load_model, model_entries, read_stop_tokens, write_config
-from ladder.convert.huggingface import config_from_huggingface, config_to_huggingface
+from ladder.hf_config import config_from_huggingface, config_to_huggingface
 from ladder.infer.engine import generate
 from ladder.models import ModelConfig, Transformer, UserError
 from ladder.parallel.sharding import initialise, local_parameters, place

@@ -20,7 +20,7 @@ from ladder.checkpoint import load_model, newest
 from ladder.cli import main
 from ladder.convert import command
 from ladder.convert.command import convert
-from ladder.convert.huggingface import config_from_huggingface
+from ladder.hf_config import config_from_huggingface
 from ladder.infer.engine import Engine, generate
 from ladder.infer.load import load_for_inference
 from ladder.models import UserError

@@ -28,11 +28,11 @@ from ladder.parallel.sharding import (
     sum_shared_gradients,
 )
 from ladder.train import metrics
-from ladder.train.ahead import Batch, Part
 from ladder.train.config import TrainConfig
 from ladder.train.interruption import Interruption
 from ladder.train.loop import train
 from ladder.train.optim import make_optimizer
+from ladder.train.prefetch import Batch, Part
 from ladder.train.step import take_step, to_host
 from tests import samples
 from tests.test_fused import heads_agree

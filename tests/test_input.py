@@ -19,7 +19,7 @@ from ladder.checkpoint import huggingface_config, read_config
 from ladder.cli import main
 from ladder.config import apply_overrides, load_yaml, model_config
 from ladder.convert.command import convert
-from ladder.convert.huggingface import config_from_huggingface
+from ladder.hf_config import config_from_huggingface
 from ladder.models import ModelConfig, Reducer, Transformer, UserError, resolve_plan
 from ladder.models.loss import Passes, token_losses
 from ladder.parallel.sharding import initialise, place

@@ -35,11 +35,11 @@ from ladder.checkpoint import (
     write_tensors,
 )
 from ladder.config import load_plan
-from ladder.convert.huggingface import config_to_huggingface, refuse_other_plans
 from ladder.convert.verify import cannot_compare, checksum, compare_logits, verify_checksums
 from ladder.convert.weights import make, recipes
 from ladder.data.tokenizer import TOKENIZER_CONFIG, load_tokenizer, tokenizer_file
 from ladder.files import check_writable, new_folder, refuse_inside, write_text
+from ladder.hf_config import config_to_huggingface, refuse_other_plans
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.models.transformer import meta_model

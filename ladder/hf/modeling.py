@@ -18,8 +18,8 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTra
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from ladder.convert.huggingface import config_from_huggingface, refuse_quantised
 from ladder.hf.attending import LadderCache, attended, packed
+from ladder.hf_config import config_from_huggingface, refuse_quantised
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer, tensor_shapes

@@ -29,7 +29,6 @@ from ladder.parallel.apply import make_model
 from ladder.parallel.data import data_parallel
 from ladder.progress import Progress
 from ladder.train import state
-from ladder.train.ahead import Ahead, Batch, read_batch
 from ladder.train.checkpointer import Checkpointer
 from ladder.train.config import TrainConfig, refuse_changes
 from ladder.train.efficiency import flops_per_token, peak_flops
@@ -39,6 +38,7 @@ from ladder.train.metrics import Metrics, check_packages, connect
 from ladder.train.metrics import read as read_metrics
 from ladder.train.objective import Distillation, Objective, cross_entropy
 from ladder.train.optim import learning_rate, make_optimizer
+from ladder.train.prefetch import Batch, Prefetcher, read_batch
 from ladder.train.start import starting_point
 from ladder.train.step import Outcome, take_step, to_host
 
@@ -64,7 +64,7 @@ class Speed:
     """Tokens a second, of all ranks and of each, and the share of the host's time that went into
     waiting for batches."""
 
-    def __init__(self, tokens_per_step: int, batches: Ahead, step: int) -> None:
+    def __init__(self, tokens_per_step: int, batches: Prefetcher, step: int) -> None:
         self.tokens_per_step, self.batches = tokens_per_step, batches
         self.begin(step)
 
@@ -220,7 +220,7 @@ def _train(
         Checkpointer(
             run, model, optimizer, data, mesh, config.keep_checkpoints, source.folder, lock
         ) as checkpointer,
-        Ahead(read, range(start, last), place_) as batches,
+        Prefetcher(read, range(start, last), place_) as batches,
     ):
 
         def save(done: int, keep_all: bool = False) -> float:

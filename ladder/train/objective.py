@@ -16,8 +16,8 @@ from ladder.models.errors import UserError
 from ladder.models.layers import vocabulary_start
 from ladder.models.loss import teacher_losses, token_losses
 from ladder.models.transformer import Transformer
-from ladder.train.ahead import Part
 from ladder.train.config import TrainConfig
+from ladder.train.prefetch import Part
 
 # Sums over the tokens of a part, [n]: first the loss, with gradients, then what else is recorded.
 Objective = Callable[[Transformer, Part], Tensor]

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ladder.models.transformer import Transformer
 from ladder.parallel.data import data_parallel, reduce_gradients, sum_over_data
 from ladder.parallel.sharding import sum_shared_gradients
-from ladder.train.ahead import Batch
 from ladder.train.objective import Objective, cross_entropy
 from ladder.train.optim import clip_gradients, skip_from_here_on
+from ladder.train.prefetch import Batch
 
 
 @dataclass(frozen=True)

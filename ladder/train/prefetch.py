@@ -59,8 +59,8 @@ def read_batch(
     return Batch(drawn, parts, windows.targets(whole) / ranks)
 
 
-class Ahead:
-    """Within `with`, an iterator over read(step) for each of `steps`, with parts on `device`.
+class Prefetcher:
+    """Reads batches ahead: within `with`, an iterator over read(step) for each of `steps`, with parts on `device`.
 
     One thread reads, up to DEPTH batches ahead and one after another, so what comes does not depend
     on timing. What it raises is raised where that batch is asked for. It ends with the `with`.
@@ -73,7 +73,7 @@ class Ahead:
         self.steps: Iterator[int] = iter(steps)
         self.coming: deque[Future[Batch]] = deque()
 
-    def __enter__(self) -> Ahead:
+    def __enter__(self) -> Prefetcher:
         if self.device.type == "cuda":  # or else its pinned memory might be another GPU's
             device = (self.device,)
             self.pool = ThreadPoolExecutor(1, "batches", torch.cuda.set_device, device)
@@ -91,7 +91,7 @@ class Ahead:
     ) -> None:
         self.pool.shutdown(cancel_futures=True)
 
-    def __iter__(self) -> Ahead:
+    def __iter__(self) -> Prefetcher:
         return self
 
     def __next__(self) -> Batch:
