@@ -60,12 +60,13 @@ def read_batch(
 
 
 class Prefetcher:
-    """Reads batches ahead: within `with`, an iterator over read(step) for each of `steps`, with parts on `device`.
+    """Reads batches ahead of training; within `with`, an iterator over them.
 
-    One thread reads, up to DEPTH batches ahead and one after another, so what comes does not depend
-    on timing. What it raises is raised where that batch is asked for. It ends with the `with`.
+    It gives read(step) for each of `steps`, its parts on `device`. One thread reads, up to DEPTH
+    batches ahead and one after another, so what it gives does not depend on timing. An error of
+    `read` is raised where that batch is asked for. The thread ends with the `with`.
 
-    waited: the seconds so far that whoever iterates has waited for batches and their copies.
+    waited: the seconds so far in which training waited for batches and their copies.
     """
 
     def __init__(self, read: Callable[[int], Batch], steps: range, device: torch.device) -> None:
