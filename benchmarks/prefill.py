@@ -7,7 +7,7 @@ Random weights. Each time is from token ids on the host to the first token chose
 rank's, the median over rounds in which all configurations take turns. "exposed" is the time beyond
 that of the same plan with its reduces dropped. The floor is the FLOPs over the rate of a large
 matmul in the same run. `async` is NCCL's all-reduce; the others are transports of
-ladder.parallel.sharded. "differs" compares the logits with those of the plan's first reducer. The
+ladder.comm.transports. "differs" compares the logits with those of the plan's first reducer. The
 last line is JSON.
 """
 
@@ -29,6 +29,7 @@ from ladder.bench.inference.build import random_model
 from ladder.bench.inference.command import machine
 from ladder.bench.inference.floors import bandwidth, matrix_rate, prefill_floor_s
 from ladder.bench.inference.points import Point, resolve
+from ladder.comm.transports import TRANSPORTS
 from ladder.infer.engine import Engine, Session
 from ladder.infer.sampling import Sampling, draws
 from ladder.models.errors import UserError
@@ -36,7 +37,7 @@ from ladder.models.reducer import Reducer
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.parallel.reducers import AsyncReducer
-from ladder.parallel.sharded import TRANSPORTS, ShardedReducer
+from ladder.parallel.sharded import ShardedReducer
 
 PLANS = {"standard": "none", "ladder": "ladder without reduces"}  # and what they are measured by
 

@@ -22,8 +22,9 @@ from ladder.bench.inference.floors import (
 )
 from ladder.bench.inference.points import Point, Settings, counterpart, expand, load_suite, resolve
 from ladder.cli import main
+from ladder.comm import access
 from ladder.models import ModelConfig, UserError, resolve_plan
-from ladder.parallel import launch, reducers
+from ladder.parallel import launch
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -389,8 +390,8 @@ def test_the_push_kernel_and_the_benchmark_agree_on_p2p(
     monkeypatch.setenv("NCCL_P2P_DISABLE", value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(reducers, "triton", object())
-    assert ("NCCL_P2P_DISABLE" in str(reducers.push_refusal(2))) == off
+    monkeypatch.setattr(access, "triton", object())
+    assert ("NCCL_P2P_DISABLE" in str(access.push_refusal(2))) == off
     if off:
         with pytest.raises(UserError, match=f"NCCL_P2P_DISABLE={value} .*--p2p off"):
             bench.run_job(job(tmp_path))

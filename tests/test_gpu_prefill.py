@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ladder.comm.transports import TRANSPORTS
 from ladder.kernels.prefill import swiglu
 from ladder.models import Transformer
 from ladder.parallel import launch
 from ladder.parallel.reducers import AsyncReducer
-from ladder.parallel.sharded import TRANSPORTS, ShardedReducer
+from ladder.parallel.sharded import ShardedReducer
 from ladder.parallel.sharding import initialise, place
 from tests.samples import SAME_AT_ANY_T, relative_error, small_config
 from tests.test_kernels import DTYPES, _poisoned_memory  # noqa: F401  (a fixture)

@@ -25,10 +25,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ladder.comm import barriers, transports
+from ladder.comm.driver import MemoryOperation
 from ladder.kernels.prefill import land_rows, rotary_prompt, swiglu
 from ladder.models import Ranks, UserError, resolve_plan
 from ladder.models.layers import RMSNorm, rotary_tables, rotate
-from ladder.parallel import sharded
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sharded import ShardedReducer, sharded_refusal
 from ladder.parallel.sharding import place
@@ -227,7 +228,7 @@ def compared(rank: int, world_size: int, plan: str, batch: int, length: int) -> 
         last[border // length] = border % length
         expected = model(tokens), model(tokens, last=last)
         model.use(ShardedReducer(plain.ranks, plain.group, config.plan))
-        calls = (dist, "all_to_all_single"), (sharded, "all_gather"), (dist, "all_reduce")
+        calls = (dist, "all_to_all_single"), (transports, "all_gather"), (dist, "all_reduce")
         with ExitStack() as stack:
             for call in calls:
                 stack.enter_context(counted(*call))
@@ -282,8 +283,8 @@ def test_ranks_and_transports_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     assert "one process" in str(sharded_refusal(plan, Ranks(1, 0, 1)))
     with pytest.raises(UserError, match=r"did you mean .copy"):
         ShardedReducer(Ranks(4, 1, 1), None, plan, "cpoy")
-    monkeypatch.setattr(sharded, "push_refusal", lambda processes: "it needs GPUs")
-    monkeypatch.setattr(sharded, "dist", FAKE)
+    monkeypatch.setattr(transports, "push_refusal", lambda processes: "it needs GPUs")
+    monkeypatch.setattr(transports, "dist", FAKE)
     with pytest.raises(UserError, match=r"transport=copy cannot run here.*transport=collective"):
         ShardedReducer(Ranks(4, 1, 1), Thread(1, Machine(4)), plan, "copy")
 
@@ -321,7 +322,7 @@ FAKE = SimpleNamespace(
 
 
 def shared(shape: tuple[int, int], group: Any, dtype: torch.dtype, device: Any) -> list[Tensor]:
-    """`sharded.symmetric`, of memory that is poisoned."""
+    """`symmetric` of ladder.comm, of memory that is poisoned."""
     machine = group.machine
     with machine.lock:
         while len(machine.made) <= group.asked:
@@ -345,7 +346,7 @@ class FakeDriver:
         time.sleep(self.source.random() * 2e-3)  # ranks that come late
         for each in batch:
             word = ctypes.c_uint32.from_address(each.address)
-            if each.operation == sharded.MemoryOperation.WRITE:
+            if each.operation == MemoryOperation.WRITE:
                 assert word.value != each.value, "set twice: the other's flag was not yet cleared"
                 word.value = each.value
                 continue
@@ -416,15 +417,16 @@ def test_copies_meet_and_reuse_their_buffers(
     largest not first.
     """
     world, machine = 4, Machine(4)
-    monkeypatch.setattr(sharded, "dist", FAKE)
-    monkeypatch.setattr(sharded, "symmetric", shared)
-    monkeypatch.setattr(sharded, "Kernels", sharded.Flags)
-    monkeypatch.setattr(sharded, "push_refusal", lambda processes: None)
-    monkeypatch.setattr(sharded, "SMALLEST", 4)
+    for module in (barriers, transports):
+        monkeypatch.setattr(module, "dist", FAKE)
+        monkeypatch.setattr(module, "symmetric", shared)
+    monkeypatch.setattr(transports, "KernelBarrier", barriers.StreamBarrier)
+    monkeypatch.setattr(transports, "push_refusal", lambda processes: None)
+    monkeypatch.setattr(transports, "SMALLEST", 4)
     stream = SimpleNamespace(cuda_stream=0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     local = threading.local()
-    monkeypatch.setattr(sharded, "driver", lambda: local.driver)
+    monkeypatch.setattr(barriers, "driver", lambda: local.driver)
     resolved = resolve_plan(SAME_AT_ANY_T[plan], 4, world)
     shapes = [(1, 4), (2, 3), (3, 3), (1, 1), (2, 9), (2, 3)] * 2
     batches = [torch.randn(*shape, 8) for shape in shapes]
@@ -457,7 +459,7 @@ def test_copies_meet_and_reuse_their_buffers(
 
 def test_memory_operations_have_the_drivers_layout() -> None:
     """cuda.h: a union of six 64-bit words; the address at 8, the value at 16, the flags at 24."""
-    kind = sharded.MemoryOperation
+    kind = MemoryOperation
     assert ctypes.sizeof(kind) == 48
     assert [getattr(kind, name).offset for name in ("operation", "address", "value", "flags")] == [
         0,

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ladder.comm.access import push_refusal
 from ladder.config import DTYPES
 from ladder.files import check_writable, make_folder
 from ladder.infer.graphs import record
@@ -26,7 +27,6 @@ from ladder.kernels.two_shot import TwoShotAllReduce
 from ladder.models.errors import UserError, unknown
 from ladder.parallel import launch
 from ladder.parallel.dispatch import Dispatch, derive, read_table, size_text, write_table
-from ladder.parallel.reducers import push_refusal
 from ladder.records import append, facts
 
 PUSHED = 12 * 2**20  # bytes sent by a rank; beyond them a push sends far more than it needs to

@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from ladder.checkpoint import newest, read_stop_tokens
+from ladder.comm.access import common_push_refusal
 from ladder.data.template import ChatTemplate, LeftOut, open_template
 from ladder.data.tokenizer import encode, load_tokenizer
 from ladder.infer.engine import NotFiniteError, generate
@@ -18,7 +19,6 @@ from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.parallel.dispatch import size_text
-from ladder.parallel.reducers import common_push_refusal
 
 
 class Stream:

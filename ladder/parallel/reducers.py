@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,18 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ladder.comm.access import common_push_refusal, push_refusal
 from ladder.kernels.all_reduce import PushAllReduce
-from ladder.kernels.launch import triton
 from ladder.kernels.two_shot import TwoShotAllReduce
 from ladder.models.errors import UserError
 from ladder.models.reducer import Ranks, Reducer
 from ladder.parallel.dispatch import Dispatch, load_dispatch
-
-# torch 2.13 has new names for these two, and warns of the old ones.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-P2P_SWITCH = "NCCL_P2P_DISABLE"
 
 
 @dataclass
@@ -214,45 +207,6 @@ class PushReducer(AsyncReducer):
             limit = self.dispatch.largest("two-shot")
             self.two_shot = TwoShotAllReduce(limit, self.group, partial.device)
         return self.two_shot if name == "two-shot" else None
-
-
-def p2p_disabled() -> bool:
-    """Whether the environment asks that GPUs leave each other's memory alone.
-
-    NCCL itself obeys 1 alone; who sets anything else but 0 means the same.
-    """
-    return os.environ.get(P2P_SWITCH, "0") not in ("", "0")
-
-
-def push_refusal(processes: int) -> str | None:
-    """Why the push kernel cannot run over the `processes` TP ranks of this one's group, or None.
-
-    TP ranks are neighbours: see `launch.make_mesh`.
-    """
-    if not torch.cuda.is_available():
-        return "it needs GPUs"
-    if triton is None:
-        return "it needs the package triton"
-    if p2p_disabled():
-        return f"{P2P_SWITCH}={os.environ[P2P_SWITCH]} keeps peer memory out of use"
-    if processes > torch.cuda.device_count():
-        return f"{processes} ranks are on more than this machine's {torch.cuda.device_count()} GPUs"
-    mine = torch.cuda.current_device()
-    first = mine // processes * processes
-    for peer in range(first, first + processes):
-        if peer != mine and not torch.cuda.can_device_access_peer(mine, peer):
-            return f"GPU {mine} has no peer access to GPU {peer}"
-    return None
-
-
-def common_push_refusal(processes: int) -> str | None:
-    """`push_refusal` of the first rank that has one, on every rank; all ranks must call it."""
-    mine = push_refusal(processes)
-    if not dist.is_initialized():
-        return mine
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return next((why for why in everyone if why), None)
 
 
 def pick_reducer(processes: int) -> str:

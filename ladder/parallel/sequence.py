@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ladder.comm.collectives import all_gather, reduce_scatter
 from ladder.models.errors import UserError
 from ladder.models.plan import Landing, Sublayer
 from ladder.models.reducer import Norm, Pending, Ranks, Reducer
-from ladder.parallel.reducers import AsyncReducer, all_gather, reduce_scatter
+from ladder.parallel.reducers import AsyncReducer
 
 # Starts a collective on rows [M, D]: (what it will give, the handle to wait for).
 Collective = Callable[[Tensor], tuple[Tensor, Any]]

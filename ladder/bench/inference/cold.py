@@ -21,10 +21,10 @@ import torch
 
 from ladder.bench.inference.build import build
 from ladder.bench.inference.points import Point, resolve
+from ladder.comm.access import P2P_SWITCH
 from ladder.infer.engine import Engine
 from ladder.infer.sampling import Sampling, draws
 from ladder.parallel import launch
-from ladder.parallel.reducers import P2P_SWITCH
 
 LIMIT = 900.0  # seconds after which a start has failed
 STARTED = "LADDER_COLD_STARTED"  # seconds since the epoch, in the ranks' environment

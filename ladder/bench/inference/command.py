@@ -33,10 +33,10 @@ from ladder.bench.inference.points import (
     load_suite,
     refuse_degree,
 )
+from ladder.comm.access import P2P_SWITCH, common_push_refusal, p2p_disabled
 from ladder.files import check_writable, make_folder, write_text
 from ladder.models.errors import UserError
 from ladder.parallel import launch
-from ladder.parallel.reducers import P2P_SWITCH, common_push_refusal, p2p_disabled
 from ladder.records import append, facts
 
 SAME = ("gpu", "torch", "commit")  # of a record's machine, for all that is compared

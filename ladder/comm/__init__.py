@@ -1,0 +1,1 @@
+"""Communication between the GPUs of one host: peer memory, barriers, transports."""
