@@ -26,9 +26,9 @@ from typing import Any
 
 import pytest
 
+from tests import ROOT
 from tests.distributed import PATIENCE, PRELOAD
 
-ROOT = Path(__file__).parent.parent
 # On a CPU, with one thread, and gloo where a container can resolve its address.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 

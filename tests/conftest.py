@@ -27,18 +27,22 @@ def pytest_xdist_auto_num_workers() -> int:
     return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 8)
 
 
+TESTS = Path(__file__).parent
 # The files that take longest, longest first, so that the last tests of all processes end together.
 LONGEST = (
-    "test_parity", "test_tensor_parallel", "test_sequence_parallel", "test_documents",
-    "test_faults", "test_cluster", "test_apply", "test_checkpoint", "test_all_reduce",
-    "test_prefill", "test_kernels_decode", "test_sampling", "test_quality", "test_axolotl",
-    "test_cli", "test_data_parallel", "test_fused", "test_hf", "test_collectives", "test_train",
+    "parallel/test_parity", "parallel/test_tensor_parallel", "parallel/test_sequence_parallel",
+    "models/test_documents", "train/test_faults", "train/test_cluster", "parallel/test_apply",
+    "test_checkpoint", "comm/test_all_reduce", "kernels/test_prefill", "kernels/test_decode",
+    "infer/test_sampling", "benchmarks/test_quality", "hf/test_axolotl", "test_cli",
+    "parallel/test_data_parallel", "infer/test_fused", "hf/test_hf", "parallel/test_collectives",
+    "train/test_train",
 )  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    order = {TESTS / f"{name}.py": place for place, name in enumerate(LONGEST)}
+    assert all(path.exists() for path in order), "LONGEST names a file that is not there"
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.fixture(scope="session", autouse=True)

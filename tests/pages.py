@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ladder.cli import main
+from tests import ROOT
 from tests.corpus import WORDS
 from tests.distributed import PATIENCE
 
-ROOT = Path(__file__).parent.parent
 PYTHON = {"ladder": ["-m", "ladder"], "torchrun": ["-m", "torch.distributed.run"]}
 NOT_RUN = ("gpu", "network", "optional", "long")  # what it needs, or takes too long
 TRAINING = ("train", "finetune")

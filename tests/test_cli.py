@@ -15,12 +15,12 @@ import pytest
 import yaml
 
 from ladder.cli import main, parse_words
+from tests import ROOT
 from tests.commands import Start
 from tests.corpus import make_corpus
 from tests.distributed import PATIENCE
 
 LADDER = [sys.executable, "-m", "ladder"]
-ROOT = Path(__file__).parent.parent
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:

@@ -14,8 +14,7 @@ import torch
 
 from ladder import doctor
 from ladder.doctor import Check, Failed, Missing
-
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ from ladder.bench.training.command import parse_layout
 from ladder.cli import _parser, main
 from ladder.parallel import launch
 from ladder.train.config import load_train_config
-from tests import pages
-from tests.pages import ROOT, TEXTS, TRAINING, Block, verb
+from tests import ROOT, pages
+from tests.pages import TEXTS, TRAINING, Block, verb
 
 # ---- What is known of README.md: it alone takes a reader through the jobs, from nothing.
 README = "README.md"

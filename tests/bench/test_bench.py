@@ -1,0 +1,419 @@
+"""`ladder bench inference` as far as a CPU goes: its options, its points, the command's loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from ladder.bench.inference import command as bench
+from ladder.bench.inference import measure
+from ladder.bench.inference.floors import (
+    decode_bytes,
+    estimated_bytes,
+    prefill_floor_s,
+    prefill_flops,
+)
+from ladder.bench.inference.points import Point, Settings, counterpart, expand, load_suite, resolve
+from ladder.cli import main
+from ladder.comm import access
+from ladder.models import ModelConfig, UserError, resolve_plan
+from ladder.parallel import launch
+from tests import ROOT
+
+CPU = torch.device("cpu")
+SUITES = sorted(path.stem for path in (ROOT / "configs" / "bench").glob("*.yaml"))
+POINT = Point("tiny", "standard", "push", 4, 2, 8, 4, 4)
+
+
+def anything(reducer: str, tp: int) -> None:
+    """No reducer is refused."""
+
+
+# ---- options and points ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--batch", "0"], ["--batch=0", "1 or more"]),
+        (["--prompt", "0"], ["--prompt=0"]),
+        (["--new-tokens", "1"], ["--new-tokens=1", "2 or more"]),
+        (["--tp", "0"], ["--tp=0"]),
+        (["--tp", "3"], ["--tp=3", "num_heads=32"]),
+        (["--layers", "-1"], ["--layers=-1"]),
+        (["--layers", "33"], ["--layers=33"]),
+        (["--tp-degree", "-2"], ["--tp-degree=-2"]),
+        (["--prompt", "8000"], ["--prompt=8000", "--new-tokens=512", "8192"]),
+        (["--model", "llama-9"], ["'llama-9'", "llama-3-8b"]),
+        (["--plans", "laddder"], ["'laddder'", "'ladder'"]),
+        (["--plans", "checkpoint"], ["'checkpoint'", "--model"]),
+        (["--reducers", "pull"], ["'pull'", "push"]),
+        (["--suite", "table9"], ["'table9'", "table1"]),
+        (["--suite", "table1", "--new-tokens", "1"], ["--new-tokens=1", "set 1 of suite 'table1'"]),
+        (["--budget", "0"], ["--budget=0"]),
+        (["--cold", "--profile"], ["--profile", "--cold"]),
+    ],
+)
+def test_a_mistake_is_one_line(
+    options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "inference", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    for word in words:
+        assert word in error
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "inference", "--out", str(tmp_path / "new")]) == 2
+    assert "GPU" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_set_is_every_combination() -> None:
+    settings = Settings.from_dict(
+        {"model": "tiny", "plans": ["standard", "ladder"], "tp": [4, 2, 8, 3], "batch": [1, 2],
+         "prompt": 8, "new_tokens": 4, "p2p": [True]} | {"tp": [4, 2, 8]}
+    )  # fmt: skip
+    cases, left_out = expand([settings], 4, True, anything)
+    assert [(case[0].tp, case[0].batch) for case in cases] == [(4, 1), (4, 2), (2, 1), (2, 2)]
+    assert left_out == ["tiny at TP 8: there are 4 ranks"]
+    assert [(p.plan, p.reducer, p.dropped) for p in cases[0]] == [
+        ("standard", "push", False),
+        ("standard", "async", False),
+        ("none", "push", False),  # standard without its reduces
+        ("ladder", "push", False),
+        ("ladder", "async", False),
+        ("ladder", "push", True),
+    ]
+    assert expand([settings], 4, False, anything) == ([], [])
+    # the same set twice is measured once
+    assert expand([settings, settings], 4, True, anything)[0] == cases
+
+
+def test_one_process_has_one_reducer_and_nothing_to_drop() -> None:
+    settings = Settings("tiny", plans=("ladder", "desync-2x"), tp=(1,), prompt=8, new_tokens=4)
+    ((*points,),), _ = expand([settings], 2, True, anything)
+    assert [(p.plan, p.reducer) for p in points] == [("ladder", "async"), ("desync-2x", "async")]
+
+
+def test_a_refused_reducer_is_left_out_with_the_reason() -> None:
+    settings = Settings("tiny", prompt=8, new_tokens=4)
+
+    def refusal(reducer: str, tp: int) -> str | None:
+        return "P2P is off" if reducer == "push" else None
+
+    cases, left_out = expand([settings], 4, True, refusal)
+    assert left_out == ["reducer push at TP 4: P2P is off"]
+    assert {point.reducer for point in cases[0]} == {"async"}
+    only = replace(settings, reducers=("push",))
+    assert expand([only], 4, True, refusal) == ([], left_out)
+
+
+def test_virtual_ranks_are_for_plans_that_depend_on_them() -> None:
+    settings = Settings("tiny", plans=("ladder", "desync-2x", "none"), tp=(2,), tp_degree=4,
+                        reducers=("async",), prompt=8, new_tokens=4)  # fmt: skip
+    ((*points,),), _ = expand([settings], 2, True, anything)
+    degrees = {(p.plan, p.dropped): p.degree for p in points}
+    assert degrees == {
+        ("ladder", False): 0,
+        ("ladder", True): 0,
+        ("desync-2x", False): 4,
+        ("desync-2x", True): 4,  # its own computation: four streams, which `none` has not
+        ("none", False): 0,
+    }
+    assert resolve(points[2]).tp_degree == 4
+    odd = replace(settings, tp=(4,), tp_degree=2)
+    assert "does not divide tp_degree=2" in expand([odd], 4, True, anything)[1][0]
+
+
+@pytest.mark.parametrize("plan", ["standard", "parallel", "ladder", "desync-4x", "dtp-1", "hybrid"])
+def test_a_plan_without_reduces_keeps_its_own_lags(plan: str) -> None:
+    whole = resolve_plan(plan, 4, 2)
+    bare = whole.without_reduces()
+    assert bare.collectives == 0
+    assert not bare.communicates
+    for record, other in zip(whole.sublayers, bare.sublayers, strict=True):
+        assert (other.kind, other.own_lag, other.own_scale) == (
+            record.kind,
+            record.own_lag,
+            record.own_scale,
+        )
+        assert other.reduce == "none"
+    point = Point("tiny", plan, "async", 2, 1, 8, 4, 4)
+    with pytest.raises(UserError, match="bound for benchmarks"):
+        resolve(replace(point, dropped=True)).refuse_bound()
+    found = counterpart(point, "push")
+    expected = replace(point, reducer="push")
+    if plan in ("standard", "desync-4x"):
+        assert found == replace(expected, plan="none")
+    else:
+        assert found == replace(expected, dropped=True)
+    # it lands early where the plan does
+    if plan == "ladder":
+        assert bare.early == whole.early
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_suites_resolve(name: str) -> None:
+    settings = load_suite(name)
+    points = []
+    for p2p in (True, False):
+        for ranks in (1, 2, 4, 8, 16):
+            cases, _ = expand(settings, ranks, p2p, anything)
+            points += [point for case in cases for point in case]
+    points = list(set(points))  # ranks share most
+    wanted = {tp for each in settings for tp in each.tp}
+    assert {point.tp for point in points} == wanted
+    for point in points:
+        config = resolve(point)
+        assert config.plan.num_layers == point.layers
+        assert point.prompt + point.new_tokens <= config.max_seq_len
+        assert estimated_bytes(config, point) > 0
+
+
+def test_the_suites_are_the_papers() -> None:
+    assert SUITES == ["figure2", "figure3", "figure4", "table1", "table2", "table6"]
+    for name in SUITES:
+        for each in load_suite(name):
+            assert (each.prompt, each.new_tokens) == (1024, 512)
+            assert "standard" in each.chosen_plans
+    assert load_suite("table6")[0].batch == (64,)
+    assert load_suite("figure3")[0].tp == (16,)
+    assert load_suite("table2")[0].p2p == (True, False)
+
+
+def test_a_suite_with_a_wrong_key_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump([{"model": "tiny", "batches": [1]}]))
+    with pytest.raises(UserError, match=r"'batches'.*'batch'"):
+        load_suite(str(file))
+    file.write_text("model: tiny")
+    with pytest.raises(UserError, match="list of option sets"):
+        load_suite(str(file))
+    short = {"model": "tiny", "prompt": 8, "new_tokens": 4}
+    file.write_text(yaml.safe_dump([short, {"model": "tiny"}]))
+    with pytest.raises(UserError, match=r"set 2 of suite .*max_seq_len|set 2 of suite .*context"):
+        load_suite(str(file))
+    assert [s.batch for s in load_suite(str(file), {"prompt": 4, "new_tokens": 4, "batch": 3})] == [
+        (3,),
+        (3,),
+    ]
+
+
+# ---- floors and memory ----------------------------------------------------------------------
+
+SHAPE = ModelConfig(vocab_size=10, hidden_size=8, intermediate_size=12, num_layers=3, num_heads=4,
+                    num_kv_heads=2, max_seq_len=64)  # fmt: skip
+
+
+def test_floors_by_hand() -> None:
+    point = Point("x", "standard", "async", 2, batch=5, prompt=6, new_tokens=4, layers=3)
+    # a layer: q, o 8 x 8; k, v 4 x 8; three 12 x 8: 480 weights, 240 a rank; head 80, 40 a rank
+    # a place of the cache: one KV head of 2 on each rank, key and value: 4 numbers a layer
+    assert decode_bytes(SHAPE, point) == 2 * (3 * (240 + 4 * 8 * 5) + 40)
+    # attention of a token that sees half of 6 places: 2 products x 2 FLOPs x 8 x 3
+    # of the last layer k and v of all 30 tokens, 64 weights, and the rest of 5 tokens
+    matmuls = 2 * (2 * 480 * 30 + 64 * 30 + 416 * 5)
+    attention = 2 * (2 * 2 * 8 * 3) * 30 + 2 * 2 * 8 * 6 * 5
+    assert prefill_flops(SHAPE, point) == (matmuls + attention + 2 * 80 * 5) / 2
+    assert prefill_floor_s(SHAPE, point, 1e30, 10.0) == prefill_flops(SHAPE, point) / 10
+    assert prefill_floor_s(SHAPE, point, 10.0, 1e30) == 2 * 3 * 240 / 10
+    # more ranks than KV heads: each holds one
+    narrow = replace(SHAPE, num_kv_heads=1)
+    layer = (2 * 64 + 2 * 16 + 288) / 2
+    assert decode_bytes(narrow, point) == 2 * (3 * (layer + 4 * 8 * 5) + 40)
+
+
+def test_a_large_model_does_not_fit_and_says_so() -> None:
+    large = replace(POINT, model="llama-3-70b", layers=80)
+    small = replace(POINT, model="llama-3-8b", layers=32)
+    found, too_large = measure.chunks([large, small], 20e9)
+    assert found == [[small]]
+    assert too_large == [large]
+    assert estimated_bytes(resolve(large), large) > 70e9 * 2 / 4
+
+
+def test_chunks_keep_a_plan_with_its_counterpart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "estimated_bytes", lambda config, point: 10.0)
+    monkeypatch.setattr(measure, "HEADROOM", 1.0)
+    plans = ("standard", "none", "ladder")
+    settings = Settings("tiny", plans=plans, reducers=("push",), prompt=8, new_tokens=4)
+    ((*points,),), _ = expand([settings], 4, True, anything)
+    standard, none, ladder, bare = points
+    assert measure.chunks(points, 40.0) == ([points], [])
+    assert measure.chunks(points, 30.0) == ([[standard, none], [ladder, bare]], [])
+    assert measure.chunks(points, 10.0) == ([[p] for p in points], [])
+    assert measure.chunks(points, 9.0) == ([], points)
+
+
+# ---- the command's loop ---------------------------------------------------------------------
+
+
+def record(point: Point, prefill: float = 10.0, decode: float = 2.0, total: float = 100.0) -> Any:
+    bare = counterpart(point, point.reducer)
+    return {
+        "point": asdict(point),
+        "result": {
+            "prefill_ms": prefill,
+            "prefill_floor_ms": 5.0,
+            "decode_ms": decode,
+            "decode_p99_ms": 2.5,
+            "floor_ms": 1.0,
+            "total_ms": total,
+            "memory_gib": 1.5,
+            "picked": {"8192": "push"},
+        },
+        "check": {},
+        "without_reduces": None if bare is None else [bare.plan, bare.dropped],
+        "machine": {"gpu": "none"},
+    }
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[Point]]]:
+    """The loop without a GPU; yields what it measures, chunk by chunk."""
+    found: list[list[Point]] = []
+
+    def fake(points: list[Point], *rest: Any) -> tuple[list[Any], list[str]]:
+        found.append(list(points))
+        good = [point for point in points if point.plan != "dtp-1"]
+        result = [record(p) for p in good], ["dtp-1: wrong"] * (len(good) < len(points))
+        rest[-1](*result)
+        return result
+
+    monkeypatch.setattr(bench, "measure", fake)
+    monkeypatch.setattr(launch, "join", lambda device: CPU)
+    monkeypatch.setattr(bench, "bandwidth", lambda device: 1e12)
+    monkeypatch.setattr(bench, "matrix_rate", lambda device: 1e12)
+    monkeypatch.setattr(bench, "free_bytes", lambda device: 1e12)
+    monkeypatch.setattr(bench, "machine", lambda device, speed, rate: {"gpu": "none"})
+    return found  # type: ignore[return-value]
+
+
+def job(out: Path, **changes: Any) -> bench.Job:
+    settings = Settings("tiny", plans=("standard", "ladder"), batch=(1, 2), prompt=8, new_tokens=4)
+    return bench.Job((replace(settings, **changes),), out, True, float("inf"))
+
+
+def test_finished_points_are_skipped(tmp_path: Path, measured: list[list[Point]]) -> None:
+    old = {"point": asdict(POINT), "result": {"prefill_ms": 1.0}}  # of an older form
+    (tmp_path / bench.RESULTS).write_text(json.dumps(old) + "\n")
+    assert bench.run_job(job(tmp_path, batch=(1,))) == 0
+    assert [[(p.plan, p.batch) for p in part] for part in measured] == [
+        [("standard", 1), ("ladder", 1)]
+    ]
+    assert bench.run_job(job(tmp_path)) == 0  # goes on with what is new
+    assert [(p.plan, p.batch) for p in measured[1]] == [("standard", 2), ("ladder", 2)]
+    assert bench.run_job(job(tmp_path)) == 0
+    assert len(measured) == 2
+    assert len((tmp_path / bench.RESULTS).read_text().splitlines()) == 5
+    assert len(json.loads((tmp_path / bench.SUMMARY).read_text())) == 4
+    assert "<table>" in (tmp_path / bench.PAGE).read_text()
+
+
+def test_other_code_is_not_compared(
+    tmp_path: Path, measured: list[list[Point]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a case; a case of its own, and one that is finished, may be of any commit."""
+    assert bench.run_job(job(tmp_path, batch=(1,))) == 0
+    monkeypatch.setattr(bench, "machine", lambda *_: {"gpu": "none", "commit": "abc"})
+    assert bench.run_job(job(tmp_path, batch=(1, 2))) == 0
+    wanted = r"inference.jsonl holds standard, .* from commit None, and this is abc"
+    with pytest.raises(UserError, match=wanted):
+        bench.run_job(job(tmp_path, plans=("standard", "ladder", "parallel")))
+    assert len(measured) == 2
+
+
+def test_a_trace_that_fails_costs_no_figures(
+    tmp_path: Path, measured: list[list[Point]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = bench.measure
+
+    def fails(*arguments: Any) -> Any:
+        fake(*arguments)
+        raise UserError("the profiler is busy")
+
+    monkeypatch.setattr(bench, "measure", fails)
+    with pytest.raises(UserError, match="busy"):
+        bench.run_job(job(tmp_path))
+    assert [(p.plan, p.batch) for p in bench.finished(tmp_path / bench.RESULTS)] == [
+        ("standard", 1),
+        ("ladder", 1),
+    ]
+
+
+def test_a_half_written_result_is_named(tmp_path: Path) -> None:
+    file = tmp_path / bench.RESULTS
+    file.write_text(json.dumps(record(POINT)) + '\n{"point": {"mo')
+    with pytest.raises(UserError, match=r"line 2 of .*inference.jsonl.*remove the line"):
+        bench.finished(file)
+
+
+def test_a_spent_budget_starts_nothing(
+    tmp_path: Path, measured: list[list[Point]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.run_job(replace(job(tmp_path), deadline=0.0)) == 0
+    assert measured == []
+    said = capsys.readouterr().out
+    assert said.count("the budget is spent: standard, reducer async, tiny") == 2
+    assert not (tmp_path / bench.RESULTS).exists()
+
+
+def test_a_wrong_engine_is_not_recorded(
+    tmp_path: Path, measured: list[list[Point]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.run_job(job(tmp_path, plans=("standard", "dtp-1"), batch=(1,))) == 1
+    assert "error: dtp-1: wrong" in capsys.readouterr().err
+    assert [p.plan for p in bench.finished(tmp_path / bench.RESULTS)] == ["standard"]
+    bench.run_job(job(tmp_path, plans=("standard", "dtp-1"), batch=(1,)))
+    assert [p.plan for p in measured[-1]] == ["dtp-1"]  # tried again
+
+
+@pytest.mark.parametrize(("value", "off"), [("", False), ("0", False), ("1", True), ("true", True)])
+def test_the_push_kernel_and_the_benchmark_agree_on_p2p(
+    tmp_path: Path,
+    measured: list[list[Point]],
+    monkeypatch: pytest.MonkeyPatch,
+    value: str,
+    off: bool,
+) -> None:
+    monkeypatch.setenv("NCCL_P2P_DISABLE", value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(access, "triton", object())
+    assert ("NCCL_P2P_DISABLE" in str(access.push_refusal(2))) == off
+    if off:
+        with pytest.raises(UserError, match=f"NCCL_P2P_DISABLE={value} .*--p2p off"):
+            bench.run_job(job(tmp_path))
+    else:
+        assert bench.run_job(job(tmp_path)) == 0
+
+
+def test_p2p_off_is_set_before_ranks_join(
+    tmp_path: Path, measured: list[list[Point]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    with pytest.raises(UserError, match="--p2p off"):
+        bench.run_job(job(tmp_path))
+    monkeypatch.delenv("NCCL_P2P_DISABLE")
+    seen: list[str | None] = []
+
+    def join(device: str) -> torch.device:
+        seen.append(bench.os.environ.get("NCCL_P2P_DISABLE"))
+        return CPU
+
+    monkeypatch.setattr(launch, "join", join)
+    bench.run_job(replace(job(tmp_path, p2p=(False,)), p2p=False))
+    assert seen == ["1"]
+    assert all(not p.p2p for part in measured for p in part)
+    monkeypatch.delenv("NCCL_P2P_DISABLE")

@@ -1,0 +1,240 @@
+"""`ladder bench train`: what it times, what it compares with what, and what it refuses."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ladder.bench import trace as tracing
+from ladder.bench.training import command as bench
+from ladder.bench.training.command import Layout, Point, parse_layout, points, table
+from ladder.cli import main
+from ladder.models import UserError
+from ladder.models.config import ModelConfig
+from ladder.parallel import launch
+from ladder.parallel.sharding import local_tensor
+from ladder.records import facts
+from tests.bench.test_profile import on_gpu
+from tests.commands import Start
+from tests.distributed import Pools
+from tests.parallel.test_collectives import Dispatched
+
+
+def options(**changes: Any) -> Any:
+    settings = {
+        "model": "tiny", "layers": 2, "plans": ["standard", "none", "ladder"], "layouts": ["ddp"],
+        "seq_len": 64, "batch": 2, "micro_batch": 0, "dtype": "float32",
+        "activation_checkpointing": "none", "compile": False,
+    }  # fmt: skip
+    return SimpleNamespace(**settings | changes)
+
+
+def test_layouts() -> None:
+    assert parse_layout("ddp") == Layout("ddp")
+    assert parse_layout("fsdp") == Layout("fsdp", dp_shard=0)
+    assert parse_layout("hsdp2") == Layout("hsdp2", dp_shard=2)
+    assert parse_layout("tp4+sp+fsdp") == Layout("tp4+sp+fsdp", 4, 0, True)
+    wrong = {"tp": "'tp'", "sp": "without tpN", "zero3": "'zero3'", "ddp2": "'ddp2'"}
+    for text, words in wrong.items():
+        with pytest.raises(UserError, match=words):
+            parse_layout(text)
+
+
+def test_points() -> None:
+    """A plan under TP stands beside its bound, `none` is standard's, each point comes once."""
+    found = [(p.layout, p.plan, p.silent) for p in points(options(layouts=["ddp", "tp2"]))]
+    assert found == [
+        ("ddp", "standard", False), ("ddp", "ladder", False), ("tp2", "standard", False),
+        ("tp2", "standard", True), ("tp2", "ladder", False), ("tp2", "ladder", True),
+    ]  # fmt: skip
+
+
+def calls(rank: int, world: int) -> dict[str, list[int]]:
+    """Collectives of one forward and backward pass over the TP group, by layout: with and without
+    the sublayers' reduces."""
+    found: dict[str, list[int]] = {}
+    for layout in ("tp2", "tp2+sp"):
+        for silent in (False, True):
+            (point, *_) = points(options(layouts=[layout], plans=["ladder"]))
+            point = Point(**{**point.__dict__, "silent": silent})
+            recipe = bench.recipe_of(point)
+            model, _ = bench.build(point, recipe, 2, torch.device("cpu"))
+            tokens = torch.randint(0, 100, (2, 64), generator=torch.Generator().manual_seed(1))
+            with Dispatched() as mode:
+                model(tokens, tokens).mean().backward()
+            found.setdefault(layout, []).append(mode.count)
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                assert local_tensor(parameter.grad).isfinite().all()
+    return found
+
+
+def test_the_bound_drops_the_sublayers_reduces_alone(pools: Pools) -> None:
+    """Two layers have four reduces, each forward and backward; under sequence parallelism a scatter
+    and a gather each, and the final norm's gather. The embedding's and the loss's stay."""
+    for found in pools(2).run(calls):
+        reduced, silent = found["tp2"]
+        assert reduced - silent == 2 * 4
+        reduced, silent = found["tp2+sp"]
+        assert reduced - silent == 2 * (4 + 5)
+
+
+def test_the_table() -> None:
+    def record(step: float, **changes: Any) -> dict[str, Any]:
+        point = {**points(options(layouts=["tp2"], plans=["standard"]))[0].__dict__, **changes}
+        result = {"step_ms": step, "steps_ms": [step, step + 1], "tokens_s_gpu": 1e6 / step}
+        return {"point": point, "result": {**result, "mfu": 0.5, "memory_gib": 3.0}}
+
+    records = [record(120.0), record(100.0, silent=True), record(105.0, plan="ladder"),
+               record(100.0, plan="ladder", silent=True)]  # fmt: skip
+    lines = [line.split() for line in table(records).splitlines()]
+    assert lines[1][:3] == ["tp2", "standard", "120.0"]
+    assert lines[1][6:8] == ["20.0%", "1.000"]
+    assert lines[2][:3] == ["tp2", "none", "100.0"]
+    assert lines[3][6:8] == ["5.0%", "1.143"]
+    assert lines[4][1:4] == ["ladder", "without", "reduces"]
+
+
+def test_a_trace_is_of_one_pass_forward_and_one_backward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With kernels put into the trace, as there is no GPU: what was hidden is said by pass."""
+    record = tracing.record
+
+    def recorded(phases: Any, device: Any, file: Path, head_start: float) -> None:
+        record(phases, device, file, head_start)
+        data = json.loads(gzip.decompress(file.read_bytes()))
+        marks = [e for e in data["traceEvents"] if e.get("cat") == "user_annotation"]
+        for event in marks:
+            if event["name"] in phases:
+                at = event["ts"]
+                hidden = {"forward": 15, "backward": 5}[event["name"]]
+                data["traceEvents"] += [
+                    on_gpu("gemm", 7, at + 10, at + 30),
+                    on_gpu("ncclDevKernel_ReduceScatter", 13, at + 30 - hidden, at + 50 - hidden),
+                ]
+        file.write_bytes(gzip.compress(json.dumps(data).encode()))
+
+    monkeypatch.setattr(tracing, "record", recorded)
+    (point,) = points(options(plans=["ladder"]))
+    live = bench.prepare(point, 4, torch.device("cpu"))
+    (result,) = bench.measure([live], 1, torch.device("cpu"))
+    result["trace"] = bench._trace(live, torch.device("cpu"), tmp_path)
+    assert all(parameter.grad is None for parameter in live.model.parameters())
+    assert result["trace"]["forward"]["hidden"] == pytest.approx(0.75)
+    assert result["trace"]["backward"]["hidden"] == pytest.approx(0.25)
+    text = table([{"point": point.__dict__, "result": result}])
+    assert "75% / 25%" in text
+    result["trace"]["backward"]["exposed_ms"] = 2.56
+    text = table([{"point": point.__dict__, "result": result}])
+    assert "0.0 / 2.6" in text
+
+
+COMMAND = ["bench", "train", "--model", "tiny", "--layers", "2", "--seq-len", "32", "--batch", "2",
+           "--steps", "1", "--device", "cpu", "--dtype", "float32"]  # fmt: skip
+
+
+def test_the_command(tmp_path: Path, start: Start) -> None:
+    """On two ranks, with virtual ranks where T is 4: every line is there and recorded."""
+    wanted = ["--plans", "standard", "none", "ladder", "desync-2x", "--layouts", "tp2", "fsdp"]
+    command = start(main, [*COMMAND, *wanted, "--nproc", "2", "--out", str(tmp_path)])
+    assert command.wait() == 0, command.err
+    printed, said = command.out, command.err
+    assert said.count("--plans none is left out under fsdp: without TP there is no reduce") == 1
+    for line in ("tp2     standard", "tp2     none", "fsdp    desync-2x", "ladder without reduces"):
+        assert line in printed
+    records = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert len(records) == 9
+    assert all(record["result"]["step_ms"] > 0 for record in records)
+    assert all(record["machine"]["ranks"] == 2 for record in records)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--layouts", "tp2"], "tp=2"),
+        (["--layouts", "pp2"], "--layouts: 'pp2'"),
+        (["--plans", "lader"], "lader"),
+        (["--plans", "none"], "layout with tpN"),
+        (["--steps", "0"], "--steps=0"),
+        (["--batch", "0"], "--batch=0 must be 1 or more"),
+        (["--batch", "-2"], "--batch=-2 must be 1 or more"),
+        (["--micro-batch", "-1"], "--micro-batch=-1 must be 0 or more"),
+        (["--micro-batch", "3"], "--micro-batch=3"),
+        (["--dtype", "int8"], "int8"),
+        (["--activation-checkpointing", "some"], "'some'"),
+        (["--model", "tinny"], "tinny"),
+    ],
+)
+def test_mistakes(wrong: list[str], words: str, tmp_path: Path, capsys: Any) -> None:
+    """Before anything is timed: one line, exit code 2."""
+    assert launch.world_size() == 1
+    assert main([*COMMAND, "--out", str(tmp_path / "b"), *wrong]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert words in error
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_plan_gets_its_degree() -> None:
+    config = bench.shape_of(points(options(plans=["desync-2x"]))[0], 4)
+    assert isinstance(config, ModelConfig)
+    assert config.tp_degree == 4
+    assert bench.shape_of(points(options(plans=["ladder"]))[0], 4).tp_degree is None
+
+
+def test_a_record_names_what_nccl_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs that differ in it are not the same measurement."""
+    monkeypatch.setenv("NCCL_MAX_CTAS", "2")
+    assert facts("none")["environment"]["NCCL_MAX_CTAS"] == "2"
+
+
+def test_points_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those of a layout that fit in memory; virtual ranks are alone. Catches a point that is timed
+    through in one go, and steps that are left out or counted twice."""
+    turns: list[tuple[str, int]] = []
+    measure, take_turn = bench.measure, bench.take_turn
+
+    def noted(live: bench.Live, steps: int, device: torch.device) -> None:
+        turns.append((live.point.plan, steps))
+        take_turn(live, steps, device)
+
+    def measured(*arguments: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(bench, "take_turn", noted)
+            return measure(*arguments)
+
+    monkeypatch.setattr(bench, "measure", measured)
+    wanted = ["--plans", "standard", "desync-2x", "ladder", "--layouts", "ddp", "fsdp"]
+    assert main([*COMMAND, *wanted, "--steps", "4", "--out", str(tmp_path / "all")]) == 0
+    of_a_layout = [
+        ("standard", 2), ("ladder", 2), ("standard", 1), ("ladder", 1), ("standard", 1),
+        ("ladder", 1), ("desync-2x", 2), ("desync-2x", 1), ("desync-2x", 1),
+    ]  # fmt: skip
+    assert turns == 2 * of_a_layout
+    records = [json.loads(line) for line in (tmp_path / "all" / "train.jsonl").open()]
+    assert [len(each["result"]["steps_ms"]) for each in records] == 6 * [4]
+    turns.clear()
+    monkeypatch.setattr(bench, "ROOM", 1e9)
+    wanted = ["--plans", "standard", "ladder", "--layouts", "ddp"]
+    assert main([*COMMAND, *wanted, "--steps", "2", "--out", str(tmp_path / "one")]) == 0
+    assert [plan for plan, _ in turns] == ["standard", "standard", "ladder", "ladder"]
+
+
+def test_figures_outlive_a_trace_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no trace")
+
+    monkeypatch.setattr(bench, "_trace", fails)
+    wanted = ["--plans", "standard", "ladder", "--layouts", "ddp", "--profile"]
+    assert main([*COMMAND, *wanted, "--out", str(tmp_path)]) == 1
+    records = [json.loads(line) for line in (tmp_path / "train.jsonl").open()]
+    assert [each["point"]["plan"] for each in records] == ["standard", "ladder"]

@@ -1,0 +1,123 @@
+"""Our all-reduce kernels in real processes, through Triton's interpreter on a CPU.
+
+Each rank's slots lie in a file that all ranks map, in place of symmetric memory.
+tests/comm/test_gpu.py provokes the compiled kernels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ladder.kernels import all_reduce, two_shot
+from ladder.kernels.all_reduce import PushAllReduce, reference_all_reduce
+from ladder.kernels.two_shot import TwoShotAllReduce, shard_words
+from tests.distributed import Pools
+from tests.interpreter import addresses, interpreting
+from tests.kernels.test_kernels import on
+
+KEYS = [(64, torch.bfloat16), (2056, torch.bfloat16), (1500, torch.float32), (8, torch.bfloat16)]
+
+
+def partial_of(turn: int, elements: int, dtype: torch.dtype, rank: int) -> Tensor:
+    """What `rank` adds in this turn: zeros of both signs, and infinity, among other numbers, whose
+    sums depend on their order."""
+    source = torch.Generator().manual_seed(1000 * turn + elements + rank)
+    value = torch.randn(elements, generator=source) * 10 ** torch.randn(elements, generator=source)
+    value[turn % 7 :: 7] = -0.0
+    value[3::11] = -0.0  # neighbours on all ranks: whole words of "not yet written"
+    value[4::11] = -0.0
+    value[turn % elements] = float("inf")
+    return value.to(dtype)
+
+
+def provoke(
+    rank: int, world: int, folder: str, which: str, turns: int
+) -> tuple[int, list[str]]:  # fmt: skip
+    """Calls of changing sizes by ranks that come late; how many totals are wrong, what ran."""
+    from triton.runtime import interpreter
+
+    numbers = itertools.count()
+
+    def mapped(words: int, sentinel: int, group: Any, device: torch.device) -> tuple:
+        number = next(numbers)
+        files = [str(Path(folder) / f"slots{number}-{each}") for each in range(world)]
+        own = torch.from_file(files[rank], shared=True, size=words, dtype=torch.int32)
+        own.fill_(sentinel)
+        dist.barrier()
+        slots = [torch.from_file(file, True, words, dtype=torch.int32) for file in files]
+        alive.append(slots)
+        return own, addresses(slots)
+
+    def late(builder: Any, *args: Any) -> Any:  # any store of any rank may come late
+        if sleeps.random() < 0.05:
+            time.sleep(0.01)
+        return store(builder, *args)
+
+    def patient(builder: Any, *args: Any) -> Any:  # there are fewer cores than ranks that wait
+        os.sched_yield()
+        return load(builder, *args)
+
+    load = interpreter.InterpreterBuilder.create_masked_load
+    store = interpreter.InterpreterBuilder.create_masked_store
+    sleeps = random.Random(rank)
+    alive: list[list[Tensor]] = []
+    device, group = torch.device("cpu"), dist.group.WORLD
+    wrong = 0
+    with (
+        interpreting() as ran,
+        mock.patch.object(interpreter.InterpreterBuilder, "create_masked_load", patient),
+        mock.patch.object(interpreter.InterpreterBuilder, "create_masked_store", late),
+        mock.patch.object(all_reduce, "symmetric_slots", mapped),
+        mock.patch.object(two_shot, "symmetric_slots", mapped),
+        mock.patch.object(PushAllReduce, "BLOCK", 512),
+        mock.patch.object(TwoShotAllReduce, "SMALL", (64, 4)),
+        mock.patch.object(TwoShotAllReduce, "LARGE", (128, 4)),
+    ):
+        if which == "push":
+            kernels: dict = {key: PushAllReduce(*key, group, device) for key in KEYS}
+        else:
+            kernels = dict.fromkeys(KEYS, TwoShotAllReduce(8192, group, device, programs=2))
+        schedule = [KEYS[turn // 3 % len(KEYS)] for turn in range(turns)]
+        partials = [partial_of(turn, *key, rank) for turn, key in enumerate(schedule)]
+        nothing = mock.patch.object(torch, "empty_like", lambda x: torch.full_like(x, torch.nan))
+        with nothing:  # one call right after another
+            totals = [kernels[k](x, True) for k, x in zip(schedule, partials, strict=True)]
+        for turn, key in enumerate(schedule):
+            parts = [partial_of(turn, *key, each) for each in range(world)]
+            wrong += not torch.equal(totals[turn], reference_all_reduce(parts))
+            wrong += not torch.equal(partials[turn], parts[rank])
+        dist.barrier()  # every rank's slots stay mapped until all have read theirs
+    return wrong, ran
+
+
+@pytest.mark.parametrize(
+    ("device", "which", "world", "turns"),
+    [on("interpreter", which, *s) for which in ("push", "two-shot") for s in ((2, 24), (4, 12))],
+)
+def test_totals_are_the_sum_in_rank_order(
+    pools: Pools, tmp_path: Path, interpreted: list[str], device: str, which: str, world: int,
+    turns: int,
+) -> None:  # fmt: skip
+    """A slot read too early or cleared too late gives another sum or no end; so does any hole."""
+    for wrong, ran in pools(world).run(provoke, str(tmp_path), which, turns):
+        assert wrong == 0
+        interpreted += ran
+
+
+def test_shards_cover_the_message_and_are_aligned() -> None:
+    for words, world in itertools.product((1, 4, 15, 16, 64, 65, 1000, 2**20 + 4), (1, 2, 3, 8)):
+        shard = shard_words(words, world)
+        assert shard % 16 == 0
+        assert shard * world >= words
+        assert (shard - 16) * world < words

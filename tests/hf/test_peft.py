@@ -1,0 +1,133 @@
+"""LoRA by PEFT on our models: found by the usual names, trained, merged, saved and loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+from ladder.checkpoint import load_model
+from ladder.hf import LadderForCausalLM
+from ladder.models import UserError
+from ladder.models.layers import ColumnParallelLinear, KVParallelLinear, RowParallelLinear
+from tests.hf.test_hf import wrapped
+from tests.infer import test_generate
+
+TOKENS = torch.randint(0, 67, (2, 9), generator=torch.Generator().manual_seed(0))
+USUAL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class Adapter(nn.Module):
+    """As PEFT's layers: in place of a matrix, which it holds."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.a = nn.Linear(base.in_features, 2, bias=False, dtype=base.weight.dtype)
+        self.b = nn.Linear(2, base.out_features, bias=False, dtype=base.weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base_layer(x) + self.b(self.a(x))
+        return y
+
+
+def test_matrices_are_what_adapters_look_for() -> None:
+    """nn.Linear of the whole matrix's size, under the names that every Llama has."""
+    model = wrapped("ladder")
+    config = model.transformer.config
+    found = {
+        name.rsplit(".", 1)[-1]: (each.in_features, each.out_features)
+        for name, each in model.named_modules()
+        if isinstance(each, nn.Linear)
+    }
+    queries, keys = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+    size, inner = config.hidden_size, config.intermediate_size
+    assert found == {
+        "q_proj": (size, queries), "k_proj": (size, keys), "v_proj": (size, keys),
+        "o_proj": (queries, size), "gate_proj": (size, inner), "up_proj": (size, inner),
+        "down_proj": (inner, size), "lm_head": (size, config.vocab_size),
+    }  # fmt: skip
+    layer = model.model.layers[0].self_attn
+    assert (type(layer.q_proj), type(layer.k_proj)) == (ColumnParallelLinear, KVParallelLinear)
+    assert type(layer.o_proj) is RowParallelLinear
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "o_proj"])
+@torch.no_grad()
+def test_adapters_are_for_one_rank(name: str) -> None:
+    """With virtual ranks PEFT's products would have other shapes, and fail in its own code."""
+    one, four = wrapped("ladder"), wrapped("desync-4x", 4)
+    before = one(TOKENS).logits
+    assert not one.transformer.adapted
+    for model in (one, four):
+        layer = model.model.layers[1].self_attn
+        setattr(layer, name, Adapter(getattr(layer, name)))
+    assert one.transformer.adapted
+    assert not torch.equal(one(TOKENS).logits, before)
+    with pytest.raises(UserError, match=r"an adapter is for .* one rank, .* 4 \(plan 'desync-4x'"):
+        four(TOKENS)
+
+
+def test_a_head_that_is_replaced_is_what_computes() -> None:
+    model = wrapped("ladder")
+    model.lm_head = Adapter(model.lm_head)
+    with torch.no_grad():
+        assert torch.equal(model.transformer(TOKENS), model(TOKENS).logits)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": USUAL},
+        {"target_modules": "all-linear", "use_rslora": True},
+        {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    ],
+)
+@pytest.mark.parametrize("plan", ["ladder", "parallel"])
+def test_lora_trains_merges_and_is_loaded(
+    tmp_path: Path, plan: str, options: dict[str, Any]
+) -> None:
+    peft = pytest.importorskip("peft")
+    base = LadderForCausalLM.from_transformer(test_generate.make(plan, None).float())
+    base.save_pretrained(tmp_path / "base")
+    folder = str(tmp_path / "base")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(LadderForCausalLM.from_pretrained(folder), config)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable()
+    model.train()
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    losses = []
+    for _ in range(5):
+        loss = model(TOKENS, labels=TOKENS).loss
+        loss.backward()
+        assert all(each.grad is not None for each in trained)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5
+    model.eval()
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+        assert not torch.allclose(expected, base(TOKENS).logits, atol=0.1)
+        with model.disable_adapter():
+            assert torch.equal(model(TOKENS).logits, base(TOKENS).logits)
+        model.save_pretrained(tmp_path / "adapter")
+        again = LadderForCausalLM.from_pretrained(folder)
+        again = peft.PeftModel.from_pretrained(again, str(tmp_path / "adapter"))
+        assert torch.equal(again(TOKENS).logits, expected)
+        merged = model.merge_and_unload()
+        assert type(merged) is LadderForCausalLM
+        assert not merged.transformer.adapted
+        merged.save_pretrained(tmp_path / "merged")
+        ours = load_model(tmp_path / "merged")
+        assert ours.config == base.transformer.config
+        for logits in (merged(TOKENS).logits, ours(TOKENS)):
+            assert torch.allclose(logits, expected, atol=1e-4)

@@ -1,0 +1,87 @@
+"""The kernels at the two ends of a decode step, against plain PyTorch: as test_kernels.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ladder.infer.sampling import choose_greedily
+from ladder.kernels import choice as module
+from ladder.kernels.choice import EMPTY, SETS, GreedyChoice, embed
+from ladder.models import Reducer
+from tests.interpreter import addresses
+from tests.kernels.test_kernels import on
+
+
+@pytest.mark.parametrize("device", [on("cpu"), on("interpreter"), on("cuda")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embed(device: str, dtype: torch.dtype) -> None:
+    weight = torch.randn(50, 1100, device=device).to(dtype)
+    tokens = torch.tensor([0, 99, 100, 149, 150, 120], device=device)
+    found = embed(tokens, weight, 100)
+    wanted = torch.stack([weight[t - 100] if 100 <= t < 150 else 0 * weight[0] for t in tokens])
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("device", [on("interpreter"), on("cuda")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [7, 1024, 2100])
+def test_the_greedy_choice(device: str, dtype: torch.dtype, size: int) -> None:
+    """Equal logits, NaN and infinities at any place; a strided view of logits; places go on."""
+    logits = torch.randn(9, size + 3, device=device).to(dtype)[:, :size]
+    logits[1, size // 2] = torch.nan
+    logits[2, size - 1] = torch.inf
+    logits[3] = -torch.inf
+    logits[4] = 2.5
+    logits[5, [1, size - 1]] = 100.0
+    logits[6, size - 1] = 100.0
+    out, tokens = (torch.full((9,), 77, device=device) for _ in range(2))
+    positions = torch.arange(9, device=device)
+    choice = GreedyChoice(9, 0, 1, None, torch.device(device))
+    choice(logits, 0, out, tokens, positions, 7)
+    wanted = choose_greedily(logits, 0, Reducer())
+    assert out.tolist() == wanted.tolist()
+    assert tokens.tolist() == wanted.clamp(min=0).tolist()
+    assert positions.tolist() == [1, 2, 3, 4, 5, 6, 7, 7, 7]
+    choice(logits, 500, out, tokens)
+    assert out.tolist() == [500 + token if token >= 0 else -1 for token in wanted.tolist()]
+    assert positions[0] == 1
+
+
+@pytest.mark.parametrize("device", [on("interpreter")])
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_greedy_choice_over_ranks(
+    device: str, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks in one process, in turn: the last one finds everything that its peers sent it.
+
+    -0.0 is the likeliest in one row (sent as 0.0: it would read as "not yet written"), equal
+    logits lie on several ranks, and NaN and infinities on any. Sets of slots are used again.
+    """
+    batch, size = 6, 5
+    for last in range(world):
+        slots = [torch.full((SETS * world * batch * 2,), EMPTY, dtype=torch.int32)
+                 for _ in range(world)]  # fmt: skip
+        where = addresses(slots)
+        monkeypatch.setattr(module, "symmetric_slots", lambda *_, x=where: (x, x))
+        choices = [GreedyChoice(batch, r, world, None, torch.device(device)) for r in range(world)]
+        for turn in range(SETS + 2):
+            logits = torch.randn(batch, world * size)
+            logits[0] = logits[0].abs().neg()
+            logits[0, turn] = -0.0
+            logits[1, turn % size :: size] = 9.0
+            logits[2, 2 * turn % (world * size)] = torch.nan
+            logits[3, 3 * turn % (world * size)] = torch.inf
+            logits[4] = -torch.inf
+            out, tokens, positions = (torch.full((batch,), turn) for _ in range(3))
+            for rank in [*(r for r in range(world) if r != last), last]:
+                part = logits[:, rank * size : (rank + 1) * size]
+                choices[rank](
+                    part, rank * size, out, tokens, positions if rank == last else None, 3
+                )
+            wanted = choose_greedily(logits, 0, Reducer())
+            assert out.tolist() == wanted.tolist()
+            assert tokens.tolist() == wanted.clamp(min=0).tolist()
+            assert positions.tolist() == [min(turn + 1, 3)] * batch
+            empty = (slots[last].view(SETS, -1) == EMPTY).float().mean(-1)
+            assert empty.tolist() == [float(n != turn % SETS) for n in range(SETS)]

@@ -1,0 +1,387 @@
+"""The kernels of a decode step, against float64: how they are run is in test_kernels.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ladder.kernels import Push, Send, decode_attention, land, new_job, project, send
+from ladder.kernels.decode import MAX_ROWS
+from ladder.kernels.landing import CHUNK
+from ladder.models import ModelConfig
+from ladder.models.layers import rotary_tables, rotate
+from tests.kernels.test_kernels import (  # noqa: F401  (fixtures)
+    CACHES,
+    DTYPES,
+    _poisoned_memory,
+    assert_close,
+    attend,
+    on,
+    some_positions,
+)
+
+EPS = 1e-5
+
+
+def squares_of(x: Tensor) -> Tensor:
+    """What a landing leaves of a stream [M, D]: [M, ceil(D / CHUNK)] float32."""
+    padded = F.pad(x.float().square(), (0, -x.shape[1] % CHUNK))
+    return padded.unflatten(1, (-1, CHUNK)).sum(-1)
+
+
+def empty_slots(slots: Tensor) -> bool:
+    return bool(((slots == 0) & torch.signbit(slots)).all())
+
+
+# -- products ------------------------------------------------------------------------------------
+
+# On a GPU each number of rows, of columns, type and way to use a product is a kernel to compile.
+SMALL = [  # rows, weight rows, columns, dtype
+    *(
+        on("cpu", *s, dtype)
+        for s in (
+            *((1, 96, 96), (3, 71, 200), (8, 6, 2100), (5, 33, 12), (2, 1, 1024), (1, 6, 4096)),
+            *(
+                (2, 7, 9000),
+                (9, 71, 200),
+                (16, 34, 96),
+                (17, 34, 1304),
+                (33, 5, 1304),
+                (64, 33, 12),
+            ),
+        )
+        for dtype in DTYPES
+    ),
+    *(
+        on("interpreter", *s, dtype)
+        for s in ((1, 18, 96), (3, 33, 200), (5, 33, 12), (2, 6, 1100), (9, 34, 96), (17, 5, 1100))
+        for dtype in DTYPES
+    ),
+    # On either side of where tensor cores take over, powers of two, and not.
+    *(
+        on("cuda", m, 71, 200, dtype)
+        for m in (*range(1, 10), 16, 17, 33, 64)
+        for dtype in DTYPES[:2]
+    ),
+    *(
+        on("cuda", *s, dtype)
+        for s in ((1, 33, 12), (2, 7, 9000), (3, 96, 96), (5, 33, 12), (9, 7, 9000), (64, 96, 96))
+        for dtype in DTYPES
+    ),
+]
+# 8B, 70B and 1B at TP 4: QKV, attention's output, down; and 8B's head.
+LARGE = [
+    *(
+        on("cuda", m, *s)
+        for m in (1, 8, 32, 64)
+        for s in ((1536, 4096), (4096, 1024), (4096, 3584))
+    ),
+    *(on("cuda", m, *s) for m in (1, 33) for s in ((2560, 8192), (8192, 2048), (8192, 7168))),
+    *(on("cuda", m, *s) for m in (2, 5, 16) for s in ((768, 2048), (2048, 512))),
+    *(on("cuda", m, 32064, 4096) for m in (1, 64)),
+]
+
+
+@pytest.mark.parametrize(("device", "m", "n", "k", "dtype"), SMALL)
+def test_products(device: str, m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    """Each branch of the kernels: plain, gated, of a stream before its norm, with an addend."""
+    for gated, normed, adds in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (0, 1, 1)):
+        check_product(device, m, n, k, dtype, bool(gated), bool(normed), bool(adds))
+
+
+@pytest.mark.parametrize(("device", "m", "n", "k"), LARGE)
+def test_products_of_llamas(device: str, m: int, n: int, k: int) -> None:
+    check_product(device, m, n, k, torch.bfloat16, False, False, False)
+    check_product(device, m, n, k, torch.bfloat16, True, True, False)
+
+
+def check_product(
+    device: str, m: int, n: int, k: int, dtype: torch.dtype, gated: bool, normed: bool, adds: bool
+) -> None:
+    x = torch.randn(m, k, device=device)
+    if normed:  # a stream, whose rows differ in size
+        x = x * (torch.rand(m, 1, device=device) * 3 + 0.2)
+    x = x.to(dtype)
+    gate, up = (torch.randn(2, n, k, device=device) / k**0.5).to(dtype)
+    add = torch.randn(m, n, device=device).to(dtype)
+    results = []
+    for kind in (torch.float64, dtype):
+        wide = F.rms_norm(x.to(kind), (k,), None, EPS) if normed else x.to(kind)
+        y = F.linear(wide, gate.to(kind))
+        y = F.silu(y) * F.linear(wide, up.to(kind)) if gated else y
+        results.append(y - add.to(kind) / 4 if adds else y)
+    options: dict[str, Any] = {"squares": squares_of(x), "eps": EPS} if normed else {}
+    options |= {"add": add, "factor": -0.25} if adds else {}
+    found = project(x, gate, up if gated else None, **options)
+    assert found is not None
+    assert_close(found, *results)
+
+
+def test_a_product_that_does_not_fit_is_refused() -> None:
+    x, weight = torch.randn(4, 16), torch.randn(4, 16)
+    refused: list[tuple[Tensor, Tensor, dict[str, Any]]] = [
+        (torch.randn(MAX_ROWS + 1, 16), weight, {}),
+        (x[:0], weight, {}),
+        (x.t().contiguous().t(), weight, {}),
+        (x, weight[:, :15].contiguous(), {}),
+        (x, torch.randn(16, 4).t(), {}),
+        (x, weight, {"keep": False}),  # and nowhere to push to
+    ]
+    for one, other, options in refused:
+        with pytest.raises(AssertionError):
+            project(one, other, **options)
+    landed = new_job(x)
+    land(landed)
+    with pytest.raises(AssertionError):
+        project(x, weight, rider=landed)
+    with pytest.raises(AssertionError):
+        land(landed)
+    nowhere = Push(torch.zeros(1, dtype=torch.int64), 0, 0, 1)
+    with pytest.raises(AssertionError, match="one place"):
+        project(x, weight, push=nowhere, rider=Send(x, nowhere))
+    with pytest.raises(AssertionError, match="only GPUs share slots"):
+        project(x, weight, push=nowhere)
+    with pytest.raises(AssertionError, match="only GPUs share slots"):
+        project(x, weight, rider=Send(x, nowhere))
+
+
+# -- landings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize(
+    ("device", "rows", "size", "world"),
+    [
+        *(
+            on(where, *s)
+            for where in ("cpu", "interpreter")
+            for s in ((3, 1500, 3), (1, 96, 1), (9, 2049, 2))
+        ),
+        *(on("cuda", *s) for s in ((3, 1500, 3), (1, 96, 1), (64, 8192, 4), (8, 4096, 8))),
+    ],
+)
+def test_a_landing(
+    device: str, rows: int, size: int, world: int, replaces: bool, dtype: torch.dtype
+) -> None:
+    """What lands twice or not at all, a stream kept or lost, a slot not cleared, a row's edge."""
+    stream, own, other = torch.randn(3, rows, size, device=device).to(dtype)
+    slots = torch.randn(2, world, rows, size, device=device).to(dtype)
+    parts = [*slots.flatten(0, 1), -1.0 * own, 2.0 * other, *([] if replaces else [stream])]
+    exact = torch.stack([part.double() for part in parts]).sum(0)
+    before = stream.clone()
+    job = new_job(stream, sums=list(slots.clone()), owns=[(own, -1.0), (other, 2.0)],
+                  replaces=replaces)  # fmt: skip
+    land(job)
+    assert_close(job.out, exact, exact.to(dtype))
+    assert_close(job.squares, squares_of(job.out).double(), squares_of(job.out))
+    assert all(empty_slots(taken) for taken in job.sums)
+    assert torch.equal(stream, before)
+    again = new_job(stream, sums=list(slots), owns=[(own, -1.0), (other, 2.0)], replaces=replaces)
+    land(again)
+    assert torch.equal(again.out, job.out)
+
+
+@pytest.mark.parametrize("device", [on("cpu"), on("interpreter"), on("cuda")])
+def test_a_landing_of_nothing_is_the_stream(device: str) -> None:
+    stream = torch.randn(2, 1030, device=device)
+    job = new_job(stream)
+    land(job)
+    assert torch.equal(job.out, stream)
+    assert job.out.data_ptr() != stream.data_ptr()
+
+
+@pytest.mark.parametrize("device", [on("cpu"), on("interpreter"), on("cuda")])
+@pytest.mark.parametrize("rows", [2, 9])
+def test_a_rider_has_rows_of_its_own(device: str, rows: int) -> None:
+    stream, own = torch.randn(2, 5, 1100, device=device)
+    x, weight = torch.randn(rows, 40, device=device), torch.randn(7, 40, device=device)
+    job, alone = (new_job(stream, owns=[(own, 0.5)]) for _ in range(2))
+    y = project(x, weight, rider=job)
+    land(alone)
+    assert torch.equal(y, project(x, weight))
+    assert torch.equal(job.out, alone.out)
+    assert_close(job.squares, alone.squares.double(), alone.squares)
+
+
+WAYS = ("the product", "a send", "a send that rides")
+PUSHES = [  # rows, ranks, columns, size of the stream, dtype, what pushes
+    *(on("interpreter", 3, 4, 40, 70, dtype, by) for dtype in DTYPES for by in WAYS),
+    *(
+        on("interpreter", *s, torch.bfloat16, by)
+        for s in ((1, 2, 40, 70), (9, 2, 12, 1030))
+        for by in WAYS
+    ),
+    *(
+        on("cuda", *s, dtype, by)
+        for s in ((1, 2, 1100, 2000), (3, 4, 1024, 4096), (9, 2, 1100, 2000), (64, 3, 1100, 2000))
+        for dtype in DTYPES
+        for by in WAYS
+    ),
+]
+
+
+@pytest.mark.parametrize(("device", "rows", "world", "inner", "size", "dtype", "by"), PUSHES)
+def test_pushed_partials_land_beside_the_next_product(
+    device: str, rows: int, world: int, inner: int, size: int, dtype: torch.dtype, by: str
+) -> None:
+    """Several ranks on one device, one after another; -0.0 among what is sent.
+
+    No reference has slots to share, so there is no case of it.
+    """
+    start = 64
+    sets = [torch.full((start + world * rows * size + 64,), -0.0, dtype=dtype, device=device)
+            for _ in range(world)]  # fmt: skip
+    buffers = torch.tensor([each.data_ptr() for each in sets], device=device)
+    x = torch.randn(world, rows, inner, device=device).to(dtype)
+    weight = (torch.randn(world, size, inner, device=device) / inner**0.5).to(dtype)
+    stream, add = torch.randn(2, rows, size, device=device).to(dtype)
+    # Where only the smallest negative number is added, its part rounds to -0.0 (in the 16-bit
+    # types; the interpreter has no such bfloat16).
+    weight[:, ::5] = 0
+    add[:, ::5] = -torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    partials = torch.einsum("wri,wsi->wrs", x.double(), weight.double())
+    plain = torch.stack([F.linear(one, matrix) for one, matrix in zip(x, weight, strict=True)])
+    for rank in range(world):
+        push = Push(buffers, start, rank, world)
+        if by == "the product":
+            keep = rank != 1
+            kept = project(x[rank], weight[rank], push=push, add=add, factor=1 / world, keep=keep)
+            assert (kept is not None) == keep
+        else:
+            partial = project(x[rank], weight[rank], add=add, factor=1 / world)
+            assert partial is not None
+            partial[:, ::5] = -0.0
+            sending, kept = Send(partial, push), None
+            if by == "a send":
+                send(sending)
+            else:
+                kept = project(x[rank], weight[rank], rider=sending)
+            assert sending.launched
+        if kept is not None:
+            assert_close(kept, partials[rank], plain[rank])
+    views = [each[start : start + rows * size * world].view(world, rows, size) for each in sets]
+    for slots in views:
+        assert not ((slots == 0) & torch.signbit(slots)).any(), "a peer would wait for ever"
+    # Every rank lands it inside the product of another stream.
+    outs = []
+    total = stream.double() + partials.sum(0) + add.double()
+    rounded = (plain + (add / world).to(dtype)).sum(0) + stream
+    for rank in range(world):
+        job = new_job(stream, sums=[views[rank]])
+        y = project(x[rank], weight[rank], rider=job)
+        assert_close(y, partials[rank], plain[rank])
+        assert job.launched
+        assert_close(job.out, total, rounded)
+        assert_close(job.squares, squares_of(job.out).double(), squares_of(job.out))
+        outs.append(job.out)
+        assert empty_slots(sets[rank]), "a slot is not clear, or something beside it was written"
+    for out in outs:
+        assert torch.equal(out, outs[0])
+
+
+# -- attention -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "biased and normed"])
+@pytest.mark.parametrize(("device", "batch", "heads", "kv", "length", "size"), CACHES)
+def test_decode_attention(
+    device: str, batch: int, heads: int, kv: int, length: int, size: int, dtype: torch.dtype,
+    extras: bool,
+) -> None:  # fmt: skip
+    """Memory from the token's place on is NaN before; the cache changes at that place only."""
+    shape = ModelConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=1,
+                        num_heads=heads, num_kv_heads=kv, head_dim=size)  # fmt: skip
+    places = torch.arange(length, device=device)
+    tables = rotary_tables(shape, places[None], torch.float32)  # the model's own
+    table = tables[:, 0, 0, :, : size // 2].transpose(0, 1).flatten(1).contiguous()
+    arrived = torch.zeros(batch * kv, dtype=torch.int32, device=device)
+    # A cache cut from a longer one, as a captured graph for short contexts may use it.
+    cache = torch.randn(2, batch, kv, length + 8, size, device=device).to(dtype)
+    for positions in some_positions(batch, length, device):
+        qkv = torch.randn(batch, (heads + 2 * kv) * size, device=device).to(dtype)
+        qkv[:, : heads * size] *= 2  # some keys weigh more than others
+        own = tables[:, 0, 0, positions][:, :, None, None]
+        bias, gains = None, None
+        if extras:
+            bias = torch.randn((heads + 2 * kv) * size, device=device).to(dtype)
+            gains = tuple(torch.rand(2, size, device=device).to(dtype) + 0.5)
+        more = (bias, gains, 1e-3)
+        results = []
+        for kind in (torch.float64, dtype):
+            whole = qkv.to(kind) if bias is None else qkv.to(kind) + bias.to(kind)
+            parts = whole.unflatten(1, (-1, 1, size)).split((heads, kv, kv), 1)
+            turned = []
+            for n, x in enumerate(parts[:2]):
+                if gains is not None:
+                    x = torch.nn.functional.rms_norm(x, (size,), gains[n].to(kind), 1e-3)
+                turned.append(rotate(x, own.to(kind)))
+            outs = []
+            for b, position in enumerate(positions.tolist()):
+                old = cache[:, b : b + 1, :, :position].to(kind)
+                k_all = torch.cat((old[0], turned[1][b : b + 1]), 2)
+                v_all = torch.cat((old[1], parts[2][b : b + 1]), 2)
+                outs.append(attend(turned[0][b : b + 1], k_all, v_all, size**-0.5))
+            results.append((torch.cat(outs).flatten(1), turned[1].squeeze(2), parts[2].squeeze(2)))
+        poisoned = cache.clone()
+        for b, position in enumerate(positions.tolist()):
+            poisoned[:, b, :, position:] = torch.nan
+        before = poisoned.clone()
+        keys, values = poisoned[0, :, :, :length], poisoned[1, :, :, :length]
+        found = decode_attention(
+            qkv, table, positions, keys, values, heads, size**-0.5, arrived, *more
+        )
+        rows = torch.arange(batch, device=device)
+        assert_close(found, results[0][0], results[1][0])
+        assert_close(keys[rows, :, positions], results[0][1], results[1][1])
+        if extras:
+            assert_close(values[rows, :, positions], results[0][2], results[1][2])
+        else:
+            assert torch.equal(values[rows, :, positions], results[1][2])
+        before[0][rows, :, positions] = keys[rows, :, positions]
+        before[1][rows, :, positions] = values[rows, :, positions]
+        assert torch.equal(before.nan_to_num(7.0), poisoned.nan_to_num(7.0)), "another place"
+        assert not arrived.any()
+        again = decode_attention(
+            qkv, table, positions, keys, values, heads, size**-0.5, arrived, *more
+        )
+        assert torch.equal(found, again)
+
+
+def test_attention_that_does_not_fit_is_refused() -> None:
+    fits: dict[str, Any] = {
+        "qkv": torch.randn(2, 8 * 4),
+        "table": torch.randn(8, 4),
+        "positions": torch.zeros(2, dtype=torch.int64),
+        "keys": torch.randn(2, 2, 8, 4),
+        "values": torch.randn(2, 2, 8, 4),
+        "num_heads": 4,
+        "scale": 0.5,
+        "arrived": torch.zeros(4, dtype=torch.int32),
+    }
+    decode_attention(**fits)
+    three, odd = torch.randn(2, 3, 8, 4), torch.randn(2, 2, 8, 3)
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("KV heads must divide", {"qkv": torch.randn(2, 10 * 4), "keys": three, "values": three}),
+        ("head_dim must be even", {"qkv": torch.randn(2, 8 * 3), "keys": odd, "values": odd}),
+        (r"qkv has shape \(2, 31\); expected \(2, 32\)", {"qkv": torch.randn(2, 31)}),
+        ("dtypes", {"values": fits["values"].half()}),
+        (r"positions is torch\.int32; expected torch\.int64", {"positions": torch.zeros(2).int()}),
+        ("values has shape", {"values": torch.randn(2, 2, 7, 4)}),
+        ("keys has strides", {"keys": torch.randn(2, 2, 4, 8).mT}),
+        (r"expected torch\.float32 \[>= 8", {"table": fits["table"].half()}),
+        (r"expected torch\.float32 \[>= 8", {"table": fits["table"][:7]}),
+        (r"arrived is torch\.int32 \(3,\); expected .* \[>= 4\]", {"arrived": fits["arrived"][:3]}),
+        (r"arrived is torch\.int64", {"arrived": fits["arrived"].long()}),
+        (r"bias has shape \(4,\); expected \(32,\)", {"bias": torch.randn(4)}),
+        (r"gains\[1\] has shape", {"gains": (torch.randn(4), torch.randn(8))}),
+        ("dtypes", {"gains": (torch.randn(4), torch.randn(4).half())}),
+    ]
+    for message, changed in cases:
+        with pytest.raises(ValueError, match=message):
+            decode_attention(**fits | changed)

@@ -1,0 +1,469 @@
+"""What prompts run through: its kernels against float64, and the stream sharded by tokens.
+
+How the kernels are run is in test_kernels.py. test_gpu_prefill.py runs the same checks,
+and more, on GPUs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ladder.comm import barriers, transports
+from ladder.comm.driver import MemoryOperation
+from ladder.kernels.prefill import land_rows, rotary_prompt, swiglu
+from ladder.models import Ranks, UserError, resolve_plan
+from ladder.models.layers import RMSNorm, rotary_tables, rotate
+from ladder.parallel.reducers import AsyncReducer
+from ladder.parallel.sharded import ShardedReducer, sharded_refusal
+from ladder.parallel.sharding import place
+from tests.distributed import Pools, tp_mesh
+from tests.kernels.test_kernels import (  # noqa: F401  (fixtures)
+    DTYPES,
+    _poisoned_memory,
+    assert_close,
+    on,
+)
+from tests.samples import (
+    DEPENDS_ON_T,
+    SAME_AT_ANY_T,
+    full_model,
+    relative_error,
+    sample_tokens,
+    small_config,
+)
+
+ON_A_CPU = pytest.mark.parametrize("device", [on("cpu"), on("interpreter")])
+
+# -- kernels -----------------------------------------------------------------------------------
+
+
+def check_land_rows(device: str, rows: int, size: int, count: int, dtype: torch.dtype) -> None:
+    pieces = list(torch.randn(count, rows, size, device=device).to(dtype))
+    stream = torch.randn(rows, size, device=device).to(dtype)
+    weight = torch.randn(size, device=device).to(dtype)
+    total = sum((piece.double() for piece in pieces), stream.double())
+    exact = F.rms_norm(total, (size,), weight.double(), 1e-5)
+    plain = stream.clone()
+    for piece in pieces:
+        plain = plain + piece
+    before = stream.clone()
+    landed, normed = land_rows(pieces, stream, weight, 1e-5)
+    assert torch.equal(stream, before)
+    assert_close(landed, total, plain)
+    assert_close(normed, exact, F.rms_norm(plain, (size,), weight, 1e-5))
+    around = torch.full((rows + 2, size), 7.0, dtype=dtype, device=device)
+    again, same = land_rows(pieces, stream, weight, 1e-5, (stream, around[1:-1]))
+    assert again.data_ptr() == stream.data_ptr()  # in place
+    assert torch.equal(again, landed)
+    assert torch.equal(same, normed)
+    assert (around[[0, -1]] == 7.0).all()
+    copies = [torch.full((rows + 2, size), 7.0, dtype=dtype, device=device) for _ in range(7)]
+    land_rows(pieces, before, weight, 1e-5, (stream, same), [copy[1:-1] for copy in copies])
+    for copy in copies:
+        assert torch.equal(copy[1:-1], normed)
+        assert (copy[[0, -1]] == 7.0).all()
+
+
+def check_swiglu(device: str, rows: int, inner: int, dtype: torch.dtype) -> None:
+    packed = (4 * torch.randn(rows, 2 * inner, device=device)).to(dtype)
+    packed[:, 0] = -200  # exp(-gate) is infinite in float32
+    gate, up = packed.chunk(2, dim=-1)
+    exact = F.silu(gate.double()) * up.double()
+    assert_close(swiglu(packed), exact, F.silu(gate) * up)
+
+
+def check_rotary_prompt(
+    device: str, batch: int, length: int, heads: tuple[int, int, int], dtype: torch.dtype,
+    normed: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """heads: query heads, KV heads, head_dim. Returns what the kernel does."""
+    queries, kv, dim = heads
+    config = small_config(max_seq_len=length + 5)
+    places = torch.arange(length + 5, device=device).unsqueeze(0)
+    config = mock.Mock(wraps=config, head_dim=dim, rope_theta=10000.0, rope_scaling=None)
+    tables = rotary_tables(config, places, torch.float32)
+    table = torch.cat([t[0, 0, :, : dim // 2] for t in tables], dim=-1).contiguous()
+    packed = torch.randn(batch, length, (queries + 2 * kv) * dim, device=device).to(dtype)
+    packed[0, 0, -1] = torch.inf  # a value: copied, and nothing else touched by it
+    # Written to part of a layer of a larger cache.
+    caches = torch.full((2, 3, batch, kv, length + 5, dim), 7.0, dtype=dtype, device=device)
+    keys, values = caches[0, 1], caches[1, 1]
+    split = packed.unflatten(-1, (-1, dim)).transpose(1, 2).split((queries, kv, kv), dim=1)
+    before = packed.clone()
+    gains = tuple(torch.rand(2, dim, device=device).to(dtype) + 0.5) if normed else None
+    q, k, v = rotary_prompt(packed, table, keys, values, queries, kv, gains, 1e-3)
+    assert torch.equal(packed, before)
+    cut = tables[:, :, :, :length]
+    for n, (found, source) in enumerate(((q, split[0]), (k, split[1]))):
+        exact, plain = source.double(), source
+        if gains is not None:
+            exact = F.rms_norm(exact, (dim,), gains[n].double(), 1e-3)
+            plain = F.rms_norm(plain, (dim,), gains[n], 1e-3)
+        assert_close(found, rotate(exact, cut.double()), rotate(plain, cut.to(dtype)))
+    assert torch.equal(v, split[2])
+    assert q.transpose(1, 2).is_contiguous()
+    assert k.data_ptr() == keys.data_ptr()
+    assert v.data_ptr() == values.data_ptr()
+    assert (caches[:, :, :, :, length:] == 7.0).all()
+    assert (caches[:, [0, 2]] == 7.0).all()
+    return q, k, v
+
+
+@ON_A_CPU
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "size", "count"), [(3, 96, 4), (1, 200, 0), (5, 1536, 8)])
+def test_land_rows(device: str, rows: int, size: int, count: int, dtype: torch.dtype) -> None:
+    """A piece or the stream left out or taken twice, a norm of something else, a row beyond."""
+    check_land_rows(device, rows, size, count, dtype)
+
+
+@ON_A_CPU
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "inner"), [(3, 96), (33, 6), (9, 515), (1, 1536)])
+def test_swiglu(device: str, rows: int, inner: int, dtype: torch.dtype) -> None:
+    check_swiglu(device, rows, inner, dtype)
+
+
+@ON_A_CPU
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "length", "heads"), [(2, 5, (4, 2, 16)), (1, 37, (3, 1, 12)), (2, 130, (2, 2, 64))]
+)
+def test_rotary_prompt(
+    device: str, batch: int, length: int, heads: tuple[int, int, int], dtype: torch.dtype,
+    normed: bool,
+) -> None:  # fmt: skip
+    """Places counted wrong in a second block or sequence, heads mixed up, values turned or normed,
+    a norm of the wrong half, the keys' gain for the queries'."""
+    check_rotary_prompt(device, batch, length, heads, dtype, normed)
+
+
+@ON_A_CPU
+def test_land_rows_sums_in_rank_order(device: str) -> None:
+    """1e8 + 1 - 1e8 is 0 in float32, in this order alone: no pairwise or reversed sum."""
+    size = 64
+    values = [torch.full((2, size), value, device=device) for value in (1e8, 1.0, -1e8)]
+    stream, weight = torch.full_like(values[0], 0.5), torch.ones(size, device=device)
+    landed, _ = land_rows(values, stream, weight, 1e-5)
+    assert (landed == 0.5).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: land_rows([x] * 9, x, x[0], 1e-5), "9 pieces"),
+        (lambda x: land_rows([x[:1]], x, x[0], 1e-5), r"pieces\[0\] has shape \(1, 8\)"),
+        (lambda x: land_rows([x.half()], x, x[0], 1e-5), "dtypes"),
+        (lambda x: swiglu(x[:, :7]), r"expected \[M, 2 H\]"),
+        (lambda x: swiglu(x[:, :6]), "not contiguous"),
+        (
+            lambda x: rotary_prompt(
+                x.view(1, 2, 8), x.new_zeros(9, 2), *x.new_zeros(2, 1, 1, 1, 2), 2, 1
+            ),
+            "L of 2 or more",
+        ),
+        (
+            lambda x: rotary_prompt(
+                x.view(1, 2, 8), x.new_zeros(1, 2), *x.new_zeros(2, 1, 1, 9, 2), 2, 1
+            ),
+            "table is",
+        ),
+    ],
+)
+def test_refusals(call: Callable[[Tensor], Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        call(torch.randn(2, 8))
+
+
+# -- the sharded stream, on gloo ranks -----------------------------------------------------------
+
+
+def compared(rank: int, world_size: int, plan: str, batch: int, length: int) -> dict[str, Any]:
+    """In a worker: the sharded reducer's logits against AsyncReducer's, and what it called."""
+    config = small_config(SAME_AT_ANY_T[plan])
+    model = full_model(config, seed=4, dtype=torch.float32)
+    place(model, tp_mesh(world_size))
+    tokens = sample_tokens(config, 1, batch, length)
+    plain = model.reducer
+    assert isinstance(plain, AsyncReducer)
+    counts = {"all_to_all_single": 0, "all_gather": 0, "all_reduce": 0}
+    partials: list[weakref.ref] = []
+    alive = 0
+
+    def counted(where: Any, name: str) -> Any:
+        original = getattr(where, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal alive
+            counts[name] += 1
+            if name == "all_to_all_single":
+                partials.append(weakref.ref(args[1]))
+                alive = max(alive, sum(each() is not None for each in partials))
+            return original(*args, **options)
+
+        return mock.patch.object(where, name, call)
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # as torch 2.13 has for older names
+        last = torch.tensor([(3 * n) % length for n in range(batch)])
+        border = -(-batch * length // world_size)  # the second rank's first row
+        last[border // length] = border % length
+        expected = model(tokens), model(tokens, last=last)
+        model.use(ShardedReducer(plain.ranks, plain.group, config.plan))
+        calls = (dist, "all_to_all_single"), (transports, "all_gather"), (dist, "all_reduce")
+        with ExitStack() as stack:
+            for call in calls:
+                stack.enter_context(counted(*call))
+            logits = model(tokens)
+        found = logits, model(tokens, last=last)
+    assert torch.isfinite(logits).all()
+    errors = [relative_error(a, b) for a, b in zip(found, expected, strict=True)]
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, found)
+    same = all(torch.equal(a, b) for each in everyone for a, b in zip(found, each, strict=True))
+    return {"error": max(errors), "same": same, "counts": counts, "alive": alive}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("batch", "length"), [(2, 8), (3, 7), (1, 2)])
+@pytest.mark.parametrize("plan", SAME_AT_ANY_T)
+def test_a_sharded_stream_computes_the_same(
+    pools: Pools, plan: str, batch: int, length: int, world_size: int
+) -> None:
+    """Rows that T does not divide, fewer rows than ranks, lags that grow and shrink.
+
+    A wrong row or order of landing changes the logits; a collective too many, or partials kept
+    until the end of the pass (half of the memory of a large prompt), is counted.
+    """
+    resolved = resolve_plan(SAME_AT_ANY_T[plan], 4, world_size)
+    first = next(n for n, read in enumerate(resolved.landings) if read)
+    deepest = 1 + max(record.own_lag for record in resolved.sublayers)
+    for result in pools(world_size).run(compared, plan, batch, length):
+        assert result["error"] < 1e-5
+        assert result["same"]
+        sublayers = len(resolved.sublayers)
+        assert result["counts"]["all_to_all_single"] == sublayers
+        assert result["counts"]["all_gather"] == sublayers + 1 - first
+        assert result["counts"]["all_reduce"] == 1  # the embedding
+        if (batch * length) % world_size == 0:  # else it is a padded copy that is seen
+            assert result["alive"] <= deepest + 1
+
+
+@pytest.mark.parametrize("plan", DEPENDS_ON_T)
+def test_plans_whose_streams_differ_are_refused(plan: str) -> None:
+    resolved = resolve_plan(DEPENDS_ON_T[plan], 4, 4)
+    ranks = Ranks(4, 1, 1)
+    assert sharded_refusal(resolved, ranks)
+    with pytest.raises(UserError, match=r"cannot run with its stream sharded.*reducer=async"):
+        ShardedReducer(ranks, None, resolved)
+
+
+def test_ranks_and_transports_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = resolve_plan("ladder", 4, 4)
+    assert sharded_refusal(plan, Ranks(4, 1, 1)) is None
+    assert "virtual" in str(sharded_refusal(plan, Ranks(4, 0, 2)))
+    assert "one process" in str(sharded_refusal(plan, Ranks(1, 0, 1)))
+    with pytest.raises(UserError, match=r"did you mean .copy"):
+        ShardedReducer(Ranks(4, 1, 1), None, plan, "cpoy")
+    monkeypatch.setattr(transports, "push_refusal", lambda processes: "it needs GPUs")
+    monkeypatch.setattr(transports, "dist", FAKE)
+    with pytest.raises(UserError, match=r"transport=copy cannot run here.*transport=collective"):
+        ShardedReducer(Ranks(4, 1, 1), Thread(1, Machine(4)), plan, "copy")
+
+
+# -- copies between memories, on threads ---------------------------------------------------------
+
+
+@dataclass
+class Machine:
+    """Ranks that are threads of this process: every address is everyone's."""
+
+    world: int
+    made: list[dict[int, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.world)
+        self.lock = threading.Lock()
+
+
+@dataclass
+class Thread:
+    """One rank's "process group"."""
+
+    rank: int
+    machine: Machine
+    asked: int = 0
+
+
+FAKE = SimpleNamespace(
+    get_rank=lambda group: group.rank,
+    get_world_size=lambda group: group.machine.world,
+    barrier=lambda group: group.machine.barrier.wait(20),
+    ProcessGroup=dist.ProcessGroup,
+)
+
+
+def shared(shape: tuple[int, int], group: Any, dtype: torch.dtype, device: Any) -> list[Tensor]:
+    """`symmetric` of ladder.comm, of memory that is poisoned."""
+    machine = group.machine
+    with machine.lock:
+        while len(machine.made) <= group.asked:
+            machine.made.append({})
+        poison = torch.nan if dtype.is_floating_point else 77
+        machine.made[group.asked][group.rank] = torch.full(shape, poison, dtype=dtype)
+    machine.barrier.wait(20)
+    mine = machine.made[group.asked]
+    group.asked += 1
+    return [mine[rank] for rank in range(machine.world)]
+
+
+class FakeDriver:
+    """Runs a batch of memory operations at once, in order, on this process's memory."""
+
+    def __init__(self, source: random.Random) -> None:
+        self.source = source
+
+    def cuStreamBatchMemOp_v2(self, stream: Any, count: int, batch: Any, flags: int) -> int:
+        assert count == len(batch)
+        time.sleep(self.source.random() * 2e-3)  # ranks that come late
+        for each in batch:
+            word = ctypes.c_uint32.from_address(each.address)
+            if each.operation == MemoryOperation.WRITE:
+                assert word.value != each.value, "set twice: the other's flag was not yet cleared"
+                word.value = each.value
+                continue
+            end = time.monotonic() + 20
+            while word.value != each.value:
+                assert time.monotonic() < end, "a rank waits for ever"
+                time.sleep(1e-5)
+        time.sleep(self.source.random() * 2e-3)  # ranks that go on late
+        return 0
+
+
+def passes(reducer: ShardedReducer, plan: Any, batches: list[Tensor], lend: bool) -> list[Tensor]:
+    """The model's loop with sublayers that say n and rank; the last normed stream of each pass.
+
+    batches: the embedded stream of each pass. A sublayer's partial on rank r is (r + 1) / 40 times
+    a function of what it reads: small beside the stream, so that rounding does not grow from one
+    sublayer to the next and a tight tolerance holds for any batch.
+    """
+    results = []
+    rank, norm = reducer.ranks.process, RMSNorm(8, 1e-5)
+    torch.nn.init.ones_(norm.weight)
+    for batch in batches:
+        stream: Any = batch
+        pending: dict[int, Any] = {}
+
+        def begin(read: int, stream: Any, pending: dict[int, Any] = pending) -> Any:
+            arrivals = [(each, pending[each.output]) for each in plan.landings[read]]
+            return reducer.begin_landing(stream, arrivals, norm)
+
+        begun = begin(0, stream)
+        for n, record in enumerate(plan.sublayers):
+            stream, normed = reducer.finish_landing(begun)
+            if plan.early[n + 1]:
+                begun = begin(n + 1, stream)
+            partial = (rank + 1) / 40 * torch.sin(normed + n)
+            out = reducer.buffer(tuple(partial.shape), partial) if lend else None
+            if out is not None:
+                assert reducer.buffer(tuple(partial.shape), partial) is None
+                partial = out.copy_(partial)
+            pending[n] = reducer.output(partial, stream, record, False, plan.blocking[n])
+            if not plan.early[n + 1]:
+                begun = begin(n + 1, stream)
+        results.append(reducer.finish_landing(begun)[1].clone())
+    return results
+
+
+def expected_of(plan: Any, batch: Tensor, world: int) -> Tensor:
+    """The same without reducers, in float64, with all outputs summed outright."""
+    stream, outputs = batch.double(), list[Tensor]()
+    for n, read in enumerate(plan.landings):
+        for landing in read:
+            stream = stream + outputs[landing.output]
+        normed = F.rms_norm(stream, (8,), eps=1e-5)
+        outputs.append(sum(range(1, world + 1)) / 40 * torch.sin(normed + n))
+    return normed
+
+
+@pytest.mark.parametrize("lend", [False, True])
+@pytest.mark.parametrize("transport", ["copy", "direct"])
+@pytest.mark.parametrize("plan", ["standard", "ladder", "ladder@1-3", "lag 2"])
+def test_copies_meet_and_reuse_their_buffers(
+    plan: str, transport: str, lend: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four threads with random delays: what a rank reads too early is NaN, or a former pass's.
+
+    One set of buffers less, a meeting left out, a piece or row of another rank, flags that are not
+    cleared: all change a result, trip over a flag, or wait for ever. Passes of several sizes, the
+    largest not first.
+    """
+    world, machine = 4, Machine(4)
+    for module in (barriers, transports):
+        monkeypatch.setattr(module, "dist", FAKE)
+        monkeypatch.setattr(module, "symmetric", shared)
+    monkeypatch.setattr(transports, "KernelBarrier", barriers.StreamBarrier)
+    monkeypatch.setattr(transports, "push_refusal", lambda processes: None)
+    monkeypatch.setattr(transports, "SMALLEST", 4)
+    stream = SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    local = threading.local()
+    monkeypatch.setattr(barriers, "driver", lambda: local.driver)
+    resolved = resolve_plan(SAME_AT_ANY_T[plan], 4, world)
+    shapes = [(1, 4), (2, 3), (3, 3), (1, 1), (2, 9), (2, 3)] * 2
+    batches = [torch.randn(*shape, 8) for shape in shapes]
+    results: dict[int, list[Tensor]] = {}
+    failures: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        local.driver = FakeDriver(random.Random(rank))
+        try:
+            group: Any = Thread(rank, machine)
+            reducer = ShardedReducer(Ranks(world, rank, 1), group, resolved, transport)
+            with torch.no_grad():
+                results[rank] = passes(reducer, resolved, batches, lend)
+        except BaseException as error:
+            failures.append(error)
+            machine.barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if failures:
+        raise failures[0]
+    for n, batch in enumerate(batches):
+        wanted = expected_of(resolved, batch, world)
+        for rank in range(world):
+            assert relative_error(results[rank][n], wanted) < 2e-6, (n, rank)
+
+
+def test_memory_operations_have_the_drivers_layout() -> None:
+    """cuda.h: a union of six 64-bit words; the address at 8, the value at 16, the flags at 24."""
+    kind = MemoryOperation
+    assert ctypes.sizeof(kind) == 48
+    assert [getattr(kind, name).offset for name in ("operation", "address", "value", "flags")] == [
+        0,
+        8,
+        16,
+        24,
+    ]

@@ -1,0 +1,150 @@
+"""Activation checkpointing and compilation: the same numbers, and what is kept and done again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ladder.config import build
+from ladder.models import Transformer, UserError
+from ladder.parallel.apply import CHECKPOINTING, make_model, wrap_sublayers
+from ladder.parallel.sharding import initialise
+from ladder.train import metrics
+from ladder.train.config import TrainConfig
+from ladder.train.loop import train
+from tests.distributed import Pools
+from tests.samples import sample_tokens, small_config
+from tests.train.test_train import losses, recipe, weights
+
+PRODUCTS = 7  # of a layer, forward: q, k, v, o, gate, up, down
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.found[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def step(model: Transformer) -> tuple[dict[str, Tensor], Counter[str]]:
+    """Every gradient of one step, and the operations of its backward pass."""
+    tokens = sample_tokens(model.config, 1, 2, 16)
+    loss = model(tokens, tokens).mean()
+    with Counted() as counted:
+        loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return grads, counted.found
+
+
+@pytest.mark.parametrize("plan", ["ladder", "parallel", "desync-2x"])
+def test_checkpointing_changes_no_bit(plan: str) -> None:
+    """`full` does every product again and `selective` none. Catches a sublayer that was left out,
+    a policy that knows no product, and random state or a wrong argument in what is done again."""
+    config = small_config(plan, 2, plan == "desync-2x")
+    found = {}
+    for mode in CHECKPOINTING:
+        model = make_model(
+            config, torch.float32, None, torch.device("cpu"), activation_checkpointing=mode
+        )
+        initialise(model, 3)
+        found[mode] = step(model)
+    product = "bmm" if plan == "desync-2x" else "mm"
+    products = {mode: counts[product] for mode, (_, counts) in found.items()}
+    assert products["none"] == products["selective"] > 0
+    # The last product of each sublayer has no use in its own backward pass: it is not done again.
+    again = products["full"] - products["none"]
+    assert config.num_layers * (PRODUCTS - 2) <= again <= config.num_layers * PRODUCTS
+    names = {name for _, counts in found.values() for name in counts}
+    attention = [name for name in names if "attention" in name and "backward" not in name]
+    assert sum(found["selective"][1][name] for name in attention) == 0
+    assert sum(found["full"][1][name] for name in attention) == config.num_layers
+    for mode in ("full", "selective"):
+        assert found[mode][0].keys() == found["none"][0].keys()
+        for name, grad in found["none"][0].items():
+            assert torch.equal(grad, found[mode][0][name]), (mode, name)
+
+
+def test_an_unknown_mode_is_refused(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"activation_checkpointing 'ful' .did you mean 'full'"):
+        recipe(corpus, tmp_path, activation_checkpointing="ful")
+    with pytest.raises(UserError, match="activation_checkpointing 'ful'"):
+        wrap_sublayers(Transformer(small_config()), "ful", False)
+
+
+def train_layouts(rank: int, world: int, settings: dict[str, Any], out: str) -> None:
+    for tp, mode in ((1, "full"), (2, "selective"), (2, "full")):
+        changes = {"tp": tp, "dp_shard": 0, "activation_checkpointing": mode,
+                   "sequence_parallel": tp > 1, "out": f"{out}/{tp}-{mode}"}  # fmt: skip
+        train(build(TrainConfig, settings | changes, "test recipe"), device="cpu")
+
+
+def test_checkpointing_under_fsdp_and_sequence_parallelism(
+    corpus: Path, tmp_path: Path, pools: Pools
+) -> None:
+    """Catches what is done again after FSDP has let the weights go, or with a reduce inside."""
+    alone = recipe(corpus, tmp_path / "alone", plan="ladder", steps=6, batch_size=8, lr=3e-3)
+    train(alone, device="cpu")
+    pools(2).run(train_layouts, alone.to_dict(), str(tmp_path))
+    for name in ("1-full", "2-selective", "2-full"):
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "alone"), abs=1e-4)
+
+
+def train_compiled(rank: int, world: int, settings: dict[str, Any], out: str) -> None:
+    """Plain and compiled; beside each run, how often gradients were reduced."""
+    for name in ("plain", "compiled"):
+        changes = {"compile": name == "compiled", "dp_shard": 0, "micro_batch_size": 2,
+                   "activation_checkpointing": "selective", "out": f"{out}/{name}"}  # fmt: skip
+        config = build(TrainConfig, settings | changes, "test recipe")
+        with mock.patch.object(
+            _fsdp_param_group, "foreach_reduce", wraps=_fsdp_param_group.foreach_reduce
+        ) as reduced:
+            train(config, device="cpu")
+        if rank == 0:
+            Path(out, f"{name}-reduced").write_text(str(reduced.call_count))
+
+
+def test_compiled_under_fsdp(corpus: Path, tmp_path: Path, pools: Pools) -> None:
+    """Two micro-batches a step, evaluated and saved. FSDP's hooks stay outside of what is compiled:
+    inside, too, they shard weights that are still needed, or reduce gradients twice."""
+    settings = recipe(
+        corpus, tmp_path, plan="ladder", steps=4, batch_size=8, lr=3e-3, eval_interval=2
+    ).to_dict()
+    pools(2).run(train_compiled, settings, str(tmp_path))
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), abs=1e-4)
+    assert weights(tmp_path / "compiled").keys() == weights(tmp_path / "plain").keys()
+    counts = [int((tmp_path / f"{name}-reduced").read_text()) for name in ("plain", "compiled")]
+    assert counts[0] == counts[1] > 0
+
+
+def test_compiled(corpus: Path, tmp_path: Path) -> None:
+    """With selective checkpointing, trained, evaluated and resumed: the losses of the plain run."""
+    settings: dict[str, Any] = {"plan": "ladder", "steps": 6, "lr": 3e-3, "batch_size": 4}
+    train(recipe(corpus, tmp_path / "plain", **settings), device="cpu")
+    compiled = recipe(
+        corpus,
+        tmp_path / "compiled",
+        compile=True,
+        activation_checkpointing="selective",
+        **settings,
+    )
+    train(compiled, device="cpu", stop_after=3)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    train(compiled, device="cpu", resume=True)
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), abs=1e-4)
+    assert weights(tmp_path / "compiled").keys() == weights(tmp_path / "plain").keys()
+    assert any("heldout_loss" in record for record in metrics.read(tmp_path / "compiled"))

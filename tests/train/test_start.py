@@ -1,0 +1,173 @@
+"""Runs that start from a folder's weights, under its plan or another one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ladder.checkpoint import newest, read_config
+from ladder.convert.command import convert
+from ladder.data.batches import open_data
+from ladder.models import UserError
+from ladder.parallel.apply import make_model
+from ladder.train.config import TrainConfig
+from ladder.train.loop import train
+from ladder.train.start import starting_point
+from tests.corpus import swap_two_tokens
+from tests.distributed import Pools
+from tests.train.test_faults import fail_on_ranks, flip
+from tests.train.test_train import losses, recipe, run_on_ranks, untimed, weights
+
+CPU = torch.device("cpu")
+BESIDE = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+
+
+@pytest.fixture(scope="module")
+def standard(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained run of plan `standard`."""
+    run = tmp_path_factory.mktemp("standard") / "run"
+    train(recipe(corpus, run, plan="standard", steps=8), device="cpu")
+    return run
+
+
+def from_run(corpus: Path, out: Path, folder: Path, **changes: Any) -> TrainConfig:
+    settings = {"model": None, "plan": None, "init": str(folder)}
+    return recipe(corpus, out, **settings | changes)
+
+
+def test_a_hybrid_starts_as_the_standard_model_that_it_was(
+    corpus: Path, tmp_path: Path, standard: Path
+) -> None:
+    """Shape and weights are the folder's, the plan the recipe's. Catches random weights, and the
+    folder's own plan."""
+    config = from_run(corpus, tmp_path / "run", standard, plan="hybrid", steps=3)
+    start = starting_point(config, open_data(corpus), None)
+    assert start.config.plan.name == "hybrid"
+    assert start.config.hidden_size == 32
+    model = make_model(start.config, torch.float32, None, CPU)
+    start.fill(model, 0)
+    stored = weights(standard)
+    assert {n: p.shape for n, p in model.named_parameters()} == {
+        n: v.shape for n, v in stored.items()
+    }
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, stored[name]), name
+    train(config, device="cpu")
+    assert read_config(newest(tmp_path / "run")).plan.name == "hybrid"
+    assert losses(tmp_path / "run")[0] < losses(standard)[0] - 0.5
+
+
+def test_a_plan_left_out_is_the_folders(corpus: Path, tmp_path: Path) -> None:
+    """With the T that it depends on."""
+    before = recipe(corpus, tmp_path / "desync", plan="desync-2x", tp_degree=2, steps=3)
+    train(before, device="cpu")
+    train(from_run(corpus, tmp_path / "on", tmp_path / "desync", steps=3), device="cpu")
+    assert read_config(newest(tmp_path / "on")) == read_config(newest(tmp_path / "desync"))
+
+
+def test_it_goes_on_without_the_folder_and_on_ranks(
+    corpus: Path, tmp_path: Path, standard: Path, pools: Pools
+) -> None:
+    init = tmp_path / "init"
+    shutil.copytree(newest(standard), init)
+    for name in BESIDE:  # which the data has not
+        (init / name).write_text(name)
+    train(from_run(corpus, tmp_path / "whole", init, plan="ladder"), device="cpu")
+    stopped = from_run(corpus, tmp_path / "stopped", init, plan="ladder")
+    train(stopped, device="cpu", stop_after=2)
+    ranks = from_run(corpus, tmp_path / "ranks", init, plan="ladder", tp=2)
+    pools(2).run(run_on_ranks, ranks.to_dict(), None)
+    shutil.rmtree(init)
+    train(stopped, device="cpu", resume=True)
+    for run in ("whole", "ranks", "stopped"):
+        for name in BESIDE:
+            assert (newest(tmp_path / run) / name).read_text() == name
+    assert untimed(tmp_path / "stopped") == untimed(tmp_path / "whole")
+    assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "whole"), abs=1e-4)
+
+
+def test_a_hugging_face_folder(corpus: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    theirs = transformers.LlamaForCausalLM(config)
+    theirs.save_pretrained(tmp_path / "llama")
+    start = starting_point(
+        from_run(corpus, tmp_path / "run", tmp_path / "llama"), open_data(corpus), None
+    )
+    model = make_model(start.config, torch.float32, None, CPU)
+    start.fill(model, 0)
+    tokens = torch.randint(0, 300, (2, 9))
+    assert torch.allclose(model(tokens), theirs(tokens).logits, atol=1e-5)
+
+
+def test_a_trained_mistral_goes_back_as_one(corpus: Path, tmp_path: Path) -> None:
+    """Also after a resume. With the type that its weights have now, and its tokens that end a text,
+    one of which is the data's."""
+    transformers = pytest.importorskip("transformers")
+    eos = open_data(corpus).eos_id
+    config = transformers.MistralConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, head_dim=8,
+        sliding_window=None, eos_token_id=[eos, 5],
+    )  # fmt: skip
+    theirs = transformers.MistralForCausalLM(config).to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path / "mistral")
+    run = from_run(corpus, tmp_path / "run", tmp_path / "mistral", plan="hybrid", steps=4)
+    train(run, device="cpu", stop_after=2)
+    train(run, device="cpu", resume=True)
+    convert(newest(tmp_path / "run"), tmp_path / "back", plan="standard", to="hf")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert isinstance(back, transformers.MistralForCausalLM)
+    assert back.dtype == torch.float32
+    assert back.config.eos_token_id == [eos, 5]
+    assert set(back.generation_config.eos_token_id) == {eos, 5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "tiny"}, "model='tiny' beside init="),
+        ({"plan": "parallel"}, r"post_attention_layernorm.weight: \[32\] there, absent here"),
+        ({"plan": "desync-2x", "tp_degree": 2}, r"\[32\] there, \[2, 32\] here.*`ladder convert`"),
+        ({"plan": "ladder", "tp_degree": 2}, "leave tp_degree out"),
+        ({"init": "/nowhere"}, "/nowhere does not exist"),
+        ({"seq_len": 4096}, "seq_len=4096 is longer than the model's max_seq_len=.*; lower it$"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    corpus: Path, tmp_path: Path, standard: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        train(from_run(corpus, tmp_path / "run", standard, **changes), device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_damaged_weights_are_told_on_every_rank(
+    corpus: Path, tmp_path: Path, standard: Path, pools: Pools
+) -> None:
+    """They load, as other weights."""
+    init = tmp_path / "init"
+    shutil.copytree(newest(standard), init)
+    flip(init / "model.safetensors")
+    config = from_run(corpus, tmp_path / "run", init, tp=2)
+    for message in pools(2).run(fail_on_ranks, config.to_dict(), False):
+        assert "model.safetensors is damaged" in message
+        assert "start from another checkpoint" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_tokenizer_is_refused(corpus: Path, tmp_path: Path, standard: Path) -> None:
+    init = tmp_path / "init"
+    shutil.copytree(newest(standard), init)
+    swap_two_tokens(init / "tokenizer.json")
+    with pytest.raises(UserError, match=r"another vocabulary than .*, the one of init="):
+        train(from_run(corpus, tmp_path / "run", init), device="cpu")
+    assert not (tmp_path / "run").exists()
