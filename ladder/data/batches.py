@@ -1,8 +1,9 @@
-"""Batches of token windows, as a function of the step and nothing else.
+"""Batches of token windows: a pure function of the step.
 
 The windows of a split are read, epoch by epoch, in an order that (seed, epoch) decides. Step s of
-batch size B takes entries [s B, (s + 1) B) of that endless sequence, and rank r of R its r-th part
-of them. So the order is the same for any number of ranks, and resuming at a step needs no state.
+batch size B takes entries [s B, (s + 1) B) of that endless sequence, and rank r of R takes the r-th
+part of them. So the order is the same for any number of ranks, and resuming at a step needs no
+state.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ NO_TARGET = -100
 class Split:
     """The tokens of one split: shards mapped into memory, read as if they were one array.
 
-    starts: the position of each shard's first token, and at the end the number of tokens.
-    bytes: of the documents' text in UTF-8. conversations: whether the documents are such.
+    starts: the position of each shard's first token, then the total number of tokens.
+    bytes: size of the documents' text in UTF-8. conversations: whether the documents are
+    conversations, whose tokens are stored with marks (see ladder.data.encoded).
     """
 
     name: str
@@ -53,7 +55,7 @@ class Split:
         return self.tokens(self.read_marked(start, stop))
 
     def tokens(self, marked: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """What was read, without the marks. Raises UserError for a number that is no token."""
+        """Stored tokens without their marks. Raises UserError for an id beyond the vocabulary."""
         tokens = marked & TOKEN if self.conversations else marked
         if len(tokens) and tokens.max() >= self.vocab_size:
             raise UserError(
@@ -63,7 +65,7 @@ class Split:
         return tokens
 
     def read_marked(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The same as they are stored, conversations' with their marks."""
+        """Tokens [start, stop) as stored; those of conversations have their marks."""
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         tokens = np.empty(stop - start, np.int64)
         shard = int(np.searchsorted(self.starts, start, side="right")) - 1
@@ -79,7 +81,7 @@ class Split:
 class TokenData:
     """A prepared folder, opened.
 
-    token_bytes: bytes of text that each token stands for, int32 [vocab_size]; special tokens 0.
+    token_bytes: bytes of text per token, int32 [vocab_size]; 0 for special tokens.
     """
 
     folder: Path
@@ -96,9 +98,9 @@ class TokenData:
         return self.splits[name]
 
     def windows(self, split: str, seq_len: int) -> Batches:
-        """The windows of a split, each of `seq_len` tokens, to draw batches from."""
+        """The windows of `seq_len` tokens of a split, from which batches are drawn."""
         key = (split, seq_len)
-        if key not in self.made:  # packing takes its time
+        if key not in self.made:  # packing is slow
             self.made[key] = self._windows(split, seq_len)
         return self.made[key]
 
@@ -107,7 +109,7 @@ class TokenData:
 
 
 def open_data(folder: str | Path) -> TokenData:
-    """Open what `prepare` wrote. Raises UserError for a folder that is not complete and whole."""
+    """Open a folder that `prepare` wrote. Raises UserError if it is incomplete or damaged."""
     folder = Path(folder)
     index = read_index(folder)
     dtype = np.dtype(STORED[index["dtype"]])
@@ -146,13 +148,14 @@ def _map(folder: Path, shard: Mapping[str, Any], dtype: np.dtype[Any]) -> npt.ND
             f"again, or {REMEDY}"
         )
     try:
-        # np.memmap and mmap keep a descriptor for as long as they map, and there may be more shards
-        # than a process may open files. This closes it; its pages are private, the file stays.
+        # np.memmap and mmap keep a file descriptor open for as long as the mapping lives, and there
+        # may be more shards than a process may open files. torch.from_file closes it. The pages are
+        # private: the file does not change.
         mapped = torch.from_file(
             str(path), shared=False, size=size, dtype=torch.uint8, device="cpu"
         )
     except RuntimeError:
-        try:  # they count as committed memory, which a system may bound: these do not
+        try:  # private pages count as committed memory, which a system may limit; memmap's do not
             return np.memmap(path, dtype, mode="r")
         except OSError as error:
             raise UserError(
@@ -165,52 +168,52 @@ def _map(folder: Path, shard: Mapping[str, Any], dtype: np.dtype[Any]) -> npt.ND
 
 
 class Batches(ABC):
-    """Windows with a number each, and the endless order in which training draws them."""
+    """Numbered windows, and the endless order in which training draws them."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many windows there are."""
+        """The number of windows."""
 
     @abstractmethod
     def read(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of the windows named: two int64 [len(indices), seq_len].
+        """Inputs and targets of the windows `indices`: two int64 [len(indices), seq_len].
 
-        A negative target is none: no loss is wanted there.
+        A negative target has no loss.
         """
 
     def begins(
         self, indices: Sequence[int], tokens: torch.Tensor, end: int | None
     ) -> torch.Tensor | None:
-        """Whether a document begins at each place of what was read: bool [len(indices), seq_len].
+        """Whether a document begins at each position of `tokens`: bool [len(indices), seq_len].
 
-        end: the token that ends one; None: documents are not kept apart, and the result is None.
-        Conversations always are.
+        end: the token that ends a document. None: documents are not kept apart, and the result is
+        None, but for conversations, which are always kept apart.
         """
         return None if end is None else document_begins(tokens, end)
 
     @abstractmethod
     def targets(self, indices: Sequence[int]) -> int:
-        """How many targets the windows named have."""
+        """The number of targets in the windows `indices`."""
 
     def notes(self) -> list[str]:
-        """What is to be said of the windows before training, in lines."""
+        """Lines about the windows, to print before training."""
         return []
 
     @abstractmethod
     def draw(self, seed: int, entry: int) -> int:
-        """The window at place `entry` of the endless order, of no state but its arguments."""
+        """The window at position `entry` of the endless order; a pure function."""
 
     @abstractmethod
     def first(self, limit: int | None) -> Sequence[int]:
-        """The windows to evaluate on: the first `limit`, or every one once where that is None."""
+        """The windows to evaluate on: the first `limit`, or all of them where `limit` is None."""
 
     def batch(
         self, step: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets of this rank's part of one step: int64 [batch_size / ranks, seq_len].
 
-        batch_size: windows of the whole step. rank, ranks: of data parallelism (ranks that hold
-        different parts of one model copy take the same batch).
+        batch_size: windows of the whole step, over all ranks. rank, ranks: data-parallel rank and
+        size (the TP ranks of one model copy take the same batch).
         """
         return self.read(self.order(step, batch_size, seed, rank, ranks))
 
@@ -234,11 +237,11 @@ class Batches(ABC):
 class Windows(Batches):
     """The non-overlapping windows of a split.
 
-    Window i covers tokens [i S, i S + S + 1), S = seq_len: S inputs, and as targets the tokens
-    that follow them. So each token of the split is a target at most once. The first token never
-    is, nor are the fewer than S at the end that fill no window.
+    Window i covers tokens [i S, i S + S + 1), S = seq_len: S inputs, and the tokens that follow
+    them as targets. So each token of the split is a target at most once. The first token and the
+    last fewer than S tokens, which fill no window, are never targets.
 
-    source: the split's number among several, so that each of them is shuffled in its own way.
+    source: the number of the data source; each source is shuffled with a seed of its own.
     """
 
     def __init__(self, split: Split, seq_len: int, source: int = 0) -> None:
@@ -276,10 +279,11 @@ class Windows(Batches):
         return range(len(self))[:limit]
 
     def _order(self, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-        """The permutation of all windows in one epoch. The last two are kept: a step may end one.
+        """The permutation of all windows in one epoch.
 
-        It sorts raw generator output, which numpy promises never to change, as it does not promise
-        of `permutation`: a run resumed after an upgrade reads on in the same order.
+        The last two are cached, since a step may span two epochs. Raw generator output is sorted
+        because numpy guarantees that it never changes, which it does not for `permutation`: a run
+        that resumes after an upgrade reads on in the same order.
         """
         key = (seed, epoch)
         if key not in self._orders:
@@ -292,10 +296,10 @@ class Windows(Batches):
 
 
 class PackedWindows(Windows):
-    """Windows of whole conversations, which are kept apart; answers alone are targets.
+    """Windows of whole conversations, kept apart from each other; only answers are targets.
 
-    What is in a window depends on the split and seq_len alone; epochs differ in the windows' order.
-    What is left of a window is padding: a document of its own, without targets.
+    The content of a window depends only on the split and seq_len; epochs differ in the windows'
+    order. The unused end of a window is padding: a document of its own, without targets.
     """
 
     def __init__(self, split: Split, seq_len: int, source: int = 0) -> None:
@@ -307,8 +311,8 @@ class PackedWindows(Windows):
         windows = pack(self.found.sizes, seq_len)
         if not windows:
             raise UserError(
-                f"seq_len={seq_len}: split {split.name!r} has no conversation with an answer that "
-                f"begins so early; use a longer one, or prepare more conversations"
+                f"seq_len={seq_len}: split {split.name!r} has no conversation whose answer begins "
+                f"within a window; use a longer one, or prepare more conversations"
             )
         self.members = np.array([number for window in windows for number in window], np.int64)
         self.bounds = np.cumsum([0, *map(len, windows)])
@@ -353,16 +357,16 @@ class PackedWindows(Windows):
         return [
             f"{split}: {len(found.starts):,} conversations in {len(self):,} windows of "
             f"{self.seq_len}, {used:.0%} filled; {found.targets.sum():,} tokens of answers; "
-            f"{found.truncated:,} conversations truncated, {found.silent:,} left out, whose "
-            f"answers begin beyond a window"
+            f"{found.truncated:,} conversations truncated, {found.silent:,} left out because "
+            f"their answers begin beyond a window"
         ]
 
 
 def check_tokenizer(data: TokenData, folder: Path, where: str, model: str) -> None:
-    """Raise UserError where a model's folder has a tokenizer, whose numbers mean other tokens.
+    """Raise UserError where the tokenizer in a model's folder has another vocabulary than the data.
 
-    where, model: what the data and the model are called. A tokenizer.json of other bytes and the
-    same vocabulary is the same here.
+    where, model: names of the data and the model, for the error. Only the vocabularies are
+    compared, not the bytes of tokenizer.json.
     """
     own = folder / FILE
     if not own.is_file() or checksum(own) == data.index["tokenizer_sha256"]:
@@ -370,8 +374,8 @@ def check_tokenizer(data: TokenData, folder: Path, where: str, model: str) -> No
     both = (load_tokenizer(path).get_vocab(True) for path in (own, data.folder / FILE))
     if next(both) != next(both):
         raise UserError(
-            f"{where} was made with another vocabulary than {own}, the one of {model}; prepare "
-            f"the data with --tokenizer {folder}"
+            f"{where} was made with another vocabulary than {own} of {model}; prepare the data "
+            f"with --tokenizer {folder}"
         )
 
 
@@ -385,7 +389,7 @@ def make_windows(split: Split, seq_len: int, source: int = 0) -> Windows:
 
 
 def text_bytes(data: TokenData, targets: torch.Tensor) -> torch.Tensor:
-    """The bytes of text that each target stands for, int64 as targets; 0 where there is none."""
+    """The bytes of text per target, int64 in the shape of targets; 0 where there is no target."""
     lengths = torch.from_numpy(data.token_bytes.astype(np.int64))
     return lengths[targets.clamp(min=0)].where(targets >= 0, 0)
 
@@ -402,12 +406,12 @@ def heldout_order(windows: Batches, limit: int | None, batch_size: int) -> Itera
 def heldout_windows(
     data: TokenData, seq_len: int, limit: int | None = None, batch_size: int = 1
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The held-out windows from the first on, in batches, for bits per byte.
+    """The held-out windows in batches, from the first on, for bits per byte.
 
-    Of several sources: in the proportions of their weights until one is used up (see `Mix`).
+    Several sources are mixed in the proportions of their weights until one is used up (see `Mix`).
 
-    limit: the most windows; None is all. Yields inputs, targets and the bytes of text that each
-    target stands for: three int64 [batch, seq_len], where batch is `batch_size` but for the last.
+    limit: the maximum number of windows; None is all. Yields inputs, targets and the bytes of text
+    per target: three int64 [batch, seq_len], where only the last batch may be below `batch_size`.
     Bits per byte is the sum of the targets' losses in nats / ln 2 / the sum of the bytes.
     """
     windows = data.windows("heldout", seq_len)

@@ -1,9 +1,9 @@
-"""Conversations as tokens, each with a mark of whether it is to be learnt.
+"""Conversations as tokens; the tokens of answers are marked, since only those are learnt.
 
-A conversation is written down by its tokenizer's chat template and cut where answers begin and end.
-Each stretch is tokenised by itself, as when the model is asked: what it is given ends where its
-answer begins. A special token's name that someone says in a conversation would become that token,
-so that such conversations are left out.
+The tokenizer's chat template turns a conversation into text, which is cut where answers begin and
+end. Each piece is tokenised on its own, as at inference, where the prompt ends where the answer
+begins. A message that contains a special token's name would be tokenised as that token, so such
+conversations are left out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AT_ONCE = 512  # conversations
 
 
 class EncodeChat:
-    """Reads and tokenises a unit of conversations, as `ladder.data.prepare.Encode` does of text."""
+    """Reads and tokenises a unit of conversations; `ladder.data.prepare.Encode` is that of text."""
 
     def __init__(self, definition: str, field: Field, template: ChatTemplate) -> None:
         self.definition, self.field, self.template = definition, field, template
@@ -41,7 +41,7 @@ class EncodeChat:
     def __call__(self, unit: Unit) -> Encoded:
         if self._tokenizer is None:
             self._tokenizer = parse_tokenizer(self.definition)
-            self._tokenizer.encode_special_tokens = False  # the template writes them
+            self._tokenizer.encode_special_tokens = False  # the template writes special tokens
             added = self._tokenizer.get_added_tokens_decoder()
             self._special = np.array([i for i, token in added.items() if token.special], np.int64)
             names = [re.escape(token.content) for token in added.values() if token.special]
@@ -80,7 +80,7 @@ class EncodeChat:
         if isinstance(messages, dict):
             raise LeftOut(messages["left_out"])
         if any("tool_calls" in message for message in messages):
-            raise LeftOut("in which tools are called")  # templates would be given half of it
+            raise LeftOut("in which tools are called")  # the call's arguments were not read
         if any(self._names.search(message["content"]) for message in messages):
             raise LeftOut("in which someone says a special token's name")
         return self.template.pieces(messages)
@@ -102,6 +102,6 @@ class EncodeChat:
             yield tokens.astype("<u4", copy=False)
 
     def _learnt(self, answer: npt.NDArray[Any]) -> int:
-        """How many of its tokens are: up to its end token, which may be followed by a new line."""
+        """The number of tokens to learn: up to the end token; a new line may follow that."""
         ends = np.flatnonzero(np.isin(answer, self._special))
         return int(ends[-1]) + 1 if len(ends) else len(answer)

@@ -1,4 +1,4 @@
-"""What `ladder data prepare` is asked for: a YAML file, options, or both."""
+"""The configuration of `ladder data prepare`: a YAML file, options, or both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ladder.models.errors import UserError, check_keys
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """The options of `ladder.data.prepare.prepare` that a YAML file may hold, as it has them.
+    """The arguments of `ladder.data.prepare.prepare` that a YAML file may hold.
 
     paths: a list, or one path; None is this Python's standard library.
     """
@@ -35,14 +35,14 @@ class PrepareConfig:
 
 
 def load_prepare_config(config: str | None, options: Mapping[str, Any]) -> PrepareConfig:
-    """The YAML file `config` (or one of configs/data's names) with `options` in place of its own.
+    """The YAML file `config` (or a name in configs/data), overridden by `options`.
 
     Raises UserError for a key that does not exist, a value of the wrong type, or no tokenizer.
     """
     data = load_mapping(find("data", config)) if config is not None else {}
     data |= options
     where = f"data config {config!r}" if config else "data config"
-    # First: a mistyped `tokenizer` would be told to be missing.
+    # Before the check below, which would report a mistyped `tokenizer` as missing.
     check_keys(where, data, [item.name for item in fields(PrepareConfig)])
     if "tokenizer" not in data:
         raise UserError(

@@ -1,7 +1,7 @@
-"""Conversations as instruction data has them, as lists of messages in one spelling.
+"""Conversations of instruction data in their various formats, turned into one format.
 
 A conversation's text is JSON: the list of its messages, or {"left_out": REASON} for one that cannot
-be used. Rows come from many hands: what can be used is, and the rest is counted by its reason.
+be used. Data sets contain rows of any kind: unusable ones are skipped and counted by reason.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-# Infinity-Instruct and others of the ShareGPT form name who speaks in their own way; `developer` is
-# OpenAI's newer name of `system`, `function` its older one of `tool`.
+# Infinity-Instruct and others of the ShareGPT form have their own names of roles; `developer` is
+# OpenAI's newer name of `system`, `function` its older name of `tool`.
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -33,9 +33,8 @@ def conversation_text(value: Any) -> str:
     """A conversation as JSON, `[{"role": "user", "content": "..."}, ...]`.
 
     value: `[{role, content}, ...]` or `[{from, value}, ...]`. Content may be a list of parts of
-    text. A message that calls tools beside what it says, or in place of it, has the key
-    `tool_calls`; one that is not to be learnt, by `weight: 0`, keeps that. Other keys are passed
-    over.
+    text. In the result, a message that calls tools (with or without text) has the key `tool_calls`,
+    and `weight: 0` (do not learn this message) is kept. Other keys are ignored.
     """
     try:
         if not isinstance(value, list):
@@ -52,7 +51,7 @@ def conversation_text(value: Any) -> str:
 
 
 def unusable(reason: str) -> str:
-    """In place of a conversation's text. The reason goes on from the word `conversations`."""
+    """The text of a conversation that cannot be used. The reason continues "conversations ..."."""
     return json.dumps({"left_out": reason})
 
 

@@ -1,4 +1,4 @@
-"""What becomes of a unit of documents: their tokens, as they are stored."""
+"""The tokens of a unit of documents, as they are stored."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from ladder.data.sources import Names
 
-# Beside a token's number, in the shards of conversations alone (see ladder.data.chat).
-ANSWER = 1 << 31  # the assistant says it: it is to be learnt
+# Bits beside a token's id, only in the shards of conversations (see ladder.data.chat).
+ANSWER = 1 << 31  # part of an answer of the assistant, which is learnt
 BEGINS = 1 << 30  # the first token of its conversation
 TOKEN = BEGINS - 1
 
@@ -20,8 +20,9 @@ TOKEN = BEGINS - 1
 class Encoded(NamedTuple):
     """The tokens of some documents.
 
-    Of each document: keys, the hash of its name (uint64), lengths in tokens, bytes of text (int64).
-    left_out: how many documents were, by the reason; first: the name of the first, by the reason.
+    keys: the hash of each document's name, uint64. lengths: tokens of each document. bytes: bytes
+    of each document's text, int64. left_out: the number of documents left out, by reason. first:
+    the name of the first document left out, by reason.
     """
 
     tokens: npt.NDArray[Any]
@@ -32,7 +33,7 @@ class Encoded(NamedTuple):
     first: Mapping[str, str]
 
     def up_to(self, tokens: int) -> Encoded:
-        """The documents up to the one with which there are `tokens` tokens."""
+        """The first documents that together have at least `tokens` tokens."""
         ends = np.cumsum(self.lengths)
         count = int(np.searchsorted(ends, tokens)) + 1
         length = int(ends[:count][-1]) if len(ends) else 0

@@ -1,7 +1,7 @@
 """Documents, and the files that hold them: text, JSON lines, Parquet.
 
 A document is a whole text file, one line of a .jsonl file or one row of a .parquet file. A file can
-be cut into parts that are read apart from each other; its documents are the same however it is cut.
+be cut into parts that are read independently; its documents do not depend on the cuts.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from ladder.data.conversations import conversation_text, unusable
 from ladder.models.errors import UserError, kind_of
 
-ROWS = 1024  # of a Parquet file that are in memory as Python strings at once
+ROWS = 1024  # rows of a Parquet file that are in memory as Python strings at once
 
 
 class Source(NamedTuple):
-    """A file of one document, or of one per line or row; no two of a corpus have the same name."""
+    """A file of one document, or of one per line or row. Names are unique in a corpus."""
 
     name: str
     path: Path
@@ -38,7 +38,7 @@ class Document(NamedTuple):
 class Field:
     """The field or column of a record that holds its document: text, or a conversation.
 
-    A conversation's text is JSON: see ladder.data.conversations.
+    The text of a conversation is JSON, see ladder.data.conversations.
     """
 
     name: str
@@ -52,10 +52,10 @@ class Field:
 
 
 class Part(NamedTuple):
-    """A stretch of a file: bytes of a .jsonl, row groups of a .parquet, all of any other.
+    """A part of a file: bytes of a .jsonl, row groups of a .parquet, the whole of any other file.
 
-    start, stop: where it begins and ends; a stop of None is the file's end. number: the lines or
-    rows before it, which its documents' names count. size: its share of the file, in bytes.
+    start, stop: where the part begins and ends; None is the end of the file. number: the lines or
+    rows before the part, for the names of its documents. size: its share of the file, in bytes.
     """
 
     source: Source
@@ -66,7 +66,7 @@ class Part(NamedTuple):
 
 
 def size_of(source: Source) -> int:
-    """The file's size in bytes. Raises UserError for one that is not there."""
+    """The file's size in bytes. Raises UserError for a file that cannot be read."""
     with _readable(source.path):
         return source.path.stat().st_size
 
@@ -74,9 +74,9 @@ def size_of(source: Source) -> int:
 def cut(
     source: Source, field: Field, start: int, number: int, room: int
 ) -> tuple[Part, int | None]:
-    """The part of about `room` bytes of text that begins at `start`, after `number` documents.
+    """The part of about `room` bytes of text that begins at `start`, after `number` lines or rows.
 
-    Returns it and the number of the documents before the next part; None: there is no next one.
+    Returns the part, and the number of lines or rows before the next part (None: no next part).
     """
     size = size_of(source)
     with _readable(source.path):
@@ -88,7 +88,7 @@ def cut(
 
 
 def read(part: Part, field: Field) -> Iterator[Document]:
-    """Every document of the part that is not empty, in order; one is in memory at a time.
+    """The documents of a part that are not empty, in order; one is in memory at a time.
 
     Raises UserError for a file that cannot be read, text that is not UTF-8, a broken line or row.
     """
@@ -118,7 +118,7 @@ def read(part: Part, field: Field) -> Iterator[Document]:
 
 
 def utf8_size(text: str, where: str) -> int:
-    """The length of a text in UTF-8; UserError naming the document where it has none."""
+    """The length of a text in UTF-8. Raises UserError, naming `where`, for invalid Unicode."""
     try:
         return len(text.encode("utf-8"))
     except UnicodeEncodeError as error:
@@ -149,7 +149,7 @@ def _cut_lines(
         file.seek(start)
         for at in range(start, stop, 2**20):
             lines += file.read(min(2**20, stop - at)).count(b"\n")
-        rest = file.readline() if stop < size else b""  # of the line that the cut fell into
+        rest = file.readline() if stop < size else b""  # the rest of the line at the cut
     stop, lines = stop + len(rest), lines + rest.endswith(b"\n")
     part = Part(source, start, stop, number, stop - start)
     return part, (number + lines if stop < size else None)
@@ -247,7 +247,7 @@ def _parquet(path: Path, field: Field) -> Iterator[Any]:
 def _cut_rows(
     source: Source, field: Field, start: int, number: int, room: int, size: int
 ) -> tuple[Part, int | None]:
-    """Whole row groups, one at least: what a Parquet file can be read by."""
+    """A part of whole row groups, at least one: the units in which a Parquet file is read."""
     with _parquet(source.path, field) as file:
         metadata = file.metadata
         groups, rows, text, stop = metadata.num_row_groups, 0, 0, start

@@ -1,4 +1,4 @@
-"""A prepared folder as it is found: its index, and the files that the index names, checked."""
+"""Reading a prepared folder: checks of its index and of the files that the index names."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from ladder.files import checksum
 from ladder.models.errors import UserError, is_plain_name
 
 REMEDY = "prepare the data again"
-MANY = 2**62  # beyond any count
+MANY = 2**62  # greater than any valid count
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """What the folder's index.json says. Raises UserError unless it is as `prepare` writes it."""
+    """The content of the folder's index.json. Raises UserError unless it has `prepare`'s form."""
     path = folder / INDEX
     try:
-        index = parse_json(path.read_bytes(), math.inf)  # seven a shard, of which there is no end
+        # No limit: the index has seven values per shard, and any number of shards.
+        index = parse_json(path.read_bytes(), math.inf)
     except OSError as error:
         raise UserError(
             f"no prepared data in {folder} ({path}: {error.strerror}); prepare it, or give the "
@@ -45,7 +46,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def _check(index: Any) -> None:
-    """Raise ValueError for what no index of this version has."""
+    """Raise ValueError where this is no valid index of this version."""
     if not isinstance(index, dict):
         raise ValueError("it holds no object")
     for key in ("version", "dtype", "vocab_size", "eos_id", "tokenizer_sha256", "token_bytes",
@@ -60,7 +61,7 @@ def _check(index: Any) -> None:
     _check_count(index, "eos_id", 0, index["vocab_size"])
     _check_type(index, "tokenizer_sha256", str, "a text")
     _check_name(index, "token_bytes")
-    if "token_bytes_sha256" in index:  # not in folders that were prepared before it was
+    if "token_bytes_sha256" in index:  # folders of earlier versions lack it
         _check_type(index, "token_bytes_sha256", str, "a text")
     for key in ("source", "splits"):
         _check_type(index, key, dict, "an object")
@@ -104,7 +105,7 @@ def _check_name(data: Mapping[str, Any], key: str) -> None:
 
 
 def check_own_tokenizer(path: Path, digest: str) -> None:
-    """Raise UserError unless the folder's tokenizer.json is the one of that checksum."""
+    """Raise UserError unless the folder's tokenizer.json has the SHA-256 `digest`."""
     try:
         found = checksum(path)
     except OSError as error:
@@ -119,12 +120,12 @@ def check_own_tokenizer(path: Path, digest: str) -> None:
 def load_token_bytes(
     path: Path, vocab_size: int, digest: str | None = None
 ) -> npt.NDArray[np.int32]:
-    """The bytes of text that each token stands for: int32 [vocab_size].
+    """The bytes of text per token: int32 [vocab_size].
 
-    digest: the file's checksum; None where the index was written without one.
+    digest: the file's SHA-256; None where the index lacks it.
     """
     try:
-        # Mapped, for what a damaged header says may be more than there is memory.
+        # Mapped: a damaged header may announce more than fits into memory.
         lengths = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError, EOFError, OverflowError) as error:
         raise UserError(f"{path} cannot be read ({error}); {REMEDY}") from error

@@ -1,8 +1,8 @@
-"""Several prepared folders as one: sequences drawn from each in the proportion of its weight.
+"""Several prepared folders as one: sequences are drawn from each in proportion to its weight.
 
-Which source each place of the endless order takes repeats in a cycle, as long as the sum of the
-weights in lowest terms (0.7 and 0.3: ten places). So where a place reads is a function of its
-number, as it is for one folder: the same for any number of ranks, with no state to resume.
+The source of each entry of the endless order repeats in a cycle, whose length is the sum of the
+weights in lowest terms (0.7 and 0.3: ten entries). So the sequence of an entry is a pure function
+of its number, as it is for one folder: the same for any number of ranks, with no state to resume.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ladder.models.errors import UserError
 
 @dataclass(frozen=True)
 class Mix(TokenData):
-    """Prepared folders with one tokenizer and a weight each.
+    """Prepared folders with the same tokenizer, and a weight each.
 
-    splits: all sources' tokens, one source after another. folder: the first, for its tokenizer.
-    index: what the sources hold and their shares, which a continued run must find again.
-    shares: the sequences of each source in one cycle: whole numbers without a common divisor.
+    splits: all sources' tokens, one source after another. folder: the first source's, for its
+    tokenizer. index: the sources' indices and shares, which must be the same when a run resumes.
+    shares: the sequences of each source in one cycle, integers without a common divisor.
     """
 
     sources: tuple[TokenData, ...]
@@ -53,44 +53,45 @@ class Mix(TokenData):
 class MixedWindows(Batches):
     """The windows of several sources, numbered one source after another.
 
-    Of the first n places of the order, n times its part of the weights belong to a source, give or
-    take less than one. Its own windows come in its own order, so that all of them are drawn before
-    one comes again. Evaluation takes the windows of each source from the first on, in the same
-    proportions; once a source is used up, the others go on without it.
+    Of the first n entries of the order, a source with the fraction w of the weights has n w, give
+    or take less than one. The windows of a source are drawn in the source's own order, so that none
+    is repeated before all have been drawn. Evaluation takes the windows of each source from the
+    first on, in the same proportions; once a source is used up, the others go on without it.
     """
 
     def __init__(
         self, parts: Sequence[Windows], shares: Sequence[int], ends: Sequence[int]
     ) -> None:
-        # Text ends with the tokenizer's end-of-text token, and conversations with their template's.
+        # The end token of each source: text has the tokenizer's, conversations their template's.
         self.parts, self.shares, self.ends = parts, shares, ends
         self.bases = np.cumsum([0, *(len(part) for part in parts)])
-        self.source = plan_cycle(shares)  # of each place in the cycle
-        self.places = [np.flatnonzero(self.source == k) for k in range(len(parts))]
-        self.turn = np.empty(len(self.source), np.int64)  # how often it was drawn in the cycle yet
-        for places in self.places:
-            self.turn[places] = np.arange(len(places))
+        self.source = plan_cycle(shares)  # the source of each entry of the cycle
+        self.entries = [np.flatnonzero(self.source == k) for k in range(len(parts))]
+        self.turn = np.empty(len(self.source), np.int64)  # earlier entries of the same source
+        for entries in self.entries:
+            self.turn[entries] = np.arange(len(entries))
 
     def __len__(self) -> int:
         return int(self.bases[-1])
 
-    def _place(self, i: int) -> tuple[int, int]:
-        """The source of window i, and its number there."""
+    def _locate(self, i: int) -> tuple[int, int]:
+        """The source of window i, and the window's number in that source."""
         assert 0 <= i < len(self), (i, len(self))
         source = int(np.searchsorted(self.bases, i, side="right")) - 1
         return source, i - int(self.bases[source])
 
     def read(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        places = map(self._place, indices)
-        pairs = [self.parts[source].read([number]) for source, number in places]
-        return torch.cat([tokens for tokens, _ in pairs]), torch.cat([after for _, after in pairs])
+        located = map(self._locate, indices)
+        pairs = [self.parts[source].read([number]) for source, number in located]
+        tokens, targets = zip(*pairs, strict=True)
+        return torch.cat(tokens), torch.cat(targets)
 
     def begins(
         self, indices: Sequence[int], tokens: torch.Tensor, end: int | None
     ) -> torch.Tensor | None:
         found = []
         for i, row in zip(indices, tokens.split(1), strict=True):
-            source, number = self._place(i)
+            source, number = self._locate(i)
             own = None if end is None else self.ends[source]
             found.append(self.parts[source].begins([number], row, own))
         if all(row is None for row in found):
@@ -100,8 +101,8 @@ class MixedWindows(Batches):
         return torch.cat([whole if row is None else row for row in found])
 
     def targets(self, indices: Sequence[int]) -> int:
-        places = map(self._place, indices)
-        return sum(self.parts[source].targets([number]) for source, number in places)
+        located = map(self._locate, indices)
+        return sum(self.parts[source].targets([number]) for source, number in located)
 
     def notes(self) -> list[str]:
         return [note for part in self.parts for note in part.notes()]
@@ -113,20 +114,21 @@ class MixedWindows(Batches):
         return int(self.bases[source]) + self.parts[source].draw(seed, turn)
 
     def first(self, limit: int | None) -> Sequence[int]:
-        places = []  # of every window in the order that each source would go through unshuffled
-        for part, share, own in zip(self.parts, self.shares, self.places, strict=True):
+        entries = []  # the entry that would draw each window if the sources were not shuffled
+        for part, share, own in zip(self.parts, self.shares, self.entries, strict=True):
             cycle, turn = np.divmod(np.arange(len(part)), share)
-            places.append(cycle * len(self.source) + own[turn])
-        chosen: list[int] = np.argsort(np.concatenate(places))[:limit].tolist()
+            entries.append(cycle * len(self.source) + own[turn])
+        chosen: list[int] = np.argsort(np.concatenate(entries))[:limit].tolist()
         return chosen
 
 
 def plan_cycle(shares: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Which source each place of a cycle takes: [sum of shares], source k shares[k] times.
+    """The source of each entry of a cycle: [sum of shares]; source k occurs shares[k] times.
 
-    After n places a source has been taken less than once more or less than n share / sum. Its next
-    turn may not come before that allows, and of those that may, the most urgent is taken: for unit
-    jobs that start and end at whole times, earliest deadline first keeps every deadline there is.
+    After n entries, a source's count differs from n share / sum by less than one. That gives each
+    occurrence an earliest entry and a deadline; of the sources that may come next, the one with the
+    earliest deadline does. For unit jobs with integer release times, earliest deadline first meets
+    every deadline that can be met.
     """
     length = sum(shares)
     taken = [0] * len(shares)
@@ -145,7 +147,7 @@ def plan_cycle(shares: Sequence[int]) -> npt.NDArray[np.int64]:
 def open_sources(data: Any) -> TokenData:
     """Open a recipe's `data`: a prepared folder, or a list of `{path, weight}`.
 
-    Raises UserError for a folder that is not whole, and for sources that differ in tokenizer.
+    Raises UserError for an incomplete or damaged folder, and for sources with other tokenizers.
     """
     if isinstance(data, str):
         return open_data(data)
@@ -180,7 +182,7 @@ def open_sources(data: Any) -> TokenData:
 
 
 def _join(splits: Sequence[Split]) -> Split:
-    """Splits one after another. Their tokens are of one size, for they share a vocabulary."""
+    """The concatenation of splits."""
     shards = tuple(shard for split in splits for shard in split.shards)
     return Split(
         splits[0].name,

@@ -1,4 +1,4 @@
-"""Which conversations share a window: as many as fit, none of them cut but those longer than it."""
+"""Packing conversations into windows: as many as fit; only those longer than a window are cut."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy.typing as npt
 from ladder.data.encoded import ANSWER, BEGINS
 
 Integers = npt.NDArray[np.int64]
-CHUNK = 2**24  # tokens that are in memory at once
+CHUNK = 2**24  # tokens in memory at once
 
 
 class Conversations(NamedTuple):
-    """Of each conversation of a split that can be learnt from: where its first token is, how many
-    places it takes in a window, and how many of them have a target.
+    """The conversations of a split that have targets.
 
-    truncated: how many are longer than a window, and end with it. silent: how many are left out,
-    for no answer of theirs begins in it.
+    starts: the position of each one's first token. sizes: the positions that it takes in a window.
+    targets: how many of those have a target. truncated: the number of conversations cut because
+    they are longer than a window. silent: the number left out because no answer begins within one.
     """
 
     starts: Integers
@@ -30,9 +30,9 @@ class Conversations(NamedTuple):
 
 
 def survey(read: Callable[[int, int], Integers], length: int, seq_len: int) -> Conversations:
-    """Find the conversations of a split of `length` tokens, `read(start, stop)` with their marks.
+    """Find the conversations of a split of `length` tokens; `read` returns tokens with their marks.
 
-    A conversation of n tokens takes n - 1 places: its last token is a target alone.
+    A conversation of n tokens takes n - 1 positions: its last token is only a target.
     """
     begins: list[Integers] = [np.empty(0, np.int64)]
     for at in range(0, length, CHUNK):
@@ -43,7 +43,7 @@ def survey(read: Callable[[int, int], Integers], length: int, seq_len: int) -> C
     targets = np.empty(len(starts), np.int64)
     first = 0
     while first < len(starts):
-        # Whole conversations, one at least.
+        # Whole conversations, at least one.
         end = int(np.searchsorted(starts, starts[first] + CHUNK))
         end = max(end - (end < len(starts)), first + 1)
         stop = int(starts[end]) if end < len(starts) else length
@@ -58,19 +58,19 @@ def survey(read: Callable[[int, int], Integers], length: int, seq_len: int) -> C
 
 
 def pack(sizes: Integers, room: int) -> list[list[int]]:
-    """Windows of `room` places and the numbers of what is in each: best fit, the largest first.
+    """The numbers of the conversations in each window of `room` positions: best-fit decreasing.
 
-    What is of one size comes in an order of its own, so that windows do not follow the files'.
+    Conversations of equal size are shuffled, so that windows do not follow the order of the files.
     """
     shuffle = np.random.PCG64(0).random_raw(len(sizes))
     windows: list[list[int]] = []
-    left: dict[int, list[int]] = {}  # places left -> windows
-    present = 0  # its keys, as the bits of a number
+    left: dict[int, list[int]] = {}  # free positions -> windows
+    present = 0  # the keys of `left`, as bits
     for number in np.lexsort((shuffle, -sizes)).tolist():
         size = int(sizes[number])
         fits = present >> size
         if fits:
-            space = size + (fits & -fits).bit_length() - 1  # the least that is enough
+            space = size + (fits & -fits).bit_length() - 1  # the smallest that fits
             window = left[space].pop()
             if not left[space]:
                 present ^= 1 << space

@@ -1,15 +1,15 @@
-"""Token shards: documents as numbers on disk, written once and mapped into memory by training.
+"""Token shards: tokenised documents on disk, written once and mapped into memory by training.
 
 A prepared folder holds
-    index.json         what is there: sizes, hashes, where the text came from
+    index.json         sizes and hashes of the files, and the source of the text
     tokenizer.json     the tokenizer that was used
-    token_bytes.npy    bytes of text that each token stands for, int32
+    token_bytes.npy    bytes of text per token, int32
     train-00000.bin, heldout-00000.bin, ...
                        token ids, raw little-endian uint16 or uint32; each document is followed by
-                       the end-of-text token, and may go on in the next shard. Of conversations:
+                       the end-of-text token, and may continue in the next shard. Conversations are
                        uint32 with the marks of ladder.data.encoded, and no token between them
     tokenizer_config.json, chat_template.jinja
-                       of conversations: how they were written down
+                       for conversations: the chat template
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ VERSION = 1
 STORED = {"uint16": "<u2", "uint32": "<u4"}
 BATCH = 2**21  # characters that are tokenised at once: some 100 MB of the library's memory
 
-NOTHING = {  # of the work is done
+NOTHING = {  # the state of work of which nothing is done
     "cursor": Cursor(), "read": 0, "names": Names(), "left_out": {}, "first_left_out": {},
 }  # fmt: skip
-ENOUGH = 1000  # conversations, to tell by what share of them can be used
+ENOUGH = 1000  # conversations read before the share left out is checked
 
 OURS = re.compile(
     rf"{INDEX}|{FILE}|{TOKEN_BYTES}|{TOKENIZER_CONFIG}|{TEMPLATE}|({'|'.join(SPLITS)})-\d+\.bin"
@@ -90,21 +90,21 @@ def prepare(
 ) -> dict[str, Any]:
     """Tokenise a corpus (see `find_sources`) into a folder of shards, and return its index.
 
-    All or nothing: the folder appears when it is complete. One that `out` already holds stays as
-    it is, and usable, until then; it is replaced only with `overwrite`. What is done is kept beside
-    it meanwhile (see ladder.data.shards), and a call with the same arguments goes on there.
+    All or nothing: the folder appears when it is complete. Prepared data that `out` already holds
+    stays usable until then, and is replaced only with `overwrite`. Finished shards are kept beside
+    `out` (see ladder.data.shards), and a call with the same arguments resumes from them.
 
     chat_field: the field or column of .jsonl and .parquet files and of streams that holds a
-        conversation, in place of text; it is written down by the tokenizer's chat template, or
-        `chat_template`, a Jinja file, and the answers in it are marked (see ladder.data.chat).
-    max_left_out: the share of the conversations that may be left out, since they cannot be used;
-        beyond it this is an error. Each reason is counted.
-    max_tokens: end with the document, in the corpus's order, with which the splits together hold
-        that many. workers: processes that tokenise. The result has the same bytes for any number of
-        them, and however often the work was interrupted.
+        conversation, in place of text. The tokenizer's chat template, or the Jinja file
+        `chat_template`, turns it into text; its answers are marked (see ladder.data.chat).
+    max_left_out: the maximum share of unusable conversations, which are left out; more are an
+        error. They are counted by reason.
+    max_tokens: stop after the document, in the corpus's order, with which the splits together
+        have that many tokens. workers: processes that tokenise. The result has the same bytes for
+        any number of workers, and however often the work was interrupted.
 
-    Raises UserError for what is wrong with the paths, the tokenizer, `out` or an option, and where
-    the unfinished work of a call with other arguments would be lost.
+    Raises UserError for bad paths, a bad tokenizer, `out` or option, and where the unfinished work
+    of a call with other arguments would be lost.
     """
     for option, value in (("shard_tokens", shard_tokens), ("workers", workers)):
         if value < 1:
@@ -113,8 +113,8 @@ def prepare(
         raise UserError(f"max_left_out={max_left_out} must be a share, from 0 to 1")
     if max_tokens is not None and not 1 <= max_tokens < 2**63:
         raise UserError(
-            f"max_tokens={max_tokens} must be 1 or more, and below 2**63; leave it out for all "
-            f"there is"
+            f"max_tokens={max_tokens} must be 1 or more, and below 2**63; leave it out to take all "
+            f"documents"
         )
     most = most_processes()
     if workers > most:
@@ -130,17 +130,17 @@ def prepare(
     check_writable(out, "out")
     encoder = load_tokenizer(tokenizer)
     definition = tokenizer_file(tokenizer).read_bytes()
-    beside: dict[str, str] = {}  # files of the tokenizer that conversations need
+    beside: dict[str, str] = {}  # the tokenizer's files for conversations, by name
     if chat_field:
         given = None if chat_template is None else Path(chat_template)
         template, settings = load_template(tokenizer_file(tokenizer), encoder, given)
         eos_id = encoder.token_to_id(template.names["eos_token"])
-        settings.pop("chat_template", None)  # perhaps not the one given, and in a file of its own
+        settings.pop("chat_template", None)  # the template used has a file of its own
         beside = {TOKENIZER_CONFIG: json.dumps(settings, indent=2), TEMPLATE: template.source}
     else:
         eos_id = end_of_text(encoder)
     token_bytes = token_byte_lengths(encoder)
-    token_bytes[eos_id] = 0  # it stands for no text, even where a file calls it not special
+    token_bytes[eos_id] = 0  # it stands for no text, even where the tokenizer calls it not special
     # Marks have their own bits (see ladder.data.encoded).
     dtype = "uint16" if len(token_bytes) <= 65535 and not chat_field else "uint32"
     sources, description = find_sources(paths, heldout_fraction, text_field)
@@ -183,7 +183,8 @@ def prepare(
             below = heldout_below(heldout_fraction, names)
             if below == work.state["heldout_below"]:
                 break
-            # A split was left empty, of few documents: with all names known, it need not be.
+            # With few documents a split was left empty. Now all names are known: start over with a
+            # threshold that gives each split at least one.
             work.start({**work.state, **NOTHING, "heldout_below": below}, SPLITS)
         work.close_shards()
         index = {
@@ -211,7 +212,7 @@ def prepare(
 
 
 def _fingerprint(sources: Sequence[Source | Stream]) -> str:
-    """A hash of the files' names, sizes and dates: what is tokenised must not change midway."""
+    """A hash of the files' names, sizes and dates: resumed work needs unchanged files."""
     found = hashlib.sha256()
     for source in sources:
         if not isinstance(source, Stream):
@@ -232,7 +233,7 @@ def _go_on_or_start(
                 f"to finish it, or give --overwrite to start over"
             )
         if not other and work.go_on():
-            # A version that named no first ones left no word of them.
+            # Work that an earlier version left unfinished lacks this key.
             work.state.setdefault("first_left_out", {})
             print(f"going on after {work.state['names'][0]:,} documents", file=sys.stderr)
             return
@@ -249,7 +250,7 @@ def _tokenise(
     max_tokens: int | None,
     shard_tokens: int,
 ) -> Iterator[None]:
-    """Add the units that are not done yet to the shards, in order; yields after each."""
+    """Append the remaining units to the shards, in order; yields after each."""
     below = np.uint64(work.state["heldout_below"])
     if max_tokens is not None and _tokens(work) >= max_tokens:
         return
@@ -282,7 +283,10 @@ def _tokenise(
 
 
 def _check_left_out(state: Mapping[str, Any], most: float, enough: int = 1) -> None:
-    """Raise UserError where more than that share of the conversations, of `enough`, is left out."""
+    """Raise UserError if more than the share `most` of the conversations is left out.
+
+    enough: fewer conversations than that are not judged.
+    """
     left_out = sum(state["left_out"].values())
     total = left_out + Names(*state["names"]).documents
     if total < enough or not (left_out > most * total or left_out == total > 0):
@@ -302,7 +306,7 @@ def _check_left_out(state: Mapping[str, Any], most: float, enough: int = 1) -> N
 
 
 def _check_tokens(work: Unfinished, ended: bool) -> None:
-    """Raise UserError where the tokenizer loses the text. ended: each document has an end token."""
+    """Raise UserError if the tokenizer drops the text. ended: documents have an end token."""
     documents = Names(*work.state["names"]).documents
     tokens = _tokens(work) - ended * documents
     if tokens < documents:
@@ -314,12 +318,12 @@ def _check_tokens(work: Unfinished, ended: bool) -> None:
 
 
 def _tokens(work: Unfinished) -> int:
-    """How many there are so far, in both splits."""
+    """The number of tokens so far, in both splits."""
     return sum(record["tokens"] for record in work.state["splits"].values())
 
 
 def _check_free(out: Path, overwrite: bool) -> None:
-    """Refuse an `out` that holds anything but, with `overwrite`, what an earlier call wrote."""
+    """Refuse an `out` that holds foreign files, or, without `overwrite`, prepared data."""
     if not out.exists():
         return
     if not out.is_dir():
@@ -339,9 +343,9 @@ def _check_free(out: Path, overwrite: bool) -> None:
 
 
 class Encode:
-    """Reads and tokenises a unit of work. Pickled, it takes its tokenizer along as its file's text.
+    """Reads and tokenises a unit of work. Pickling keeps the definition and not the tokenizer.
 
-    definition: what a tokenizer.json says. dtype: of the tokens, as they are stored.
+    definition: the text of a tokenizer.json. dtype: that of the tokens as stored.
     """
 
     def __init__(self, definition: str, eos_id: int, dtype: str, field: Field) -> None:
@@ -367,9 +371,9 @@ class Encode:
         tokens: list[npt.NDArray[Any]] = [np.empty(0, self.dtype)]
         ends: list[int] = [0]
         done = 0
-        for batch, places in _encode(noted(), self._tokenizer, self.eos_id, np.dtype(self.dtype)):
+        for batch, inside in _encode(noted(), self._tokenizer, self.eos_id, np.dtype(self.dtype)):
             tokens.append(batch)
-            ends += [done + place for place in places]
+            ends += [done + end for end in inside]
             done += len(batch)
         lengths = np.array(ends[1:], np.int64) - np.array(ends[:-1], np.int64)
         return Encoded(
@@ -383,7 +387,7 @@ def _encode(
 ) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
     """The tokens of all documents, end-of-text after each, in batches of moderate size.
 
-    With each batch, the places in it where documents end.
+    Each batch comes with the positions in it where documents end.
     """
     texts: list[str] = []
     last: list[bool] = []  # whether each text ends its document
@@ -391,14 +395,14 @@ def _encode(
 
     def flush() -> tuple[npt.NDArray[Any], list[int]]:
         ids: list[int] = []
-        places: list[int] = []
+        ends: list[int] = []
         encodings = encode_batch(tokenizer, texts)
-        for encoding, ends in zip(encodings, last, strict=True):
+        for encoding, is_last in zip(encodings, last, strict=True):
             ids.extend(encoding.ids)
-            if ends:
+            if is_last:
                 ids.append(eos_id)
-                places.append(len(ids))
-        return np.array(ids, dtype), places
+                ends.append(len(ids))
+        return np.array(ids, dtype), ends
 
     for document in documents:
         for piece in pieces(document.text):

@@ -1,7 +1,7 @@
-"""Jinja for templates of strangers: its sandbox, with an end to the time and memory of a template.
+"""A Jinja sandbox for untrusted templates, with limits of time and memory.
 
-Jinja's own refuses what is unsafe, but a few nested loops work for years in it, and a few doublings
-of a text take all memory.
+Jinja's own sandbox refuses unsafe operations, but in it a few nested loops can run for years, and a
+text doubled a few dozen times takes all memory.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-SECONDS = 10.0  # a conversation takes far below one thousandth of that
-LONGEST = 2**26  # characters of its text
-MEMORY = 2**30  # bytes that a template may take beside what the process has
-FRESH = 0.1  # seconds for which that is not looked up again: it takes as long as to render
-BITS = 2**16  # of a product or a power
-DECIMALS = 100  # that are rounded to
+SECONDS = 10.0  # limit; a conversation takes far below a thousandth of it
+LONGEST = 2**26  # characters that a template may write
+MEMORY = 2**30  # bytes that a template may take beyond what the process has
+FRESH = 0.1  # seconds for which the process's memory is cached: reading it is as slow as rendering
+BITS = 2**16  # the largest product or power
+DECIMALS = 100  # the most decimals to round to
 ONE = threading.Lock()
 T = TypeVar("T")
-STEPS = "steps of a loop"  # a filter that no template can name
+STEPS = "steps of a loop"  # the name of a filter; with spaces, so no template can use it
 
 
 class LimitError(Exception):
-    """What a template does without end."""
+    """A template exceeds a limit; the message says which."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Where templates are compiled and rendered, each `within_limits`.
+    """The environment that compiles and renders templates, each `within_limits`.
 
-    The clock is looked at in every step of a loop, every call and every filter. Not by a signal,
-    which only a main thread can get, nor by a thread, which would be one for each conversation.
+    Every step of a loop, every call and every filter checks the clock. A signal would reach only
+    the main thread, and a watching thread would be needed for each conversation.
     """
 
     intercepted_binops = frozenset(("*", "**"))
 
     def __init__(self) -> None:
-        # The optimiser would compute what is constant while it compiles.
+        # The optimiser would evaluate constant expressions while it compiles.
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -54,9 +54,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             extensions=[_Generation, "jinja2.ext.loopcontrols"],
         )
         self.deadline = float("inf")
-        self.memory, self.looked = 0, float("-inf")  # of the process, and when that was seen
-        self.fresh = True  # whether it was seen for the work that is limited
-        del self.globals["lipsum"]  # text by the yard
+        self.memory, self.looked = 0, float("-inf")  # of the process, and when it was read
+        self.fresh = True  # whether it was read for the current work
+        del self.globals["lipsum"]  # generates text of any length
         self.filters = {name: self._watched(each) for name, each in self.filters.items()}
         self.filters[STEPS] = self._steps
 
@@ -65,10 +65,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise LimitError(f"it works for more than {SECONDS:g} seconds")
 
     def run(self, work: Callable[[], T]) -> T:
-        """What `work` gives, `within_limits`.
+        """The result of `work`, run `within_limits`.
 
-        Once more where it lacks memory, and that of the process was seen before: what the process
-        has taken since (the threads of a tokenizer, a file that is mapped) is none of the work's.
+        `work` runs again if it ran out of memory and the process's memory was a cached figure: what
+        the process has taken since (threads of a tokenizer, a mapped file) does not count.
         """
         try:
             with self.within_limits():
@@ -82,9 +82,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     @contextmanager
     def within_limits(self) -> Iterator[None]:
-        """End what runs inside by an exception: LimitError, or MemoryError.
+        """Raise LimitError or MemoryError in the body when it exceeds a limit.
 
-        One at a time in a process, whose limit it is.
+        One body runs at a time, since the memory limit is that of the process.
         """
         with ONE:
             yield from self._limited()
@@ -120,7 +120,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             yield item
 
     def _watched(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(work)  # with what it says of the arguments that it wants
+        @wraps(work)  # keeps Jinja's marks (pass_context, ...)
         def watched(*arguments: Any, **options: Any) -> Any:
             self.check()
             if work.__name__ == "do_round" and _most((*arguments[1:], *options.values())):
@@ -154,7 +154,7 @@ def _most(values: Iterable[Any]) -> bool:
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`, by which some templates mark answers."""
+    """The tags `{% generation %}` and `{% endgeneration %}` of some templates, without effect."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2's own
 

@@ -1,9 +1,9 @@
-"""The shards of a prepared folder while they are written: kept on disk, gone on with after a crash.
+"""The unfinished shards of a prepared folder, from which an interrupted `prepare` resumes.
 
-Beside the folder that is to be, `out`, lies `.OUT.unfinished`:
-    progress.json   what was asked for, how far it is done, and so how long each shard is
-    data/           the shards as far as they are written; moved to `out` in the end
-    old/            what `out` held, while the two change places
+The folder `.OUT.unfinished` beside `out` holds:
+    progress.json   the arguments, the progress and the length of each shard
+    data/           the shards written so far; renamed to `out` at the end
+    old/            the previous content of `out`, while the two are exchanged
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import numpy.typing as npt
 from ladder import files, lock
 from ladder.models.errors import UserError
 
-KEPT = 2  # units done, from which on a call that fails leaves them to the next one
+KEPT = 2  # finished units from which on a call that fails keeps them
 
 
 class Unfinished:
-    """The work that was done for `out`: `state` says what, `append` and `commit` add to it.
+    """The unfinished work for `out`, to which `append` and `commit` add.
 
-    state: plain data. `arguments` is what the result depends on, `units` how many are in it,
-    `splits` what each holds (as the index has it); the caller keeps there what else it needs.
+    state: plain data. `arguments` determine the result, `units` is the number of finished units,
+    `splits` has the form that it has in the index; the caller adds further keys.
     """
 
     def __init__(self, out: Path) -> None:
@@ -40,7 +40,7 @@ class Unfinished:
         self.data, self.old = self.folder / "data", self.folder / "old"
         self.state: dict[str, Any] = self._load()
         self.begun = False
-        self._hashes: dict[str, Any] = {}  # of the last shard of each split
+        self._hashes: dict[str, Any] = {}  # running SHA-256 of the last shard of each split
         self._touched: set[Path] = set()
 
     @property
@@ -48,7 +48,7 @@ class Unfinished:
         return int(self.state.get("units", 0))
 
     def differs(self, arguments: Mapping[str, Any]) -> str:
-        """What the work was done with other than `arguments`; empty: nothing, it can go on."""
+        """The first argument that differs from `arguments`, in words; empty where none does."""
         before = self.state["arguments"]
         for key in {**arguments, **before}:
             if arguments.get(key) != before.get(key):
@@ -56,9 +56,9 @@ class Unfinished:
         return ""
 
     def start(self, state: Mapping[str, Any], splits: tuple[str, ...]) -> None:
-        """Begin, with nothing done."""
+        """Start from nothing."""
         self.begun = True
-        self._progress.unlink(missing_ok=True)  # first: it must not speak of shards that are gone
+        self._progress.unlink(missing_ok=True)  # first: it must never name shards that are deleted
         shutil.rmtree(self.data, ignore_errors=True)
         self.data.mkdir()
         self._hashes.clear()
@@ -67,7 +67,7 @@ class Unfinished:
         self.state = {**state, "units": 0, "splits": empty}
 
     def go_on(self) -> bool:
-        """Bring the shards back to what `state` says; False where they are not what it says."""
+        """Truncate the shards to the lengths in `state`; False if one is missing or too short."""
         self.begun = True
         known = set()
         for record in self.state["splits"].values():
@@ -92,7 +92,7 @@ class Unfinished:
         size: int,
         shard_tokens: int,
     ) -> None:
-        """Add documents to a split: files of `shard_tokens` tokens each, the last one shorter."""
+        """Append documents to a split, in files of `shard_tokens` tokens; the last is shorter."""
         record = self.state["splits"][split]
         shards = record["shards"]
         record["tokens"] += len(tokens)
@@ -107,7 +107,7 @@ class Unfinished:
             data = part.tobytes()
             path = self.data / shard["file"]
             if not shard["tokens"]:
-                self._touched.add(self.data)  # a new file is an entry of its folder
+                self._touched.add(self.data)  # the folder has a new entry to sync
             with path.open("ab") as file:
                 file.write(data)
             self._touched.add(path)
@@ -117,7 +117,7 @@ class Unfinished:
                 self._close(shard)
 
     def commit(self, **facts: Any) -> None:
-        """One more unit is done, on disk; `facts` replace what `state` says."""
+        """Record on disk that one more unit is finished; `facts` update `state`."""
         for path in self._touched:
             files.sync(path)
         self._touched.clear()
@@ -125,9 +125,9 @@ class Unfinished:
         files.write_text(self._progress, json.dumps(self.state))
 
     def finish(self, fill: Callable[[Path], None], check: Callable[[], None]) -> None:
-        """Have `fill` add to the shards what else belongs there, and give them the name `out`.
+        """Let `fill` write the other files of the folder, then rename the folder to `out`.
 
-        `check` refuses an `out` that must not be replaced.
+        `check` raises for an `out` that must not be replaced.
         """
         fill(self.data)
         for path in (*self.data.rglob("*"), self.data):
@@ -144,14 +144,14 @@ class Unfinished:
         self.state = {}  # nothing is left to go on with
 
     def close_shards(self) -> None:
-        """The last shards get their hashes: nothing will be added."""
+        """Record the hashes of the last shards: no documents will follow."""
         for record in self.state["splits"].values():
             for shard in record["shards"]:
                 if "sha256" not in shard:
                     self._close(shard)
 
     def restore(self) -> None:
-        """Give `out` back what it held, where it was taken aside and nothing took its place."""
+        """Move the previous content back to `out`, if it was moved away and not replaced."""
         if self.old.exists() and not self.out.exists():
             self.old.rename(self.out)
 
@@ -165,17 +165,18 @@ class Unfinished:
     def _load(self) -> dict[str, Any]:
         try:
             state = json.loads(self._progress.read_bytes())
-        except (OSError, ValueError):  # never written, or cut off by a crash of the machine
+        except (OSError, ValueError):  # never written, or truncated by a crash of the machine
             return {}
         return state if isinstance(state, dict) and self.data.is_dir() else {}
 
 
 @contextmanager
 def unfinished(out: Path) -> Iterator[Unfinished]:
-    """The work for `out`, this process's alone. Its folder is gone at the end of the body.
+    """The unfinished work for `out`, locked for this process.
 
-    Where the body fails, it stays if enough was done; a process that is killed leaves it anyway.
-    Raises UserError where another process is at it, or where `out` cannot be written.
+    Its folder is removed at the end of the body; if the body fails, it is kept from KEPT finished
+    units on, and always if the process is killed. Raises UserError if another process holds the
+    lock, or if `out` cannot be written.
     """
     with lock.hold(files.beside(out), f"out={out}"):
         work = Unfinished(out)

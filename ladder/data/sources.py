@@ -1,8 +1,8 @@
-"""Where the text comes from, and which of it is held out.
+"""The documents of a corpus, and their split into training and held-out text.
 
-A document is named by its path inside the folder that was given (a file: its own name; a line or
-row: the file's name and its number), and held out where a hash of that name is low. So the split is
-the same on every machine, and adding documents moves none of the others between the splits.
+A document's name is its path inside the given folder (for a given file: the file's name; for a line
+or row: the file's name and the number). It is held out if a hash of its name is low. So the split
+is the same on every machine, and adding documents moves no others between the splits.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ladder.progress import Progress
 SPLITS = ("train", "heldout")
 HASH_RANGE = 2**64
 
-# What the default corpus leaves out: foreign packages, tests, and what differs between machines.
+# The default corpus leaves out foreign packages, tests, and files that differ between machines.
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 STDLIB_LOCAL = ("_sysconfigdata", "sitecustomize", "usercustomize", "config-")
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents in a fixed order, each in one split; their text is read as it is asked for.
+    """Documents in a fixed order, each in one split; their text is read lazily.
 
-    documents, bytes: how many of both splits. heldout_below: what is held out hashes below it.
-    description: plain data that says what was read.
+    documents, bytes: totals of both splits. heldout_below: names that hash below it are held out.
+    description: the sources and options, as plain data.
     """
 
     sources: tuple[Source, ...]
@@ -91,14 +91,14 @@ def open_corpus(
 def find_sources(
     paths: Sequence[str | Path] | None, heldout_fraction: float, text_field: str
 ) -> tuple[list[Source | Stream], dict[str, Any]]:
-    """The files and streams that hold the documents, and plain data that says what they are.
+    """The files and streams that hold the documents, and their description as plain data.
 
     paths: text files, .jsonl and .parquet files (the text is in the field or column `text_field`),
         folders (all files below them but hidden ones), `hf:OWNER/NAME` (a Hugging Face dataset, see
         ladder.data.streams); None is the running Python's standard library, one document per .py
-        file, without tests. Empty documents are passed over.
+        file, without tests. Empty documents are skipped.
 
-    Raises UserError for a path or a fraction that cannot be.
+    Raises UserError for a path that cannot be read and a fraction outside [0, 1).
     """
     if not 0 <= heldout_fraction < 1:
         raise UserError(f"heldout_fraction={heldout_fraction!r} must be 0 or more and below 1")
@@ -116,14 +116,14 @@ def find_sources(
             "text_field": text_field,
         }
         streams = [source for source in found if isinstance(source, Stream)]
-        if streams:  # what they held is known by their revision alone
+        if streams:  # only their revision identifies their content
             description["streams"] = [stream._asdict() for stream in streams]
     description["heldout_fraction"] = heldout_fraction
     return found, description
 
 
 class Names(NamedTuple):
-    """How many documents there are, and the lowest and highest hash of their names."""
+    """The number of documents, and the lowest and highest hash of their names."""
 
     documents: int = 0
     lowest: int = HASH_RANGE
@@ -144,10 +144,10 @@ class Names(NamedTuple):
 
 
 def heldout_below(fraction: float, names: Names | None = None) -> int:
-    """The hash below which a document is held out, so that about `fraction` of them are.
+    """The hash threshold below which about `fraction` of the documents lie, which are held out.
 
-    names: of the documents, where they are known. From 2 documents on, each split then has at least
-    one; a fraction of 0 holds none out.
+    names: those of the documents, if known. Then each split has at least one of 2 or more
+    documents. A fraction of 0 holds none out.
     """
     below = int(fraction * HASH_RANGE)
     if names is None or fraction == 0:
@@ -159,13 +159,13 @@ def heldout_below(fraction: float, names: Names | None = None) -> int:
 
 
 def name_hash(name: str) -> int:
-    """A document's name to a number in [0, 2^64), the same everywhere and for ever."""
+    """A stable hash of a document's name, in [0, 2^64)."""
     digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 
 
 def _find(paths: Iterable[str | Path]) -> list[Source | Stream]:
-    """The files and streams that `paths` stand for, each once, under names that differ."""
+    """The files and streams that `paths` name, each once, with unique names."""
     found: list[Source | Stream] = []
     names: set[str] = set()
     seen: set[Path] = set()
@@ -189,7 +189,7 @@ def _find(paths: Iterable[str | Path]) -> list[Source | Stream]:
             files = [(file.relative_to(path).as_posix(), file) for file in _walk(path)]
         elif os.path.isfile(path):
             files = [(path.name, path)]
-        elif os.path.exists(path):  # a pipe, say: it can be read only once
+        elif os.path.exists(path):  # such as a pipe, which can be read only once
             raise UserError(
                 f"data path {str(path)!r} is neither a file nor a folder; save it first"
             )
@@ -200,7 +200,7 @@ def _find(paths: Iterable[str | Path]) -> list[Source | Stream]:
             )
         for relative, file in sorted(files):
             resolved = file.resolve()
-            if resolved in seen:  # twice in the corpus, it could be in both splits
+            if resolved in seen:  # a file that occurred twice could be in both splits
                 continue
             seen.add(resolved)
             found.append(Source(free(relative), file))
@@ -208,7 +208,7 @@ def _find(paths: Iterable[str | Path]) -> list[Source | Stream]:
 
 
 def _walk(folder: Path, skipped: Collection[str] = ()) -> Iterator[Path]:
-    """All files below `folder`, but hidden ones and those in folders `skipped` by name."""
+    """All files below `folder`, except hidden ones and those in folders named in `skipped`."""
 
     def refuse(error: OSError) -> None:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}; check its permissions")
@@ -219,7 +219,7 @@ def _walk(folder: Path, skipped: Collection[str] = ()) -> Iterator[Path]:
         folders[:] = sorted(
             name for name in folders if not name.startswith(".") and name not in skipped
         )
-        if real in entered:  # a link that leads back
+        if real in entered:  # a symbolic link made a cycle
             folders.clear()
             continue
         entered.add(real)
@@ -239,12 +239,12 @@ def _standard_library() -> list[Source]:
         try:
             file.read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError):
-            continue  # a few modules are kept in older encodings
+            continue  # a few modules have older encodings
         found.append(Source("/".join(parts), file))
     return sorted(found)
 
 
 def _read(sources: Iterable[Source], field: Field) -> Iterator[Document]:
-    """Every document that is not empty, in order; one is in memory at a time."""
+    """The documents that are not empty, in order; one is in memory at a time."""
     for source in sources:
         yield from read(Part(source), field)

@@ -1,7 +1,7 @@
-"""Hugging Face datasets, read as streams: nothing is downloaded but what is read, when it is read.
+"""Hugging Face datasets, streamed: rows are downloaded as they are read.
 
-A document is a row; it is named by the dataset and the row's position, from 1 on. A stream is read
-by one process, in its own order, and can be taken up again where it was left.
+A document is a row; its name is that of the dataset and the row's number, from 1 on. One process
+reads a stream, in its own order, and can resume after any row.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ KEYS = ("name", "split", "revision")
 class Stream(NamedTuple):
     """A split of a dataset.
 
-    name: what its documents are called by. path: as it was given. dataset: OWNER/NAME, or a folder.
-    config: which of its configurations; empty: its only one. revision: the commit of the Hub that
-    is read; empty for a folder.
+    name: the prefix of its documents' names. path: as given by the user. dataset: OWNER/NAME, or a
+    folder. config: the dataset's configuration; empty: its only one. revision: the commit on the
+    Hub; empty for a folder.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Stream(NamedTuple):
 
 
 def parse_stream(path: str) -> Stream:
-    """What `hf:OWNER/NAME?name=CONFIG&split=SPLIT&revision=COMMIT` means.
+    """The stream that `hf:OWNER/NAME?name=CONFIG&split=SPLIT&revision=COMMIT` names.
 
-    Without a split it is `train`; without a revision, the one that the Hub has now, so that what is
-    read is known afterwards and does not change under a call that is resumed.
+    The default split is `train`. The default revision is the Hub's current commit, which is
+    recorded, so that a resumed call reads the same data.
 
-    Raises UserError for a path of another form, without the packages, or without the dataset.
+    Raises UserError for a path of another form, a missing package or dataset.
     """
     dataset, _, query = path.removeprefix(SCHEME).partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
@@ -63,10 +63,10 @@ def parse_stream(path: str) -> Stream:
 
 
 class Reader:
-    """The documents of a stream, one by one, from a place on.
+    """The documents of a stream, one by one, from a given row on.
 
-    number: the rows read so far, empty ones too. `state()` and it are what a new Reader needs to go
-    on: plain data.
+    number: the rows read so far, including empty ones. A new Reader resumes from `state()`, which
+    is plain data, and `number`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Reader:
                 revision=stream.revision or None,
                 streaming=True,
             )
-            columns = self.rows.column_names  # None where only the rows can tell
+            columns = self.rows.column_names  # None: unknown until a row is read
             if columns is not None and field.name in columns:
                 self.rows = self.rows.select_columns([field.name])
             if state is not None:
@@ -103,7 +103,7 @@ class Reader:
         while True:
             try:
                 row = next(rows, None)
-            except Exception as error:  # of the network, of decompression, of a file's format
+            except Exception as error:  # the network, decompression or a file's format
                 raise UserError(
                     f"{self.stream.path} broke off after row {self.number} ({_line(error)}); check "
                     f"the network, and run the same command again"
@@ -141,15 +141,15 @@ def _datasets(path: str) -> Any:
 
 
 def _resolve(path: str, dataset: str, revision: str) -> str:
-    """The commit that a revision is, or that the Hub has now."""
+    """The commit of a revision; for an empty one, the Hub's current commit."""
     from huggingface_hub import HfApi  # datasets depends on it
 
     try:
         return str(HfApi().dataset_info(dataset, revision=revision or None).sha)
-    except Exception as error:  # of the network, of the Hub, of a name that cannot be one
+    except Exception as error:  # the network, the Hub, or an invalid name
         raise UserError(
-            f"{path} cannot be reached ({_line(error)}); check the dataset's name and the network, "
-            f"and for one that needs a login, `hf auth login`"
+            f"{path} cannot be reached ({_line(error)}); check the dataset's name and the network; "
+            f"if it needs a login, run `hf auth login`"
         ) from error
 
 

@@ -1,7 +1,7 @@
-"""Chat templates: how a tokenizer's model writes a conversation down, as Jinja says it.
+"""Chat templates: Jinja templates that turn a conversation into a tokenizer's text format.
 
-They are rendered as transformers renders them, in Jinja's sandbox, but for the clock, which they do
-not get: the same conversation gives the same text on any day.
+They are rendered in Jinja's sandbox as transformers renders them, but without its function that
+gives the date: a conversation gives the same text on any day.
 """
 
 from __future__ import annotations
@@ -25,27 +25,26 @@ from ladder.data.tokenizer import (
 )
 from ladder.models.errors import UserError
 
-Message = dict[str, Any]  # role and content; with weight 0 it is not to be learnt
-MARK = "END_OF_LAST_MESSAGE "  # a text that no conversation has
-NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")  # that templates write
+Message = dict[str, Any]  # role and content; one with weight 0 is not learnt
+MARK = "END_OF_LAST_MESSAGE "  # a text that occurs in no conversation
+NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")  # special tokens that templates use
 
 
 class LeftOut(Exception):
-    """Why a conversation cannot be written down."""
+    """A conversation that the template cannot render; the message is the reason."""
 
 
 class Piece(NamedTuple):
-    """A stretch of a conversation's text; answer: what the model wrote, its end token too."""
+    """A part of a conversation's text. answer: whether the model writes it; with its end token."""
 
     text: str
     answer: bool
 
 
 class ChatTemplate:
-    """A template and the names of the special tokens that it writes. It can be pickled.
+    """A template and the special tokens that it uses. It can be pickled.
 
-    source: the Jinja text. where: where that came from, for errors. Raises UserError where it is
-    no Jinja.
+    source: the Jinja text. where: its origin, for errors. Raises UserError for invalid Jinja.
     """
 
     def __init__(self, source: str, names: dict[str, str], where: str) -> None:
@@ -64,7 +63,7 @@ class ChatTemplate:
         self._sandbox.globals["raise_exception"] = _refuse
         try:
             self._template = self._sandbox.run(lambda: self._sandbox.from_string(self.source))
-        except Exception as error:  # Python compiles what Jinja makes of it, and has limits too
+        except Exception as error:  # Python compiles Jinja's output, and has limits of its own
             what = f"{type(error).__name__}: {error}"
             if isinstance(error, TemplateSyntaxError):
                 what = f"line {error.lineno}: {error.message}"
@@ -74,22 +73,22 @@ class ChatTemplate:
             ) from error
 
     def render(self, messages: Sequence[Message], prompt: bool = False) -> str:
-        """The text of a conversation; prompt: up to where the assistant's next answer begins.
+        """The text of a conversation; prompt: with the beginning of the assistant's next turn.
 
-        Raises LeftOut where the template refuses it, and UserError where the template fails, or
-        goes beyond the limits of ladder.data.sandbox.
+        Raises LeftOut if the template refuses the conversation, and UserError if the template
+        fails or exceeds the limits of ladder.data.sandbox.
         """
         try:
             return self._sandbox.run(lambda: self._render(messages, prompt))
         except LeftOut:
             raise
-        except Exception as error:  # a template is a program, which may do anything
+        except Exception as error:  # a template is a program and may raise anything
             what = f"{type(error).__name__}: {error}"
             if isinstance(error, LimitError | MemoryError):
                 what = str(error) or f"it takes more than {MEMORY / 2**30:g} GiB of memory"
             raise UserError(
-                f"the chat template of {self.where} cannot write a conversation down ({what}); "
-                f"give one with --chat-template"
+                f"the chat template of {self.where} cannot render a conversation ({what}); give "
+                f"another with --chat-template"
             ) from error
 
     def _render(self, messages: Sequence[Message], prompt: bool) -> str:
@@ -103,23 +102,23 @@ class ChatTemplate:
                 raise LimitError(f"it writes more than {LONGEST:,} characters")
             found.append(text)
         whole = "".join(found)
-        whole.encode("utf-8")  # it may write half a surrogate pair
+        whole.encode("utf-8")  # raises for half a surrogate pair
         return whole
 
     def unfinished(self, messages: Sequence[Message]) -> str:
-        """The text of a conversation up to the end of its last message, which is to go on."""
+        """The text of a conversation up to the end of its last message, for continuing that."""
         last = {**messages[-1], "content": messages[-1]["content"] + MARK}
         before, mark, after = self.render([*messages[:-1], last]).rpartition(MARK.strip())
         if not mark:
             raise LeftOut("whose last message the template does not show")
-        # Where the mark has lost its space, the template strips messages.
+        # If the mark has lost its trailing space, the template strips messages.
         return before if after.startswith(" ") else before.rstrip()
 
     def pieces(self, messages: Sequence[Message]) -> list[Piece]:
         """The text of a conversation, cut where answers begin and end.
 
-        An answer begins where the prompt for it ends, and so holds what the model itself has to
-        write. Raises LeftOut where there is none, or where it cannot be found.
+        An answer begins where the prompt for it ends, so it is exactly the text that the model has
+        to write. Raises LeftOut if there is no answer, or if it cannot be located in the text.
         """
         whole = self.render(messages)
         found: list[Piece] = []
@@ -146,9 +145,9 @@ class ChatTemplate:
 def load_template(
     tokenizer: Path, encoder: Tokenizer, given: Path | None
 ) -> tuple[ChatTemplate, dict[str, Any]]:
-    """The chat template beside a tokenizer.json, or the one `given`; and tokenizer_config.json.
+    """The chat template `given`, or the one beside a tokenizer.json; and tokenizer_config.json.
 
-    Raises UserError where there is no template, or no valid one.
+    Raises UserError if there is no valid template.
     """
     path = tokenizer.with_name(TOKENIZER_CONFIG)
     config = _read_config(path) if path.is_file() else {}
@@ -181,7 +180,7 @@ def load_template(
 
 
 def open_template(folder: Path, tokenizer: Tokenizer, given: str | None) -> ChatTemplate | None:
-    """The template in the file `given`, or with "" the one of a model's folder; None: none."""
+    """The template in the file `given`; "" is the template of a model's folder, None is none."""
     if given is None:
         return None
     return load_template(tokenizer_file(folder), tokenizer, Path(given) if given else None)[0]
@@ -198,7 +197,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    """Jinja's own would write HTML's entities."""
+    """The filter `tojson`; Jinja's own would escape HTML."""
     return json.dumps(value, **{"ensure_ascii": False, **options})
 
 

@@ -1,4 +1,4 @@
-"""Byte-level BPE: training one, loading one, and the bytes that each token stands for."""
+"""Byte-level BPE tokenizers: training, loading, and the bytes of text per token."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from ladder.files import hub_hint, make_folder, write_text
 from ladder.models.errors import UserError
 
 FILE = "tokenizer.json"
-SENTENCEPIECE = "tokenizer.model"  # what older Llamas have instead
-TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # beside it, perhaps
+SENTENCEPIECE = "tokenizer.model"  # the format of older Llamas
+TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # optional, beside FILE
 EOS = "<|endoftext|>"
-# The same of other byte-level tokenizers (Llama 3, RoBERTa), in the order in which they are tried.
+# End-of-text tokens of byte-level tokenizers (Llama 3, RoBERTa), in the order that they are tried.
 EOS_TOKENS = (EOS, "<|end_of_text|>", "</s>")
 SMALLEST_VOCAB = 257  # the 256 bytes and EOS
 LARGEST_VOCAB = 2**24  # far beyond any in use
 PIECE = 2**17  # characters
-# Normalisers that make no more than a few characters of one.
+# Normalisers that turn one character into a few at most.
 TAME = frozenset(
     ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "Nmt",
      "BertNormalizer", "ByteLevel", "Prepend")
 )  # fmt: skip
-GROWTH, BLOCK = 32, 1024  # the most characters that may be made of one, and looked at at once
+GROWTH, BLOCK = 32, 1024  # most characters made of one; characters that are checked at once
 
 
 def special_token(config: Mapping[str, Any], name: str) -> str | None:
-    """The text of `eos_token`, say, in what a tokenizer_config.json holds."""
+    """The text of a special token, such as `eos_token`, in a tokenizer_config.json."""
     value = config.get(name)
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
@@ -43,11 +43,11 @@ def special_token(config: Mapping[str, Any], name: str) -> str | None:
 def train_tokenizer(texts: Iterable[str], vocab_size: int, out: Path) -> int:
     """Train a byte-level BPE tokenizer and save it as `out`/tokenizer.json, all or nothing.
 
-    It is lossless: decoding what it encodes gives any text back. `<|endoftext|>` has id 0, the
+    It is lossless: decoding an encoded text gives the text back. `<|endoftext|>` has id 0, the
     bytes have ids 1 to 256. The same texts, in any order, give the same file.
 
-    Returns the vocabulary's size, below `vocab_size` where the texts have too few pairs to merge.
-    Raises UserError where `vocab_size` is below 257 or above 2**24, or `out` cannot be written.
+    Returns the vocabulary's size, below `vocab_size` if the texts have too few pairs to merge.
+    Raises UserError if `vocab_size` is below 257 or above 2**24, or `out` cannot be written.
     """
     check_vocab_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
@@ -78,16 +78,17 @@ def check_vocab_size(vocab_size: int) -> None:
 
 
 def tokenizer_file(path: str | Path) -> Path:
-    """The file that a tokenizer's path means: the path itself if it is .json, or in that folder."""
+    """The tokenizer's file: `path` itself if it ends in .json, else `path`/tokenizer.json."""
     path = Path(path)
     return path if path.suffix == ".json" else path / FILE
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a tokenizer.json, or the one in a folder; it encodes all of a text and nothing else.
+    """Load a tokenizer.json, given as a file or its folder.
 
-    A special token's name that stands in a text is text: no document can end another. Truncation
-    and padding, which some files ask for, are off. Raises UserError if it is missing or broken.
+    A special token's name inside a text is encoded as plain text, so no document can contain an
+    end-of-text token. Truncation and padding, which some files set, are off. Raises UserError if
+    the file is missing or broken.
     """
     file = tokenizer_file(path)
     if not file.is_file():
@@ -99,7 +100,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             raise UserError(
                 f"{beside} has {SENTENCEPIECE}, which is SentencePiece's, and no {FILE}: make "
                 f'one with transformers, AutoTokenizer.from_pretrained("{beside}")'
-                f'.save_pretrained("{beside}"), which takes pip install sentencepiece protobuf'
+                f'.save_pretrained("{beside}"), which needs pip install sentencepiece protobuf'
             )
         raise UserError(
             f"no tokenizer at {file}; train one, or give a folder that holds {FILE}{hub_hint(path)}"
@@ -112,7 +113,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def parse_tokenizer(definition: str) -> Tokenizer:
-    """The tokenizer that the text of a tokenizer.json defines, as `load_tokenizer` has it."""
+    """The tokenizer that the text of a tokenizer.json defines, set up as by `load_tokenizer`."""
     tokenizer = Tokenizer.from_str(definition)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -122,9 +123,9 @@ def parse_tokenizer(definition: str) -> Tokenizer:
 
 @contextmanager
 def panics(what: str) -> Iterator[None]:
-    """Turn a panic of the library's Rust, which is no Exception, into a UserError.
+    """Turn a panic of the library's Rust code, which is no Exception, into a UserError.
 
-    A pattern that backtracks for ever ends so, for example.
+    For example, a pattern that backtracks endlessly panics.
     """
     try:
         yield
@@ -138,9 +139,9 @@ def panics(what: str) -> Iterator[None]:
 
 
 def encode(tokenizer: Tokenizer, text: str, what: str, special: bool = True) -> list[int]:
-    """The ids of a short text, as a prompt; special: with what the tokenizer adds by itself.
+    """The token ids of a short text, such as a prompt. special: add the tokenizer's special tokens.
 
-    Raises UserError, naming `what` it is, for text that is no Unicode, and where the library fails.
+    Raises UserError, naming the text as `what`, for invalid Unicode and if the library fails.
     """
     try:
         text.encode("utf-8")
@@ -155,7 +156,7 @@ def encode(tokenizer: Tokenizer, text: str, what: str, special: bool = True) -> 
 def encode_batch(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Encoding]:
     """The encodings of texts, without special tokens around them.
 
-    Raises UserError where the library fails, or would take memory without bounds.
+    Raises UserError if the library fails or would need unbounded memory.
     """
     with panics("tokenise the text"):
         _check_growth(tokenizer, texts)
@@ -164,19 +165,19 @@ def encode_batch(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Encoding]:
 
 
 def growth(normaliser: Mapping[str, Any]) -> float:
-    """How many characters a normaliser, as its file has it, can make of one; inf: any number.
+    """The most characters that a normaliser, given as JSON, makes of one; inf: unbounded.
 
-    What can be told so needs not be tried, which takes a third of the time of tokenising.
+    Where this bound suffices, the costly check of the real text is skipped.
     """
     if normaliser["type"] == "Sequence":
         return math.prod(map(growth, normaliser["normalizers"]))
     if normaliser["type"] == "Replace":
-        return 1 + len(normaliser["content"])  # beside what it stands for: nothing may match, too
+        return 1 + len(normaliser["content"])  # plus one: an empty match inserts the content
     return 1 if normaliser["type"] in TAME else math.inf
 
 
 def _check_growth(tokenizer: Tokenizer, texts: Sequence[str]) -> None:
-    """Raise UserError for a normaliser that makes very much of little."""
+    """Raise UserError for a normaliser that makes a text more than GROWTH times as long."""
     normaliser = tokenizer.normalizer
     if normaliser is None:
         return
@@ -207,9 +208,9 @@ def end_of_text(tokenizer: Tokenizer) -> int:
 
 
 def token_byte_lengths(tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
-    """How many bytes of text each token stands for: [vocabulary], int32; special tokens 0.
+    """The bytes of text per token: int32 [vocabulary]; 0 for special tokens.
 
-    The lengths of a text's tokens sum to its length in UTF-8, whence bits per byte. Raises
+    The lengths of a text's tokens sum to its length in UTF-8, as bits per byte requires. Raises
     UserError if the tokenizer is not byte-level.
     """
     vocab = tokenizer.get_vocab(with_added_tokens=True)
@@ -230,8 +231,8 @@ def token_byte_lengths(tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
             lengths[index] = len(token)
         else:
             raise UserError(
-                f"the tokenizer is not byte-level (token {index} is {token!r}), so that bits per "
-                f"byte are unknown; use a byte-level BPE, such as `train_tokenizer` makes"
+                f"the tokenizer is not byte-level (token {index} is {token!r}), so bits per byte "
+                f"are unknown; use a byte-level BPE, such as `ladder tokenizer train` makes"
             )
     return lengths
 
@@ -239,8 +240,9 @@ def token_byte_lengths(tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
 def pieces(text: str, size: int = PIECE) -> Iterator[str]:
     """Cut a long text into pieces of at most `size` characters, to bound memory and use all cores.
 
-    They tokenise as the whole text does: a cut comes before a lone space, where the pre-tokenizers
-    of byte-level BPE start a new word. A text without one is cut anywhere, which loses nothing.
+    The pieces tokenise like the whole text: cuts are before single spaces, where the pre-tokenizers
+    of byte-level BPE start a new word. A text without such a space is cut anywhere: other tokens,
+    but no text is lost.
     """
     start = 0
     while len(text) - start > size:

@@ -1,7 +1,7 @@
-"""Units of work: stretches of a corpus, in its order, each tokenised by one process.
+"""Units of work: consecutive parts of a corpus, each tokenised by one process.
 
-Where a unit ends depends on the corpus alone, not on how many processes there are or on what was
-done before; and each says where the next one begins, which is all that going on later takes.
+The end of a unit depends only on the corpus, not on the number of processes or earlier work. Each
+unit has the cursor of the next one, which suffices to resume.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 from ladder.data.formats import Document, Field, Part, Source, cut, read
 from ladder.data.streams import Reader, Stream
 
-UNIT = 2**23  # bytes of text: seconds of work, and all that an interruption costs a process
+UNIT = 2**23  # bytes of text: seconds of work, which a process loses when it is interrupted
 
 
 class Cursor(NamedTuple):
-    """A place in a corpus. JSON keeps it.
+    """A position in a corpus, which can be stored as JSON.
 
-    source: the number of the file or stream. at: where in it, as its `Part` or `Reader` counts; a
-    stream's beginning is None. number: its lines or rows before that place.
+    source: the number of the file or stream. at: the position in it, as in `Part.start` or
+    `Reader.state`; None is the beginning. number: the lines or rows before that position.
     """
 
     source: int = 0
@@ -30,7 +30,7 @@ class Cursor(NamedTuple):
 class Unit(NamedTuple):
     """Parts of files, or documents of a stream.
 
-    size: bytes of input, about. after: where the next unit begins.
+    size: approximate bytes of input. after: where the next unit begins.
     """
 
     parts: tuple[Part, ...]
@@ -45,7 +45,7 @@ class Unit(NamedTuple):
 
 
 def units(sources: Sequence[Source | Stream], field: Field, cursor: Cursor) -> Iterator[Unit]:
-    """All units from a place on, cut as they are asked for."""
+    """All units from a cursor on, generated lazily."""
     parts: list[Part] = []
     size = 0
     for index in range(cursor.source, len(sources)):
@@ -64,7 +64,7 @@ def units(sources: Sequence[Source | Stream], field: Field, cursor: Cursor) -> I
             here = Cursor(index + 1) if number is None else Cursor(index, part.stop, number)
             parts.append(part)
             size += part.size
-            if size >= UNIT or not ended:  # what was cut off fills its unit
+            if size >= UNIT or not ended:  # a part that does not reach its file's end fills a unit
                 yield Unit(tuple(parts), (), size, here)
                 parts, size = [], 0
     if parts:

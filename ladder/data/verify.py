@@ -1,8 +1,7 @@
-"""Shards are compared with the checksums in their index while training reads them.
+"""Verification of shards against the checksums in their index, while training reads them.
 
-A flipped bit is a token like any other, so that nothing else would tell. A thread does it, for
-terabytes take long: what is damaged is known before training begins where the data is small, and
-soon after otherwise.
+A flipped bit gives a valid token, so nothing else would notice it. A thread does the work, since
+terabytes take long: damage to small data is known before training begins, else soon after.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from ladder.data.mix import Mix
 from ladder.files import checksum
 from ladder.models.errors import UserError
 
-PROMPT = 1.0  # seconds that a run waits for it before it begins
+PROMPT = 1.0  # seconds that a run waits for the result before it begins
 
 
 class Verification:
-    """Compares this rank's part of the shards, within a `with`.
+    """Compares this rank's part of the shards with their checksums, inside a `with`.
 
-    data: of which rank `rank` of `ranks` takes every `ranks`th shard.
+    Rank `rank` of `ranks` takes every `ranks`th shard of `data`.
     """
 
     def __init__(self, data: TokenData, rank: int = 0, ranks: int = 1) -> None:
@@ -34,7 +33,7 @@ class Verification:
             for shard in record["shards"]
         ]
         self.shards = shards[rank::ranks]
-        self.failure = ""  # what is wrong with the first that is damaged
+        self.failure = ""  # the error message for the first damaged shard
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._compare, name="shards", daemon=True)
 
@@ -51,15 +50,15 @@ class Verification:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._ended.set()  # it ends with the shard that it is at
+        self._ended.set()  # the thread stops after its current shard
 
     def soon(self) -> str:
-        """What is wrong, empty where nothing is known to be, after PROMPT seconds at most."""
+        """The error message of a damaged shard or "", after PROMPT seconds at most."""
         self._thread.join(PROMPT)
         return self.failure
 
     def check(self) -> None:
-        """Raise UserError where a damaged shard has been found."""
+        """Raise UserError if a damaged shard has been found."""
         if self.failure:
             raise UserError(self.failure)
 

@@ -1,6 +1,6 @@
-"""The folders and weights that a recipe's `data` names, read without opening any.
+"""The folders and weights in a recipe's `data`, parsed without opening the folders.
 
-Without torch, too, so that a recipe's mistakes are told before it is imported.
+This module does not import torch, so that a recipe's mistakes are reported before that import.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from ladder.models.errors import UserError, check_keys
 
-LONGEST_CYCLE = 100_000  # planned when a run starts, in under a second
+LONGEST_CYCLE = 100_000  # entries; planning them takes under a second
 
 
 def parse_sources(data: Any) -> list[tuple[str, Fraction]]:
-    """The folders and weights that a recipe's `data` names. Opens none of them."""
+    """The folders and weights in a recipe's `data`. Raises UserError for invalid ones."""
     if isinstance(data, str):
         return [(data, Fraction(1))]
     if not isinstance(data, Sequence) or not data:
@@ -50,14 +50,14 @@ def _parse(where: str, item: Any) -> tuple[str, Fraction]:
         number = float("nan")
     if not math.isfinite(number) or not number > 0:
         raise UserError(
-            f"{where} ({path}): weight={weight!r} must be a finite number above 0; leave a source "
-            f"that is not wanted out"
+            f"{where} ({path}): weight={weight!r} must be a finite number above 0; to leave the "
+            f"source out, remove its entry"
         )
-    return path, Fraction(str(weight))  # by its digits: 0.1 is a tenth, as no binary number is
+    return path, Fraction(str(weight))  # from the digits: 0.1 is exactly one tenth
 
 
 def whole_shares(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """Weights in lowest terms."""
+    """Weights as integers without a common divisor."""
     scale = math.lcm(*(weight.denominator for weight in weights))
     whole = [int(weight * scale) for weight in weights]
     divisor = math.gcd(*whole)

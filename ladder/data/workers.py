@@ -1,4 +1,4 @@
-"""Work that several processes share, with results in the order of the work."""
+"""A pool of processes that returns results in the order of the work."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ R = TypeVar("R")
 def in_order(
     work: Callable[[T], R], items: Iterable[T], workers: int
 ) -> Generator[tuple[T, R], None, None]:
-    """Each item with `work(item)`, done by `workers` processes; 1: by this one.
+    """Each item with `work(item)`, computed by `workers` processes; 1: by this process.
 
-    `items` are drawn as they are needed, by this process, a few more than there are processes.
-    Close the iterator to end them; they also end when this process does, however that happens.
-    Raises what `work` raises, for the first item for which it does; UserError where a process dies.
+    This process draws `items` as they are needed, a few more than there are workers. Close the
+    iterator to end the workers; they also end when this process ends, in whatever way. Raises the
+    exception of the first item for which `work` fails; UserError if a worker is killed.
     """
     if workers == 1:
         for item in items:
             yield item, work(item)
         return
-    context = multiprocessing.get_context("spawn")  # this process has threads, forks would not
+    context = multiprocessing.get_context("spawn")  # a fork would lose this process's threads
     theirs, ours = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(workers, context, _begin, (theirs, workers, work))
     running: deque[tuple[T, Future[R]]] = deque()
-    failure: Exception | None = None  # of `items`; it waits for the results before it
+    failure: Exception | None = None  # raised by `items`; results before it are yielded first
     coming = iter(items)
     try:
         while True:
@@ -57,26 +57,26 @@ def in_order(
             raise failure
     except BrokenProcessPool as error:
         raise UserError(
-            f"one of workers={workers} processes was killed, for want of memory perhaps; take fewer"
+            f"one of workers={workers} processes was killed, perhaps for lack of memory; use fewer"
         ) from error
     finally:
-        ours.close()  # which ends them, also amid an item
+        ours.close()  # ends the workers, even in the middle of an item
         pool.shutdown(cancel_futures=True)
         theirs.close()
 
 
-_work: Callable[[Any], Any]  # of a worker
+_work: Callable[[Any], Any]  # set in each worker
 
 
 def _begin(lifeline: Connection, workers: int, work: Callable[[Any], Any]) -> None:
     global _work
     _work = work
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to act on
-    # of the tokenizers library, read when it first tokenises
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    # The tokenizers library reads this when it first tokenises.
     os.environ["RAYON_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // workers))
 
     def watch() -> None:
-        lifeline.poll(None)  # until the parent closes the other end, or is no more
+        lifeline.poll(None)  # until the parent closes the other end or ends
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -406,10 +406,10 @@ def test_answers_of_weight_0_are_read_and_not_learnt(tokenizer: Path, tmp_path: 
     ("source", "message"),
     [
         ("{% for m in messages %}", "is not valid Jinja"),
-        ("{{ messages[0].content.upper(1) }}", "cannot write a conversation down"),
+        ("{{ messages[0].content.upper(1) }}", "cannot render a conversation"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
         ("{{ strftime_now('%Y') }}", "'strftime_now' is undefined"),
-        ("{{ 1 // 0 }}", "cannot write a conversation down .ZeroDivisionError"),
+        ("{{ 1 // 0 }}", "cannot render a conversation .ZeroDivisionError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("", "whose answers the template does not write"),
         ("{{ raise_exception('roles must alternate') }}", "refuses .roles must alternate"),
