@@ -30,7 +30,7 @@ from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer, meta_model
 from ladder.parallel import launch
-from ladder.parallel.sharding import local_parameters, place
+from ladder.parallel.sharding import local_parameters, shard_model
 from ladder.reader import EMBEDDING, TensorReader, read_json, some
 
 SHARD_BYTES = 2**30  # a file of a checkpoint holds about this much, or one tensor
@@ -232,11 +232,11 @@ def load_model(
 ) -> Transformer:
     """The model of a folder, its shards on `mesh` (None: one process), ready to run.
 
-    dtype: None keeps the type that the weights are stored in. reducer: see `place`. Each process
-    reads its own slices.
+    dtype: None keeps the type that the weights are stored in. reducer: see `shard_model`. Each
+    process reads its own slices.
     """
     model, reader = _opened(folder)
-    place(model, mesh, device=device, dtype=dtype or reader.dtype(EMBEDDING), reducer=reducer)
+    shard_model(model, mesh, device=device, dtype=dtype or reader.dtype(EMBEDDING), reducer=reducer)
     fill(model, reader)
     return model
 

@@ -19,7 +19,7 @@ from ladder.checkpoint import load_model, model_entries, read_stop_tokens, write
 from ladder.hf_config import config_from_huggingface, config_to_huggingface
 from ladder.infer.engine import generate
 from ladder.models import ModelConfig, Transformer, UserError
-from ladder.parallel.sharding import initialise, local_parameters, place
+from ladder.parallel.sharding import initialise, local_parameters, shard_model
 from ladder.train.shards import write_file
 from tests.distributed import Pools, tp_mesh
 
@@ -119,7 +119,7 @@ def test_dynamic_scaling_ends_where_it_would_depend_on_the_length(tmp_path: Path
 def make(plan: str = "desync-2x", degree: int | None = 4) -> Transformer:
     config = ModelConfig(91, 32, 56, 2, 4, 4, max_seq_len=64, plan=plan, tp_degree=degree)  # type: ignore[arg-type]
     model = Transformer(config)
-    place(model)
+    shard_model(model)
     initialise(model, 2)
     return model
 

@@ -22,7 +22,7 @@ from ladder.convert.command import convert
 from ladder.hf_config import config_from_huggingface
 from ladder.models import ModelConfig, Reducer, Transformer, UserError, resolve_plan
 from ladder.models.loss import Passes, token_losses
-from ladder.parallel.sharding import initialise, place
+from ladder.parallel.sharding import initialise, shard_model
 from ladder.train.config import load_train_config
 from tests.distributed import Pools, tp_mesh
 
@@ -224,7 +224,7 @@ def test_a_target_beyond_the_vocabulary_has_no_loss() -> None:
 @pytest.mark.parametrize("wrong", [-1, 64, 2**40])
 def test_tokens_outside_the_vocabulary_are_refused_on_a_cpu(wrong: int) -> None:
     model = Transformer(ModelConfig(**SHAPE))
-    place(model)
+    shard_model(model)
     initialise(model, 1)
     tokens = torch.tensor([[1, wrong]])
     with pytest.raises(UserError, match=f"tokens hold {wrong}, which is outside vocab_size=64"):
@@ -240,7 +240,7 @@ def test_tokens_outside_the_vocabulary_are_refused_on_a_cpu(wrong: int) -> None:
 def beyond(rank: int, world: int) -> tuple[list[bool], list[bool]]:
     """Which embeddings and losses are no numbers."""
     model = Transformer(ModelConfig(**SHAPE))
-    place(model, tp_mesh(world))
+    shard_model(model, tp_mesh(world))
     initialise(model, 1)
     ids = torch.tensor([[0, 63, 64, -1]])
     embedded: Tensor = model.reducer.sum_(model.model.embed_tokens(ids))

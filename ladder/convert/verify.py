@@ -18,7 +18,7 @@ from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.presets import resolve_plan
 from ladder.models.transformer import Transformer, meta_model, tensor_shapes
-from ladder.parallel.sharding import place
+from ladder.parallel.sharding import shard_model
 
 MOST_PARAMETERS = 2**28  # of what computes the logits that are compared: 1 GiB in float32
 ROWS = 1024  # tokens of the vocabulary of a model above that
@@ -118,7 +118,7 @@ def _fitting(config: ModelConfig) -> ModelConfig:
 
 def _ours(folder: Path, config: ModelConfig) -> Transformer:
     model = meta_model(config)
-    place(model, dtype=torch.float32)
+    shard_model(model, dtype=torch.float32)
     _fill(model, folder)
     return model
 

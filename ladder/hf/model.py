@@ -17,7 +17,7 @@ from ladder.hf import modeling
 from ladder.hf.bundle import AUTO_MAP, write_code
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
-from ladder.parallel.sharding import place
+from ladder.parallel.sharding import shard_model
 from ladder.reader import read_json
 
 
@@ -39,7 +39,7 @@ class LadderForCausalLM(modeling.LadderForCausalLM):
         if self.transformer.cut_parameters():
             raise UserError(
                 "save_pretrained would write this rank's shards alone: the model was placed by "
-                "ladder.parallel.sharding.place; give that dtensors=True, or use parallelize"
+                "ladder.parallel.sharding.shard_model; give that dtensors=True, or use parallelize"
             )
         self.config.auto_map = dict(AUTO_MAP)
         if self.should_save_on_this_rank(is_main_process):
@@ -88,7 +88,7 @@ def parallelize(model: modeling.LadderForCausalLM, mesh: DeviceMesh) -> None:
 
 def _place(transformer: Transformer, mesh: DeviceMesh) -> None:
     empty = transformer.lm_head.weight.is_meta
-    place(transformer, mesh, device="meta" if empty else mesh.device_type, dtensors=True)
+    shard_model(transformer, mesh, device="meta" if empty else mesh.device_type, dtensors=True)
 
 
 class WholeModel(TensorParallelLayer):

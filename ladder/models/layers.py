@@ -8,6 +8,7 @@ full shapes; a process holds its rows (or columns) of them, and virtual ranks ar
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from ladder.models.config import ModelConfig
 from ladder.models.documents import Packed, attend
+from ladder.models.parameters import Initialisation, ParameterSpec
 from ladder.models.reducer import Ranks
 from ladder.models.rotary import rotary_frequencies
 
@@ -52,6 +54,12 @@ class ParallelLinear(nn.Linear):
 class ColumnParallelLinear(ParallelLinear):
     """Split by output: x [(R,) B, S, in] -> this process's outputs, [(R,) B, S, out / T]."""
 
+    def parameter_specs(self) -> dict[str, ParameterSpec]:
+        return {
+            "weight": ParameterSpec(Initialisation.NORMAL, decay=True, split=0, reads_norm=True),
+            "bias": ParameterSpec(Initialisation.ZEROS, decay=False, split=0),
+        }
+
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else local(self.bias).to(x.dtype)
         return self.columns(x, local(self.weight).to(x.dtype), bias)
@@ -69,6 +77,12 @@ class RowParallelLinear(ParallelLinear):
 
     Its bias, where it has one, is added once, by rank 0.
     """
+
+    def parameter_specs(self) -> dict[str, ParameterSpec]:
+        return {
+            "weight": ParameterSpec(Initialisation.RESIDUAL, decay=True, split=1),
+            "bias": ParameterSpec(Initialisation.ZEROS, decay=False),
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         weight = local(self.weight).to(x.dtype)
@@ -93,6 +107,10 @@ class KVParallelLinear(ColumnParallelLinear):
     def __init__(self, inputs: int, heads: int, head_dim: int, bias: bool) -> None:
         super().__init__(inputs, heads * head_dim, bias)
         self.heads, self.head_dim = heads, head_dim
+
+    def parameter_specs(self) -> dict[str, ParameterSpec]:
+        specs = super().parameter_specs()
+        return {name: replace(spec, heads=self.heads) for name, spec in specs.items()}
 
     def forward(self, x: Tensor) -> Tensor:
         index = self.held_heads()
@@ -127,6 +145,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty((per_rank, size) if per_rank else size))
         self.eps = eps
 
+    def parameter_specs(self) -> dict[str, ParameterSpec]:
+        split = 0 if self.weight.dim() == 2 else None  # each rank its own, or one for all
+        return {"weight": ParameterSpec(Initialisation.ONES, decay=False, split=split)}
+
     def forward(self, x: Tensor) -> Tensor:
         weight = local(self.weight).to(x.dtype)
         if weight.dim() == 2:
@@ -148,6 +170,9 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, size))
         self.vocab_size = vocab_size
         self.ranks = Ranks()
+
+    def parameter_specs(self) -> dict[str, ParameterSpec]:
+        return {"weight": ParameterSpec(Initialisation.EMBEDDING, decay=True, split=0)}
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight = local(self.weight)

@@ -17,19 +17,19 @@ from ladder.models.layers import (
     Embedding,
     KeyValueCache,
     Layer,
-    ParallelLinear,
     RMSNorm,
     rotary_tables,
     vocabulary_start,
 )
 from ladder.models.loss import Passes, token_losses
+from ladder.models.parameters import collect_specs
 from ladder.models.reducer import Pending, Ranks, Reducer, places
-
-INIT_STD = 0.02
 
 
 class Transformer(nn.Module):
     """A Llama-style decoder wired by `config.plan`.
+
+    Its parameters are described by `specs`, and their whole shapes by `shapes`, both by full name.
 
     Built with all T ranks in this process (T = tp_degree: virtual ranks where it is above 1); a
     Reducer handed to `use` spreads them. Parameter names are Hugging Face Llama's.
@@ -66,21 +66,17 @@ class Transformer(nn.Module):
         self.use(Reducer(Ranks(config.tp_degree or 1, 0, config.tp_degree or 1)))
         # Of the whole parameters: a process may hold a part of each.
         self.shapes = {name: each.shape for name, each in self.named_parameters()}
+        self.specs = collect_specs(self)
 
     def cut_parameters(self) -> list[str]:
-        """Those of which this process holds a part, and that do not know it (as DTensors would)."""
+        """The names of the parameters that are shards here: plain tensors, not DTensors."""
         return [n for n, each in self.named_parameters() if each.shape != self.shapes[n]]
 
     @property
     def adapted(self) -> bool:
-        """Whether something, as an adapter of PEFT's, stands where a matrix was."""
-        parts = [part for layer in self.model.layers for part in (layer.self_attn, layer.mlp)]
-        return any(
-            not isinstance(each, ParallelLinear)
-            for part in parts
-            for name, each in part.named_children()
-            if name.endswith("_proj")
-        )
+        """Whether a layer holds parameters that it was not built with: those of an adapter."""
+        held = self.model.layers.named_parameters(prefix="model.layers")
+        return any(name not in self.specs for name, _ in held)
 
     def use(self, reducer: Reducer) -> None:
         """Compute `reducer.ranks`, and communicate by `reducer`.
@@ -282,18 +278,12 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialise(self, parameter: Tensor, name: str, generator: torch.Generator) -> None:
-        """Fill a full-sized `parameter` of that name: norms 1, biases 0, matrices normal.
+        """Fill a full-sized `parameter` of that name, by the rule of its spec.
 
-        Standard deviation 0.02, and 0.02 / sqrt(2 num_layers) where a matrix writes to the stream.
+        Norms 1, biases 0, matrices normal: with standard deviation 0.02, or
+        0.02 / sqrt(2 num_layers) for a matrix that writes to the residual.
         """
-        if "norm" in name:
-            parameter.fill_(1.0)
-        elif name.endswith("bias"):
-            parameter.zero_()
-        else:
-            writes = name.endswith(("o_proj.weight", "down_proj.weight"))
-            std = INIT_STD / math.sqrt(2 * self.config.num_layers) if writes else INIT_STD
-            parameter.normal_(0.0, std, generator=generator)
+        self.specs[name].init.fill(parameter, self.config.num_layers, generator)
 
 
 def meta_model(config: ModelConfig) -> Transformer:

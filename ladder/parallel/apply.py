@@ -34,7 +34,7 @@ from ladder.parallel.data import data_parallel, shard_over_data
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sequence import SequenceReducer
 from ladder.parallel.sharded import sharded_refusal
-from ladder.parallel.sharding import place
+from ladder.parallel.sharding import shard_model
 
 aten = torch.ops.aten
 # What selective checkpointing keeps: computed once, at a price. The rest is elementwise.
@@ -78,7 +78,7 @@ def make_model(
     if sequence_parallel:
         check_sequence_parallel(config, processes)
     reducer = reducer or (SequenceReducer if sequence_parallel else AsyncReducer)
-    place(model, tp, device=first, dtype=torch.float32, reducer=reducer)
+    shard_model(model, tp, device=first, dtype=torch.float32, reducer=reducer)
     wrap_sublayers(model, activation_checkpointing, compile)
     if mesh is not None and shares:
         shard_over_data(model, mesh)

@@ -1,4 +1,4 @@
-"""Where each parameter lives: the sharding table, and the one function that applies it."""
+"""Each parameter becomes the shard that its spec says: placement, local parts, shared gradients."""
 
 from __future__ import annotations
 
@@ -12,61 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.models.reducer import Ranks, Reducer
 from ladder.models.transformer import Transformer
 from ladder.parallel.reducers import REDUCERS, AsyncReducer
 
-# Parameter name (its last parts) -> dimension split over the TP processes.
-SHARD_DIMS = {
-    "embed_tokens.weight": 0,
-    "lm_head.weight": 0,
-    "q_proj.weight": 0,
-    "q_proj.bias": 0,
-    "k_proj.weight": 0,
-    "k_proj.bias": 0,
-    "v_proj.weight": 0,
-    "v_proj.bias": 0,
-    "o_proj.weight": 1,
-    "gate_proj.weight": 0,
-    "gate_proj.bias": 0,
-    "up_proj.weight": 0,
-    "up_proj.bias": 0,
-    "down_proj.weight": 1,
-}
-
 BEYOND_MEMORY = 4  # a CPU's weights of so many times its memory cannot be meant
 
 
-def shard_dim(name: str, dims: int, config: ModelConfig, processes: int) -> int | None:
-    """The dimension of parameter `name` that is split, or None where every process has it whole.
-
-    dims: how many dimensions it has (norm weights of two are per rank, [T, D]). Keys and values
-    are whole where the processes cannot share out the KV heads.
-    """
-    kind = ".".join(name.split(".")[-2:])
-    if "norm" in kind:
-        return 0 if dims == 2 else None
-    if kind.startswith(("k_proj", "v_proj")) and config.num_kv_heads % processes:
-        return None
-    return SHARD_DIMS.get(kind)
-
-
-def shard_slices(
-    name: str, shape: torch.Size, config: ModelConfig, ranks: Ranks
-) -> tuple[slice, ...]:
-    """The part of the full parameter that this process holds, one slice per dimension."""
-    dim = shard_dim(name, len(shape), config, ranks.processes)
-    slices = [slice(0, size) for size in shape]
-    if dim is not None:
-        chunk = math.ceil(shape[dim] / ranks.processes)
-        start = min(ranks.process * chunk, shape[dim])
-        slices[dim] = slice(start, min(start + chunk, shape[dim]))
-    return tuple(slices)
-
-
-def place(
+def shard_model(
     model: Transformer,
     mesh: DeviceMesh | None = None,
     *,
@@ -108,7 +62,8 @@ def place(
     _check_memory(model, torch.device(device), dtype)
 
     def put(name: str, parameter: nn.Parameter) -> nn.Parameter:
-        part = shard_slices(name, parameter.shape, model.config, ranks)
+        spec = model.specs[name]
+        part = spec.slices(parameter.shape, ranks)
         kind = dtype or parameter.dtype
         if parameter.is_meta:
             local = torch.empty([s.stop - s.start for s in part], device=device, dtype=kind)
@@ -117,7 +72,7 @@ def place(
             local = local.contiguous()
         if mesh is None or processes == 1 or not dtensors:
             return nn.Parameter(local)
-        dim = shard_dim(name, parameter.dim(), model.config, ranks.processes)
+        dim = spec.split_over(ranks.processes)
         placement = Replicate() if dim is None else Shard(dim)
         stride = torch.empty(parameter.shape, device="meta").stride()
         tensor = DTensor.from_local(
@@ -139,7 +94,7 @@ def _check_memory(model: Transformer, device: torch.device, dtype: torch.dtype |
         return
     needed = 0
     for name, parameter in model.named_parameters():
-        part = shard_slices(name, parameter.shape, model.config, model.reducer.ranks)
+        part = model.specs[name].slices(parameter.shape, model.reducer.ranks)
         count = math.prod(each.stop - each.start for each in part)
         needed += count * (dtype or parameter.dtype).itemsize
     if needed > room:
@@ -157,7 +112,7 @@ def _replace_parameters(model: nn.Module, put: Callable[[str, nn.Parameter], nn.
     for prefix, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in done:
-                done[parameter] = put(f"{prefix}.{name}", parameter)
+                done[parameter] = put(f"{prefix}.{name}" if prefix else name, parameter)
             setattr(module, name, done[parameter])
 
 
@@ -170,7 +125,7 @@ def local_parameters(model: Transformer) -> Iterator[tuple[str, Tensor, tuple[sl
     """(name, local tensor, its slices of the full parameter), each parameter once, in order."""
     index, count = model.data_shard
     for name, parameter in model.named_parameters():
-        rows, *rest = shard_slices(name, model.shapes[name], model.config, model.reducer.ranks)
+        rows, *rest = model.specs[name].slices(model.shapes[name], model.reducer.ranks)
         chunk = math.ceil((rows.stop - rows.start) / count)
         start = min(rows.start + index * chunk, rows.stop)
         rows = slice(start, min(start + chunk, rows.stop))
@@ -190,7 +145,7 @@ def own_parts(
     for name, local, part in local_parameters(model):
         owner = loads.index(min(loads))
         loads[owner] += local.numel()
-        split = shard_dim(name, local.dim(), model.config, ranks.processes) is not None
+        split = model.specs[name].split_over(ranks.processes) is not None
         if owner == replica and (split or ranks.process == 0) and local.numel():
             yield name, part
 
@@ -225,7 +180,7 @@ def sum_shared_gradients(model: Transformer) -> None:
         local_tensor(parameter.grad)
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
-        and shard_dim(name, parameter.dim(), model.config, reducer.ranks.processes) is None
+        and model.specs[name].split_over(reducer.ranks.processes) is None
     ]
     if shared:
         flat = reducer.sum_(torch.cat([grad.flatten() for grad in shared]))

@@ -11,17 +11,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.models.transformer import Transformer
 from ladder.parallel.data import size_of
-from ladder.parallel.sharding import local_tensor, shard_dim
+from ladder.parallel.sharding import local_tensor
 from ladder.train.config import TrainConfig
 
 
 def make_optimizer(model: Transformer, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only (embeddings too; not norms or biases)."""
+    """AdamW, with weight decay where a parameter's spec says so (matrices and embeddings)."""
     decayed: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        is_matrix = parameter.dim() == 2 and "norm" not in name
-        (decayed if is_matrix else rest).append(parameter)
+        (decayed if model.specs[name].decay else rest).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": rest, "weight_decay": 0.0},
@@ -58,7 +57,7 @@ def clip_gradients(model: Transformer, limit: float, mesh: DeviceMesh | None = N
     grads: dict[bool, list[Tensor]] = {False: [], True: []}  # whether TP shards them
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
-        sharded = shard_dim(name, parameter.dim(), model.config, processes) is not None
+        sharded = model.specs[name].split_over(processes) is not None
         grads[sharded].append(local_tensor(parameter.grad))
     squares = [nn.utils.get_total_norm(each).square() for each in grads.values()]
     whole = squares[0] + model.reducer.sum_(squares[1])

@@ -18,7 +18,7 @@ from ladder.checkpoint import model_entries, write_config, write_tensors
 from ladder.infer.engine import Engine
 from ladder.infer.sampling import Sampling
 from ladder.models import ModelConfig, Transformer, UserError
-from ladder.parallel.sharding import initialise, local_parameters, place
+from ladder.parallel.sharding import initialise, local_parameters, shard_model
 from tests.distributed import Pools
 
 CPU = torch.device("cpu")
@@ -283,7 +283,7 @@ def test_random_logits_have_size(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_checkpoint_is_timed_with_its_own_plan(tmp_path: Path) -> None:
     config = resolve(replace(TINY, plan="hybrid"))
     model = Transformer(config)
-    place(model)
+    shard_model(model)
     initialise(model, 1)
     write_config(tmp_path, config, None)
     write_tensors(tmp_path, "model", model_entries(model), writer=True)

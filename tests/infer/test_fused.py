@@ -21,7 +21,7 @@ from ladder.kernels.decode import MAX_ROWS
 from ladder.models import Ranks, Transformer, UserError
 from ladder.models.presets import PlanSpec
 from ladder.parallel.reducers import PushReducer
-from ladder.parallel.sharding import place
+from ladder.parallel.sharding import shard_model
 from tests.distributed import Pools, tp_mesh
 from tests.samples import (
     ADDED_APART,
@@ -51,7 +51,7 @@ def fused_on_ranks(
 ) -> list[list[int]]:  # fmt: skip
     config = small_config(plan, world_size, depends, **changes or {})
     model = full_model(config, 5, torch.float32)
-    place(model, tp_mesh(world_size))
+    shard_model(model, tp_mesh(world_size))
     return decode(model, True, prompts)
 
 
@@ -122,7 +122,7 @@ def heads_agree(engine: Engine, tokens: Tensor, prompt: int) -> list[bool]:
 def read_by_heads(rank: int, world_size: int, plan: PlanSpec, depends: bool) -> list[bool]:
     model = full_model(small_config(plan, world_size, depends, vocab_size=68), 5, torch.float32)
     share_head(model, world_size)
-    place(model, tp_mesh(world_size))
+    shard_model(model, tp_mesh(world_size))
     tokens = torch.randint(0, 68, (3, 12), generator=torch.Generator().manual_seed(1))
     return heads_agree(Engine(model, fused=True), tokens, 5)
 

@@ -8,7 +8,7 @@ import torch
 from ladder.infer.engine import Completion, generate
 from ladder.infer.sampling import Sampling, choose, draws, probabilities
 from ladder.models import ModelConfig, Transformer, UserError
-from ladder.parallel.sharding import initialise, place
+from ladder.parallel.sharding import initialise, shard_model
 from tests.distributed import Pools, tp_mesh
 
 PLANS = [
@@ -34,7 +34,7 @@ def make(plan: str, degree: int | None, mesh: object = None, **changes: object) 
     } | changes
     config = ModelConfig(**fields, plan=plan, tp_degree=degree)  # type: ignore[arg-type]
     model = Transformer(config)
-    place(model, mesh, dtype=torch.float64)  # type: ignore[arg-type]
+    shard_model(model, mesh, dtype=torch.float64)  # type: ignore[arg-type]
     initialise(model, 3)
     with torch.no_grad():
         for parameter in model.parameters():

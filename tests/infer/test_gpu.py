@@ -24,7 +24,7 @@ from ladder.parallel.sharding import (
     initialise,
     local_parameters,
     local_tensor,
-    place,
+    shard_model,
     sum_shared_gradients,
 )
 from ladder.train import metrics
@@ -73,7 +73,7 @@ def make(
     )
     with torch.device("meta"):
         model = Transformer(config)
-    place(model, **where, dtype=dtype)
+    shard_model(model, **where, dtype=dtype)
     initialise(model, 1)
     with torch.no_grad():  # what every rank's part of them is
         for name, local, _ in local_parameters(model):
@@ -318,7 +318,7 @@ def pushing_engine(name: str, device: torch.device) -> tuple[Transformer, Engine
     tp = None if mesh is None else mesh["tp"]
     config = fused_config(name, world)
     model = samples.full_model(config, 7, torch.float32)
-    place(model, tp, device=device, reducer="async" if world == 1 else "push")
+    shard_model(model, tp, device=device, reducer="async" if world == 1 else "push")
     return samples.full_model(config, 7), Engine(model, fused=True)
 
 
@@ -359,7 +359,7 @@ def heads_on_gpus() -> int:
         for dtype in (torch.float32, torch.bfloat16):
             model = samples.full_model(config, 5, dtype)
             samples.share_head(model, world)
-            place(model, mesh["tp"], device=device, reducer="push")
+            shard_model(model, mesh["tp"], device=device, reducer="push")
             engine = Engine(model, fused=True)
             for count in (1, 3, 33, MAX_ROWS + 6):
                 tokens = torch.randint(0, 68, (count, 30), generator=source)

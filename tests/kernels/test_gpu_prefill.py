@@ -17,7 +17,7 @@ from ladder.models import Transformer
 from ladder.parallel import launch
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sharded import ShardedReducer
-from ladder.parallel.sharding import initialise, place
+from ladder.parallel.sharding import initialise, shard_model
 from tests.kernels.test_kernels import DTYPES, _poisoned_memory  # noqa: F401  (a fixture)
 from tests.kernels.test_prefill import check_land_rows, check_rotary_prompt, check_swiglu
 from tests.samples import SAME_AT_ANY_T, relative_error, small_config
@@ -122,7 +122,7 @@ def compare(
     )  # fmt: skip
     with torch.device("meta"):
         model = Transformer(config)
-    place(model, mesh["tp"], device=device, dtype=dtype)
+    shard_model(model, mesh["tp"], device=device, dtype=dtype)
     initialise(model, 1)
     plain = model.reducer
     assert isinstance(plain, AsyncReducer)

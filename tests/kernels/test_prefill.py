@@ -32,7 +32,7 @@ from ladder.models import Ranks, UserError, resolve_plan
 from ladder.models.layers import RMSNorm, rotary_tables, rotate
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sharded import ShardedReducer, sharded_refusal
-from ladder.parallel.sharding import place
+from ladder.parallel.sharding import shard_model
 from tests.distributed import Pools, tp_mesh
 from tests.kernels.test_kernels import (  # noqa: F401  (fixtures)
     DTYPES,
@@ -200,7 +200,7 @@ def compared(rank: int, world_size: int, plan: str, batch: int, length: int) -> 
     """In a worker: the sharded reducer's logits against AsyncReducer's, and what it called."""
     config = small_config(SAME_AT_ANY_T[plan])
     model = full_model(config, seed=4, dtype=torch.float32)
-    place(model, tp_mesh(world_size))
+    shard_model(model, tp_mesh(world_size))
     tokens = sample_tokens(config, 1, batch, length)
     plain = model.reducer
     assert isinstance(plain, AsyncReducer)

@@ -18,7 +18,12 @@ from torch import Tensor
 from ladder.checkpoint import load_model, newest
 from ladder.data.batches import heldout_windows, open_data
 from ladder.models import Transformer, UserError, document_starts, documents
-from ladder.parallel.sharding import local_parameters, local_tensor, place, sum_shared_gradients
+from ladder.parallel.sharding import (
+    local_parameters,
+    local_tensor,
+    shard_model,
+    sum_shared_gradients,
+)
 from ladder.train.loop import train
 from tests import restatement
 from tests.distributed import Pools, tp_mesh
@@ -205,7 +210,7 @@ def documents_on_ranks(rank: int, world: int, cases: list[tuple[str, int]]) -> l
     starts = document_starts(tokens, END)
     for plan, ranks in cases:
         whole, model = model_at(plan, ranks), model_at(plan, ranks)
-        place(model, tp_mesh(world))
+        shard_model(model, tp_mesh(world))
         values = [each(tokens, targets, documents=starts) for each in (whole, model)]
         for value in values:
             weigh(value).backward()

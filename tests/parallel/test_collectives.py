@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ladder.models import Plan, Transformer, resolve_plan
 from ladder.models.reducer import Pending, Ranks, Reducer
 from ladder.parallel import reducers
-from ladder.parallel.sharding import place, sum_shared_gradients
+from ladder.parallel.sharding import shard_model, sum_shared_gradients
 from tests.distributed import Pools, tp_mesh
 from tests.samples import DEPENDS_ON_T, PLANS, full_model, sample_tokens, small_config
 
@@ -96,7 +96,7 @@ def placed(plan: str, ranks: int, tp: int, **changes: Any) -> Transformer:
     depends = plan in DEPENDS_ON_T or plan == "none"
     config = small_config(PLANS.get(plan, plan), ranks, depends, **changes)
     model = full_model(config, seed=4, dtype=torch.float32)
-    place(model, tp_mesh(tp))
+    shard_model(model, tp_mesh(tp))
     return model
 
 
@@ -164,7 +164,7 @@ def counts_in_one_process(rank: int, world_size: int) -> list[Call]:
         for plan in ("ladder", "desync-2x", "dtp-1"):
             config = small_config(PLANS[plan], 4, plan in DEPENDS_ON_T)
             model = full_model(config, seed=4)
-            place(model)
+            shard_model(model)
             tokens = sample_tokens(config, 1)
             model(tokens, tokens).mean().backward()
             sum_shared_gradients(model)

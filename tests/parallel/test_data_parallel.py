@@ -17,7 +17,7 @@ from ladder.models.errors import UserError
 from ladder.parallel import launch
 from ladder.parallel.apply import make_model
 from ladder.parallel.data import data_parallel, reduce_gradients
-from ladder.parallel.sharding import initialise, local_parameters, local_tensor, shard_slices
+from ladder.parallel.sharding import initialise, local_parameters, local_tensor
 from ladder.train import loop
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
@@ -93,7 +93,7 @@ def shards(rank: int, world: int) -> dict[str, Any]:
     held = {name: local.numel() for name, local, _ in local_parameters(model)}
     ranks, wrong = model.reducer.ranks, []
     for name, parameter in model.named_parameters():
-        part = shard_slices(name, whole[name].shape, model.config, ranks)
+        part = model.specs[name].slices(whole[name].shape, ranks)
         if not torch.equal(full(parameter), whole[name][part]):
             wrong.append(name)
     return {"held": held, "wrong": wrong, "data": data_parallel(mesh)}

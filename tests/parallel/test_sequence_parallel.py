@@ -18,7 +18,7 @@ from ladder.models import Transformer, UserError
 from ladder.parallel import launch
 from ladder.parallel.apply import make_model
 from ladder.parallel.sequence import Collective, SequenceReducer, Transfer
-from ladder.parallel.sharding import place
+from ladder.parallel.sharding import shard_model
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests.distributed import Pools, tp_mesh
@@ -72,7 +72,7 @@ def step_errors(rank: int, world: int, cases: list[dict[str, Any]]) -> list[tupl
         for late, dtype in ((False, torch.float64), (True, torch.float32)):
             model = Transformer(config).double()
             model.load_state_dict(state)
-            place(model, tp_mesh(world), dtype=dtype, reducer=SequenceReducer)
+            shard_model(model, tp_mesh(world), dtype=dtype, reducer=SequenceReducer)
             with late_transfers() if late else contextlib.nullcontext():
                 found = step(model, tokens, targets)
             label = f"{case} {dtype}{' late' if late else ''}"
@@ -122,7 +122,7 @@ def diary(rank: int, world: int, plan: str) -> tuple[Events, Events]:
     """
     config = small_config(SAME_AT_ANY_T[plan], world)
     model = full_model(config, seed=4)
-    place(model, tp_mesh(world), reducer=SequenceReducer)
+    shard_model(model, tp_mesh(world), reducer=SequenceReducer)
     events, names = Diary(config.plan), {}
     events.hook(model)
     for n, record in enumerate(config.plan.sublayers):
@@ -277,7 +277,7 @@ def test_what_cannot_be_sharded_is_refused(pools: Pools) -> None:
 
 def places_wanted(rank: int, world_size: int) -> str:
     model = full_model(small_config("ladder"), 3)
-    place(model, tp_mesh(world_size), reducer=SequenceReducer)
+    shard_model(model, tp_mesh(world_size), reducer=SequenceReducer)
     with pytest.raises(UserError) as error:
         model(sample_tokens(model.config, 2, 2, 8), last=torch.tensor([7, 3]))
     return str(error.value)

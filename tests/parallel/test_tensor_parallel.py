@@ -27,7 +27,7 @@ from ladder.parallel.sharding import (
     initialise,
     local_parameters,
     local_tensor,
-    place,
+    shard_model,
     sum_shared_gradients,
 )
 from tests.distributed import Pools, tp_mesh
@@ -163,7 +163,7 @@ def step_errors(
         for late, dtype in ((False, torch.float64), (True, torch.float32)):
             model = Transformer(config).double()
             model.load_state_dict(state)
-            place(model, mesh, dtype=dtype)
+            shard_model(model, mesh, dtype=dtype)
             assert model.reducer.ranks == Ranks(ranks, (rank % tp) * ranks // tp, ranks // tp)
             with late_collectives() if late else contextlib.nullcontext():
                 found = step(model, tokens, targets, of)
@@ -306,24 +306,24 @@ def weights_that_differ(rank: int, world_size: int) -> list[str]:
             depends = plan in DEPENDS_ON_T
             config = small_config(plan, world_size, depends, tie_embeddings=tied)
             whole = Transformer(config)
-            place(whole)
+            shard_model(whole)
             initialise(whole, seed=12)
             values = {name: value.clone() for name, value, _ in local_parameters(whole)}
 
             with torch.device("meta"):
                 on_meta = Transformer(config)
-            place(on_meta, mesh, dtype=torch.float32)
+            shard_model(on_meta, mesh, dtype=torch.float32)
             initialise(on_meta, seed=12)
             on_cpu = Transformer(config)
-            place(on_cpu, mesh)
+            shard_model(on_cpu, mesh)
             initialise(on_cpu, seed=12)
             copied = Transformer(config)
             copied.load_state_dict(whole.state_dict())
-            place(copied, mesh)
+            shard_model(copied, mesh)
             alone_on_meta = torch.device("meta")
             with alone_on_meta:
                 alone = Transformer(config)
-            place(alone, device="cpu")
+            shard_model(alone, device="cpu")
             initialise(alone, seed=12)
             for how, model in {
                 "meta": on_meta,
@@ -342,7 +342,7 @@ def weights_that_differ(rank: int, world_size: int) -> list[str]:
                 if how != "meta, one process" and held > 0.7 * total:
                     wrong.append(f"{plan} tied={tied} {how}: holds {held} of {total} numbers")
             other = Transformer(config)
-            place(other, mesh)
+            shard_model(other, mesh)
             initialise(other, seed=13)
             if torch.equal(
                 local_tensor(other.model.embed_tokens.weight),
@@ -376,15 +376,15 @@ def refusals(rank: int, world_size: int) -> list[str]:
         depends = degree is not None
         model = Transformer(small_config(PLANS[plan], degree or 1, depends, **changes))
         try:
-            place(model, tp_mesh(world_size))
+            shard_model(model, tp_mesh(world_size))
         except UserError as error:
             said.append(str(error))
         else:
             said.append("")
     model = Transformer(small_config())
-    place(model, tp_mesh(world_size))
+    shard_model(model, tp_mesh(world_size))
     try:
-        place(model, tp_mesh(world_size))
+        shard_model(model, tp_mesh(world_size))
     except ValueError as error:
         said.append(str(error))
     return said
@@ -417,7 +417,7 @@ def two_steps(rank: int, world_size: int) -> list[float]:
     """In a worker: gradient accumulation over two batches, both forwards before either backward."""
     config = small_config("ladder")
     oracle, model = full_model(config, 4), full_model(config, 4)
-    place(model, tp_mesh(world_size))
+    shard_model(model, tp_mesh(world_size))
     for each in (oracle, model):
         losses = [each(*sample(config, seed, 2, 7)) for seed in (1, 2)]
         for loss in losses:
@@ -447,7 +447,7 @@ def errors_with_hooks(rank: int, world_size: int) -> list[tuple[str, float]]:
     tokens, targets = sample(config, 1, 2, 7)
     expected = step(full_model(config, 4), tokens, targets)
     model = full_model(config, 4)
-    place(model, tp_mesh(world_size))
+    shard_model(model, tp_mesh(world_size))
     for module in model.modules():
         module.register_full_backward_hook(lambda *_: None)
         module.register_forward_hook(lambda *_: None)
@@ -470,7 +470,7 @@ def narrow_errors(rank: int, world_size: int) -> list[tuple[str, float]]:
         whole = full_model(config, 4)
         expected = step(virtual(whole, world_size), tokens, targets)
         model = full_model(config, 4)
-        place(model, tp_mesh(world_size), dtype=torch.float32)
+        shard_model(model, tp_mesh(world_size), dtype=torch.float32)
         model.compute_dtype = torch.bfloat16
         found = step(model, tokens, targets)
         assert found.logits.dtype == torch.bfloat16

@@ -12,9 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ladder.bench.inference.points import CHECKPOINT, Point
 from ladder.checkpoint import load_model, newest
 from ladder.models.config import ModelConfig
+from ladder.models.layers import Attention
+from ladder.models.parameters import Initialisation
 from ladder.models.transformer import Transformer, meta_model
 from ladder.parallel import launch
-from ladder.parallel.sharding import local_parameters, place
+from ladder.parallel.sharding import local_parameters, local_tensor, shard_model
 
 SHARPNESS = 2.0  # of the random attention: else it is an average, whose errors are invisible
 
@@ -39,26 +41,29 @@ def random_model(
     what they read, so every layer shows in the logits, which have the variance 1.
     """
     model = meta_model(config)
-    place(model, tp_mesh(device, tp), device=device, dtype=dtype, reducer=reducer)
+    shard_model(model, tp_mesh(device, tp), device=device, dtype=dtype, reducer=reducer)
     for name, local, part in local_parameters(model):
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
         whole = torch.empty(model.shapes[name], device=device, dtype=dtype)
-        _fill(whole, name, config, generator)
+        _fill(whole, model.specs[name].init, config, generator)
         local.copy_(whole[part])
+    for module in model.modules():
+        if isinstance(module, Attention):
+            local_tensor(module.q_proj.weight).mul_(SHARPNESS)
     return model
 
 
-def _fill(weight: Tensor, name: str, config: ModelConfig, generator: torch.Generator) -> None:
-    if "norm" in name:  # not all 1: a norm taken for another must show
+def _fill(
+    weight: Tensor, init: Initialisation, config: ModelConfig, generator: torch.Generator
+) -> None:
+    if init is Initialisation.ONES:  # not all 1: a norm taken for another must show
         weight.normal_(1.0, 0.2, generator=generator)
-    elif name.endswith("bias"):
+    elif init is Initialisation.ZEROS:
         weight.normal_(0.0, 0.2, generator=generator)
     else:
-        gain = SHARPNESS if "q_proj" in name else 1.0
-        scale = weight.shape[1] ** -0.5
-        if "embed_tokens" in name and not config.tie_embeddings:
-            scale = 1.0
-        weight.normal_(0.0, gain * scale, generator=generator)
+        looked_up = init is Initialisation.EMBEDDING and not config.tie_embeddings
+        scale = 1.0 if looked_up else weight.shape[1] ** -0.5
+        weight.normal_(0.0, scale, generator=generator)
 
 
 def build(point: Point, config: ModelConfig, reducer: str, device: torch.device) -> Transformer:

@@ -29,8 +29,9 @@ from ladder.config import load_plan, model_config
 from ladder.files import check_writable, make_folder
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
+from ladder.models.parameters import INIT_STD, Initialisation
 from ladder.models.presets import resolve_plan
-from ladder.models.transformer import INIT_STD, Transformer
+from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.parallel.apply import check_sequence_parallel, make_model
 from ladder.parallel.data import data_parallel
@@ -212,7 +213,8 @@ def build(
     torch.manual_seed(0)
     with torch.no_grad():
         for name, local, _ in local_parameters(model):
-            local.fill_(1.0) if "norm" in name else local.normal_(0.0, INIT_STD)
+            ones = model.specs[name].init is Initialisation.ONES
+            local.fill_(1.0) if ones else local.normal_(0.0, INIT_STD)
     return model, mesh
 
 
