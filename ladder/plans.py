@@ -1,14 +1,79 @@
-"""Residual plans as text: a picture, a table, and what they cost."""
+"""`ladder plans`: residual plans as text, with a picture, a table and their costs."""
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ladder.models.plan import Landing, Plan
+from ladder.next_step import say_next
 
+if TYPE_CHECKING:
+    from ladder.models.plan import Landing, Plan
+
+OVERVIEW = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x", "dtp-1", "none")
 SHORT = {"attention": "attn", "mlp": "mlp", "attention+mlp": "attn+mlp"}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "plans",
+        nargs="*",
+        metavar="PLAN",
+        help="a preset (standard, parallel, ladder, hybrid, desync-4x, dtp-2, none), presets on "
+        "layers (ladder@16-31), or a YAML file; without one: an overview of the presets",
+    )
+    parser.add_argument("--model", help="a name from configs/models: take its number of layers")
+    parser.add_argument("--layers", type=int, help="number of layers, without --model (32)")
+    parser.add_argument(
+        "--tp-degree", type=int, default=4, help="number of ranks T, for plans that depend on it"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+def run(options: argparse.Namespace) -> int:
+    from ladder.config import load_plan, model_config
+    from ladder.models import UserError, resolve_plan
+    from ladder.models.presets import MOST_LAYERS
+
+    layers = 32 if options.layers is None else options.layers
+    if options.model is not None:
+        layers = model_config(options.model).num_layers
+        if options.layers not in (None, layers):
+            raise UserError(
+                f"--layers={options.layers}: {options.model} has {layers}; leave one of --layers "
+                f"and --model out"
+            )
+    if not 1 <= layers <= MOST_LAYERS:
+        raise UserError(f"--layers={layers} must be from 1 to {MOST_LAYERS}")
+    chosen = options.plans or OVERVIEW
+    found = [resolve_plan(load_plan(plan), layers, options.tp_degree) for plan in chosen]
+    if options.json:
+        print(json.dumps([summary(plan) for plan in found], indent=1))
+    elif options.plans:
+        print("\n\n".join(describe(plan) for plan in found))
+        _after_plans(options, layers)
+    else:
+        print(f"{layers} layers\n\n{overview(found)}")
+        shape = ("--model", options.model) if options.model else ("--layers", layers)
+        say_next("plans", "ladder", *shape, "--tp-degree", options.tp_degree)
+    return 0
+
+
+def _after_plans(options: argparse.Namespace, layers: int) -> None:
+    """Time the plans that were drawn, in a model that they fit; or see some trained."""
+    from ladder.config import model_config
+
+    name = options.model or "tiny"
+    timed = [plan for plan in options.plans if plan != "none"]
+    if timed and model_config(name).num_layers == layers:
+        degree = ("--tp-degree", options.tp_degree)
+        shape = ("--model", name, "--seq-len", 128, *degree)
+        say_next("bench", "train", *shape, "--plans", *timed)
+    else:
+        say_next("demo")
 
 
 def summary(plan: Plan) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 
-from ladder import demo
 from ladder.data.prepare import prepare
 from ladder.data.sources import open_corpus
+from ladder.demo import command as demo
 from ladder.models.errors import UserError
 from tests.commands import Start
 

@@ -12,18 +12,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from ladder import doctor
-from ladder.doctor import Check, Failed, Missing
+from ladder.doctor import command, installation, machine
+from ladder.doctor.check import (
+    DoctorCheck,
+    Failed,
+    Missing,
+    run_check,
+    run_check_with_torch,
+)
 from tests import ROOT
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process group's process is slow to start; one test runs it."""
-    monkeypatch.setattr(doctor, "GROUP", "pass")
+    monkeypatch.setattr(installation, "GROUP", "pass")
 
 
-def named(checks: list[Check]) -> dict[str, Check]:
+def named(checks: list[DoctorCheck]) -> dict[str, DoctorCheck]:
     found = {check.name: check for check in checks}
     assert len(found) == len(checks), "two checks of one name"
     return found
@@ -31,7 +37,7 @@ def named(checks: list[Check]) -> dict[str, Check]:
 
 def test_this_machine_passes(capsys: pytest.CaptureFixture[str]) -> None:
     # and only reports: nothing distributed is left running here
-    assert doctor.main() == 0
+    assert command.main() == 0
     assert not torch.distributed.is_initialized()
     text = capsys.readouterr().out
     assert text.splitlines()[-1].startswith("ladder works here")
@@ -46,39 +52,39 @@ class TestMain:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setitem(sys.modules, "tensorboard", None)
-        assert doctor.main() == 1
+        assert command.main() == 1
         text = capsys.readouterr().out
         assert "pip install 'tensorboard>=2.18'" in text
         assert text.splitlines()[-1].startswith("ladder cannot work here: tensorboard (")
 
     def test_a_core_package_that_is_too_old_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(doctor, "CORE", (doctor.Package("torch", "99.1"),))
-        check = named(doctor.examine())["torch"]
+        monkeypatch.setattr(installation, "CORE", (installation.Package("torch", "99.1"),))
+        check = named(command.examine())["torch"]
         assert check.status == "failed"
         assert "is older than 99.1; pip install 'torch>=99.1'" in check.detail
-        assert doctor.main() == 1
+        assert command.main() == 1
 
     def test_json_has_the_same_checks(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        checks = doctor.examine()
-        monkeypatch.setattr(doctor, "examine", lambda: checks)
-        assert doctor.main(as_json=True) == 0
+        checks = command.examine()
+        monkeypatch.setattr(command, "examine", lambda: checks)
+        assert command.main(as_json=True) == 0
         data = json.loads(capsys.readouterr().out)
         assert data["ok"] is True
-        assert [Check(**entry) for entry in data["checks"]] == checks
-        assert doctor.main() == 0
+        assert [DoctorCheck(**entry) for entry in data["checks"]] == checks
+        assert command.main() == 0
         table = capsys.readouterr().out
         assert all(f"  {check.name} " in table and check.detail in table for check in checks)
 
     def test_missing_optional_packages_do_not_fail(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        for package in doctor.OPTIONAL:
+        for package in installation.OPTIONAL:
             monkeypatch.setitem(sys.modules, package.name, None)
-        assert doctor.main(as_json=True) == 0
-        checks = named([Check(**c) for c in json.loads(capsys.readouterr().out)["checks"]])
-        for package in doctor.OPTIONAL:
+        assert command.main(as_json=True) == 0
+        checks = named([DoctorCheck(**c) for c in json.loads(capsys.readouterr().out)["checks"]])
+        for package in installation.OPTIONAL:
             check = checks[package.name]
             assert check.status == "missing"
             assert package.unlocks in check.detail
@@ -103,7 +109,7 @@ class TestMain:
         (tmp_path / "lm_eval.py").write_text(code)
         monkeypatch.delitem(sys.modules, "lm_eval", raising=False)
         monkeypatch.syspath_prepend(tmp_path)
-        assert doctor.main(as_json=True) == 0
+        assert command.main(as_json=True) == 0
         # what the package printed is not in the way of the JSON
         check = next(
             entry
@@ -119,18 +125,21 @@ class TestMain:
         (tmp_path / "axolotl").mkdir()
         monkeypatch.delitem(sys.modules, "axolotl", raising=False)
         monkeypatch.setattr(sys, "path", [str(tmp_path)])
-        assert doctor._check("", lambda: doctor._package(doctor.OPTIONAL[-1])).status == "missing"
+        assert (
+            run_check("", lambda: installation.probe_package(installation.OPTIONAL[-1])).status
+            == "missing"
+        )
 
     def test_without_torch_it_still_reports(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         # imported without torch, transformers would remember that for the tests to come
-        monkeypatch.setattr(doctor, "OPTIONAL", ())
+        monkeypatch.setattr(installation, "OPTIONAL", ())
         monkeypatch.setitem(sys.modules, "torch", None)
-        assert doctor.main(as_json=True) == 1
-        checks = named([Check(**c) for c in json.loads(capsys.readouterr().out)["checks"]])
+        assert command.main(as_json=True) == 1
+        checks = named([DoctorCheck(**c) for c in json.loads(capsys.readouterr().out)["checks"]])
         assert checks["torch"].status == "missing"
-        assert checks["model"] == Check("model", "missing", "needs torch", core=True)
+        assert checks["model"] == DoctorCheck("model", "missing", "needs torch", core=True)
 
     def test_a_model_that_computes_nonsense_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from ladder.models import Transformer
@@ -139,14 +148,14 @@ class TestMain:
             parameter.data.fill_(float("nan"))
 
         monkeypatch.setattr(Transformer, "initialise", poison)
-        check = named(doctor.examine())["model"]
+        check = named(command.examine())["model"]
         assert check.status == "failed"
         assert "loss nan" in check.detail
-        assert doctor.main() == 1
+        assert command.main() == 1
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
     def test_without_a_gpu_each_line_says_so(self) -> None:
-        checks = named(doctor.examine())
+        checks = named(command.examine())
         for name in ("cuda", "gpu", "model on gpu", "peer access", "symmetric memory"):
             assert checks[name].status == "missing", name
             assert not checks[name].core
@@ -161,14 +170,14 @@ class TestMain:
 
 class TestGroup:
     def test_a_group_that_hangs_is_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(doctor, "GROUP", "import time; time.sleep(600)")
-        monkeypatch.setattr(doctor, "GROUP_SECONDS", 0.5)
-        check = doctor._with_torch("gloo", doctor._group, core=True)
-        assert check == Check("gloo", "failed", "no answer within 0.5 s", core=True)
+        monkeypatch.setattr(installation, "GROUP", "import time; time.sleep(600)")
+        monkeypatch.setattr(installation, "GROUP_SECONDS", 0.5)
+        check = run_check_with_torch("gloo", installation.probe_group, core=True)
+        assert check == DoctorCheck("gloo", "failed", "no answer within 0.5 s", core=True)
 
     def test_a_wrong_sum_is_reported(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(doctor, "GROUP", doctor.GROUP.replace("[3.0]", "[4.0]"))
-        check = doctor._with_torch("gloo", doctor._group, core=True)
+        monkeypatch.setattr(installation, "GROUP", installation.GROUP.replace("[3.0]", "[4.0]"))
+        check = run_check_with_torch("gloo", installation.probe_group, core=True)
         assert check.status == "failed"
         assert "all_reduce gave [3.0, 3.0, 3.0, 3.0]" in check.detail
 
@@ -186,22 +195,22 @@ class TestLinks:
     )
 
     def test_nvlink_everywhere(self) -> None:
-        assert doctor.describe_links(self.NVLINK) == "NVLink: NV18 on every pair of 3 GPUs"
+        assert machine.describe_links(self.NVLINK) == "NVLink: NV18 on every pair of 3 GPUs"
 
     def test_nvlink_between_some(self) -> None:
         rows = ("GPU0 X NV4 SYS", "GPU1 NV4 X SYS", "GPU2 SYS SYS X")
-        said = doctor.describe_links("\n".join(rows))
+        said = machine.describe_links("\n".join(rows))
         assert said == "NVLink: NV4 on 1 of 3 pairs, SYS on 2 of 3 pairs of 3 GPUs"
 
     def test_no_nvlink(self) -> None:
-        said = doctor.describe_links("   GPU0 GPU1 NIC0\nGPU0 X PHB SYS\nGPU1 PHB X NODE\n")
+        said = machine.describe_links("   GPU0 GPU1 NIC0\nGPU0 X PHB SYS\nGPU1 PHB X NODE\n")
         assert said == "no NVLink, PCIe only: PHB on every pair of 2 GPUs"
 
     def test_one_gpu_and_none(self) -> None:
         with pytest.raises(Missing, match="only one GPU"):
-            doctor.describe_links("\tGPU0\tCPU Affinity\nGPU0\t X \t0-15\n")
+            machine.describe_links("\tGPU0\tCPU Affinity\nGPU0\t X \t0-15\n")
         with pytest.raises(Failed, match="lists no GPUs"):
-            doctor.describe_links("Failed to initialize NVML\n")
+            machine.describe_links("Failed to initialize NVML\n")
 
 
 @pytest.mark.parametrize(
@@ -223,33 +232,36 @@ def test_peer_access_and_symmetric_memory(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", access)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    found = doctor._check("peers", doctor._peers)
+    found = run_check("peers", machine.probe_peers)
     assert found.status == peers
     assert ("2 to 0" in found.detail) == (peers == "missing")
-    assert doctor._check("symmetric", doctor._symmetric_memory).status == symmetric
+    assert run_check("symmetric", machine.probe_symmetric_memory).status == symmetric
 
 
 def test_environment_lists_what_is_set() -> None:
-    checks = doctor._environment({"NCCL_P2P_DISABLE": "1", "HOME": "/root"})
+    checks = machine.environment_checks({"NCCL_P2P_DISABLE": "1", "HOME": "/root"})
     assert [check.name for check in checks] == ["NCCL_P2P_DISABLE"]
     assert checks[0].detail.startswith("'1': 1 keeps NCCL off")
-    assert [check.name for check in doctor._environment({})] == ["environment"]
+    assert [check.name for check in machine.environment_checks({})] == ["environment"]
 
 
 def test_lowest_versions_are_pyproject_s() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert [f"{each.name}>={each.minimum}" for each in doctor.CORE] == project["dependencies"]
+    assert [f"{each.name}>={each.minimum}" for each in installation.CORE] == project["dependencies"]
     extras = {
         name.split(";")[0] for names in project["optional-dependencies"].values() for name in names
     }
-    for each in doctor.OPTIONAL:
+    for each in installation.OPTIONAL:
         stated = [name for name in extras if name.startswith(f"{each.name}>=")]
         assert stated == ([f"{each.name}>={each.minimum}"] if each.minimum else [])
-    assert project["requires-python"] == f">={'.'.join(map(str, doctor.PYTHON))}"
+    assert project["requires-python"] == f">={'.'.join(map(str, installation.PYTHON))}"
 
 
 def test_importing_it_imports_no_package() -> None:
-    code = "import sys, ladder.doctor; print({'torch', 'numpy', 'rich', 'yaml'} & {*sys.modules})"
+    code = (
+        "import sys, ladder.doctor.command\n"
+        "print({'torch', 'numpy', 'rich', 'yaml'} & {*sys.modules})"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr
 
@@ -258,4 +270,4 @@ def test_importing_it_imports_no_package() -> None:
     ("older", "newer"), [("2.9.1", "2.11"), ("2.11", "2.13.0+cpu"), ("2.10.0a0+git1", "2.11.0a0")]
 )
 def test_versions_compare_as_numbers(older: str, newer: str) -> None:
-    assert doctor._numbers(older) < doctor._numbers(newer)
+    assert installation._numbers(older) < installation._numbers(newer)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ladder.cli import _parser, main, parse_words
+from ladder.cli import main, make_parser, parse_words
 from ladder.next_step import free, say_next
 from ladder.progress import Progress, amount
 from tests.corpus import make_corpus
@@ -25,7 +25,7 @@ def step(words: list[str], capsys: Captured, *more: str) -> list[str]:
     assert [line for line in lines if line.startswith("next: ")] == lines[-1:]
     ladder, *found = shlex.split(lines[-1].removeprefix("next: "))
     assert ladder == "ladder"
-    parse_words(_parser(), found)
+    parse_words(make_parser(), found)
     return found
 
 

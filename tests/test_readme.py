@@ -21,7 +21,7 @@ import yaml
 
 from ladder.bench.inference.points import load_suite
 from ladder.bench.training.command import parse_layout
-from ladder.cli import _parser, main
+from ladder.cli import main, make_parser
 from ladder.parallel import launch
 from ladder.train.config import load_train_config
 from tests import ROOT, pages
@@ -196,7 +196,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
 def test_options_are_what_there_is() -> None:
     """Pages name no option that no command has, and every option that one has."""
-    known = _options(_parser())
+    known = _options(make_parser())
     found = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", "\n".join(PAGES.values())))
     named = {
         word

@@ -1,0 +1,172 @@
+"""The options of `ladder bench inference`, `ladder bench comm` and `ladder bench train`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from ladder.next_step import PROMPT, say_next
+
+
+def add_inference_options(parser: argparse.ArgumentParser) -> None:
+    # What is not given comes from ladder.bench.inference.points.Settings, or from the suite.
+    parser.argument_default = argparse.SUPPRESS
+    parser.add_argument(
+        "--model", help="a name from configs/models, or a checkpoint's folder (llama-3-8b)"
+    )
+    parser.add_argument("--layers", type=int, help="use only so many layers; 0: all (0)")
+    parser.add_argument(
+        "--plans",
+        nargs="+",
+        help="presets (random weights), or `checkpoint`: the plan and weights of --model=FOLDER "
+        "(standard ladder none; for a folder: checkpoint standard none)",
+    )
+    parser.add_argument("--reducers", nargs="+", help="async (NCCL), push, ... (push async)")
+    parser.add_argument(
+        "--tp", type=int, nargs="+", help="tensor-parallel degrees (all ranks that run)"
+    )
+    parser.add_argument(
+        "--tp-degree", type=int, help="T of plans that depend on it; 0: that of --tp (0)"
+    )
+    parser.add_argument("--batch", type=int, nargs="+", help="sequences per batch (1)")
+    parser.add_argument("--prompt", type=int, help="tokens per prompt (1024)")
+    parser.add_argument("--new-tokens", type=int, help="tokens to decode (512)")
+    parser.add_argument(
+        "--p2p",
+        nargs="+",
+        choices=("on", "off"),
+        help="off: no peer access between GPUs, as without NVLink (on)",
+    )
+    parser.argument_default = None
+    parser.add_argument(
+        "--suite", default=None, help="points from configs/bench: a name; options override its own"
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=None,
+        metavar="MINUTES",
+        help="start no measurement after so many minutes",
+    )
+    parser.add_argument(
+        "--cold",
+        action="store_true",
+        help="measure only the time from process start to the first token",
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="also write a trace of each point, for Perfetto"
+    )
+    parser.add_argument("--cold-child", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--out", default="runs/bench", help="folder; results are appended")
+    # Not `nproc`: P2P on and off need ranks of their own, which the verb starts.
+    parser.add_argument(
+        "--nproc",
+        dest="ranks",
+        type=int,
+        default=1,
+        help="processes to start here; one for each GPU",
+    )
+
+
+def run_inference(options: argparse.Namespace) -> int:
+    from ladder.bench.inference.command import main as run
+    from ladder.bench.inference.points import Settings
+
+    code = run(options)
+    if not code and not options.cold_child:
+        model = getattr(options, "model", Settings.model)
+        _after_bench(model, getattr(options, "plans", ["standard", "ladder"]))
+    return code
+
+
+def add_comm_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        metavar="BYTES",
+        default=[2**n for n in range(13, 27)],
+        help="message sizes (8 KiB to 64 MiB, doubling)",
+    )
+    parser.add_argument("--dtype", default="bfloat16", help="bfloat16 or float32")
+    parser.add_argument(
+        "--programs", type=int, default=32, help="thread blocks of our two-shot kernel"
+    )
+    parser.add_argument(
+        "--out", default="runs/bench", help="folder; comm.jsonl in it is appended to"
+    )
+    parser.add_argument(
+        "--write-table",
+        type=Path,
+        metavar="FILE",
+        help="add what was fastest at each size to this dispatch table",
+    )
+    parser.add_argument(
+        "--nproc", type=int, default=1, help="processes to start here; one for each GPU"
+    )
+
+
+def run_comm(options: argparse.Namespace) -> int:
+    from ladder.bench.communication import main as run
+
+    code = run(options)
+    if not code:
+        say_next("bench", "inference", "--nproc", options.nproc)
+    return code
+
+
+def add_train_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="paper-1b", help="a name from configs/models")
+    parser.add_argument("--layers", type=int, default=0, help="use only so many layers; 0: all")
+    parser.add_argument(
+        "--plans",
+        nargs="+",
+        default=["standard", "ladder"],
+        help="presets; `none` does not communicate (standard ladder)",
+    )
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        default=["ddp"],
+        help="how ranks share the work, for example ddp, fsdp, hsdp2, tp4, tp4+sp, tp2+sp+fsdp "
+        "(sp: sequence parallelism) (ddp)",
+    )
+    parser.add_argument("--tp-degree", type=int, default=4, help="T of plans that depend on it")
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens per sequence")
+    parser.add_argument(
+        "--batch", type=int, default=8, help="sequences per step and data-parallel rank"
+    )
+    parser.add_argument(
+        "--micro-batch", type=int, default=0, help="sequences per forward pass; 0: all at once"
+    )
+    parser.add_argument("--dtype", default="bfloat16", help="bfloat16 or float32")
+    parser.add_argument(
+        "--activation-checkpointing", default="none", help="none, selective or full"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="compile each sublayer (torch.compile)"
+    )
+    parser.add_argument("--steps", type=int, default=10, help="steps to time")
+    parser.add_argument(
+        "--profile", action="store_true", help="also write a trace of each point, for Perfetto"
+    )
+    parser.add_argument(
+        "--out", default="runs/bench", help="folder; train.jsonl in it is appended to"
+    )
+
+
+def run_train(options: argparse.Namespace) -> int:
+    from ladder.bench.training.command import main as run
+
+    code = run(options)
+    if not code:
+        _after_bench(options.model, options.plans)
+    return code
+
+
+def _after_bench(model: str, plans: Sequence[str]) -> None:
+    if Path(model).is_dir():
+        say_next("generate", model, "--prompt", PROMPT)
+    else:
+        say_next("plans", *plans, "--model", model)

@@ -1,0 +1,138 @@
+"""The options of `ladder tokenizer train` and `ladder data prepare`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ladder.next_step import free, say_next
+
+
+def add_tokenizer_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="text, JSONL or Parquet files, or folders; without one: Python's standard library",
+    )
+    parser.add_argument("--text-field", default="text", help="field or column that holds the text")
+    parser.add_argument(
+        "--heldout-fraction",
+        type=float,
+        default=0.05,
+        help="share of documents left out of training",
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, default=16384, help="number of tokens, 257 or more"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder to write tokenizer.json to")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace a tokenizer that is there"
+    )
+
+
+def run_tokenizer(options: argparse.Namespace) -> int:
+    from ladder.data.sources import open_corpus
+    from ladder.data.tokenizer import check_vocab_size, tokenizer_file, train_tokenizer
+    from ladder.files import check_writable, refuse_inside
+    from ladder.models.errors import UserError
+
+    check_vocab_size(options.vocab_size)  # as what follows, before the corpus is read
+    refuse_inside(options.out, options.paths)
+    check_writable(tokenizer_file(options.out))
+
+    if tokenizer_file(options.out).exists() and not options.overwrite:
+        raise UserError(
+            f"--out={options.out} holds a tokenizer already; add --overwrite to "
+            f"replace it, or choose another folder"
+        )
+    corpus = open_corpus(
+        options.paths or None,
+        heldout_fraction=options.heldout_fraction,
+        text_field=options.text_field,
+    )
+    texts = (document.text for document in corpus.read("train"))
+    size = train_tokenizer(texts, options.vocab_size, options.out)
+    print(f"{options.out}: a byte-level BPE of {size:,} tokens")
+    same = []  # corpus
+    if options.text_field != "text":
+        same += ["--text-field", options.text_field]
+    if options.heldout_fraction != 0.05:
+        same += ["--heldout-fraction", options.heldout_fraction]
+    out = free(tokenizer_file(options.out).parent.parent / "data")
+    say_next("data", "prepare", *options.paths, *same, "--tokenizer", options.out, "--out", out)
+    return 0
+
+
+def add_prepare_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", help="a YAML file, or a name from configs/data; options override it"
+    )
+    # What is not given comes from the config, or from ladder.data.config.PrepareConfig.
+    parser.argument_default = argparse.SUPPRESS
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="text, JSONL or Parquet files, folders, hf:OWNER/NAME?name=CONFIG&split=train (a "
+        "Hugging Face dataset, streamed); without one: Python's standard library",
+    )
+    parser.add_argument("--text-field", help="field or column that holds the text (text)")
+    parser.add_argument(
+        "--chat-field",
+        help="prepare conversations, not text: the field or column that holds them (messages, "
+        "conversations)",
+    )
+    parser.add_argument(
+        "--chat-template", help="Jinja file of the chat template (the tokenizer's own)"
+    )
+    parser.add_argument(
+        "--heldout-fraction", type=float, help="share of documents held out of training (0.05)"
+    )
+    parser.add_argument(
+        "--max-left-out",
+        type=float,
+        help="stop if more than this share of the conversations cannot be used (0.1)",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        help="stop after the document that reaches so many tokens (no limit)",
+    )
+    parser.add_argument(
+        "--workers", type=int, help="processes that tokenise; any number writes the same bytes (1)"
+    )
+    parser.add_argument(
+        "--tokenizer", help="tokenizer.json, or the folder that holds it (required, or in --config)"
+    )
+    parser.argument_default = None
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace finished or unfinished data that is there"
+    )
+
+
+def run_prepare(options: argparse.Namespace) -> int:
+    from dataclasses import asdict, fields
+
+    from ladder.data.config import PrepareConfig, load_prepare_config
+    from ladder.data.prepare import prepare
+
+    names = tuple(item.name for item in fields(PrepareConfig))
+    given = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    config = load_prepare_config(options.config, given)
+    index = prepare(**asdict(config), out=options.out, overwrite=options.overwrite)
+    for name, split in index["splits"].items():
+        print(
+            f"{name}: {split['tokens']:,} tokens, {split['bytes']:,} bytes, "
+            f"{split['documents']:,} documents"
+        )
+    for reason, count in index.get("left_out", {}).items():
+        print(f"left out: {count:,} conversations {reason}")
+    print(options.out)
+    recipe = ["train", "tiny"]
+    if config.chat_field and (Path(config.tokenizer) / "config.json").is_file():
+        recipe = ["finetune", "tiny-sft", f"init={config.tokenizer}"]  # the model's own tokenizer
+    out = free(options.out.parent / recipe[1])
+    say_next(*recipe, f"data={options.out}", f"out={out}")
+    return 0

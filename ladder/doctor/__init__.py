@@ -1,0 +1,1 @@
+"""`ladder doctor`: checks of this machine and installation."""

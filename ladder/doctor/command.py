@@ -1,0 +1,81 @@
+"""`ladder doctor`: what this machine and installation can run.
+
+Nothing but the standard library is imported up front: the doctor also examines an installation
+without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import asdict
+from functools import partial
+
+from ladder.doctor import installation, machine
+from ladder.doctor.check import DoctorCheck, run_check, run_check_with_torch
+
+
+def examine() -> list[DoctorCheck]:
+    """Check this machine and installation; raises nothing for what it finds.
+
+    Starts nothing distributed in this process, and runs at most one tiny model on each device.
+    """
+    return [
+        run_check("python", installation.probe_python, core=True),
+        DoctorCheck("platform", "ok", f"{platform.platform()}, {platform.machine()}"),
+        run_check("ladder", installation.probe_ladder, core=True),
+        *(
+            run_check(each.name, partial(installation.probe_package, each), core=True)
+            for each in installation.CORE
+        ),
+        run_check_with_torch("model", partial(installation.probe_model, "cpu"), core=True),
+        run_check_with_torch("gloo", installation.probe_group, core=True),
+        run_check("cpu", machine.probe_cpu),
+        run_check("memory", machine.probe_memory),
+        run_check_with_torch("torch threads", machine.probe_threads),
+        run_check_with_torch("cuda", machine.probe_cuda),
+        run_check("nvidia driver", machine.probe_driver),
+        *machine.gpu_checks(),
+        run_check_with_torch("model on gpu", machine.probe_model_on_gpu),
+        run_check_with_torch("nccl", machine.probe_nccl),
+        run_check("gpu links", machine.probe_links),
+        run_check_with_torch("peer access", machine.probe_peers),
+        run_check_with_torch("symmetric memory", machine.probe_symmetric_memory),
+        run_check_with_torch("bf16", machine.probe_bf16),
+        *(
+            run_check(each.name, partial(installation.probe_package, each))
+            for each in installation.OPTIONAL
+        ),
+        *machine.environment_checks(os.environ),
+    ]
+
+
+def report(checks: Iterable[DoctorCheck]) -> str:
+    """The checks as an aligned table of plain text, and a last line that sums them up."""
+    checks = list(checks)
+    width = max(len(check.name) for check in checks)
+    lines = [
+        f"{check.status:<7}  {'core' if check.core else '':<4}  {check.name:<{width}}  "
+        f"{check.detail}"
+        for check in checks
+    ]
+    counts = ", ".join(
+        f"{sum(check.status == status for check in checks)} {status}"
+        for status in ("ok", "missing", "failed")
+    )
+    broken = [check.name for check in checks if check.core and check.status != "ok"]
+    verdict = f"ladder cannot work here: {', '.join(broken)}" if broken else "ladder works here"
+    return "\n".join((*lines, "", f"{verdict} ({counts})"))
+
+
+def main(as_json: bool = False) -> int:
+    """Print the report, or {"ok": ..., "checks": [...]}; 0 where every core check is ok, else 1."""
+    checks = examine()
+    ok = all(check.status == "ok" for check in checks if check.core)
+    if as_json:
+        print(json.dumps({"ok": ok, "checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        print(report(checks))
+    return 0 if ok else 1

@@ -1,0 +1,71 @@
+"""The options of `ladder eval`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ladder.next_step import PROMPT, say_next
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "models",
+        nargs="+",
+        type=Path,
+        metavar="MODEL",
+        help="folders of runs, checkpoints, or Hugging Face models",
+    )
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        default=["offline"],
+        help="suites (offline, paper-pretrain, paper-adapt, or a YAML file) and tasks of "
+        "lm-evaluation-harness (offline)",
+    )
+    parser.add_argument(
+        "--include-path",
+        type=Path,
+        metavar="DIR",
+        help="folder of your own tasks, in the harness's YAML, to name in --tasks",
+    )
+    parser.add_argument(
+        "--num-fewshot",
+        type=int,
+        help="examples shown in the prompt, for tasks that show some (the task's number)",
+    )
+    parser.add_argument(
+        "--limit", type=int, help="use the first so many examples of each task (all)"
+    )
+    parser.add_argument(
+        "--text",
+        nargs="+",
+        metavar="PATH",
+        help="text for the offline suite: text, JSONL or Parquet files, folders, or one folder of "
+        "`ladder data prepare`, for its held-out part; without it: Python's standard library",
+    )
+    parser.add_argument(
+        "--chat-template",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="ask as in a chat: by the tokenizer's chat template, or a Jinja file's",
+    )
+    parser.add_argument("--batch", type=int, default=8, help="sequences per forward pass")
+    parser.add_argument(
+        "--tp", type=int, default=0, help="ranks that share the model; 0: all that run"
+    )
+    parser.add_argument("--dtype", default="auto", help="auto (as stored), float32 or bfloat16")
+    parser.add_argument(
+        "--out", default="runs/eval", help="folder for results and the suite's data"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace results that are there")
+
+
+def run(options: argparse.Namespace) -> int:
+    from ladder.eval.command import eval_command
+
+    code = eval_command(options)
+    if not code:
+        say_next("generate", options.models[0], "--prompt", PROMPT)
+    return code

@@ -1,0 +1,72 @@
+"""The options of `ladder generate`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from ladder.next_step import say_next
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        type=Path,
+        metavar="MODEL",
+        help="folder of a run, a checkpoint, or a Hugging Face model",
+    )
+    parser.add_argument(
+        "--prompt", action="append", required=True, help="text to continue; may be repeated"
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="treat the prompt as a user's message, by the chat template",
+    )
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja file of the chat template, implies --chat (the tokenizer's own)",
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="most tokens to add")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="sample from the k likeliest tokens; 0: from all"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the likeliest tokens of this total probability",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        help="text of a token that ends a completion; may be repeated",
+    )
+    parser.add_argument(
+        "--ignore-eos", action="store_true", help="continue past the end-of-text token"
+    )
+    parser.add_argument(
+        "--tp", type=int, default=0, help="ranks that share the model; 0: all that run"
+    )
+    parser.add_argument("--dtype", default="auto", help="auto (as stored), float32 or bfloat16")
+    parser.add_argument(
+        "--reducer",
+        default="auto",
+        help="how ranks sum: auto, async (NCCL or gloo), or push (GPU peer memory)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    from ladder.infer.command import generate_command
+
+    code = generate_command(options)
+    if not code and sys.stdout.isatty():  # elsewhere the text is for programs
+        say_next("eval", options.model, file=sys.stderr)
+    return code

@@ -1,0 +1,58 @@
+"""The options of `ladder train` and `ladder finetune`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from ladder.next_step import PROMPT, say_next
+
+if TYPE_CHECKING:
+    from ladder.train.config import TrainConfig
+
+
+def add_train_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="recipe: a YAML file, or a name from configs/train")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],  # without one, argparse calls it required
+        metavar="KEY=VALUE",
+        help="replace a value of the recipe: plan=ladder, steps=500, model.num_layers=2",
+    )
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
+    parser.set_defaults(check=recipe)
+
+
+def add_finetune_options(parser: argparse.ArgumentParser) -> None:
+    add_train_options(parser)
+    parser.set_defaults(check=finetuning_recipe)
+
+
+def recipe(options: argparse.Namespace) -> TrainConfig:
+    """The recipe that a command line gives; UserError where it gives none."""
+    from ladder.train.config import load_train_config
+
+    return load_train_config(options.config, options.overrides)
+
+
+def finetuning_recipe(options: argparse.Namespace) -> TrainConfig:
+    """The same for a recipe that must say which weights the run starts from."""
+    from ladder.models.errors import UserError
+
+    config = recipe(options)
+    if not config.init:
+        raise UserError(
+            "init is missing: give the model to fine-tune, init=FOLDER (a run, a checkpoint, a "
+            "Hugging Face Llama folder); `ladder train` starts from random weights"
+        )
+    return config
+
+
+def run(options: argparse.Namespace) -> int:
+    config: TrainConfig = options.check(options)  # reports a mistake before torch is imported
+    from ladder.train.loop import train
+
+    if train(config, resume=options.resume, device=options.device) is not None:
+        say_next("generate", config.out, "--prompt", PROMPT)
+    return 0
