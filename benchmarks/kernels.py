@@ -32,10 +32,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder import kernels
+from ladder import jit, kernels
 from ladder.bench.inference.command import machine
 from ladder.bench.inference.floors import bandwidth, matrix_rate
-from ladder.kernels import launch
 from ladder.kernels.decode import MAX_ROWS
 
 SHAPES = {  # on one rank: hidden_size, query heads, KV heads, head_dim, intermediate_size
@@ -254,7 +253,7 @@ def main() -> None:
             print(f"  floor {floor:8.2f}  plain {plain:8.2f}  x{plain / ours:.2f}", flush=True)
     record = machine(device, rate, matrix_rate(device)) | {
         "command": " ".join(["python", *sys.argv]),
-        "triton": launch.triton.__version__,
+        "triton": jit.triton.__version__,
         "wrong": wrong,
         "results": results,
     }

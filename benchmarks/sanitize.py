@@ -26,9 +26,9 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 import torch
 from torch import Tensor
 
-from ladder import kernels
+from ladder import jit, kernels
 from ladder.infer.sampling import choose_greedily
-from ladder.kernels import choice, launch
+from ladder.kernels import choice
 from ladder.kernels.landing import CHUNK
 from ladder.models import Reducer
 
@@ -118,7 +118,7 @@ def project(dtype: torch.dtype) -> Pairs:
                 for other in (None, up):
                     found = kernels.project(x, gate, other, **options)
                     yield found, kernels.project_reference(x, gate, other, **options)
-            if not launch.on_triton(x):
+            if not jit.on_triton(x):
                 continue  # the references share no slots
             sets = [torch.full((start + world * rows * outputs,), -0.0, dtype=dtype, device=DEVICE)
                     for _ in range(world)]  # fmt: skip
@@ -138,7 +138,7 @@ def project(dtype: torch.dtype) -> Pairs:
 @case("send")
 def send(dtype: torch.dtype) -> Pairs:
     """To two ranks' slots, both on this GPU: alone, and as a rider."""
-    if not launch.on_triton(torch.zeros(1, device=DEVICE)):
+    if not jit.on_triton(torch.zeros(1, device=DEVICE)):
         return
     x, weight = random(dtype, 3, 96), random(dtype, 5, 96)
     for rows, size in ((1, 200), (3, 1500), (33, 2049)):
@@ -272,7 +272,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=sorted(CASES), default=list(CASES))
     only = parser.parse_args().only
-    if not launch.on_triton(torch.zeros(1, device=DEVICE)):
+    if not jit.on_triton(torch.zeros(1, device=DEVICE)):
         parser.error("no CUDA device: there is no kernel to check (or set TRITON_INTERPRET=1)")
     torch.manual_seed(0)
     for name in only:

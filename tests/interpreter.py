@@ -1,9 +1,9 @@
-"""Triton's interpreter for the tests: the kernels of `ladder.kernels` on a CPU, as they are.
+"""Triton's interpreter for the tests: our kernels on a CPU, as they are.
 
 A kernel is made for the interpreter when its module is imported under TRITON_INTERPRET=1, and so is
 Triton. This module does both, so it is imported before anything else of the project: by the
 conftest, and by what forks ranks (tests.distributed). Nothing but a test that asks for it runs a
-kernel there, since `launch.INTERPRETED` is False in between: CPU tensors take the references.
+kernel there, since `jit.INTERPRETED` is False in between: CPU tensors take the references.
 
     @pytest.mark.parametrize("device", [on("cpu"), on("interpreter"), on("cuda")])
     def test_a_kernel(device: str) -> None: ...            # see tests.kernels.test_kernels.on
@@ -28,7 +28,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-MODULES = ("attention", "choice", "decode", "landing", "norm", "prefill", "all_reduce", "two_shot")
+MODULES = (
+    *(f"ladder.kernels.{name}" for name in ("attention", "choice", "decode", "landing", "norm")),
+    *("ladder.kernels.prefill", "ladder.comm.push", "ladder.comm.two_shot"),
+)
 
 refusal = ""
 if torch.cuda.device_count() > 0:  # by NVML: a process that forks ranks must not touch CUDA
@@ -36,23 +39,21 @@ if torch.cuda.device_count() > 0:  # by NVML: a process that forks ranks must no
 elif find_spec("triton") is None:
     refusal = "needs Triton (pip install triton), of which there are wheels for Linux"
 else:
-    for early in ("triton", "ladder.kernels.launch"):
+    for early in ("triton", "ladder.jit"):
         assert early not in sys.modules, f"{early} was imported before tests.interpreter"
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
         importlib.import_module("triton.experimental.gluon")  # Triton imports it at the first call
         for module in MODULES:
-            importlib.import_module(f"ladder.kernels.{module}")
+            importlib.import_module(module)
 
-from ladder.kernels import launch  # noqa: E402
+from ladder import jit  # noqa: E402
 
-launch.INTERPRETED = False
+jit.INTERPRETED = False
 
 
 def kernels() -> set[str]:
     """The names of all kernels: what is launched, and not the functions that kernels call."""
-    sources = (
-        inspect.getsource(importlib.import_module(f"ladder.kernels.{module}")) for module in MODULES
-    )
+    sources = (inspect.getsource(importlib.import_module(module)) for module in MODULES)
     return set(re.findall(r"launch\(\s*(_\w+)", "".join(sources)))
 
 
@@ -81,7 +82,7 @@ def interpreting() -> Iterator[list[str]]:
         return wide.bfloat16().view(torch.int16).numpy().view("uint16").reshape(data.shape)
 
     with (
-        mock.patch.object(launch, "INTERPRETED", True),
+        mock.patch.object(jit, "INTERPRETED", True),
         mock.patch.object(interpreter.GridExecutor, "__call__", noted),
         mock.patch.object(interpreter, "_convert_float", rounded),
     ):

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.comm.access import push_refusal
+from ladder.comm.push import PushAllReduce, reference_all_reduce
+from ladder.comm.two_shot import TwoShotAllReduce
 from ladder.config import DTYPES
 from ladder.files import check_writable, make_folder
 from ladder.infer.graphs import record
-from ladder.kernels.all_reduce import PushAllReduce, reference_all_reduce
-from ladder.kernels.two_shot import TwoShotAllReduce
 from ladder.models.errors import UserError, unknown
 from ladder.parallel import launch
 from ladder.parallel.dispatch import Dispatch, derive, read_table, size_text, write_table

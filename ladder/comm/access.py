@@ -7,7 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from ladder.kernels.launch import triton
+from ladder.jit import triton
 
 P2P_SWITCH = "NCCL_P2P_DISABLE"
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ladder.kernels.all_reduce import EMPTY_WORD, symmetric_slots
+from ladder.comm.push import EMPTY_WORD, symmetric_slots
 from ladder.kernels.decode import project
 from ladder.kernels.landing import MAX_OWNS, MAX_SUMS, Job, Push, Send, land, new_job, send
 from ladder.models.layers import RMSNorm

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from ladder.infer.cache import Cache
 from ladder.infer.decode import DecodeReducer, Product, Read
+from ladder.jit import DTYPES
 from ladder.kernels.attention import decode_attention
 from ladder.kernels.choice import embed
 from ladder.kernels.decode import MAX_ROWS, project
-from ladder.kernels.launch import DTYPES
 from ladder.kernels.norm import MAX_ADDENDS, add_rms_norm
 from ladder.kernels.prefill import rotary_prompt, swiglu
 from ladder.models.config import ModelConfig

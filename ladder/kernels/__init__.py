@@ -3,9 +3,9 @@
 `project`, `land`, `decode_attention`, `add_rms_norm` serve decoding: one token each of few
 sequences. `land_rows`, `rotary_prompt`, `swiglu` serve prompts. What writes to other GPUs has no
 reference and runs on GPUs alone: `Push`, `send`, and the all-reduces, which are classes in
-`ladder.kernels.all_reduce` and `ladder.kernels.two_shot`.
+`ladder.comm.push` and `ladder.comm.two_shot`.
 
-Imported without Triton, and run on CPU tensors without it: see `ladder.kernels.launch`.
+Imported without Triton, and run on CPU tensors without it: see `ladder.jit`.
 """
 
 from ladder.kernels.attention import decode_attention, decode_attention_reference

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder.kernels.launch import (
+from ladder.jit import (
     check,
     check_dtype,
     gdc_launch_dependents,

@@ -7,8 +7,8 @@ from typing import Any, no_type_check
 import torch
 from torch import Tensor
 
-from ladder.kernels.all_reduce import SETS, SPIN_LIMIT, symmetric_slots
-from ladder.kernels.launch import begin, interpreted, jit, launch, on_triton, tl, triton
+from ladder.comm.push import SETS, SPIN_LIMIT, symmetric_slots
+from ladder.jit import begin, interpreted, jit, launch, on_triton, tl, triton
 
 CHUNK = 1024
 EMPTY = -(2**31)  # the bits of -0.0, which are never sent

@@ -23,6 +23,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ladder.jit import (
+    gdc_launch_dependents,
+    gdc_wait,
+    interpreted,
+    jit,
+    launch,
+    on_triton,
+    tl,
+    triton,
+)
 from ladder.kernels.landing import (
     CHUNK,
     Job,
@@ -34,16 +44,6 @@ from ladder.kernels.landing import (
     programs_of,
     rider_arguments,
     send,
-)
-from ladder.kernels.launch import (
-    gdc_launch_dependents,
-    gdc_wait,
-    interpreted,
-    jit,
-    launch,
-    on_triton,
-    tl,
-    triton,
 )
 
 MAX_ROWS = 64

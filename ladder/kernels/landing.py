@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder.kernels.all_reduce import SPIN_LIMIT
-from ladder.kernels.launch import (
+from ladder.comm.push import SPIN_LIMIT
+from ladder.jit import (
     gdc_launch_dependents,
     gdc_wait,
     interpreted,

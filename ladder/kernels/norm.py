@@ -8,7 +8,7 @@ from typing import no_type_check
 import torch
 from torch import Tensor
 
-from ladder.kernels.launch import begin, check, check_dtype, jit, launch, on_triton, tl, triton
+from ladder.jit import begin, check, check_dtype, jit, launch, on_triton, tl, triton
 from ladder.models.errors import UserError
 
 MAX_ADDENDS, MAX_SIZE = 8, 16384

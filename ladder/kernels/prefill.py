@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ladder.jit import begin, check, check_dtype, jit, launch, on_triton, tl, triton
 from ladder.kernels.attention import check_extras
-from ladder.kernels.launch import begin, check, check_dtype, jit, launch, on_triton, tl, triton
 from ladder.kernels.norm import MAX_SIZE, Pair
 from ladder.models.errors import UserError
 

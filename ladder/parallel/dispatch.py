@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
+from ladder.comm.push import SENTINELS
 from ladder.config import parse_json
 from ladder.files import write_text
-from ladder.kernels.all_reduce import SENTINELS
 from ladder.models.errors import UserError, check_keys, unknown
 
 VARIABLE = "LADDER_DISPATCH"

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.comm.access import common_push_refusal, push_refusal
-from ladder.kernels.all_reduce import PushAllReduce
-from ladder.kernels.two_shot import TwoShotAllReduce
+from ladder.comm.push import PushAllReduce
+from ladder.comm.two_shot import TwoShotAllReduce
 from ladder.models.errors import UserError
 from ladder.models.reducer import Ranks, Reducer
 from ladder.parallel.dispatch import Dispatch, load_dispatch

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ladder.kernels import all_reduce, two_shot
-from ladder.kernels.all_reduce import PushAllReduce, reference_all_reduce
-from ladder.kernels.two_shot import TwoShotAllReduce, shard_words
+from ladder.comm import push, two_shot
+from ladder.comm.push import PushAllReduce, reference_all_reduce
+from ladder.comm.two_shot import TwoShotAllReduce, shard_words
 from tests.distributed import Pools
 from tests.interpreter import addresses, interpreting
 from tests.kernels.test_kernels import on
@@ -78,7 +78,7 @@ def provoke(
         interpreting() as ran,
         mock.patch.object(interpreter.InterpreterBuilder, "create_masked_load", patient),
         mock.patch.object(interpreter.InterpreterBuilder, "create_masked_store", late),
-        mock.patch.object(all_reduce, "symmetric_slots", mapped),
+        mock.patch.object(push, "symmetric_slots", mapped),
         mock.patch.object(two_shot, "symmetric_slots", mapped),
         mock.patch.object(PushAllReduce, "BLOCK", 512),
         mock.patch.object(TwoShotAllReduce, "SMALL", (64, 4)),

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.cli import main
-from ladder.kernels.all_reduce import PushAllReduce, reference_all_reduce
-from ladder.kernels.two_shot import TwoShotAllReduce
+from ladder.comm.push import PushAllReduce, reference_all_reduce
+from ladder.comm.two_shot import TwoShotAllReduce
 from ladder.models.reducer import Ranks
 from ladder.parallel import launch
 from ladder.parallel.dispatch import Dispatch, load_dispatch

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder.kernels import add_rms_norm, launch
+from ladder import jit
+from ladder.kernels import add_rms_norm
 from tests.interpreter import refusal
 
 GPU = [
@@ -146,17 +147,17 @@ def test_what_does_not_fit_a_norm_is_refused() -> None:
 
 
 def test_no_triton_on_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "triton", None)
+    monkeypatch.setattr(jit, "triton", None)
     with pytest.raises(ValueError, match="need Triton"):
-        launch.on_triton(torch.zeros(1, device="meta"))
+        jit.on_triton(torch.zeros(1, device="meta"))
 
 
 def test_a_cpu_runs_references_unless_it_is_asked_to_interpret(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert not launch.on_triton(torch.zeros(1))
-    monkeypatch.setattr(launch, "INTERPRETED", True)
-    assert launch.on_triton(torch.zeros(1))
+    assert not jit.on_triton(torch.zeros(1))
+    monkeypatch.setattr(jit, "INTERPRETED", True)
+    assert jit.on_triton(torch.zeros(1))
 
 
 @pytest.mark.parametrize("built", [False, True])
@@ -169,7 +170,7 @@ def test_triton_is_left_alone_where_nothing_can_use_it(
     monkeypatch.setattr(importlib, "import_module", lambda name: imported.append(name) or Mock())
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
     monkeypatch.setenv("TRITON_INTERPRET", "1" if asked else "0")
-    spec = spec_from_file_location("launch_again", str(launch.__file__))
+    spec = spec_from_file_location("launch_again", str(jit.__file__))
     assert spec is not None
     assert spec.loader is not None
     again = module_from_spec(spec)

@@ -76,7 +76,7 @@ def on_triton(tensor: Tensor) -> bool:
         return interpreted()
     if triton is None:
         raise UserError(
-            f"the kernels of ladder.kernels need Triton on {tensor.device}, and it cannot be "
+            f"ladder's kernels need Triton on {tensor.device}, and it cannot be "
             f"imported; install the one that your PyTorch build names (pip install triton), or "
             f"choose the plain PyTorch path"
         )

@@ -10,7 +10,7 @@ in its call e + 2, for which it needs this rank's push of call e + 1, which come
 clearing. So a set is never written before it is clear, also under graph replay, as long as every
 rank makes the same calls in the same order on one stream.
 
-What larger messages' kernel (`ladder.kernels.two_shot`) shares with this one is here too: the
+What larger messages' kernel (`ladder.comm.two_shot`) shares with this one is here too: the
 symmetric slots, the wait for what peers write, and the sum.
 
 Idea: the Lamport protocol of NCCL's LL and of TensorRT-LLM's one-shot all-reduce.
@@ -23,7 +23,7 @@ from typing import Any, no_type_check
 import torch
 from torch import Tensor
 
-from ladder.kernels.launch import begin, jit, launch, tl, triton
+from ladder.jit import begin, jit, launch, tl, triton
 
 SETS = 3
 # One 32-bit word of "not yet written", by element size in bytes: two -0.0 of 16 bits, or one of 32.

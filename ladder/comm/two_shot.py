@@ -3,7 +3,7 @@
 Each rank owns one shard of the message. It writes its part of every peer's shard into a slot on
 that peer (scatter), sums its own shard's parts in float32 and rank order, rounds once, and writes
 the result into a slot on every peer (gather), which copies it into its output. A slot holds -0.0
-until it has been written, as in `ladder.kernels.all_reduce`: no barrier, no flags, and all ranks
+until it has been written, as in `ladder.comm.push`: no barrier, no flags, and all ranks
 and all runs agree bit for bit. 2 (world - 1) / world of the message leave a rank, where a push
 all-reduce sends world - 1 messages.
 
@@ -28,7 +28,7 @@ from typing import Any, no_type_check
 import torch
 from torch import Tensor
 
-from ladder.kernels.all_reduce import (
+from ladder.comm.push import (
     SENTINELS,
     SPIN_LIMIT,
     add_up,
@@ -36,7 +36,7 @@ from ladder.kernels.all_reduce import (
     receive,
     symmetric_slots,
 )
-from ladder.kernels.launch import begin, jit, launch, tl, triton
+from ladder.jit import begin, jit, launch, tl, triton
 
 SETS = 2
 # "Not yet written" for both types: one float32 -0.0, or the bfloat16 pair (0.0, -0.0).
