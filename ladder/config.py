@@ -1,4 +1,4 @@
-"""Configs from YAML files and key=value overrides: loaded once, checked, never changed."""
+"""Configs from YAML files and key=value overrides, validated once and immutable."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, check_keys, unknown
 
 T = TypeVar("T")
-# As options name them. They stand here since torch, which is slow to import, is not needed here.
+# Values of options, defined here so that the command line needs no import of torch, which is slow.
 DTYPES = ("float32", "bfloat16")
 CHECKPOINTING = ("none", "full", "selective")
-FILES = (".yaml", ".yml", ".json")  # JSON is read as the YAML that it is
-# What no config of ours or of Hugging Face's comes near. Beyond it Python's own limits end in a
-# RecursionError, or in minutes of work.
-DEEPEST = 100  # lists and mappings within each other
-LONGEST = 500  # digits of a whole number
-LARGEST = 10**6  # values, those that YAML's aliases repeat counted each time
+FILES = (".yaml", ".yml", ".json")  # JSON is valid YAML
+# Limits far above any real config. Beyond them Python raises RecursionError or takes minutes.
+DEEPEST = 100  # nested lists and mappings
+LONGEST = 500  # digits of an integer
+LARGEST = 10**6  # values, with each use of a YAML alias counted
 
 
 def configs_folder() -> Path:
-    """Where the configs that come with the package lie: inside it, or beside it in a checkout."""
+    """The folder of the package's configs: inside the package, or beside it in a checkout."""
     package = Path(__file__).parent
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
 
 
 def load_yaml(path: Path) -> Any:
-    """The data of a YAML file; UserError where it cannot be read or parsed."""
+    """The data of a YAML file. Raises UserError if it cannot be read or parsed."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no path
+    except (OSError, ValueError) as error:  # ValueError: invalid UTF-8, or an invalid path
         raise UserError(f"cannot read {path}: {error}; give the path of a YAML file") from error
     try:
         return parse_yaml(text)
@@ -45,7 +44,7 @@ def load_yaml(path: Path) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain data, of moderate size; what looks like a date is the text that it is."""
+    """A YAML loader of plain data, with limits; dates stay text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  # yaml's own
         first: [each for each in found if each[0] != "tag:yaml.org,2002:timestamp"]
@@ -54,7 +53,7 @@ class _Loader(yaml.SafeLoader):
     depth = 0
 
     def fetch_flow_collection_start(self, token: Any) -> None:
-        if self.flow_level >= DEEPEST:  # the scanner takes ever longer for each
+        if self.flow_level >= DEEPEST:  # the scanner gets slower with each level
             self._refuse(f"nested more than {DEEPEST} deep", self.get_mark())
         super().fetch_flow_collection_start(token)
 
@@ -84,23 +83,23 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.whole_number)
 
 
 def parse_yaml(text: str) -> Any:
-    """The plain data that YAML says; ValueError, in one line, where it says none or too much."""
+    """The plain data of a YAML text. Raises ValueError, in one line, if invalid or too large."""
     try:
         data = yaml.load(text, _Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ValueError(f"{error.problem or error.context}{place}") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: of what a tag converts
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ValueError(f"{error.problem or error.context}{where}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: from the conversion of a tag
         raise ValueError(" ".join(str(error).split())) from error
     _check_plain(data)
     return data
 
 
 def parse_json(text: str | bytes, most: float = LARGEST) -> Any:
-    """The plain data that JSON says; ValueError, in one line, where it says none or too much.
+    """The plain data of a JSON text. Raises ValueError, in one line, if invalid or too large.
 
-    most: values that it may have.
+    most: the maximum number of values.
     """
     try:
         data = json.loads(text, parse_int=_whole_number)
@@ -117,7 +116,7 @@ def _whole_number(text: str) -> int:
 
 
 def _check_plain(data: Any, most: float = LARGEST) -> None:
-    """Raise ValueError for data that is too deep or too large, or text that nothing can write."""
+    """Raise ValueError for data that is too deep or too large, or has text that is not UTF-8."""
     todo, count = [(data, 1)], 0
     while todo:
         value, depth = todo.pop()
@@ -137,7 +136,7 @@ def _check_plain(data: Any, most: float = LARGEST) -> None:
 
 
 def check_text(text: str) -> None:
-    """Raise ValueError for what no file and no path can hold."""
+    """Raise ValueError for text that cannot be written to a file or used as a path."""
     if "\0" in text:
         raise ValueError("text with a NUL character")
     try:
@@ -154,9 +153,9 @@ def load_mapping(path: Path) -> dict[str, Any]:
 
 
 def find(kind: str, name: str) -> Path:
-    """The YAML or JSON file called `name`: a path, or one of configs/`kind`'s names.
+    """The YAML or JSON file `name`: a path, or a name in configs/`kind`.
 
-    A name is taken before a file or folder of that name in the working directory.
+    A name in configs takes precedence over a file or folder in the working directory.
     """
     path = Path(name)
     if name.endswith(FILES):
@@ -176,7 +175,7 @@ def find(kind: str, name: str) -> Path:
 
 
 def load_plan(spec: Any) -> Any:
-    """A plan's specification with a path to a YAML or JSON file replaced by what the file says."""
+    """A plan's specification; the path of a YAML or JSON file is replaced by the file's data."""
     if isinstance(spec, str) and spec.endswith(FILES):
         data = load_yaml(Path(spec))
         return {"name": Path(spec).stem, **data} if isinstance(data, dict) else data
@@ -191,7 +190,7 @@ def model_config(
 ) -> ModelConfig:
     """The config of a named shape (or YAML path, or mapping with `name` and overrides).
 
-    What the arguments say, the mapping must not: UserError in place of a silent winner.
+    Raises UserError if the mapping has a key that is also an argument here.
     """
     spec = dict(model) if isinstance(model, Mapping) else {"name": model}
     for key in ("plan", "tp_degree", *overrides):
@@ -216,9 +215,8 @@ def apply_overrides(
 ) -> dict[str, Any]:
     """`data` with each `key=value` set; `model.num_layers=2` reaches into a mapping.
 
-    Values are read as YAML, so `betas=[0.9,0.95]`, `tensorboard=false` and `lr=3e-4` work; but
-    those of the keys `texts` are the text that they are, as `out=2026` and `out=[a]`, unless it is
-    in quotes.
+    Values are parsed as YAML, so `betas=[0.9,0.95]`, `tensorboard=false` and `lr=3e-4` work. The
+    values of the keys `texts` are taken literally, as in `out=2026` and `out=[a]`, unless quoted.
     """
     data = dict(data)
     for item in overrides:
@@ -246,12 +244,12 @@ def apply_overrides(
 
 
 def text_fields(cls: type[Any]) -> list[str]:
-    """The fields of a config dataclass whose values are text."""
+    """The names of a config dataclass's text fields."""
     return [item.name for item in fields(cls) if str(item.type) in ("str", "str | None")]
 
 
 def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
-    """A frozen config dataclass from plain data, every key known and every value of its type."""
+    """A frozen config dataclass from plain data. Raises UserError for unknown keys, wrong types."""
     items = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
     check_keys(where, data, list(items))
     for name, item in items.items():
@@ -261,7 +259,7 @@ def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
 
 
 def _typed(key: str, value: Any, kind: str) -> Any:
-    """`value` as the annotation `kind` wants it; YAML reads 3e-4 as a string, for instance."""
+    """`value` converted to the annotation `kind`; for example, YAML reads 3e-4 as a string."""
     wrong = UserError(f"{key}={value!r} is not of the type {kind}")
     if value is None and kind.endswith("| None"):
         return None

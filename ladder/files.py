@@ -1,4 +1,4 @@
-"""Writes that matter: they appear whole or not at all."""
+"""Atomic writes of files and folders: they appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pathlib import Path
 from ladder.lock import hold, remove_empty
 from ladder.models.errors import UserError, brief
 
-TRIES = 5  # to write where other processes make and remove folders
+TRIES = 5  # attempts to write while other processes make and remove folders
 
 
 def sync(path: Path) -> None:
-    """Have a file, or a folder's entries, on the disk."""
+    """Flush a file, or a folder's entries, to the disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -35,9 +35,9 @@ def checksum(path: Path) -> str:
 
 
 def usual_mode(path: Path) -> None:
-    """Give a file the mode that a new one gets here; safetensors makes its for the owner alone.
+    """Give a file the default mode of new files; safetensors restricts its files to the owner.
 
-    A new one shows it: to ask for the umask is to change it, for every thread.
+    A new file shows that mode: reading the umask would change it for a moment, in every thread.
     """
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -49,7 +49,7 @@ def usual_mode(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder, and those above it, unless it is there; UserError where that fails."""
+    """Create a folder and its parents if they do not exist. Raises UserError if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -57,19 +57,19 @@ def make_folder(path: Path) -> None:
 
 
 def refuse_inside(out: Path, sources: Iterable[str | Path], option: str = "--out") -> None:
-    """Raise UserError where `out` is, or lies in, one of the `sources`, folders that are read."""
-    place = Path(os.path.realpath(out))  # Path.resolve raises for links that lead in a circle
+    """Raise UserError if `out` is, or lies in, one of the folders `sources`, which are read."""
+    real = Path(os.path.realpath(out))  # Path.resolve raises for cyclic links
     for source in sources:
-        if Path(os.path.realpath(source)) in (place, *place.parents):
+        if Path(os.path.realpath(source)) in (real, *real.parents):
             raise UserError(
                 f"{option}={out} lies in {source}, which is read; choose a folder outside it"
             )
 
 
 def check_writable(path: Path, option: str = "--out") -> None:
-    """Raise UserError unless `path` can be written, by a file that is made beside it and removed.
+    """Raise UserError unless `path` can be written, as tried with a temporary file beside it.
 
-    Before work is done, for what cannot be written afterwards has been done in vain.
+    To be called before long work whose result goes to `path`.
     """
     for left in reversed(range(TRIES)):
         try:
@@ -77,7 +77,7 @@ def check_writable(path: Path, option: str = "--out") -> None:
             return
         except OSError as error:
             if isinstance(error, FileNotFoundError) and left:
-                continue  # another process, which looks as we do, has removed a folder it had made
+                continue  # another process that checks, too, has removed a folder that it had made
             shown = brief(str(path), 80) if error.errno == errno.ENAMETOOLONG else path
             raise UserError(
                 f"{option}={shown} cannot be written ({error.strerror}); choose another place, or "
@@ -90,7 +90,7 @@ def _probe(path: Path) -> None:
     probe = folder / f".{path.name}.{secrets.token_hex(4)}"
     try:
         missing = [each for each in (folder, *folder.parents) if not each.exists()]
-        with suppress(FileExistsError):  # a file is in the way: the probe says so in plain words
+        with suppress(FileExistsError):  # a file is in the way: the probe's error is clearer
             folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
@@ -105,9 +105,9 @@ def _probe(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees the old one or the new one, and no error leaves both.
+    """Write a file atomically: readers see the old file or the new one, even after an error.
 
-    Raises UserError where it cannot be written (a full disk, say).
+    Raises UserError if it cannot be written (for example, because the disk is full).
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -125,21 +125,21 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
-    """Write a folder atomically: the body fills a temporary sibling, which then takes the name.
+    """Write a folder atomically: the body fills a temporary sibling, which is then renamed.
 
-    An error in the body leaves nothing behind, and an old folder as it was and usable until the
-    new one is complete. What a process left that was killed is removed by the next one that writes
-    there. Raises UserError where `path` exists and `overwrite` is not set, where another process
-    is writing it, or where it cannot be written (a full disk, say).
+    An old folder stays usable until the new one is complete. An error in the body leaves no files
+    behind; those of a killed process are removed by the next writer of the same path. Raises
+    UserError if `path` exists and `overwrite` is not set, if another process is writing it, or if
+    it cannot be written (for example, because the disk is full).
     """
     with hold(beside(path), str(path)):
         yield from _new_folder(path, overwrite)
 
 
 def beside(path: Path) -> Path:
-    """The lock file of a folder that takes its name when it is complete.
+    """The lock file of a folder that is written atomically.
 
-    Raises UserError for a path that ends in no name.
+    Raises UserError for a path without a final name.
     """
     if path.name in ("", ".."):
         raise UserError(f"{path} is no name for a new folder; choose one")
@@ -168,7 +168,7 @@ def _new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
                 old.rename(path)
             raise
         sync(path.parent)
-    except BrokenPipeError:  # nobody reads what the body prints, as with `| head`
+    except BrokenPipeError:  # the reader of the body's output has ended, as with `| head`
         raise
     except OSError as error:
         raise UserError(
@@ -181,7 +181,7 @@ def _new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def hub_hint(path: str | Path) -> str:
-    """How to fetch what looks like a model's name on the Hugging Face hub; else nothing."""
+    """The command that downloads a model of the Hugging Face hub; "" if `path` is no such name."""
     path = Path(path)
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)) or path.parent.exists():
         return ""

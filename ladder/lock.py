@@ -1,11 +1,10 @@
-"""One process at a time in a folder: a lock file, which the end of its holder lets go of.
+"""Lock files, which give one process at a time exclusive use of a folder.
 
-Processes of one machine ask the kernel (flock), which knows at once when a holder has ended, killed
-or not. Between machines that share a file system flock may not reach. There the file itself tells:
-it names the holder, who touches it every BEAT seconds; after STALE seconds without that the holder
-counts as dead. So a process that stood still for longer can lose the lock, and so can one of two
-machines that both take a stale one at the same moment: `Lock.check` tells it, before it writes what
-would mix with the other's.
+On one machine the kernel's flock decides; it is released when its holder ends, even if killed.
+Machines that share a file system may not see each other's flock. For them the file names its
+holder, which touches it every BEAT seconds; after STALE seconds without a touch the holder counts
+as dead. So a process that was suspended for longer can lose the lock, and so can one of two
+machines that take a stale lock at the same moment: `Lock.check` detects this before a write.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from typing import NoReturn
 from ladder.models.errors import UserError
 
 BEAT, STALE = 15.0, 120.0  # seconds
-TRIES, PAUSE = 10, 0.05  # how often, and how many seconds apart, to look at what is changing hands
+TRIES, PAUSE = 10, 0.05  # attempts, and seconds between them, while a lock changes hands
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who has a lock. machine: equal where the kernel is the same."""
+    """The process that holds a lock. machine: an id of the running kernel (see `_machine`)."""
 
     host: str
     machine: str
@@ -47,7 +46,7 @@ class Holder:
 
 
 class Lock:
-    """The lock file `path`, held by this process; `what` is what it keeps to one, in errors."""
+    """The lock file `path`, held by this process. what: the locked folder's name in errors."""
 
     def __init__(self, path: Path, what: str, handle: int) -> None:
         self.path, self.what, self.handle = path, what, handle
@@ -56,43 +55,43 @@ class Lock:
         text = json.dumps(asdict(self.holder)).encode()
         os.ftruncate(handle, 0)
         os.pwrite(handle, text, 0)
-        os.fsync(handle)  # NFS shows others what was written only then
+        os.fsync(handle)  # NFS shows a write to other machines only after that
         self._over = threading.Event()
         _held.add(self)
         threading.Thread(target=self._beat, name="ladder-lock", daemon=True).start()
 
     def check(self) -> None:
-        """Raise UserError where this process has the lock no more."""
+        """Raise UserError if this process has lost the lock."""
         now = _holder(self.path)
         if now != self.holder:
             by = f"in use by another process: {now}" if now else f"without its lock, {self.path}"
             raise UserError(
-                f"{self.what} is {by}; this process, {self.holder}, stood still for longer than "
+                f"{self.what} is {by}; this process, {self.holder}, was suspended for longer than "
                 f"{STALE:.0f} s, or its lock was removed, and it writes nothing more there"
             )
 
     def release(self) -> None:
-        if self not in _held:  # a fork, which never had it
+        if self not in _held:  # in a fork, which does not hold the lock
             return
         _held.remove(self)
         self._over.set()
-        with suppress(OSError):  # nobody minds: the kernel's lock goes, or the file gets old
+        with suppress(OSError):  # harmless: flock is released below, or the file goes stale
             if _holder(self.path) == self.holder:
                 self.path.unlink()
         os.close(self.handle)
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT):
-            with suppress(OSError):  # a server that is away for a moment
+            with suppress(OSError):  # a file server that is unreachable for a moment
                 if _holder(self.path) == self.holder:
                     os.utime(self.path)
 
 
-_held: set[Lock] = set()  # by this process
+_held: set[Lock] = set()  # the locks of this process
 
 
 def _let_go() -> None:
-    """In a fork of this process, which would keep the kernel's locks when this one has ended."""
+    """Close this process's locks in a fork, which would otherwise hold them after it has ended."""
     while _held:
         os.close(_held.pop().handle)
 
@@ -102,11 +101,11 @@ os.register_at_fork(after_in_child=_let_go)
 
 @contextmanager
 def hold(path: Path, what: str) -> Iterator[Lock]:
-    """Within: this process alone has the lock file `path`, whose folder is made where it is absent.
+    """Hold the lock file `path` inside a `with`; its folder is made if it does not exist.
 
-    what: the option, and its value, whose folder is kept to one process. Afterwards neither the
-    file nor an empty folder that was made for it is left. Raises UserError, which names the holder,
-    where another process has it.
+    what: the option and value that name the locked folder, for errors. At the end the file is
+    removed, and so are folders that were made for it and are empty. Raises UserError, which names
+    the holder, if another process holds the lock.
     """
     made = [folder for folder in path.parents if not folder.exists()]
     try:
@@ -120,9 +119,9 @@ def hold(path: Path, what: str) -> Iterator[Lock]:
 
 
 def remove_empty(folders: Sequence[Path]) -> None:
-    """Remove those of the folders, the innermost first, that hold nothing."""
+    """Remove the empty ones of these folders, which are listed from the innermost outwards."""
     for folder in folders:
-        with suppress(OSError):  # it holds something, or is gone
+        with suppress(OSError):  # it is not empty, or is gone
             folder.rmdir()
 
 
@@ -141,11 +140,13 @@ def _take(path: Path, what: str) -> Lock:
             if lock is not None:
                 return lock
         time.sleep(PAUSE)
-    raise UserError(f"{what} changes hands all the time; start again when nobody else does")
+    raise UserError(
+        f"{what} is locked by one process after another; start again when no other process uses it"
+    )
 
 
 def _look(path: Path, what: str, last: bool) -> Lock | None:
-    """`_judge` of the lock file, which is made where there is none."""
+    """The result of `_judge` for the lock file, which is made if it does not exist."""
     folder = path.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -167,13 +168,13 @@ def _look(path: Path, what: str, last: bool) -> Lock | None:
 
 
 def _judge(path: Path, what: str, handle: int, created: bool, last: bool) -> Lock | None:
-    """The lock, if it can be had; None: look again. Raises UserError where another has it."""
+    """The lock, if it is free; None: try again. Raises UserError if another process holds it."""
     known, blocked = True, False
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         blocked = True
-    except OSError:  # a file system without locks: what the file says is all there is
+    except OSError:  # a file system without locks: only the file's content tells
         known = False
     if not _same(path, handle):
         return None
@@ -181,7 +182,7 @@ def _judge(path: Path, what: str, handle: int, created: bool, last: bool) -> Loc
     if not blocked and (created or (known and (holder is None or holder.is_here))):
         return Lock(path, what, handle)
     if not last and (holder is None or (blocked and holder.is_here and not _alive(holder.pid))):
-        return None  # somebody who has just got it, and is about to say so
+        return None  # another process has just taken the lock, and is about to write its name
     silent = _silent(path)
     if blocked and (holder is None or holder.is_here):
         _refuse(path, what, holder, "wait for it, end it, or choose another folder")
@@ -193,7 +194,7 @@ def _judge(path: Path, what: str, handle: int, created: bool, last: bool) -> Loc
         _refuse(path, what, holder, remedy)
     if not blocked:
         return Lock(path, what, handle)
-    path.unlink(missing_ok=True)  # a file server still holds it for a machine that has gone
+    path.unlink(missing_ok=True)  # a file server still holds the lock of a dead machine
     return None
 
 
@@ -203,16 +204,16 @@ def _refuse(path: Path, what: str, holder: Holder | None, remedy: str) -> NoRetu
 
 
 def _holder(path: Path) -> Holder | None:
-    """Who the file says has the lock; None where it says nothing."""
+    """The holder that the file names; None if it names none."""
     try:
         found = Holder(**json.loads(path.read_bytes()))
-    except (FileNotFoundError, ValueError, TypeError):  # or about to be written
+    except (FileNotFoundError, ValueError, TypeError):  # absent, or not yet written
         return None
     return found if isinstance(found.pid, int) else None
 
 
 def _same(path: Path, handle: int) -> bool:
-    """Whether the open file is still the one of that name."""
+    """Whether `path` still names the open file `handle`."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
@@ -220,7 +221,7 @@ def _same(path: Path, handle: int) -> bool:
 
 
 def _silent(path: Path) -> float:
-    """Seconds since the file was touched, by its file system's clock, not by this machine's."""
+    """Seconds since the file was touched, by the file system's clock and not this machine's."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.") as new:
         return os.fstat(new.fileno()).st_mtime - path.stat().st_mtime
 
@@ -236,7 +237,7 @@ def _alive(pid: int) -> bool:
 
 
 def _machine() -> str:
-    """What names this machine's kernel, until it starts anew: containers on it share it."""
+    """An id of this machine's kernel until its next boot, which containers on it share."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()

@@ -1,4 +1,4 @@
-"""The line that ends a command: what to run next, with the paths that it has read or written."""
+"""The last line of a command: the command to run next, with the paths of this one."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PROMPT = "The"
 
 
 def say_next(*words: object, file: TextIO | None = None) -> None:
-    """Print `next: ladder ...`, a command that works as it stands; on rank 0 alone."""
+    """Print `next: ladder ...`, a command ready to run, on rank 0 only."""
     if launch.rank() == 0:
         line = shlex.join(["ladder", *map(str, words)])
         print(f"next: {line}", file=file or sys.stdout, flush=True)
 
 
 def free(path: Path) -> Path:
-    """`path`, or where something is there `path-2`, `path-3`, ..."""
+    """`path` if it does not exist, else the first free one of `path-2`, `path-3`, ..."""
     found, number = path, 1
     while found.exists():
         number += 1

@@ -77,7 +77,7 @@ def _after_plans(options: argparse.Namespace, layers: int) -> None:
 
 
 def summary(plan: Plan) -> dict[str, Any]:
-    """What a plan costs, as plain data. Collectives are all-reduces, per token decoded."""
+    """A plan's records and costs as plain data. Collectives are all-reduces per decoded token."""
     blocking = sum(plan.blocking)
     return {
         **plan.to_dict(),
@@ -113,12 +113,12 @@ def describe(plan: Plan, table: bool = True) -> str:
         "depends on T            " + ("yes: set tp_degree" if plan.depends_on_tp else "no"),
     ]
     if not plan.communicates:
-        lines.append("no rank ever hears of another: a bound for benchmarks, not a model")
+        lines.append("ranks never communicate: a bound for benchmarks, not a model")
     return "\n".join(lines)
 
 
 def overview(plans: list[Plan]) -> str:
-    """One line a plan: what it costs."""
+    """A table of the costs of plans, one line each."""
     rows = [["plan", "collectives per token", "blocking", "depends on T"]]
     for plan in plans:
         depends = "yes" if plan.depends_on_tp else "no"
@@ -127,11 +127,11 @@ def overview(plans: list[Plan]) -> str:
 
 
 def picture(plan: Plan, limit: int = 6) -> str:
-    """Some sublayers on a time line: each one, and under it the reduces that are in flight.
+    """A time line of `limit` sublayers, with the reduces in flight below them.
 
-    A reduce that is waited for at once leaves a gap (`....`) in the upper line; one that runs
-    under the next sublayer leaves none. Shown from the layer before the first that differs from
-    layer 0 on, so that a hybrid shows where it changes.
+    A blocking reduce leaves a gap (`....`) in the upper line; one that overlaps with the next
+    sublayer leaves none. The picture starts at the layer before the first one that differs from
+    layer 0, so that it shows where a hybrid changes.
     """
     by_layer = [
         [plan.sublayers[n] for n in numbers]
@@ -145,7 +145,7 @@ def picture(plan: Plan, limit: int = 6) -> str:
     lanes: list[str] = []
     compute = ""
     waits = _waits(plan)
-    columns: dict[int, int] = {}  # where each sublayer's box ends
+    columns: dict[int, int] = {}  # the column at which each sublayer's box ends
     reduce_end: dict[int, int] = {}
     for n in shown:
         record = plan.sublayers[n]
@@ -176,7 +176,7 @@ def picture(plan: Plan, limit: int = 6) -> str:
 
 
 def _waits(plan: Plan) -> dict[int, int]:
-    """Output -> the read before which its reduce is waited for."""
+    """The read that waits for the reduce of each output."""
     return {
         landing.output: n
         for n, read in enumerate(plan.landings)
@@ -186,7 +186,7 @@ def _waits(plan: Plan) -> dict[int, int]:
 
 
 def _reads(plan: Plan, n: int) -> str:
-    """In words, what lands before read n."""
+    """The outputs that land before read n, in words."""
     if not plan.landings[n]:
         return "nothing new"
     return ", ".join(_landing(each) for each in plan.landings[n])
@@ -194,7 +194,7 @@ def _reads(plan: Plan, n: int) -> str:
 
 def _landing(landing: Landing) -> str:
     if landing.replaces:
-        return f"{landing.output} (streams made equal)"
+        return f"{landing.output} (residuals made equal)"
     if not landing.summed:
         return f"own {landing.output}" + (f" x {landing.own:g}" if landing.own != 1 else "")
     if landing.own == -1:
@@ -221,7 +221,7 @@ def _table(plan: Plan) -> str:
 def aligned(rows: Sequence[Sequence[str]], left: int | None = None) -> str:
     """Rows of cells as text, each column as wide as its widest cell.
 
-    left: how many columns are flush left, the others right; None: all of them.
+    left: the number of left-aligned columns, the others being right-aligned; None: all of them.
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     sides = [str.ljust if left is None or i < left else str.rjust for i in range(len(widths))]

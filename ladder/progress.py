@@ -1,4 +1,4 @@
-"""Progress of long work: a live bar on a terminal, a plain line now and then elsewhere."""
+"""Progress of long work: a live bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLAIN_INTERVAL = 10.0  # seconds between lines where there is no terminal
 
 
 def amount(nbytes: int) -> str:
-    """So many bytes, in the unit that leaves one to three digits before the point."""
+    """A number of bytes as text, in the unit that gives one to three digits before the point."""
     size, units = float(nbytes), ["bytes", "kB", "MB", "GB", "TB"]
     while size >= 999.5 and len(units) > 1:
         size, units = size / 1000, units[1:]
@@ -23,11 +23,10 @@ def amount(nbytes: int) -> str:
 
 
 class Progress:
-    """Shows how far work has come, on standard error.
+    """Shows progress on standard error. Use as a context manager and call `update(done, facts)`.
 
-    label: what is done. total: in `unit`s; None where it is not known. quiet: show nothing (on
-    ranks other than 0). start: units that were done before. Use as a context manager and call
-    `update(done, facts)`.
+    label: the name of the work. total: in `unit`s; None if unknown. quiet: show nothing (on ranks
+    other than 0). start: units that were finished before.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class Progress:
             self._line()
 
     def _count(self) -> str:
-        # The last document may go beyond the tokens that were asked for: that is no share of them.
+        # The last document may exceed the tokens asked for: then no total is shown.
         of = "" if self.total is None or self.done > self.total else f"/{self.total:,}"
         return f"{self.done:,}{of} {self.unit}"
 

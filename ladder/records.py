@@ -1,4 +1,4 @@
-"""Records of measurements: JSON lines that say what they were measured on and with."""
+"""Records of measurements: JSON lines with the machine, versions and command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ladder.models.errors import UserError
 
 
 def append(file: Path, records: Sequence[dict[str, Any]]) -> None:
-    """One line a record; a point that was interrupted leaves none."""
+    """Append one line per record, all lines in one write."""
     try:
         with file.open("a", encoding="utf-8") as stream:
             stream.write("".join(json.dumps(record) + "\n" for record in records))
@@ -30,7 +30,7 @@ def append(file: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def facts(gpu: str) -> dict[str, Any]:
-    """What every record says of its machine, versions and command."""
+    """The fields of every record: the machine, versions and command."""
     return {
         "gpu": gpu,
         "driver": driver(),

@@ -11,8 +11,8 @@ from ladder.models.errors import UserError, check_keys, unknown
 from ladder.models.plan import Plan, number
 from ladder.models.presets import MOST_LAYERS, MOST_RANKS, resolve_plan
 
-# The most that a shape may ask for, far beyond any model: a mistyped number would take all memory,
-# or run for ever. Tokens and positions pass through float32, which is exact up to 2**24.
+# Limits of a shape, far above any real model: a mistyped number would take all memory or endless
+# time. Tokens and positions pass through float32, which is exact up to 2**24.
 MOST = {
     "vocab_size": 2**24,
     "hidden_size": 2**20,
@@ -28,7 +28,7 @@ MOST = {
 MOST_ELSE = 1e12  # rotary settings
 
 
-# What each rotary scaling takes besides `factor`, and its defaults; ...: it has none.
+# The fields of each rotary scaling besides `factor`, with their defaults; ...: no default.
 ROPE_TYPES: dict[str, dict[str, Any]] = {
     "llama3": {
         "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
@@ -44,12 +44,13 @@ ROPE_TYPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How the rotary frequencies of a longer context are made; the names are Hugging Face's.
+    """The scaling of rotary frequencies for longer contexts, with Hugging Face's names.
 
-    rope_type: `llama3` divides the low frequencies by `factor` and blends those between; `linear`
-    divides all; `yarn` divides by place and multiplies cos and sin by `attention_factor` (0.1 ln
-    factor + 1 by default); `dynamic` leaves sequences up to original_max_position_embeddings as
-    they are, and there are no longer ones. What a type does not take is None.
+    rope_type: `llama3` divides the low frequencies by `factor` and blends the middle ones; `linear`
+    divides all frequencies; `yarn` divides them by a ramp over their index and multiplies cos and
+    sin by `attention_factor` (0.1 ln factor + 1 by default); `dynamic` changes nothing up to
+    original_max_position_embeddings tokens, and longer sequences are refused. Fields that a type
+    does not have are None.
     """
 
     rope_type: str = "llama3"
@@ -71,8 +72,8 @@ class RopeScaling:
             if name not in taken:
                 if value is not None:
                     raise UserError(
-                        f"rope_scaling.{name}={value!r} is nothing that rope_type="
-                        f"{self.rope_type!r} takes; leave it out"
+                        f"rope_scaling.{name}={value!r} is no field of rope_type="
+                        f"{self.rope_type!r}; leave it out"
                     )
                 continue
             if value is None and taken[name] is not ...:
@@ -92,7 +93,7 @@ class RopeScaling:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Its fields, but for those that the type does not take."""
+        """The fields of this type of scaling, as plain data."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -100,11 +101,11 @@ class RopeScaling:
 class ModelConfig:
     """A Llama-style decoder.
 
-    num_layers counts blocks of attention and MLP weights, max_seq_len tokens. `plan` takes any
-    specification that `resolve_plan` does and holds the resolved Plan. `tp_degree` is T where the
-    plan depends on it, None where it does not. attention_bias: biases of all four projections;
-    qkv_bias: of q, k and v alone (Qwen2). qk_norm: queries and keys are normed head by head before
-    they are rotated (Qwen3).
+    num_layers: blocks of one attention and one MLP. max_seq_len: tokens. plan: any specification
+    that `resolve_plan` accepts; the attribute is the resolved Plan. tp_degree: T if the plan
+    depends on it, else None. attention_bias: biases of all four projections; qkv_bias: biases of
+    q, k and v only (Qwen2). qk_norm: queries and keys are normed per head before the rotation
+    (Qwen3).
     """
 
     vocab_size: int
@@ -152,8 +153,8 @@ class ModelConfig:
             )
         if self.attention_bias and self.qkv_bias:
             raise UserError(
-                "attention_bias=True with qkv_bias=True: attention_bias has those of q, k and v "
-                "already; set qkv_bias to false"
+                "attention_bias=True with qkv_bias=True: attention_bias includes the biases of q, "
+                "k and v; set qkv_bias to false"
             )
         scaling = _rope_scaling(self.rope_scaling)
         object.__setattr__(self, "rope_scaling", scaling)
@@ -162,10 +163,10 @@ class ModelConfig:
             assert longest is not None
             if self.max_seq_len > longest:
                 raise UserError(
-                    f"max_seq_len={self.max_seq_len} with rope_scaling.rope_type='dynamic', whose "
-                    f"frequencies would change with the length of a sequence beyond "
-                    f"original_max_position_embeddings={longest}, which the model does not do; set "
-                    f"max_seq_len to that, or take linear or yarn"
+                    f"max_seq_len={self.max_seq_len} with rope_scaling.rope_type='dynamic' exceeds "
+                    f"original_max_position_embeddings={longest}, where frequencies would depend "
+                    f"on the length of a sequence, which the model does not support; lower "
+                    f"max_seq_len, or use linear or yarn"
                 )
         if self.tp_degree is not None:
             _check_count("tp_degree", self.tp_degree)
@@ -184,12 +185,12 @@ class ModelConfig:
         if (self.attention_bias or self.mlp_bias) and not all(plan.equal_reads):
             raise UserError(
                 f"attention_bias={self.attention_bias}, mlp_bias={self.mlp_bias}: plan "
-                f"{plan.name!r} has streams that differ between ranks, where the bias of an "
+                f"{plan.name!r} has residuals that differ between ranks, where the bias of an "
                 f"output projection has no meaning; set both to false"
             )
 
     def check_divides(self, degree: int, option: str) -> None:
-        """Raise UserError unless every split dimension divides by T = `degree`."""
+        """Raise UserError unless T = `degree` divides every dimension that is split."""
         for name in ("num_heads", "intermediate_size"):
             value = getattr(self, name)
             if value % degree:
@@ -204,7 +205,7 @@ class ModelConfig:
             )
 
     def refuse_bound(self) -> None:
-        """Raise UserError for a plan whose ranks never hear of each other, as `none`'s."""
+        """Raise UserError for a plan whose ranks never communicate, such as `none`."""
         if not self.plan.communicates and (self.tp_degree or 1) > 1:
             raise UserError(
                 f"plan={self.plan.name!r} drops every reduce: it is a bound for benchmarks and "
@@ -213,7 +214,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "model config") -> ModelConfig:
-        """Build one from plain data, as `to_dict` gives; an unknown key is an error."""
+        """A config from plain data, as `to_dict` returns; an unknown key is an error."""
         names = [item.name for item in fields(cls)]
         check_keys(where, data, names)
         missing = [name for name in names[:6] if name not in data]
@@ -225,7 +226,7 @@ class ModelConfig:
             raise UserError(f"{where}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, resolved, from which `from_dict` makes an equal config."""
+        """The resolved config as plain data, from which `from_dict` makes an equal config."""
         scaling = self.rope_scaling
         resolved = {
             "rope_scaling": None if scaling is None else scaling.to_dict(),

@@ -1,7 +1,7 @@
-"""Attention within documents, where a window of the token stream holds several of them.
+"""Attention within documents, for windows of tokens that hold several documents.
 
-Positions go on over the whole window and do not begin again with each document: rotary attention
-depends on the difference of two positions alone, which is the same within a document either way.
+Positions count over the whole window and do not restart with each document: rotary attention
+depends only on the difference of two positions, which is the same within a document either way.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 
 class Packed(NamedTuple):
-    """Documents for a kernel that attends within each of many sequences that lie end to end.
+    """The documents of a batch, for a variable-length attention kernel.
 
-    starts: int32 [N + 1], as `document_starts` has them; documents of no tokens may follow, which
-    make N a power of two: compiled attention is compiled anew for each N. longest: none has more
-    tokens. kernel: `varlen_attn`, or what has its signature.
+    starts: int32 [N + 1], as from `document_starts`; padded with empty documents to a power of two,
+    since compiled attention is recompiled for each N. longest: an upper bound of a document's
+    tokens. kernel: `varlen_attn`, or a function of the same signature.
     """
 
     starts: Tensor
@@ -30,23 +30,23 @@ class Packed(NamedTuple):
 
 
 def document_starts(tokens: Tensor, end: int) -> Tensor:
-    """Where each document begins in tokens [B, S], row after row, and B * S: int32 [N + 1].
+    """The starts of the documents in tokens [B, S], row after row, then B * S: int32 [N + 1].
 
-    `end` is the token that ends a document, and belongs to it; a row begins one too. For tokens in
-    the host's memory: N depends on them, so that on a GPU the host would wait for it.
+    end: the token that ends a document and belongs to it. Each row begins a document, too. tokens
+    must be on the CPU: N depends on them, so on a GPU the host would have to wait.
     """
     return starts_of(document_begins(tokens, end))
 
 
 def document_begins(tokens: Tensor, end: int) -> Tensor:
-    """Whether a document begins at each place of tokens [B, S], as `document_starts` has them."""
+    """Whether a document begins at each position of tokens: bool [B, S] (see `document_starts`)."""
     begins = torch.ones_like(tokens, dtype=torch.bool)
     begins[:, 1:] = tokens[:, :-1] == end
     return begins
 
 
 def starts_of(begins: Tensor) -> Tensor:
-    """The places of a bool [B, S] that are true, row after row, and B * S: int32 [N + 1]."""
+    """The indices of the true entries of a bool [B, S], then B * S: int32 [N + 1]."""
     starts = begins.flatten().nonzero().flatten()
     return F.pad(starts, (0, 1), value=begins.numel()).int()
 
@@ -54,10 +54,11 @@ def starts_of(begins: Tensor) -> Tensor:
 def within_documents(
     starts: Tensor, shape: torch.Size, held: int, dtype: torch.dtype, head_dim: int
 ) -> Packed | Tensor:
-    """What attention needs to stay within the documents of tokens of `shape`, once for all layers.
+    """The attention mask of documents in tokens of `shape`, once for all layers.
 
-    For queries of that dtype and head_dim, of `held` ranks one after another. Where there is no
-    kernel for them, a mask [held * B, 1, S, S], true where attended. The host waits for nothing.
+    A Packed if there is a kernel for queries of that dtype and head_dim; else a bool mask
+    [held * B, 1, S, S], true where attended. held: virtual ranks, whose batches are concatenated.
+    The host does not wait for the device.
     """
     rows, size = shape
     if held > 1:
@@ -68,8 +69,8 @@ def within_documents(
         count = len(starts) - 1
         empty = starts[-1:].expand((1 << (count - 1).bit_length()) - count)
         return Packed(torch.cat((starts, empty)), size, _kernel())
-    places = torch.arange(held * rows * size, dtype=torch.int32, device=starts.device)
-    number = torch.searchsorted(starts, places, right=True).view(held * rows, 1, size)
+    positions = torch.arange(held * rows * size, dtype=torch.int32, device=starts.device)
+    number = torch.searchsorted(starts, positions, right=True).view(held * rows, 1, size)
     return (number.unsqueeze(3) == number.unsqueeze(2)).tril()
 
 
@@ -78,17 +79,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
     rows, _, size, _ = q.shape
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
     starts, longest, kernel = packed
-    # A window to the left without end and to the right not at all: causal.
+    # Unlimited to the left and none to the right: causal.
     out = kernel(*flat, starts, starts, longest, longest, window_size=(-1, 0))
     return out.unflatten(0, (rows, size)).transpose(1, 2)
 
 
 @functools.cache
 def _kernel() -> Callable[..., Tensor]:
-    """torch's `varlen_attn`, for fewer heads of keys and values than of queries too.
+    """torch's `varlen_attn` with grouped-query attention.
 
-    Imported where it is needed, for it brings all of torch's compiler. torch 2.11 takes whatever
-    heads its kernel can, and later versions by an option.
+    Imported late, since it imports torch's compiler. Versions after torch 2.11 need an option for
+    grouped queries.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -99,7 +100,7 @@ def _kernel() -> Callable[..., Tensor]:
 
 
 def _has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether flash attention, which `varlen_attn` is, computes this there."""
+    """Whether flash attention, which `varlen_attn` calls, supports these queries."""
     return (
         device.type == "cuda"
         and dtype in (torch.bfloat16, torch.float16)

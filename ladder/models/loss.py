@@ -1,7 +1,7 @@
-"""Cross-entropy, and divergence from a teacher, over a vocabulary that processes may share.
+"""Cross-entropy, and divergence from a teacher, over a vocabulary that may be split over ranks.
 
-Only the logits themselves are kept for the backward pass, which computes the probabilities again:
-in float32 they would be the largest tensors of a training step.
+Only the logits are kept for the backward pass, which recomputes the probabilities: in float32 these
+would be the largest tensors of a training step.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ladder.models.reducer import Reducer
 
 def sum_exp(logits: Tensor, largest: Tensor) -> Tensor:
     """Sums of exp(logits - largest) over the last dimension, in float32 or better: [...]."""
-    return (logits - largest).exp_().sum(-1)  # of the wider type of the two
+    return (logits - largest).exp_().sum(-1)  # the difference has the wider of the two types
 
 
 def scaled_probabilities(logits: Tensor, largest: Tensor, scale: Tensor) -> Tensor:
-    """exp(logits - largest) * scale, computed as `sum_exp` does and rounded to the logits' type."""
+    """exp(logits - largest) * scale in the precision of `sum_exp`, rounded to the logits' dtype."""
     return (logits - largest).exp_().mul_(scale).to(logits.dtype)
 
 
 @dataclass
 class Passes:
-    """The two functions that pass over all logits; compiled ones may take their places."""
+    """The two functions that read all logits; compiled versions may replace them."""
 
     sum_exp: Callable[[Tensor, Tensor], Tensor] = sum_exp
     scaled_probabilities: Callable[[Tensor, Tensor, Tensor], Tensor] = scaled_probabilities
@@ -46,7 +46,7 @@ class _TokenLosses(torch.autograd.Function):
         index = index.where(inside, 0).unsqueeze(-1)
         picked = (logits.gather(-1, index) - largest).squeeze(-1) * inside
         total = passes.sum_exp(logits, largest)
-        if reducer.ranks.process == reducer.ranks.processes - 1:  # who knows where all rows end
+        if reducer.ranks.process == reducer.ranks.processes - 1:  # it holds the vocabulary's end
             total = total.masked_fill(targets >= first + logits.shape[-1], torch.nan)
         both = reducer.sum_(torch.stack((total, picked)))
         total, picked = both[0], both[1]
@@ -61,7 +61,7 @@ class _TokenLosses(torch.autograd.Function):
         grad = grads[0].where(targets >= 0, 0.0).unsqueeze(-1)
         scale = grad / total.unsqueeze(-1)
         result = ctx.passes.scaled_probabilities(logits, largest, scale)
-        # The target's own, p - 1, is rounded once, like the others.
+        # The target's entry, p - 1, is rounded once, like the others.
         picked = (logits.gather(-1, index) - largest).exp() * scale
         picked = picked - grad * inside.unsqueeze(-1)
         result.scatter_(-1, index, picked.to(result.dtype))
@@ -74,17 +74,17 @@ def token_losses(
     """-log p(target) of each token in nats: [B, S], float32 (float64 for float64 logits).
 
     logits: [B, S, V_local], this process's part of the vocabulary, which starts at row `first`.
-    targets: [B, S] int64; negative: no loss, 0 is returned; beyond the vocabulary: NaN, as is the
-    gradient (a device is not waited for, to raise something). Every process returns the same; the
-    gradient of each is that of its own logits, with no collective (one maximum and one sum
-    forward).
+    targets: [B, S] int64. A negative target has loss 0; the loss and gradient of one beyond the
+    vocabulary are NaN (raising an error would make the host wait for the device). Every process
+    returns the same. Forward needs one maximum and one sum over the processes; backward needs no
+    collective and gives the gradient of this process's logits.
     """
     result = _TokenLosses.apply(logits, targets, first, reducer, passes)
     assert isinstance(result, Tensor)
     return result
 
 
-ROWS = 1024  # tokens whose scores are in float32 at once, a teacher's beside a student's
+ROWS = 1024  # tokens whose logits, of teacher and student, are in float32 at once
 
 
 class _TeacherLosses(torch.autograd.Function):
@@ -138,11 +138,11 @@ def teacher_losses(
 ) -> Tensor:
     """KL(teacher || student) of each token in nats: [B, S], float32 (float64 for float64 logits).
 
-    Of the distributions softmax(logits / temperature) over the whole vocabulary.
+    The distributions are softmax(logits / temperature) over the whole vocabulary.
 
-    logits, teacher: [B, S, V_local], this process's part of the vocabulary, the same of both.
-    targets: [B, S] int64; negative: no loss, 0 is returned. As with `token_losses` no logits are
-    gathered: one maximum and one sum forward, and nothing backward. The teacher gets no gradient.
+    logits, teacher: [B, S, V_local], the same part of the vocabulary for both. targets: [B, S]
+    int64; a negative target has loss 0. As in `token_losses`, no logits are gathered: forward needs
+    one maximum and one sum, backward no collective. The teacher gets no gradient.
     """
     result = _TeacherLosses.apply(logits, teacher, targets, temperature, reducer)
     assert isinstance(result, Tensor)

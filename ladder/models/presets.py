@@ -1,4 +1,4 @@
-"""From the name of a plan, or a plan written by hand, to its resolved records.
+"""Resolving the specification of a plan, a name or records, to a Plan.
 
 A specification is one of
 - a preset's name: `standard`, `parallel`, `ladder`, `hybrid`, `desync-4x`, `dtp-2`, `none`;
@@ -22,9 +22,9 @@ from ladder.models.plan import Plan, Sublayer
 
 PRESETS = ("standard", "parallel", "ladder", "hybrid", "desync-Nx", "dtp-D", "none")
 
-MOST_LAYERS = 10_000  # of a model: a mistyped number would run for ever
+MOST_LAYERS = 10_000  # of a model: a mistyped number would take endless time
 MOST_RANKS = 2**16
-DIGITS = 9  # of a number in a plan's text
+DIGITS = 9  # most digits of a number in a plan's text
 
 PlanSpec = str | Plan | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
@@ -32,8 +32,8 @@ PlanSpec = str | Plan | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 def resolve_plan(spec: PlanSpec, num_layers: int, tp_degree: int | None = None) -> Plan:
     """Resolve `spec` for a model of `num_layers` layers.
 
-    tp_degree: T, where it is part of the model (`dtp-D` scales by its square root).
-    Raises UserError for anything that is not a plan, or not a plan of that many layers.
+    tp_degree: T, if it is part of the model (`dtp-D` scales by its square root).
+    Raises UserError for an invalid plan, and for one of another number of layers.
     """
     if not 1 <= num_layers <= MOST_LAYERS:
         raise UserError(f"num_layers={num_layers} must be from 1 to {MOST_LAYERS:,}")
@@ -58,9 +58,9 @@ def resolve_plan(spec: PlanSpec, num_layers: int, tp_degree: int | None = None) 
 
 
 def _refuse_other_scales(plan: Plan, tp_degree: int | None) -> None:
-    """Raise UserError for the records of `dtp-D` as resolved for another T than `tp_degree`.
+    """Raise UserError for records of `dtp-D` that were resolved for another T than `tp_degree`.
 
-    They may come with a model's weights, so that they are not resolved anew unasked.
+    They are not resolved again silently, since they may come with a model's weights.
     """
     delay = re.fullmatch(r"dtp-(\d+)", plan.name)
     if tp_degree is None or delay is None or int(delay[1]) >= len(plan.sublayers):
@@ -68,14 +68,15 @@ def _refuse_other_scales(plan: Plan, tp_degree: int | None) -> None:
     wanted = _preset(plan.name, range(plan.num_layers), plan.num_layers, tp_degree)
     pairs = list(zip(plan.sublayers, wanted, strict=False))
     if any(replace(old, own_scale=new.own_scale) != new for old, new in pairs):
-        return  # records of its own under that name
+        return  # a custom plan of that name
     for old, new in pairs:
-        if not math.isclose(old.own_scale, new.own_scale, rel_tol=1e-3):  # written out by hand
+        # A tolerance, for scales written by hand.
+        if not math.isclose(old.own_scale, new.own_scale, rel_tol=1e-3):
             raise UserError(
                 f"plan {plan.name!r} with tp_degree={tp_degree} holds records of another T: "
                 f"own_scale={old.own_scale:.4g} where sqrt({tp_degree}) is wanted; give the plan "
-                f"by its name, {plan.name}, to have it resolved anew, or the tp_degree that it had "
-                f"({round(old.own_scale**2)})"
+                f"by its name, {plan.name}, to resolve it again, or set tp_degree="
+                f"{round(old.own_scale**2)}"
             )
 
 
@@ -118,7 +119,7 @@ def _from_list(entries: Any, num_layers: int, tp_degree: int | None) -> list[Sub
         _claim(chosen, layers, _entry_records(rest, layers, num_layers, tp_degree, where), where)
     missing = [str(layer) for layer in range(num_layers) if layer not in chosen]
     if missing:
-        raise UserError(f"the plan says nothing of layers {', '.join(missing)}")
+        raise UserError(f"the plan lacks layers {', '.join(missing)}; add an entry for them")
     return [record for layer in range(num_layers) for record in chosen[layer]]
 
 
@@ -182,7 +183,7 @@ def _preset(name: str, layers: range, num_layers: int, tp_degree: int | None) ->
     count = 2 * len(layers)
     kinds = ("attention", "mlp") * len(layers)
     if (name in ("none", "hybrid") or (number and number[2])) and len(layers) != num_layers:
-        raise UserError(f"preset {name!r} covers the whole model or nothing, not a range of layers")
+        raise UserError(f"preset {name!r} covers the whole model only, not a range of layers")
     if name == "standard":
         return [Sublayer(kind) for kind in kinds]
     if name == "parallel":
