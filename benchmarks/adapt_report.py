@@ -10,7 +10,7 @@ import quality_report
 
 from ladder.bench import figures
 from ladder.bench.figures import COLOURS, MUTED, Bar
-from ladder.bench.report import NO_FIGURES, Aside, Figure, Part, Table, page
+from ladder.bench.report import NO_FIGURES, Aside, Figure, PagePart, Table, page
 
 TASKS = {
     "cloze": "local_cloze acc",
@@ -104,7 +104,7 @@ def write_page(records: Sequence[dict[str, Any]]) -> tuple[str, str]:
         if (share := recovered(each, points)) is not None
     }
     finding = "No loss was recovered: the points have no zero-shot model beside them."
-    drawn: Part = NO_FIGURES
+    drawn: PagePart = NO_FIGURES
     if shares:
         best = max(shares, key=lambda name: shares[name])
         finding = (
@@ -119,7 +119,7 @@ def write_page(records: Sequence[dict[str, Any]]) -> tuple[str, str]:
             ]  # fmt: skip
             said = "Share of the zero-shot loss that is recovered; coloured: by distillation."
             drawn = Figure(figures.bars(bars, "%"), said)
-    parts: list[Part] = [drawn] if shares else []
+    parts: list[PagePart] = [drawn] if shares else []
     parts += [Table(COLUMNS, rows(records), caption(records)), Aside("Columns", MEANING)]
     machines = [record["machine"] for record in records if "machine" in record]
     return finding, page("A trained model turned into a ladder", finding, parts, machines)

@@ -9,7 +9,7 @@ from typing import Any
 from ladder.bench import figures
 from ladder.bench.communication import OURS, THEIRS
 from ladder.bench.figures import COLOURS, MUTED, Bar
-from ladder.bench.report import Aside, Figure, Part, Table, page
+from ladder.bench.report import Aside, Figure, PagePart, Table, page
 from ladder.bench.training import command as training
 from ladder.parallel.dispatch import size_text
 
@@ -20,8 +20,8 @@ SHADES = {"push (ours)": "ladder", "two-shot (ours)": "dtp-1", "NCCL": "standard
 TRAIN_COLUMNS = """\
 range: of the step's times. exposed: step time over that of the same plan without TP's reduces, less
 1. x standard: standard's step time over this one. Of a traced micro-batch, forward / backward:
-hidden, the share of the communication's time under computation; bare ms, the rest. A bound is
-`none`, or a plan without its reduces."""
+hidden, the share of the communication's time under computation; bare ms, the rest. no_comm: a plan
+without its reduces, as `none` is standard."""
 
 
 def train_page(records: Records) -> tuple[str, str]:
@@ -29,12 +29,13 @@ def train_page(records: Records) -> tuple[str, str]:
     tables = grouped(records, lambda record: [sitting(record), shape(record["point"])])
     leading = grouped(max(tables, key=len), lambda record: record["point"]["layout"])[0]
     steps = {
-        training.label(training.Point(**record["point"])): record["result"] for record in leading
+        training.label(training.TrainingPoint(**record["point"])): record["result"]
+        for record in leading
     }
     drawn = [
         Bar(
             name, result["step_ms"], f"{result['step_ms']:.1f} ms", COLOURS.get(name, MUTED),
-            bound=name == "none" or name.endswith("without reduces"),
+            bound=name == "none" or name.endswith("no_comm"),
         )
         for name, result in sorted(steps.items(), key=lambda each: -each[1]["step_ms"])
     ]  # fmt: skip
@@ -46,7 +47,7 @@ def train_page(records: Records) -> tuple[str, str]:
     )  # fmt: skip
     finding = f"A step of {what}: {said}."
     caption = f"Time a step, {what}; hatched: bounds without communication."
-    parts: list[Part] = [Figure(figures.bars(drawn, "ms"), caption)]
+    parts: list[PagePart] = [Figure(figures.bars(drawn, "ms"), caption)]
     for members in tables:
         facts = members[0]["machine"]
         about = f"{shape(members[0]['point'])}; {facts['ranks']} GPUs, commit {facts['commit']}"
@@ -69,7 +70,7 @@ def comm_page(records: Records) -> tuple[str, str]:
     """A figure and a table for each run; the newest leads."""
     runs = grouped(records, sitting)[::-1]
     names = [*THEIRS, *OURS]
-    parts: list[Part] = []
+    parts: list[PagePart] = []
     for members in runs:
         point, facts = members[0]["point"], members[0]["machine"]
         times: dict[str, dict[int, float]] = {name: {} for name in names}

@@ -90,7 +90,7 @@ def parse() -> argparse.Namespace:
 def run(options: argparse.Namespace) -> int:
     config = replace(model_config(options.model), num_layers=options.layers, plan="standard")
     for plan in options.plans:  # before gigabytes are written
-        replace(config, plan=resolve_plan(plan, config.num_layers)).refuse_bound()
+        replace(config, plan=resolve_plan(plan, config.num_layers)).refuse_no_comm()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         size = write_checkpoint(folder / "hf", config)

@@ -22,10 +22,10 @@ import bench_pages
 import quality_report
 from jobs import finish
 
-from ladder.bench import figures
+from ladder.bench import figures, results
 from ladder.bench.inference import page as inference
 from ladder.bench.inference.derive import by_case, derive, improvements
-from ladder.bench.report import Link, Part, Text, page
+from ladder.bench.report import Link, PagePart, Text, page
 from ladder.cli import parse_words
 from ladder.files import make_folder, write_text
 
@@ -115,8 +115,7 @@ def quality_records() -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[
 
 
 def read(name: str) -> list[dict[str, Any]]:
-    file = RESULTS / f"{name}.jsonl"
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return results.read(RESULTS / f"{name}.jsonl")
 
 
 def machine(name: str) -> str:
@@ -187,7 +186,7 @@ def pages() -> list[Page]:
 
 
 def index(found: Sequence[Page]) -> str:
-    parts: list[Part] = [Link(f"{each.name}.html", each.name, each.finding) for each in found]
+    parts: list[PagePart] = [Link(f"{each.name}.html", each.name, each.finding) for each in found]
     names = sorted(file.name for file in RESULTS.iterdir() if file.suffix in (".jsonl", ".txt"))
     left = [name for name in names if not any(p.name.startswith(Path(name).stem) for p in found)]
     parts.append(Text(f"Without a page: {', '.join(left)}; benchmarks/results/README.md says why."))

@@ -5,7 +5,7 @@
 
 Random weights. Each time is from token ids on the host to the first token chosen, the slowest
 rank's, the median over rounds in which all configurations take turns. "exposed" is the time beyond
-that of the same plan with its reduces dropped. The floor is the FLOPs over the rate of a large
+that of the same plan without communication. The floor is the FLOPs over the rate of a large
 matmul in the same run. `async` is NCCL's all-reduce; the others are transports of
 ladder.comm.transports. "differs" compares the logits with those of the plan's first reducer. The
 last line is JSON.
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from ladder.bench.inference.build import random_model
 from ladder.bench.inference.command import machine
 from ladder.bench.inference.floors import bandwidth, matrix_rate, prefill_floor_s
-from ladder.bench.inference.points import Point, resolve
+from ladder.bench.inference.points import InferencePoint, resolve
 from ladder.comm.transports import TRANSPORTS
 from ladder.infer.engine import Engine, Session
 from ladder.infer.sampling import Sampling, draws
@@ -39,7 +39,7 @@ from ladder.parallel import launch
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sharded import ShardedReducer
 
-PLANS = {"standard": "none", "ladder": "ladder without reduces"}  # and what they are measured by
+PLANS = {"standard": "none", "ladder": "ladder no_comm"}  # and what they are measured by
 
 
 @dataclass
@@ -71,14 +71,16 @@ class Line:
 
 def lines_of(options: argparse.Namespace, device: torch.device) -> list[Line]:
     world, found = launch.world_size(), []
-    for plan, dropped in [*((p, False) for p in PLANS), ("none", False), ("ladder", True)]:
-        point = Point(options.model, plan, "async", world, 1, 1, 1, options.layers, dropped=dropped)
+    for plan, no_comm in [*((p, False) for p in PLANS), ("none", False), ("ladder", True)]:
+        point = InferencePoint(
+            options.model, plan, "async", world, 1, 1, 1, options.layers, no_comm=no_comm
+        )
         config = resolve(point)
         model = random_model(config, "async", world, device)
         Engine(model)  # packs its weights
         base = model.reducer
         assert isinstance(base, AsyncReducer)
-        for reducer in options.reducers if config.plan.communicates else ["-"]:
+        for reducer in ["-"] if config.plan.no_comm else options.reducers:
             prompts: Reducer = base
             if reducer in TRANSPORTS:
                 prompts = ShardedReducer(base.ranks, base.group, config.plan, reducer)
@@ -148,8 +150,10 @@ def main(options: argparse.Namespace) -> int:
     for case in options.cases:
         batch, prompt = map(int, case.split("x"))
         measure(lines, batch, prompt, options.rounds, device)
-        point = Point(options.model, "standard", "async", launch.world_size(), batch, prompt, 1,
-                      options.layers)  # fmt: skip
+        point = InferencePoint(
+            options.model, "standard", "async", launch.world_size(), batch, prompt, 1,
+            options.layers,
+        )  # fmt: skip
         config = resolve(point)
         floor = prefill_floor_s(config, point, speed, rate)
         results[case] = rows(lines, floor)

@@ -13,7 +13,7 @@ from ladder.bench.inference.command import finished
 from ladder.bench.inference.derive import EXPLANATION, HEAD, by_case, cells, derive
 from ladder.bench.inference.page import fastest
 from ladder.bench.inference.points import describe
-from ladder.bench.report import NO_FIGURES, Aside, Figure, Heading, Part, Table, Text, page
+from ladder.bench.report import NO_FIGURES, Aside, Figure, Heading, PagePart, Table, Text, page
 from ladder.models.errors import UserError
 
 PLANS = ("standard", "parallel", "ladder", "desync-2x", "desync-4x", "dtp-1")
@@ -138,11 +138,11 @@ def write_page(
     groups, best = by_plan(records), fastest(latency)
     places = positions(groups, best)
     step = describe(latency[0]["point"])
-    drawn: Part = NO_FIGURES
+    drawn: PagePart = NO_FIGURES
     if figures.available():
         what = "A dot a seed. Lower is better, left is faster."
         drawn = Figure(figure(groups, best), what)
-    parts: list[Part] = [
+    parts: list[PagePart] = [
         drawn,
         Table(JOINED, [joined(plan, groups, best, places) for plan in groups]),
         Text(

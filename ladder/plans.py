@@ -85,7 +85,7 @@ def summary(plan: Plan) -> dict[str, Any]:
         "collectives_per_token": plan.collectives,
         "blocking_collectives_per_token": blocking,
         "depends_on_tp": plan.depends_on_tp,
-        "communicates": plan.communicates,
+        "no_comm": plan.no_comm,
         "beside_the_sublayers": {"embedding": 1, "head": 1, "final_mean": int(plan.final_mean)},
         "reads": [_reads(plan, n) for n in range(len(plan.sublayers) + 1)],
         "blocking": list(plan.blocking),
@@ -112,8 +112,8 @@ def describe(plan: Plan, table: bool = True) -> str:
         f"of which block          {facts['blocking_collectives_per_token']}",
         "depends on T            " + ("yes: set tp_degree" if plan.depends_on_tp else "no"),
     ]
-    if not plan.communicates:
-        lines.append("ranks never communicate: a bound for benchmarks, not a model")
+    if plan.no_comm:
+        lines.append("no communication (no_comm): for benchmarks, not a model")
     return "\n".join(lines)
 
 

@@ -38,7 +38,7 @@ ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}
 
 
 @dataclass(frozen=True)
-class Point:
+class AllReducePoint:
     """One all-reduce: `size` in bytes; programs: thread blocks, of our two-shot kernel."""
 
     algorithm: str
@@ -49,7 +49,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Result:
+class AllReduceTimes:
     """Microseconds a call (median, 10th and 90th percentile, on the slowest rank).
 
     algbw_gb_s: size over median. ratio: to the fastest of NCCL and torch's kernels.
@@ -167,7 +167,7 @@ def measure(found: Mapping[str, Candidate], group: Any) -> dict[str, list[float]
     return times
 
 
-def summarise(times: Mapping[str, Sequence[float]], size: int) -> dict[str, Result]:
+def summarise(times: Mapping[str, Sequence[float]], size: int) -> dict[str, AllReduceTimes]:
     """Each candidate's figures for messages of `size` bytes, from its times in microseconds."""
     medians = {name: statistics.median(each) for name, each in times.items()}
     best = min(medians[name] for name in THEIRS)
@@ -175,11 +175,11 @@ def summarise(times: Mapping[str, Sequence[float]], size: int) -> dict[str, Resu
     for name, each in times.items():
         tenths = statistics.quantiles(each, n=10, method="inclusive")
         us = medians[name]
-        results[name] = Result(us, tenths[0], tenths[-1], size / us / 1e3, us / best)
+        results[name] = AllReduceTimes(us, tenths[0], tenths[-1], size / us / 1e3, us / best)
     return results
 
 
-def table(results: Mapping[int, Mapping[str, Result]]) -> str:
+def table(results: Mapping[int, Mapping[str, AllReduceTimes]]) -> str:
     """Microseconds by size and candidate, ours over the best of theirs, and the bandwidth."""
     names = (*THEIRS, *OURS)
     head = f"{'size':>9}" + "".join(f"{name:>16}" for name in names)
@@ -191,7 +191,7 @@ def table(results: Mapping[int, Mapping[str, Result]]) -> str:
     return "\n".join(lines)
 
 
-def dispatch_of(results: Mapping[int, Mapping[str, Result]], source: str) -> Dispatch:
+def dispatch_of(results: Mapping[int, Mapping[str, AllReduceTimes]], source: str) -> Dispatch:
     """The dispatch table that follows from the results."""
     times = {size: {name: each.us for name, each in row.items()} for size, row in results.items()}
     return Dispatch(derive(times), source)
@@ -244,7 +244,7 @@ def main(options: Any) -> int:
             check_writable(options.write_table, "--write-table")
     make_folder(Path(options.out))
     two_shot = TwoShotAllReduce(max(options.sizes), group, device, options.programs)
-    results: dict[int, dict[str, Result]] = {}
+    results: dict[int, dict[str, AllReduceTimes]] = {}
     for size in sorted(set(options.sizes)):
         found = candidates(size, dtype, group, device, two_shot)
         for name, candidate in found.items():
@@ -270,12 +270,12 @@ def main(options: Any) -> int:
 
 
 def records(
-    row: Mapping[str, Result], size: int, options: Any, about: Mapping[str, Any]
+    row: Mapping[str, AllReduceTimes], size: int, options: Any, about: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """The lines of comm.jsonl for one size."""
     made = []
     for name, result in row.items():
         programs = options.programs if name == "two-shot" else None
-        point = Point(name, size, options.dtype, launch.world_size(), programs)
+        point = AllReducePoint(name, size, options.dtype, launch.world_size(), programs)
         made.append({"point": asdict(point), "result": asdict(result), "machine": about})
     return made

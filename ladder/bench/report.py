@@ -80,12 +80,12 @@ class Figure:
         return Markup(figures.inline(self.svg))
 
 
-Part = Text | Heading | Code | Aside | Link | Table | Figure
+PagePart = Text | Heading | Code | Aside | Link | Table | Figure
 NO_FIGURES = Text(f"No figures: {figures.NEEDED}.")
 
 
 def page(
-    title: str, finding: str, parts: Iterable[Part], machines: Iterable[Mapping[str, Any]] = ()
+    title: str, finding: str, parts: Iterable[PagePart], machines: Iterable[Mapping[str, Any]] = ()
 ) -> str:
     """A whole HTML page; its figure comes first of the parts.
 

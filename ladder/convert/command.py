@@ -89,7 +89,7 @@ def convert(
     config = old
     if plan is not None:
         config = replace(old, plan=plan, tp_degree=tp_degree)
-        config.refuse_bound()
+        config.refuse_no_comm()
     elif tp_degree is not None:
         raise UserError(f"tp_degree={tp_degree} without a plan: it goes with one; give --plan too")
     if to == "hf":

@@ -187,7 +187,7 @@ def _page(
     drawn = figures.lines(
         lines, "training tokens", f"training loss (nats per token), mean of {SMOOTH}"
     )
-    parts: list[report.Part] = [
+    parts: list[report.PagePart] = [
         report.Figure(drawn),
         report.Table(HEAD, _rows(results)),
         report.Text(

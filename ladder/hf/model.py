@@ -58,7 +58,7 @@ def export(source: str | Path, out: str | Path) -> None:
     """
     folder = newest(Path(source))
     refuse_inside(Path(out), [source], "out")
-    read_config(folder).refuse_bound()
+    read_config(folder).refuse_no_comm()
     convert(folder, Path(out), finish=_add_code)
 
 

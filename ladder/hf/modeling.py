@@ -52,7 +52,7 @@ class LadderConfig(PreTrainedConfig):
             raise UserError(f"model={self.model!r} of a LadderConfig must be ModelConfig's fields")
         refuse_quantised(kwargs, "the model's config.json")
         config = ModelConfig.from_dict(self.model)
-        config.refuse_bound()
+        config.refuse_no_comm()
         self.model = config.to_dict()
         super().__post_init__(**kwargs)
 
@@ -105,7 +105,7 @@ def rewired(model: Any, plan: Any, tp_degree: int | None) -> dict[str, Any]:
     """The fields `model` of a config with another plan, for which its weights need no change."""
     old = ModelConfig.from_dict(model)
     new = ModelConfig.from_dict({**old.to_dict(), "plan": plan, "tp_degree": tp_degree})
-    new.refuse_bound()
+    new.refuse_no_comm()
     if tensor_shapes(old) != tensor_shapes(new):
         raise UserError(
             f"plan={new.plan.name!r} has other norms than {old.plan.name!r}, which the folder "

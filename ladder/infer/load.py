@@ -67,6 +67,6 @@ def load_for_inference(
         dtype=wanted,
         reducer=pick_reducer(processes) if reducer == "auto" else reducer,
     )
-    model.config.refuse_bound()
+    model.config.refuse_no_comm()
     model.eval()
     return model

@@ -204,12 +204,12 @@ class ModelConfig:
                 f"nor is a multiple of it"
             )
 
-    def refuse_bound(self) -> None:
-        """Raise UserError for a plan whose ranks never communicate, such as `none`."""
-        if not self.plan.communicates and (self.tp_degree or 1) > 1:
+    def refuse_no_comm(self) -> None:
+        """Raise UserError for a plan without communication, as `none`."""
+        if self.plan.no_comm and (self.tp_degree or 1) > 1:
             raise UserError(
-                f"plan={self.plan.name!r} drops every reduce: it is a bound for benchmarks and "
-                f"computes no model; choose another plan"
+                f"plan={self.plan.name!r} has no communication (no_comm): it is for benchmarks "
+                f"and computes no model; choose another plan"
             )
 
     @classmethod

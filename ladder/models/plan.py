@@ -217,14 +217,14 @@ class Plan:
         )
 
     @property
-    def communicates(self) -> bool:
-        """False for a plan whose ranks never hear of each other: a bound for benchmarks only."""
-        return any(record.reduce != "none" for record in self.sublayers)
+    def no_comm(self) -> bool:
+        """Whether no sublayer's output is reduced: no communication, for benchmarks only."""
+        return all(record.reduce == "none" for record in self.sublayers)
 
     @property
     def final_mean(self) -> bool:
         """Whether the streams still differ at the end: norm on each rank, then the mean."""
-        return not self.equal_reads[-1] and self.communicates
+        return not self.equal_reads[-1] and not self.no_comm
 
     @property
     def collectives(self) -> int:
@@ -267,16 +267,16 @@ class Plan:
         apart = {landing.output for read in self.landings for landing in read if landing.own}
         return tuple(n in apart for n in range(len(self.sublayers)))
 
-    def without_reduces(self) -> Plan:
-        """This plan with every reduce dropped and its own lags and scales kept.
+    def as_no_comm(self) -> Plan:
+        """This plan without its reduces, its own lags and scales kept.
 
-        Its computation alone, which computes no model: a bound for benchmarks, as `none` is of
-        `standard`, refused elsewhere (`ModelConfig.refuse_bound`).
+        It has this plan's computation and no communication, as `none` has of `standard`. It is for
+        benchmarks, computes no model, and is refused elsewhere (`ModelConfig.refuse_no_comm`).
         """
         records = tuple(
             replace(record, reduce="none", peer_lag=record.own_lag) for record in self.sublayers
         )
-        return Plan(records, f"{self.name} without reduces")
+        return Plan(records, f"{self.name} no_comm")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as saved with a model: the name and every record, resolved."""

@@ -227,7 +227,7 @@ class TrainConfig:
 
     def check_model(self, config: ModelConfig) -> None:
         """Raise UserError where this recipe cannot train that model."""
-        config.refuse_bound()
+        config.refuse_no_comm()
         if self.seq_len > config.max_seq_len:
             remedy = "lower it" if self.init else "lower it, or set model.max_seq_len"
             raise UserError(

@@ -48,7 +48,7 @@ class Distillation:
         self.weight, self.temperature = config.distill_weight, config.distill_temperature
         folder = newest(Path(config.teacher))
         theirs = read_config(folder)
-        theirs.refuse_bound()
+        theirs.refuse_no_comm()
         if theirs.vocab_size != student.vocab_size:
             raise UserError(
                 f"teacher={config.teacher} has vocab_size={theirs.vocab_size}, the student "

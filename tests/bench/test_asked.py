@@ -17,9 +17,9 @@ from ladder.parallel import launch
 SMALL = ["bench", "inference", "--model", "tiny", "--prompt", "8", "--new-tokens", "4"]
 
 
-def pushing(out: Path, asked: bool) -> bench.Job:
+def pushing(out: Path, asked: bool) -> bench.InferenceRun:
     settings = Settings("tiny", reducers=("push",), tp=(2,), prompt=8, new_tokens=4, p2p=(False,))
-    return bench.Job((settings,), out, False, float("inf"), asked=asked)
+    return bench.InferenceRun((settings,), out, False, float("inf"), asked=asked)
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,14 @@ from ladder.bench.inference.floors import (
     prefill_floor_s,
     prefill_flops,
 )
-from ladder.bench.inference.points import Point, Settings, counterpart, expand, load_suite, resolve
+from ladder.bench.inference.points import (
+    InferencePoint,
+    Settings,
+    counterpart,
+    expand,
+    load_suite,
+    resolve,
+)
 from ladder.cli import main
 from ladder.comm import access
 from ladder.models import ModelConfig, UserError, resolve_plan
@@ -29,7 +36,7 @@ from tests import ROOT
 
 CPU = torch.device("cpu")
 SUITES = sorted(path.stem for path in (ROOT / "configs" / "bench").glob("*.yaml"))
-POINT = Point("tiny", "standard", "push", 4, 2, 8, 4, 4)
+POINT = InferencePoint("tiny", "standard", "push", 4, 2, 8, 4, 4)
 
 
 def anything(reducer: str, tp: int) -> None:
@@ -87,7 +94,7 @@ def test_a_set_is_every_combination() -> None:
     cases, left_out = expand([settings], 4, True, anything)
     assert [(case[0].tp, case[0].batch) for case in cases] == [(4, 1), (4, 2), (2, 1), (2, 2)]
     assert left_out == ["tiny at TP 8: there are 4 ranks"]
-    assert [(p.plan, p.reducer, p.dropped) for p in cases[0]] == [
+    assert [(p.plan, p.reducer, p.no_comm) for p in cases[0]] == [
         ("standard", "push", False),
         ("standard", "async", False),
         ("none", "push", False),  # standard without its reduces
@@ -123,7 +130,7 @@ def test_virtual_ranks_are_for_plans_that_depend_on_them() -> None:
     settings = Settings("tiny", plans=("ladder", "desync-2x", "none"), tp=(2,), tp_degree=4,
                         reducers=("async",), prompt=8, new_tokens=4)  # fmt: skip
     ((*points,),), _ = expand([settings], 2, True, anything)
-    degrees = {(p.plan, p.dropped): p.degree for p in points}
+    degrees = {(p.plan, p.no_comm): p.degree for p in points}
     assert degrees == {
         ("ladder", False): 0,
         ("ladder", True): 0,
@@ -139,9 +146,9 @@ def test_virtual_ranks_are_for_plans_that_depend_on_them() -> None:
 @pytest.mark.parametrize("plan", ["standard", "parallel", "ladder", "desync-4x", "dtp-1", "hybrid"])
 def test_a_plan_without_reduces_keeps_its_own_lags(plan: str) -> None:
     whole = resolve_plan(plan, 4, 2)
-    bare = whole.without_reduces()
+    bare = whole.as_no_comm()
     assert bare.collectives == 0
-    assert not bare.communicates
+    assert bare.no_comm
     for record, other in zip(whole.sublayers, bare.sublayers, strict=True):
         assert (other.kind, other.own_lag, other.own_scale) == (
             record.kind,
@@ -149,15 +156,15 @@ def test_a_plan_without_reduces_keeps_its_own_lags(plan: str) -> None:
             record.own_scale,
         )
         assert other.reduce == "none"
-    point = Point("tiny", plan, "async", 2, 1, 8, 4, 4)
-    with pytest.raises(UserError, match="bound for benchmarks"):
-        resolve(replace(point, dropped=True)).refuse_bound()
+    point = InferencePoint("tiny", plan, "async", 2, 1, 8, 4, 4)
+    with pytest.raises(UserError, match="for benchmarks"):
+        resolve(replace(point, no_comm=True)).refuse_no_comm()
     found = counterpart(point, "push")
     expected = replace(point, reducer="push")
     if plan in ("standard", "desync-4x"):
         assert found == replace(expected, plan="none")
     else:
-        assert found == replace(expected, dropped=True)
+        assert found == replace(expected, no_comm=True)
     # it lands early where the plan does
     if plan == "ladder":
         assert bare.early == whole.early
@@ -217,7 +224,7 @@ SHAPE = ModelConfig(vocab_size=10, hidden_size=8, intermediate_size=12, num_laye
 
 
 def test_floors_by_hand() -> None:
-    point = Point("x", "standard", "async", 2, batch=5, prompt=6, new_tokens=4, layers=3)
+    point = InferencePoint("x", "standard", "async", 2, batch=5, prompt=6, new_tokens=4, layers=3)
     # a layer: q, o 8 x 8; k, v 4 x 8; three 12 x 8: 480 weights, 240 a rank; head 80, 40 a rank
     # a place of the cache: one KV head of 2 on each rank, key and value: 4 numbers a layer
     assert decode_bytes(SHAPE, point) == 2 * (3 * (240 + 4 * 8 * 5) + 40)
@@ -259,7 +266,9 @@ def test_chunks_keep_a_plan_with_its_counterpart(monkeypatch: pytest.MonkeyPatch
 # ---- the command's loop ---------------------------------------------------------------------
 
 
-def record(point: Point, prefill: float = 10.0, decode: float = 2.0, total: float = 100.0) -> Any:
+def record(
+    point: InferencePoint, prefill: float = 10.0, decode: float = 2.0, total: float = 100.0
+) -> Any:
     bare = counterpart(point, point.reducer)
     return {
         "point": asdict(point),
@@ -274,17 +283,17 @@ def record(point: Point, prefill: float = 10.0, decode: float = 2.0, total: floa
             "picked": {"8192": "push"},
         },
         "check": {},
-        "without_reduces": None if bare is None else [bare.plan, bare.dropped],
+        "no_comm": None if bare is None else [bare.plan, bare.no_comm],
         "machine": {"gpu": "none"},
     }
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[Point]]]:
+def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[InferencePoint]]]:
     """The loop without a GPU; yields what it measures, chunk by chunk."""
-    found: list[list[Point]] = []
+    found: list[list[InferencePoint]] = []
 
-    def fake(points: list[Point], *rest: Any) -> tuple[list[Any], list[str]]:
+    def fake(points: list[InferencePoint], *rest: Any) -> tuple[list[Any], list[str]]:
         found.append(list(points))
         good = [point for point in points if point.plan != "dtp-1"]
         result = [record(p) for p in good], ["dtp-1: wrong"] * (len(good) < len(points))
@@ -300,12 +309,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[Point]]]:
     return found  # type: ignore[return-value]
 
 
-def job(out: Path, **changes: Any) -> bench.Job:
+def job(out: Path, **changes: Any) -> bench.InferenceRun:
     settings = Settings("tiny", plans=("standard", "ladder"), batch=(1, 2), prompt=8, new_tokens=4)
-    return bench.Job((replace(settings, **changes),), out, True, float("inf"))
+    return bench.InferenceRun((replace(settings, **changes),), out, True, float("inf"))
 
 
-def test_finished_points_are_skipped(tmp_path: Path, measured: list[list[Point]]) -> None:
+def test_finished_points_are_skipped(tmp_path: Path, measured: list[list[InferencePoint]]) -> None:
     old = {"point": asdict(POINT), "result": {"prefill_ms": 1.0}}  # of an older form
     (tmp_path / bench.RESULTS).write_text(json.dumps(old) + "\n")
     assert bench.run_job(job(tmp_path, batch=(1,))) == 0
@@ -322,7 +331,7 @@ def test_finished_points_are_skipped(tmp_path: Path, measured: list[list[Point]]
 
 
 def test_other_code_is_not_compared(
-    tmp_path: Path, measured: list[list[Point]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, measured: list[list[InferencePoint]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within a case; a case of its own, and one that is finished, may be of any commit."""
     assert bench.run_job(job(tmp_path, batch=(1,))) == 0
@@ -335,7 +344,7 @@ def test_other_code_is_not_compared(
 
 
 def test_a_trace_that_fails_costs_no_figures(
-    tmp_path: Path, measured: list[list[Point]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, measured: list[list[InferencePoint]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = bench.measure
 
@@ -360,7 +369,7 @@ def test_a_half_written_result_is_named(tmp_path: Path) -> None:
 
 
 def test_a_spent_budget_starts_nothing(
-    tmp_path: Path, measured: list[list[Point]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, measured: list[list[InferencePoint]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bench.run_job(replace(job(tmp_path), deadline=0.0)) == 0
     assert measured == []
@@ -370,7 +379,7 @@ def test_a_spent_budget_starts_nothing(
 
 
 def test_a_wrong_engine_is_not_recorded(
-    tmp_path: Path, measured: list[list[Point]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, measured: list[list[InferencePoint]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bench.run_job(job(tmp_path, plans=("standard", "dtp-1"), batch=(1,))) == 1
     assert "error: dtp-1: wrong" in capsys.readouterr().err
@@ -382,7 +391,7 @@ def test_a_wrong_engine_is_not_recorded(
 @pytest.mark.parametrize(("value", "off"), [("", False), ("0", False), ("1", True), ("true", True)])
 def test_the_push_kernel_and_the_benchmark_agree_on_p2p(
     tmp_path: Path,
-    measured: list[list[Point]],
+    measured: list[list[InferencePoint]],
     monkeypatch: pytest.MonkeyPatch,
     value: str,
     off: bool,
@@ -400,7 +409,7 @@ def test_the_push_kernel_and_the_benchmark_agree_on_p2p(
 
 
 def test_p2p_off_is_set_before_ranks_join(
-    tmp_path: Path, measured: list[list[Point]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, measured: list[list[InferencePoint]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     with pytest.raises(UserError, match="--p2p off"):

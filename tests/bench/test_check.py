@@ -12,8 +12,8 @@ import torch
 
 from ladder.bench.inference import cold, measure
 from ladder.bench.inference.build import build, random_model
-from ladder.bench.inference.points import Point, Settings, expand, resolve
-from ladder.bench.inference.verify import Check, check, forced, reference, sequences
+from ladder.bench.inference.points import InferencePoint, Settings, expand, resolve
+from ladder.bench.inference.verify import EngineCheck, check, forced, reference, sequences
 from ladder.checkpoint import model_entries, write_config, write_tensors
 from ladder.infer.engine import Engine
 from ladder.infer.sampling import Sampling
@@ -25,11 +25,13 @@ CPU = torch.device("cpu")
 
 # ---- the check before timing ----------------------------------------------------------------
 
-TINY = Point("tiny", "ladder", "async", 1, batch=3, prompt=9, new_tokens=6, layers=4)
+TINY = InferencePoint("tiny", "ladder", "async", 1, batch=3, prompt=9, new_tokens=6, layers=4)
 STEPS = 4
 
 
-def engine_check(config: ModelConfig, spoil: Any = None, other: ModelConfig | None = None) -> Check:
+def engine_check(
+    config: ModelConfig, spoil: Any = None, other: ModelConfig | None = None
+) -> EngineCheck:
     """The check of a plain bf16 engine, spoilt or with another config, against `config`."""
     expected = reference(random_model(config, "async", 1, CPU), 2, 9, STEPS)
     model = random_model(other or config, "async", 1, CPU)
@@ -132,7 +134,7 @@ def test_one_wrong_sequence_of_a_batch_is_refused() -> None:
 
 
 def test_no_error_allows_none() -> None:
-    good = Check(0.0, 0.0, 0.0, 0.0, 0, 1, 1, 1, True)
+    good = EngineCheck(0.0, 0.0, 0.0, 0.0, 0, 1, 1, 1, True)
     assert good.passes
     assert not replace(good, error=1e-9).passes
     for name in ("error", "rms", "plain_error", "plain_rms"):
@@ -154,7 +156,7 @@ def test_forced_logits_are_the_models() -> None:
 
 
 def test_the_reference_takes_as_many_sequences_as_are_cheap() -> None:
-    large = Point("llama-3-70b", "ladder", "push", 4, 64, 1024, 512, 80)
+    large = InferencePoint("llama-3-70b", "ladder", "push", 4, 64, 1024, 512, 80)
     assert 1 < sequences(resolve(large), large) < 64
     assert sequences(resolve(TINY), TINY) == 3
     huge = replace(large, batch=1, tp=1)
@@ -193,12 +195,12 @@ def test_points_take_turns_and_wrong_ones_are_not_timed(monkeypatch: pytest.Monk
     turns: list[str] = []
     round_ = measure._round
 
-    def noted(live: measure.Live, source: torch.Generator) -> Any:
+    def noted(live: measure.TimedSession, source: torch.Generator) -> Any:
         turns.append(live.point.plan)
         return round_(live, source)
 
     def spoils(
-        point: Point, config: ModelConfig, reducer: str, device: torch.device
+        point: InferencePoint, config: ModelConfig, reducer: str, device: torch.device
     ) -> Transformer:
         model = random_model(config, reducer, point.tp, device)
         built[point.plan] = built.get(point.plan, 0) + 1
@@ -227,7 +229,7 @@ def test_points_take_turns_and_wrong_ones_are_not_timed(monkeypatch: pytest.Monk
     assert turns == ["ladder", "parallel"] * (measure.ROUNDS + 1)
     assert [found["point"]["plan"] for found in records] == ["ladder", "parallel"]
     for found in records:
-        assert Check(**found["check"]).passes
+        assert EngineCheck(**found["check"]).passes
         result = found["result"]
         assert result["prefill_ms"] == result["decode_ms"] == result["decode_p99_ms"] == 1.0
         assert result["total_ms"] == TINY.new_tokens  # the prefill, and a step for each but one
@@ -246,7 +248,7 @@ def shards(tp: int) -> list[tuple[str, tuple, torch.Tensor]]:
     ]
 
 
-def checked_on_ranks(rank: int, world_size: int) -> tuple[list, Check, Check]:
+def checked_on_ranks(rank: int, world_size: int) -> tuple[list, EngineCheck, EngineCheck]:
     point = replace(TINY, tp=world_size)
     config = resolve(point)
     expected = reference(random_model(config, "async", world_size, CPU), 2, 9, STEPS)
@@ -289,7 +291,7 @@ def test_a_checkpoint_is_timed_with_its_own_plan(tmp_path: Path) -> None:
     write_tensors(tmp_path, "model", model_entries(model), writer=True)
     settings = Settings(str(tmp_path), prompt=8, new_tokens=4, reducers=("async",))
     ((*points,),), _ = expand([settings], 2, True, lambda reducer, tp: None)
-    assert [(p.plan, p.dropped) for p in points] == [
+    assert [(p.plan, p.no_comm) for p in points] == [
         ("checkpoint", False),
         ("checkpoint", True),
         ("standard", False),
@@ -335,13 +337,13 @@ GPU = torch.device("cuda", 0)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_engines_are_checked_and_timed() -> None:
     """The fused engine in graphs, one GPU: every record is complete and its check passes."""
-    point = Point("llama-3-8b", "ladder", "async", 1, 3, 60, 8, 2)
+    point = InferencePoint("llama-3-8b", "ladder", "async", 1, 3, 60, 8, 2)
     points = [point, replace(point, plan="standard"), replace(point, plan="parallel")]
     records, refused = measure.measure(points, GPU, 4e12, 6e14)
     assert refused == []
     assert [r["point"]["plan"] for r in records] == ["ladder", "standard", "parallel"]
     for found in records:
-        assert Check(**found["check"]).passes
+        assert EngineCheck(**found["check"]).passes
         result = found["result"]
         assert 0 < result["floor_ms"] < result["decode_ms"] <= result["decode_p99_ms"]
         assert 0 < result["prefill_floor_ms"] < result["prefill_ms"] < result["total_ms"]
@@ -367,7 +369,9 @@ def test_a_wrong_fused_weight_is_refused() -> None:
 @torch.inference_mode()
 def test_plain_decoding_repeats(plan: str, degree: int) -> None:
     """Bit for bit, virtual ranks too; cuDNN's attention under a mask would not, at this batch."""
-    config = resolve(Point("llama-3-8b", plan, "async", 1, 64, 1024, 4, layers=4, degree=degree))
+    config = resolve(
+        InferencePoint("llama-3-8b", plan, "async", 1, 64, 1024, 4, layers=4, degree=degree)
+    )
     model = random_model(config, "async", 1, GPU)
     session = Engine(model, fused=False).session(64, 1024 + STEPS, Sampling())
     tokens = torch.randint(0, config.vocab_size, (64, 1024 + STEPS))

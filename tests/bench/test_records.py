@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ladder.bench.inference.derive import derive, improvements, pareto, text_table
 from ladder.bench.inference.page import write_page
+from ladder.bench.results import read
 from tests.bench.test_bench import POINT, record
 
 
@@ -25,7 +28,7 @@ def test_ratios_by_hand() -> None:
         record(replace(POINT, reducer="async"), 16.0, 4.0, 320.0),
         record(replace(POINT, plan="none"), 12.0, 2.0, 160.0),
         record(ladder, 15.0, 2.4, 180.0),
-        record(replace(ladder, dropped=True), 10.0, 1.6, 150.0),
+        record(replace(ladder, no_comm=True), 10.0, 1.6, 150.0),
     )
     row = found["ladder", "push"]
     assert row["prefill_x_standard"] == pytest.approx(16 / 15)  # the best of each phase
@@ -50,13 +53,13 @@ def test_ratios_by_hand() -> None:
     assert "50.0%" in text  # exposed
     assert "1.250" in text  # x standard
     assert "8192 bytes push" in text
-    assert "without reduces" not in text
+    assert "no_comm" not in text
 
 
 def test_virtual_ranks_are_compared_with_their_own_kind() -> None:
-    """T 4 on two ranks: not with what T 2 takes without reduces, measured beside it."""
+    """T 4 on two ranks: not with what T 2 takes without communication, measured beside it."""
     virtual = replace(POINT, plan="ladder", tp=2, degree=4)
-    pair = [replace(virtual, dropped=True), replace(virtual, degree=0, dropped=True)]
+    pair = [replace(virtual, no_comm=True), replace(virtual, degree=0, no_comm=True)]
     found = derive([record(virtual, 15.0), record(pair[0], 10.0), record(pair[1], 5.0)])
     assert [row["prefill_exposed"] for row in found] == [pytest.approx(0.5)]
 
@@ -126,3 +129,17 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "need matplotlib" in bare
     assert "25.00%" in bare
     assert "<svg" not in bare
+
+
+def test_records_made_before_no_comm_had_its_name_are_read(tmp_path: Path) -> None:
+    """`dropped` and `without_reduces` of inference, `silent` of training: files recorded so far."""
+    ladder = replace(POINT, plan="ladder")
+    new = [record(ladder, 15.0), record(replace(ladder, no_comm=True), 10.0)]
+    old = json.dumps(new[0]).replace('"no_comm": ["', '"without_reduces": ["')
+    file = tmp_path / "inference.jsonl"
+    file.write_text(f"{old}\n{json.dumps(new[1])}\n".replace('"no_comm"', '"dropped"'))
+    assert read(file) == new
+    (row,) = derive(read(file))
+    assert row["prefill_exposed"] == pytest.approx(0.5)
+    file.write_text('{"point": {"layout": "tp2", "silent": true}}\n')
+    assert read(file) == [{"point": {"layout": "tp2", "no_comm": True}}]

@@ -13,7 +13,7 @@ import torch
 
 from ladder.bench import trace as tracing
 from ladder.bench.training import command as bench
-from ladder.bench.training.command import Layout, Point, parse_layout, points, table
+from ladder.bench.training.command import Layout, TrainingPoint, parse_layout, points, table
 from ladder.cli import main
 from ladder.models import UserError
 from ladder.models.config import ModelConfig
@@ -48,7 +48,7 @@ def test_layouts() -> None:
 
 def test_points() -> None:
     """A plan under TP stands beside its bound, `none` is standard's, each point comes once."""
-    found = [(p.layout, p.plan, p.silent) for p in points(options(layouts=["ddp", "tp2"]))]
+    found = [(p.layout, p.plan, p.no_comm) for p in points(options(layouts=["ddp", "tp2"]))]
     assert found == [
         ("ddp", "standard", False), ("ddp", "ladder", False), ("tp2", "standard", False),
         ("tp2", "standard", True), ("tp2", "ladder", False), ("tp2", "ladder", True),
@@ -60,9 +60,9 @@ def calls(rank: int, world: int) -> dict[str, list[int]]:
     the sublayers' reduces."""
     found: dict[str, list[int]] = {}
     for layout in ("tp2", "tp2+sp"):
-        for silent in (False, True):
+        for no_comm in (False, True):
             (point, *_) = points(options(layouts=[layout], plans=["ladder"]))
-            point = Point(**{**point.__dict__, "silent": silent})
+            point = TrainingPoint(**{**point.__dict__, "no_comm": no_comm})
             recipe = bench.recipe_of(point)
             model, _ = bench.build(point, recipe, 2, torch.device("cpu"))
             tokens = torch.randint(0, 100, (2, 64), generator=torch.Generator().manual_seed(1))
@@ -79,10 +79,10 @@ def test_the_bound_drops_the_sublayers_reduces_alone(pools: Pools) -> None:
     """Two layers have four reduces, each forward and backward; under sequence parallelism a scatter
     and a gather each, and the final norm's gather. The embedding's and the loss's stay."""
     for found in pools(2).run(calls):
-        reduced, silent = found["tp2"]
-        assert reduced - silent == 2 * 4
-        reduced, silent = found["tp2+sp"]
-        assert reduced - silent == 2 * (4 + 5)
+        reduced, no_comm = found["tp2"]
+        assert reduced - no_comm == 2 * 4
+        reduced, no_comm = found["tp2+sp"]
+        assert reduced - no_comm == 2 * (4 + 5)
 
 
 def test_the_table() -> None:
@@ -91,14 +91,14 @@ def test_the_table() -> None:
         result = {"step_ms": step, "steps_ms": [step, step + 1], "tokens_s_gpu": 1e6 / step}
         return {"point": point, "result": {**result, "mfu": 0.5, "memory_gib": 3.0}}
 
-    records = [record(120.0), record(100.0, silent=True), record(105.0, plan="ladder"),
-               record(100.0, plan="ladder", silent=True)]  # fmt: skip
+    records = [record(120.0), record(100.0, no_comm=True), record(105.0, plan="ladder"),
+               record(100.0, plan="ladder", no_comm=True)]  # fmt: skip
     lines = [line.split() for line in table(records).splitlines()]
     assert lines[1][:3] == ["tp2", "standard", "120.0"]
     assert lines[1][6:8] == ["20.0%", "1.000"]
     assert lines[2][:3] == ["tp2", "none", "100.0"]
     assert lines[3][6:8] == ["5.0%", "1.143"]
-    assert lines[4][1:4] == ["ladder", "without", "reduces"]
+    assert lines[4][1:3] == ["ladder", "no_comm"]
 
 
 def test_a_trace_is_of_one_pass_forward_and_one_backward(
@@ -147,7 +147,7 @@ def test_the_command(tmp_path: Path, start: Start) -> None:
     assert command.wait() == 0, command.err
     printed, said = command.out, command.err
     assert said.count("--plans none is left out under fsdp: without TP there is no reduce") == 1
-    for line in ("tp2     standard", "tp2     none", "fsdp    desync-2x", "ladder without reduces"):
+    for line in ("tp2     standard", "tp2     none", "fsdp    desync-2x", "ladder no_comm"):
         assert line in printed
     records = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     assert len(records) == 9
@@ -201,7 +201,7 @@ def test_points_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     turns: list[tuple[str, int]] = []
     measure, take_turn = bench.measure, bench.take_turn
 
-    def noted(live: bench.Live, steps: int, device: torch.device) -> None:
+    def noted(live: bench.TimedStep, steps: int, device: torch.device) -> None:
         turns.append((live.point.plan, steps))
         take_turn(live, steps, device)
 

@@ -186,7 +186,7 @@ def test_what_would_end_after_the_budget_is_not_begun(
     [
         (["--data", "nowhere"], ["nowhere", "prepare"]),
         (["--only", "laddder"], ["'laddder'", "'ladder'"]),
-        (["--only", "none"], ["'none'", "bound"]),
+        (["--only", "none"], ["'none'", "no_comm"]),
         (["--only", "ladder:x"], ["--only=ladder:x", "whole number"]),
         (["--only", "ladder", "--budget", "0"], ["--budget=0"]),
         (["--gpus", "99"], ["--gpus=99"]),

@@ -33,7 +33,7 @@ def assert_compared(what: str, printed: str) -> None:
         (("--plan", "desync-2x"), ("'desync-2x'", "tp_degree")),
         (("--plan", "ladder", "--tp-degree", "2"), ("tp_degree=2",)),
         (("--tp-degree", "2"), ("tp_degree=2", "--plan")),
-        (("--plan", "none", "--tp-degree", "2"), ("'none'", "bound")),
+        (("--plan", "none", "--tp-degree", "2"), ("'none'", "no_comm")),
         (("--plan", "ladder", "--ladder-layers", "2-3"),
          ("--ladder-layers=2-3", "add --plan hybrid instead of --plan ladder")),
         (("--ladder-layers", "2-3"), ("--ladder-layers=2-3 goes", "hybrid: add --plan hybrid")),

@@ -255,7 +255,7 @@ def test_a_llama_folder_under_another_plan(tmp_path: Path) -> None:
     [
         ({"plan": "desync-2x", "tp_degree": 2}, "'desync-2x' has other norms .* ladder convert"),
         ({"plan": "parallel"}, "'parallel' has other norms"),
-        ({"plan": "none", "tp_degree": 2}, "plan='none' drops every reduce"),
+        ({"plan": "none", "tp_degree": 2}, "plan='none' has no communication"),
         ({"plan": "leader"}, "unknown plan 'leader'"),
         ({"plan": "ladder", "tp_degree": 2}, "tp_degree=2 with plan 'ladder'"),
         ({"tp_degree": 2}, "tp_degree=2 goes with a plan"),

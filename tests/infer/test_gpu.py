@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ladder.bench.inference.build import random_model
-from ladder.bench.inference.points import Point, resolve
+from ladder.bench.inference.points import InferencePoint, resolve
 from ladder.bench.inference.verify import STEPS, check, reference
 from ladder.config import build
 from ladder.infer.engine import Engine, Session, generate
@@ -380,7 +380,9 @@ def check_on_gpus() -> int:
     reducer = "async" if world == 1 else "push"
     for plan in ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x", "dtp-1",
                  "dtp-2", "none"):  # fmt: skip
-        config = resolve(Point("llama-3-8b", plan, reducer, world, 64, 60, STEPS, layers=4))
+        config = resolve(
+            InferencePoint("llama-3-8b", plan, reducer, world, 64, 60, STEPS, layers=4)
+        )
         exact = random_model(config, "async", world, device)
         engine = Engine(random_model(config, reducer, world, device))
         with torch.inference_mode():

@@ -142,9 +142,9 @@ def test_none_drops_every_reduce() -> None:
     plan = resolve_plan("none", L)
     assert plan.sublayers == tuple(both(reduce="none") * L)
     assert (plan.collectives, sum(plan.blocking)) == (0, 0)
-    assert not plan.communicates
+    assert plan.no_comm
     assert not plan.final_mean
-    assert resolve_plan("standard", L).communicates
+    assert not resolve_plan("standard", L).no_comm
 
 
 # Forms of a specification

@@ -75,5 +75,5 @@ def test_bench_train(tmp_path: Path, capfd: pytest.CaptureFixture[str], world: i
     )
     assert main([*command.split(), "--out", str(tmp_path)]) == 0
     printed = capfd.readouterr().out
-    assert f"tp{world}+sp  ladder without reduces" in printed
+    assert f"tp{world}+sp  ladder no_comm" in printed
     assert "nan" not in printed

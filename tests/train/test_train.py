@@ -252,7 +252,7 @@ def test_learning_rate_schedule(corpus: Path, tmp_path: Path) -> None:
         ({"warmup_steps": 6}, "warmup_steps=6 must be below steps=6"),
         ({"betas": [0.9]}, "betas="),
         ({"seq_len": 4096}, "seq_len=4096 is longer than the model's max_seq_len"),
-        ({"plan": "none", "tp_degree": 2}, "plan='none' drops every reduce"),
+        ({"plan": "none", "tp_degree": 2}, "plan='none' has no communication"),
         ({"plan": "desync-2x"}, "set tp_degree"),
         ({"plan": "ladder", "tp_degree": 2}, "leave tp_degree out"),
         ({"plan": "desync-2x", "tp_degree": 3}, "tp_degree=3 does not divide num_heads=4"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ladder.bench.inference.points import CHECKPOINT, Point
+from ladder.bench.inference.points import CHECKPOINT, InferencePoint
 from ladder.checkpoint import load_model, newest
 from ladder.models.config import ModelConfig
 from ladder.models.layers import Attention
@@ -66,9 +66,11 @@ def _fill(
         weight.normal_(0.0, scale, generator=generator)
 
 
-def build(point: Point, config: ModelConfig, reducer: str, device: torch.device) -> Transformer:
+def build(
+    point: InferencePoint, config: ModelConfig, reducer: str, device: torch.device
+) -> Transformer:
     """The model of a point in bfloat16: a checkpoint's own plan has its weights."""
-    if point.plan != CHECKPOINT or point.dropped:
+    if point.plan != CHECKPOINT or point.no_comm:
         return random_model(config, reducer, point.tp, device)
     folder = newest(Path(point.model))
     mesh = tp_mesh(device, point.tp)

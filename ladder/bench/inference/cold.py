@@ -20,7 +20,7 @@ from typing import IO, Any
 import torch
 
 from ladder.bench.inference.build import build
-from ladder.bench.inference.points import Point, resolve
+from ladder.bench.inference.points import InferencePoint, resolve
 from ladder.comm.access import P2P_SWITCH
 from ladder.infer.engine import Engine
 from ladder.infer.sampling import Sampling, draws
@@ -31,7 +31,7 @@ STARTED = "LADDER_COLD_STARTED"  # seconds since the epoch, in the ranks' enviro
 MARK = "cold start: "  # before the JSON that rank 0 prints
 
 
-def start(point: Point) -> dict[str, float]:
+def start(point: InferencePoint) -> dict[str, float]:
     """Run `child` on fresh ranks; the seconds that it reports, and `exit_s`, until all have ended.
 
     Raises RuntimeError with what a rank said where one fails, and ends the others.
@@ -93,7 +93,7 @@ def _read(output: IO[str]) -> str:
     return text
 
 
-def child(point: Point, device_name: str = "cuda") -> int:
+def child(point: InferencePoint, device_name: str = "cuda") -> int:
     """On each fresh rank: one first token; rank 0 prints when each part was done."""
     began = float(os.environ[STARTED])
     times: dict[str, float] = {}

@@ -26,13 +26,14 @@ from ladder.bench.inference.floors import bandwidth, matrix_rate
 from ladder.bench.inference.measure import chunks, free_bytes, measure
 from ladder.bench.inference.page import write_page
 from ladder.bench.inference.points import (
-    Point,
+    InferencePoint,
     Settings,
     describe,
     expand,
     load_suite,
     refuse_degree,
 )
+from ladder.bench.results import read
 from ladder.comm.access import P2P_SWITCH, common_push_refusal, p2p_disabled
 from ladder.files import check_writable, make_folder, write_text
 from ladder.models.errors import UserError
@@ -45,7 +46,7 @@ PEER_MEMORY = ("push",)  # reducers that need the peers' memory
 
 
 @dataclass(frozen=True)
-class Job:
+class InferenceRun:
     """What the ranks do: the option sets, P2P on or off, and when to stop starting (epoch, s).
 
     asked: the options are the user's own, not a suite's, of which what cannot run is left out.
@@ -63,7 +64,7 @@ class Job:
 def main(options: Any) -> int:
     """Run `ladder bench inference`: the option sets, with P2P on and then off, on fresh ranks."""
     if options.cold_child:
-        return cold.child(Point(**json.loads(options.cold_child)))
+        return cold.child(InferencePoint(**json.loads(options.cold_child)))
     launch.check_nproc(options.ranks)
     settings = chosen(options)
     if options.budget is not None and not options.budget > 0:
@@ -95,7 +96,9 @@ def main(options: Any) -> int:
         raise UserError("P2P on and off need ranks of their own: run torchrun for each, with --p2p")
     code = 0
     for p2p in modes:
-        job = Job(tuple(settings), out, p2p, deadline, options.cold, options.profile, asked)
+        job = InferenceRun(
+            tuple(settings), out, p2p, deadline, options.cold, options.profile, asked
+        )
         if options.cold:
             code = cold_starts(job, options.ranks) or code
         else:
@@ -114,7 +117,7 @@ def chosen(options: Any) -> list[Settings]:
     return [Settings.from_dict(given)]
 
 
-def run_job(job: Job) -> int:
+def run_job(job: InferenceRun) -> int:
     """On each rank: measure what is not finished; rank 0 prints and writes. 1: some were wrong."""
     if not job.p2p:
         os.environ[P2P_SWITCH] = "1"  # before NCCL starts
@@ -162,9 +165,9 @@ def run_job(job: Job) -> int:
 
 
 def check_same_code(
-    case: Sequence[Point],
-    done: Mapping[Point, dict[str, Any]],
-    skip: Collection[Point],
+    case: Sequence[InferencePoint],
+    done: Mapping[InferencePoint, dict[str, Any]],
+    skip: Collection[InferencePoint],
     facts: Mapping[str, Any],
     file: Path,
 ) -> None:
@@ -190,7 +193,11 @@ def _say(text: str) -> None:
 
 
 def _keep(
-    job: Job, facts: dict[str, Any], done: dict[Point, Any], found: list[Any], refused: list[str]
+    job: InferenceRun,
+    facts: dict[str, Any],
+    done: dict[InferencePoint, Any],
+    found: list[Any],
+    refused: list[str],
 ) -> None:
     """Append what was measured, and say what was refused."""
     records = [{**record, "machine": facts} for record in found]
@@ -201,7 +208,7 @@ def _keep(
             print(f"error: {line}", file=sys.stderr, flush=True)
 
 
-def trace_file(out: Path, point: Point) -> Path:
+def trace_file(out: Path, point: InferencePoint) -> Path:
     """Where `--profile` puts a point's trace."""
     name = re.sub(r"[^A-Za-z0-9.]+", "-", str(point)).strip("-")
     return out / "traces" / f"{name}.json.gz"
@@ -212,7 +219,7 @@ def _refusal(reducer: str, tp: int) -> str | None:
     return common_push_refusal(tp) if reducer in PEER_MEMORY else None
 
 
-def cold_starts(job: Job, ranks: int) -> int:
+def cold_starts(job: InferenceRun, ranks: int) -> int:
     """Time the first token of every point from nothing; its own file, its own finished points."""
     if launch.world_size() > 1:
         raise UserError("--cold starts its own processes: use --nproc, not torchrun")
@@ -225,7 +232,7 @@ def cold_starts(job: Job, ranks: int) -> int:
         print(f"left out: {line}", flush=True)
     file = job.out / COLD
     done = finished(file, "cold")
-    for point in [point for case in cases for point in case if not point.dropped]:
+    for point in [point for case in cases for point in case if not point.no_comm]:
         if point in done:
             continue
         if time.time() > job.deadline:
@@ -240,20 +247,11 @@ def cold_starts(job: Job, ranks: int) -> int:
     return 0
 
 
-def finished(file: Path, kind: str = "check") -> dict[Point, dict[str, Any]]:
+def finished(file: Path, kind: str = "check") -> dict[InferencePoint, dict[str, Any]]:
     """The points that a result file holds already; records without `kind` are of an older form."""
     if not file.is_file():
         return {}
-    records = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            raise UserError(
-                f"line {number} of {file} is not JSON ({error}): its writing was interrupted; "
-                f"remove the line, or choose another --out"
-            ) from error
-    return by_point(record for record in records if kind in record)
+    return by_point(record for record in read(file) if kind in record)
 
 
 def write_report(out: Path) -> None:

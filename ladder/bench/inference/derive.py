@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from ladder.bench.inference.points import Point, describe
+from ladder.bench.inference.points import InferencePoint, describe
 from ladder.plans import aligned
 
 Record = dict[str, Any]
@@ -15,8 +15,9 @@ EXPLANATION = """\
 prefill: from token ids on the host to the first token chosen. decode: one step of the whole batch,
 median (p99 beside it) over all steps. tokens/s: new tokens over the time of prefill and all steps
 in one go, measured, not put together from the two; each user's, and of all.
-exposed: time over that of the same plan with its reduces dropped, same kernels, same run, less 1.
-x none: time over that of `none`, standard wiring without reduces; a plan that lags can beat it.
+exposed: time over that of the same plan without communication (no_comm), same kernels, same run,
+less 1. x none: time over that of `none`, standard wiring without communication; a plan that lags
+can beat it.
 x std: standard's time with its best reducer over this time; x NCCL: with NCCL's all-reduces.
 of floor: prefill, FLOPs over the rate of a large matmul; decode, bytes of weights and cache over
 the bandwidth of a large copy; both measured in the run.
@@ -24,9 +25,9 @@ ideal: x standard with the same reducer, as a share of (compute + comm) / max(co
 compute the time of `none` and comm what standard takes beyond it."""
 
 
-def by_point(records: Iterable[Record]) -> dict[Point, Record]:
+def by_point(records: Iterable[Record]) -> dict[InferencePoint, Record]:
     """The newest record of each point."""
-    return {Point(**record["point"]): record for record in records}
+    return {InferencePoint(**record["point"]): record for record in records}
 
 
 def derive(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -37,13 +38,15 @@ def derive(records: Sequence[Record]) -> list[dict[str, Any]]:
     found = by_point(records)
     rows = []
     for point, record in found.items():
-        if not point.dropped:
+        if not point.no_comm:
             same = {other: r for other, r in found.items() if other.case == point.case}
             rows.append(_row(point, record, same))
     return rows
 
 
-def _row(point: Point, record: Record, same: dict[Point, Record]) -> dict[str, Any]:
+def _row(
+    point: InferencePoint, record: Record, same: dict[InferencePoint, Record]
+) -> dict[str, Any]:
     """same: the records of its case, its own among them."""
     result = record["result"]
     row: dict[str, Any] = {"point": point, **{f"{p}_ms": result[f"{p}_ms"] for p in PHASES}}
@@ -63,11 +66,11 @@ def _row(point: Point, record: Record, same: dict[Point, Record]) -> dict[str, A
         standard = _times(same, phase, "standard")
         nccl = _times(same, phase, "standard", "async")
         none = _times(same, phase, "none")
-        bare = record["without_reduces"]
+        bare = record["no_comm"]
         compute: list[float] = []
         if bare:  # a counterpart of its own has its T; `none` has none
             degree = point.degree if bare[1] else 0
-            compute = _times(same, phase, bare[0], dropped=bare[1], degree=degree)
+            compute = _times(same, phase, bare[0], no_comm=bare[1], degree=degree)
         row |= {
             f"{phase}_x_standard": min(standard) / own if standard else None,
             f"{phase}_x_nccl": nccl[0] / own if nccl else None,
@@ -83,15 +86,15 @@ def _row(point: Point, record: Record, same: dict[Point, Record]) -> dict[str, A
 
 
 def _times(
-    same: dict[Point, Record], phase: str, plan: str, reducer: str | None = None,
-    dropped: bool = False, degree: int = 0,
+    same: dict[InferencePoint, Record], phase: str, plan: str, reducer: str | None = None,
+    no_comm: bool = False, degree: int = 0,
 ) -> list[float]:  # fmt: skip
     """Milliseconds of the case's points of that plan (and reducer)."""
     return [
         record["result"][f"{phase}_ms"]
         for point, record in same.items()
         if point.plan == plan
-        and point.dropped == dropped
+        and point.no_comm == no_comm
         and reducer in (None, point.reducer)
         and point.degree == degree
     ]
@@ -104,7 +107,7 @@ HEAD = ("plan", "reducer", "prefill ms", "exposed", "of floor", "decode ms", "p9
 
 def cells(row: dict[str, Any]) -> list[str]:
     """A row as text, under HEAD."""
-    point: Point = row["point"]
+    point: InferencePoint = row["point"]
     virtual = f" (T {point.degree})" if point.degree > point.tp else ""
     return [
         point.plan + virtual,
@@ -131,8 +134,8 @@ def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def by_case(rows: Iterable[dict[str, Any]]) -> dict[Point, list[dict[str, Any]]]:
-    found: dict[Point, list[dict[str, Any]]] = {}
+def by_case(rows: Iterable[dict[str, Any]]) -> dict[InferencePoint, list[dict[str, Any]]]:
+    found: dict[InferencePoint, list[dict[str, Any]]] = {}
     for row in rows:
         found.setdefault(row["point"].case, []).append(row)
     return found
@@ -158,20 +161,20 @@ def plain(row: dict[str, Any]) -> dict[str, Any]:
 
 def improvements(
     rows: Iterable[dict[str, Any]], reducer: str | None = None
-) -> dict[tuple[Point, int], dict[str, dict[int, float]]]:
+) -> dict[tuple[InferencePoint, int], dict[str, dict[int, float]]]:
     """Percent more end-to-end tokens/s than standard: (shape, tp) -> plan -> batch -> percent.
 
     Each plan and standard with its best reducer, or all with `reducer`, as the paper has NCCL.
     The first of the key is a case without its TP degree and batch (both 0).
     """
-    best: dict[tuple[Point, int], dict[str, dict[int, float]]] = {}
+    best: dict[tuple[InferencePoint, int], dict[str, dict[int, float]]] = {}
     for row in rows:
-        point: Point = row["point"]
+        point: InferencePoint = row["point"]
         if reducer in (None, point.reducer) or point.plan == "none":
             times = best.setdefault((replace(point.case, tp=0, batch=0), point.tp), {})
             plan = times.setdefault(point.plan, {})
             plan[point.batch] = min(row["total_ms"], plan.get(point.batch, row["total_ms"]))
-    found: dict[tuple[Point, int], dict[str, dict[int, float]]] = {}
+    found: dict[tuple[InferencePoint, int], dict[str, dict[int, float]]] = {}
     for key, plans in best.items():
         standard = plans.get("standard", {})
         for name, own in plans.items():
@@ -181,13 +184,15 @@ def improvements(
     return found
 
 
-def pareto(rows: Iterable[dict[str, Any]]) -> dict[Point, dict[str, list[tuple[float, float]]]]:
+def pareto(
+    rows: Iterable[dict[str, Any]],
+) -> dict[InferencePoint, dict[str, list[tuple[float, float]]]]:
     """Shape -> plan -> the frontier of (completion latency in s, tokens/s per GPU), over batch
     sizes, TP degrees and reducers: no other point of the plan is both faster and denser.
     """
-    clouds: dict[Point, dict[str, list[tuple[float, float]]]] = {}
+    clouds: dict[InferencePoint, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:
-        point: Point = row["point"]
+        point: InferencePoint = row["point"]
         shape = replace(point.case, tp=0, batch=0)
         pair = (row["total_ms"] / 1e3, row["tokens_s_gpu"])
         clouds.setdefault(shape, {}).setdefault(point.plan, []).append(pair)

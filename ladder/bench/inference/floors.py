@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ladder.bench.inference.points import Point
+from ladder.bench.inference.points import InferencePoint
 from ladder.models.config import ModelConfig
 
 COPY_BYTES = 2**31
@@ -56,7 +56,7 @@ def local_kv_heads(config: ModelConfig, tp: int) -> float:
     return max(1, config.num_kv_heads / tp)
 
 
-def decode_bytes(config: ModelConfig, point: Point) -> float:
+def decode_bytes(config: ModelConfig, point: InferencePoint) -> float:
     """Bytes that a rank must read for one decode step, halfway through the new tokens (bf16)."""
     context = point.prompt + point.new_tokens / 2
     heads = local_kv_heads(config, point.tp)
@@ -65,7 +65,7 @@ def decode_bytes(config: ModelConfig, point: Point) -> float:
     return BF16 * (config.num_layers * (layer_parameters(config) / point.tp + cache) + vocabulary)
 
 
-def prefill_flops(config: ModelConfig, point: Point) -> float:
+def prefill_flops(config: ModelConfig, point: InferencePoint) -> float:
     """FLOPs of a rank to read the prompts: matmuls, causal attention, one place's logits each.
 
     Of the last layer the cache wants all keys and values; all else is wanted of one place alone.
@@ -80,13 +80,13 @@ def prefill_flops(config: ModelConfig, point: Point) -> float:
     return (matmuls + attention + head) / point.tp
 
 
-def prefill_floor_s(config: ModelConfig, point: Point, speed: float, rate: float) -> float:
+def prefill_floor_s(config: ModelConfig, point: InferencePoint, speed: float, rate: float) -> float:
     """Seconds: FLOPs over `rate`, or reading the weights once at `speed`, whichever is longer."""
     weights = BF16 * config.num_layers * layer_parameters(config) / point.tp
     return max(prefill_flops(config, point) / rate, weights / speed)
 
 
-def estimated_bytes(config: ModelConfig, point: Point) -> float:
+def estimated_bytes(config: ModelConfig, point: InferencePoint) -> float:
     """Memory that a point takes on each process, estimated on the safe side.
 
     Weights, the largest matrix whole (it is made whole and cut), the cache, the activations of a

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ladder.bench.inference.build import build
 from ladder.bench.inference.floors import decode_bytes, estimated_bytes, prefill_floor_s
-from ladder.bench.inference.points import Point, counterpart, resolve
+from ladder.bench.inference.points import InferencePoint, counterpart, resolve
 from ladder.bench.inference.profile import profile
-from ladder.bench.inference.verify import STEPS, Check, Reference, check, reference, sequences
+from ladder.bench.inference.verify import STEPS, EngineCheck, Reference, check, reference, sequences
 from ladder.infer.engine import Engine, Session
 from ladder.infer.sampling import Sampling, draws
 from ladder.models.config import ModelConfig
@@ -30,7 +30,7 @@ HEADROOM = 0.92  # of the free memory is planned with
 
 
 @dataclass(frozen=True)
-class Result:
+class InferenceTimes:
     """Milliseconds, medians over rounds but for the decode steps.
 
     prefill: from token ids on the host to the first token chosen. decode: between the ends of
@@ -53,14 +53,14 @@ class Result:
 
 
 @dataclass
-class Live:
+class TimedSession:
     """A point that is built, checked and ready to be timed."""
 
-    point: Point
+    point: InferencePoint
     config: ModelConfig
     session: Session
     memory: float
-    check: Check
+    check: EngineCheck
 
 
 def worst(value: float, device: torch.device) -> float:
@@ -79,14 +79,16 @@ def free_bytes(device: torch.device) -> float:
     return -worst(-torch.cuda.mem_get_info(device)[0], device)
 
 
-def chunks(points: Sequence[Point], free: float) -> tuple[list[list[Point]], list[Point]]:
+def chunks(
+    points: Sequence[InferencePoint], free: float
+) -> tuple[list[list[InferencePoint]], list[InferencePoint]]:
     """(points that fit beside each other, those that do not fit at all), in order.
 
     A plan stays with its counterpart where the two fit: their difference is what is wanted.
     """
-    found: list[list[Point]] = []
-    too_large: list[Point] = []
-    units: list[list[Point]] = []
+    found: list[list[InferencePoint]] = []
+    too_large: list[InferencePoint] = []
+    units: list[list[InferencePoint]] = []
     for point in points:
         if estimated_bytes(resolve(point), point) > HEADROOM * free:
             too_large.append(point)
@@ -112,11 +114,11 @@ def chunks(points: Sequence[Point], free: float) -> tuple[list[list[Point]], lis
 
 @torch.inference_mode()
 def measure(
-    points: Sequence[Point],
+    points: Sequence[InferencePoint],
     device: torch.device,
     speed: float,
     rate: float,
-    traces: Callable[[Point], Path] | None = None,
+    traces: Callable[[InferencePoint], Path] | None = None,
     keep: Callable[[list[dict[str, Any]], list[str]], None] | None = None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """(records of the points, why others were refused); every rank calls this alike.
@@ -149,7 +151,7 @@ def measure(
                 "point": asdict(live.point),
                 "result": asdict(_result(live, timing, speed, rate)),
                 "check": asdict(live.check),
-                "without_reduces": None if bare is None else [bare.plan, bare.dropped],
+                "no_comm": None if bare is None else [bare.plan, bare.no_comm],
             }
         )
     if keep is not None:
@@ -162,13 +164,13 @@ def measure(
     return records, refused
 
 
-def _function(point: Point) -> tuple[str, int, bool]:
+def _function(point: InferencePoint) -> tuple[str, int, bool]:
     """What decides the function that a point of a case computes: all but the reducer."""
-    return point.plan, point.degree, point.dropped
+    return point.plan, point.degree, point.no_comm
 
 
 def _references(
-    points: Sequence[Point], device: torch.device
+    points: Sequence[InferencePoint], device: torch.device
 ) -> dict[tuple[str, int, bool], Reference]:
     """What each plan should compute: the plain modules with NCCL, one plan in memory at a time."""
     found: dict[tuple[str, int, bool], Reference] = {}
@@ -185,7 +187,7 @@ def _references(
     return found
 
 
-def _build(point: Point, expected: Reference, device: torch.device) -> Live:
+def _build(point: InferencePoint, expected: Reference, device: torch.device) -> TimedSession:
     """The point's engine, captured, warmed up and checked."""
     free_bytes(device)  # lets go of what earlier points left
     config = resolve(point)
@@ -196,7 +198,7 @@ def _build(point: Point, expected: Reference, device: torch.device) -> Live:
     prompts = list(expected.tokens[torch.arange(point.batch) % len(expected.tokens)])
     session.prefill([prompt[: point.prompt] for prompt in prompts], torch.zeros((1, point.batch)))
     torch.cuda.synchronize()
-    return Live(point, config, session, worst(held_bytes(session) / 2**30, device), checked)
+    return TimedSession(point, config, session, worst(held_bytes(session) / 2**30, device), checked)
 
 
 def held_bytes(session: Session) -> int:
@@ -228,7 +230,7 @@ class Timings:
         self.totals.append(found[2])
 
 
-def _round(live: Live, source: torch.Generator) -> tuple[float, list[float], float]:
+def _round(live: TimedSession, source: torch.Generator) -> tuple[float, list[float], float]:
     """Read fresh prompts and decode all new tokens, once."""
     point, session = live.point, live.session
     prompts, uniforms = _prompts(live, source), _uniforms(live)
@@ -249,20 +251,20 @@ def _round(live: Live, source: torch.Generator) -> tuple[float, list[float], flo
     return start.elapsed_time(marks[0]), steps, start.elapsed_time(marks[-1])
 
 
-def _prompts(live: Live, source: torch.Generator) -> list[Tensor]:
+def _prompts(live: TimedSession, source: torch.Generator) -> list[Tensor]:
     shape = (live.point.batch, live.point.prompt)
     return list(torch.randint(0, live.config.vocab_size, shape, generator=source))
 
 
-def _uniforms(live: Live) -> Tensor:
+def _uniforms(live: TimedSession) -> Tensor:
     return draws(Sampling(), live.point.batch, live.point.new_tokens)
 
 
-def _result(live: Live, timing: Timings, speed: float, rate: float) -> Result:
+def _result(live: TimedSession, timing: Timings, speed: float, rate: float) -> InferenceTimes:
     point, config = live.point, live.config
     ordered = sorted(step for steps in timing.steps for step in steps)
     picked = getattr(live.session.model.reducer, "picked", None)
-    return Result(
+    return InferenceTimes(
         prefill_ms=statistics.median(timing.prefills),
         prefill_rounds_ms=timing.prefills,
         prefill_floor_ms=prefill_floor_s(config, point, speed, rate) * 1e3,

@@ -8,8 +8,8 @@ from typing import Any
 from ladder.bench import figures
 from ladder.bench.figures import COLOURS, MUTED, Bar
 from ladder.bench.inference.derive import EXPLANATION, HEAD, by_case, cells, improvements, pareto
-from ladder.bench.inference.points import Point, describe
-from ladder.bench.report import NO_FIGURES, Aside, Figure, Heading, Part, Table, page
+from ladder.bench.inference.points import InferencePoint, describe
+from ladder.bench.report import NO_FIGURES, Aside, Figure, Heading, PagePart, Table, page
 
 PAPER_HEAD = ("plan", "reducer", "prefill, NCCL", "decode, NCCL", "tokens/s, NCCL", "prefill, best",
               "decode, best", "tokens/s, best")  # fmt: skip
@@ -23,7 +23,7 @@ def write_page(
     machines: Iterable[Mapping[str, Any]],
 ) -> str:
     """The page as HTML from derived rows, cold-start records and the machines of both."""
-    parts: list[Part] = []
+    parts: list[PagePart] = []
     if rows:
         parts += [*_figures(rows), Heading("Every point"), Aside("Columns", EXPLANATION)]
     for case, members in by_case(rows).items():
@@ -53,7 +53,8 @@ def finding(rows: Sequence[dict[str, Any]], cold: Sequence[dict[str, Any]]) -> s
         return f"{said}, {ratio:.2f} x as fast as standard ({standard['decode_ms']:.3f} ms)."
     if cold:
         first = min(cold, key=lambda record: float(record["cold"]["total_s"]))
-        return f"{Point(**first['point'])}: {first['cold']['total_s']:.1f} s to the first token."
+        point, seconds = InferencePoint(**first["point"]), first["cold"]["total_s"]
+        return f"{point}: {seconds:.1f} s to the first token."
     return "Nothing has been measured yet."
 
 
@@ -76,21 +77,21 @@ def decode_bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
     """The rows of one case as bars, slowest first, and the memory floor last."""
     found = []
     for row in sorted(rows, key=lambda row: -float(row["decode_ms"])):
-        point: Point = row["point"]
+        point: InferencePoint = row["point"]
         name = f"{point.plan}, {REDUCER_NAMES.get(point.reducer, point.reducer)}"
-        dropped = point.plan == "none"
+        no_comm = point.plan == "none"
         faster = row["decode_x_nccl"]
         text = f"{row['decode_ms']:.2f} ms"
-        if faster and not dropped and (point.plan, point.reducer) != ("standard", "async"):
+        if faster and not no_comm and (point.plan, point.reducer) != ("standard", "async"):
             text += f", {faster:.2f} x"
-        name = "no communication" if dropped else name
+        name = "no communication" if no_comm else name
         colour = COLOURS.get(point.plan, MUTED)
-        found.append(Bar(name, row["decode_ms"], text, colour, bound=dropped))
+        found.append(Bar(name, row["decode_ms"], text, colour, bound=no_comm))
     floor = min(row["decode_ms"] * row["decode_of_floor"] for row in rows)
     return [*found, Bar("memory floor", floor, f"{floor:.2f} ms", MUTED, bound=True)]
 
 
-def _figures(rows: Sequence[dict[str, Any]]) -> list[Part]:
+def _figures(rows: Sequence[dict[str, Any]]) -> list[PagePart]:
     """The leading case's decode steps, and the paper's figures of shapes that were measured at
     several batch sizes; of one, tables say all."""
     if not figures.available():
@@ -100,8 +101,8 @@ def _figures(rows: Sequence[dict[str, Any]]) -> list[Part]:
         f"Decode, ms a step: {describe(members[0]['point'])}. x: how many times as fast as "
         f"standard with NCCL's all-reduces; hatched: bounds, not ways to run."
     )
-    parts: list[Part] = [Figure(figures.bars(decode_bars(members), "ms"), what)]
-    over: list[Part] = []
+    parts: list[PagePart] = [Figure(figures.bars(decode_bars(members), "ms"), what)]
+    over: list[PagePart] = []
     for reducer, what in ((None, "each plan with its best reducer"), ("async", "all with NCCL")):
         for (shape, tp), plans in improvements(rows, reducer).items():
             lines: dict[str, tuple[list[float], list[float]]] = {
@@ -114,7 +115,7 @@ def _figures(rows: Sequence[dict[str, Any]]) -> list[Part]:
                     zero="standard",
                 )  # fmt: skip
                 over.append(Figure(drawn, f"{_shape(shape)}, TP {tp}; {what}, standard too"))
-    against: list[Part] = []
+    against: list[PagePart] = []
     for shape, frontiers in pareto(rows).items():
         lines = {
             plan: ([pair[0] for pair in found], [pair[1] for pair in found])
@@ -133,16 +134,16 @@ def _figures(rows: Sequence[dict[str, Any]]) -> list[Part]:
     return parts
 
 
-def _shape(shape: Point) -> str:
+def _shape(shape: InferencePoint) -> str:
     return (
         f"{shape.model}, {shape.layers} layers, prompt {shape.prompt}, {shape.new_tokens} new "
         f"tokens{'' if shape.p2p else ', P2P off'}"
     )
 
 
-def _paper_tables(rows: Sequence[dict[str, Any]]) -> list[Part]:
+def _paper_tables(rows: Sequence[dict[str, Any]]) -> list[PagePart]:
     """Improvements as the paper's Tables 1, 2 and 6 define them."""
-    parts: list[Part] = []
+    parts: list[PagePart] = []
     for case, members in by_case(rows).items():
         table = [_improved(row) for row in members if row["point"].plan != "standard"]
         if any(cell != "-" for line in table for cell in line[2:]):
@@ -169,4 +170,7 @@ def _improved(row: dict[str, Any]) -> list[str]:
 
 
 def _cold_cells(record: dict[str, Any]) -> list[str]:
-    return [str(Point(**record["point"])), *(f"{record['cold'][name]:.2f}" for name in COLD_PARTS)]
+    return [
+        str(InferencePoint(**record["point"])),
+        *(f"{record['cold'][name]:.2f}" for name in COLD_PARTS),
+    ]

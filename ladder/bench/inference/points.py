@@ -21,11 +21,11 @@ CHECKPOINT_PLANS = (CHECKPOINT, "standard", "none")
 
 
 @dataclass(frozen=True)
-class Point:
+class InferencePoint:
     """One configuration to measure.
 
     degree: T, for plans that depend on it (more than tp: virtual ranks); 0 for the others.
-    dropped: the plan with its reduces dropped, for the communication that the plan exposes.
+    no_comm: the plan without its reduces, for the communication that the plan exposes.
     """
 
     model: str
@@ -38,20 +38,20 @@ class Point:
     layers: int
     p2p: bool = True
     degree: int = 0
-    dropped: bool = False
+    no_comm: bool = False
 
     @property
-    def case(self) -> Point:
+    def case(self) -> InferencePoint:
         """What points that can be compared have in common."""
-        return replace(self, plan="", reducer="", degree=0, dropped=False)
+        return replace(self, plan="", reducer="", degree=0, no_comm=False)
 
     def __str__(self) -> str:
-        plan = f"{self.plan} without reduces" if self.dropped else self.plan
+        plan = f"{self.plan} no_comm" if self.no_comm else self.plan
         virtual = f" of T {self.degree}" if self.degree > self.tp else ""
         return f"{plan}{virtual}, reducer {self.reducer}, {describe(self)}"
 
 
-def describe(case: Point) -> str:
+def describe(case: InferencePoint) -> str:
     """A case in words."""
     return (
         f"{case.model}, {case.layers} layers, TP {case.tp}, batch {case.batch}, prompt "
@@ -175,7 +175,7 @@ def _named_shape(model: str, layers: int) -> ModelConfig:
     return model_config({"name": model, **({"num_layers": layers} if layers else {})})
 
 
-def resolve(point: Point) -> ModelConfig:
+def resolve(point: InferencePoint) -> ModelConfig:
     """The config of a point; UserError where there is no such model."""
     if point.plan == CHECKPOINT:
         config = read_config(newest(Path(point.model)))
@@ -184,26 +184,26 @@ def resolve(point: Point) -> ModelConfig:
         config = load_shape(point.model, point.layers)
         degree = point.degree or point.tp
         plan = resolve_plan(load_plan(point.plan), config.num_layers, degree)
-    if point.dropped:
-        plan = plan.without_reduces()
+    if point.no_comm:
+        plan = plan.as_no_comm()
     config.check_divides(point.tp, "--tp")
     return replace(config, plan=plan, tp_degree=degree if plan.depends_on_tp else None)
 
 
-def counterpart(point: Point, reducer: str) -> Point | None:
-    """The same computation without reduces; None where there is nothing to drop.
+def counterpart(point: InferencePoint, reducer: str) -> InferencePoint | None:
+    """The same computation without communication; None where the plan has none.
 
     `none` itself for the plans that are wired as `standard`. reducer: what is left to it is the
     embedding and the head.
     """
     config = resolve(point)
-    if point.tp == 1 or not config.plan.communicates:
+    if point.tp == 1 or config.plan.no_comm:
         return None
     bare = replace(point, plan="none", reducer=reducer, degree=0)
-    records = config.plan.without_reduces().sublayers
+    records = config.plan.as_no_comm().sublayers
     if point.degree in (0, point.tp) and records == resolve(bare).plan.sublayers:
         return bare
-    return replace(point, reducer=reducer, dropped=True)
+    return replace(point, reducer=reducer, no_comm=True)
 
 
 def expand(
@@ -212,13 +212,13 @@ def expand(
     p2p: bool,
     refusal: Callable[[str, int], str | None],
     asked: bool = False,
-) -> tuple[list[list[Point]], list[str]]:
+) -> tuple[list[list[InferencePoint]], list[str]]:
     """(cases, lines on what is left out): each case's points are measured side by side.
 
     refusal: why a reducer cannot run at a TP degree, or None. asked: the options are the user's
     own and not a suite's, so UserError where nothing is left.
     """
-    cases: dict[Point, dict[Point, None]] = {}
+    cases: dict[InferencePoint, dict[InferencePoint, None]] = {}
     left_out: dict[str, None] = {}
     for each in settings:
         if p2p not in each.p2p:
@@ -255,26 +255,26 @@ def refuse_degree(each: Settings, ranks: int) -> None:
                 )
 
 
-def _point(each: Settings, plan: str, tp: int) -> Point:
+def _point(each: Settings, plan: str, tp: int) -> InferencePoint:
     """A point of the first batch size and reducer, as far as a set alone says what it is."""
     layers = load_shape(each.model, each.layers).num_layers
-    return Point(each.model, plan, each.reducers[0], tp, each.batch[0], each.prompt,
+    return InferencePoint(each.model, plan, each.reducers[0], tp, each.batch[0], each.prompt,
                  each.new_tokens, layers)  # fmt: skip
 
 
-def _degree(each: Settings, point: Point) -> int:
+def _degree(each: Settings, point: InferencePoint) -> int:
     """The T that a point's plan is to have; 0 where it does not depend on it, or it is the TP's."""
     if point.plan == CHECKPOINT:
         return read_config(newest(Path(each.model))).tp_degree or 0
     plan = resolve(point).plan
-    return each.tp_degree if plan.depends_on_tp and plan.communicates else 0
+    return each.tp_degree if plan.depends_on_tp and not plan.no_comm else 0
 
 
 def _points(
     each: Settings, tp: int, batch: int, p2p: bool, usable: list[str], left_out: dict[str, None]
-) -> list[Point]:
+) -> list[InferencePoint]:
     """The points of one case, each plan's counterpart after it."""
-    found: list[Point] = []
+    found: list[InferencePoint] = []
     for plan in each.chosen_plans:
         point = replace(_point(each, plan, tp), reducer=usable[0], batch=batch, p2p=p2p)
         degree = _degree(each, point)
@@ -282,8 +282,8 @@ def _points(
             left_out[f"{plan} at TP {tp}: it does not divide tp_degree={degree}"] = None
             continue
         point = replace(point, degree=degree)
-        communicates = resolve(point).plan.communicates
-        found += [replace(point, reducer=r) for r in (usable if communicates else usable[:1])]
+        no_comm = resolve(point).plan.no_comm
+        found += [replace(point, reducer=r) for r in (usable[:1] if no_comm else usable)]
         bare = counterpart(point, usable[0])
         found += [bare] if bare is not None and bare not in found else []
     return list(dict.fromkeys(found))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ladder.bench.inference.floors import prefill_flops
-from ladder.bench.inference.points import Point
+from ladder.bench.inference.points import InferencePoint
 from ladder.infer.engine import Engine, Session
 from ladder.infer.sampling import Sampling
 from ladder.models.config import ModelConfig
@@ -43,7 +43,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Check:
+class EngineCheck:
     """What was compared, and what came out.
 
     sequences: distinct ones, which the batch repeats. compared: places (sequence, step) of the
@@ -81,7 +81,7 @@ class Check:
         )
 
 
-def sequences(config: ModelConfig, point: Point) -> int:
+def sequences(config: ModelConfig, point: InferencePoint) -> int:
     """How many distinct sequences the reference is computed of: as many as FLOAT32_FLOPS allow."""
     each = prefill_flops(config, point) / point.batch
     return max(1, min(point.batch, int(FLOAT32_FLOPS / each)))
@@ -127,7 +127,7 @@ def forced(session: Session, tokens: Tensor, prompt: int) -> Iterator[Tensor]:
 
 
 @torch.inference_mode()
-def check(session: Session, expected: Reference) -> Check:
+def check(session: Session, expected: Reference) -> EngineCheck:
     """Compare a session's prefill and decode steps, twice, with what is expected."""
     batch, distinct = len(session.tokens), len(expected.tokens)
     rows = torch.arange(batch) % distinct
@@ -149,7 +149,7 @@ def check(session: Session, expected: Reference) -> Check:
             sums.append((logits.view(torch.int32) * odd).sum(-1))  # of bits: nothing is rounded
         runs.append(torch.stack(sums))
     places = len(runs[0])
-    return Check(
+    return EngineCheck(
         error=float(worst),
         rms=float((squares / (2 * places)).sqrt()),
         plain_error=expected.plain_error,

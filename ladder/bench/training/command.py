@@ -1,8 +1,8 @@
 """`ladder bench train`: training steps of several plans under several layouts, in one run.
 
 A step is that of `ladder train`, on random tokens, launched while the GPU computes the one before.
-Each plan under TP is also timed with a reducer that drops its sublayers' reduces: what it
-takes beyond that is exposed communication. `none` is that bound for `standard` wiring. The points
+Each plan under TP is also timed without its sublayers' reduces (no_comm): what it takes
+beyond that is exposed communication. `none` is `standard` without communication. The points
 of a layout that fit in memory side by side take turns, so that a drift of the machine hits all.
 """
 
@@ -86,8 +86,8 @@ def parse_layout(text: str) -> Layout:
 
 
 @dataclass(frozen=True)
-class Point:
-    """One configuration. silent: the sublayers' reduces are dropped."""
+class TrainingPoint:
+    """One configuration. no_comm: without the sublayers' reduces."""
 
     model: str
     layers: int
@@ -99,11 +99,11 @@ class Point:
     dtype: str
     checkpointing: str
     compile: bool
-    silent: bool = False
+    no_comm: bool = False
 
 
-class SilentReducer(AsyncReducer):
-    """Drops the sublayers' reduces: what is computed is no model, and as much work."""
+class NoCommReducer(AsyncReducer):
+    """Leaves out the sublayers' reduces: no model, and as much computation."""
 
     def post(self, partial: Tensor, blocking: bool = False) -> Any:
         return self.sum_held(partial)
@@ -112,7 +112,7 @@ class SilentReducer(AsyncReducer):
         return handle if isinstance(handle, Tensor) else super().wait(handle)
 
 
-class SilentSequenceReducer(SequenceReducer):
+class NoCommSequenceReducer(SequenceReducer):
     """Keeps its own rows of a partial, and repeats its own rows for those of the others.
 
     Not of the embedding, of which most rows are zeros on one rank: norms of nothing overflow.
@@ -136,29 +136,29 @@ def _launched(value: Tensor) -> Any:
     return torch.cuda.current_stream().record_event() if value.is_cuda else None
 
 
-def points(options: Any) -> list[Point]:
-    """The points of the command's options, a plan beside its bound."""
-    found: list[Point] = []
+def points(options: Any) -> list[TrainingPoint]:
+    """The points of the command's options, each plan beside itself without communication."""
+    found: list[TrainingPoint] = []
     for name in options.layouts:
         layout = parse_layout(name)
         for plan in options.plans:
             reduces = [False, True] if layout.tp > 1 else [False]
             if plan == "none":
                 if layout.tp == 1:
-                    continue  # without TP there is nothing to drop
+                    continue  # without TP there is no reduce to leave out
                 plan, reduces = "standard", [True]
-            for silent in reduces:
-                point = Point(
+            for no_comm in reduces:
+                point = TrainingPoint(
                     options.model, options.layers, plan, name, options.seq_len, options.batch,
                     options.micro_batch or options.batch, options.dtype,
-                    options.activation_checkpointing, options.compile, silent,
+                    options.activation_checkpointing, options.compile, no_comm,
                 )  # fmt: skip
                 if point not in found:
                     found.append(point)
     return found
 
 
-def shape_of(point: Point, tp_degree: int) -> ModelConfig:
+def shape_of(point: TrainingPoint, tp_degree: int) -> ModelConfig:
     """The model of a point. Raises UserError for what does not fit it."""
     whole = model_config(point.model)
     if not 0 <= point.layers <= whole.num_layers:
@@ -178,7 +178,7 @@ def shape_of(point: Point, tp_degree: int) -> ModelConfig:
     return replace(shape, plan=plan, tp_degree=tp_degree if plan.depends_on_tp else None)
 
 
-def recipe_of(point: Point) -> TrainConfig:
+def recipe_of(point: TrainingPoint) -> TrainConfig:
     """The training options of a point, checked as a recipe's are."""
     layout = parse_layout(point.layout)
     return TrainConfig(
@@ -195,11 +195,11 @@ def recipe_of(point: Point) -> TrainConfig:
 
 
 def build(
-    point: Point, recipe: TrainConfig, tp_degree: int, device: torch.device
+    point: TrainingPoint, recipe: TrainConfig, tp_degree: int, device: torch.device
 ) -> tuple[Transformer, DeviceMesh | None]:
     """The point's model with random weights, and its mesh."""
     mesh = launch.make_mesh(device, recipe.tp, recipe.dp_shard)
-    silent = SilentSequenceReducer if recipe.sequence_parallel else SilentReducer
+    no_comm = NoCommSequenceReducer if recipe.sequence_parallel else NoCommReducer
     model = make_model(
         shape_of(point, tp_degree),
         getattr(torch, recipe.dtype),
@@ -208,7 +208,7 @@ def build(
         sequence_parallel=recipe.sequence_parallel,
         activation_checkpointing=recipe.activation_checkpointing,
         compile=recipe.compile,
-        reducer=silent if point.silent else None,
+        reducer=no_comm if point.no_comm else None,
     )
     torch.manual_seed(0)
     with torch.no_grad():
@@ -219,11 +219,11 @@ def build(
 
 
 @dataclass
-class Live:
+class TimedStep:
     """A point in memory. times: of its steps so far, ms. memory: the most it takes, in bytes, and
     reserved: with what the allocator holds beside tensors."""
 
-    point: Point
+    point: TrainingPoint
     model: Transformer
     batch: Batch
     step: Callable[[], Callable[[], Outcome]]
@@ -232,7 +232,7 @@ class Live:
     reserved: int
 
 
-def prepare(point: Point, tp_degree: int, device: torch.device) -> Live:
+def prepare(point: TrainingPoint, tp_degree: int, device: torch.device) -> TimedStep:
     """A point in memory, which has taken its first steps."""
     recipe = recipe_of(point)
     cuda, others = device.type == "cuda", (0, 0)
@@ -246,7 +246,7 @@ def prepare(point: Point, tp_degree: int, device: torch.device) -> Live:
     parts = [Part(each, each, None) for each in tokens.split(point.micro_batch)]
     batch = Batch([], parts, tokens.numel())
     step = functools.partial(take_step, model, optimizer, batch, mesh, recipe.grad_clip)
-    live = Live(point, model, batch, step, [], 0, 0)
+    live = TimedStep(point, model, batch, step, [], 0, 0)
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     take_turn(live, 1, device)
@@ -257,7 +257,7 @@ def prepare(point: Point, tp_degree: int, device: torch.device) -> Live:
     return live
 
 
-def take_turn(live: Live, steps: int, device: torch.device) -> None:
+def take_turn(live: TimedStep, steps: int, device: torch.device) -> None:
     """Take so many timed steps after LEAD others. Raises RuntimeError where one is not finite."""
     outcomes: list[Callable[[], Outcome]] = []
     ends: list[Any] = []
@@ -274,7 +274,7 @@ def take_turn(live: Live, steps: int, device: torch.device) -> None:
     live.times += [_between(*each) for each in itertools.pairwise(ends[LEAD - 1 :])]
 
 
-def measure(lives: Sequence[Live], steps: int, device: torch.device) -> list[dict[str, Any]]:
+def measure(lives: Sequence[TimedStep], steps: int, device: torch.device) -> list[dict[str, Any]]:
     """Time `steps` steps of each point, in turns: milliseconds on this rank, and memory."""
     turns = min(TURNS, steps)
     for turn in range(turns):
@@ -283,7 +283,7 @@ def measure(lives: Sequence[Live], steps: int, device: torch.device) -> list[dic
     return [_result(live, device) for live in lives]
 
 
-def _result(live: Live, device: torch.device) -> dict[str, Any]:
+def _result(live: TimedStep, device: torch.device) -> dict[str, Any]:
     point = live.point
     result: dict[str, Any] = {"step_ms": statistics.median(live.times), "steps_ms": live.times}
     replicas = launch.world_size() // parse_layout(point.layout).tp
@@ -296,7 +296,9 @@ def _result(live: Live, device: torch.device) -> dict[str, Any]:
     return result
 
 
-def has_room(lives: Sequence[Live], point: Point, tp_degree: int, device: torch.device) -> bool:
+def has_room(
+    lives: Sequence[TimedStep], point: TrainingPoint, tp_degree: int, device: torch.device
+) -> bool:
     """Whether, on every rank, one more point fits beside these in memory, on the safe side.
 
     Those of a layout take as much as each other. Virtual ranks take more, how much is not known
@@ -316,7 +318,7 @@ def has_room(lives: Sequence[Live], point: Point, tp_degree: int, device: torch.
     return all(launch.gathered(need * ROOM < free))
 
 
-def is_virtual(point: Point, tp_degree: int) -> bool:
+def is_virtual(point: TrainingPoint, tp_degree: int) -> bool:
     """Whether a process computes several ranks of the plan's T."""
     degree = shape_of(point, tp_degree).tp_degree
     return degree is not None and degree > parse_layout(point.layout).tp
@@ -338,7 +340,7 @@ def _between(before: Any, after: Any) -> float:
     return float(before.elapsed_time(after))
 
 
-def _trace(live: Live, device: torch.device, out: Path) -> dict[str, dict[str, float]]:
+def _trace(live: TimedStep, device: torch.device, out: Path) -> dict[str, dict[str, float]]:
     """By pass, how long one of a micro-batch takes (ms), and its communication, hidden and not.
 
     The trace goes to a new file in `out`.
@@ -403,13 +405,13 @@ def main(options: Any) -> int:
     todo.sort(key=lambda p: (layouts.index(p.layout), is_virtual(p, options.tp_degree)))
     records = []
     while todo:
-        lives: list[Live] = []
+        lives: list[TimedStep] = []
         while todo and (not lives or has_room(lives, todo[0], options.tp_degree, device)):
             lives.append(prepare(todo.pop(0), options.tp_degree, device))
         results = measure(lives, options.steps, device)
         try:
             for live, result in zip(lives, results, strict=True):
-                if options.profile and not live.point.silent:
+                if options.profile and not live.point.no_comm:
                     result["trace"] = _trace(live, device, out)
         finally:  # a trace that failed costs no figures
             for live, result in zip(lives, results, strict=True):
@@ -422,7 +424,7 @@ def main(options: Any) -> int:
         del lives, live
         _let_go(device)
     if main_rank:
-        records.sort(key=lambda record: order.index(Point(**record["point"])))
+        records.sort(key=lambda record: order.index(TrainingPoint(**record["point"])))
         print(table(records))
         print(f"\n{out / RESULTS}")
     return 0
@@ -434,10 +436,10 @@ def _let_go(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def label(point: Point) -> str:
-    if not point.silent:
+def label(point: TrainingPoint) -> str:
+    if not point.no_comm:
         return point.plan
-    return "none" if point.plan == "standard" else f"{point.plan} without reduces"
+    return "none" if point.plan == "standard" else f"{point.plan} no_comm"
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
@@ -456,12 +458,14 @@ def cells(records: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     layout, forward / backward: hidden, how much of the communication's time ran under computation,
     and bare ms, the rest.
     """
-    found = {Point(**each["point"]): each["result"] for each in records}
+    found = {TrainingPoint(**each["point"]): each["result"] for each in records}
     rows: list[tuple[str, ...]] = []
     for point, result in found.items():
-        own = {**asdict(point), "silent": True}
-        bound = None if point.silent else found.get(Point(**own))
-        standard = found.get(Point(**{**asdict(point), "plan": "standard", "silent": False}))
+        own = {**asdict(point), "no_comm": True}
+        bound = None if point.no_comm else found.get(TrainingPoint(**own))
+        standard = found.get(
+            TrainingPoint(**{**asdict(point), "plan": "standard", "no_comm": False})
+        )
         exposed = f"{result['step_ms'] / bound['step_ms'] - 1:.1%}" if bound else "-"
         speed = f"{standard['step_ms'] / result['step_ms']:.3f}" if standard else "-"
         times, passes = result["steps_ms"], result.get("trace", {}).values()

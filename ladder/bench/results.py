@@ -1,0 +1,33 @@
+"""Result files of the benchmarks: JSON lines, whose older keys are read as today's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ladder.models.errors import UserError
+
+# Keys of a record and of its point that were renamed; files in benchmarks/results have them.
+RENAMED = {"dropped": "no_comm", "silent": "no_comm", "without_reduces": "no_comm"}
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The records of a file. Raises UserError where a line is not JSON."""
+    records = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            record = _renamed(json.loads(line))
+        except ValueError as error:
+            raise UserError(
+                f"line {number} of {file} is not JSON ({error}): its writing was interrupted; "
+                f"remove the line, or choose another --out"
+            ) from error
+        if "point" in record:
+            record["point"] = _renamed(record["point"])
+        records.append(record)
+    return records
+
+
+def _renamed(record: dict[str, Any]) -> dict[str, Any]:
+    return {RENAMED.get(key, key): value for key, value in record.items()}
