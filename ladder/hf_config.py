@@ -1,4 +1,4 @@
-"""Hugging Face's configs as ours, and back. Names and layouts of the weights agree."""
+"""Model configs from and to Hugging Face's. The weights have the same names and layouts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ladder.models.errors import UserError
 from ladder.models.plan import number
 from ladder.models.presets import resolve_plan
 
-# The architectures that the model computes, by model_type, and what transformers takes where a
-# config.json leaves a key out and its default is not the same for all of them.
+# The supported architectures by model_type, with transformers' defaults for keys that a config.json
+# lacks, where they differ between architectures.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {
@@ -30,9 +30,9 @@ CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Q
 
 
 def config_from_huggingface(data: Mapping[str, Any], where: str) -> ModelConfig:
-    """The config of a checkpoint's config.json (transformers 4 and 5 spell rotary apart).
+    """The model config of a checkpoint's config.json, as written by transformers 4 or 5.
 
-    Raises UserError for another architecture, or for a variant that the model does not compute.
+    Raises UserError for an unsupported architecture or variant.
     """
     kind = data.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -60,7 +60,7 @@ def config_from_huggingface(data: Mapping[str, Any], where: str) -> ModelConfig:
     if missing:
         raise UserError(f"{where} lacks {', '.join(missing)}; is it a {CLASSES[kind]} config.json?")
     data = {**FAMILIES[kind], **data}
-    if data.get("original_max_position_embeddings") is not None:  # transformers prefers it here
+    if data.get("original_max_position_embeddings") is not None:  # it takes precedence
         rope["original_max_position_embeddings"] = data["original_max_position_embeddings"]
     scaling = _rope_fields(rope, data["max_position_embeddings"], where)
     try:
@@ -89,7 +89,7 @@ def config_from_huggingface(data: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def refuse_quantised(data: Mapping[str, Any], where: str) -> None:
-    """Raise UserError for a config.json that says how its weights are quantised."""
+    """Raise UserError for a config.json of quantised weights."""
     if data.get("quantization_config"):
         raise UserError(
             f"{where} has a quantization_config; quantised weights cannot be loaded, take the "
@@ -98,7 +98,7 @@ def refuse_quantised(data: Mapping[str, Any], where: str) -> None:
 
 
 def _rope_fields(rope: Mapping[str, Any], longest: Any, where: str) -> dict[str, Any] | None:
-    """The fields of RopeScaling, None where the rotary frequencies are not scaled.
+    """The fields of RopeScaling; None if the rotary frequencies are not scaled.
 
     longest: max_position_embeddings.
     """
@@ -123,7 +123,7 @@ def _rope_fields(rope: Mapping[str, Any], longest: Any, where: str) -> dict[str,
             f"{where} has rope_type={kind!r}; default, {', '.join(ROPE_TYPES)} can be loaded"
         )
     found = {name: rope.get(name) for name in ("factor", *ROPE_TYPES[kind])}
-    if kind == "dynamic":  # transformers reads no other length, and up to it nothing is scaled
+    if kind == "dynamic":  # transformers uses max_position_embeddings, up to which nothing changes
         found["original_max_position_embeddings"] = longest
     if kind == "yarn":
         if found["original_max_position_embeddings"] is None:
@@ -139,7 +139,7 @@ def _rope_fields(rope: Mapping[str, Any], longest: Any, where: str) -> dict[str,
 
 
 def _attention_factor(rope: Mapping[str, Any]) -> float | None:
-    """That of yarn's `mscale` and `mscale_all_dim` (DeepSeek's), where both are given."""
+    """The attention factor of DeepSeek's `mscale` and `mscale_all_dim` for yarn, if both exist."""
     factor, *scales = (number(rope.get(name)) for name in ("factor", "mscale", "mscale_all_dim"))
     if not all(scales):
         return None
@@ -150,11 +150,11 @@ def _attention_factor(rope: Mapping[str, Any]) -> float | None:
 
 
 def _refuse_window(data: Mapping[str, Any], config: ModelConfig, where: str) -> None:
-    """Raise UserError where a sliding window is shorter than the longest sequence."""
+    """Raise UserError if a sliding window is shorter than the longest sequence."""
     window = data.get("sliding_window")
     if data["model_type"] == "llama" or window is None:
         return
-    if data["model_type"] != "mistral":  # the Qwens' windows are on some layers, if at all
+    if data["model_type"] != "mistral":  # Qwen models have windows on some layers or none
         first = data.get("max_window_layers", 28)
         some = type(first) is int and first < config.num_layers
         kinds = data.get("layer_types") or ["sliding_attention"] * some
@@ -168,8 +168,8 @@ def _refuse_window(data: Mapping[str, Any], config: ModelConfig, where: str) -> 
     if type(window) is not int or window < config.max_seq_len:
         raise UserError(
             f"{where} has sliding_window={window!r}, below max_position_embeddings="
-            f"{config.max_seq_len}: the model computes full attention alone. Set "
-            f"max_position_embeddings to the window there, if shorter sequences are all you need"
+            f"{config.max_seq_len}: the model supports only full attention. If shorter sequences "
+            f"suffice, set max_position_embeddings to the window in that file"
         )
 
 
@@ -179,11 +179,11 @@ def config_to_huggingface(
     kept: Mapping[str, Any] | None = None,
     eos_token_id: int | list[int] | None = None,
 ) -> dict[str, Any]:
-    """A config.json for transformers, 4 and 5.
+    """A config.json for transformers 4 and 5.
 
-    kept: the config.json that the model was once converted from, taken as it is unless it says
-    something else than `config`; but for the type of the weights and the tokens that end a text,
-    which training may have changed. Raises UserError for what no architecture there computes.
+    kept: the config.json that the model was converted from. It is returned if it agrees with
+    `config`, with the current dtype and end-of-text tokens, which training may have changed. Raises
+    UserError if no architecture of transformers computes the model.
     """
     refuse_other_plans(config)
     where = "the config.json kept"
@@ -235,18 +235,18 @@ def refuse_other_plans(config: ModelConfig) -> None:
     if config.plan.sublayers != resolve_plan("standard", config.num_layers).sublayers:
         raise UserError(
             f"plan {config.plan.name!r} cannot be written for Hugging Face's classes, which "
-            f"compute `standard` alone; keep the model in our format (without --to hf), or rewire "
-            f"it, which changes what it computes: add --plan standard"
+            f"compute only `standard`; keep the model in our format (without --to hf), or add "
+            f"--plan standard, which changes what the model computes"
         )
 
 
 def _plain(config: ModelConfig) -> ModelConfig:
-    """The config with the plan that a Hugging Face config has, its name included."""
+    """The config with the plan `standard`, which every Hugging Face config has."""
     return replace(config, plan=resolve_plan("standard", config.num_layers))
 
 
 def stop_tokens(data: Mapping[str, Any], where: str) -> list[int]:
-    """The end-of-sequence ids of a config.json or generation_config.json, perhaps none."""
+    """The end-of-sequence ids of a config.json or generation_config.json, or []."""
     found = data.get("eos_token_id")
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if not all(type(token) is int for token in ids):

@@ -1,10 +1,10 @@
-"""Saving while training goes on: state is copied to the CPU at once, and a thread writes the copy.
+"""Asynchronous checkpoints: the state is copied to the CPU, and a thread writes the copy.
 
-A thread of our own around `dcp.save`, not `dcp.async_save`: that ends with the tensors, and what
-makes a checkpoint of them (its other files, the checksums, its name, the end of older ones) has to
-happen behind training too, in order, with its failures known to every rank. It would also stage
-DTensors anew for each save, and what all replicas hold on every one of them. A process in place
-of the thread would outlive a killed rank, and need that rank's memory shared.
+The thread calls `dcp.save`. `dcp.async_save` would write only the tensors in the background; the
+other files, checksums, the rename and the removal of older checkpoints must follow there, too, in
+order, with failures known to every rank. It would also allocate staging memory for each save, and
+on every replica. A process instead of the thread would outlive a killed rank and need shared
+memory.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from ladder.parallel.sharding import local_tensor, own_parts
 from ladder.train import state
 from ladder.train.shards import MOMENTS, Shard, ShardPlanner, ShardWriter
 
-# It says so of every save of a single process.
+# DCP warns at every save of a single process.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
 
 
 class Checkpointer:
-    """Saves a run's checkpoints, one at a time; every rank makes one, and calls it alike.
+    """Saves a run's checkpoints, one at a time. Every rank has one and makes the same calls.
 
-    start: the folder that the weights began as, perhaps, from which checkpoints take its Hugging
-    Face config and settings of generation, and what of a tokenizer's files the data lacks. keep:
-    how many checkpoints stay; 0: all. lock: of the run's folder, on rank 0. Within `with`: its end
-    waits for the save under way, also where an exception ends it.
+    start: the folder of the initial weights, if any; checkpoints take its Hugging Face config and
+    generation settings, and the tokenizer files that the data lacks. keep: the number of
+    checkpoints to keep; 0: all. lock: that of the run's folder, on rank 0. A context manager: its
+    end waits for the save in progress, also after an exception.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Checkpointer:
             run, model, optimizer, data, keep, lock,
         )  # fmt: skip
         self.main = mesh is None or mesh.get_rank() == 0
-        self.companions: dict[str, bytes] = {}  # read now: the folders may be gone later
+        self.companions: dict[str, bytes] = {}  # read now: the folders may be deleted later
         for folder in (start, data.folder) if self.main else ():
             for name in (FILE, TOKENIZER_CONFIG, TEMPLATE, GENERATION):
                 if folder is not None and (folder / name).is_file():
@@ -79,8 +79,8 @@ class Checkpointer:
         self.huggingface = None
         if start is not None:
             self.huggingface = huggingface_config(read_json(start / "config.json"))
-        # Its own group: the thread's collectives must not mix with those of training; and gloo, for
-        # what it sends lies on the CPU.
+        # A group of its own: the thread's collectives must not mix with those of training. With
+        # gloo, since it sends data from the CPU.
         self.group = dist.new_group(backend="gloo") if mesh is not None else None
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
@@ -91,10 +91,10 @@ class Checkpointer:
         self._allocate()
 
     def _allocate(self) -> None:
-        """Make the staging memory, once: to get it takes longer than all that is copied to it.
+        """Allocate the staging memory, once: allocation takes longer than a copy.
 
-        One block, page-locked where it is for GPUs; pinned tensors from torch would be rounded up
-        to powers of two. Zeroed, for memory is had when it is first touched.
+        It is one block, page-locked if the model is on a GPU (torch would round pinned tensors up
+        to powers of two). It is zeroed so that all its pages are allocated now.
         """
         parameters = dict(self.model.named_parameters())
         locals_ = {name: local_tensor(parameters[name]) for name in self.parts}
@@ -127,7 +127,7 @@ class Checkpointer:
         except Exception as failed:
             if error is None:
                 raise
-            if self.main:  # what ended training is the error to go on with
+            if self.main:  # the error that ended training takes precedence
                 error.add_note(f"also: {failed}")
         finally:
             if self.pinned:
@@ -136,16 +136,16 @@ class Checkpointer:
                 dist.destroy_process_group(self.group)
 
     def save(self, record: dict[str, Any], keep_all: bool = False) -> float:
-        """Begin to save the state as it is; returns the seconds that training stood still for it.
+        """Begin to save the current state; returns the seconds for which training was blocked.
 
-        record: `step` (how many are done), the data's fingerprint, the layout and the run's
-        `config`. keep_all: no older checkpoint is removed for this one. Waits for the save before,
-        and raises what that failed with.
+        record: `step` (the number of steps done), the data's fingerprint, the layout and the run's
+        `config`. keep_all: remove no older checkpoint. Waits for the previous save, and raises its
+        error if it failed.
         """
         begun = time.perf_counter()
         self.wait()
         self._stage()
-        self.config = self.model.config  # the plan in force may change while this is written
+        self.config = self.model.config  # the current plan may change during the save
         self.folder = self.run / "checkpoints" / f"step-{record['step']:06d}"
         self.thread = threading.Thread(target=self._write, args=(record, keep_all), daemon=True)
         self.thread.start()
@@ -163,7 +163,7 @@ class Checkpointer:
             torch.cuda.current_stream().synchronize()
 
     def wait(self) -> None:
-        """Until nothing is being written; raises, on every rank, what a save failed with."""
+        """Wait for the save in progress; raises, on every rank, the error of a failed save."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
@@ -172,7 +172,7 @@ class Checkpointer:
             raise _explained(error, self.folder)
 
     def _write(self, record: dict[str, Any], keep_all: bool) -> None:
-        """Write the staged state: a checkpoint, whole or not at all."""
+        """Write the staged state as a checkpoint, atomically."""
         folder = self.folder
         temporary = folder.with_name(f".{folder.name}.partial")
 
@@ -203,24 +203,24 @@ class Checkpointer:
                 process_group=self.group,
                 no_dist=self.group is None,
             )
-        except BaseException as error:  # DCP's own is no Exception
+        except BaseException as error:  # DCP's CheckpointException is no Exception
             self.failure = error
             if self.main:
                 shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _keys(name: str) -> list[str]:
-    """What is saved of a parameter: itself and its moments."""
+    """The keys of a parameter's saved tensors: itself and its moments."""
     return [name, *(f"{moment}.{name}" for moment in MOMENTS)]
 
 
 def _room(local: torch.Tensor) -> int:
-    """Bytes of the staging memory for a tensor: whole cache lines."""
+    """Bytes of staging memory for a tensor, in whole cache lines."""
     return math.ceil(local.nbytes / 64) * 64
 
 
 def _explained(error: BaseException, folder: Path) -> Exception:
-    """The error for a save that failed: one that the user can mend, if it is of that kind."""
+    """The error for a failed save: a UserError where the user can correct the cause."""
     if isinstance(error, CheckpointException):
         rank, (cause, _) = min(error.failures.items())
         if isinstance(cause, UserError):

@@ -1,4 +1,4 @@
-"""What a training run is, resolved and checked before anything starts."""
+"""The recipe of a training run: TrainConfig, its loading and its checks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.train.conversion import listed_last
 
-# What may differ between a run and its continuation: none of these changes what is computed.
-# The layout (tp and what follows it) changes it by rounding alone, and a micro-batch has to fit it;
-# data is compared by content, model by its shape.
+# Keys that may change when a run resumes, since they do not change what is computed. The layout (tp
+# and the keys after it) changes only rounding; data is compared by content, model by its shape.
 FREE_ON_RESUME = (
     "log_interval",
     "eval_interval",
@@ -45,8 +44,8 @@ FREE_ON_RESUME = (
     "model",
 )
 
-# Beyond any machine: the windows of a step are listed before the first of them is read.
-# The last two are far beyond any run; `epochs` is multiplied to make steps.
+# Limits far above any run: the windows of a step are listed before the first is read, and `epochs`
+# is multiplied to make steps.
 MOST = {
     "batch_size": 2**20,
     "micro_batch_size": 2**20,
@@ -64,40 +63,39 @@ class TrainConfig:
     model: a name from configs/models, a YAML path, or a mapping of `name` and overrides; its
         vocabulary is the data's. None: `tiny`. plan, tp_degree: see `ladder plans`; a plan of None
         is `standard`.
-    init: a run's folder, a checkpoint or a Hugging Face Llama folder whose weights the run starts
-        from. The model's shape is that folder's, and `model` is left out; a plan of None is its
-        plan, and another is possible where it stores the same tensors (see ladder.train.start).
-        Empty: random weights.
+    init: a run's folder, a checkpoint or a Hugging Face Llama folder with the initial weights. It
+        determines the model's shape, so `model` is left out. A plan of None is the folder's plan;
+        another is possible if it stores the same tensors (see ladder.train.start). Empty: random
+        weights.
     data: a folder made by `ladder data prepare`, of text or of conversations, or a list of
         several, each `{path, weight}`: sequences are drawn in the proportions of the weights. out:
         the run's folder.
-    convert_layers: turns the model over to the plan while it trains, from the plan of `init`, or
-        `standard`: {start_step: 100, every: 50, order: last-first} converts the last layer after
-        100 steps and the one below it 50 steps later; [{step: 100, plan: ladder@24-31}, ...] says
-        which plan holds after how many steps, the last one being the run's. None: the plan holds
-        from the start.
-    teacher: a folder as for init, of a model with the same vocabulary (the unconverted one, say),
-        whose distributions the run learns too; empty: none. distill_weight: how much of the loss is
-        the divergence from them, at distill_temperature; the rest is cross-entropy (see
-        ladder.train.objective).
-    dp_shard: over how many data-parallel ranks parameters, gradients and optimiser state are
-        sharded; 1: none of them (DDP), 0: all (FSDP), in between: replicas of shards (HSDP).
-    sequence_parallel: the residual stream is sharded by tokens over the TP ranks, beside TP.
-    activation_checkpointing: what the forward pass keeps for the backward one: `none` keeps all,
-        `selective` the results of matrix products and attention, `full` a sublayer's input.
-    compile: each sublayer by torch.compile.
-    epochs: how often the data is gone through, in place of `steps`; 0: `steps` says how long.
+    convert_layers: changes the plan during training, from the plan of `init`, or `standard`, to
+        `plan`. {start_step: 100, every: 50, order: last-first} converts the last layer after 100
+        steps and the one below it 50 steps later; [{step: 100, plan: ladder@24-31}, ...] gives the
+        plan from each step on, the last being the run's. None: one plan for the whole run.
+    teacher: a folder as for init, of a model with the same vocabulary (for example the unconverted
+        one), for distillation; empty: none. distill_weight: the weight in the loss of the
+        divergence from the teacher's distributions at distill_temperature; the rest is
+        cross-entropy (see ladder.train.objective).
+    dp_shard: the number of data-parallel ranks that shard parameters, gradients and optimiser
+        state. 1: no sharding (DDP); 0: all ranks (FSDP); in between: replicated shards (HSDP).
+    sequence_parallel: the residual is sharded by tokens over the TP ranks.
+    activation_checkpointing: the activations kept for the backward pass: all (`none`), those of
+        matrix products and attention (`selective`), or only each sublayer's input (`full`).
+    compile: torch.compile of each sublayer.
+    epochs: passes over the data, in place of `steps`; 0: `steps` counts.
     batch_size: sequences per step over all ranks; micro_batch_size: sequences per forward pass on
-        one rank (0: all of its share at once).
+        one rank (0: the rank's whole share at once).
     mask_documents: a token attends only to tokens of its own document in the window; an end-of-text
-        token belongs to the document that it ends. Nothing else changes: not the order of the data,
-        the tokens that have a loss, or the positions. Conversations are always kept apart.
-    lr: the peak, reached after warmup_steps; from there a cosine to min_lr at the last step.
-    eval_windows: held-out windows per evaluation, the last one included (0: all).
-    checkpoint_interval: 0 saves after the last step only. keep_checkpoints: the newest so many are
-        kept; 0: all.
+        token belongs to the document that it ends. The order of the data, the targets and the
+        positions do not change. Conversations are always kept apart.
+    lr: the peak, reached after warmup_steps; then a cosine to min_lr at the last step.
+    eval_windows: held-out windows per evaluation, also for the final one (0: all).
+    checkpoint_interval: 0 saves after the last step only. keep_checkpoints: the number of newest
+        checkpoints to keep; 0: all.
     dtype: float32, or bfloat16 for activations and matrix products (parameters stay float32).
-    wandb: a project at Weights & Biases that gets the metrics too; empty: none.
+    wandb: a project at Weights & Biases that also receives the metrics; empty: none.
     """
 
     data: Any
@@ -199,19 +197,19 @@ class TrainConfig:
             )
 
     def with_steps(self, windows: int) -> TrainConfig:
-        """The same with `epochs` as steps, for training data of that many windows."""
+        """The config with `epochs` turned into steps, for training data of `windows` windows."""
         if not self.epochs:
             return self
         steps = math.ceil(self.epochs * windows / self.batch_size)
         return replace(self, steps=steps, epochs=0.0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, from which `build` makes an equal config."""
+        """The config as plain data, from which `build` makes an equal config."""
         return {**asdict(self), "betas": list(self.betas)}
 
     def resolved(self, model: ModelConfig) -> dict[str, Any]:
-        """Plain data that trains the same again even when a named shape has changed."""
-        if self.init:  # the shape lies beside the weights
+        """The config as plain data, with the shape written out: named shapes may change later."""
+        if self.init:  # the shape is saved with the weights
             return self.to_dict()
         name = self.model if isinstance(self.model, str) else self.model["name"]
         shape = model.to_dict()
@@ -226,7 +224,7 @@ class TrainConfig:
         return config
 
     def check_model(self, config: ModelConfig) -> None:
-        """Raise UserError where this recipe cannot train that model."""
+        """Raise UserError if this recipe cannot train that model."""
         config.refuse_no_comm()
         if self.seq_len > config.max_seq_len:
             remedy = "lower it" if self.init else "lower it, or set model.max_seq_len"
@@ -236,9 +234,9 @@ class TrainConfig:
             )
 
     def check_rows(self, sequences: int) -> None:
-        """Raise UserError unless tp divides the tokens of a pass of so many, where it has to."""
+        """Raise UserError if sequence parallelism cannot split a pass of so many sequences."""
         if self.sequence_parallel:
-            from ladder.parallel.sequence import check_rows  # needs torch, and a recipe does not
+            from ladder.parallel.sequence import check_rows  # late: it imports torch
 
             check_rows(sequences, self.seq_len, self.tp)
 
@@ -250,16 +248,16 @@ def load_train_config(source: str, overrides: Sequence[str]) -> TrainConfig:
     plain = [item for item in overrides if "." not in item.partition("=")[0]]
     given = apply_overrides({}, plain, texts)
     instead = [("steps", "epochs"), ("epochs", "steps"), ("init", "model")]
-    if data.get("model"):  # of pretraining: the plan is that of its own model
+    if data.get("model"):  # a recipe of pretraining, whose plan belongs to its own model
         instead += [("init", "plan"), ("init", "tp_degree")]
     for name, other in instead:
         if name in given and other not in given:
-            data.pop(other, None)  # what the command says takes the place of both
+            data.pop(other, None)  # an override of `name` also replaces `other`
     data = apply_overrides(data, overrides, texts)
     if data.get("epochs") and "steps" in data:
         raise UserError(
-            f"steps={data['steps']} beside epochs={data['epochs']}: both say how long; leave one "
-            f"out"
+            f"steps={data['steps']} with epochs={data['epochs']}: both set the length of the run; "
+            f"leave one out"
         )
     data["plan"] = load_plan(data.get("plan"))
     if isinstance(data.get("convert_layers"), list):
@@ -273,9 +271,9 @@ def load_train_config(source: str, overrides: Sequence[str]) -> TrainConfig:
 
 
 def refuse_changes(old: Mapping[str, Any], new: TrainConfig, run: Path) -> None:
-    """Raise UserError where a resumed run's config would change what is computed.
+    """Raise UserError if a resumed run's config would change what is computed.
 
-    An option that the old run did not know yet had its default.
+    An option that is newer than the old run had its default there.
     """
     current = new.to_dict()
     for item in fields(TrainConfig):

@@ -1,4 +1,4 @@
-"""Held-out loss in bits per byte, which compares models across tokenizers."""
+"""Held-out loss in bits per byte, which is comparable across tokenizers."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Heldout:
 
 
 def check_heldout(data: TokenData, seq_len: int, limit: int) -> None:
-    """Raise UserError unless `bits_per_byte` can be computed: before training, not after it."""
+    """Raise UserError if `bits_per_byte` cannot be computed. To be called before training."""
     if not any(
         int(lengths.sum()) for _, _, lengths in heldout_windows(data, seq_len, limit or None)
     ):
         raise UserError(
-            f"the first eval_windows={limit} held-out windows stand for no text; raise it, or "
-            f"prepare more documents"
+            f"the first eval_windows={limit} held-out windows contain no text; raise eval_windows, "
+            f"or prepare more documents"
         )
 
 
@@ -52,16 +52,16 @@ def bits_per_byte(
     Data-parallel ranks share the batches out; every rank returns the same. End-of-document tokens
     are predicted but stand for no bytes.
 
-    mask_documents: each token sees its own document alone, as it did when such a model was trained.
-    The targets and their bytes are the same with and without, so that the figures compare.
+    mask_documents: each token attends only to its own document, for models trained so. The targets
+    and their bytes do not depend on it, so the figures are comparable.
     """
     device = local_tensor(model.model.embed_tokens.weight).device
     dp, dp_rank = data_parallel(mesh)
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, tokens, bytes
     windows = data.windows("heldout", seq_len)
     batches = heldout_order(windows, limit or None, batch_size)
-    # Every rank runs as many forward passes as the others, which wait for its shards in each: one
-    # that is left without a batch runs the newest one, and does not count it.
+    # Every rank must run the same number of forward passes, since each pass gathers shards of all
+    # ranks: a rank without a batch repeats the last one and does not count it.
     while group := list(itertools.islice(batches, dp)):
         chosen = group[min(dp_rank, len(group) - 1)]
         tokens, targets = windows.read(chosen)

@@ -1,4 +1,4 @@
-"""SIGTERM, as SLURM sends it to a job that it preempts: a wish to stop, not a death."""
+"""SIGTERM, which SLURM sends to preempted jobs, as a request to stop training."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from ladder.parallel import launch
 
 
 class Interruption:
-    """Within `with`, SIGTERM is noted and ends nothing. In the main thread alone: elsewhere Python
-    lets nobody handle signals, and SIGTERM does what it did."""
+    """Inside a `with`, SIGTERM is recorded and does not end the process.
+
+    Only in the main thread: in others Python allows no signal handlers, and SIGTERM keeps its
+    effect.
+    """
 
     def __init__(self) -> None:
         self.noted = False
@@ -39,9 +42,9 @@ class Interruption:
         self.noted = True
 
     def on_any_rank(self, device: torch.device) -> Tensor:
-        """[1], above 0 where a rank has been told to stop: on the device, and not waited for.
+        """Whether any rank has received SIGTERM: [1] on the device, above 0 if so; no host wait.
 
-        All ranks must ask, and hear the same.
+        A collective: all ranks must call it, and get the same result.
         """
         noted = torch.full((1,), float(self.noted), device=device)  # no copy, which would wait
         if launch.world_size() > 1:

@@ -1,4 +1,4 @@
-"""A run's metrics: one JSON object a line, TensorBoard, and Weights & Biases where asked for."""
+"""A run's metrics: JSON lines, TensorBoard, and optionally Weights & Biases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILE = "metrics.jsonl"
 
 
 def check_packages(tensorboard: bool, wandb: str) -> None:
-    """Raise UserError where a package that these options of a run need is missing."""
+    """Raise UserError if a package that these options need is missing."""
     if tensorboard:
         try:
             import_module("torch.utils.tensorboard")
@@ -37,18 +37,20 @@ def check_packages(tensorboard: bool, wandb: str) -> None:
 
 
 def connect(run: Path, wandb: str, recipe: Mapping[str, Any]) -> Any:
-    """This run at Weights & Biases, in the project `wandb`, its config `recipe`; None for no
-    project. Raises UserError where it cannot be begun there."""
+    """A Weights & Biases run in the project `wandb` with the config `recipe`; None: no project.
+
+    Raises UserError if the run cannot be started there.
+    """
     if not wandb:
         return None
-    # The run's own folder names it, so that a resumed run goes on where it was.
+    # The id is derived from the run's folder, so that a resumed run continues its record.
     name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
     try:
         return import_module("wandb").init(
             project=wandb, name=run.name, id=name, resume="allow", dir=str(run),
             config=dict(recipe),
         )  # fmt: skip
-    except Exception as error:  # its own, of many kinds
+    except Exception as error:  # wandb raises exceptions of many kinds
         said = " ".join(str(error).split())
         raise UserError(
             f"wandb={wandb!r} cannot be reached ({said}): log in with `wandb login`, set "
@@ -59,9 +61,9 @@ def connect(run: Path, wandb: str, recipe: Mapping[str, Any]) -> Any:
 class Metrics:
     """Appends to metrics.jsonl and TensorBoard's event files in the run's folder.
 
-    resumed: the step that the run goes on from; records of later steps, which are about to be
-    written again, are dropped. On ranks that do not write (`enabled` false) it does nothing.
-    remote: what `connect` gave, None for none.
+    resumed: the step from which the run resumes; records of later steps are dropped, since they
+    will be written again. enabled: False on ranks that do not write. remote: the result of
+    `connect`, or None.
     """
 
     def __init__(
@@ -122,9 +124,9 @@ class Metrics:
 
     def _close(self, file: Any, error: BaseException | None) -> None:
         try:
-            file.close()  # writes what is left
+            file.close()  # flushes
         except OSError as failed:
-            if error is None:  # or else that is the error to go on with
+            if error is None:  # an error of the body takes precedence
                 raise self._unwritten(failed) from failed
 
     def _unwritten(self, error: OSError) -> UserError:
@@ -135,18 +137,18 @@ class Metrics:
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """The records of a run's metrics.jsonl, a torn last line left out; [] where there is none."""
+    """The records of a run's metrics.jsonl, without an incomplete last line; [] without a file."""
     path = run / FILE
     if not path.is_file():
         return []
-    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline was torn
+    lines = path.read_bytes().split(b"\n")[:-1]  # a line without its newline is incomplete
     return [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
 
 
 def _record(line: bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:  # no JSON, or no UTF-8
+    except ValueError as error:  # invalid JSON or UTF-8
         raise UserError(f"{where} is not valid JSON ({error}); delete that line") from error
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         raise UserError(f"{where} is no record with a step; delete that line")

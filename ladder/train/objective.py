@@ -1,4 +1,4 @@
-"""What training minimises: cross-entropy, alone or mixed with the divergence from a teacher."""
+"""Training objectives: cross-entropy, alone or mixed with the divergence from a teacher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ladder.models.transformer import Transformer
 from ladder.train.config import TrainConfig
 from ladder.train.prefetch import Part
 
-# Sums over the tokens of a part, [n]: first the loss, with gradients, then what else is recorded.
+# Sums over the tokens of a part, [n]: first the loss, with gradients, then other metrics.
 Objective = Callable[[Transformer, Part], Tensor]
 
 
@@ -30,9 +30,9 @@ def cross_entropy(model: Transformer, part: Part) -> Tensor:
 class Distillation:
     """(1 - w) cross-entropy + w temperature^2 KL(teacher || student), after Hinton et al. (2015).
 
-    KL is of the distributions at that temperature, whose gradients shrink with its square. The
-    teacher lies beside the student under the same TP, whole on each data-parallel rank, in the
-    recipe's dtype; it has no gradients.
+    KL compares the distributions at that temperature; its gradients shrink with the square of the
+    temperature, hence the factor. The teacher uses the student's TP and the recipe's dtype, is not
+    sharded over data-parallel ranks, and has no gradients.
     """
 
     names = ("cross_entropy", "divergence")

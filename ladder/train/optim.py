@@ -1,4 +1,4 @@
-"""AdamW, its schedule, and what happens to gradients between backward and step."""
+"""AdamW, the learning-rate schedule, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def make_optimizer(model: Transformer, config: TrainConfig) -> torch.optim.AdamW
         {"params": rest, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
-    # Where torch's GradScaler says, on the device, that a step is to change nothing.
+    # The flag by which torch's GradScaler makes a fused step do nothing, without a host sync.
     optimizer.found_inf = torch.zeros((), device=rest[0].device)
     return optimizer
 
 
 def skip_from_here_on(optimizer: torch.optim.Optimizer, when: Tensor) -> None:
-    """Where `when` (a bool on the device) holds, this step and all later ones change nothing."""
+    """If `when` (a bool on the device) is true, this step and all later ones change nothing."""
     skipped: Tensor = optimizer.found_inf
     skipped.copy_(torch.maximum(skipped, when))
 

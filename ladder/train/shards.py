@@ -1,16 +1,15 @@
-"""A checkpoint's tensors on their way to the disk, by torch.distributed.checkpoint (DCP).
+"""Writing a checkpoint's tensors through torch.distributed.checkpoint (DCP).
 
 Every rank writes its own shards, in DCP's layout of safetensors files: a file holds one box of each
-of its tensors, and its header says where the box begins (DCP_SHARDING_INFO). TensorReader reads
-them, whatever the layout it reads for, and so does torch's HuggingFaceStorageReader. Full tensors
-are neither gathered nor written a second time: a save writes each number once, whatever the number
-of ranks. DCP plans (it refuses boxes that overlap or leave gaps) and carries every rank's failure
-to all of them.
+of its tensors, and its header has the offsets of the box (DCP_SHARDING_INFO). TensorReader reads
+them for any layout, and so does torch's HuggingFaceStorageReader. Full tensors are never gathered,
+and each number is written once, for any number of ranks. DCP plans the save (it refuses boxes that
+overlap or leave gaps) and sends the failure of any rank to all ranks.
 
-The planner and the writer are ours. DCP's planner would ask DTensor where a shard lies; here
-the sharding table says so, for one process as for many. Its HuggingFaceStorageWriter makes each
-file first in memory, holding Python's lock meanwhile (training stood still for 1.4 s per 512 MiB),
-writes no checksums, and consolidates on one rank. Its FileSystemWriter pickles.
+The planner and the writer are ours. DCP's planner gets the offsets of shards from DTensor; ours
+gets them from the sharding table, which also works for one process. DCP's HuggingFaceStorageWriter
+builds each file in memory while it holds Python's global lock, which blocks training; it writes no
+checksums and consolidates on one rank. DCP's FileSystemWriter uses pickle.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Shard:
-    """A box of a tensor, on the CPU; `start` is its first element in the tensor of `shape`."""
+    """A box of a tensor, on the CPU. start: its offsets in the full tensor, which has `shape`."""
 
     value: Tensor
     start: tuple[int, ...]
@@ -60,10 +59,10 @@ class Shard:
 
 
 class ShardPlanner(DefaultSavePlanner):
-    """Plans a state dict of Shards; to be kept from save to save.
+    """Plans the saving of a state dict of Shards. One planner serves all saves of a run.
 
-    Where things lie never changes within a run, so only the first save is planned: with 64 ranks
-    that is seconds of Python on rank 0, beside training.
+    The layout never changes within a run, so only the first save is planned: with 64 ranks planning
+    takes rank 0 seconds, during training.
     """
 
     def __init__(self) -> None:
@@ -78,7 +77,7 @@ class ShardPlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if self.final is None:
             all_plans, _ = super().create_global_plan(all_plans)
-        return all_plans, Metadata({})  # each file's header says what there is to say
+        return all_plans, Metadata({})  # the files' headers have all metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         self.final = self.final or new_plan
@@ -105,10 +104,10 @@ def _nbytes(item: WriteItem) -> int:
 
 
 class ShardWriter(StorageWriter):
-    """Writes to `folder`, which rank 0 makes anew.
+    """Writes shards to `folder`, which rank 0 creates.
 
-    commit: called on rank 0 when every rank has written, with the checksum of each file; what it
-    raises, every rank's save raises.
+    commit: called on rank 0 with the checksum of each file when every rank has written; its
+    exception is raised on every rank.
     """
 
     def __init__(self, folder: Path, commit: Callable[[dict[str, str]], None]) -> None:
@@ -119,7 +118,7 @@ class ShardWriter(StorageWriter):
         pass
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if is_coordinator:  # the others write once they have its plan
+        if is_coordinator:  # the other ranks write after they have received its plan
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
 
@@ -127,13 +126,13 @@ class ShardWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give each rank its files' names, and what goes into them; in the first save alone."""
+        """Give each rank the names and items of its files; only in the first save."""
         files: list[dict[str, list[WriteItem]]] = [{} for _ in plans]
         for stem in (WEIGHTS, OPTIMIZER):
             groups = [
                 _by_size(item for item in plan.items if _stem(item) == stem) for plan in plans
             ]
-            lone = sum(map(len, groups)) == 1  # whole tensors, so a file like any model folder's
+            lone = sum(map(len, groups)) == 1  # one file of whole tensors, named as in any folder
             for rank, group in enumerate(groups):
                 for n, items in enumerate(group, start=1):
                     of = f"{n:05d}-of-{len(group):05d}"
@@ -180,7 +179,7 @@ def _by_size(items: Iterable[WriteItem]) -> list[list[WriteItem]]:
 
 
 def write_file(path: Path, tensors: dict[str, Tensor], starts: Mapping[str, list[int]]) -> None:
-    """Write boxes of tensors to the disk; starts: where in its tensor each begins."""
+    """Write boxes of tensors to a file. starts: the offsets of each box in its tensor."""
     info = json.dumps({name: {"saved_offsets": start} for name, start in starts.items()})
     save(path, tensors, {"format": "pt", "DCP_VERSION": "1.0", SHARDING_INFO: info})
     sync(path)

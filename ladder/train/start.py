@@ -1,9 +1,9 @@
-"""What a run starts from: random weights, or a model folder's, perhaps under another plan.
+"""The initial weights of a run: random, or those of a model folder, possibly under another plan.
 
-A plan says when outputs reach the stream, which no weight knows of. So plans whose sublayers have
-the same kinds, and whose norms read equal streams in the same places, store the same tensors, and a
-standard checkpoint is a hybrid's as it is. Other plans need tensors that the checkpoint lacks (a
-norm's weight on each rank, one norm where there were two): those are for `ladder convert`.
+A plan decides when outputs reach the residual; no weight depends on that. So plans with the same
+kinds of sublayers, whose norms read equal residuals at the same reads, store the same tensors: a
+standard checkpoint also is one of a hybrid. Other plans need tensors that the checkpoint lacks
+(a norm weight per rank, one norm instead of two), which `ladder convert` makes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ladder.train.conversion import Schedule, make_schedule
 
 @dataclass(frozen=True)
 class Start:
-    """The model to train, and the folder that its weights begin as; None: random ones.
+    """The model to train, and the folder of its initial weights; None: random weights.
 
-    first: the plan before anything is converted. schedule: the plans up to the model's own.
+    first: the plan before any conversion. schedule: the plans from the first to the model's own.
     """
 
     config: ModelConfig
@@ -37,13 +37,13 @@ class Start:
     schedule: Schedule
 
     def at(self, step: int) -> ModelConfig:
-        """The model as step `step` trains it."""
+        """The model's config, with its plan, at step `step`."""
         return replace(self.config, plan=self.schedule.plan(step))
 
     def fill(self, model: Transformer, seed: int) -> None:
-        """Give a model that is placed its first weights; each process reads its own slices.
+        """Load or draw the initial weights of a sharded model; each process reads its own slices.
 
-        Raises UserError, on every rank, where they do not fit or are not what was written.
+        Raises UserError, on every rank, if they do not fit the model or are damaged.
         """
         if self.folder is None:
             initialise(model, seed)
@@ -60,12 +60,12 @@ def starting_point(
     checkpoint: Path | None = None,
     first_plan: Any = None,
 ) -> Start:
-    """What a recipe's model is and starts from.
+    """The model of a recipe and its initial weights.
 
-    checkpoint: of this run, where it goes on, with the plan that the run began with, as
-    `first_plan`; then nothing else is asked, and `init` may be gone.
+    checkpoint: the checkpoint from which this run resumes; `init` is then not read and may be gone.
+    first_plan: the plan with which a resumed run began.
 
-    Raises UserError where the recipe, the data or a plan do not fit the weights.
+    Raises UserError if the recipe, the data or a plan do not fit the weights.
     """
     if not config.init:
         model = config.model_config(data.vocab_size)
@@ -88,14 +88,14 @@ def _scheduled(config: TrainConfig, model: ModelConfig, folder: Path | None, fir
     seen = set()
     for _, plan in schedule.plans:
         stored = tuple(record.kind for record in plan.sublayers), tuple(plan.equal_reads)
-        if stored not in seen:  # these alone decide which tensors there are
+        if stored not in seen:  # kinds and equal reads determine the tensors
             seen.add(stored)
             check_same_tensors(model, replace(model, plan=plan), "convert_layers")
     return Start(model, folder, first, schedule)
 
 
 def check_same_tensors(stored: ModelConfig, model: ModelConfig, where: str) -> None:
-    """Raise UserError unless weights of `stored` are weights of `model` as they are."""
+    """Raise UserError unless the two configs have the same tensors."""
     before, after = tensor_shapes(stored), tensor_shapes(model)
     if before == after:
         return
@@ -104,14 +104,14 @@ def check_same_tensors(stored: ModelConfig, model: ModelConfig, where: str) -> N
     raise UserError(
         f"{where} has plan {stored.plan.name!r}, whose tensors are not those of plan="
         f"{model.plan.name!r} ({name}: {said[0]} there, {said[1]} here); convert it first, with "
-        f"`ladder convert`, or choose a plan that changes lags alone, such as hybrid"
+        f"`ladder convert`, or choose a plan that changes only lags, such as hybrid"
     )
 
 
 def _check_vocabulary(
     config: TrainConfig, model: ModelConfig, data: TokenData, folder: Path
 ) -> None:
-    """The numbers of the data must mean to the model what they meant to its tokenizer."""
+    """Raise UserError if the data was tokenised with another vocabulary than the model's."""
     if data.vocab_size > model.vocab_size:
         raise UserError(
             f"data={config.data} has vocab_size={data.vocab_size}, above the {model.vocab_size} of "

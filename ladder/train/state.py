@@ -1,10 +1,10 @@
-"""Checkpoints of a run: weights, optimiser state and step, enough to go on exactly.
+"""Checkpoints of a run: weights, optimiser state and step, for exact resumption.
 
 A run's folder holds `checkpoints/step-000100/`: a model folder (see ladder.checkpoint) with the
 optimiser's state (`exp_avg.NAME`, `exp_avg_sq.NAME`) in the same kind of files, train.json, and the
-SHA-256 of every file in checksums.json. ladder.train.checkpointer writes it. Once there has been
-one, the run's folder holds saved.json: without it nothing is lost where a run without a checkpoint
-starts again.
+SHA-256 of every file in checksums.json. ladder.train.checkpointer writes it. The first checkpoint
+also adds saved.json to the run's folder: a run without that file may start again, since it has no
+checkpoint to lose.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from ladder.models.transformer import Transformer
 from ladder.parallel.sharding import local_parameters, local_tensor
 from ladder.train.shards import MOMENTS, OPTIMIZER
 
-SAVED = "saved.json"  # of a run: its first checkpoint
-LOCK = ".lock"  # of a run, while it trains: see ladder.lock
+SAVED = "saved.json"  # names the run's first checkpoint
+LOCK = ".lock"  # the lock of a run that trains, see ladder.lock
 
 
 def verified(found: list[tuple[int, Path]]) -> dict[str, Any]:
-    """The train.json of the newest of these checkpoints: `step`, the `config` it was trained with.
+    """The train.json of the newest of these checkpoints, with its `step` and `config`.
 
-    Raises UserError, on every rank, where the checkpoint is damaged.
+    Raises UserError, on every rank, if the checkpoint is damaged.
     """
     step, folder = found[-1]
     wrong = first_damage(folder)
@@ -74,9 +74,9 @@ def _read_record(path: Path, step: int) -> dict[str, Any]:
 
 
 def remove_partial(run: Path) -> None:
-    """Remove what is left of checkpoints that a killed process was writing or removing.
+    """Remove incomplete checkpoints, which a killed process was writing or removing.
 
-    What cannot be is told of and left to the next save: it harms none but one of the same step.
+    One that cannot be removed gives a warning; it hinders only a save of the same step.
     """
     for folder in (run / "checkpoints").glob(".step-*"):
         try:
@@ -86,10 +86,10 @@ def remove_partial(run: Path) -> None:
 
 
 def remove_old(run: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints (0: keep all), and what is left of earlier ones.
+    """Remove all but the newest `keep` checkpoints (0: keep all), and incomplete ones.
 
-    Each goes first from view and then from the disk. One that stays (NFS keeps the files that
-    somebody has open) does not fail the save, whose checkpoint is whole.
+    Each is first renamed and then deleted. One that cannot be deleted (NFS keeps open files) gives
+    a warning and does not fail the save.
     """
     for _, folder in checkpoints(run)[:-keep] if keep else ():
         try:
@@ -108,9 +108,9 @@ def _warn(folder: Path, error: OSError) -> None:
 
 
 def restore(folder: Path, model: Transformer, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Fill the model and its optimiser from a checkpoint; each rank reads its own slices.
+    """Load the model and its optimiser from a checkpoint; each rank reads its own slices.
 
-    Raises UserError where it holds another model or plan, or a file is damaged.
+    Raises UserError if it holds another model or plan, or if a file is damaged.
     """
     stored = read_config(folder)
     if stored != model.config:

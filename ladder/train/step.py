@@ -1,9 +1,9 @@
-"""One training step, launched and not waited for.
+"""One training step, launched asynchronously.
 
-What became of a step is read later, while the device computes the next one: so the host, which
-takes its time to launch thousands of kernels, is a step ahead, and the device never waits for it.
-That a step's numbers are finite is therefore looked at on the device as well: from the first step
-that is not, no step changes a parameter.
+The result of a step is read while the device computes the next one. So the host, which needs time
+to launch thousands of kernels, is one step ahead, and the device never waits for it. For the same
+reason the device itself checks that a step's numbers are finite: from the first step with one that
+is not, no step changes a parameter.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from ladder.train.prefetch import Batch
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step came to: this rank's part of the loss, the norm of all gradients before they were
-    clipped, and the objective's sums, of all ranks, the loss first."""
+    """The result of a step.
+
+    own_loss: this rank's part of the loss. norm: the norm of all gradients before clipping. sums:
+    the objective's sums over all ranks, the loss first.
+    """
 
     own_loss: float
     norm: float
@@ -39,7 +42,7 @@ class Outcome:
 
 
 def to_host(values: Tensor) -> Callable[[], list[float]]:
-    """Start to copy values [n] to the host; what is returned waits for them, when it is called."""
+    """Start to copy values [n] to the host; returns a function that waits for and returns them."""
     if not values.is_cuda:
         return values.tolist
     copy = values.to("cpu", non_blocking=True)  # to page-locked memory
@@ -62,9 +65,9 @@ def take_step(
     grad_clip: float,
     objective: Objective = cross_entropy,
 ) -> Callable[[], Outcome]:
-    """Forward, backward, gradients clipped to norm `grad_clip`, and the optimiser's step.
+    """Launch forward, backward, clipping to norm `grad_clip`, and the optimiser's step.
 
-    Returns what waits for the step, when it is called, and tells its outcome.
+    Returns a function that waits for the step and returns its outcome.
     """
     own = backward(model, batch, objective)
     sums = sum_over_data(own.clone(), mesh) / data_parallel(mesh)[0]
@@ -86,8 +89,8 @@ def take_step(
 def backward(model: Transformer, batch: Batch, objective: Objective = cross_entropy) -> Tensor:
     """Accumulate the gradients of this rank's part of the loss; returns its part of the sums.
 
-    The mean over the data-parallel ranks is the mean over all targets of the step, of which the
-    ranks may have more or fewer.
+    The mean over the data-parallel ranks is the mean over all targets of the step, even if ranks
+    have different numbers of targets.
     """
     total = torch.zeros(1, device=batch.parts[0].tokens.device)
     for n, part in enumerate(batch.parts, 1):
