@@ -117,8 +117,8 @@ def product(label: str, rows: int, n: int, k: int, normed: bool, gated: bool) ->
     )
 
 
-def landed(stream: Tensor, *outputs: Tensor) -> kernels.Job:
-    job = kernels.new_job(stream, owns=[(output, 1.0) for output in outputs])
+def landed(stream: Tensor, *outputs: Tensor) -> kernels.LandingJob:
+    job = kernels.new_landing(stream, owns=[(output, 1.0) for output in outputs])
     kernels.land(job)
     return job
 
@@ -130,7 +130,7 @@ def landings(rows: int, size: int) -> Iterator[Case]:
         return F.rms_norm(stream + output, (size,), weight, EPS)
 
     def same_landing() -> float:
-        job = kernels.new_job(stream, owns=[(output, 1.0)])
+        job = kernels.new_landing(stream, owns=[(output, 1.0)])
         kernels.land_reference(job)
         found = landed(stream, output)
         return max(error(found.out, job.out), error(found.squares, job.squares))

@@ -124,10 +124,10 @@ def project(dtype: torch.dtype) -> Pairs:
                     for _ in range(world)]  # fmt: skip
             buffers = torch.tensor([each.data_ptr() for each in sets], device=DEVICE)
             for rank in range(world):
-                push = kernels.Push(buffers, start, rank, world)
+                push = kernels.PushTarget(buffers, start, rank, world)
                 kernels.project(x, gate, push=push, keep=rank == 1)
             stream = random(dtype, rows, outputs)
-            job = kernels.new_job(stream, sums=[sets[1][start:].view(world, rows, outputs)])
+            job = kernels.new_landing(stream, sums=[sets[1][start:].view(world, rows, outputs)])
             found = kernels.project(x, gate, rider=job)
             wanted = kernels.project_reference(x, gate)
             yield found, wanted
@@ -145,8 +145,8 @@ def send(dtype: torch.dtype) -> Pairs:
         sets = [random(dtype, 2, rows, size) for _ in range(2)]
         buffers = torch.tensor([each.data_ptr() for each in sets], device=DEVICE)
         wanted = random(dtype, 2, rows, size)
-        kernels.send(kernels.Send(wanted[0].clone(), kernels.Push(buffers, 0, 0, 2)))
-        rider = kernels.Send(wanted[1].clone(), kernels.Push(buffers, 0, 1, 2))
+        kernels.send(kernels.SendJob(wanted[0].clone(), kernels.PushTarget(buffers, 0, 0, 2)))
+        rider = kernels.SendJob(wanted[1].clone(), kernels.PushTarget(buffers, 0, 1, 2))
         yield kernels.project(x, weight, rider=rider), kernels.project_reference(x, weight)
         yield from ((each, wanted) for each in sets)
 
@@ -156,8 +156,10 @@ def land(dtype: torch.dtype) -> Pairs:
     for rows, size, world, count in ((1, 200, 1, 1), (3, 1500, 3, 2), (2, 2049, 4, 2)):
         stream, own = random(dtype, 2, rows, size)
         slots = [random(dtype, world, rows, size) for _ in range(count)]
-        wanted = kernels.new_job(stream, sums=[each.clone() for each in slots], owns=[(own, -1.0)])
-        found = kernels.new_job(stream, sums=slots, owns=[(own, -1.0)])
+        wanted = kernels.new_landing(
+            stream, sums=[each.clone() for each in slots], owns=[(own, -1.0)]
+        )
+        found = kernels.new_landing(stream, sums=slots, owns=[(own, -1.0)])
         kernels.land_reference(wanted)
         kernels.land(found)
         yield found.out, wanted.out
@@ -265,9 +267,8 @@ def compare(name: str, found: Tensor, wanted: Tensor, dtype: torch.dtype) -> Non
 
 def main() -> None:
     exported = {name for name in kernels.__all__ if not name.endswith("_reference")}
-    missing = (
-        exported - set(CASES) - {"Job", "Push", "Send", "new_job"}
-    )  # what `project` and `land` take
+    taken = {"LandingJob", "PushTarget", "SendJob", "new_landing"}  # by `project` and `land`
+    missing = exported - set(CASES) - taken
     assert not missing, f"ladder.kernels exports {sorted(missing)}: add a case for each here"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=sorted(CASES), default=list(CASES))

@@ -31,7 +31,16 @@ from torch import Tensor
 
 from ladder.comm.push import EMPTY_WORD, symmetric_slots
 from ladder.kernels.decode import project
-from ladder.kernels.landing import MAX_OWNS, MAX_SUMS, Job, Push, Send, land, new_job, send
+from ladder.kernels.landing import (
+    MAX_OWNS,
+    MAX_SUMS,
+    LandingJob,
+    PushTarget,
+    SendJob,
+    land,
+    new_landing,
+    send,
+)
 from ladder.models.layers import RMSNorm
 from ladder.models.plan import Landing, Plan, Sublayer
 from ladder.models.reducer import Norm, Pending, Reducer
@@ -49,7 +58,7 @@ class Read:
     stream: Tensor
     squares: Tensor
     norm: RMSNorm
-    rider: Send | None = None
+    rider: SendJob | None = None
 
     def project(self, weight: Tensor, up: Tensor | None = None) -> Tensor:
         """The normed stream times `weight` [N, D], gated by `up` where given: [M, N]."""
@@ -73,8 +82,8 @@ class Product:
         return Product(self.x, self.weight, [*self.others, other, *other.others])
 
     def run(
-        self, add: Tensor | None = None, factor: float = 1.0, push: Push | None = None,
-        keep: bool = True, rider: Job | None = None,
+        self, add: Tensor | None = None, factor: float = 1.0, push: PushTarget | None = None,
+        keep: bool = True, rider: LandingJob | None = None,
     ) -> Tensor | None:  # fmt: skip
         """Compute it, with factor * `add` in what is pushed (but not in what is kept)."""
         for n, other in enumerate(self.others):
@@ -110,8 +119,8 @@ class DecodeReducer(Reducer):
         """Begin a pass."""
         self.turn = 0
         self.read: Read | None = None
-        self.landing: Job | None = None  # begun, to be carried by a product
-        self.sending: Send | None = None  # of the newest output
+        self.landing: LandingJob | None = None  # begun, to be carried by a product
+        self.sending: SendJob | None = None  # of the newest output
 
     # -- landing ------------------------------------------------------------------------------
 
@@ -185,13 +194,13 @@ class DecodeReducer(Reducer):
         chosen = self.turn % self.sets
         self.turn += 1
         start = chosen * slots[chosen].numel()
-        push = Push(buffers, start, self.ranks.process, self.ranks.processes)
+        push = PushTarget(buffers, start, self.ranks.process, self.ranks.processes)
         # Where the own part is kept and is a sum of products, it must be whole before it is sent.
         if (blocking or add is not None) and not (keep_own and partial.others):
             return Pending(slots[chosen], partial.run(add, share, push, keep_own, rider))
         whole = partial.run(rider=rider)
         assert whole is not None
-        self.sending = Send(whole, push)
+        self.sending = SendJob(whole, push)
         return Pending(slots[chosen], whole if keep_own else None)
 
     def _slots(self, stream: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,9 +244,9 @@ class _Waited:
     handle: Any
 
 
-def _jobs(stream: Tensor, arrivals: Sequence[tuple[Landing, Pending]]) -> list[Job]:
+def _jobs(stream: Tensor, arrivals: Sequence[tuple[Landing, Pending]]) -> list[LandingJob]:
     """The landings of one read, each as much as a kernel takes, one after another."""
-    jobs: list[Job] = []
+    jobs: list[LandingJob] = []
     sums: list[Tensor] = []
     owns: list[tuple[Tensor, float]] = []
     replaces = False
@@ -245,7 +254,7 @@ def _jobs(stream: Tensor, arrivals: Sequence[tuple[Landing, Pending]]) -> list[J
     def close() -> None:
         nonlocal sums, owns, replaces
         jobs.append(
-            new_job(jobs[-1].out if jobs else stream, sums=sums, owns=owns, replaces=replaces)
+            new_landing(jobs[-1].out if jobs else stream, sums=sums, owns=owns, replaces=replaces)
         )
         sums, owns, replaces = [], [], False
 

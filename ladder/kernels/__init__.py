@@ -2,7 +2,7 @@
 
 `project`, `land`, `decode_attention`, `add_rms_norm` serve decoding: one token each of few
 sequences. `land_rows`, `rotary_prompt`, `swiglu` serve prompts. What writes to other GPUs has no
-reference and runs on GPUs alone: `Push`, `send`, and the all-reduces, which are classes in
+reference and runs on GPUs alone: `PushTarget`, `send`, and the all-reduces, which are classes in
 `ladder.comm.push` and `ladder.comm.two_shot`.
 
 Imported without Triton, and run on CPU tensors without it: see `ladder.jit`.
@@ -10,7 +10,15 @@ Imported without Triton, and run on CPU tensors without it: see `ladder.jit`.
 
 from ladder.kernels.attention import decode_attention, decode_attention_reference
 from ladder.kernels.decode import project, project_reference
-from ladder.kernels.landing import Job, Push, Send, land, land_reference, new_job, send
+from ladder.kernels.landing import (
+    LandingJob,
+    PushTarget,
+    SendJob,
+    land,
+    land_reference,
+    new_landing,
+    send,
+)
 from ladder.kernels.norm import add_rms_norm, add_rms_norm_reference
 from ladder.kernels.prefill import (
     land_rows,
@@ -22,9 +30,9 @@ from ladder.kernels.prefill import (
 )
 
 __all__ = [
-    "Job",
-    "Push",
-    "Send",
+    "LandingJob",
+    "PushTarget",
+    "SendJob",
     "add_rms_norm",
     "add_rms_norm_reference",
     "decode_attention",
@@ -33,7 +41,7 @@ __all__ = [
     "land_reference",
     "land_rows",
     "land_rows_reference",
-    "new_job",
+    "new_landing",
     "project",
     "project_reference",
     "rotary_prompt",

@@ -4,11 +4,11 @@ what they make into every rank's slots, and carry the landing of the next read.
 No all-reduce kernel is left. `project` multiplies a few rows by a weight. It can
 - read a stream before its norm: the landing left sums of squares, and the norm's weight is folded
   into the matrix, so one factor a row is all that is missing;
-- push its result into a slot on every rank (`Push`), where the data is its own flag: a slot that
-  is not yet written holds -0.0, which is never sent;
-- take a landing (`Job`) or the push of an earlier result (`Send`) along (`ladder.kernels.landing`).
-  A plan that lags has both off the critical path in this way; one that blocks pushes from the
-  product itself and launches its landings alone.
+- push its result into a slot on every rank (`PushTarget`), where the data is its own flag: a slot
+  that is not yet written holds -0.0, which is never sent;
+- take a landing (`LandingJob`) or the push of an earlier result (`SendJob`) along (see
+  `ladder.kernels.landing`). A plan that lags has both off the critical path in this way; one that
+  blocks pushes from the product itself and launches its landings alone.
 
 Weights are read before the previous kernel has ended (programmatic dependent launch).
 
@@ -35,9 +35,9 @@ from ladder.jit import (
 )
 from ladder.kernels.landing import (
     CHUNK,
-    Job,
-    Push,
-    Send,
+    LandingJob,
+    PushTarget,
+    SendJob,
     _land,
     _send,
     land,
@@ -315,7 +315,7 @@ def _registers(size: int, block: int, step: int, warps: int) -> dict[str, int]:
 def project(
     x: Tensor, weight: Tensor, up: Tensor | None = None, *,
     squares: Tensor | None = None, eps: float = 0.0, add: Tensor | None = None, factor: float = 1.0,
-    push: Push | None = None, keep: bool = True, rider: Job | Send | None = None,
+    push: PushTarget | None = None, keep: bool = True, rider: LandingJob | SendJob | None = None,
 ) -> Tensor | None:  # fmt: skip
     """x [M, K] times weight [N, K] transposed, for M from 1 to 64: [M, N].
 
@@ -340,11 +340,11 @@ def project(
     assert push is not None or keep
     if rider is not None:
         assert not rider.launched
-    if isinstance(rider, Send):
+    if isinstance(rider, SendJob):
         assert push is None, "a launch writes to one place on other ranks"
     if not on_triton(x):
         assert push is None, "only GPUs share slots"
-        assert not isinstance(rider, Send), "only GPUs share slots"
+        assert not isinstance(rider, SendJob), "only GPUs share slots"
         if rider is not None:
             land(rider)
         plain = {} if add is None else {"add": add, "factor": factor}
@@ -355,14 +355,14 @@ def project(
         stages = _fitting(stages, stage_rows * step * x.itemsize, x.device)
     products = triton.cdiv(outputs, block)
     riders = programs_of(rider)
-    sends = isinstance(rider, Send) and stages == 0  # in the product's own programs
-    if isinstance(rider, Send) and sends and riders > products:
+    sends = isinstance(rider, SendJob) and stages == 0  # in the product's own programs
+    if isinstance(rider, SendJob) and sends and riders > products:
         send(rider)
         rider, riders, sends = None, 0, False
     cap: dict[str, Any] = {}
-    if isinstance(rider, Job) and rows == 1 and up is None and x.itemsize == 2:
+    if isinstance(rider, LandingJob) and rows == 1 and up is None and x.itemsize == 2:
         cap = _registers(size, block, step, warps)
-    to = rider.push if isinstance(rider, Send) else push
+    to = rider.push if isinstance(rider, SendJob) else push
     pointers, constants = rider_arguments(rider, x, to)
     if to is not None:
         assert constants["WORLD"] == to.world
@@ -381,7 +381,7 @@ def project(
         NORM=squares is not None, CP=triton.next_power_of_2(-(-size // CHUNK)),
         ADD=add is not None, STORE=store, PUSH=push is not None,
         RANK=0 if to is None else to.rank,
-        RIDES=0 if rider is None else 1 if isinstance(rider, Job) else 2, **constants,
+        RIDES=0 if rider is None else 1 if isinstance(rider, LandingJob) else 2, **constants,
         STAGES=stages,
         # The interpreter has no bfloat16 product.
         KIND=tl.float32 if interpreted() else getattr(tl, str(x.dtype).removeprefix("torch.")),

@@ -35,7 +35,7 @@ EMPTY = {2: -(2**15), 4: -(2**31)}
 
 
 @dataclass(frozen=True)
-class Push:
+class PushTarget:
     """Where a partial goes: `slots` (rank, row, element) on every rank, from `start` elements on.
 
     buffers: [world] int64, each rank's address of the same symmetric memory.
@@ -48,21 +48,21 @@ class Push:
 
 
 @dataclass
-class Send:
+class SendJob:
     """A finished partial [M, D] on its way to every rank's slots.
 
-    In place of a `Push` where nobody waits for it: a kernel ends only when every rank has
+    In place of a `PushTarget` where nobody waits for it: a kernel ends only when every rank has
     acknowledged what it wrote there, which is time lost on the critical path. Extra programs of
     the next kernel do not delay it.
     """
 
     partial: Tensor
-    push: Push
+    push: PushTarget
     launched: bool = False
 
 
 @dataclass
-class Job:
+class LandingJob:
     """One landing: out = stream (or nothing, where `replaces`) + sums over ranks + own parts.
 
     stream, out: [M, D]; `out` is not the stream itself, which others may still read. squares:
@@ -79,7 +79,7 @@ class Job:
     launched: bool = False
 
 
-def land_reference(job: Job) -> None:
+def land_reference(job: LandingJob) -> None:
     total = torch.zeros_like(job.stream, dtype=torch.float32)
     if not job.replaces:
         total += job.stream.float()
@@ -195,17 +195,19 @@ def _land_kernel(
           INTERPRETED)  # fmt: skip
 
 
-def rider_arguments(rider: Job | Send | None, like: Tensor, push: Push | None) -> tuple[list, dict]:
+def rider_arguments(
+    rider: LandingJob | SendJob | None, like: Tensor, push: PushTarget | None
+) -> tuple[list, dict]:
     """The kernel arguments of a rider: pointers and factors, and constants."""
-    job = rider if isinstance(rider, Job) else None
+    job = rider if isinstance(rider, LandingJob) else None
     sums: list[Tensor] = [] if job is None else list(job.sums)
     owns = [] if job is None else list(job.owns)
     assert len(sums) <= MAX_SUMS, len(sums)
     assert len(owns) <= MAX_OWNS, len(owns)
     tensors = [like] * 3
-    if isinstance(rider, Job):
+    if isinstance(rider, LandingJob):
         tensors = [rider.stream, rider.out, rider.squares]
-    elif isinstance(rider, Send):
+    elif isinstance(rider, SendJob):
         tensors[0] = rider.partial
     size = like.element_size()
     world = sums[0].shape[0] if sums else 1 if push is None else push.world
@@ -229,15 +231,15 @@ def bits_of(like: Tensor) -> object:
     return tl.int16 if like.element_size() == 2 else tl.int32
 
 
-def programs_of(rider: Job | Send | None) -> int:
+def programs_of(rider: LandingJob | SendJob | None) -> int:
     """How many programs a rider adds to a launch."""
     if rider is None:
         return 0
-    rows, size = (rider.stream if isinstance(rider, Job) else rider.partial).shape
+    rows, size = (rider.stream if isinstance(rider, LandingJob) else rider.partial).shape
     return rows * -(-size // CHUNK)
 
 
-def land(job: Job) -> None:
+def land(job: LandingJob) -> None:
     """Run a landing by itself."""
     assert not job.launched
     job.launched = True
@@ -251,7 +253,7 @@ def land(job: Job) -> None:
     )  # fmt: skip
 
 
-def send(job: Send) -> None:
+def send(job: SendJob) -> None:
     """Run a send by itself."""
     assert not job.launched
     job.launched = True
@@ -264,8 +266,8 @@ def send(job: Send) -> None:
     )  # fmt: skip
 
 
-def new_job(stream: Tensor, **fields: object) -> Job:
+def new_landing(stream: Tensor, **fields: object) -> LandingJob:
     """A landing onto `stream` [M, D], with fresh memory for what it writes."""
     rows, size = stream.shape
     squares = torch.empty(rows, -(-size // CHUNK), dtype=torch.float32, device=stream.device)
-    return Job(stream, torch.empty_like(stream), squares, **fields)  # type: ignore[arg-type]
+    return LandingJob(stream, torch.empty_like(stream), squares, **fields)  # type: ignore[arg-type]

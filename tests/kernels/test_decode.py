@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder.kernels import Push, Send, decode_attention, land, new_job, project, send
+from ladder.kernels import PushTarget, SendJob, decode_attention, land, new_landing, project, send
 from ladder.kernels.decode import MAX_ROWS
 from ladder.kernels.landing import CHUNK
 from ladder.models import ModelConfig
@@ -134,19 +134,19 @@ def test_a_product_that_does_not_fit_is_refused() -> None:
     for one, other, options in refused:
         with pytest.raises(AssertionError):
             project(one, other, **options)
-    landed = new_job(x)
+    landed = new_landing(x)
     land(landed)
     with pytest.raises(AssertionError):
         project(x, weight, rider=landed)
     with pytest.raises(AssertionError):
         land(landed)
-    nowhere = Push(torch.zeros(1, dtype=torch.int64), 0, 0, 1)
+    nowhere = PushTarget(torch.zeros(1, dtype=torch.int64), 0, 0, 1)
     with pytest.raises(AssertionError, match="one place"):
-        project(x, weight, push=nowhere, rider=Send(x, nowhere))
+        project(x, weight, push=nowhere, rider=SendJob(x, nowhere))
     with pytest.raises(AssertionError, match="only GPUs share slots"):
         project(x, weight, push=nowhere)
     with pytest.raises(AssertionError, match="only GPUs share slots"):
-        project(x, weight, rider=Send(x, nowhere))
+        project(x, weight, rider=SendJob(x, nowhere))
 
 
 # -- landings ------------------------------------------------------------------------------------
@@ -174,14 +174,16 @@ def test_a_landing(
     parts = [*slots.flatten(0, 1), -1.0 * own, 2.0 * other, *([] if replaces else [stream])]
     exact = torch.stack([part.double() for part in parts]).sum(0)
     before = stream.clone()
-    job = new_job(stream, sums=list(slots.clone()), owns=[(own, -1.0), (other, 2.0)],
+    job = new_landing(stream, sums=list(slots.clone()), owns=[(own, -1.0), (other, 2.0)],
                   replaces=replaces)  # fmt: skip
     land(job)
     assert_close(job.out, exact, exact.to(dtype))
     assert_close(job.squares, squares_of(job.out).double(), squares_of(job.out))
     assert all(empty_slots(taken) for taken in job.sums)
     assert torch.equal(stream, before)
-    again = new_job(stream, sums=list(slots), owns=[(own, -1.0), (other, 2.0)], replaces=replaces)
+    again = new_landing(
+        stream, sums=list(slots), owns=[(own, -1.0), (other, 2.0)], replaces=replaces
+    )
     land(again)
     assert torch.equal(again.out, job.out)
 
@@ -189,7 +191,7 @@ def test_a_landing(
 @pytest.mark.parametrize("device", [on("cpu"), on("interpreter"), on("cuda")])
 def test_a_landing_of_nothing_is_the_stream(device: str) -> None:
     stream = torch.randn(2, 1030, device=device)
-    job = new_job(stream)
+    job = new_landing(stream)
     land(job)
     assert torch.equal(job.out, stream)
     assert job.out.data_ptr() != stream.data_ptr()
@@ -200,7 +202,7 @@ def test_a_landing_of_nothing_is_the_stream(device: str) -> None:
 def test_a_rider_has_rows_of_its_own(device: str, rows: int) -> None:
     stream, own = torch.randn(2, 5, 1100, device=device)
     x, weight = torch.randn(rows, 40, device=device), torch.randn(7, 40, device=device)
-    job, alone = (new_job(stream, owns=[(own, 0.5)]) for _ in range(2))
+    job, alone = (new_landing(stream, owns=[(own, 0.5)]) for _ in range(2))
     y = project(x, weight, rider=job)
     land(alone)
     assert torch.equal(y, project(x, weight))
@@ -247,7 +249,7 @@ def test_pushed_partials_land_beside_the_next_product(
     partials = torch.einsum("wri,wsi->wrs", x.double(), weight.double())
     plain = torch.stack([F.linear(one, matrix) for one, matrix in zip(x, weight, strict=True)])
     for rank in range(world):
-        push = Push(buffers, start, rank, world)
+        push = PushTarget(buffers, start, rank, world)
         if by == "the product":
             keep = rank != 1
             kept = project(x[rank], weight[rank], push=push, add=add, factor=1 / world, keep=keep)
@@ -256,7 +258,7 @@ def test_pushed_partials_land_beside_the_next_product(
             partial = project(x[rank], weight[rank], add=add, factor=1 / world)
             assert partial is not None
             partial[:, ::5] = -0.0
-            sending, kept = Send(partial, push), None
+            sending, kept = SendJob(partial, push), None
             if by == "a send":
                 send(sending)
             else:
@@ -272,7 +274,7 @@ def test_pushed_partials_land_beside_the_next_product(
     total = stream.double() + partials.sum(0) + add.double()
     rounded = (plain + (add / world).to(dtype)).sum(0) + stream
     for rank in range(world):
-        job = new_job(stream, sums=[views[rank]])
+        job = new_landing(stream, sums=[views[rank]])
         y = project(x[rank], weight[rank], rider=job)
         assert_close(y, partials[rank], plain[rank])
         assert job.launched

@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from ladder.kernels import Job, Push, Send, decode_attention, land, new_job, project, send
+from ladder.kernels import (
+    LandingJob,
+    PushTarget,
+    SendJob,
+    decode_attention,
+    land,
+    new_landing,
+    project,
+    send,
+)
 from tests.samples import relative_error
 
 pytestmark = [
@@ -55,14 +64,14 @@ class Chain:
         rides: with a lag, sends ride on the next sublayer's first product and landings on its last,
         as in ladder.infer.decode; else each is launched by itself.
         """
-        read = new_job(self.x)
+        read = new_landing(self.x)
         self._land(read, wait)
-        flying: list[Tensor | Send] = []
+        flying: list[Tensor | SendJob] = []
         for turn in range(2 * LAYERS):
             while len(flying) > self.lag:
                 read = self._landing(read, flying)
                 self._land(read, wait)
-            sending = flying[-1] if flying and isinstance(flying[-1], Send) else None
+            sending = flying[-1] if flying and isinstance(flying[-1], SendJob) else None
             following = None
             if self.lag and len(flying) == self.lag:
                 following = self._landing(read, flying)
@@ -72,12 +81,12 @@ class Chain:
                 output = self._sublayer(turn, read, None, None, wait)
                 if following is not None:
                     self._land(following, wait)
-            if isinstance(output, Send) and not rides:
+            if isinstance(output, SendJob) and not rides:
                 send(output)
                 wait()
             flying.append(output)
             read = read if following is None else following
-        if isinstance(flying[-1], Send) and not flying[-1].launched:
+        if isinstance(flying[-1], SendJob) and not flying[-1].launched:
             send(flying[-1])
             wait()
         while flying:
@@ -85,23 +94,28 @@ class Chain:
             self._land(read, wait)
         return read.out
 
-    def _land(self, job: Job, wait: Wait) -> None:
+    def _land(self, job: LandingJob, wait: Wait) -> None:
         land(job)
         wait()
 
-    def _landing(self, read: Job, flying: list[Tensor | Send]) -> Job:
+    def _landing(self, read: LandingJob, flying: list[Tensor | SendJob]) -> LandingJob:
         """Of the oldest output in flight."""
         output = flying.pop(0)
         if not self.pushes:
             assert isinstance(output, Tensor)
-            return new_job(read.out, owns=[(output, 1.0)])
-        if isinstance(output, Send):
+            return new_landing(read.out, owns=[(output, 1.0)])
+        if isinstance(output, SendJob):
             output = self.slots[output.push.start // output.partial.numel()]
-        return new_job(read.out, sums=[output])
+        return new_landing(read.out, sums=[output])
 
     def _sublayer(
-        self, turn: int, read: Job, first: Send | None, last: Job | None, wait: Wait
-    ) -> Tensor | Send:
+        self,
+        turn: int,
+        read: LandingJob,
+        first: SendJob | None,
+        last: LandingJob | None,
+        wait: Wait,
+    ) -> Tensor | SendJob:
         """Attention and MLP in turn. first, last: what their first and last product carry.
 
         The output is a tensor, slots where it was pushed, or yet to be sent.
@@ -119,7 +133,7 @@ class Chain:
             y = project(read.out, *both.chunk(2), **norm)
         wait()
         slots = self.slots[turn % SETS]
-        push = Push(self.buffers, turn % SETS * slots.numel(), 0, 1)
+        push = PushTarget(self.buffers, turn % SETS * slots.numel(), 0, 1)
         at_once = self.pushes and self.lag == 0
         partial = project(
             y, down if turn % 2 else o, rider=last, push=push if at_once else None, keep=not at_once
@@ -127,7 +141,7 @@ class Chain:
         wait()
         if partial is None:
             return slots
-        return Send(partial, push) if self.pushes else partial
+        return SendJob(partial, push) if self.pushes else partial
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
