@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ladder.models import layers
+from ladder.models.parameters import Initialisation
+from ladder.models.reducer import Ranks
 from ladder.models.transformer import Transformer, meta_model
 from ladder.parallel.sharding import initialise
 from tests.samples import small_config
@@ -62,3 +64,43 @@ def test_the_numbers_of_a_seed_stay(config: object) -> None:
     for name, parameter in model.named_parameters():
         expected = old_numbers(name, parameter.shape, 5, model.config.num_layers)
         assert torch.equal(parameter, expected), name
+
+
+def test_what_each_process_holds() -> None:
+    """Each number once over the processes, or whole on each, where its gradient is shared: norms,
+    output biases, and the two heads of keys and values that four processes cannot divide."""
+    config = small_config("ladder", qk_norm=True, attention_bias=True, mlp_bias=True, vocab_size=10)
+    model = meta_model(config)
+    whole = set()
+    for name, shape in model.shapes.items():
+        spec, held = model.specs[name], torch.zeros(shape)
+        for process in range(4):
+            held[spec.slices(shape, Ranks(4, process))] += 1
+        assert held.unique().tolist() == [4 if spec.split_over(4) is None else 1], name
+        if spec.split_over(4) is None:
+            whole.add(name.split(".", 3)[-1] if "layers" in name else name)
+    assert whole == {
+        "input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight",
+        "self_attn.q_norm.weight", "self_attn.k_norm.weight", "self_attn.o_proj.bias",
+        "self_attn.k_proj.weight", "self_attn.k_proj.bias", "self_attn.v_proj.weight",
+        "self_attn.v_proj.bias", "mlp.down_proj.bias",
+    }  # fmt: skip
+    keys = model.specs["model.layers.0.self_attn.k_proj.weight"]
+    assert (keys.split_over(2), config.num_kv_heads) == (0, 2)
+
+
+def test_the_norms_of_each_rank_are_split_over_the_processes() -> None:
+    model = meta_model(small_config("desync-2x", 4, True, num_kv_heads=4))
+    found = {
+        (len(shape), model.specs[name].split, model.specs[name].decay)
+        for name, shape in model.shapes.items()
+        if "norm" in name
+    }
+    assert found == {(1, None, False), (2, 0, False)}
+
+
+def test_a_tied_parameter_has_the_spec_of_each_of_its_names() -> None:
+    """transformers initialises the head by its own name, tied or not."""
+    model = meta_model(small_config(tie_embeddings=True))
+    assert "lm_head.weight" not in model.shapes
+    assert model.specs["lm_head.weight"].init is Initialisation.NORMAL
