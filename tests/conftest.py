@@ -28,6 +28,10 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 TESTS = Path(__file__).parent
+# Helpers of a folder say what an assertion compared, as tests do.
+pytest.register_assert_rewrite(
+    *(f"tests.{path.parent.name}" for path in TESTS.glob("*/__init__.py"))
+)
 # The files that take longest, longest first, so that the last tests of all processes end together.
 LONGEST = (
     "parallel/test_parity", "parallel/test_tensor_parallel", "parallel/test_sequence_parallel",

@@ -6,7 +6,7 @@ conftest, and by what forks ranks (tests.distributed). Nothing but a test that a
 kernel there, since `jit.INTERPRETED` is False in between: CPU tensors take the references.
 
     @pytest.mark.parametrize("device", [on("cpu"), on("interpreter"), on("cuda")])
-    def test_a_kernel(device: str) -> None: ...            # see tests.kernels.test_kernels.on
+    def test_a_kernel(device: str) -> None: ...            # see tests.kernels.support.on
 
 gives one body three ways to run. On a rank of a pool, `with interpreting() as ran` does it. A
 process with a GPU runs the compiled kernels, and no interpreter beside them.

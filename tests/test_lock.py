@@ -24,8 +24,7 @@ from ladder.train import state
 from ladder.train.loop import train
 from tests.commands import Start
 from tests.distributed import Pools
-from tests.train.test_faults import fail_on_ranks, steps_of, training
-from tests.train.test_train import losses, recipe, untimed
+from tests.train.runs import fail_on_ranks, losses, recipe, steps_of, training, untimed
 
 HERE = rf"pid {os.getpid()}, since \d\d\d\d-"
 FLOCK = fcntl.flock

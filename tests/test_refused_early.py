@@ -15,7 +15,7 @@ from ladder.files import check_writable, refuse_inside
 from ladder.models.errors import UserError
 from ladder.train.loop import train
 from tests.documents import contents
-from tests.train.test_train import recipe
+from tests.train.runs import recipe
 
 
 @pytest.fixture(scope="module")

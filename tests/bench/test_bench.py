@@ -33,10 +33,10 @@ from ladder.comm import access
 from ladder.models import ModelConfig, UserError, resolve_plan
 from ladder.parallel import launch
 from tests import ROOT
+from tests.bench.records import POINT, record
 
 CPU = torch.device("cpu")
 SUITES = sorted(path.stem for path in (ROOT / "configs" / "bench").glob("*.yaml"))
-POINT = InferencePoint("tiny", "standard", "push", 4, 2, 8, 4, 4)
 
 
 def anything(reducer: str, tp: int) -> None:
@@ -149,11 +149,11 @@ def test_a_plan_without_reduces_keeps_its_own_lags(plan: str) -> None:
     bare = whole.as_no_comm()
     assert bare.collectives == 0
     assert bare.no_comm
-    for record, other in zip(whole.sublayers, bare.sublayers, strict=True):
+    for sublayer, other in zip(whole.sublayers, bare.sublayers, strict=True):
         assert (other.kind, other.own_lag, other.own_scale) == (
-            record.kind,
-            record.own_lag,
-            record.own_scale,
+            sublayer.kind,
+            sublayer.own_lag,
+            sublayer.own_scale,
         )
         assert other.reduce == "none"
     point = InferencePoint("tiny", plan, "async", 2, 1, 8, 4, 4)
@@ -264,28 +264,6 @@ def test_chunks_keep_a_plan_with_its_counterpart(monkeypatch: pytest.MonkeyPatch
 
 
 # ---- the command's loop ---------------------------------------------------------------------
-
-
-def record(
-    point: InferencePoint, prefill: float = 10.0, decode: float = 2.0, total: float = 100.0
-) -> Any:
-    bare = counterpart(point, point.reducer)
-    return {
-        "point": asdict(point),
-        "result": {
-            "prefill_ms": prefill,
-            "prefill_floor_ms": 5.0,
-            "decode_ms": decode,
-            "decode_p99_ms": 2.5,
-            "floor_ms": 1.0,
-            "total_ms": total,
-            "memory_gib": 1.5,
-            "picked": {"8192": "push"},
-        },
-        "check": {},
-        "no_comm": None if bare is None else [bare.plan, bare.no_comm],
-        "machine": {"gpu": "none"},
-    }
 
 
 @pytest.fixture

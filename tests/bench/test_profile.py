@@ -27,8 +27,9 @@ from ladder.bench.trace import (
 from ladder.infer.engine import Engine, Session
 from ladder.infer.sampling import Sampling, draws
 from ladder.models import UserError
+from tests.bench.traces import on_gpu
 from tests.distributed import Pools, tp_mesh
-from tests.infer.test_generate import make
+from tests.infer.engines import make
 
 NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
@@ -136,21 +137,6 @@ def test_the_lines_give_figures_per_step() -> None:
         ["0.5", "20.0", "40.00"],
         ["0.25", "20.0", "80.00"],
     ]
-
-
-def on_gpu(name: str, stream: int, start: float, end: float, category: str = "kernel") -> dict:
-    """A record as the profiler writes them."""
-    args = {"device": 0, "context": 1, "stream": stream, "correlation": 77}
-    times = {"ts": start, "dur": end - start}
-    return {
-        "ph": "X",
-        "cat": category,
-        "name": name,
-        "pid": 0,
-        "tid": stream,
-        **times,
-        "args": args,
-    }
 
 
 def with_kernels(file: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from ladder.bench.inference.derive import derive, improvements, pareto, text_table
 from ladder.bench.inference.page import write_page
 from ladder.bench.results import read
-from tests.bench.test_bench import POINT, record
+from tests.bench.records import POINT, record
 
 
 def rows(*records: Any) -> dict[tuple[str, str], Any]:

@@ -20,10 +20,10 @@ from ladder.models.config import ModelConfig
 from ladder.parallel import launch
 from ladder.parallel.sharding import local_tensor
 from ladder.records import facts
-from tests.bench.test_profile import on_gpu
+from tests.bench.traces import on_gpu
 from tests.commands import Start
 from tests.distributed import Pools
-from tests.parallel.test_collectives import Dispatched
+from tests.parallel.calls import Dispatched
 
 
 def options(**changes: Any) -> Any:

@@ -19,7 +19,7 @@ from ladder.train import metrics
 from ladder.train.config import load_train_config
 from ladder.train.loop import train
 from tests import ROOT
-from tests.train.test_train import recipe
+from tests.train.runs import recipe
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import adapt

@@ -24,7 +24,7 @@ from ladder.comm.push import PushAllReduce, reference_all_reduce
 from ladder.comm.two_shot import TwoShotAllReduce, shard_words
 from tests.distributed import Pools
 from tests.interpreter import addresses, interpreting
-from tests.kernels.test_kernels import on
+from tests.kernels.support import on
 
 KEYS = [(64, torch.bfloat16), (2056, torch.bfloat16), (1500, torch.float32), (8, torch.bfloat16)]
 

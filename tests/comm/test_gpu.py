@@ -24,7 +24,7 @@ from ladder.models.reducer import Ranks
 from ladder.parallel import launch
 from ladder.parallel.dispatch import Dispatch, load_dispatch
 from ladder.parallel.reducers import PushReducer
-from tests.infer.test_gpu import pushing_engine
+from tests.infer.engines import pushing_engine
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from ladder.convert import verify
 from ladder.convert.command import convert
 from ladder.convert.verify import checksum, verify_checksums
 from ladder.models import ModelConfig, UserError
-from tests.convert.test_convert import assert_refused, assert_same_bits, edit, save, tensors
+from tests.convert.folders import assert_refused, assert_same_bits, edit, save, tensors
 
 
 def assert_compared(what: str, printed: str) -> None:

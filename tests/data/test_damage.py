@@ -20,8 +20,7 @@ from ladder.models.errors import UserError
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests.distributed import Pools
-from tests.train.test_faults import flip
-from tests.train.test_train import recipe
+from tests.train.runs import flip, recipe
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from ladder.models.errors import UserError
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests.distributed import Pools
-from tests.train.test_train import losses, run_on_ranks
+from tests.train.runs import losses, run_on_ranks
 
 LENGTHS = (21, 9, 47)  # windows of each source
 SHARES = (5, 2, 4)

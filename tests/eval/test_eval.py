@@ -20,7 +20,7 @@ from ladder.models import Transformer, UserError
 from tests.corpus import WORDS
 from tests.distributed import Pools, tp_mesh
 from tests.evaluation import CONTEXT, needs_lm_eval
-from tests.infer.test_generate import make, prompts, without_cache
+from tests.infer.engines import make, prompts, without_cache
 
 # ---- log-likelihoods ----------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from ladder.models import UserError, resolve_plan
 from ladder.train.config import load_train_config
 from tests import ROOT
 from tests.chats import TEMPLATE, make_chats, write_chats
-from tests.test_checkpoint import make, save_llama, save_ours
+from tests.folders import make, save_llama, save_ours
 
 PAPER = ROOT / "configs/axolotl/paper-sft.yaml"
 GOOD = {"cls_model_config": "LadderConfig", "attn_implementation": "sdpa", "micro_batch_size": 2}

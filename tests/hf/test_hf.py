@@ -31,18 +31,14 @@ from ladder.infer.engine import generate  # noqa: E402
 from ladder.models import Transformer, UserError, document_starts  # noqa: E402
 from ladder.parallel.reducers import AsyncReducer  # noqa: E402
 from ladder.parallel.sharding import local_parameters  # noqa: E402
-from tests import test_checkpoint  # noqa: E402
+from tests import folders  # noqa: E402
 from tests.distributed import PATIENCE, Pools, tp_mesh  # noqa: E402
-from tests.infer import test_generate  # noqa: E402
-from tests.infer.test_generate import PLANS, prompts  # noqa: E402
-from tests.test_checkpoint import LLAMA_3, SCALINGS, TOKENS, save_llama, save_ours  # noqa: E402
+from tests.folders import LLAMA_3, SCALINGS, TOKENS, save_llama, save_ours  # noqa: E402
+from tests.hf.models import wrapped  # noqa: E402
+from tests.infer import engines  # noqa: E402
+from tests.infer.engines import PLANS, prompts  # noqa: E402
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-
-def wrapped(plan: str = "ladder", degree: int | None = None, **changes: Any) -> LadderForCausalLM:
-    """Random, in float64, with wide logits, so that its choices are no near ties."""
-    return LadderForCausalLM.from_transformer(test_generate.make(plan, degree, **changes))
 
 
 def padded(rows: list[list[int]], side: str) -> tuple[Tensor, Tensor]:
@@ -223,7 +219,7 @@ def test_folders_round_trip(tmp_path: Path, changes: dict[str, Any]) -> None:
 
 
 def test_folders_that_ladder_wrote(tmp_path: Path) -> None:
-    model = test_checkpoint.make()
+    model = folders.make()
     save_ours(tmp_path, model)
     config = AutoConfig.from_pretrained(tmp_path)
     assert (config.num_hidden_layers, config.vocab_size, config.eos_token_id) == (2, 91, 0)
@@ -305,7 +301,7 @@ def test_a_folder_carries_its_code(tmp_path: Path, corpus: Path) -> None:
     """Loaded, run, saved and loaded again by a process that has no ladder, and no network."""
     source, out, again = tmp_path / "ours", tmp_path / "out", tmp_path / "again"
     source.mkdir()
-    model = test_generate.make("desync-4x", 4)
+    model = engines.make("desync-4x", 4)
     save_ours(source, model)
     shutil.copy(corpus / "tokenizer.json", source)
     ladder.hf.export(source, out)
@@ -341,7 +337,7 @@ def test_an_export_that_fails_leaves_no_folder(
     """Without its code, the config.json that names it, or its end token, it would be no export."""
     source = tmp_path / "ours"
     source.mkdir()
-    save_ours(source, test_generate.make("ladder", None))
+    save_ours(source, engines.make("ladder", None))
 
     def full(folder: Path) -> None:
         raise OSError(28, "No space left on device")
@@ -400,7 +396,7 @@ def test_two_ranks_are_one_process(
 
 def test_a_new_model_is_initialised_as_ours() -> None:
     """Biased statistics, or norms and biases that are not 1 and 0, fail this."""
-    config = test_generate.make("ladder", None, attention_bias=True).config
+    config = engines.make("ladder", None, attention_bias=True).config
     model = LadderForCausalLM(LadderConfig(model=config.to_dict()))
     layer = model.model.layers[1]
     assert (layer.input_layernorm.weight == 1).all()
@@ -444,7 +440,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 
 def test_trainer_trains(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    config = test_generate.make("ladder", None).config
+    config = engines.make("ladder", None).config
     model = LadderForCausalLM(LadderConfig(model=config.to_dict()))
     data = [{"input_ids": row, "labels": row} for row in torch.arange(8 * 12).view(8, 12) % 67]
     options = transformers.TrainingArguments(

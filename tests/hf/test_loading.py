@@ -22,7 +22,7 @@ from ladder.checkpoint import write_config
 from ladder.convert.command import convert
 from ladder.hf import LadderForCausalLM
 from ladder.models import UserError
-from tests.test_checkpoint import TOKENS, make, save_llama, save_ours
+from tests.folders import TOKENS, make, save_llama, save_ours
 
 
 def edited(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:

@@ -15,8 +15,8 @@ from ladder.checkpoint import load_model
 from ladder.hf import LadderForCausalLM
 from ladder.models import UserError
 from ladder.models.layers import ColumnParallelLinear, KVParallelLinear, RowParallelLinear
-from tests.hf.test_hf import wrapped
-from tests.infer import test_generate
+from tests.hf.models import wrapped
+from tests.infer import engines
 
 TOKENS = torch.randint(0, 67, (2, 9), generator=torch.Generator().manual_seed(0))
 USUAL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -93,7 +93,7 @@ def test_lora_trains_merges_and_is_loaded(
     tmp_path: Path, plan: str, options: dict[str, Any]
 ) -> None:
     peft = pytest.importorskip("peft")
-    base = LadderForCausalLM.from_transformer(test_generate.make(plan, None).float())
+    base = LadderForCausalLM.from_transformer(engines.make(plan, None).float())
     base.save_pretrained(tmp_path / "base")
     folder = str(tmp_path / "base")
     torch.manual_seed(0)

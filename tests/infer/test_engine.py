@@ -26,7 +26,7 @@ from ladder.infer.engine import (
 from ladder.infer.graphs import WARM_UP_STEPS, no_collection
 from ladder.infer.sampling import Sampling
 from ladder.models import Transformer, UserError
-from tests.infer.test_generate import make
+from tests.infer.engines import make
 
 PLANS = [("standard", None), ("ladder", None), ("desync-2x", 2), ("dtp-1", 2)]
 CONTEXT = 72  # prompts are padded to 16, 32, 48, 64 and 72 (not 128)

@@ -11,18 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from ladder.bench.inference.verify import forced
 from ladder.infer import decode as decode_module
 from ladder.infer.decode import DecodeReducer
 from ladder.infer.engine import Engine
 from ladder.infer.fused import can_fuse
-from ladder.infer.sampling import Sampling
 from ladder.kernels.decode import MAX_ROWS
 from ladder.models import Ranks, Transformer, UserError
 from ladder.models.presets import PlanSpec
 from ladder.parallel.reducers import PushReducer
 from ladder.parallel.sharding import shard_model
 from tests.distributed import Pools, tp_mesh
+from tests.infer.engines import heads_agree
 from tests.samples import (
     ADDED_APART,
     FUSED_PLANS,
@@ -109,14 +108,6 @@ def test_the_fused_path_on_two_ranks(pools: Pools, name: str) -> None:
     depends = name not in SAME_AT_ANY_T
     expected = decode(virtual(full_model(small_config(FUSED_PLANS[name], 2, depends), 5), 2), False)
     assert pools(2).run(fused_on_ranks, FUSED_PLANS[name], depends) == [expected, expected]
-
-
-@torch.inference_mode()
-def heads_agree(engine: Engine, tokens: Tensor, prompt: int) -> list[bool]:
-    """Of each step, whether the heads of all ranks read the same bits, after `share_head`."""
-    session = engine.session(*tokens.shape, Sampling())
-    ranks = engine.model.reducer.ranks.processes
-    return [heads_read_the_same(logits, ranks) for logits in forced(session, tokens, prompt)]
 
 
 def read_by_heads(rank: int, world_size: int, plan: PlanSpec, depends: bool) -> list[bool]:

@@ -7,52 +7,9 @@ import torch
 
 from ladder.infer.engine import Completion, generate
 from ladder.infer.sampling import Sampling, choose, draws, probabilities
-from ladder.models import ModelConfig, Transformer, UserError
-from ladder.parallel.sharding import initialise, shard_model
+from ladder.models import UserError
 from tests.distributed import Pools, tp_mesh
-
-PLANS = [
-    ("standard", None),
-    ("parallel", None),
-    ("ladder", None),
-    ("hybrid", None),
-    ("desync-4x", 4),
-    ("dtp-1", 4),
-]
-
-
-def make(plan: str, degree: int | None, mesh: object = None, **changes: object) -> Transformer:
-    """A random model with wide logits, so that its choices are no near ties."""
-    fields = {
-        "vocab_size": 67,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_layers": 3,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "max_seq_len": 40,
-    } | changes
-    config = ModelConfig(**fields, plan=plan, tp_degree=degree)  # type: ignore[arg-type]
-    model = Transformer(config)
-    shard_model(model, mesh, dtype=torch.float64)  # type: ignore[arg-type]
-    initialise(model, 3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4.0)
-    return model
-
-
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(1, 67, (n,), generator=generator).tolist() for n in (7, 1, 12)]
-
-
-def without_cache(model: Transformer, prompt: list[int], count: int) -> list[int]:
-    """Greedy continuation by full forward passes, one prompt at a time."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
-    return tokens[len(prompt) :]
+from tests.infer.engines import PLANS, make, prompts, without_cache
 
 
 @pytest.mark.parametrize(("plan", "degree"), PLANS)

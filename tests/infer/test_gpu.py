@@ -35,7 +35,7 @@ from ladder.train.optim import make_optimizer
 from ladder.train.prefetch import Batch, Part
 from ladder.train.step import take_step, to_host
 from tests import samples
-from tests.infer.test_fused import heads_agree
+from tests.infer.engines import fused_config, heads_agree, pushing_engine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -302,24 +302,6 @@ def test_masked_training_on_a_gpu(corpus: Path, tmp_path: Path, wrapped: bool) -
         assert all(0 <= record["data_wait"] < 1 for record in records)
         found.append([*(record["loss"] for record in records), result.loss])
     assert found[1] == pytest.approx(found[0], rel=2e-2)
-
-
-def fused_config(name: str, world: int, **changes: Any) -> ModelConfig:
-    """Of a sample plan, with heads for up to four ranks."""
-    shape = {"num_heads": 8, "num_kv_heads": 4, "hidden_size": 64, **changes}
-    depends = name not in samples.SAME_AT_ANY_T
-    return samples.small_config(samples.FUSED_PLANS[name], world, depends, **shape)
-
-
-def pushing_engine(name: str, device: torch.device) -> tuple[Transformer, Engine]:
-    """A sample plan's model in one CPU process, and the engine of its ranks on GPUs."""
-    world = launch.world_size()
-    mesh = launch.make_mesh(device, world)
-    tp = None if mesh is None else mesh["tp"]
-    config = fused_config(name, world)
-    model = samples.full_model(config, 7, torch.float32)
-    shard_model(model, tp, device=device, reducer="async" if world == 1 else "push")
-    return samples.full_model(config, 7), Engine(model, fused=True)
 
 
 def short_prompts(count: int, source: torch.Generator) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""The kernels at the two ends of a decode step, against plain PyTorch: as test_kernels.py."""
+"""The kernels at the two ends of a decode step, against plain PyTorch: see support.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ladder.kernels import choice as module
 from ladder.kernels.choice import EMPTY, SETS, GreedyChoice, embed
 from ladder.models import Reducer
 from tests.interpreter import addresses
-from tests.kernels.test_kernels import on
+from tests.kernels.support import on
 
 
 @pytest.mark.parametrize("device", [on("cpu"), on("interpreter"), on("cuda")])

@@ -1,4 +1,4 @@
-"""The kernels of a decode step, against float64: how they are run is in test_kernels.py."""
+"""The kernels of a decode step, against float64: how they are run is in support.py."""
 
 from __future__ import annotations
 
@@ -14,17 +14,41 @@ from ladder.kernels.decode import MAX_ROWS
 from ladder.kernels.landing import CHUNK
 from ladder.models import ModelConfig
 from ladder.models.layers import rotary_tables, rotate
-from tests.kernels.test_kernels import (  # noqa: F401  (fixtures)
-    CACHES,
+from tests.kernels.support import (  # noqa: F401  (fixtures)
     DTYPES,
     _poisoned_memory,
     assert_close,
-    attend,
     on,
-    some_positions,
 )
 
 EPS = 1e-5
+
+CACHES = [  # batch, query heads, KV heads, length, head_dim
+    *(on("cpu", *s) for s in ((1, 8, 4, 100, 12), (3, 4, 1, 70, 80), (2, 2, 2, 130, 64))),
+    *(on("interpreter", *s) for s in ((1, 4, 2, 70, 12), (3, 4, 1, 40, 80), (2, 2, 2, 70, 64))),
+    *(on("cuda", *s) for s in ((1, 8, 4, 100, 12), (3, 4, 1, 70, 80), (2, 5, 1, 333, 96))),
+    *(on("cuda", *s) for s in ((1, 8, 2, 8192, 128), (1, 16, 2, 4096, 128), (64, 8, 2, 2048, 128))),
+    *(on("cuda", *s) for s in ((1, 8, 2, 32768, 64), (256, 8, 2, 512, 128), (4, 6, 6, 1000, 64))),
+    on("cuda", 2, 40, 1, 500, 128),
+    on("cuda", 2, 4, 2, 300, 256),
+]
+
+
+def some_positions(batch: int, length: int, device: str) -> list[Tensor]:
+    """[batch] each, two at least: the first and last place, the edges of blocks, and random ones.
+
+    All edges are met, so a small batch takes many.
+    """
+    edges = {n * block + side for n in (1, 2) for block in (16, 32, 64, 128) for side in (-1, 0)}
+    chosen = [0, length - 1, *(edge for edge in edges if edge < length)]
+    turns = max(2, -(-len(chosen) // batch))
+    chosen += torch.randint(length, (turns * batch - len(chosen),)).tolist()
+    return list(torch.tensor(chosen, device=device)[torch.randperm(len(chosen))].view(turns, batch))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    return ((q @ k.mT * scale).softmax(-1) @ v).squeeze(2)
 
 
 def squares_of(x: Tensor) -> Tensor:

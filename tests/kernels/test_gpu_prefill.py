@@ -18,8 +18,13 @@ from ladder.parallel import launch
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sharded import ShardedReducer
 from ladder.parallel.sharding import initialise, shard_model
-from tests.kernels.test_kernels import DTYPES, _poisoned_memory  # noqa: F401  (a fixture)
-from tests.kernels.test_prefill import check_land_rows, check_rotary_prompt, check_swiglu
+from tests.kernels.support import (  # noqa: F401  (a fixture)
+    DTYPES,
+    _poisoned_memory,
+    check_land_rows,
+    check_rotary_prompt,
+    check_swiglu,
+)
 from tests.samples import SAME_AT_ANY_T, relative_error, small_config
 
 pytestmark = [

@@ -1,73 +1,18 @@
-"""What the tests of kernels share, and what several kernels use.
-
-They are compared with float64 by the same bodies three ways: on a CPU their references and, through
-Triton's interpreter, the kernels (`pytest -m interpreted`: see tests.interpreter); on a GPU the
-compiled kernels (`pytest -m gpu`).
-"""
+"""What several kernels use: adding and norming, and the ways to launch a kernel."""
 
 from __future__ import annotations
 
 import importlib
-import os
-from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from ladder import jit
 from ladder.kernels import add_rms_norm
-from tests.interpreter import refusal
-
-GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-INTERPRETED = [
-    pytest.mark.interpreted,
-    pytest.mark.skipif(bool(refusal), reason=f"Triton's interpreter: {refusal}"),
-    # NumPy's words on the infinities and NaN that tests put in
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def on(where: str, *shape: Any) -> Any:
-    """A case (device, *shape). where: "cpu", "cuda", or "interpreter", whose device is "cpu"."""
-    marks = {"cpu": [], "interpreter": INTERPRETED, "cuda": GPU}[where]
-    device = "cuda" if where == "cuda" else "cpu"
-    return pytest.param(device, *shape, marks=marks, id="-".join(str(s) for s in (where, *shape)))
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory is NaN, so an element that a kernel leaves out is seen; fresh inputs."""
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
-    torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
-
-
-def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda *args, **kwargs: allocate(*args, **kwargs).fill_(torch.nan)
-
-
-def assert_close(found: Tensor, exact: Tensor, plain: Tensor) -> None:
-    """`found` against float64: 1e-5 in float32, else twice the plain path's error and an ulp."""
-    assert found.shape == exact.shape
-    assert found.dtype == plain.dtype
-    error = (found.double() - exact).abs()
-    if found.dtype == torch.float32:
-        bound = 1e-5 * exact.abs().max().expand_as(exact)
-    else:
-        allowed = 2 * (plain.double() - exact).abs().max()
-        bound = allowed + torch.finfo(found.dtype).eps * exact.abs()
-    # Not `error > bound`: a NaN fails.
-    assert bool((error <= bound).all()), f"{error.max()} of {exact.abs().max()}"
-
+from tests.kernels.support import DTYPES, _poisoned_memory, assert_close, on  # noqa: F401  (a fixture)
 
 ROWS = [
     *(
@@ -104,34 +49,6 @@ def test_add_rms_norm(device: str, rows: int, size: int, count: int, dtype: torc
         assert torch.equal(landed, stream)
     add_rms_norm(stream, addends, weight, 1e-5, out=(stream, found))  # in place
     assert torch.equal(stream, landed)
-
-
-CACHES = [  # batch, query heads, KV heads, length, head_dim
-    *(on("cpu", *s) for s in ((1, 8, 4, 100, 12), (3, 4, 1, 70, 80), (2, 2, 2, 130, 64))),
-    *(on("interpreter", *s) for s in ((1, 4, 2, 70, 12), (3, 4, 1, 40, 80), (2, 2, 2, 70, 64))),
-    *(on("cuda", *s) for s in ((1, 8, 4, 100, 12), (3, 4, 1, 70, 80), (2, 5, 1, 333, 96))),
-    *(on("cuda", *s) for s in ((1, 8, 2, 8192, 128), (1, 16, 2, 4096, 128), (64, 8, 2, 2048, 128))),
-    *(on("cuda", *s) for s in ((1, 8, 2, 32768, 64), (256, 8, 2, 512, 128), (4, 6, 6, 1000, 64))),
-    on("cuda", 2, 40, 1, 500, 128),
-    on("cuda", 2, 4, 2, 300, 256),
-]
-
-
-def some_positions(batch: int, length: int, device: str) -> list[Tensor]:
-    """[batch] each, two at least: the first and last place, the edges of blocks, and random ones.
-
-    All edges are met, so a small batch takes many.
-    """
-    edges = {n * block + side for n in (1, 2) for block in (16, 32, 64, 128) for side in (-1, 0)}
-    chosen = [0, length - 1, *(edge for edge in edges if edge < length)]
-    turns = max(2, -(-len(chosen) // batch))
-    chosen += torch.randint(length, (turns * batch - len(chosen),)).tolist()
-    return list(torch.tensor(chosen, device=device)[torch.randperm(len(chosen))].view(turns, batch))
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    return ((q @ k.mT * scale).softmax(-1) @ v).squeeze(2)
 
 
 def test_what_does_not_fit_a_norm_is_refused() -> None:

@@ -1,6 +1,6 @@
 """What prompts run through: its kernels against float64, and the stream sharded by tokens.
 
-How the kernels are run is in test_kernels.py. test_gpu_prefill.py runs the same checks,
+How the kernels are run is in support.py. test_gpu_prefill.py runs the same checks,
 and more, on GPUs.
 """
 
@@ -29,15 +29,18 @@ from ladder.comm import barriers, transports
 from ladder.comm.driver import MemoryOperation
 from ladder.kernels.prefill import land_rows, rotary_prompt, swiglu
 from ladder.models import Ranks, UserError, resolve_plan
-from ladder.models.layers import RMSNorm, rotary_tables, rotate
+from ladder.models.layers import RMSNorm
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sharded import ShardedReducer, sharded_refusal
 from ladder.parallel.sharding import shard_model
 from tests.distributed import Pools, tp_mesh
-from tests.kernels.test_kernels import (  # noqa: F401  (fixtures)
+from tests.kernels.support import (  # noqa: F401  (fixtures)
     DTYPES,
     _poisoned_memory,
     assert_close,
+    check_land_rows,
+    check_rotary_prompt,
+    check_swiglu,
     on,
 )
 from tests.samples import (
@@ -52,78 +55,6 @@ from tests.samples import (
 ON_A_CPU = pytest.mark.parametrize("device", [on("cpu"), on("interpreter")])
 
 # -- kernels -----------------------------------------------------------------------------------
-
-
-def check_land_rows(device: str, rows: int, size: int, count: int, dtype: torch.dtype) -> None:
-    pieces = list(torch.randn(count, rows, size, device=device).to(dtype))
-    stream = torch.randn(rows, size, device=device).to(dtype)
-    weight = torch.randn(size, device=device).to(dtype)
-    total = sum((piece.double() for piece in pieces), stream.double())
-    exact = F.rms_norm(total, (size,), weight.double(), 1e-5)
-    plain = stream.clone()
-    for piece in pieces:
-        plain = plain + piece
-    before = stream.clone()
-    landed, normed = land_rows(pieces, stream, weight, 1e-5)
-    assert torch.equal(stream, before)
-    assert_close(landed, total, plain)
-    assert_close(normed, exact, F.rms_norm(plain, (size,), weight, 1e-5))
-    around = torch.full((rows + 2, size), 7.0, dtype=dtype, device=device)
-    again, same = land_rows(pieces, stream, weight, 1e-5, (stream, around[1:-1]))
-    assert again.data_ptr() == stream.data_ptr()  # in place
-    assert torch.equal(again, landed)
-    assert torch.equal(same, normed)
-    assert (around[[0, -1]] == 7.0).all()
-    copies = [torch.full((rows + 2, size), 7.0, dtype=dtype, device=device) for _ in range(7)]
-    land_rows(pieces, before, weight, 1e-5, (stream, same), [copy[1:-1] for copy in copies])
-    for copy in copies:
-        assert torch.equal(copy[1:-1], normed)
-        assert (copy[[0, -1]] == 7.0).all()
-
-
-def check_swiglu(device: str, rows: int, inner: int, dtype: torch.dtype) -> None:
-    packed = (4 * torch.randn(rows, 2 * inner, device=device)).to(dtype)
-    packed[:, 0] = -200  # exp(-gate) is infinite in float32
-    gate, up = packed.chunk(2, dim=-1)
-    exact = F.silu(gate.double()) * up.double()
-    assert_close(swiglu(packed), exact, F.silu(gate) * up)
-
-
-def check_rotary_prompt(
-    device: str, batch: int, length: int, heads: tuple[int, int, int], dtype: torch.dtype,
-    normed: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """heads: query heads, KV heads, head_dim. Returns what the kernel does."""
-    queries, kv, dim = heads
-    config = small_config(max_seq_len=length + 5)
-    places = torch.arange(length + 5, device=device).unsqueeze(0)
-    config = mock.Mock(wraps=config, head_dim=dim, rope_theta=10000.0, rope_scaling=None)
-    tables = rotary_tables(config, places, torch.float32)
-    table = torch.cat([t[0, 0, :, : dim // 2] for t in tables], dim=-1).contiguous()
-    packed = torch.randn(batch, length, (queries + 2 * kv) * dim, device=device).to(dtype)
-    packed[0, 0, -1] = torch.inf  # a value: copied, and nothing else touched by it
-    # Written to part of a layer of a larger cache.
-    caches = torch.full((2, 3, batch, kv, length + 5, dim), 7.0, dtype=dtype, device=device)
-    keys, values = caches[0, 1], caches[1, 1]
-    split = packed.unflatten(-1, (-1, dim)).transpose(1, 2).split((queries, kv, kv), dim=1)
-    before = packed.clone()
-    gains = tuple(torch.rand(2, dim, device=device).to(dtype) + 0.5) if normed else None
-    q, k, v = rotary_prompt(packed, table, keys, values, queries, kv, gains, 1e-3)
-    assert torch.equal(packed, before)
-    cut = tables[:, :, :, :length]
-    for n, (found, source) in enumerate(((q, split[0]), (k, split[1]))):
-        exact, plain = source.double(), source
-        if gains is not None:
-            exact = F.rms_norm(exact, (dim,), gains[n].double(), 1e-3)
-            plain = F.rms_norm(plain, (dim,), gains[n], 1e-3)
-        assert_close(found, rotate(exact, cut.double()), rotate(plain, cut.to(dtype)))
-    assert torch.equal(v, split[2])
-    assert q.transpose(1, 2).is_contiguous()
-    assert k.data_ptr() == keys.data_ptr()
-    assert v.data_ptr() == values.data_ptr()
-    assert (caches[:, :, :, :, length:] == 7.0).all()
-    assert (caches[:, [0, 2]] == 7.0).all()
-    return q, k, v
 
 
 @ON_A_CPU

@@ -27,10 +27,10 @@ from ladder.parallel.sharding import (
 from ladder.train.loop import train
 from tests import restatement
 from tests.distributed import Pools, tp_mesh
-from tests.parallel.test_parity import LAYOUTS, curve, train_all
-from tests.parallel.test_tensor_parallel import weigh
+from tests.parallel.layouts import LAYOUTS, curve, train_all
+from tests.parallel.steps import weigh
 from tests.samples import full_model, relative_error, small_config, virtual, weights_of
-from tests.train.test_train import losses, recipe, recorded, run_on_ranks, seal, untimed, weights
+from tests.train.runs import losses, recipe, recorded, run_on_ranks, seal, untimed, weights
 
 END = 5  # ends a document in these tests
 # Two rows of 12 tokens, of 4, 1, 5 and 2 tokens and of 7 and 5: the first ends with an end, a

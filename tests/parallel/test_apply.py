@@ -22,7 +22,7 @@ from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests.distributed import Pools
 from tests.samples import sample_tokens, small_config
-from tests.train.test_train import losses, recipe, weights
+from tests.train.runs import losses, recipe, weights
 
 PRODUCTS = 7  # of a layer, forward: q, k, v, o, gate, up, down
 

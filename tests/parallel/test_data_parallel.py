@@ -23,9 +23,9 @@ from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from ladder.train.optim import clip_gradients
 from tests.distributed import Pools
-from tests.parallel.test_parity import LAYOUTS, curve
+from tests.parallel.layouts import LAYOUTS, curve
 from tests.samples import sample_tokens
-from tests.train.test_train import recipe, run_on_ranks, untimed, weights
+from tests.train.runs import recipe, run_on_ranks, untimed, weights
 
 CPU = torch.device("cpu")
 

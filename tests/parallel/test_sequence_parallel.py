@@ -22,18 +22,18 @@ from ladder.parallel.sharding import shard_model
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests.distributed import Pools, tp_mesh
-from tests.parallel.test_collectives import Diary
-from tests.parallel.test_parity import compare
-from tests.parallel.test_tensor_parallel import (
-    LIMITS,
-    assert_none_wrong,
-    errors_of,
-    sample,
-    step,
+from tests.parallel.calls import Diary
+from tests.parallel.layouts import compare
+from tests.parallel.steps import LIMITS, assert_none_wrong, errors_of, sample, step
+from tests.samples import (
+    DEPENDS_ON_T,
+    SAME_AT_ANY_T,
+    full_model,
+    sample_tokens,
+    small_config,
     virtual,
 )
-from tests.samples import DEPENDS_ON_T, SAME_AT_ANY_T, full_model, sample_tokens, small_config
-from tests.train.test_train import recipe
+from tests.train.runs import recipe
 
 
 @contextlib.contextmanager
@@ -196,7 +196,7 @@ def test_a_ladders_gathers_run_beneath_a_sublayer(pools: Pools) -> None:
                 assert computed_between(events, ("gather", n)) == []
 
 
-LAYOUTS = {  # as in tests.parallel.test_parity
+LAYOUTS = {  # as in tests.parallel.layouts
     2: [(2, 1, "TP + SP")],
     4: [(4, 1, "TP + SP"), (2, 1, "TP + SP x DDP"), (2, 0, "TP + SP x FSDP")],
 }

@@ -15,7 +15,7 @@ from ladder.models import UserError
 from ladder.train import loop, metrics, step
 from ladder.train.loop import train
 from ladder.train.prefetch import DEPTH, Batch, Part, Prefetcher, read_batch
-from tests.train.test_train import losses, recipe
+from tests.train.runs import losses, recipe
 
 CPU = torch.device("cpu")
 

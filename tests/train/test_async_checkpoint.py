@@ -25,8 +25,7 @@ from ladder.train import metrics, shards, step
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests.distributed import Pools, RankError
-from tests.train.test_faults import go_on, steps_of
-from tests.train.test_train import losses, recipe, stored, untimed, weights
+from tests.train.runs import go_on, losses, recipe, steps_of, stored, untimed, weights
 
 
 @contextmanager

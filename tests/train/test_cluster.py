@@ -15,7 +15,7 @@ import yaml
 from ladder.train.metrics import read
 from tests import ROOT
 from tests.distributed import PATIENCE
-from tests.train.test_train import recipe
+from tests.train.runs import recipe
 
 SCRIPT = ROOT / "docs/train.sbatch"
 # One process a task, as srun starts them; a signal goes to every task.

@@ -15,7 +15,7 @@ from ladder.train.conversion import make_schedule
 from ladder.train.loop import train
 from tests.distributed import Pools
 from tests.samples import small_config
-from tests.train.test_train import losses, recipe, run_on_ranks, stored, untimed, weights
+from tests.train.runs import losses, recipe, run_on_ranks, stored, untimed, weights
 
 LAYERWISE = {"start_step": 2, "every": 2, "order": "last-first"}
 LISTED = [{"step": 1, "plan": "ladder@1"}, {"step": 4, "plan": "ladder"}]

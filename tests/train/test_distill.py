@@ -31,7 +31,7 @@ from tests.chats import make_chats, prepare_chats
 from tests.corpus import swap_two_tokens
 from tests.distributed import Pools, tp_mesh
 from tests.samples import full_model, small_config
-from tests.train.test_train import recipe, recorded, run_on_ranks, stored, untimed, weights
+from tests.train.runs import recipe, recorded, run_on_ranks, stored, untimed, weights
 
 VOCABULARY = 301  # divides unevenly
 

@@ -16,30 +16,30 @@ from typing import Any
 import pytest
 import torch
 
-from ladder.checkpoint import CHECKSUMS, checkpoints, digest, newest, read_checksums
-from ladder.cli import main
+from ladder.checkpoint import CHECKSUMS, digest, newest, read_checksums
 from ladder.config import build
 from ladder.models.errors import UserError
 from ladder.train import loop, metrics, shards, step
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
-from tests.commands import Command, Start
+from tests.commands import Start
 from tests.distributed import Pools
-from tests.train.test_train import losses, recipe, seal, stored, untimed, weights
+from tests.train.runs import (
+    fail_on_ranks,
+    flip,
+    go_on,
+    losses,
+    recipe,
+    seal,
+    steps_of,
+    stored,
+    training,
+    untimed,
+    weights,
+)
 
 STEPS = 50
 SAVING = {"steps": STEPS, "checkpoint_interval": 1, "keep_checkpoints": 3}
-
-
-def training(start: Start, config: TrainConfig, *options: str, **settings: Any) -> Command:
-    """`ladder train` of a recipe."""
-    path = Path(config.out).with_suffix(".json")
-    path.write_text(json.dumps(config.to_dict()))
-    return start(main, ["train", str(path), "--device", "cpu", *options], **settings)
-
-
-def steps_of(run: Path) -> list[int]:
-    return [step for step, _ in checkpoints(run)]
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
@@ -137,12 +137,6 @@ def test_a_full_disk_loses_no_checkpoint(corpus: Path, tmp_path: Path, start: St
     assert not all(torch.equal(value, weights(run)[name]) for name, value in before.items())
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 4
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize("damage", [flip, Path.unlink])
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "tokenizer.json"])
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_named(
@@ -179,12 +173,6 @@ def test_damage_is_told_on_every_rank(corpus: Path, tmp_path: Path, pools: Pools
 
 def stop_at_two(rank: int, world: int, settings: dict[str, Any]) -> None:
     train(build(TrainConfig, settings, "test recipe"), device="cpu", stop_after=2)
-
-
-def fail_on_ranks(rank: int, world: int, settings: dict[str, Any], resume: bool) -> str:
-    with pytest.raises(UserError) as caught:
-        train(build(TrainConfig, settings, "test recipe"), device="cpu", resume=resume)
-    return str(caught.value)
 
 
 def test_a_missing_shard_stops_a_resumed_run(corpus: Path, tmp_path: Path) -> None:
@@ -335,14 +323,6 @@ def spoilt_at(
     finally:
         setattr(step, name, real)
     return str(caught.value)
-
-
-def go_on(rank: int, world: int, settings: dict[str, Any], resume: bool, behind: int = 0) -> None:
-    before, loop.BEHIND["cpu"] = loop.BEHIND["cpu"], behind
-    try:
-        train(build(TrainConfig, settings, "test recipe"), device="cpu", resume=resume)
-    finally:
-        loop.BEHIND["cpu"] = before
 
 
 def test_metrics_on_a_full_disk_end_the_run_with_a_remedy(

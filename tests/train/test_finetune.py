@@ -20,7 +20,7 @@ from ladder.train.config import TrainConfig, load_train_config
 from ladder.train.loop import train
 from tests.chats import make_chats, prepare_chats
 from tests.distributed import Pools
-from tests.train.test_train import losses, recipe, recorded, run_on_ranks, untimed, weights
+from tests.train.runs import losses, recipe, recorded, run_on_ranks, untimed, weights
 
 SEQ = 128
 

@@ -13,7 +13,7 @@ from ladder.config import build
 from ladder.parallel import launch
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
-from tests.train.test_train import losses
+from tests.train.runs import losses
 
 pytestmark = [
     pytest.mark.gpu,

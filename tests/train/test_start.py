@@ -19,8 +19,7 @@ from ladder.train.loop import train
 from ladder.train.start import starting_point
 from tests.corpus import swap_two_tokens
 from tests.distributed import Pools
-from tests.train.test_faults import fail_on_ranks, flip
-from tests.train.test_train import losses, recipe, run_on_ranks, untimed, weights
+from tests.train.runs import fail_on_ranks, flip, losses, recipe, run_on_ranks, untimed, weights
 
 CPU = torch.device("cpu")
 BESIDE = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")

@@ -15,12 +15,9 @@ import pytest
 import torch
 
 from ladder.checkpoint import (
-    TensorReader,
     checkpoints,
     load_model,
     newest,
-    read_checksums,
-    write_checksums,
 )
 from ladder.config import build
 from ladder.files import checksum
@@ -31,15 +28,18 @@ from ladder.train.loop import train
 from ladder.train.optim import learning_rate, make_optimizer
 from tests.distributed import Pools
 from tests.samples import small_config
+from tests.train.runs import (
+    SHAPE,
+    losses,
+    recipe,
+    recorded,
+    run_on_ranks,
+    seal,
+    stored,
+    untimed,
+    weights,
+)
 
-SHAPE = {
-    "name": "tiny",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-}
 LAG_2 = [
     {
         "layers": "0-1",
@@ -47,57 +47,7 @@ LAG_2 = [
         "mlp": {"own_lag": 2, "peer_lag": 2},
     }
 ]
-TIMES = ("tokens_per_second", "tokens_per_second_per_gpu", "data_wait", "checkpoint_seconds")
 DESYNC_THEN_LADDER = [{"layers": 0, "preset": "desync-2x"}, {"layers": 1, "preset": "ladder"}]
-
-
-def recipe(corpus: Path, out: Path, **changes: Any) -> TrainConfig:
-    settings: dict[str, Any] = {
-        "data": str(corpus),
-        "out": str(out),
-        "model": SHAPE,
-        "plan": "ladder",
-        "steps": 6,
-        "seq_len": 16,
-        "batch_size": 4,
-        "lr": 1e-2,
-        "min_lr": 1e-3,
-        "warmup_steps": 2,
-        "log_interval": 1,
-        "eval_windows": 4,
-        "tensorboard": False,
-    }
-    return build(TrainConfig, settings | changes, "test recipe")
-
-
-def recorded(run: Path, name: str) -> list[float]:
-    return [record[name] for record in metrics.read(run) if name in record]
-
-
-def losses(run: Path) -> list[float]:
-    return recorded(run, "loss")
-
-
-def untimed(run: Path) -> list[dict[str, Any]]:
-    """All that a run recorded, but for its speed, and when it saved."""
-    records = [
-        {name: value for name, value in record.items() if name not in TIMES}
-        for record in metrics.read(run)
-    ]
-    return [record for record in records if len(record) > 1]
-
-
-def stored(folder: Path, stem: str = "model") -> dict[str, torch.Tensor]:
-    """The full tensors of a checkpoint, whatever the number of ranks that wrote it."""
-    reader = TensorReader(folder, stem)
-    return {
-        name: reader.part(name, tuple(slice(0, size) for size in reader.shape(name)))
-        for name in reader.files
-    }
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return stored(newest(run))
 
 
 def test_training_learns(corpus: Path, tmp_path: Path) -> None:
@@ -142,13 +92,6 @@ def test_a_torn_metrics_line_is_dropped_on_resume(corpus: Path, tmp_path: Path) 
     train(config, device="cpu", resume=True)
     train(recipe(corpus, tmp_path / "whole"), device="cpu")
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-
-
-def run_on_ranks(rank: int, world: int, settings: dict[str, Any], stop: int | None) -> None:
-    config = build(TrainConfig, settings, "test recipe")
-    train(config, device="cpu", stop_after=stop)
-    if stop:
-        train(config, device="cpu", resume=True)
 
 
 @pytest.mark.parametrize(
@@ -301,12 +244,6 @@ def test_truncated_checkpoints_are_refused(corpus: Path, tmp_path: Path, file: s
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(UserError, match=f"{file}.*damaged"):
         train(config, device="cpu", resume=True)
-
-
-def seal(path: Path) -> None:
-    """Have a checkpoint's checksums agree with a file that was changed."""
-    sums = read_checksums(path.parent)
-    write_checksums(path.parent, sums | {path.name: checksum(path)})
 
 
 def test_a_checkpoint_of_another_plan_is_refused(corpus: Path, tmp_path: Path) -> None:

@@ -1,0 +1,32 @@
+"""A record of `ladder bench inference`, made up."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from ladder.bench.inference.points import InferencePoint, counterpart
+
+POINT = InferencePoint("tiny", "standard", "push", 4, 2, 8, 4, 4)
+
+
+def record(
+    point: InferencePoint, prefill: float = 10.0, decode: float = 2.0, total: float = 100.0
+) -> Any:
+    bare = counterpart(point, point.reducer)
+    return {
+        "point": asdict(point),
+        "result": {
+            "prefill_ms": prefill,
+            "prefill_floor_ms": 5.0,
+            "decode_ms": decode,
+            "decode_p99_ms": 2.5,
+            "floor_ms": 1.0,
+            "total_ms": total,
+            "memory_gib": 1.5,
+            "picked": {"8192": "push"},
+        },
+        "check": {},
+        "no_comm": None if bare is None else [bare.plan, bare.no_comm],
+        "machine": {"gpu": "none"},
+    }

@@ -1,0 +1,96 @@
+"""One step on real ranks and on virtual ones: the model, its gradients, and how far they differ."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ladder.models import Transformer
+from ladder.parallel.sharding import local_parameters, local_tensor, sum_shared_gradients
+from tests.samples import relative_error, sample_tokens
+
+LIMITS = {torch.float64: 1e-9, torch.float32: 1e-5}  # of the tensor's largest value
+
+
+def weigh(values: Tensor) -> Tensor:
+    """A scalar on which each value has its own influence."""
+    weights = torch.linspace(0.5, 2.0, values.numel(), dtype=values.dtype, device=values.device)
+    return (values * weights.view_as(values)).sum()
+
+
+def sample(config: Any, seed: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, some of which are to be ignored; of this rank's data-parallel group."""
+    tokens = sample_tokens(config, seed, batch, length)
+    targets = sample_tokens(config, seed + 100, batch, length)
+    targets[0, : length // 2] = -100
+    targets[-1, -1] = -1
+    tokens[-1, -1], targets[0, -1] = config.vocab_size - 1, config.vocab_size - 1
+    return tokens, targets
+
+
+@dataclass
+class Step:
+    """What one training step computes: values without grad and with, and the gradients."""
+
+    logits: Tensor
+    value: Tensor
+    grads: dict[str, Tensor | None]
+
+
+def step(
+    model: Transformer, tokens: Tensor, targets: Tensor, of: str = "losses", oracle: bool = False
+) -> Step:
+    """Logits without grad (generation's forward pass), then what `of` says and its backward.
+
+    of: losses, logits, or the logits of the last place alone: what the oracle takes from all.
+    """
+    with torch.no_grad():
+        logits = model(tokens)
+    if of == "losses":
+        value = model(tokens, targets)
+    elif of == "logits":
+        value = model(tokens)
+    elif oracle:
+        value = model(tokens)[:, -1:]
+    else:
+        assert of == "the last logits", of
+        value = model(tokens, last=torch.full_like(tokens[:, 0], tokens.shape[1] - 1))
+    weigh(value).backward()
+    sum_shared_gradients(model)
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return Step(logits, value.detach(), grads)
+
+
+def errors_of(model: Transformer, found: Step, expected: Step) -> dict[str, float]:
+    """The relative error of all that this rank computed, by name."""
+    errors = {
+        "logits without grad": relative_error(found.logits, expected.logits),
+        "logits or losses": relative_error(found.value, expected.value),
+    }
+    assert found.grads.keys() == expected.grads.keys()
+    for name, local, part in local_parameters(model):
+        whole, grad = expected.grads[name], found.grads[name]
+        assert whole is not None, name
+        if grad is None:
+            errors[f"{name}.grad is None"] = math.inf
+            continue
+        mine, theirs = local_tensor(grad), whole[part]
+        assert mine.shape == local.shape == theirs.shape, name
+        # In units of the whole gradient's largest value: a shard's own may be almost nothing.
+        difference = (mine.double() - theirs.double()).abs().max().item()
+        largest = whole.abs().max().item()
+        errors[f"{name}.grad"] = difference / largest if largest else difference
+    return errors
+
+
+def assert_none_wrong(answers: list[list[tuple[str, str, float]]]) -> None:
+    lines = [
+        f"rank {rank}: {label}: {what}: {error:.2e}"
+        for rank, wrong in enumerate(answers)
+        for label, what, error in wrong
+    ]
+    assert not lines, "\n".join(lines[:40])
