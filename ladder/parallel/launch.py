@@ -411,6 +411,22 @@ def from_first(value: Any) -> Any:
     return values[0]
 
 
+def on_first(action: Callable[[], Any]) -> Any:
+    """What `action` gives on rank 0, where alone it is done; elsewhere None.
+
+    Raises UserError on every rank where it does.
+    """
+    found, failed = None, ""
+    if rank() == 0:
+        try:
+            found = action()
+        except UserError as error:
+            failed = str(error)
+    if failed := from_first(failed):
+        raise UserError(failed)
+    return found
+
+
 def gathered(value: Any) -> list[Any]:
     """Every rank's value, on every rank."""
     values = [value] * world_size()

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
-from ladder.checkpoint import checkpoints, read_json
-from ladder.data.batches import TokenData
 from ladder.data.mix import open_sources
 from ladder.data.verify import Verification
-from ladder.files import write_text
 from ladder.lock import Lock, hold
-from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
@@ -30,59 +23,20 @@ from ladder.parallel.data import data_parallel
 from ladder.progress import Progress
 from ladder.train import state
 from ladder.train.checkpointer import Checkpointer
-from ladder.train.config import TrainConfig, refuse_changes
-from ladder.train.efficiency import flops_per_token, peak_flops
-from ladder.train.evaluate import Heldout, bits_per_byte, check_heldout
+from ladder.train.config import TrainConfig
+from ladder.train.evaluate import Heldout, bits_per_byte
 from ladder.train.interruption import Interruption
-from ladder.train.metrics import Metrics, check_packages, connect
-from ladder.train.metrics import read as read_metrics
+from ladder.train.metrics import Metrics
 from ladder.train.objective import Distillation, Objective, cross_entropy
 from ladder.train.optim import learning_rate, make_optimizer
 from ladder.train.prefetch import Batch, Prefetcher, read_batch
-from ladder.train.start import starting_point
+from ladder.train.run import Run, check_run, fingerprint
+from ladder.train.speed import Speed, utilisation
 from ladder.train.step import Outcome, take_step, to_host
 
 # How many steps the host is ahead: on a CPU there is nothing to be ahead of. A step that is not
 # known yet when an error ends the run is not recorded.
 BEHIND = {"cuda": 1, "cpu": 0}
-
-
-class Launched(NamedTuple):
-    """A step (0 is the first), the windows that this rank drew for it, and its learning rate.
-
-    outcome, told: wait for what it came to, and whether a rank was told to stop by then (not 0).
-    """
-
-    step: int
-    windows: list[int]
-    rate: float
-    outcome: Callable[[], Outcome]
-    told: Callable[[], list[float]]
-
-
-class Speed:
-    """Tokens a second, of all ranks and of each, and the share of the host's time that went into
-    waiting for batches."""
-
-    def __init__(self, tokens_per_step: int, batches: Prefetcher, step: int) -> None:
-        self.tokens_per_step, self.batches = tokens_per_step, batches
-        self.begin(step)
-
-    def begin(self, step: int) -> None:
-        """Count from now on, after so many steps."""
-        self.step, self.since, self.waited = step, time.perf_counter(), self.batches.waited
-
-    def up_to(self, step: int) -> dict[str, float]:
-        """Of the steps up to this one; the next are counted from here."""
-        seconds = time.perf_counter() - self.since
-        rate = self.tokens_per_step * (step - self.step) / seconds
-        found = {
-            "tokens_per_second": rate,
-            "tokens_per_second_per_gpu": rate / launch.world_size(),
-            "data_wait": (self.batches.waited - self.waited) / seconds,
-        }
-        self.begin(step)
-        return found
 
 
 def train(
@@ -97,345 +51,253 @@ def train(
     resume: go on from the run's newest checkpoint, exactly where it stopped. stop_after: save and
     return after that many steps in all.
     """
-    place_ = launch.join(device)
-    mesh = launch.make_mesh(place_, config.tp, config.dp_shard)
+    here = launch.join(device)
+    mesh = launch.make_mesh(here, config.tp, config.dp_shard)
     launch.agree(config.to_dict())
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # what is entered here ends before the lock is let go of
         held = hold(Path(config.out) / state.LOCK, f"out={config.out}")
-        lock = _on_first(lambda: stack.enter_context(held))
-        return _train(config, resume, stop_after, place_, mesh, lock, stack)
+        lock = launch.on_first(lambda: stack.enter_context(held))
+        data = open_sources(config.data)
+        launch.agree({"data": fingerprint(data)})
+        shards = stack.enter_context(Verification(data, launch.rank(), launch.world_size()))
+        run = check_run(config, data, mesh, here, resume)
+        return _train(run, shards, lock, stop_after)
 
 
 def _train(
-    config: TrainConfig,
-    resume: bool,
-    stop_after: int | None,
-    place_: torch.device,
-    mesh: DeviceMesh | None,
-    lock: Lock | None,
-    stack: ExitStack,
+    run: Run, shards: Verification, lock: Lock | None, stop_after: int | None
 ) -> Heldout | None:
-    """`train`, in a run's folder that is this launch's alone, by the lock that rank 0 holds.
-
-    stack: what is entered there ends before the lock is let go of.
-    """
-    run = Path(config.out)
-    data = open_sources(config.data)
-    content = [data.index["tokenizer_sha256"], data.index["splits"]]  # not where it came from
-    fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-    launch.agree({"data": fingerprint})
-    shards = stack.enter_context(Verification(data, launch.rank(), launch.world_size()))
-    windows = data.windows("train", config.seq_len)
-    config = config.with_steps(len(windows))
-    found = checkpoints(run)
-    source = None if resume else starting_point(config, data)
-    record = _check_run(run, config, fingerprint, resume, found)
-    if source is None:  # a run that goes on has its model
-        checkpoint = found[-1][1] if record else None
-        source = starting_point(config, data, checkpoint, (record or {}).get("first_plan"))
-    model_config = source.config
-    recipe = config.resolved(model_config)
-    if resume and not record:
-        _check_restart(run, config, recipe)
-    start = record["step"] if record else 0
-    launch.agree({"model": model_config.to_dict()})
-    launch.agree({"start": start})  # before any rank writes what another would find
-    dp, dp_rank = data_parallel(mesh)
-    if config.batch_size % dp:
-        raise UserError(
-            f"batch_size={config.batch_size} is not divisible by the {dp} data-parallel "
-            f"ranks; change one of them"
-        )
-    share = config.batch_size // dp
-    micro = config.micro_batch_size or share
-    if share % micro:
-        raise UserError(
-            f"micro_batch_size={micro} does not divide the {share} sequences of each "
-            f"rank's batch; choose a divisor"
-        )
-    check_heldout(data, config.seq_len, config.eval_windows)
-    heldout = len(data.windows("heldout", config.seq_len).first(config.eval_windows or None))
-    for sequences in (micro, heldout % micro or micro):  # the last batch is what is left
-        config.check_rows(sequences)
-    _on_first(lambda: check_packages(config.tensorboard, config.wandb))
-
+    """`train`, of a run that has been checked. lock: of its folder, on rank 0."""
+    config, main = run.config, launch.rank() == 0
     model = make_model(
-        source.at(max(start - 1, 0)),  # as it was saved
+        run.source.at(max(run.start - 1, 0)),  # as it was saved
         getattr(torch, config.dtype),
-        mesh,
-        place_,
+        run.mesh,
+        run.device,
         sequence_parallel=config.sequence_parallel,
         activation_checkpointing=config.activation_checkpointing,
         compile=config.compile,
     )
     optimizer = make_optimizer(model, config)
-    objective: Objective = cross_entropy
-    recorded: tuple[str, ...] = ()
-    if config.teacher:
-        objective = Distillation(config, model_config, data, mesh, place_)
-        recorded = objective.names
-    main = launch.rank() == 0
-    layout = {"tp": config.tp, "dp": dp, "dp_shard": model.data_shard[1]}
-    if record:
-        state.restore(found[-1][1], model, optimizer, start)
-        before = _layout(config, record["config"].get("micro_batch_size"), record.get("layout"))
-        if main and before != (now := _layout(config, config.micro_batch_size, layout)):
-            print(
-                f"resuming at {now} what ran at {before}: the same run up to rounding, not to the "
-                f"bit",
-                flush=True,
-            )
+    objective, recorded = _objective(run)
+    if run.checkpoint is None:
+        run.source.fill(model, config.seed)
     else:
-        if main and resume:
-            print("the run ended before its first checkpoint: it starts again", flush=True)
-        source.fill(model, config.seed)
-
+        state.restore(run.checkpoint, model, optimizer, run.start)
+    _say(*run.going_on())
     for damage in launch.gathered(shards.soon()):
         if damage:
             raise UserError(damage)
-
-    def begin() -> Any:
-        state.remove_partial(run)
-        remote = connect(run, config.wandb, recipe)
-        write_text(run / "recipe.json", json.dumps(recipe, indent=1) + "\n")  # now it is taken
-        return remote
-
-    remote = _on_first(begin)
-    if main:
-        notes = (*windows.notes(), *source.schedule.notes())
-        print(_header(config, model, data, dp), *notes, sep="\n", flush=True)
-
-    last = min(config.steps, stop_after or config.steps)
-    result: Heldout | None = None
-    tokens_per_step = config.batch_size * config.seq_len
+    remote = launch.on_first(run.begin)
+    _say(_header(run, model), *run.notes())
 
     def read(step: int) -> Batch:
         shards.check()
-        return read_batch(windows, config, step, dp_rank, dp, micro, data.eos_id)
+        dp, rank = data_parallel(run.mesh)
+        return read_batch(run.windows, config, step, rank, dp, run.micro, run.data.eos_id)
 
+    last = min(config.steps, stop_after or config.steps)
     with (
-        Metrics(run, config.tensorboard, start, main, remote) as metrics,
-        Progress("train", config.steps, "steps", quiet=not main, start=start) as progress,
+        Metrics(run.folder, config.tensorboard, run.start, main, remote) as metrics,
+        Progress("train", config.steps, "steps", quiet=not main, start=run.start) as progress,
         Interruption() as interruption,
         Checkpointer(
-            run, model, optimizer, data, mesh, config.keep_checkpoints, source.folder, lock
+            run.folder, model, optimizer, run.data, run.mesh, config.keep_checkpoints,
+            run.source.folder, lock,
         ) as checkpointer,
-        Prefetcher(read, range(start, last), place_) as batches,
-    ):
-
-        def save(done: int, keep_all: bool = False) -> float:
-            record = {
-                "step": done,
-                "data": fingerprint,
-                "layout": layout,
-                "config": config.to_dict(),
-                **({"first_plan": source.first.to_dict()} if config.convert_layers else {}),
-            }
-            return checkpointer.save(record, keep_all)
-
-        def settle(launched: Launched) -> Outcome:
-            """Learn what became of a step.
-
-            Raises UserError where it is not finite, having saved the steps before it.
-            """
-            outcome = launched.outcome()
-            if not outcome.finite:
-                step = launched.step
-                where = _first_not_finite(outcome.own_loss, launched.windows)
-                kept = f"The run up to step {step} is saved" if step else "No step was before it"
-                try:
-                    if saved < step:
-                        model.config = source.at(step - 1)
-                        save(step, keep_all=True)
-                    checkpointer.wait()
-                except UserError as failed:
-                    kept = f"The steps before it could not all be saved: {failed}"
-                raise UserError(
-                    f"step {step + 1}: loss={outcome.sums[0]}, gradient norm={outcome.norm}: not "
-                    f"finite{where}. {kept}; begin another run with a lower lr={config.lr}, or "
-                    f"dtype=float32, from init={run} perhaps"
-                )
-            return outcome
-
-        def write(launched: Launched, outcome: Outcome) -> None:
-            known = launched.step + 1
-            rates = speed.up_to(known)
-            metrics.write(
-                known,
-                **dict(zip(("loss", *recorded), outcome.sums, strict=True)),
-                learning_rate=launched.rate,
-                gradient_norm=outcome.norm,
-                tokens=known * tokens_per_step,
-                **rates,
-                **utilisation(model_config, config.seq_len, rates["tokens_per_second"], place_),
-            )
-            told = f"loss {outcome.sums[0]:.3f}, {rates['tokens_per_second']:,.0f} tokens/s"
-            progress.update(known, told)
-
-        speed = Speed(tokens_per_step, batches, start)
-        saved = start
-        stopped = False
-        flying: deque[Launched] = deque()  # steps of which the host does not know yet
-        for step, batch in zip(range(start, last), batches, strict=True):
-            if source.schedule.plan(step) is not model.config.plan:
-                model.config = source.at(step)
-            rate = learning_rate(step, config)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            outcome = take_step(model, optimizer, batch, mesh, config.grad_clip, objective)
-            told = to_host(interruption.on_any_rank(place_))
-            flying.append(Launched(step, batch.windows, rate, outcome, told))
-
-            done = step + 1
-            evaluates = done == config.steps or bool(
-                config.eval_interval and done % config.eval_interval == 0
-            )
-            due = bool(config.checkpoint_interval) and done % config.checkpoint_interval == 0
-            drains = done == last or evaluates or due
-            while flying and (drains or stopped or len(flying) > BEHIND[place_.type]):
-                launched = flying.popleft()
-                came_to = settle(launched)
-                stopped = stopped or launched.told() != [0]
-                final = not flying and (done == last or stopped)
-                if (launched.step + 1) % config.log_interval == 0 or final:
-                    write(launched, came_to)
-            ended = done == last or stopped
-            if evaluates:
-                result = bits_per_byte(
-                    model, data, config.seq_len, micro, config.eval_windows, mesh,
-                    config.mask_documents,
-                )  # fmt: skip
-                metrics.write(
-                    done,
-                    heldout_loss=result.loss,
-                    heldout_bits_per_byte=result.bits_per_byte,
-                )
-                speed.begin(done)
-            if ended or due:
-                saved = done
-                metrics.write(done, checkpoint_seconds=save(done))
-                if ended:
-                    checkpointer.wait()
-                speed.begin(done)
-            if stopped and done < last:
-                if main:
-                    print(
-                        f"told to stop (SIGTERM): saved step {done} of {config.steps}; go on with "
-                        f"--resume\nrun: {run}",
-                        flush=True,
-                    )
-                return None
-    if main and result is not None:
-        print(
+        Prefetcher(read, range(run.start, last), run.device) as batches,
+    ):  # fmt: skip
+        trainer = Trainer(
+            run, model, optimizer, objective, recorded,
+            batches, metrics, progress, checkpointer, interruption,
+        )  # fmt: skip
+        result = trainer.train(last)
+    if result is not None:
+        _say(
             f"held-out: {result.bits_per_byte:.4f} bits per byte, loss {result.loss:.4f} "
-            f"({result.tokens:,} tokens)\nrun: {run}",
-            flush=True,
+            f"({result.tokens:,} tokens)",
+            f"run: {run.folder}",
         )
     return result
 
 
-def _check_run(
-    run: Path,
-    config: TrainConfig,
-    fingerprint: str,
-    resume: bool,
-    found: list[tuple[int, Path]],
-) -> dict[str, Any] | None:
-    """The record of the checkpoint to go on from, None to start at step 0.
+def _objective(run: Run) -> tuple[Objective, tuple[str, ...]]:
+    """What the run minimises, and the names of the sums that it records beside the loss."""
+    if not run.config.teacher:
+        return cross_entropy, ()
+    distillation = Distillation(run.config, run.model, run.data, run.mesh, run.device)
+    return distillation, distillation.names
 
-    Raises UserError where the run's folder does not fit what was asked.
+
+def _header(run: Run, model: Transformer) -> str:
+    config, count = run.config, sum(shape.numel() for shape in model.shapes.values())
+    plan, ranks = model.config.plan, model.reducer.ranks
+    virtual = f", {ranks.held} virtual ranks" if ranks.held > 1 else ""
+    tokens = config.steps * config.batch_size * config.seq_len
+    return (
+        f"plan {plan.name}: {plan.collectives} collectives per token, {sum(plan.blocking)} "
+        f"blocking; {count:,} parameters; {len(run.data.split('train')):,} training tokens, "
+        f"{tokens:,} to be seen; tp {config.tp}{virtual}, dp {run.dp}, {config.dtype}"
+    )
+
+
+def _say(*lines: str) -> None:
+    """Print lines, on rank 0 alone."""
+    if lines and launch.rank() == 0:
+        print(*lines, sep="\n", flush=True)
+
+
+class Launched(NamedTuple):
+    """A step (0 is the first), the windows that this rank drew for it, and its learning rate.
+
+    outcome: waits for the step and returns its outcome. told: waits, and is not [0] where a rank
+    was told to stop by then.
     """
-    begun = (run / "recipe.json").exists() or (run / "metrics.jsonl").exists()
-    if not resume:
-        if found or begun:
-            raise UserError(
-                f"out={config.out} holds a run already; add --resume to go on with it, "
-                f"or choose another out"
-            )
-        for name in ("index.json", "config.json", "tokenizer.json"):
-            if (run / name).exists():  # data, a model, a tokenizer
-                raise UserError(
-                    f"out={config.out} holds something else, {name}; choose another out"
+
+    step: int
+    windows: list[int]
+    rate: float
+    outcome: Callable[[], Outcome]
+    told: Callable[[], list[float]]
+
+
+@dataclass
+class Trainer:
+    """A run under way: what its steps use, and how far they are.
+
+    recorded: the names of the objective's sums after the loss. in_flight: steps that are launched
+    and whose outcome the host does not know yet. saved: the last step that is saved, or that the
+    run goes on from. stopped: whether a rank was told to stop.
+    """
+
+    run: Run
+    model: Transformer
+    optimizer: torch.optim.Optimizer
+    objective: Objective
+    recorded: tuple[str, ...]
+    batches: Prefetcher
+    metrics: Metrics
+    progress: Progress
+    checkpointer: Checkpointer
+    interruption: Interruption
+    in_flight: deque[Launched] = field(default_factory=deque, init=False)
+    stopped: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        config = self.run.config
+        self.saved = self.run.start
+        self.speed = Speed(config.batch_size * config.seq_len, self.batches, self.run.start)
+
+    def train(self, last: int) -> Heldout | None:
+        """Train up to `last` steps in all; returns the last evaluation, None where told to stop."""
+        config, result = self.run.config, None
+        for step, batch in zip(range(self.run.start, last), self.batches, strict=True):
+            self.launch(step, batch)
+            done = step + 1
+            evaluates = done == config.steps or _due(done, config.eval_interval)
+            saves = done == last or _due(done, config.checkpoint_interval)
+            self.settle(last, drain=evaluates or saves)
+            if evaluates:
+                result = self.evaluate(done)
+            if saves or self.stopped:
+                self.save(done, wait=done == last or self.stopped)
+            if self.stopped and done < last:
+                _say(
+                    f"told to stop (SIGTERM): saved step {done} of {config.steps}; go on with "
+                    f"--resume",
+                    f"run: {self.run.folder}",
                 )
-        return None
-    if not found and begun:
-        return None  # it ended before its first checkpoint
-    if not found:
-        raise UserError(
-            f"--resume: out={config.out} has no checkpoint to go on from; leave "
-            f"--resume out to start"
-        )
-    record = state.verified(found)
-    refuse_changes(record["config"], config, run)
-    if record.get("data") != fingerprint:
-        raise UserError(
-            f"data={config.data} has changed since the run in {run} was started; "
-            f"resume with the data it was started with, several sources in their old order and "
-            f"weights"
-        )
-    if record["step"] >= config.steps:
-        raise UserError(
-            f"out={config.out} has finished its steps={config.steps} already; to train its weights "
-            f"further, start another run from them: init={config.out} and another out"
-        )
-    return record
+                return None
+        return result
 
+    def launch(self, step: int, batch: Batch) -> None:
+        """Start a step, which nobody waits for."""
+        run, config = self.run, self.run.config
+        if run.source.schedule.plan(step) is not self.model.config.plan:
+            self.model.config = run.source.at(step)
+        rate = learning_rate(step, config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        outcome = take_step(
+            self.model, self.optimizer, batch, run.mesh, config.grad_clip, self.objective
+        )
+        told = to_host(self.interruption.on_any_rank(run.device))
+        self.in_flight.append(Launched(step, batch.windows, rate, outcome, told))
 
-def _on_first(action: Callable[[], Any]) -> Any:
-    """What `action` gives on rank 0, where alone it is done; elsewhere None.
+    def settle(self, last: int, drain: bool) -> None:
+        """Learn what became of steps in flight: of all where `drain`, or a rank was told to stop;
+        else until no more than BEHIND are left. Raises UserError where one is not finite."""
+        ahead = BEHIND[self.run.device.type]
+        while self.in_flight and (drain or self.stopped or len(self.in_flight) > ahead):
+            launched = self.in_flight.popleft()
+            outcome = launched.outcome()
+            if not outcome.finite:
+                raise self._not_finite(launched, outcome)
+            self.stopped = self.stopped or launched.told() != [0]
+            done = launched.step + 1
+            final = not self.in_flight and (done == last or self.stopped)
+            if _due(done, self.run.config.log_interval) or final:
+                self._log(launched, outcome)
 
-    Raises UserError on every rank where it does.
-    """
-    found, failed = None, ""
-    if launch.rank() == 0:
+    def evaluate(self, done: int) -> Heldout:
+        """Measure and record the held-out loss after `done` steps."""
+        run, config = self.run, self.run.config
+        result = bits_per_byte(
+            self.model, run.data, config.seq_len, run.micro, config.eval_windows, run.mesh,
+            config.mask_documents,
+        )  # fmt: skip
+        self.metrics.write(
+            done, heldout_loss=result.loss, heldout_bits_per_byte=result.bits_per_byte
+        )
+        self.speed.begin(done)
+        return result
+
+    def save(self, done: int, wait: bool) -> None:
+        """Begin to save the state after `done` steps. wait: until the checkpoint is whole."""
+        self.saved = done
+        seconds = self.checkpointer.save(self.run.checkpoint_record(done))
+        self.metrics.write(done, checkpoint_seconds=seconds)
+        if wait:
+            self.checkpointer.wait()
+        self.speed.begin(done)
+
+    def _log(self, launched: Launched, outcome: Outcome) -> None:
+        run, done = self.run, launched.step + 1
+        rates = self.speed.up_to(done)
+        speed = rates["tokens_per_second"]
+        self.metrics.write(
+            done,
+            **dict(zip(("loss", *self.recorded), outcome.sums, strict=True)),
+            learning_rate=launched.rate,
+            gradient_norm=outcome.norm,
+            tokens=done * self.speed.tokens_per_step,
+            **rates,
+            **utilisation(run.model, run.config.seq_len, speed, run.device),
+        )
+        self.progress.update(done, f"loss {outcome.sums[0]:.3f}, {speed:,.0f} tokens/s")
+
+    def _not_finite(self, launched: Launched, outcome: Outcome) -> UserError:
+        """The error of a step that is not finite; saves the steps before it. All ranks call it."""
+        step = launched.step
+        where = _first_not_finite(outcome.own_loss, launched.windows)
+        kept = f"The run up to step {step} is saved" if step else "No step was before it"
         try:
-            found = action()
-        except UserError as error:
-            failed = str(error)
-    if failed := launch.from_first(failed):
-        raise UserError(failed)
-    return found
-
-
-def _layout(config: TrainConfig, micro: int | None, layout: Mapping[str, int] | None) -> dict:
-    """A layout, as a checkpoint has it, with the micro-batches that a rank's share is cut into."""
-    layout = layout or {}
-    return {**layout, "micro_batch_size": micro or config.batch_size // layout.get("dp", 1)}
-
-
-def _check_restart(run: Path, config: TrainConfig, recipe: dict[str, Any]) -> None:
-    """Raise UserError unless the run in that folder, which has no checkpoint, loses nothing where
-    `recipe` starts it again: it must be its own, and have had no checkpoint yet."""
-    path = run / "recipe.json"
-    records = read_metrics(run)
-    if path.is_file():
-        old = read_json(path)
-        refuse_changes(old, config, run)
-        model = old.get("model") or {}
-        if not isinstance(model, dict):
-            raise UserError(
-                f"{path} has model={model!r}, no object of fields: put it right, or remove {run} "
-                f"to start again"
-            )
-        for key, before in model.items():
-            if key == "rope_scaling" and isinstance(before, dict):
-                before = {"rope_type": "llama3", **before}  # there once was no other
-            if key != "name" and before != recipe["model"].get(key):
-                raise UserError(
-                    f"model.{key}={recipe['model'].get(key)!r} differs from the run in {run}, "
-                    f"which was started with model.{key}={before!r}; resume with that, or start a "
-                    f"new run with another out"
-                )
-    elif records:
-        raise UserError(
-            f"--resume: out={config.out} has neither a checkpoint nor recipe.json, and its "
-            f"metrics.jsonl would be lost; put them back, or choose another out"
+            if self.saved < step:
+                self.model.config = self.run.source.at(step - 1)
+                self.checkpointer.save(self.run.checkpoint_record(step), keep_all=True)
+            self.checkpointer.wait()
+        except UserError as failed:
+            kept = f"The steps before it could not all be saved: {failed}"
+        return UserError(
+            f"step {step + 1}: loss={outcome.sums[0]}, gradient norm={outcome.norm}: not finite"
+            f"{where}. {kept}; begin another run with a lower lr={self.run.config.lr}, or "
+            f"dtype=float32, from init={self.run.folder} perhaps"
         )
-    if (run / state.SAVED).exists():
-        raise UserError(
-            f"--resume: out={config.out} has no checkpoint, and had one, by its {state.SAVED}; put "
-            f"it back, or remove {run} to start again"
-        )
+
+
+def _due(done: int, interval: int) -> bool:
+    """Whether what comes every `interval` steps (0: never) comes after `done` of them."""
+    return bool(interval) and done % interval == 0
 
 
 def _first_not_finite(loss: float, drawn: list[int]) -> str:
@@ -447,36 +309,4 @@ def _first_not_finite(loss: float, drawn: list[int]) -> str:
     whole = sorted({window for _, windows in everyone for window in windows})
     return (
         f"; every rank's loss was finite, and what is not is the gradient, of the windows {whole}"
-    )
-
-
-def utilisation(
-    config: ModelConfig, seq_len: int, speed: float, device: torch.device
-) -> dict[str, float]:
-    """On GPUs: the most memory so far (GiB, this rank's), and where its peak is known the MFU.
-
-    memory_reserved_gib: with what the allocator holds beside tensors, which decides what fits: the
-    memory of a tensor that another stream used is free again only when that stream is done.
-    """
-    if device.type != "cuda":
-        return {}
-    found = {
-        "memory_gib": torch.cuda.max_memory_allocated(device) / 2**30,
-        "memory_reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
-    }
-    peak = peak_flops(device)
-    if peak is not None:
-        found["mfu"] = speed * flops_per_token(config, seq_len) / (peak * launch.world_size())
-    return found
-
-
-def _header(config: TrainConfig, model: Transformer, data: TokenData, dp: int) -> str:
-    count = sum(shape.numel() for shape in model.shapes.values())
-    plan, ranks = model.config.plan, model.reducer.ranks
-    virtual = f", {ranks.held} virtual ranks" if ranks.held > 1 else ""
-    tokens: Any = config.steps * config.batch_size * config.seq_len
-    return (
-        f"plan {plan.name}: {plan.collectives} collectives per token, {sum(plan.blocking)} "
-        f"blocking; {count:,} parameters; {len(data.split('train')):,} training tokens, "
-        f"{tokens:,} to be seen; tp {config.tp}{virtual}, dp {dp}, {config.dtype}"
     )

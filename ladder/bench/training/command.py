@@ -41,9 +41,9 @@ from ladder.parallel.sharding import local_parameters
 from ladder.plans import aligned
 from ladder.records import append, facts
 from ladder.train.config import MOST, TrainConfig
-from ladder.train.loop import utilisation
 from ladder.train.optim import make_optimizer
 from ladder.train.prefetch import Batch, Part
+from ladder.train.speed import utilisation
 from ladder.train.step import Outcome, take_step
 
 RESULTS = "train.jsonl"

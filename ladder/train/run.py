@@ -1,0 +1,270 @@
+"""A training run, checked on every rank before any of it is made or written."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ladder.checkpoint import checkpoints, read_json
+from ladder.data.batches import Batches, TokenData
+from ladder.files import write_text
+from ladder.models.config import ModelConfig
+from ladder.models.errors import UserError
+from ladder.parallel import launch
+from ladder.parallel.data import data_parallel, size_of
+from ladder.train import state
+from ladder.train.config import TrainConfig, refuse_changes
+from ladder.train.evaluate import check_heldout
+from ladder.train.metrics import check_packages, connect
+from ladder.train.metrics import read as read_metrics
+from ladder.train.start import Start, starting_point
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that may begin, or go on.
+
+    config: the recipe, its length in steps. source: its model, and what that starts from.
+    checkpoint: the folder of the checkpoint that the run goes on from, with its train.json as
+    `record`; None where it starts at step 0. again: it was to go on, and had no checkpoint yet.
+    micro: sequences of one forward pass.
+    """
+
+    config: TrainConfig
+    device: torch.device
+    mesh: DeviceMesh | None
+    data: TokenData
+    windows: Batches
+    source: Start
+    checkpoint: Path | None
+    record: Mapping[str, Any] | None
+    again: bool
+    micro: int
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.out)
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model as the run leaves it: gradual conversion begins with another plan."""
+        return self.source.config
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """What recipe.json records."""
+        return self.config.resolved(self.model)
+
+    @property
+    def start(self) -> int:
+        """How many steps are done."""
+        return _steps_of(self.record)
+
+    @functools.cached_property
+    def dp(self) -> int:
+        """The number of data-parallel ranks."""
+        return data_parallel(self.mesh)[0]
+
+    @functools.cached_property
+    def layout(self) -> dict[str, int]:
+        """How the ranks share the work, as a checkpoint records it."""
+        shard = 1 if self.mesh is None else size_of(self.mesh, "shard")
+        return {"tp": self.config.tp, "dp": self.dp, "dp_shard": shard}
+
+    def checkpoint_record(self, done: int) -> dict[str, Any]:
+        """The train.json of the checkpoint after `done` steps."""
+        first = {"first_plan": self.source.first.to_dict()} if self.config.convert_layers else {}
+        return {
+            "step": done,
+            "data": fingerprint(self.data),
+            "layout": self.layout,
+            "config": self.config.to_dict(),
+            **first,
+        }
+
+    def notes(self) -> list[str]:
+        """What is to be said before training, besides the run's header."""
+        return [*self.windows.notes(), *self.source.schedule.notes()]
+
+    def going_on(self) -> list[str]:
+        """What is to be said of a run that goes on, in lines; none where it starts."""
+        if self.record is None:
+            ended = "the run ended before its first checkpoint: it starts again"
+            return [ended] if self.again else []
+        old = self.record["config"].get("micro_batch_size")
+        before = _layout(self.config, old, self.record.get("layout"))
+        now = _layout(self.config, self.config.micro_batch_size, self.layout)
+        if before == now:
+            return []
+        return [
+            f"resuming at {now} what ran at {before}: the same run up to rounding, not to the bit"
+        ]
+
+    def begin(self) -> Any:
+        """Take the folder for this run: the first that is written. Called on rank 0 alone.
+
+        Returns the run at Weights & Biases, None where none was asked for.
+        """
+        state.remove_partial(self.folder)
+        remote = connect(self.folder, self.config.wandb, self.recipe)
+        write_text(self.folder / "recipe.json", json.dumps(self.recipe, indent=1) + "\n")
+        return remote
+
+
+def fingerprint(data: TokenData) -> str:
+    """A hash of the data's content; where it came from does not count."""
+    content = [data.index["tokenizer_sha256"], data.index["splits"]]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def check_run(
+    config: TrainConfig,
+    data: TokenData,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    resume: bool,
+) -> Run:
+    """The run of a recipe on this mesh. All ranks must call it, holding the run's lock.
+
+    Raises UserError, on every rank, where the folder, the data, the weights, the ranks' number or a
+    missing package would end it.
+    """
+    folder = Path(config.out)
+    windows = data.windows("train", config.seq_len)
+    config = config.with_steps(len(windows))
+    found = checkpoints(folder)
+    # A run that goes on has its model: its folder is looked at first.
+    source = None if resume else starting_point(config, data)
+    record = _check_folder(folder, config, fingerprint(data), resume, found)
+    checkpoint = found[-1][1] if record else None
+    if source is None:
+        source = starting_point(config, data, checkpoint, (record or {}).get("first_plan"))
+    if resume and not record:
+        _check_restart(folder, config, config.resolved(source.config))
+    launch.agree({"model": source.config.to_dict()})
+    launch.agree({"start": _steps_of(record)})  # before any rank writes what another would find
+    micro = _micro_batch(config, data_parallel(mesh)[0])
+    check_heldout(data, config.seq_len, config.eval_windows)
+    heldout = len(data.windows("heldout", config.seq_len).first(config.eval_windows or None))
+    for sequences in (micro, heldout % micro or micro):  # the last batch is what is left
+        config.check_rows(sequences)
+    launch.on_first(lambda: check_packages(config.tensorboard, config.wandb))
+    again = resume and not record
+    return Run(config, device, mesh, data, windows, source, checkpoint, record, again, micro)
+
+
+def _steps_of(record: Mapping[str, Any] | None) -> int:
+    return record["step"] if record else 0
+
+
+def _micro_batch(config: TrainConfig, dp: int) -> int:
+    """The sequences of one forward pass, of which whole ones make each rank's share of a batch."""
+    if config.batch_size % dp:
+        raise UserError(
+            f"batch_size={config.batch_size} is not divisible by the {dp} data-parallel "
+            f"ranks; change one of them"
+        )
+    share = config.batch_size // dp
+    micro = config.micro_batch_size or share
+    if share % micro:
+        raise UserError(
+            f"micro_batch_size={micro} does not divide the {share} sequences of each "
+            f"rank's batch; choose a divisor"
+        )
+    return micro
+
+
+def _check_folder(
+    run: Path,
+    config: TrainConfig,
+    fingerprint: str,
+    resume: bool,
+    found: list[tuple[int, Path]],
+) -> dict[str, Any] | None:
+    """The record of the checkpoint to go on from, None to start at step 0.
+
+    Raises UserError where the run's folder does not fit what was asked.
+    """
+    begun = (run / "recipe.json").exists() or (run / "metrics.jsonl").exists()
+    if not resume:
+        if found or begun:
+            raise UserError(
+                f"out={config.out} holds a run already; add --resume to go on with it, "
+                f"or choose another out"
+            )
+        for name in ("index.json", "config.json", "tokenizer.json"):
+            if (run / name).exists():  # data, a model, a tokenizer
+                raise UserError(
+                    f"out={config.out} holds something else, {name}; choose another out"
+                )
+        return None
+    if not found and begun:
+        return None  # it ended before its first checkpoint
+    if not found:
+        raise UserError(
+            f"--resume: out={config.out} has no checkpoint to go on from; leave "
+            f"--resume out to start"
+        )
+    record = state.verified(found)
+    refuse_changes(record["config"], config, run)
+    if record.get("data") != fingerprint:
+        raise UserError(
+            f"data={config.data} has changed since the run in {run} was started; "
+            f"resume with the data it was started with, several sources in their old order and "
+            f"weights"
+        )
+    if record["step"] >= config.steps:
+        raise UserError(
+            f"out={config.out} has finished its steps={config.steps} already; to train its weights "
+            f"further, start another run from them: init={config.out} and another out"
+        )
+    return record
+
+
+def _layout(config: TrainConfig, micro: int | None, layout: Mapping[str, int] | None) -> dict:
+    """A layout, as a checkpoint has it, with the micro-batches that a rank's share is cut into."""
+    layout = layout or {}
+    return {**layout, "micro_batch_size": micro or config.batch_size // layout.get("dp", 1)}
+
+
+def _check_restart(run: Path, config: TrainConfig, recipe: dict[str, Any]) -> None:
+    """Raise UserError unless the run in that folder, which has no checkpoint, loses nothing where
+    `recipe` starts it again: it must be its own, and have had no checkpoint yet."""
+    path = run / "recipe.json"
+    records = read_metrics(run)
+    if path.is_file():
+        old = read_json(path)
+        refuse_changes(old, config, run)
+        model = old.get("model") or {}
+        if not isinstance(model, dict):
+            raise UserError(
+                f"{path} has model={model!r}, no object of fields: put it right, or remove {run} "
+                f"to start again"
+            )
+        for key, before in model.items():
+            if key == "rope_scaling" and isinstance(before, dict):
+                before = {"rope_type": "llama3", **before}  # there once was no other
+            if key != "name" and before != recipe["model"].get(key):
+                raise UserError(
+                    f"model.{key}={recipe['model'].get(key)!r} differs from the run in {run}, "
+                    f"which was started with model.{key}={before!r}; resume with that, or start a "
+                    f"new run with another out"
+                )
+    elif records:
+        raise UserError(
+            f"--resume: out={config.out} has neither a checkpoint nor recipe.json, and its "
+            f"metrics.jsonl would be lost; put them back, or choose another out"
+        )
+    if (run / state.SAVED).exists():
+        raise UserError(
+            f"--resume: out={config.out} has no checkpoint, and had one, by its {state.SAVED}; put "
+            f"it back, or remove {run} to start again"
+        )
