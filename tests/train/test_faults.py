@@ -18,6 +18,7 @@ import torch
 
 from ladder.checkpoint import CHECKSUMS, digest, newest, read_checksums
 from ladder.config import build
+from ladder.data.mix import open_sources
 from ladder.models.errors import UserError
 from ladder.train import loop, metrics, shards, step
 from ladder.train.config import TrainConfig
@@ -207,7 +208,6 @@ def test_only_the_newest_checkpoints_are_kept(
 def poisoned(rank: int, world: int, settings: dict[str, Any]) -> tuple[str, list[int]]:
     """Rank 1's loss is not a number in the third step; returns the error, and what rank 1 read."""
     backward, calls, drawn = step.backward, [], []
-    order = loop.TokenData.windows
 
     def spoilt(*arguments: Any) -> torch.Tensor:
         calls.append(1)
@@ -215,7 +215,7 @@ def poisoned(rank: int, world: int, settings: dict[str, Any]) -> tuple[str, list
         return loss * float("nan") if len(calls) == 3 and rank == 1 else loss
 
     config = build(TrainConfig, settings, "test recipe")
-    drawn = order(loop.open_sources(config.data), "train", 16).order(2, 4, config.seed, 1, 2)
+    drawn = open_sources(config.data).windows("train", 16).order(2, 4, config.seed, 1, 2)
     step.backward = spoilt  # type: ignore[assignment]
     try:
         with pytest.raises(UserError) as caught:
