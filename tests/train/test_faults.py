@@ -20,7 +20,7 @@ from ladder.checkpoint import CHECKSUMS, digest, newest, read_checksums
 from ladder.config import build
 from ladder.data.mix import open_sources
 from ladder.models.errors import UserError
-from ladder.train import loop, metrics, shards, step
+from ladder.train import metrics, shards, step
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests.commands import Start
