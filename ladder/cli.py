@@ -27,9 +27,9 @@ from ladder.train import options as train
 class Verb(NamedTuple):
     """A command of the table.
 
-    name: what is typed; of two words where the first is in GROUPS. help: its line in `ladder
-    --help`. modules: what it imports, for `launch.run`; it has --nproc and --device where there are
-    any.
+    name: the words of the command; the first of two may be in GROUPS. help: its line in `ladder
+    --help`. modules: the modules that its ranks import, for `launch.run`; a command with modules
+    has the options --nproc and --device.
     """
 
     name: str
@@ -137,43 +137,48 @@ VERBS = (
         demo.run,
     ),
 )
-OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")  # of a recipe
+OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")  # key=value, for a recipe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code: 0, 2 for a user's mistake, 1 for anything else."""
+    """Run one command and return its exit code.
+
+    0: success, 2: a user's mistake, 130: interrupted, 1: any other error.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:2] == SENSITIVITY.split():  # beside a command whose first argument is a folder
         words[:2] = [SENSITIVITY]
     options = parse_words(make_parser(), words)
-    # Before torch is imported. GNU's OpenMP spins for milliseconds at a barrier: CPU training took
-    # nine times as long beside another process. So few spins cost an idle machine nothing.
+    # Set before torch is imported. GNU's OpenMP spins for milliseconds at a barrier, which makes
+    # CPU training several times slower beside another process. A short spin costs nothing.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    # A panic in a library is told as an error, in one line: where it came from would be pages.
+    # A panic in a Rust library (tokenizers) is one line then, without pages of backtrace.
     os.environ["RUST_BACKTRACE"] = "0"
     try:
         from ladder.parallel import launch
 
         nproc, modules = getattr(options, "nproc", 1), getattr(options, "modules", ("torch",))
         if nproc > 1 and hasattr(options, "check"):
-            options.check(options)  # here, before ranks and what they import are waited for
+            options.check(options)  # a mistake is reported before ranks are started
         return launch.run(options.verb, (options,), nproc, modules)
     except ValueError as error:  # of the launch itself
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
-        remedy = "; --resume goes on from the last checkpoint" if hasattr(options, "resume") else ""
-        told = [f"interrupted{remedy}", *getattr(stop, "__notes__", ())]
-        print(*told, sep="\n", file=sys.stderr)
+        remedy = (
+            "; --resume continues from the last checkpoint" if hasattr(options, "resume") else ""
+        )
+        lines = [f"interrupted{remedy}", *getattr(stop, "__notes__", ())]
+        print(*lines, sep="\n", file=sys.stderr)
         return 130
 
 
 def parse_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line whose `overrides`, where a command has any, may follow an option.
+    """Parse a command line in which `overrides` (key=value) may also follow options.
 
-    argparse itself takes positional arguments in one place only, and hands key=value to an option
-    before it that takes several words.
+    argparse itself takes positional arguments in one place only, and gives a key=value that follows
+    an option of several words to that option.
     """
     options, rest = parser.parse_known_args(words)
     if rest and (not hasattr(options, "overrides") or any(item.startswith("-") for item in rest)):
@@ -228,14 +233,14 @@ def _add_verb(commands: Any, name: str, verb: Verb) -> None:
     parser.set_defaults(verb=verb.run)
     if verb.modules:
         parser.add_argument(
-            "--nproc", type=int, default=1, help="processes to start here; on GPUs one each"
+            "--nproc", type=int, default=1, help="processes to start; with GPUs, one for each"
         )
         parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
         parser.set_defaults(modules=verb.modules)
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the default of an option that has one; lists of words stand in their help texts."""
+    """Help with each option's default; where that is a list, the help text itself names it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = action.default

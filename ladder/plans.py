@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="PLAN",
         help="a preset (standard, parallel, ladder, hybrid, desync-4x, dtp-2, none), presets on "
-        "layers (ladder@16-31), or a YAML file; without one: an overview of the presets",
+        "layers (ladder@16-31), or a YAML file; default: an overview of the presets",
     )
     parser.add_argument("--model", help="a name from configs/models: take its number of layers")
     parser.add_argument("--layers", type=int, help="number of layers, without --model (32)")
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _after_plans(options: argparse.Namespace, layers: int) -> None:
-    """Time the plans that were drawn, in a model that they fit; or see some trained."""
+    """Propose to time the drawn plans where a model has as many layers, else the demo."""
     from ladder.config import model_config
 
     name = options.model or "tiny"

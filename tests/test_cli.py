@@ -298,8 +298,11 @@ def test_a_tokenizer_is_not_overwritten(trained: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        (["train", "tiny"], "interrupted; --resume goes on from the last checkpoint"),
-        (["finetune", "tiny", "init=x"], "interrupted; --resume goes on from the last checkpoint"),
+        (["train", "tiny"], "interrupted; --resume continues from the last checkpoint"),
+        (
+            ["finetune", "tiny", "init=x"],
+            "interrupted; --resume continues from the last checkpoint",
+        ),
         (["eval", "x"], "interrupted"),
     ],
 )

@@ -10,12 +10,12 @@ from ladder.next_step import PROMPT, say_next
 
 
 def add_inference_options(parser: argparse.ArgumentParser) -> None:
-    # What is not given comes from ladder.bench.inference.points.Settings, or from the suite.
+    # Options that are not given come from the suite, or from ladder.bench.inference's Settings.
     parser.argument_default = argparse.SUPPRESS
     parser.add_argument(
         "--model", help="a name from configs/models, or a checkpoint's folder (llama-3-8b)"
     )
-    parser.add_argument("--layers", type=int, help="use only so many layers; 0: all (0)")
+    parser.add_argument("--layers", type=int, help="use only this many layers; 0: all (0)")
     parser.add_argument(
         "--plans",
         nargs="+",
@@ -23,9 +23,7 @@ def add_inference_options(parser: argparse.ArgumentParser) -> None:
         "(standard ladder none; for a folder: checkpoint standard none)",
     )
     parser.add_argument("--reducers", nargs="+", help="async (NCCL), push, ... (push async)")
-    parser.add_argument(
-        "--tp", type=int, nargs="+", help="tensor-parallel degrees (all ranks that run)"
-    )
+    parser.add_argument("--tp", type=int, nargs="+", help="tensor-parallel degrees (all ranks)")
     parser.add_argument(
         "--tp-degree", type=int, help="T of plans that depend on it; 0: that of --tp (0)"
     )
@@ -40,14 +38,16 @@ def add_inference_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.argument_default = None
     parser.add_argument(
-        "--suite", default=None, help="points from configs/bench: a name; options override its own"
+        "--suite",
+        default=None,
+        help="name of a suite in configs/bench; options override its values",
     )
     parser.add_argument(
         "--budget",
         type=float,
         default=None,
         metavar="MINUTES",
-        help="start no measurement after so many minutes",
+        help="start no measurement after this many minutes",
     )
     parser.add_argument(
         "--cold",
@@ -58,25 +58,25 @@ def add_inference_options(parser: argparse.ArgumentParser) -> None:
         "--profile", action="store_true", help="also write a trace of each point, for Perfetto"
     )
     parser.add_argument("--cold-child", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--out", default="runs/bench", help="folder; results are appended")
-    # Not `nproc`: P2P on and off need ranks of their own, which the verb starts.
+    parser.add_argument("--out", default="runs/bench", help="folder; results are added to it")
+    # Not `nproc`: the command starts the ranks itself, anew for each setting of --p2p.
     parser.add_argument(
         "--nproc",
         dest="ranks",
         type=int,
         default=1,
-        help="processes to start here; one for each GPU",
+        help="processes to start, one for each GPU",
     )
 
 
 def run_inference(options: argparse.Namespace) -> int:
-    from ladder.bench.inference.command import main as run
+    from ladder.bench.inference.command import main
     from ladder.bench.inference.points import Settings
 
-    code = run(options)
+    code = main(options)
     if not code and not options.cold_child:
         model = getattr(options, "model", Settings.model)
-        _after_bench(model, getattr(options, "plans", ["standard", "ladder"]))
+        _say_next_step(model, getattr(options, "plans", ["standard", "ladder"]))
     return code
 
 
@@ -94,23 +94,21 @@ def add_comm_options(parser: argparse.ArgumentParser) -> None:
         "--programs", type=int, default=32, help="thread blocks of our two-shot kernel"
     )
     parser.add_argument(
-        "--out", default="runs/bench", help="folder; comm.jsonl in it is appended to"
+        "--out", default="runs/bench", help="folder; results are added to its comm.jsonl"
     )
     parser.add_argument(
         "--write-table",
         type=Path,
         metavar="FILE",
-        help="add what was fastest at each size to this dispatch table",
+        help="add the fastest all-reduce of each size to this dispatch table",
     )
-    parser.add_argument(
-        "--nproc", type=int, default=1, help="processes to start here; one for each GPU"
-    )
+    parser.add_argument("--nproc", type=int, default=1, help="processes to start, one for each GPU")
 
 
 def run_comm(options: argparse.Namespace) -> int:
-    from ladder.bench.communication import main as run
+    from ladder.bench.communication import main
 
-    code = run(options)
+    code = main(options)
     if not code:
         say_next("bench", "inference", "--nproc", options.nproc)
     return code
@@ -118,7 +116,7 @@ def run_comm(options: argparse.Namespace) -> int:
 
 def add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="paper-1b", help="a name from configs/models")
-    parser.add_argument("--layers", type=int, default=0, help="use only so many layers; 0: all")
+    parser.add_argument("--layers", type=int, default=0, help="use only this many layers; 0: all")
     parser.add_argument(
         "--plans",
         nargs="+",
@@ -152,20 +150,20 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         "--profile", action="store_true", help="also write a trace of each point, for Perfetto"
     )
     parser.add_argument(
-        "--out", default="runs/bench", help="folder; train.jsonl in it is appended to"
+        "--out", default="runs/bench", help="folder; results are added to its train.jsonl"
     )
 
 
 def run_train(options: argparse.Namespace) -> int:
-    from ladder.bench.training.command import main as run
+    from ladder.bench.training.command import main
 
-    code = run(options)
+    code = main(options)
     if not code:
-        _after_bench(options.model, options.plans)
+        _say_next_step(options.model, options.plans)
     return code
 
 
-def _after_bench(model: str, plans: Sequence[str]) -> None:
+def _say_next_step(model: str, plans: Sequence[str]) -> None:
     if Path(model).is_dir():
         say_next("generate", model, "--prompt", PROMPT)
     else:

@@ -18,12 +18,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument(
         "--plan",
-        help="a preset, presets on layers (ladder@16-31), or a YAML file; without it: MODEL's own",
+        help="a preset, presets on layers (ladder@16-31), or a YAML file; default: MODEL's own",
     )
     parser.add_argument(
         "--ladder-layers",
         metavar="FIRST-LAST",
-        help="with --plan hybrid: which layers are a ladder",
+        help="with --plan hybrid: the layers that become a ladder",
     )
     parser.add_argument(
         "--tp-degree", type=int, help="number of ranks T, for plans that depend on it"
@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--to",
         choices=("ladder", "hf"),
         default="ladder",
-        help="format to write; hf: Hugging Face's, for plan standard",
+        help="format to write; hf: Hugging Face's, which holds plan standard only",
     )
 
 
@@ -48,14 +48,14 @@ def run(options: argparse.Namespace) -> int:
 def add_sensitivity_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a model or a run")
     parser.add_argument(
-        "--data", required=True, help="folder of `ladder data prepare`; its held-out part is used"
+        "--data", required=True, help="folder of `ladder data prepare`; its held-out text is used"
     )
     parser.add_argument("--layers", type=int, required=True, help="how many layers to convert")
     parser.add_argument("--windows", type=int, default=32, help="how many held-out windows")
     parser.add_argument("--seq-len", type=int, default=0, help="tokens per window; 0: up to 1024")
     parser.add_argument("--batch", type=int, default=8, help="windows per forward pass")
     parser.add_argument("--dtype", default="auto", help="auto (as stored), float32 or bfloat16")
-    parser.add_argument("--out", type=Path, help="JSON file to write all figures to")
+    parser.add_argument("--out", type=Path, help="JSON file for all figures")
 
 
 def run_sensitivity(options: argparse.Namespace) -> int:

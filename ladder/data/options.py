@@ -13,22 +13,20 @@ def add_tokenizer_options(parser: argparse.ArgumentParser) -> None:
         "paths",
         nargs="*",
         metavar="PATH",
-        help="text, JSONL or Parquet files, or folders; without one: Python's standard library",
+        help="text, JSONL or Parquet files, or folders; default: Python's standard library",
     )
     parser.add_argument("--text-field", default="text", help="field or column that holds the text")
     parser.add_argument(
         "--heldout-fraction",
         type=float,
         default=0.05,
-        help="share of documents left out of training",
+        help="share of documents held out of training",
     )
     parser.add_argument(
         "--vocab-size", type=int, default=16384, help="number of tokens, 257 or more"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write tokenizer.json to")
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace a tokenizer that is there"
-    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the tokenizer in --out")
 
 
 def run_tokenizer(options: argparse.Namespace) -> int:
@@ -37,14 +35,15 @@ def run_tokenizer(options: argparse.Namespace) -> int:
     from ladder.files import check_writable, refuse_inside
     from ladder.models.errors import UserError
 
-    check_vocab_size(options.vocab_size)  # as what follows, before the corpus is read
+    # Mistakes are reported before the corpus is read.
+    check_vocab_size(options.vocab_size)
     refuse_inside(options.out, options.paths)
     check_writable(tokenizer_file(options.out))
 
     if tokenizer_file(options.out).exists() and not options.overwrite:
         raise UserError(
-            f"--out={options.out} holds a tokenizer already; add --overwrite to "
-            f"replace it, or choose another folder"
+            f"--out={options.out} holds a tokenizer already; add --overwrite to replace it, or "
+            f"choose another folder"
         )
     corpus = open_corpus(
         options.paths or None,
@@ -54,7 +53,7 @@ def run_tokenizer(options: argparse.Namespace) -> int:
     texts = (document.text for document in corpus.read("train"))
     size = train_tokenizer(texts, options.vocab_size, options.out)
     print(f"{options.out}: a byte-level BPE of {size:,} tokens")
-    same = []  # corpus
+    same = []  # options that select the same documents
     if options.text_field != "text":
         same += ["--text-field", options.text_field]
     if options.heldout_fraction != 0.05:
@@ -68,20 +67,20 @@ def add_prepare_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", help="a YAML file, or a name from configs/data; options override it"
     )
-    # What is not given comes from the config, or from ladder.data.config.PrepareConfig.
+    # Options that are not given come from --config, or from ladder.data.config.PrepareConfig.
     parser.argument_default = argparse.SUPPRESS
     parser.add_argument(
         "paths",
         nargs="*",
         metavar="PATH",
         help="text, JSONL or Parquet files, folders, hf:OWNER/NAME?name=CONFIG&split=train (a "
-        "Hugging Face dataset, streamed); without one: Python's standard library",
+        "Hugging Face dataset, streamed); default: Python's standard library",
     )
     parser.add_argument("--text-field", help="field or column that holds the text (text)")
     parser.add_argument(
         "--chat-field",
-        help="prepare conversations, not text: the field or column that holds them (messages, "
-        "conversations)",
+        help="prepare conversations, not text: the field or column that holds them, such as "
+        "messages",
     )
     parser.add_argument(
         "--chat-template", help="Jinja file of the chat template (the tokenizer's own)"
@@ -97,10 +96,10 @@ def add_prepare_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens",
         type=int,
-        help="stop after the document that reaches so many tokens (no limit)",
+        help="stop after the document that reaches this many tokens (no limit)",
     )
     parser.add_argument(
-        "--workers", type=int, help="processes that tokenise; any number writes the same bytes (1)"
+        "--workers", type=int, help="processes that tokenise; the output does not depend on it (1)"
     )
     parser.add_argument(
         "--tokenizer", help="tokenizer.json, or the folder that holds it (required, or in --config)"
@@ -108,7 +107,7 @@ def add_prepare_options(parser: argparse.ArgumentParser) -> None:
     parser.argument_default = None
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace finished or unfinished data that is there"
+        "--overwrite", action="store_true", help="replace the data in --out, finished or not"
     )
 
 

@@ -1,8 +1,8 @@
-"""`make demo`: the main job on real text, small. One model shape, five residual plans.
+"""`ladder demo`: one tiny model, trained on real text under five residual plans.
 
-Prepares the embedded corpus, trains a tokenizer and then the tiny model under each plan on the
-same tokens, evaluates each on held-out text, runs each with two-rank tensor parallelism, and
-writes report.json and report.html.
+Trains a tokenizer on Python's standard library, prepares the data, trains the model under each plan
+on the same tokens, evaluates each on held-out text, runs each with tensor parallelism on two ranks,
+and writes report.json and report.html.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ VOCAB_SIZE = 1024
 PROMPT = "def read(self, "
 NEW_TOKENS = 96  # of each plan's sample
 TP = 2
-MARK = ".ladder-demo"  # says that a folder is the demo's, to be replaced by the next one
+MARK = ".ladder-demo"  # the file that marks a folder of a demo, which the next demo may replace
 OWN = ("tokenizer", "data", "report.json", "report.html", "samples.json")
 SMOOTH = 5  # recorded steps that a point of the loss curves averages
 
 
 def main(out: Path) -> int:
     started = time.perf_counter()
-    figures.require_matplotlib()  # now, and not after minutes of training
+    figures.require_matplotlib()  # before minutes of training
     _clear(out)
     _say("1/4", "tokenizer and data: this Python's standard library")
     corpus = open_corpus()
@@ -101,13 +101,13 @@ def main(out: Path) -> int:
 
 
 def _clear(out: Path) -> None:
-    """Make room: what an earlier demo wrote goes, a folder with anything else in it is refused."""
+    """Empty the folder of an earlier demo. Raises UserError if it holds anything else."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out={out} is a file; choose a folder")
     make_folder(out)
     found = {path.name for path in out.iterdir()}
     own = {MARK, *OWN, *PLANS}
-    # A killed demo may leave a half-written `.data.partial-...` of its own.
+    # A demo that was killed may leave an unfinished `.data.partial-...`.
     foreign = {n for n in found - own if not n.startswith(tuple(f".{name}." for name in own))}
     if found and (foreign or MARK not in found):
         raise UserError(
@@ -125,7 +125,7 @@ def _say(step: str, text: str) -> None:
 
 
 def _speed(run: Path) -> float:
-    """Median training speed of the run's log intervals, tokens/s."""
+    """The median training speed over the run's log intervals, in tokens/s."""
     speeds = sorted(r["tokens_per_second"] for r in metrics.read(run) if "tokens_per_second" in r)
     return float(speeds[len(speeds) // 2])
 
@@ -137,7 +137,7 @@ def _heldout_logits(model: Transformer, out: Path) -> torch.Tensor:
 
 
 def _run_with_tp(out: Path) -> int:
-    """On each of two ranks: every plan's logits against one process's, and a sample."""
+    """On each rank: compare every plan's logits with one process's, and write a sample."""
     device = launch.join("cpu")
     mesh = launch.make_mesh(device, TP)
     assert mesh is not None
@@ -211,7 +211,7 @@ def _page(
 
 
 def _finding(results: dict[str, dict[str, Any]]) -> str:
-    """What the table says, in a sentence."""
+    """The report's main result, in a sentence."""
     standard, ladder = (results[plan] for plan in ("standard", "ladder"))
     blocking = "blocking_collectives_per_token"
     return (

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DoctorCheck:
-    """One line of the report.
+    """The result of one check, which is one line of the report.
 
-    status: `ok`; `missing`, which is not here (detail: what it would unlock, and how to get it);
-    `failed`, which is here and does not work (detail: its error). detail: one line. core: whether
-    ladder needs it on every machine.
+    status: `ok`, `missing` (not on this machine) or `failed` (there, but it does not work). detail:
+    one line; of what is missing, what it would unlock and how to get it; of a failure, the error.
+    core: whether ladder needs it on every machine.
     """
 
     name: str
@@ -29,17 +29,17 @@ class DoctorCheck:
 
 
 class Missing(Exception):
-    """What a check raises for something that is not there; the message says what to do."""
+    """Raised by a probe for something that is not there; the message says what to do."""
 
 
 class Failed(Exception):
-    """What a check raises for something that does not work, where it knows why."""
+    """Raised by a probe for something that does not work; the message says why."""
 
 
 def run_check(name: str, probe: Callable[[], str], core: bool = False) -> DoctorCheck:
-    """Run `probe`: it returns the detail, or raises Missing, Failed or the error to report."""
+    """Run `probe`, which returns the detail, or raises Missing, Failed or any other error."""
     try:
-        with redirect_stdout(sys.stderr):  # some packages greet on import; stdout may be JSON
+        with redirect_stdout(sys.stderr):  # packages may print when imported; stdout may be JSON
             detail, status = probe(), "ok"
     except Missing as lack:
         detail, status = str(lack), "missing"
@@ -51,7 +51,7 @@ def run_check(name: str, probe: Callable[[], str], core: bool = False) -> Doctor
 
 
 def run_check_with_torch(name: str, probe: Callable[[], str], core: bool = False) -> DoctorCheck:
-    """The same for a check that uses torch: one line says why torch is not there, not ten."""
+    """`run_check` for a probe that uses torch; without torch, the check is missing."""
     if sys.modules.get("torch") is None:
         return DoctorCheck(name, "missing", "needs torch", core)
     return run_check(name, probe, core)
@@ -63,7 +63,10 @@ def one_line(text: str, limit: int = 240) -> str:
 
 
 def run_process(command: list[str], seconds: float) -> str:
-    """Standard output of `command`; raises Failed with its last words, or after `seconds`."""
+    """The standard output of `command`.
+
+    Raises Failed with its last line where it fails, and where it takes more than `seconds`.
+    """
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL

@@ -18,9 +18,9 @@ from ladder.doctor.check import DoctorCheck, run_check, run_check_with_torch
 
 
 def examine() -> list[DoctorCheck]:
-    """Check this machine and installation; raises nothing for what it finds.
+    """Run every check. What a check finds is never raised.
 
-    Starts nothing distributed in this process, and runs at most one tiny model on each device.
+    This process joins no process group, and runs one tiny model on each kind of device.
     """
     return [
         run_check("python", installation.probe_python, core=True),
@@ -53,7 +53,7 @@ def examine() -> list[DoctorCheck]:
 
 
 def report(checks: Iterable[DoctorCheck]) -> str:
-    """The checks as an aligned table of plain text, and a last line that sums them up."""
+    """The report: an aligned table of the checks, and a last line that sums them up."""
     checks = list(checks)
     width = max(len(check.name) for check in checks)
     lines = [
@@ -71,7 +71,8 @@ def report(checks: Iterable[DoctorCheck]) -> str:
 
 
 def main(as_json: bool = False) -> int:
-    """Print the report, or {"ok": ..., "checks": [...]}; 0 where every core check is ok, else 1."""
+    """Print the report; as JSON: {"ok": ..., "checks": [...]}. Returns 0 if all core checks are ok,
+    else 1."""
     checks = examine()
     ok = all(check.status == "ok" for check in checks if check.core)
     if as_json:

@@ -20,9 +20,10 @@ PYTHON = (3, 11)
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution, the module it installs, the lowest version and what it is good for.
+    """A Python package that ladder uses.
 
-    install: the command that gets it; pip with the lowest version by default.
+    name: of the distribution. minimum: its lowest version. unlocks: what ladder needs it for.
+    module: what is imported; empty: `name`. install: how to install it; empty: by pip.
     """
 
     name: str
@@ -32,7 +33,8 @@ class Package:
     install: str = ""
 
 
-# As in pyproject.toml (a test compares): a checkout has no metadata, a wheel no pyproject.toml.
+# As in pyproject.toml, which a test compares: a checkout has no metadata, a wheel has no
+# pyproject.toml.
 CORE = (
     Package("torch", "2.11"),
     Package("numpy", "2.0"),
@@ -58,7 +60,7 @@ OPTIONAL = (
 )
 
 GROUP_SECONDS = 30
-# In a process of its own: nothing distributed starts in the doctor's, and nothing can hang it.
+# Runs in a process of its own, so that it cannot hang the doctor.
 GROUP = """
 import torch
 import torch.distributed as dist
@@ -66,7 +68,7 @@ import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 value = torch.full((4,), 3.0)
 dist.all_reduce(value)
-dist.destroy_process_group()  # or gloo's threads, ended with the process, may have the last word
+dist.destroy_process_group()  # gloo's threads may otherwise print an error when the process ends
 assert value.tolist() == [3.0] * 4, f"all_reduce gave {value.tolist()}"
 """
 
@@ -74,7 +76,7 @@ assert value.tolist() == [3.0] * 4, f"all_reduce gave {value.tolist()}"
 def probe_python() -> str:
     if sys.version_info < PYTHON:
         lowest = ".".join(map(str, PYTHON))
-        raise Failed(f"{platform.python_version()} is older than {lowest}; install a newer")
+        raise Failed(f"{platform.python_version()} is older than {lowest}; install a newer Python")
     return f"{platform.python_version()}, {sys.executable}"
 
 
@@ -90,7 +92,7 @@ def probe_package(package: Package) -> str:
     quoted = f"'{wanted}'" if package.minimum else wanted
     install = package.install or f"pip install {quoted}"
     spec = importlib.util.find_spec(module)
-    # A folder of that name in the working directory is found too, as a namespace without a file.
+    # A folder of that name in the working directory is found too; it has no file (origin).
     if spec is None or spec.origin is None:
         raise Missing(f"{package.unlocks}; {install}")
     loaded = importlib.import_module(module)
@@ -105,13 +107,13 @@ def probe_package(package: Package) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The release of a version, to compare: 2.13.0+cpu -> (2, 13, 0); () where there is none."""
+    """The numbers of a version, for comparison: 2.13.0+cpu -> (2, 13, 0); () without any."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in release[0].split(".")) if release else ()
 
 
 def probe_model(device: str, half: bool = False) -> str:
-    """Forward and backward of a tiny ladder model, with the loss that a new model must have."""
+    """Run a tiny ladder model forward and backward; its loss must be that of random weights."""
     import torch
 
     from ladder.models import ModelConfig, Transformer
@@ -144,7 +146,7 @@ def probe_model(device: str, half: bool = False) -> str:
     value, expected = loss.item(), math.log(config.vocab_size)
     if not finite or not abs(value - expected) < 0.5:  # NaN compares false
         raise Failed(
-            f"loss {value} (a new model's is {expected:.2f}), gradients "
+            f"loss {value} (random weights give {expected:.2f}), gradients "
             f"{'finite' if finite else 'not finite'}"
         )
     spent = time.monotonic() - started
@@ -155,8 +157,8 @@ def probe_group() -> str:
     import torch.distributed
 
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        raise Missing("this torch has no gloo: several processes need it; install torch from PyPI")
+        raise Missing("this torch lacks gloo, which several ranks need; install torch from PyPI")
     started = time.monotonic()
     # -P: a torch.py in the working directory is not torch
     run_process([sys.executable, "-P", "-c", GROUP], GROUP_SECONDS)
-    return f"one process formed a group and all-reduced, {time.monotonic() - started:.1f} s"
+    return f"a process group of one rank formed and all-reduced, {time.monotonic() - started:.1f} s"

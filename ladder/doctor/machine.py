@@ -29,8 +29,8 @@ ENVIRONMENT = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1 keeps symmetric memory off NVLink multicast",
     "CUDA_VISIBLE_DEVICES": "the GPUs that torch sees, and their order",
     "OMP_NUM_THREADS": "CPU threads of each process; torchrun sets 1",
-    "RANK": "this process's number under torchrun; commands expect its siblings",
-    "WORLD_SIZE": "the number of processes under torchrun; commands expect that many",
+    "RANK": "the rank of this process, set by torchrun; commands wait for the other ranks",
+    "WORLD_SIZE": "the number of ranks, set by torchrun; commands wait for all of them",
 }
 
 SMI_SECONDS = 10
@@ -46,7 +46,7 @@ def probe_cpu() -> str:
 
 def probe_memory() -> str:
     if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
-        return "its size cannot be read on this platform"
+        return "the size of memory cannot be read on this platform"
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     info = Path("/proc/meminfo")
     free = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text()) if info.exists() else None
@@ -67,8 +67,8 @@ def probe_cuda() -> str:
 
     if torch.version.cuda is None:
         raise Missing(
-            f"torch {torch.__version__} is built without CUDA, so all runs on the CPU; for GPUs: "
-            f"{CUDA_BUILD}"
+            f"torch {torch.__version__} is built without CUDA, so everything runs on the CPU; for "
+            f"GPUs: {CUDA_BUILD}"
         )
     if not torch.cuda.is_available():
         raise Missing(
@@ -92,7 +92,7 @@ def _smi(*arguments: str) -> str:
 
 
 def gpu_checks() -> list[DoctorCheck]:
-    """One check for each GPU that torch sees, or one that says that there is none."""
+    """A check of each GPU that torch sees, or one check that there is none."""
     unlocks = "GPU training, GPU kernels and the CUDA-graph engine need one"
     count = run_check_with_torch("gpu", lambda: str(_gpu_count(1, unlocks)))
     if count.status != "ok":
@@ -103,7 +103,7 @@ def gpu_checks() -> list[DoctorCheck]:
 
 
 def _gpu_count(needed: int, unlocks: str) -> int:
-    """How many GPUs torch sees; raises Missing, saying what more would unlock, below `needed`."""
+    """The number of GPUs that torch sees. Raises Missing, with `unlocks`, if below `needed`."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -123,7 +123,7 @@ def probe_gpu(index: int) -> str:
 
 
 def probe_model_on_gpu() -> str:
-    _gpu_count(1, "a tiny model would run there in bf16")
+    _gpu_count(1, "a tiny model would run on one in bf16")
     return probe_model("cuda", half=True)
 
 
@@ -131,7 +131,7 @@ def probe_nccl() -> str:
     import torch.distributed
 
     if not torch.distributed.is_nccl_available():
-        raise Missing("this torch has no NCCL, for all-reduces between GPUs: CUDA builds have it")
+        raise Missing("this torch lacks NCCL, for all-reduces between GPUs; CUDA builds have it")
     version = ".".join(map(str, torch.cuda.nccl.version()))
     return f"{version}: all-reduces between GPUs"
 
@@ -141,14 +141,14 @@ def probe_links() -> str:
 
 
 def describe_links(text: str) -> str:
-    """What `nvidia-smi topo -m` says of the links between GPUs, in one line.
+    """One line about the links between GPUs, from the output of `nvidia-smi topo -m`.
 
-    Raises Missing where it lists one GPU, Failed where it lists none.
+    Raises Missing if it lists one GPU, and Failed if it lists none.
     """
     rows: dict[int, list[str]] = {}
     for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines():  # the header is underlined
         words = line.split()
-        # Rows start as the columns do, with the GPUs, but the header names a GPU in place of X.
+        # The header, too, begins with GPU0, but has no X.
         if len(words) > 1 and re.fullmatch(r"GPU\d+", words[0]) and "X" in words:
             rows[len(rows)] = words[1:]
     if not rows:
@@ -165,11 +165,11 @@ def describe_links(text: str) -> str:
 
 
 def probe_peers() -> str:
-    count = _gpu_count(2, "peer access, which symmetric memory needs, is between two")
+    count = _gpu_count(2, "peer access, which symmetric memory needs, takes two GPUs")
     lacking = _lacking_peers(count)
     if lacking:
         pairs = ", ".join(f"{a} to {b}" for a, b in lacking)
-        raise Missing(f"not from GPU {pairs}: symmetric memory needs it, NCCL works without")
+        raise Missing(f"no access from GPU {pairs}: symmetric memory needs it, NCCL does not")
     return f"every GPU reads and writes the memory of the other {count - 1}"
 
 
@@ -184,16 +184,16 @@ def probe_symmetric_memory() -> str:
     import torch
 
     importlib.import_module("torch.distributed._symmetric_memory")
-    count = _gpu_count(2, "symmetric memory, for the fastest all-reduces, is between two")
+    count = _gpu_count(2, "symmetric memory, for the fastest all-reduces, takes two GPUs")
     for index in range(count):
         major, minor = torch.cuda.get_device_capability(index)
         if major < 9:
             raise Missing(
-                f"GPU {index} has compute capability {major}.{minor}, fast all-reduces over "
-                f"symmetric memory need 9.0; NCCL works without"
+                f"GPU {index} has compute capability {major}.{minor}; fast all-reduces over "
+                f"symmetric memory need 9.0, NCCL does not"
             )
     if _lacking_peers(count):
-        raise Missing("not without peer access between all GPUs; NCCL works without")
+        raise Missing("needs peer access between all GPUs; NCCL does not")
     return f"{count} GPUs of compute capability 9.0 or more, with peer access"
 
 
@@ -206,15 +206,17 @@ def probe_bf16() -> str:
     if not torch.cuda.is_available():
         return f"works on the CPU; {NO_GPU}"
     if not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise Missing("the CPU has it, the GPU emulates it: compute capability 8.0 or more has it")
+        raise Missing("the GPU emulates it; compute capability 8.0 or more has it")
     return "works on the CPU, native on the GPU"
 
 
 def environment_checks(values: Mapping[str, str]) -> list[DoctorCheck]:
-    """One check for each variable that is set and changes what ladder does, or one for none."""
+    """A check of each variable in ENVIRONMENT that is set, or one check that none is."""
     found = [
         DoctorCheck(name, "ok", one_line(f"{values[name]!r}: {meaning}"))
         for name, meaning in ENVIRONMENT.items()
         if name in values
     ]
-    return found or [DoctorCheck("environment", "ok", "none of the variables that matter is set")]
+    return found or [
+        DoctorCheck("environment", "ok", "no variable is set that changes what ladder does")
+    ]

@@ -32,34 +32,34 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-fewshot",
         type=int,
-        help="examples shown in the prompt, for tasks that show some (the task's number)",
+        help="examples in the prompt, for tasks that have some (the task's own number)",
     )
     parser.add_argument(
-        "--limit", type=int, help="use the first so many examples of each task (all)"
+        "--limit", type=int, help="use only the first LIMIT examples of each task (all)"
     )
     parser.add_argument(
         "--text",
         nargs="+",
         metavar="PATH",
         help="text for the offline suite: text, JSONL or Parquet files, folders, or one folder of "
-        "`ladder data prepare`, for its held-out part; without it: Python's standard library",
+        "`ladder data prepare`, for its held-out text; default: Python's standard library",
     )
     parser.add_argument(
         "--chat-template",
         nargs="?",
         const="",
         metavar="FILE",
-        help="ask as in a chat: by the tokenizer's chat template, or a Jinja file's",
+        help="put the examples into a chat template: the tokenizer's, or that of a Jinja file",
     )
     parser.add_argument("--batch", type=int, default=8, help="sequences per forward pass")
     parser.add_argument(
-        "--tp", type=int, default=0, help="ranks that share the model; 0: all that run"
+        "--tp", type=int, default=0, help="ranks that share the model; 0: all ranks"
     )
     parser.add_argument("--dtype", default="auto", help="auto (as stored), float32 or bfloat16")
     parser.add_argument(
         "--out", default="runs/eval", help="folder for results and the suite's data"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace results that are there")
+    parser.add_argument("--overwrite", action="store_true", help="replace the results in --out")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -22,14 +22,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="treat the prompt as a user's message, by the chat template",
+        help="treat the prompt as a user's message, in the chat template",
     )
     parser.add_argument(
         "--chat-template",
         metavar="FILE",
         help="Jinja file of the chat template, implies --chat (the tokenizer's own)",
     )
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="most tokens to add")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=128, help="number of tokens to add at most"
+    )
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy"
     )
@@ -53,13 +55,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--ignore-eos", action="store_true", help="continue past the end-of-text token"
     )
     parser.add_argument(
-        "--tp", type=int, default=0, help="ranks that share the model; 0: all that run"
+        "--tp", type=int, default=0, help="ranks that share the model; 0: all ranks"
     )
     parser.add_argument("--dtype", default="auto", help="auto (as stored), float32 or bfloat16")
     parser.add_argument(
         "--reducer",
         default="auto",
-        help="how ranks sum: auto, async (NCCL or gloo), or push (GPU peer memory)",
+        help="how ranks sum partial outputs: auto, async (NCCL or gloo), or push (peer memory)",
     )
 
 
@@ -67,6 +69,6 @@ def run(options: argparse.Namespace) -> int:
     from ladder.infer.command import generate_command
 
     code = generate_command(options)
-    if not code and sys.stdout.isatty():  # elsewhere the text is for programs
+    if not code and sys.stdout.isatty():  # a program gets the text and nothing else
         say_next("eval", options.model, file=sys.stderr)
     return code

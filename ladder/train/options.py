@@ -18,7 +18,7 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],  # without one, argparse calls it required
         metavar="KEY=VALUE",
-        help="replace a value of the recipe: plan=ladder, steps=500, model.num_layers=2",
+        help="set a value of the recipe: plan=ladder, steps=500, model.num_layers=2",
     )
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
     parser.set_defaults(check=recipe)
@@ -30,14 +30,14 @@ def add_finetune_options(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe(options: argparse.Namespace) -> TrainConfig:
-    """The recipe that a command line gives; UserError where it gives none."""
+    """The recipe of a command line. Raises UserError for a mistake in it."""
     from ladder.train.config import load_train_config
 
     return load_train_config(options.config, options.overrides)
 
 
 def finetuning_recipe(options: argparse.Namespace) -> TrainConfig:
-    """The same for a recipe that must say which weights the run starts from."""
+    """The recipe of `ladder finetune`, which must have `init`."""
     from ladder.models.errors import UserError
 
     config = recipe(options)
