@@ -23,7 +23,7 @@ def p2p_disabled() -> bool:
 def push_refusal(processes: int) -> str | None:
     """Why the push kernel cannot run over the `processes` TP ranks of this one's group, or None.
 
-    TP ranks are neighbours: see `launch.make_mesh`.
+    TP ranks are neighbours: see `make_mesh`.
     """
     if not torch.cuda.is_available():
         return "it needs GPUs"

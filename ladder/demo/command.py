@@ -28,6 +28,7 @@ from ladder.infer.sampling import Sampling
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
+from ladder.parallel.mesh import make_mesh
 from ladder.plans import aligned, picture
 from ladder.records import facts
 from ladder.train import metrics
@@ -139,7 +140,7 @@ def _heldout_logits(model: Transformer, out: Path) -> torch.Tensor:
 def _run_with_tp(out: Path) -> int:
     """On each rank: compare every plan's logits with one process's, and write a sample."""
     device = launch.join("cpu")
-    mesh = launch.make_mesh(device, TP)
+    mesh = make_mesh(device, TP)
     assert mesh is not None
     tokenizer = load_tokenizer(out / "tokenizer")
     for plan in PLANS:

@@ -11,6 +11,7 @@ from ladder.config import DTYPES
 from ladder.models.errors import UserError, unknown
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
+from ladder.parallel.mesh import make_mesh
 from ladder.parallel.reducers import REDUCERS, pick_reducer
 
 
@@ -56,7 +57,7 @@ def load_for_inference(
             f"--reducer={reducer} with one process, which has nothing to reduce: leave it out, or "
             f"start more (--nproc)"
         )
-    mesh = launch.make_mesh(place, processes)
+    mesh = make_mesh(place, processes)
     found = newest(Path(folder))
     launch.agree({"model": str(found)})
     refuse_damage(TensorReader(found, WEIGHTS), "use another checkpoint of the run")

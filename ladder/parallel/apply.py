@@ -60,7 +60,7 @@ def make_model(
     compile: bool = False,
     reducer: type[AsyncReducer] | None = None,
 ) -> Transformer:
-    """The model on this mesh (see `launch.make_mesh`), its parameters in float32, not yet filled.
+    """The model on this mesh (see `make_mesh`), its parameters in float32, not yet filled.
 
     sequence_parallel: the stream is sharded by tokens over the TP ranks. activation_checkpointing:
     a name in CHECKPOINTING: `full` keeps a sublayer's input and computes the rest again in the

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ladder.models.transformer import Transformer
-from ladder.parallel.launch import DATA_DIMS
+from ladder.parallel.mesh import DATA_DIMS
 
 # Virtual ranks' outputs may be views. Reducers sum them to new tensors, and write to none in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import errno
-import functools
 import multiprocessing
 import os
 import shutil
@@ -37,8 +36,6 @@ from ladder.parallel.environment import RENDEZVOUS
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
 
 ORDERLY = "left"  # beside it, with the rank: a file that says that the rank ends as it should
 CLOSED = "closed"  # beside it: nobody reads what the processes write any more
@@ -350,55 +347,6 @@ def join(device: str = "auto") -> torch.device:
                 raise
             raise environment.no_meeting(error) from error
     return place
-
-
-DATA_DIMS = ("replicate", "shard")  # of the mesh: data parallelism, see ladder.parallel.data
-
-
-def make_mesh(device: torch.device, tp: int, dp_shard: int = 1) -> DeviceMesh | None:
-    """A mesh with the dimensions `replicate`, `shard` and `tp`, tp innermost; None for one process.
-
-    dp_shard: the size of `shard`; 0: all data-parallel ranks. Asked for again, it is the same mesh:
-    its groups have threads, or memory of a GPU, that are never let go.
-    """
-    world = world_size()
-    if tp < 1 or world % tp:
-        raise UserError(
-            f"tp={tp} does not divide the number of processes, {world}; start it with --nproc "
-            f"(or torchrun) and a multiple of {max(tp, 1)} processes"
-        )
-    data = world // tp
-    if dp_shard < 0 or data % (dp_shard or data):
-        raise UserError(
-            f"dp_shard={dp_shard} does not divide the {data} data-parallel ranks ({world} "
-            f"processes, tp={tp}); choose a divisor, or 0 for all of them"
-        )
-    if world == 1:
-        return None
-    shard = dp_shard or data
-    import torch.distributed as dist
-
-    return _mesh(dist.group.WORLD, device.type, (data // shard, shard, tp))
-
-
-@functools.cache
-def _mesh(world: dist.ProcessGroup, kind: str, shape: tuple[int, int, int]) -> DeviceMesh:
-    """`make_mesh`, once for each group of all processes."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    override = {}
-    if kind == "cuda":
-        # Reduces run beneath matrix products: without priority a reduce's blocks wait until those
-        # of the product that was launched before it all have a place.
-        nccl = dist.ProcessGroupNCCL  # only builds with CUDA have it
-        override = {"tp": nccl.Options(is_high_priority_stream=True)}
-    return init_device_mesh(
-        kind,
-        shape,
-        mesh_dim_names=(*DATA_DIMS, "tp"),
-        backend_override=override,
-    )
 
 
 def from_first(value: Any) -> Any:

@@ -20,6 +20,7 @@ from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.parallel.apply import make_model
 from ladder.parallel.data import data_parallel
+from ladder.parallel.mesh import make_mesh
 from ladder.progress import Progress
 from ladder.train import state
 from ladder.train.checkpointer import Checkpointer
@@ -52,7 +53,7 @@ def train(
     return after that many steps in all.
     """
     here = launch.join(device)
-    mesh = launch.make_mesh(here, config.tp, config.dp_shard)
+    mesh = make_mesh(here, config.tp, config.dp_shard)
     launch.agree(config.to_dict())
     with ExitStack() as stack:  # what is entered here ends before the lock is let go of
         held = hold(Path(config.out) / state.LOCK, f"out={config.out}")

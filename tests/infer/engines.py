@@ -12,6 +12,7 @@ from ladder.infer.engine import Engine
 from ladder.infer.sampling import Sampling
 from ladder.models import ModelConfig, Transformer
 from ladder.parallel import launch
+from ladder.parallel.mesh import make_mesh
 from ladder.parallel.sharding import initialise, shard_model
 from tests import samples
 from tests.samples import heads_read_the_same
@@ -78,7 +79,7 @@ def fused_config(name: str, world: int, **changes: Any) -> ModelConfig:
 def pushing_engine(name: str, device: torch.device) -> tuple[Transformer, Engine]:
     """A sample plan's model in one CPU process, and the engine of its ranks on GPUs."""
     world = launch.world_size()
-    mesh = launch.make_mesh(device, world)
+    mesh = make_mesh(device, world)
     tp = None if mesh is None else mesh["tp"]
     config = fused_config(name, world)
     model = samples.full_model(config, 7, torch.float32)

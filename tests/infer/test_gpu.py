@@ -20,6 +20,7 @@ from ladder.kernels.decode import MAX_ROWS
 from ladder.models import ModelConfig, Transformer, document_starts
 from ladder.models.documents import Packed, within_documents
 from ladder.parallel import launch
+from ladder.parallel.mesh import make_mesh
 from ladder.parallel.sharding import (
     initialise,
     local_parameters,
@@ -99,7 +100,7 @@ def relative(value: torch.Tensor, expected: torch.Tensor) -> float:
 def on_gpus() -> int:
     """Logits and every gradient of every plan, and greedy text, on this rank's GPU."""
     device = launch.join("cuda")
-    mesh = launch.make_mesh(device, launch.world_size())
+    mesh = make_mesh(device, launch.world_size())
     tokens, targets = batch()
     for plan, degree in PLANS:
         oracle = make(plan, degree, torch.float64)
@@ -127,7 +128,7 @@ def on_gpus() -> int:
 def generate_on_gpus(reducer: str) -> int:
     """The engine, plain, in graphs and fused, against the plain one on the CPU: equal tokens."""
     device = launch.join("cuda")
-    mesh = launch.make_mesh(device, launch.world_size())
+    mesh = make_mesh(device, launch.world_size())
     source = torch.Generator().manual_seed(4)
     lengths = {1: (7,), 3: (1, 250, 30), 64: tuple(range(1, 65))}  # 250 + 12 crosses a bucket
     for plan, degree, qwen in [*((*each, False) for each in PLANS), ("ladder", None, True)]:
@@ -333,7 +334,7 @@ def heads_on_gpus() -> int:
     """What the heads of all ranks read is the same bits: every plan, prefill and decode."""
     device = launch.join("cuda")
     world = launch.world_size()
-    mesh = launch.make_mesh(device, world)
+    mesh = make_mesh(device, world)
     assert mesh is not None
     source = torch.Generator().manual_seed(9)
     for name in [name for name in samples.FUSED_PLANS if name not in samples.ADDED_APART]:

@@ -15,6 +15,7 @@ from ladder.comm.transports import TRANSPORTS
 from ladder.kernels.prefill import swiglu
 from ladder.models import Transformer
 from ladder.parallel import launch
+from ladder.parallel.mesh import make_mesh
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sharded import ShardedReducer
 from ladder.parallel.sharding import initialise, shard_model
@@ -118,7 +119,7 @@ def compare(
 ) -> None:
     """Eager and replayed passes of several sizes against AsyncReducer's, with fresh tokens."""
     world, rank = launch.world_size(), launch.rank()
-    mesh = launch.make_mesh(device, world)
+    mesh = make_mesh(device, world)
     assert mesh is not None
     source, delays = torch.Generator().manual_seed(7), random.Random(rank)
     config = small_config(

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from ladder.checkpoint import full
 from ladder.config import build, model_config
 from ladder.models.errors import UserError
-from ladder.parallel import launch
 from ladder.parallel.apply import make_model
 from ladder.parallel.data import data_parallel, reduce_gradients
+from ladder.parallel.mesh import make_mesh
 from ladder.parallel.sharding import initialise, local_parameters, local_tensor
 from ladder.train import loop
 from ladder.train.config import TrainConfig
@@ -87,7 +87,7 @@ def made(mesh: Any, dtype: torch.dtype) -> Any:
 def shards(rank: int, world: int) -> dict[str, Any]:
     """How much this rank holds under FSDP and TP 2, and which weights are not those of one
     process: put together by FSDP, which has its own idea of the rows."""
-    mesh = launch.make_mesh(CPU, 2, 0)
+    mesh = make_mesh(CPU, 2, 0)
     model = made(mesh, torch.float32)
     whole = dict(made(None, torch.float32).named_parameters())
     held = {name: local.numel() for name, local, _ in local_parameters(model)}
@@ -115,7 +115,7 @@ def test_each_rank_holds_its_share_of_the_same_weights(pools: Pools) -> None:
 def half_precision(rank: int, world: int, dp_shard: int) -> tuple[float, float]:
     """The error of bfloat16 gradients, of one process and of these ranks."""
     tokens = torch.randint(0, 301, (8, 2, 17), generator=torch.Generator().manual_seed(5))
-    mesh = launch.make_mesh(CPU, 1, dp_shard)
+    mesh = make_mesh(CPU, 1, dp_shard)
 
     def gradients(dtype: torch.dtype, mesh: Any) -> dict[str, torch.Tensor]:
         model = made(mesh, dtype)
@@ -152,7 +152,7 @@ def reduces_without_tp(rank: int, world: int) -> list[int]:
     """All-reduces over the TP group of a forward and a backward pass, at TP 1 and 2."""
     found = []
     for tp in (1, 2):
-        model = made(launch.make_mesh(CPU, tp, 1), torch.float32)
+        model = made(make_mesh(CPU, tp, 1), torch.float32)
         tokens = sample_tokens(model.config, 1, 2, 8)
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
             model(tokens, tokens).mean().backward()
@@ -170,7 +170,7 @@ def test_a_tp_group_of_one_communicates_nothing(pools: Pools) -> None:
 def clipped(rank: int, world: int) -> list[float]:
     """The norms that `clip_gradients` finds under TP 2 x FSDP 2: before it clips to 0.5, after it,
     and after a limit that they keep."""
-    mesh = launch.make_mesh(CPU, 2, 0)
+    mesh = make_mesh(CPU, 2, 0)
     model = made(mesh, torch.float32)
     source = torch.Generator().manual_seed(0)
     wholes = {n: torch.randn(shape, generator=source) for n, shape in model.shapes.items()}
@@ -198,5 +198,5 @@ def test_a_layout_that_does_not_divide_is_refused(
         train(recipe(corpus, tmp_path / "run", dp_shard=2), device="cpu")
     monkeypatch.setattr(loop.launch, "world_size", lambda: 6)
     with pytest.raises(UserError, match=r"dp_shard=2 does not divide the 3 .*\(6 processes, tp=2"):
-        launch.make_mesh(CPU, 2, 2)
+        make_mesh(CPU, 2, 2)
     assert not (tmp_path / "run").exists()

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ladder.config import build
 from ladder.models import Transformer, UserError
-from ladder.parallel import launch
 from ladder.parallel.apply import make_model
+from ladder.parallel.mesh import make_mesh
 from ladder.parallel.sequence import Collective, SequenceReducer, Transfer
 from ladder.parallel.sharding import shard_model
 from ladder.train.config import TrainConfig
@@ -249,7 +249,7 @@ def test_tokens_that_tp_does_not_divide_are_refused_before_the_run_begins(
 
 
 def mesh_of(tp: int) -> Any:
-    return launch.make_mesh(torch.device("cpu"), tp)
+    return make_mesh(torch.device("cpu"), tp)
 
 
 def refusals(rank: int, world: int) -> list[str]:

@@ -15,7 +15,7 @@ from ladder.models.config import ModelConfig
 from ladder.models.layers import Attention
 from ladder.models.parameters import Initialisation
 from ladder.models.transformer import Transformer, meta_model
-from ladder.parallel import launch
+from ladder.parallel.mesh import make_mesh
 from ladder.parallel.sharding import local_parameters, local_tensor, shard_model
 
 SHARPNESS = 2.0  # of the random attention: else it is an average, whose errors are invisible
@@ -23,7 +23,7 @@ SHARPNESS = 2.0  # of the random attention: else it is an average, whose errors 
 
 def tp_mesh(device: torch.device, tp: int) -> DeviceMesh | None:
     """The mesh of this process's TP group; None at TP 1."""
-    mesh = launch.make_mesh(device, tp) if tp > 1 else None
+    mesh = make_mesh(device, tp) if tp > 1 else None
     return None if mesh is None else mesh["tp"]
 
 

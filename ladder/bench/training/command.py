@@ -35,6 +35,7 @@ from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.parallel.apply import check_sequence_parallel, make_model
 from ladder.parallel.data import data_parallel
+from ladder.parallel.mesh import make_mesh
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sequence import SequenceReducer
 from ladder.parallel.sharding import local_parameters
@@ -56,7 +57,7 @@ LAYOUTS = "ddp, fsdp, hsdpN (replicas of N shards), tpN, tpN+sp, and tpN or tpN+
 
 @dataclass(frozen=True)
 class Layout:
-    """tp processes, dp_shard as in `launch.make_mesh`, and whether the stream is sharded too."""
+    """tp processes, dp_shard as in `make_mesh`, and whether the stream is sharded too."""
 
     name: str
     tp: int = 1
@@ -198,7 +199,7 @@ def build(
     point: TrainingPoint, recipe: TrainConfig, tp_degree: int, device: torch.device
 ) -> tuple[Transformer, DeviceMesh | None]:
     """The point's model with random weights, and its mesh."""
-    mesh = launch.make_mesh(device, recipe.tp, recipe.dp_shard)
+    mesh = make_mesh(device, recipe.tp, recipe.dp_shard)
     no_comm = NoCommSequenceReducer if recipe.sequence_parallel else NoCommReducer
     model = make_model(
         shape_of(point, tp_degree),
@@ -383,7 +384,7 @@ def main(options: Any) -> int:
         raise UserError("--plans none needs a layout with tpN: without TP there is no reduce")
     for point in todo:  # all are checked before the first is timed
         recipe = recipe_of(point)
-        launch.make_mesh(device, recipe.tp, recipe.dp_shard)
+        make_mesh(device, recipe.tp, recipe.dp_shard)
         shape = shape_of(point, options.tp_degree)
         if recipe.sequence_parallel:
             check_sequence_parallel(shape, recipe.tp)
