@@ -8,7 +8,7 @@ ranks has the weight for each of them.
 
 from __future__ import annotations
 
-import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -17,12 +17,7 @@ from torch import Tensor
 from ladder.checkpoint import TensorReader
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
-from ladder.models.transformer import tensor_shapes
-
-READERS = {  # norm -> the matrices that read what it has normed
-    "input_layernorm": ("q_proj", "k_proj", "v_proj"),
-    "post_attention_layernorm": ("gate_proj", "up_proj"),
-}
+from ladder.models.transformer import Transformer, meta_model
 
 
 @dataclass(frozen=True)
@@ -64,10 +59,10 @@ def recipes(source: ModelConfig, target: ModelConfig) -> list[Recipe]:
 
     Raises UserError where the source's norms are not one for each sublayer, shared by all ranks.
     """
-    old = tensor_shapes(source)
+    old, new = meta_model(source), meta_model(target)
     same = source.plan.sublayers == target.plan.sublayers
     if same and source.tp_degree == target.tp_degree:
-        return [Recipe(name, tuple(shape)) for name, shape in old.items()]
+        return [Recipe(name, tuple(shape)) for name, shape in old.shapes.items()]
     if not all(source.plan.equal_reads) or len(source.plan.sublayers) != 2 * source.num_layers:
         raise UserError(
             f"plan {source.plan.name!r} of the source has norms that other plans lack (shared by "
@@ -78,23 +73,37 @@ def recipes(source: ModelConfig, target: ModelConfig) -> list[Recipe]:
         for n, record in enumerate(target.plan.sublayers)
         if record.kind == "attention+mlp"
     }
+    gains = norms_read(old, merged)
+    folded = {*gains.values()}
     found = []
-    for name, size in tensor_shapes(target).items():
-        shape, gain = tuple(size), None
-        match = re.fullmatch(r"(model\.layers\.(\d+)\.)(?:.*\.)?(\w+)\.weight", name)
-        folded = match is not None and int(match[2]) in merged
-        if match is not None and folded:
-            gain = next((n for n, readers in READERS.items() if match[3] in readers), None)
-            gain = None if gain is None else f"{match[1]}{gain}.weight"
+    for name, size in new.shapes.items():
+        shape = tuple(size)
         found.append(
             Recipe(
                 name,
                 shape,
-                gain=gain,
-                ones=folded and "layernorm" in name,
-                per_rank=shape[0] if len(shape) > len(old[name]) else 0,
+                gain=gains.get(name),
+                ones=name in folded,
+                per_rank=shape[0] if len(shape) > len(old.shapes[name]) else 0,
             )
         )
+    return found
+
+
+def norms_read(model: Transformer, layers: Collection[int]) -> dict[str, str]:
+    """Each parameter of these layers that multiplies what a norm returns -> that norm's weight.
+
+    By full names; the model has a norm for each sublayer.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    found = {}
+    for layer in layers:
+        block = model.model.layers[layer]
+        norms = block.input_layernorm, block.post_attention_layernorm
+        for sublayer, norm in zip((block.self_attn, block.mlp), norms, strict=True):
+            for name, _ in sublayer.named_parameters(prefix=names[sublayer]):
+                if model.specs[name].reads_norm:
+                    found[name] = f"{names[norm]}.weight"
     return found
 
 

@@ -81,7 +81,7 @@ class RowParallelLinear(ParallelLinear):
     def parameter_specs(self) -> dict[str, ParameterSpec]:
         return {
             "weight": ParameterSpec(Initialisation.RESIDUAL, decay=True, split=1),
-            "bias": ParameterSpec(Initialisation.ZEROS, decay=False),
+            "bias": ParameterSpec(Initialisation.ZEROS, decay=False, split=None),
         }
 
     def forward(self, x: Tensor) -> Tensor:

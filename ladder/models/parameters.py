@@ -59,7 +59,7 @@ class ParameterSpec:
 
     init: Initialisation
     decay: bool
-    split: int | None = None
+    split: int | None
     heads: int | None = None
     reads_norm: bool = False
 
