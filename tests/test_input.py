@@ -313,6 +313,6 @@ def test_what_transformers_cannot_run(window: Any, llama: Path, tmp_path: Path) 
     shutil.copytree(llama, tmp_path / "model")
     data = json.loads((llama / "config.json").read_text()) | {"sliding_window": window}
     (tmp_path / "model" / "config.json").write_text(json.dumps(data))
-    with pytest.raises(UserError, match=r"transformers cannot load or run .*; mend its config"):
+    with pytest.raises(UserError, match=r"transformers cannot load or run .*; correct its config"):
         convert(tmp_path / "model", tmp_path / "out", "ladder")
     assert not (tmp_path / "out").exists()

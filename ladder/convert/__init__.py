@@ -1,1 +1,1 @@
-"""Other projects' checkpoints as ours, and back."""
+"""Conversion of checkpoints: between plans, and from and to Hugging Face's format."""

@@ -1,8 +1,8 @@
-"""`ladder convert sensitivity`: what turning layers over to the ladder costs, before any training.
+"""`ladder convert sensitivity`: the cost of converting layers to a ladder, before any training.
 
-For each layer, and each suffix of layers (the paper's choice: Ladder Residual, arXiv 2501.06589,
-4.2), the model is run with just those as a ladder, beside itself as it is, on held-out text. What
-is measured is the divergence of its predictions from the original's, and bits per byte.
+Each layer, and each suffix of layers (the paper's choice: Ladder Residual, arXiv 2501.06589, 4.2),
+is converted alone and the model is run on held-out text. Measured are the divergence of its
+predictions from the original model's, and bits per byte.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ from ladder.parallel import launch
 from ladder.parallel.sharding import local_tensor
 from ladder.progress import Progress
 
-SEQ_LEN = 1024  # tokens, or the model's context where that is shorter
+SEQ_LEN = 1024  # tokens; less if the model's context is shorter
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What these layers as a ladder cost: nats of KL(original || turned over) per token, and the
-    bits per byte that the model then has."""
+    """The cost of converting `layers` to a ladder.
+
+    divergence: KL(original || converted) in nats per token. bits_per_byte: of the converted model.
+    """
 
     layers: tuple[int, ...]
     divergence: float
@@ -53,23 +55,24 @@ class Cost:
 
 @dataclass(frozen=True)
 class Report:
-    """original: bits per byte before. singles: by divergence; suffixes: the shortest first.
+    """The costs of single layers and of suffixes of layers.
 
-    plan: the better of `chosen` and `suffix` beside the layers that are a ladder already, in the
-    words of a plan; empty where the model's own plan has no such words.
+    original: bits per byte of the original model. singles: sorted by divergence. suffixes: the
+    shortest first. plan: the better of `chosen` and `suffix`, with the layers that are a ladder
+    already, as the text of a plan; empty if the model's plan cannot be written as such a text.
     """
 
     original: float
     tokens: int
     singles: tuple[Cost, ...]
     suffixes: tuple[Cost, ...]
-    chosen: Cost  # the layers that cost least one by one
-    suffix: Cost  # as many, the last ones
+    chosen: Cost  # the layers with the lowest single costs
+    suffix: Cost  # the same number of layers, from the end
     plan: str
 
 
 def turned(plan: Plan, layers: Iterable[int]) -> Plan:
-    """The plan with these layers' sublayers wired as a ladder's."""
+    """The plan with the records of `layers` replaced by those of a ladder."""
     layers = set(layers)
     ladder = resolve_plan("ladder", plan.num_layers)
     pairs = zip(plan.layers, plan.sublayers, ladder.sublayers, strict=True)
@@ -78,7 +81,7 @@ def turned(plan: Plan, layers: Iterable[int]) -> Plan:
 
 
 def named(layers: Iterable[int]) -> str:
-    """These layers as a ladder, in the words of a plan: ladder@3-5,ladder@9."""
+    """The text of a plan in which `layers` are a ladder: ladder@3-5,ladder@9."""
     parts: list[list[int]] = []
     for layer in sorted(layers):
         if parts and layer == parts[-1][1] + 1:
@@ -89,7 +92,7 @@ def named(layers: Iterable[int]) -> str:
 
 
 def worded(plan: Plan, layers: Iterable[int]) -> str:
-    """The plan with these layers as a ladder, in words; empty where it is no standard or hybrid."""
+    """The text of `plan` with `layers` as a ladder; empty if the plan is no standard or hybrid."""
     found = {*layers}
     standard, ladder = (resolve_plan(name, plan.num_layers) for name in ("standard", "ladder"))
     records = zip(
@@ -105,19 +108,22 @@ def worded(plan: Plan, layers: Iterable[int]) -> str:
 
 
 def free_layers(plan: Plan) -> list[int]:
-    """The layers that could be turned over. Raises UserError where no weights fit a ladder."""
+    """The layers that can be converted. Raises UserError if the weights do not fit a ladder."""
     ladder = resolve_plan("ladder", plan.num_layers)
     if [r.kind for r in plan.sublayers] != [r.kind for r in ladder.sublayers] or not all(
         plan.equal_reads
     ):
         raise UserError(
-            f"plan {plan.name!r} has other norms than a ladder, so no layer can be turned over as "
-            f"it is; give a model of plan 'standard' or a hybrid"
+            f"plan {plan.name!r} has other norms than a ladder, so no layer can be converted "
+            f"without training; give a model of plan 'standard' or a hybrid"
         )
     pairs = zip(plan.layers, plan.sublayers, ladder.sublayers, strict=True)
     found = sorted({layer for layer, old, new in pairs if old != new})
     if not found:
-        raise UserError(f"plan {plan.name!r} is a ladder throughout: no layer is left to turn over")
+        raise UserError(
+            f"plan {plan.name!r} is a ladder throughout: no layer is left to convert; give a model "
+            f"of plan 'standard' or a hybrid"
+        )
     return found
 
 
@@ -132,11 +138,11 @@ def costs(
     title: str,
     original: Transformer | None = None,
 ) -> tuple[int, list[Cost]]:
-    """(tokens seen, the cost of the model as it is and then of each set of layers).
+    """The number of tokens, and the costs of the unchanged model and of each set of layers.
 
-    windows: held-out windows; None: all. original: another model on the same ranks, of the same
-    vocabulary, from which divergence is measured: the one that this was made from by conversion and
-    training, say. None: the model as it is, whose own divergence is then 0.
+    windows: the number of held-out windows; None: all. original: the model from which divergence is
+    measured, with the same ranks and vocabulary (for example the one from which `model` was
+    converted). None: `model` itself, whose divergence is then 0.
     """
     config, reducer = model.config, model.reducer
     first = vocabulary_start(config.vocab_size, reducer.ranks)
@@ -150,7 +156,7 @@ def costs(
     with Progress(title, passes, "passes", quiet=launch.rank() != 0) as progress:
         for chosen in batches:
             inputs, targets = heldout.read(chosen)
-            begins = heldout.begins(chosen, inputs, None)  # of conversations
+            begins = heldout.begins(chosen, inputs, None)  # None but for conversations
             documents = None if begins is None else starts_of(begins).to(device)
             given, wanted = inputs.to(device), targets.to(device)
             tokens += int((targets >= 0).sum())
@@ -177,11 +183,12 @@ def costs(
 
 
 def check_layers(plan: Plan, wished: int) -> list[int]:
-    """The layers of which `wished` can be turned over; UserError where there are not so many."""
+    """The layers that can be converted. Raises UserError if they are fewer than `wished`."""
     free = free_layers(plan)
     if not 1 <= wished <= len(free):
         raise UserError(
-            f"--layers={wished} must be 1 to {len(free)}, the layers that can be turned over"
+            f"--layers={wished} must be 1 to {len(free)}, the number of layers that can be "
+            f"converted"
         )
     return free
 
@@ -189,7 +196,7 @@ def check_layers(plan: Plan, wished: int) -> list[int]:
 def measure(
     model: Transformer, data: TokenData, wished: int, seq_len: int, windows: int, batch: int
 ) -> Report:
-    """The costs of each layer, of each suffix, and of the `wished` layers that cost least."""
+    """The costs of each layer, of each suffix, and of the `wished` cheapest layers together."""
     free = check_layers(model.config.plan, wished)
     singles = [(layer,) for layer in free]
     suffixes = [tuple(free[-n:]) for n in range(1, len(free) + 1)]
@@ -210,13 +217,13 @@ def measure(
 
 
 def text(report: Report) -> str:
-    """The report for people."""
+    """The report as text."""
 
     def line(cost: Cost, name: str) -> str:
         more = cost.bits_per_byte - report.original
         return f"{name:24}{cost.divergence:12.5f}{cost.bits_per_byte:15.4f}{more:+10.4f}"
 
-    head = f"{'as a ladder':24}{'nats a token':>12}{'bits per byte':>15}{'more':>10}"
+    head = f"{'as a ladder':24}{'nats a token':>12}{'bits per byte':>15}{'change':>10}"
     count = len(report.chosen.layers)
     lines = [
         f"original: {report.original:.4f} bits per byte, {report.tokens:,} tokens",
@@ -224,10 +231,10 @@ def text(report: Report) -> str:
         *(line(cost, str(cost.layers[0])) for cost in report.singles),
         f"\nthe last layers together\n{head}",
         *(line(cost, named(cost.layers)) for cost in report.suffixes),
-        f"\n{count} of them, the cheapest one by one and the last ones\n{head}",
+        f"\n{count} layers: those with the lowest single costs, and the last ones\n{head}",
         line(report.chosen, "cheapest"),
         line(report.suffix, "last"),
-        f"\n--plan {report.plan}" if report.plan else "\nturn them over in the model's own plan",
+        f"\n--plan {report.plan}" if report.plan else "\nconvert them in the model's own plan",
     ]
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Whether a converted folder holds what it is to hold, and computes what transformers does."""
+"""Checks of a converted folder: its tensors' checksums, and its logits against transformers'."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ladder.models.presets import resolve_plan
 from ladder.models.transformer import Transformer, meta_model, tensor_shapes
 from ladder.parallel.sharding import shard_model
 
-MOST_PARAMETERS = 2**28  # of what computes the logits that are compared: 1 GiB in float32
-ROWS = 1024  # tokens of the vocabulary of a model above that
-TOLERANCE = 1e-4  # of the largest logit, in float32
+MOST_PARAMETERS = 2**28  # of the model whose logits are compared: 1 GiB in float32
+ROWS = 1024  # vocabulary of the part that is compared of a larger model
+TOLERANCE = 1e-4  # relative to the largest logit, in float32
 
 
 def checksum(value: Tensor) -> str:
@@ -35,9 +35,9 @@ def checksum(value: Tensor) -> str:
 def verify_checksums(
     folder: Path, sums: Mapping[str, str], on_tensor: Callable[[str], None]
 ) -> None:
-    """Raise UserError unless the folder's files hold the tensors of those checksums, and no others.
+    """Raise UserError unless the folder holds exactly the tensors in `sums`, with these checksums.
 
-    on_tensor: called with the name of each, once it is compared.
+    on_tensor: called with the name of each tensor after its comparison.
     """
     reader = TensorReader(folder, WEIGHTS)
     wrong = sorted(set(reader.files) ^ set(sums))
@@ -48,13 +48,13 @@ def verify_checksums(
         on_tensor(name)
     if wrong:
         raise UserError(
-            f"{', '.join(wrong[:3])}: what was written differs from what was to be; the disk or "
-            f"the memory is faulty, convert to another place"
+            f"{', '.join(wrong[:3])}: the written data differs from the converted data; the disk "
+            f"or memory may be faulty: convert to another disk"
         )
 
 
 def cannot_compare(old: ModelConfig, new: ModelConfig) -> str | None:
-    """Why logits are not compared with transformers', or None where they can be."""
+    """The reason why logits cannot be compared with transformers'; None if they can."""
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed"
     if tensor_shapes(old) != tensor_shapes(new):
@@ -64,12 +64,13 @@ def cannot_compare(old: ModelConfig, new: ModelConfig) -> str | None:
 
 @torch.no_grad()
 def compare_logits(ours: Path, theirs: Path) -> tuple[float, str]:
-    """The largest difference of the logits of our folder and Hugging Face's, of random tokens.
+    """Compare the logits of our folder and of Hugging Face's on random tokens, in float32.
 
-    And what was compared, in words. Ours are those under `standard`, whatever plan the tensors are
-    stored for. Of a model above MOST_PARAMETERS, the first layers, as many as fit, but one at
-    least, with the first ROWS tokens. In units of the largest logit, in float32; one of the two is
-    in memory at a time. Raises UserError where the difference is above TOLERANCE.
+    Returns the largest difference relative to the largest logit, and a text that says what was
+    compared. Ours are computed under `standard`, for any stored plan. Of a model above
+    MOST_PARAMETERS, only as many first layers as fit (at least one) and the first ROWS tokens of
+    the vocabulary are compared. One model is in memory at a time. Raises UserError if the
+    difference is above TOLERANCE.
     """
     config = read_config(ours)
     part = _fitting(config)
@@ -87,14 +88,14 @@ def compare_logits(ours: Path, theirs: Path) -> tuple[float, str]:
     if not difference <= TOLERANCE:
         raise UserError(
             f"the {what} differ from transformers' by {difference:.1e} of the largest: the "
-            f"config.json asks for something that one of the two does not compute; nothing was "
+            f"config.json sets an option that ladder or transformers does not support; nothing was "
             f"written"
         )
     return float(difference), what
 
 
 def _fitting(config: ModelConfig) -> ModelConfig:
-    """Under `standard`, all of the model, or a part of it that has MOST_PARAMETERS or less."""
+    """The config under `standard`, cut to a part of at most about MOST_PARAMETERS if larger."""
 
     def first(layers: int, rows: int) -> ModelConfig:
         return replace(
@@ -124,14 +125,14 @@ def _ours(folder: Path, config: ModelConfig) -> Transformer:
 
 
 def _their_logits(folder: Path, part: ModelConfig | None, tokens: Tensor) -> Tensor:
-    """Those of transformers' model of the folder; with `part`, of its layers and tokens alone."""
+    """The logits of transformers' model of the folder; with `part`, only of that part."""
     try:
         logits: Tensor = _theirs(folder, part)(tokens).logits
         return logits
-    except Exception as error:  # it raises what it likes
+    except Exception as error:  # transformers raises errors of many types
         raise UserError(
             f"transformers cannot load or run {folder} ({' '.join(str(error).split())[:300]}), so "
-            f"that the logits cannot be compared; mend its config.json"
+            f"the logits cannot be compared; correct its config.json"
         ) from error
 
 
@@ -146,7 +147,7 @@ def _theirs(folder: Path, part: ModelConfig | None) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     config.num_hidden_layers, config.vocab_size = part.num_layers, part.vocab_size
-    config.pad_token_id = None  # which may be beyond these tokens
+    config.pad_token_id = None  # it may be beyond the smaller vocabulary
     if kinds := getattr(config, "layer_types", None):
         config.layer_types = kinds[: part.num_layers]
     model = AutoModelForCausalLM.from_config(config, **options).eval()
@@ -155,7 +156,7 @@ def _theirs(folder: Path, part: ModelConfig | None) -> Any:
 
 
 def _fill(model: nn.Module, folder: Path) -> None:
-    """Copy what a model, whole or the first part of one, holds of the folder's tensors."""
+    """Copy the folder's tensors, or their first parts, to a model that may be smaller."""
     reader = TensorReader(folder, WEIGHTS)
     for name, parameter in model.named_parameters():
         parameter.copy_(reader.part(name, tuple(slice(0, size) for size in parameter.shape)))

@@ -1,9 +1,9 @@
-"""How each tensor of a model under one plan is made of a model's under another.
+"""Conversion of a model's tensors from one plan to another.
 
-Plans agree on every matrix and differ in the norms alone. Where attention and MLP read one normed
-input (`parallel`), the weights of the layer's two norms are folded into the matrices that read
-them, which computes the same: W (g * x) = (W g) x. A norm that reads streams which differ between
-ranks has the weight for each of them.
+All plans have the same matrices and differ only in the norms. Where attention and MLP read one
+normed input (`parallel`), the weights of the layer's two norms are folded into the matrices that
+read them, which computes the same: W (g * x) = (W g) x. A norm that reads residuals which differ
+between ranks has a weight for each rank.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ladder.models.transformer import Transformer, meta_model
 
 @dataclass(frozen=True)
 class Recipe:
-    """A tensor of the new model: the old one of its name, changed as the fields say.
+    """How to make a tensor of the new model from the old tensor of the same name.
 
-    gain: the norm whose weight is folded into its columns. ones: it is a norm's weight which was
-    folded. per_rank: it becomes [per_rank, D], a copy for each rank.
+    gain: the norm whose weight is folded into the tensor's columns. ones: the tensor is a norm's
+    weight that was folded, and becomes ones. per_rank: it becomes [per_rank, D], a copy per rank.
     """
 
     name: str
@@ -35,18 +35,18 @@ class Recipe:
     per_rank: int = 0
 
     def make(self, old: Tensor, gain: Tensor | None) -> Tensor:
-        """The new tensor of the old one and, where `gain` names one, that norm's weight [D].
+        """The new tensor. gain: the norm weight [D] to fold, if `self.gain` names a norm.
 
-        Folded in float32 and rounded to the type that the matrix has.
+        Folding is computed in float32 and rounded to the matrix's dtype.
         """
         if self.ones:
             old = torch.ones_like(old)
         if gain is not None:
             wide = gain.to(torch.promote_types(old.dtype, torch.float32))
-            old = (old * wide).to(old.dtype)  # the product is wide, too
+            old = (old * wide).to(old.dtype)  # the product is in float32, too
             if not old.isfinite().all():
                 raise UserError(
-                    f"{self.name} times {self.gain} is not finite in {old.dtype}, so that the norm "
+                    f"{self.name} times {self.gain} is not finite in {old.dtype}, so the norm "
                     f"cannot be folded; choose a plan without `parallel` layers"
                 )
         if self.per_rank:
@@ -55,9 +55,9 @@ class Recipe:
 
 
 def recipes(source: ModelConfig, target: ModelConfig) -> list[Recipe]:
-    """One for each tensor of the target, which differs from the source in its plan alone.
+    """The recipes of all tensors of the target, which differs from the source only in its plan.
 
-    Raises UserError where the source's norms are not one for each sublayer, shared by all ranks.
+    Raises UserError unless the source has one norm per sublayer, shared by all ranks.
     """
     old, new = meta_model(source), meta_model(target)
     same = source.plan.sublayers == target.plan.sublayers
@@ -108,8 +108,8 @@ def norms_read(model: Transformer, layers: Collection[int]) -> dict[str, str]:
 
 
 def make(recipe: Recipe, reader: TensorReader) -> Tensor:
-    """The new tensor, from the source's files; where nothing changes, a view of them."""
+    """The new tensor, made from the source's files; an unchanged tensor is a view of the file."""
     gain = None if recipe.gain is None else reader.whole(recipe.gain)
     made = recipe.make(reader.whole(recipe.name), gain)
-    reader.close()  # what has been read may then leave the memory
+    reader.close()  # lets the system drop the pages that were read
     return made

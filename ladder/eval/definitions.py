@@ -1,8 +1,8 @@
-"""Definitions that stand in a text, and questions which of four headwords one of them defines.
+"""Definitions found in a text, as multiple-choice questions: which of four words is defined?
 
-Two kinds of text say which word is defined where: Python, in which a docstring follows the name of
-its function or class, and a dictionary laid out as GCIDE (Debian's dict-gcide), in which an entry
-begins with its headword and, between backslashes, how that is said:
+Two kinds of text have recognisable definitions: Python, where a docstring follows the name of its
+function or class, and dictionaries in the format of GCIDE (Debian's dict-gcide), where an entry
+begins with its headword and, between backslashes, its pronunciation:
 
     Largo \\Lar"go\\, adv. [It., large, L. largus.] (Mus.)
        Slow or slowly; -- more so than {adagio}.
@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 SHORTEST, LONGEST = 24, 160  # characters of a definition
-STEM = 5  # letters of a dictionary's headword: its inflections and derivations share them
+STEM = 5  # first letters of a headword, which its inflections and derivations share
 CHOICES = 4
-TRIES = 64  # headwords that are looked at for wrong answers
+TRIES = 64  # headwords considered as wrong answers
 
 ENTRY = re.compile(
     r"^(?P<word>[A-Za-z][a-z]{3,}) (?P<said>\\[^\\\n]+\\)(?: \([^\n]*?\))?,? "
@@ -30,10 +30,11 @@ ENTRY = re.compile(
 
 
 class Definition(NamedTuple):
-    """heading: what introduces it, as its text does. text: one paragraph, in one line.
+    """A headword and its definition.
 
-    kind: headwords of one kind can stand for each other (functions, or verbs). stem: what gives the
-    headword away, in lower case and letters and digits alone.
+    heading: the text before the definition. text: one paragraph, in one line. kind: the word class,
+    from which wrong answers are drawn (functions, verbs, ...). stem: lower-case letters and digits
+    that would give the headword away if the definition contained them.
     """
 
     headword: str
@@ -44,16 +45,16 @@ class Definition(NamedTuple):
 
 
 def definitions(text: str) -> Iterator[Definition]:
-    """Those of a text, but for what is too short and what holds its own headword."""
+    """The definitions in a text, without those that are too short or contain their headword."""
     for each in (*_python(text), *_dictionary(text)):
         if len(each.text) >= SHORTEST and each.stem not in letters(each.text):
             yield each
 
 
 def questions(texts: Sequence[str], limit: int) -> list[dict[str, Any]]:
-    """At most `limit` definitions, each with the headings of four words, one of which it defines.
+    """At most `limit` questions: a definition, the headings of four words, and the right one.
 
-    Each headword is asked for once. The wrong ones are of its kind, and none of them stands in the
+    Each headword is asked for once. The wrong ones are of its kind and do not occur in the
     definition either.
     """
     found: dict[str, Definition] = {}
@@ -87,11 +88,11 @@ def letters(text: str) -> str:
 def _python(text: str) -> Iterator[Definition]:
     """Names of functions and classes, and the first paragraphs of their docstrings."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what the text holds
+        warnings.simplefilter("ignore")  # about the code in the text
         try:
             tree = ast.parse(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return  # it is no Python
+            return  # the text is not Python
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
@@ -104,12 +105,12 @@ def _python(text: str) -> Iterator[Definition]:
 
 
 def _dictionary(text: str) -> Iterator[Definition]:
-    """Entries; a definition is the first of its entry, without origin, field and sources."""
+    """The headwords of a dictionary, each with its first definition, without origin and sources."""
     for entry in ENTRY.finditer(text):
         word, part = entry["word"], entry["part"]
         body = re.sub(r"^1\.\s+", "", _unbracketed(entry["body"]))
         said = re.sub(r"(\s*\[[^\[\]]*\]|\s*--\s*[A-Z][^-]*)+$", "", paragraph(_unbracketed(body)))
-        if not said[:1].isalpha():  # a plural, or another form, stands first
+        if not said[:1].isalpha():  # the entry begins with another form, such as a plural
             continue
         heading = f"{word} {entry['said']}, {part}\n   "
         stem = letters(word)[:STEM]
@@ -117,7 +118,7 @@ def _dictionary(text: str) -> Iterator[Definition]:
 
 
 def _unbracketed(text: str) -> str:
-    """Without the origins and fields, [in brackets] and (in parentheses), that it begins with."""
+    """The text without leading [origins] and (fields)."""
     depth = 0
     for at, character in enumerate(text):
         if depth == 0 and character not in "[(" and not character.isspace():
@@ -127,6 +128,6 @@ def _unbracketed(text: str) -> str:
 
 
 def paragraph(text: str) -> str:
-    """The first paragraph, in one line; what is longer than LONGEST is cut after a word."""
+    """The first paragraph, in one line, cut after a word if longer than LONGEST."""
     line = " ".join(re.split(r"\n\s*\n", text.strip())[0].split())
     return line if len(line) <= LONGEST else line[: LONGEST + 1].rsplit(" ", 1)[0]

@@ -1,7 +1,7 @@
-"""Our engine as a model of lm-evaluation-harness (the `eval` extra).
+"""LadderLM: our engine as a model of lm-evaluation-harness (the `eval` extra).
 
-Every rank runs the harness alike, and computes what rank 0 asks for: requests travel as tokens, so
-that ranks whose harness drew other examples cannot wait for each other in different passes.
+Every rank runs the harness and computes the requests of rank 0, which are sent as tokens: otherwise
+ranks whose harness drew other examples would run different passes and wait for each other forever.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.progress import Progress
 
-DEFAULT_NEW_TOKENS = 256  # of a task that says nothing, as in the harness's Hugging Face model
-SAMPLING = ("do_sample", "temperature", "top_k", "top_p")  # what a task may ask of a generation
+DEFAULT_NEW_TOKENS = 256  # for a task that sets none, as in the harness's Hugging Face model
+SAMPLING = ("do_sample", "temperature", "top_k", "top_p")  # supported keys of generation_kwargs
 
 
 class LadderLM(TemplateLM):
-    """A placed model with its folder's tokenizer; `batch` sequences in each pass.
+    """A sharded model and its folder's tokenizer; `batch` sequences per forward pass.
 
-    Tokens, prefixes and truncation follow the harness's own Hugging Face model (HFLM), so that
-    figures compare with those that it gives. chat_template: a Jinja file, or "" for the folder's
-    own, where the harness is to ask in conversations.
+    Tokens, prefixes and truncation follow the harness's Hugging Face model (HFLM), so the figures
+    are comparable. chat_template: a Jinja file, or "" for the folder's template, if requests are
+    conversations; None: they are plain text.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LadderLM(TemplateLM):
             self.tokenizer.decode([token], skip_special_tokens=False)
             for token in (self.prefix, self.end)
         )
-        # Plain modules, in graphs on a GPU: fused ones hold no logits but those of the last place.
+        # Not fused: the fused modules compute only the logits of the last position.
         self.engine = Engine(model, fused=False)
 
     @property
@@ -100,9 +100,9 @@ class LadderLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation; without a prompt for an answer, its last message goes on."""
+        """The text of a conversation; without a generation prompt, its last message stays open."""
         assert self.template is not None
-        # Some templates refuse a message of the system's, a task's description, say.
+        # Some templates refuse a system message, such as a task's description.
         without = [message for message in chat_history if message["role"] != "system"]
         for messages in (chat_history, without):
             with contextlib.suppress(LeftOut):
@@ -117,12 +117,12 @@ class LadderLM(TemplateLM):
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """(nats, whether it is the likeliest) of each (context, continuation)."""
+        """The log-likelihood in nats of each (context, continuation), and whether it is greedy."""
         pairs = [self._encode(*request.args) for request in requests]
         return [*self._score(pairs)]
 
     def _encode(self, context: str, continuation: str) -> Request:
-        """The tokens of a pair; where HFLM fails, on an empty continuation, one without tokens."""
+        """The tokens of a pair. An empty continuation, on which HFLM fails, has no tokens."""
         if not continuation:
             return Request([self.prefix], [])
         if not context:
@@ -131,7 +131,7 @@ class LadderLM(TemplateLM):
                 return Request(tokens[:1], tokens[1:])
             return Request([self.prefix], tokens)
         before, after = self._encode_pair(context, continuation)
-        if not after:  # it melted into the context's last token
+        if not after:  # the continuation was merged into the context's last token
             whole = self.tok_encode(context + continuation)
             before, after = whole[:-1], whole[-1:]
         return Request(before or [self.prefix], after)
@@ -144,7 +144,7 @@ class LadderLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Nats of each whole text, in windows of the model's context as the harness cuts them."""
+        """The log-likelihood of each whole text in nats, in windows cut as by the harness."""
         windows: list[list[Request]] = []
         for request in requests:
             cut = get_rolling_token_windows(
@@ -152,7 +152,7 @@ class LadderLM(TemplateLM):
             )
             windows.append([Request(*make_disjoint_window(pair)) for pair in cut])
         scores = iter(self._score([window for each in windows for window in each]))
-        # The windows of rank 0 are those that were scored; a text has as many on every rank.
+        # The windows of rank 0 were scored; a text has the same number of windows on every rank.
         return [sum(next(scores).loglikelihood for _ in each) for each in windows]
 
     def _score(self, requests: list[Request]) -> list[Score]:
@@ -161,14 +161,14 @@ class LadderLM(TemplateLM):
             return score(self.model, requests, self.batch, progress.update)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The text that follows each context, up to the first of the task's stop sequences."""
+        """The text generated after each context, up to the first of the task's stop sequences."""
         asked = []
         for request in requests:
             context, options = request.args[:2]
             tokens = self.tok_encode(context) or [self.prefix]
             asked.append((tokens, self._generation(options, request.task_name)))
         asked = launch.from_first(asked)
-        # Requests of one kind together, the longest first.
+        # Requests with the same options together, the longest first.
         kinds = [json.dumps(options, sort_keys=True) for _, options in asked]
         order = sorted(range(len(asked)), key=lambda i: (kinds[i], -len(asked[i][0]), asked[i][0]))
         results = [""] * len(asked)
@@ -179,7 +179,7 @@ class LadderLM(TemplateLM):
                 for start in range(0, len(same), self.batch):
                     chunk = same[start : start + self.batch]
                     prompts, options = [asked[i][0] for i in chunk], asked[chunk[0]][1]
-                    # A seed for each batch: repeats of a request must not be drawn alike.
+                    # A seed per batch, so that repeats of a request draw different texts.
                     texts = self._generate(prompts, **options, seed=done)
                     for i, text in zip(chunk, texts, strict=True):
                         results[i] = text
@@ -188,7 +188,7 @@ class LadderLM(TemplateLM):
         return results
 
     def _generation(self, options: dict[str, Any], task: str | None) -> dict[str, Any]:
-        """The arguments of `_generate` that a task's generation_kwargs ask for."""
+        """The arguments of `_generate` for a task's generation_kwargs."""
         known = {**normalize_gen_kwargs(options, DEFAULT_NEW_TOKENS)}
         until = handle_stop_sequences(known.pop("until", None), self.end_text)
         count = known.pop("max_gen_toks")
@@ -196,7 +196,7 @@ class LadderLM(TemplateLM):
         if extra:
             raise UserError(
                 f"task {task!r} generates with {extra[0]}={known[extra[0]]!r}, and the engine "
-                f"knows {', '.join(SAMPLING)} alone; leave the task out"
+                f"supports only {', '.join(SAMPLING)}; leave the task out"
             )
         if count >= self.max_length:
             raise UserError(
@@ -215,7 +215,7 @@ class LadderLM(TemplateLM):
     def _generate(
         self, prompts: list[list[int]], count: int, until: list[str], seed: int, **sampling: Any
     ) -> list[str]:
-        """The texts that follow the prompts, whose beginnings make room for `count` new tokens."""
+        """The texts generated after the prompts, which are cut at the front to leave room."""
         results = self.engine.generate(
             [prompt[-(self.max_length - count) :] for prompt in prompts],
             max_new_tokens=count,
@@ -228,11 +228,11 @@ class LadderLM(TemplateLM):
 
 
 def stopper(tokenizer: Tokenizer, until: list[str]) -> Callable[[int, list[int]], bool] | None:
-    """Whether newly generated tokens complete one of the stop sequences; None: there are none."""
+    """A function: do the new tokens complete one of the stop sequences? None: there are none."""
     until = [text for text in until if text]
     if not until:
         return None
-    # A token stands for a byte or more, and the first of a tail may decode without its space.
+    # A token stands for at least one byte, and the tail's first may decode without its space.
     longest = max(len(text.encode("utf-8")) for text in until) + 4
 
     def ended(_: int, tokens: list[int]) -> bool:
@@ -243,7 +243,7 @@ def stopper(tokenizer: Tokenizer, until: list[str]) -> Callable[[int, list[int]]
 
 
 def _special(folder: Path, tokenizer: Tokenizer, name: str) -> int | None:
-    """The id of the `bos_token` or `eos_token` that a Hugging Face tokenizer's folder names."""
+    """The id of `bos_token` or `eos_token` in a folder's tokenizer_config.json, or None."""
     path = folder / TOKENIZER_CONFIG
     token = special_token(read_json(path), name) if path.is_file() else None
     found = None if token is None else tokenizer.token_to_id(token)

@@ -1,13 +1,13 @@
-"""The data of the `offline` suite: built from local text, the same bytes from the same text.
+"""The data of the `offline` suite, built deterministically from local text.
 
-    heldout.jsonl      texts whose bits per byte are measured
-    cloze.jsonl        a passage, how it goes on, and three other stretches of the same document
-    definitions.jsonl  a definition, and four words as they are introduced, one of which it defines
-    copying.jsonl      a list of words, and its first half again: the second half is to follow
-    arithmetic.jsonl   sums of two numbers, four of them solved
-    index.json         where the text came from, and the files' checksums
+    heldout.jsonl      texts, for bits per byte
+    cloze.jsonl        a passage, its continuation, and three other parts of the same document
+    definitions.jsonl  a definition, and the headings of four words, one of which it defines
+    copying.jsonl      a list of words and its first half again; the answer is the second half
+    arithmetic.jsonl   sums of two numbers, after four solved ones
+    index.json         the source of the text, and the files' checksums
 
-The functions at the end are what the task configs in ladder/eval/tasks name.
+The task configs in ladder/eval/tasks refer to the functions at the end.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ladder.eval.definitions import CHOICES, questions
 from ladder.files import checksum, make_folder, write_text
 from ladder.models.errors import UserError
 
-VERSION = 2  # of what is built from a text
-# The tasks of ladder/eval/tasks, and what each reads.
+VERSION = 2  # of the data built from a text
+# The tasks of ladder/eval/tasks, and the file that each reads.
 TASKS = {
     "local_heldout": "heldout",
     "local_cloze": "cloze",
@@ -42,14 +42,14 @@ TASKS = {
     "local_sums": "arithmetic",
 }
 DOCUMENTS = 64
-CHARACTERS = 4096  # of a document that are scored
-READ_TOKENS = 2**21  # of a prepared folder, whose documents lie in no order that matters
+CHARACTERS = 4096  # scored per document
+READ_TOKENS = 2**21  # read of a prepared folder, whose documents are in arbitrary order
 
 QUESTIONS = 300
-SEARCHED = 2**17  # characters of a document
-PASSAGE, WORDS, LONGEST = 240, 6, 120  # characters before a gap; words, at most characters in it
+SEARCHED = 2**17  # characters per document
+PASSAGE, WORDS, LONGEST = 240, 6, 120  # characters before a gap; words and most characters in it
 APART = 400  # characters between a gap and the wrong answers
-FEWEST = 40  # definitions; a text with fewer has none worth asking for
+FEWEST = 40  # definitions; with fewer, the standard library's are used
 
 COPIES, LIST = 100, 10  # words of a list
 SUMS, SHOTS, LARGEST = 100, 4, 50
@@ -60,12 +60,12 @@ def build(
 ) -> dict[str, Any]:
     """Write the data of the `tasks` into the folder `out`, and return its index.
 
-    paths: text, .jsonl and .parquet files and folders of them, all of whose text is taken; or one
-        folder that `ladder data prepare` wrote, for its held-out documents; None: the held-out
-        documents of this Python's standard library, as `ladder data prepare` splits them.
+    paths: text, .jsonl and .parquet files and folders of them, of which all text is used; or one
+        folder of `ladder data prepare`, of which the held-out documents are used; None: the
+        held-out documents of this Python's standard library, as `ladder data prepare` splits them.
 
-    Where a text defines too few words, those of the standard library are asked for; the index says
-    so. Raises UserError where there is too little text.
+    If a text has too few definitions, those of the standard library are used, as the index records.
+    Raises UserError if there is too little text.
     """
     wanted = {TASKS[task] for task in tasks if task in TASKS}
     documents, source = _documents(paths)
@@ -106,7 +106,7 @@ def build(
 
 
 def _documents(paths: Sequence[str] | None) -> tuple[list[Document], dict[str, Any]]:
-    """At most DOCUMENTS of them, those whose names hash lowest, and what was read."""
+    """The DOCUMENTS documents with the lowest hashes of their names, and their source."""
     found: Iterator[Document]
     if paths is not None and len(paths) == 1 and (Path(paths[0]) / INDEX).is_file():
         found, source = _prepared(Path(paths[0]))
@@ -114,14 +114,14 @@ def _documents(paths: Sequence[str] | None) -> tuple[list[Document], dict[str, A
         corpus = open_corpus(None)
         found, source = corpus.read("heldout"), corpus.description
     else:
-        corpus = open_corpus(paths, heldout_fraction=0.0)  # nothing was trained on: all is taken
+        corpus = open_corpus(paths, heldout_fraction=0.0)  # all documents
         found, source = corpus.read("train"), corpus.description
     chosen = heapq.nsmallest(DOCUMENTS, found, key=lambda document: name_hash(document.name))
     return chosen, source
 
 
 def _prepared(folder: Path) -> tuple[Iterator[Document], dict[str, Any]]:
-    """The held-out documents of a prepared folder, decoded: byte-level tokens lose nothing."""
+    """The held-out documents of a prepared folder, decoded; byte-level tokens are lossless."""
     data = open_data(folder)
     split = data.split("heldout")
     tokens = split.read(0, min(len(split), READ_TOKENS))
@@ -140,25 +140,26 @@ def _prepared(folder: Path) -> tuple[Iterator[Document], dict[str, Any]]:
 
 
 def _cloze(documents: Sequence[Document]) -> list[dict[str, Any]]:
-    """Questions from as many documents as there are, in turn."""
-    streams = [_gaps(document) for document in documents]
+    """Questions taken from all documents in turn."""
+    sources = [_gaps(document) for document in documents]
     rows: list[dict[str, Any]] = []
-    while streams and len(rows) < QUESTIONS:
+    while sources and len(rows) < QUESTIONS:
         left = []
-        for stream in streams:
-            row = next(stream, None)
+        for source in sources:
+            row = next(source, None)
             if row is not None:
                 rows.append(row)
-                left.append(stream)
-        streams = left
+                left.append(source)
+        sources = left
     return rows[:QUESTIONS]
 
 
 def _gaps(document: Document) -> Iterator[dict[str, Any]]:
-    """Questions of one document, so that its subject alone tells no answer from the others.
+    """Questions whose four answers come from one document, so that its subject gives none away.
 
-    The answers begin where a word ends. Four places are drawn, and then one of them as the gap:
-    drawn otherwise, the true answer of a short document would lie, and read, unlike the wrong ones.
+    The answers begin at the end of a word. Four positions are drawn, and then one of them as the
+    gap: otherwise the positions of the right and the wrong answers would be distributed
+    differently in a short document.
     """
     text, source = document.text[:SEARCHED], random.Random(name_hash(document.name))
     pattern = re.compile(rf"(?<=\S)(?:\s+\S+){{{WORDS}}}")
@@ -168,21 +169,21 @@ def _gaps(document: Document) -> Iterator[dict[str, Any]]:
     left = [*answers]
     source.shuffle(left)
     while True:
-        places: list[int] = []
+        drawn: list[int] = []
         for at in left:
-            if all(abs(at - o) >= APART and answers[at] != answers[o] for o in places):
-                places.append(at)
-            if len(places) == CHOICES:
+            if all(abs(at - o) >= APART and answers[at] != answers[o] for o in drawn):
+                drawn.append(at)
+            if len(drawn) == CHOICES:
                 break
         else:
             return
-        left = [at for at in left if at not in places]
-        gap = places[source.randrange(CHOICES)]
+        left = [at for at in left if at not in drawn]
+        gap = drawn[source.randrange(CHOICES)]
         passage = text[gap - PASSAGE : gap]
         yield {
-            "passage": passage[passage.find(" ") + 1 :],  # from a word's beginning on
-            "choices": [answers[at] for at in places],
-            "answer": places.index(gap),
+            "passage": passage[passage.find(" ") + 1 :],  # from the beginning of a word
+            "choices": [answers[at] for at in drawn],
+            "answer": drawn.index(gap),
         }
 
 
@@ -210,11 +211,11 @@ def _arithmetic() -> list[dict[str, Any]]:
     return rows
 
 
-# ---- what the task configs name -------------------------------------------------------------
+# ---- functions that the task configs refer to ------------------------------------------------
 
 
 def read(folder: str, file: str, **_: Any) -> dict[str, Any]:
-    """The data of a task, as lm-evaluation-harness asks for it; one split, `test`."""
+    """The data of a task for lm-evaluation-harness: one split, `test`."""
     import datasets
 
     lines = (Path(folder) / file).read_text(encoding="utf-8").split("\n")

@@ -1,4 +1,4 @@
-"""What an evaluation found, side by side: a table, JSON, Markdown."""
+"""The results of an evaluation as a table, JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ RATIOS = {"bits_per_byte": 1 / math.log(2), "byte_perplexity": None, "word_perpl
 
 @dataclass(frozen=True)
 class Metric:
-    """One figure of a task. stderr: its standard error; None where there is no estimate.
+    """One figure of a task.
 
-    higher_is_better: None where the task does not say. examples: how many it was computed from.
+    stderr: its standard error; None if there is no estimate. higher_is_better: None if the task
+    does not say. examples: the number of examples.
     """
 
     task: str
@@ -32,7 +33,7 @@ class Metric:
 
 
 def metrics(results: Mapping[str, Any]) -> list[Metric]:
-    """The figures of all tasks and groups in what the harness's `evaluate` returned."""
+    """The figures of all tasks and groups in the results of the harness's `evaluate`."""
     found = []
     for task, values in results["results"].items():
         for key, value in values.items():
@@ -59,10 +60,11 @@ def metrics(results: Mapping[str, Any]) -> list[Metric]:
 
 
 def ratio_stderr(name: str, pairs: Sequence[Any]) -> float | None:
-    """The standard error of a metric in RATIOS over documents; the harness has none.
+    """The standard error of a metric in RATIOS over documents, which the harness does not compute.
 
-    pairs: (nats, bytes or words) of each document. That of a ratio of sums, by linearisation:
-    sqrt(n / (n - 1) sum (x_i - r w_i)^2) / sum w_i; a perplexity's is multiplied by its slope.
+    pairs: (nats, bytes or words) of each document. The error of a ratio of sums, linearised, is
+    sqrt(n / (n - 1) sum (x_i - r w_i)^2) / sum w_i; that of a perplexity is multiplied by its
+    slope.
     """
     if name not in RATIOS or len(pairs) < 2:
         return None
@@ -75,7 +77,7 @@ def ratio_stderr(name: str, pairs: Sequence[Any]) -> float | None:
 
 
 def shown(found: Sequence[Metric], groups: Mapping[str, Sequence[str]]) -> list[Metric]:
-    """Without the parts of a group that has figures of its own (57 subjects, say)."""
+    """The metrics to show: without the members of groups that have figures of their own."""
     whole = {each.task for each in found}
     hidden: set[str] = set()
 
@@ -91,7 +93,7 @@ def shown(found: Sequence[Metric], groups: Mapping[str, Sequence[str]]) -> list[
 
 
 def table(columns: Mapping[str, Sequence[Metric]]) -> list[list[str]]:
-    """Cells: a head, then a line for each task and metric with every model's value."""
+    """The cells of a table: a head, then a row per task and metric with every model's value."""
     rows = [["task", "shots", "metric", *columns]]
     cells = {
         name: {(each.task, each.metric): str(each) for each in found}
@@ -105,7 +107,7 @@ def table(columns: Mapping[str, Sequence[Metric]]) -> list[list[str]]:
 
 
 def markdown(rows: Sequence[Sequence[str]], facts: Mapping[str, Any]) -> str:
-    """A page with the table, and beneath it what it was measured with."""
+    """A page with the table, and below it the facts of the measurement."""
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     lines.insert(1, "|" + " --- |" * len(rows[0]))
     said = [f"- {key}: {value}" for key, value in facts.items() if value is not None]

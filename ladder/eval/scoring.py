@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations, in batches of like length, on any number of ranks."""
+"""Log-likelihoods of continuations, in batches of similar length, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from ladder.parallel.sharding import local_tensor
 
 
 class Request(NamedTuple):
-    """Token ids. The context holds at least one; the continuation may be empty."""
+    """The token ids of a context, at least one, and of a continuation, which may be empty."""
 
     context: Sequence[int]
     continuation: Sequence[int]
 
 
 class Score(NamedTuple):
-    """loglikelihood: of the whole continuation, in nats. greedy: whether it is the likeliest."""
+    """The score of a continuation.
+
+    loglikelihood: of the whole continuation, in nats. greedy: whether greedy decoding gives it.
+    """
 
     loglikelihood: float
     greedy: bool
@@ -37,19 +40,19 @@ def score(
     batch: int,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Score]:
-    """log p(continuation | context) of each request; every rank calls it with the same ones.
+    """log p(continuation | context) of each request; every rank passes the same requests.
 
-    What is longer than the model's context loses its beginning, as in lm-evaluation-harness's own
-    Hugging Face model: the last max_seq_len + 1 tokens are kept, the last of which is a target
-    alone. An empty continuation is certain. Requests that feed the model the same tokens (answers
-    of one token, say) share a sequence. progress: called with the number of finished requests.
+    A request longer than the model's context is cut at the front, as in lm-evaluation-harness's
+    Hugging Face model: its last max_seq_len + 1 tokens are kept, the last being only a target. The
+    log-likelihood of an empty continuation is 0. Requests with the same input tokens (such as
+    answers of one token) share a sequence. progress: called with the number of finished requests.
 
-    Raises UserError for a continuation that is longer than the model's context, RuntimeError
-    where the model's logits are not finite.
+    Raises UserError for a continuation longer than the model's context, RuntimeError if the
+    logits are not finite.
     """
     results = [Score(0.0, True)] * len(requests)
     room = model.config.max_seq_len
-    sharing: dict[tuple[int, ...], list[int]] = {}  # what is fed to the model -> its requests
+    sharing: dict[tuple[int, ...], list[int]] = {}  # input tokens -> the requests that have them
     for i, (context, continuation) in enumerate(requests):
         assert context, "a context holds at least one token"
         if len(continuation) > room:
@@ -65,8 +68,7 @@ def score(
         if continuation:
             fed = (*context, *continuation)[-(room + 1) : -1]
             sharing.setdefault(fed, []).append(i)
-    # The longest first: neighbours are padded little, and what is too much for the memory is so
-    # at once.
+    # The longest first: little padding, and a batch that is too large for the memory fails at once.
     order = sorted(sharing, key=lambda fed: (-len(fed), fed))
     done = sum(not request.continuation for request in requests)
     for start in range(0, len(order), batch):
@@ -85,25 +87,25 @@ def _score(
     chunk: Sequence[tuple[int, ...]],
     wanted: Sequence[tuple[int, Sequence[int]]],
 ) -> list[Score]:
-    """The scores of (row of the chunk, targets of its last places)."""
+    """The scores of pairs (row of the chunk, targets of the row's last positions)."""
     device = local_tensor(model.model.embed_tokens.weight).device
-    # Padded on the right: attention is causal, so that no token sees the padding.
+    # Padded on the right: attention is causal, so no token attends to the padding.
     tokens = torch.zeros((len(chunk), len(chunk[0])), dtype=torch.int64)
     for row, fed in zip(tokens, chunk, strict=True):
         row[: len(fed)] = torch.tensor(fed)
     rows: list[int] = []
-    places: list[int] = []
+    positions: list[int] = []
     targets: list[int] = []
     sizes: list[int] = []
     for at, continuation in wanted:
         size, end = len(continuation), len(chunk[at])
         rows += [at] * size
-        places += range(end - size, end)
+        positions += range(end - size, end)
         targets += continuation
         sizes.append(size)
     logits = model(tokens.to(device), gather=False)
-    # Only the continuations' places are turned into float32 and compared between the ranks.
-    logits = logits[torch.tensor(rows, device=device), torch.tensor(places, device=device)]
+    # Only the continuations' logits are converted to float32 and compared between the ranks.
+    logits = logits[torch.tensor(rows, device=device), torch.tensor(positions, device=device)]
     goal = torch.tensor(targets, device=device)
     reducer = model.reducer
     first = vocabulary_start(model.config.vocab_size, reducer.ranks)

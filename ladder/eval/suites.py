@@ -1,4 +1,4 @@
-"""What `--tasks` names: suites of configs/eval and tasks, loaded into lm-evaluation-harness."""
+"""Suites (configs/eval) and tasks of `ladder eval --tasks`, loaded by lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from ladder.config import FILES, build, configs_folder, find, load_yaml
 from ladder.models.errors import UserError
 
 TASKS = Path(__file__).parent / "tasks"
-OWN = "local_"  # how the names of our own tasks begin
+OWN = "local_"  # the prefix of our own tasks
 SEED = 1234  # of few-shot examples, as in the harness
-REFUSED = {  # what the harness says of a task, and what it means
+REFUSED = {  # the harness's flags of unsupported tasks, and their meaning
     "UNSAFE_CODE": "runs programs that the model wrote, which `ladder eval` does not",
-    "MULTIMODAL": "shows more than text, which the models cannot read",
+    "MULTIMODAL": "has images or audio, which the models cannot read",
 }
 COLUMNS = "its config may name a column that its data lacks, or a row may be incomplete"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A task, group or tag of the harness. num_fewshot: None leaves it what the task says."""
+    """A task, group or tag of the harness. num_fewshot: None keeps the task's own number."""
 
     task: str
     num_fewshot: int | None = None
 
 
 def entries(names: Sequence[str], num_fewshot: int | None) -> list[Entry]:
-    """The tasks that `names` stand for: suites (or their YAML files) and tasks, each once.
+    """The entries of `names`: suites (or their YAML files) and tasks, each once.
 
     num_fewshot: replaces that of every task.
     """
@@ -66,17 +66,17 @@ def load_suite(name: str) -> list[Entry]:
 
 
 def require_lm_eval() -> None:
-    """Raise UserError unless lm-evaluation-harness can be imported; keep it quiet."""
+    """Raise UserError if lm-evaluation-harness is not installed; silence its log."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             "`ladder eval` needs lm-evaluation-harness, which is not installed: "
             "pip install 'ladder[eval]'"
         )
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # its bootstrap would fork beside our threads
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # its bootstrap would fork a threaded process
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     import lm_eval.api.task
 
-    # Its bars count examples that become requests, which takes no time, on every rank.
+    # Its progress bars count the construction of requests, which takes no time, on every rank.
     lm_eval.api.task.tqdm = lambda rows, **_: rows
 
 
@@ -85,19 +85,19 @@ def check_include(include: Path | None) -> None:
     if include is not None and next(include.glob("**/*.yaml"), None) is None:
         raise UserError(
             f"--include-path={include} holds no YAML file; give the folder of your tasks, each a "
-            f"file as lm-evaluation-harness reads them"
+            f"YAML file of lm-evaluation-harness"
         )
 
 
 def load(
     chosen: Sequence[Entry], data: Path | None, include: Path | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The tasks, their documents read, as the harness's `evaluate` takes them.
+    """The tasks with their documents, as the argument of the harness's `evaluate`.
 
-    data: the folder that `ladder.eval.offline.build` wrote, where any is our own. include: a folder
-    of further tasks, which replace those of the same names.
+    data: the folder that `ladder.eval.offline.build` wrote, for our own tasks. include: a folder of
+    further tasks, which replace tasks of the same names.
 
-    Raises UserError for a name that is no task's, and for a task that cannot be loaded or run.
+    Raises UserError for an unknown task, and for one that cannot be loaded or run.
     """
     from lm_eval.tasks import TaskManager
 
@@ -131,7 +131,7 @@ def load(
                 if getattr(task, flag, False):
                     raise UserError(f"task {name!r} {does}; leave it out")
             shots = task.get_config("num_fewshot")
-            # A task that says 0 of itself has none to give.
+            # A task that sets 0 has no examples.
             if entry.num_fewshot is not None and shots != 0:
                 shots = entry.num_fewshot
             task.set_config(key="num_fewshot", value=shots or 0)
@@ -149,27 +149,27 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
             f"task {name!r} needs a package that is not installed ({_line(error)}); pip install "
             f"'ladder[eval]', or the extra of lm_eval that the task asks for"
         ) from error
-    except OSError as error:  # of the hub's client and of datasets
+    except OSError as error:  # from the hub's client and from datasets
         raise UserError(
             f"task {name!r} cannot be loaded ({_line(error)}); its data comes from the Hugging "
-            f"Face hub, which takes a network or a filled cache; `--tasks offline` needs neither"
+            f"Face hub, which needs a network or a filled cache; `--tasks offline` needs neither"
         ) from error
-    except Exception as error:  # of the task's own code
+    except Exception as error:  # from the task's own code
         raise UserError(f"task {name!r} cannot be loaded ({_line(error)}); {COLUMNS}") from error
     assert isinstance(found, dict)
     return found
 
 
 def _named(name: str, build_requests: Callable[..., None]) -> Callable[..., None]:
-    """The harness's own function, whose errors name the task."""
+    """The harness's function `build_requests`, with errors that name the task."""
 
     def build_named(**options: Any) -> None:
         try:
             build_requests(**options)
         except UserError:
             raise
-        except Exception as error:  # of the task's own code
-            message = f"task {name!r} cannot be written down ({_line(error)}); {COLUMNS}"
+        except Exception as error:  # from the task's own code
+            message = f"the requests of task {name!r} cannot be built ({_line(error)}); {COLUMNS}"
             raise UserError(message) from error
 
     return build_named
@@ -180,7 +180,7 @@ def _line(error: Exception) -> str:
 
 
 def seed(tasks: dict[str, dict[str, Any]]) -> None:
-    """Have the harness draw the same examples for every model: its tasks go on where they were."""
+    """Reset the harness's random generators, so that it draws the same examples for every model."""
     random.seed(0)
     np.random.seed(SEED)
     torch.manual_seed(SEED)

@@ -133,7 +133,7 @@ def test_checksums_are_of_all_tensors_and_no_others(tmp_path: Path) -> None:
     name = "model.norm.weight"
     less = {key: value for key, value in sums.items() if key != name}
     for wrong in (less, {**less, name: "0"}):
-        with pytest.raises(UserError, match=f"^{name}: what was written differs"):
+        with pytest.raises(UserError, match=f"^{name}: the written data differs"):
             verify_checksums(folder, wrong, told.append)
-    with pytest.raises(UserError, match=r"^more\.weight: what was written differs"):
+    with pytest.raises(UserError, match=r"^more\.weight: the written data differs"):
         verify_checksums(folder, {**sums, "more.weight": "0"}, told.append)

@@ -358,7 +358,7 @@ def test_a_faulty_disk_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     source = save(tmp_path / "hf")
     monkeypatch.setattr(checkpoint, "save_file", faulty)
-    with pytest.raises(UserError, match=f"{NORM}: what was written differs"):
+    with pytest.raises(UserError, match=f"{NORM}: the written data differs"):
         convert(source, tmp_path / "out", "ladder")
     assert list(tmp_path.iterdir()) == [source]
 

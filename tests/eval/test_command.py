@@ -165,7 +165,7 @@ def test_the_last_model_is_looked_at_before_the_first_is_run(
         ([{"question": "a", "answer": "UNSAFE"}], "task 'rows' runs programs that the model wrote"),
         ([{"asked": "a", "answer": "b"}], "task 'rows' cannot be loaded"),
         ([{"question": "a", "answer": "b"}, {"question": "a", "answer": None}],
-         "task 'rows' cannot be written down"),
+         "task 'rows' cannot be built"),
         ([{"question": "a", "answer": "b" * 400}], "is longer than the model's context"),
     ],
 )  # fmt: skip
