@@ -32,8 +32,8 @@ from quality_report import COLUMNS, PLANS, T, caption, latency_rows, read, rows,
 
 from ladder.cli import parse_words
 from ladder.config import FILES, load_plan
-from ladder.data.batches import TokenData
 from ladder.data.mix import open_sources
+from ladder.data.prepared import TokenData
 from ladder.files import make_folder, write_text
 from ladder.models import ModelConfig, resolve_plan
 from ladder.models.errors import UserError

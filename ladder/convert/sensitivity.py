@@ -17,13 +17,7 @@ from typing import Any
 import torch
 
 from ladder.checkpoint import newest, read_config
-from ladder.data.batches import (
-    TokenData,
-    check_tokenizer,
-    heldout_order,
-    open_data,
-    text_bytes,
-)
+from ladder.data.prepared import TokenData, check_tokenizer, heldout_order, open_data, text_bytes
 from ladder.files import check_writable, make_folder, refuse_inside, write_text
 from ladder.infer.load import load_for_inference
 from ladder.models.documents import starts_of

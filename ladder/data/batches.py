@@ -9,162 +9,19 @@ state.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ladder.data.encoded import ANSWER, TOKEN
-from ladder.data.index import REMEDY, check_own_tokenizer, load_token_bytes, read_index
+from ladder.data.encoded import ANSWER
 from ladder.data.packing import pack, survey
-from ladder.data.prepare import INDEX, STORED
-from ladder.data.tokenizer import FILE, load_tokenizer
-from ladder.files import checksum
+from ladder.data.split import Split
 from ladder.models.documents import document_begins
-from ladder.models.errors import UserError, unknown
+from ladder.models.errors import UserError
 
 NO_TARGET = -100
-
-
-@dataclass(frozen=True)
-class Split:
-    """The tokens of one split: shards mapped into memory, read as if they were one array.
-
-    starts: the position of each shard's first token, then the total number of tokens.
-    bytes: size of the documents' text in UTF-8. conversations: whether the documents are
-    conversations, whose tokens are stored with marks (see ladder.data.encoded).
-    """
-
-    name: str
-    shards: tuple[npt.NDArray[Any], ...]
-    starts: npt.NDArray[np.int64]
-    documents: int
-    bytes: int
-    vocab_size: int
-    conversations: bool = False
-
-    def __len__(self) -> int:
-        return int(self.starts[-1])
-
-    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens [start, stop), which may lie in several shards."""
-        return self.tokens(self.read_marked(start, stop))
-
-    def tokens(self, marked: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Stored tokens without their marks. Raises UserError for an id beyond the vocabulary."""
-        tokens = marked & TOKEN if self.conversations else marked
-        if len(tokens) and tokens.max() >= self.vocab_size:
-            raise UserError(
-                f"split {self.name!r} holds token {tokens.max()}, beyond vocab_size="
-                f"{self.vocab_size}: a shard is damaged; copy it again, or {REMEDY}"
-            )
-        return tokens
-
-    def read_marked(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens [start, stop) as stored; those of conversations have their marks."""
-        assert 0 <= start <= stop <= len(self), (start, stop, len(self))
-        tokens = np.empty(stop - start, np.int64)
-        shard = int(np.searchsorted(self.starts, start, side="right")) - 1
-        at = start
-        while at < stop:
-            first, end = int(self.starts[shard]), min(int(self.starts[shard + 1]), stop)
-            tokens[at - start : end - start] = self.shards[shard][at - first : end - first]
-            at, shard = end, shard + 1
-        return tokens
-
-
-@dataclass(frozen=True)
-class TokenData:
-    """A prepared folder, opened.
-
-    token_bytes: bytes of text per token, int32 [vocab_size]; 0 for special tokens.
-    """
-
-    folder: Path
-    vocab_size: int
-    eos_id: int
-    token_bytes: npt.NDArray[np.int32]
-    splits: Mapping[str, Split]
-    index: Mapping[str, Any]
-    made: dict[Any, Batches] = field(default_factory=dict, kw_only=True, repr=False, compare=False)
-
-    def split(self, name: str) -> Split:
-        if name not in self.splits:
-            raise unknown("split", name, self.splits)
-        return self.splits[name]
-
-    def windows(self, split: str, seq_len: int) -> Batches:
-        """The windows of `seq_len` tokens of a split, from which batches are drawn."""
-        key = (split, seq_len)
-        if key not in self.made:  # packing is slow
-            self.made[key] = self._windows(split, seq_len)
-        return self.made[key]
-
-    def _windows(self, split: str, seq_len: int) -> Batches:
-        return make_windows(self.split(split), seq_len)
-
-
-def open_data(folder: str | Path) -> TokenData:
-    """Open a folder that `prepare` wrote. Raises UserError if it is incomplete or damaged."""
-    folder = Path(folder)
-    index = read_index(folder)
-    dtype = np.dtype(STORED[index["dtype"]])
-    splits = {
-        name: Split(
-            name,
-            tuple(_map(folder, shard, dtype) for shard in record["shards"]),
-            np.cumsum([0, *(shard["tokens"] for shard in record["shards"])], dtype=np.int64),
-            record["documents"],
-            record["bytes"],
-            index["vocab_size"],
-            "chat_field" in index["source"],
-        )
-        for name, record in index["splits"].items()
-    }
-    check_own_tokenizer(folder / FILE, index["tokenizer_sha256"])
-    token_bytes = load_token_bytes(
-        folder / index["token_bytes"], index["vocab_size"], index.get("token_bytes_sha256")
-    )
-    return TokenData(folder, index["vocab_size"], index["eos_id"], token_bytes, splits, index)
-
-
-def _map(folder: Path, shard: Mapping[str, Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    path, expected = folder / shard["file"], shard["tokens"] * dtype.itemsize
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise UserError(
-            f"shard {path} cannot be read: {error.strerror}; copy the whole folder again, or "
-            f"{REMEDY}"
-        ) from error
-    if size != expected:
-        state = "truncated" if size < expected else "too long"
-        raise UserError(
-            f"shard {path} is {state}: {size:,} bytes where {INDEX} says {expected:,}; copy it "
-            f"again, or {REMEDY}"
-        )
-    try:
-        # np.memmap and mmap keep a file descriptor open for as long as the mapping lives, and there
-        # may be more shards than a process may open files. torch.from_file closes it. The pages are
-        # private: the file does not change.
-        mapped = torch.from_file(
-            str(path), shared=False, size=size, dtype=torch.uint8, device="cpu"
-        )
-    except RuntimeError:
-        try:  # private pages count as committed memory, which a system may limit; memmap's do not
-            return np.memmap(path, dtype, mode="r")
-        except OSError as error:
-            raise UserError(
-                f"shard {path} cannot be mapped into memory ({error.strerror}); let this user read "
-                f"it, and raise what limits the process (ulimit -n, ulimit -v)"
-            ) from error
-    tokens = mapped.numpy().view(dtype)
-    tokens.flags.writeable = False
-    return tokens
 
 
 class Batches(ABC):
@@ -362,23 +219,6 @@ class PackedWindows(Windows):
         ]
 
 
-def check_tokenizer(data: TokenData, folder: Path, where: str, model: str) -> None:
-    """Raise UserError where the tokenizer in a model's folder has another vocabulary than the data.
-
-    where, model: names of the data and the model, for the error. Only the vocabularies are
-    compared, not the bytes of tokenizer.json.
-    """
-    own = folder / FILE
-    if not own.is_file() or checksum(own) == data.index["tokenizer_sha256"]:
-        return
-    both = (load_tokenizer(path).get_vocab(True) for path in (own, data.folder / FILE))
-    if next(both) != next(both):
-        raise UserError(
-            f"{where} was made with another vocabulary than {own} of {model}; prepare the data "
-            f"with --tokenizer {folder}"
-        )
-
-
 def make_windows(split: Split, seq_len: int, source: int = 0) -> Windows:
     if not len(split):
         raise UserError(
@@ -386,35 +226,3 @@ def make_windows(split: Split, seq_len: int, source: int = 0) -> Windows:
             f"above 0"
         )
     return (PackedWindows if split.conversations else Windows)(split, seq_len, source)
-
-
-def text_bytes(data: TokenData, targets: torch.Tensor) -> torch.Tensor:
-    """The bytes of text per target, int64 in the shape of targets; 0 where there is no target."""
-    lengths = torch.from_numpy(data.token_bytes.astype(np.int64))
-    return lengths[targets.clamp(min=0)].where(targets >= 0, 0)
-
-
-def heldout_order(windows: Batches, limit: int | None, batch_size: int) -> Iterator[Sequence[int]]:
-    """The windows to evaluate on (see `Batches.first`), in batches."""
-    if batch_size < 1 or (limit is not None and limit < 1):
-        raise UserError(f"batch_size={batch_size} and limit={limit} must be 1 or more")
-    chosen = windows.first(limit)
-    for start in range(0, len(chosen), batch_size):
-        yield chosen[start : start + batch_size]
-
-
-def heldout_windows(
-    data: TokenData, seq_len: int, limit: int | None = None, batch_size: int = 1
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The held-out windows in batches, from the first on, for bits per byte.
-
-    Several sources are mixed in the proportions of their weights until one is used up (see `Mix`).
-
-    limit: the maximum number of windows; None is all. Yields inputs, targets and the bytes of text
-    per target: three int64 [batch, seq_len], where only the last batch may be below `batch_size`.
-    Bits per byte is the sum of the targets' losses in nats / ln 2 / the sum of the bytes.
-    """
-    windows = data.windows("heldout", seq_len)
-    for chosen in heldout_order(windows, limit, batch_size):
-        tokens, targets = windows.read(chosen)
-        yield tokens, targets, text_bytes(data, targets)

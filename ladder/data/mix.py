@@ -15,15 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ladder.data.batches import (
-    Batches,
-    Split,
-    TokenData,
-    Windows,
-    make_windows,
-    open_data,
-)
+from ladder.data.batches import Batches, Windows, make_windows
+from ladder.data.prepared import TokenData, open_data
 from ladder.data.sources import SPLITS
+from ladder.data.split import Split
 from ladder.data.weights import parse_sources, whole_shares
 from ladder.models.errors import UserError
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
-from ladder.data.batches import TokenData
 from ladder.data.index import REMEDY
 from ladder.data.mix import Mix
+from ladder.data.prepared import TokenData
 from ladder.files import checksum
 from ladder.models.errors import UserError
 

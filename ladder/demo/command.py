@@ -18,8 +18,8 @@ import torch
 from ladder.bench import figures, report
 from ladder.checkpoint import load_model, newest
 from ladder.config import build, find, load_mapping
-from ladder.data.batches import heldout_windows, open_data
 from ladder.data.prepare import prepare
+from ladder.data.prepared import heldout_windows, open_data
 from ladder.data.sources import open_corpus
 from ladder.data.tokenizer import load_tokenizer, train_tokenizer
 from ladder.files import make_folder, write_text

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from ladder.data.batches import open_data
 from ladder.data.formats import Document
 from ladder.data.prepare import INDEX
+from ladder.data.prepared import open_data
 from ladder.data.sources import name_hash, open_corpus
 from ladder.data.tokenizer import load_tokenizer
 from ladder.eval.definitions import CHOICES, questions

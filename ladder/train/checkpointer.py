@@ -32,7 +32,7 @@ from ladder.checkpoint import (
     write_checksums,
     write_config,
 )
-from ladder.data.batches import TokenData
+from ladder.data.prepared import TokenData
 from ladder.data.tokenizer import FILE, TEMPLATE, TOKENIZER_CONFIG
 from ladder.files import checksum, sync, write_text
 from ladder.lock import Lock

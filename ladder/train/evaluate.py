@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ladder.data.batches import TokenData, heldout_order, heldout_windows, text_bytes
+from ladder.data.prepared import TokenData, heldout_order, heldout_windows, text_bytes
 from ladder.models.documents import starts_of
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.checkpoint import WEIGHTS, TensorReader, load_model, newest, read_config, refuse_damage
-from ladder.data.batches import TokenData, check_tokenizer
+from ladder.data.prepared import TokenData, check_tokenizer
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.layers import vocabulary_start

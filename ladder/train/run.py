@@ -14,7 +14,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.checkpoint import checkpoints, read_json
-from ladder.data.batches import Batches, TokenData
+from ladder.data.batches import Batches
+from ladder.data.prepared import TokenData
 from ladder.files import write_text
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError

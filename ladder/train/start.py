@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ladder.checkpoint import WEIGHTS, TensorReader, fill, newest, read_config, refuse_damage
-from ladder.data.batches import TokenData, check_tokenizer
+from ladder.data.prepared import TokenData, check_tokenizer
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.plan import Plan

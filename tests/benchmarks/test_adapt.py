@@ -14,7 +14,7 @@ import pytest
 from ladder.checkpoint import load_model, newest
 from ladder.cli import main as ladder
 from ladder.convert.sensitivity import measure as sensitivity
-from ladder.data.batches import open_data
+from ladder.data.prepared import open_data
 from ladder.train import metrics
 from ladder.train.config import load_train_config
 from ladder.train.loop import train

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from ladder.config import load_plan
-from ladder.data.batches import open_data
 from ladder.data.mix import open_sources
+from ladder.data.prepared import open_data
 from ladder.models import resolve_plan
 from tests import ROOT
 

@@ -21,7 +21,7 @@ from ladder.checkpoint import (
 from ladder.cli import main
 from ladder.convert.command import convert
 from ladder.convert.sensitivity import costs, free_layers, measure, named, turned, worded
-from ladder.data.batches import heldout_windows, open_data
+from ladder.data.prepared import heldout_windows, open_data
 from ladder.data.tokenizer import train_tokenizer
 from ladder.infer.load import load_for_inference
 from ladder.models import ModelConfig, UserError, resolve_plan

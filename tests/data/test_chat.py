@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from ladder.data import packing
-from ladder.data.batches import PackedWindows, open_data
+from ladder.data.batches import PackedWindows
 from ladder.data.encoded import ANSWER, BEGINS
 from ladder.data.packing import pack
 from ladder.data.prepare import prepare
+from ladder.data.prepared import open_data
 from ladder.data.template import ChatTemplate, LeftOut
 from ladder.data.tokenizer import load_tokenizer
 from ladder.models import UserError

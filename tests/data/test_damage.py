@@ -13,8 +13,8 @@ import pytest
 
 from ladder.config import LARGEST, build
 from ladder.data import verify
-from ladder.data.batches import open_data
 from ladder.data.mix import open_sources
+from ladder.data.prepared import open_data
 from ladder.data.verify import Verification
 from ladder.models.errors import UserError
 from ladder.train.config import TrainConfig

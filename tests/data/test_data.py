@@ -17,8 +17,8 @@ import pytest
 from ladder import files
 from ladder.data import prepare as preparing
 from ladder.data import sources
-from ladder.data.batches import open_data
 from ladder.data.prepare import prepare
+from ladder.data.prepared import open_data
 from ladder.data.sources import name_hash, open_corpus
 from ladder.data.tokenizer import (
     load_tokenizer,

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 
 from ladder.checkpoint import newest
 from ladder.config import build, load_mapping
-from ladder.data.batches import Split, TokenData, heldout_windows, open_data
 from ladder.data.mix import Mix, open_sources, parse_sources, plan_cycle
 from ladder.data.prepare import prepare
+from ladder.data.prepared import TokenData, heldout_windows, open_data
+from ladder.data.split import Split
 from ladder.data.tokenizer import train_tokenizer
 from ladder.models.errors import UserError
 from ladder.train.config import TrainConfig

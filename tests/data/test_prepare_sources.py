@@ -16,10 +16,10 @@ import pytest
 from ladder.cli import main
 from ladder.config import find
 from ladder.data import streams, units
-from ladder.data.batches import open_data
 from ladder.data.config import load_prepare_config
 from ladder.data.formats import Field, cut, read
 from ladder.data.prepare import prepare
+from ladder.data.prepared import open_data
 from ladder.data.sources import Source, open_corpus
 from ladder.data.tokenizer import load_tokenizer, train_tokenizer
 from ladder.models.errors import UserError

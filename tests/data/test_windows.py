@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from ladder.data.batches import Split, Windows, heldout_windows, open_data
+from ladder.data.batches import Windows
+from ladder.data.prepared import heldout_windows, open_data
+from ladder.data.split import Split
 from ladder.data.tokenizer import (
     load_tokenizer,
     token_byte_lengths,

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.checkpoint import load_model, newest
-from ladder.data.batches import heldout_windows, open_data
+from ladder.data.prepared import heldout_windows, open_data
 from ladder.models import Transformer, UserError, document_starts, documents
 from ladder.parallel.sharding import (
     local_parameters,

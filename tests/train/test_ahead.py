@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ladder.data.batches import open_data
+from ladder.data.prepared import open_data
 from ladder.models import UserError
 from ladder.train import loop, metrics, step
 from ladder.train.loop import train

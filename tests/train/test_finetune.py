@@ -11,8 +11,8 @@ import torch
 
 from ladder.checkpoint import checkpoints, load_model, newest, read_config, read_stop_tokens
 from ladder.cli import main
-from ladder.data.batches import open_data
 from ladder.data.mix import open_sources
+from ladder.data.prepared import open_data
 from ladder.models import UserError
 from ladder.models.documents import starts_of
 from ladder.train import state

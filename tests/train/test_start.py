@@ -11,7 +11,7 @@ import torch
 
 from ladder.checkpoint import newest, read_config
 from ladder.convert.command import convert
-from ladder.data.batches import open_data
+from ladder.data.prepared import open_data
 from ladder.models import UserError
 from ladder.parallel.apply import make_model
 from ladder.train.config import TrainConfig
