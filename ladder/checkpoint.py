@@ -110,7 +110,7 @@ def full(value: Tensor) -> Tensor:
 
 
 def model_entries(model: Transformer) -> list[Entry]:
-    """Of a model that is whole here: on one process, or placed with dtensors=True."""
+    """Of a model that is whole here: on one process, or sharded with dtensors=True."""
     assert not model.cut_parameters(), "it would write this rank's shards alone"
     return [entry(name, parameter) for name, parameter in model.named_parameters()]
 

@@ -32,7 +32,7 @@ BOOTSTRAPS = 1000  # draws for the standard error of a metric that has no formul
 
 def eval_command(options: argparse.Namespace) -> int:
     """Run `ladder eval` on this rank; rank 0 prints and writes. See `ladder eval --help`."""
-    place = launch.join(options.device)  # before anything is refused: it is said once, by one rank
+    device = launch.join(options.device)  # before anything is refused: it is said once, by one rank
     out = Path(options.out)
     if (out / RESULTS).exists() and not options.overwrite:
         raise UserError(
@@ -64,7 +64,7 @@ def eval_command(options: argparse.Namespace) -> int:
         raise UserError("--text is for the offline suite, and --tasks names none of its tasks")
     check_tp(options.tp)
     with _written(out, own) as data:
-        _compare(options, place, chosen, folders, out, data)
+        _compare(options, device, chosen, folders, out, data)
     return 0
 
 
@@ -105,7 +105,7 @@ def _load_tasks(
 
 def _compare(
     options: argparse.Namespace,
-    place: torch.device,
+    device: torch.device,
     chosen: Sequence[suites.Entry],
     folders: dict[str, Path],
     out: Path,
@@ -135,11 +135,11 @@ def _compare(
         }
         del model
         gc.collect()
-        if place.type == "cuda":
+        if device.type == "cuda":
             torch.cuda.empty_cache()
     if main:
         dtypes = sorted({model["dtype"] for model in models.values()})
-        facts = _facts(options, place, dtypes)
+        facts = _facts(options, device, dtypes)
         report(columns, tasks["group_map"], facts, models, index, out)
 
 
@@ -193,10 +193,10 @@ def report(
     print(f"{out / RESULTS}, {out / 'results.md'}")
 
 
-def _facts(options: argparse.Namespace, place: torch.device, dtypes: list[str]) -> dict[str, Any]:
+def _facts(options: argparse.Namespace, device: torch.device, dtypes: list[str]) -> dict[str, Any]:
     import lm_eval
 
-    gpu = torch.cuda.get_device_name(place) if place.type == "cuda" else None
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "tasks": " ".join(options.tasks),
         "limit": options.limit,
@@ -206,7 +206,7 @@ def _facts(options: argparse.Namespace, place: torch.device, dtypes: list[str]) 
         if options.chat_template == ""
         else options.chat_template,
         "ranks": launch.world_size(),
-        "device": place.type if gpu is None else f"{launch.world_size()}x {gpu}",
+        "device": device.type if gpu is None else f"{launch.world_size()}x {gpu}",
         "lm_eval": lm_eval.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -38,7 +38,7 @@ class LadderForCausalLM(modeling.LadderForCausalLM):
         """
         if self.transformer.cut_parameters():
             raise UserError(
-                "save_pretrained would write this rank's shards alone: the model was placed by "
+                "save_pretrained would write this rank's shards alone: the model was sharded by "
                 "ladder.parallel.sharding.shard_model; give that dtensors=True, or use parallelize"
             )
         self.config.auto_map = dict(AUTO_MAP)
@@ -83,10 +83,10 @@ def parallelize(model: modeling.LadderForCausalLM, mesh: DeviceMesh) -> None:
     ladder.parallel.sharding on `model.transformer` after the last backward of a step. Raises
     UserError where the mesh does not divide the model.
     """
-    _place(model.transformer, mesh)
+    _shard(model.transformer, mesh)
 
 
-def _place(transformer: Transformer, mesh: DeviceMesh) -> None:
+def _shard(transformer: Transformer, mesh: DeviceMesh) -> None:
     empty = transformer.lm_head.weight.is_meta
     shard_model(transformer, mesh, device="meta" if empty else mesh.device_type, dtensors=True)
 
@@ -95,7 +95,7 @@ class WholeModel(TensorParallelLayer):
     """The style of modeling.LadderForCausalLM's TP plan, whose one rule names all of the model."""
 
     def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
-        _place(module.transformer, mesh)
+        _shard(module.transformer, mesh)
         return module
 
 

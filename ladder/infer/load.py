@@ -49,7 +49,7 @@ def load_for_inference(
     wanted = as_dtype(dtype)
     if reducer not in ("auto", *REDUCERS):
         raise unknown("reducer", reducer, ("auto", *REDUCERS))
-    place = launch.join(device)
+    joined = launch.join(device)
     processes = launch.world_size()
     check_tp(tp)
     if processes == 1 and reducer not in ("auto", "async"):
@@ -57,14 +57,14 @@ def load_for_inference(
             f"--reducer={reducer} with one process, which has nothing to reduce: leave it out, or "
             f"start more (--nproc)"
         )
-    mesh = make_mesh(place, processes)
+    mesh = make_mesh(joined, processes)
     found = newest(Path(folder))
     launch.agree({"model": str(found)})
     refuse_damage(TensorReader(found, WEIGHTS), "use another checkpoint of the run")
     model = load_model(
         found,
         None if mesh is None else mesh["tp"],
-        device=place,
+        device=joined,
         dtype=wanted,
         reducer=pick_reducer(processes) if reducer == "auto" else reducer,
     )

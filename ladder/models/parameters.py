@@ -68,17 +68,19 @@ class ParameterSpec:
         return None if self.heads is not None and self.heads % processes else self.split
 
     def slices(self, shape: torch.Size, ranks: Ranks) -> tuple[slice, ...]:
-        """The part of the full parameter that this process holds, one slice per dimension.
-
-        Equal chunks, the last ones shorter (or empty).
-        """
+        """The part of the full parameter that this process holds, one slice per dimension."""
         slices = [slice(0, size) for size in shape]
         dim = self.split_over(ranks.processes)
         if dim is not None:
-            chunk = math.ceil(shape[dim] / ranks.processes)
-            start = min(ranks.process * chunk, shape[dim])
-            slices[dim] = slice(start, min(start + chunk, shape[dim]))
+            slices[dim] = chunk(slices[dim], ranks.process, ranks.processes)
         return tuple(slices)
+
+
+def chunk(whole: slice, index: int, count: int) -> slice:
+    """One of `count` equal chunks of a slice; the last ones are shorter, or empty."""
+    size = math.ceil((whole.stop - whole.start) / count)
+    start = min(whole.start + index * size, whole.stop)
+    return slice(start, min(start + size, whole.stop))
 
 
 @runtime_checkable

@@ -1,6 +1,6 @@
 """The one function that makes a model parallel for training, and in which order.
 
-TP (or sequence parallelism) places the parameters; activation checkpointing and compilation wrap
+TP (or sequence parallelism) shards the parameters; activation checkpointing and compilation wrap
 each sublayer's forward; FSDP2 shards what is then there. Sublayers are the unit of all of them:
 tensors in, tensors out, with no communication inside.
 """

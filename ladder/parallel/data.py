@@ -48,7 +48,7 @@ def sum_over_data(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
 
 
 def shard_over_data(model: Transformer, mesh: DeviceMesh) -> None:
-    """Make a placed model data-parallel over `mesh`.
+    """Make a model that TP has sharded data-parallel over `mesh`.
 
     Parameters may be on `meta`, to be made by `to_empty` afterwards. Computation is in the model's
     compute_dtype, set before. A layer's two sublayers, which the model's loop calls, are one unit:

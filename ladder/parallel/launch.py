@@ -323,15 +323,15 @@ def join(device: str = "auto") -> torch.device:
     if not dist.is_initialized():
         environment.check()
     local = environment.number("LOCAL_RANK", 0)
-    place = torch.device(device)
+    chosen = torch.device(device)
     if device == "cuda":
         if local >= torch.cuda.device_count():
             raise UserError(
                 f"device=cuda needs a GPU for local rank {local} and this machine has "
                 f"{torch.cuda.device_count()}; use fewer processes, or device=cpu"
             )
-        place = torch.device("cuda", local)
-        torch.cuda.set_device(place)
+        chosen = torch.device("cuda", local)
+        torch.cuda.set_device(chosen)
     if world_size() > 1 and not dist.is_initialized():
         file = os.environ.get(RENDEZVOUS)
         try:
@@ -340,13 +340,13 @@ def join(device: str = "auto") -> torch.device:
                 init_method=f"file://{file}" if file else "env://",
                 rank=rank(),
                 world_size=world_size(),
-                device_id=place if device == "cuda" else None,
+                device_id=chosen if device == "cuda" else None,
             )
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             if file:
                 raise
             raise environment.no_meeting(error) from error
-    return place
+    return chosen
 
 
 def from_first(value: Any) -> Any:

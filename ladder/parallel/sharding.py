@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ladder.models.errors import UserError, unknown
+from ladder.models.parameters import chunk
 from ladder.models.reducer import Ranks, Reducer
 from ladder.models.transformer import Transformer
 from ladder.parallel.reducers import REDUCERS, AsyncReducer
@@ -29,20 +30,20 @@ def shard_model(
     reducer: str | type[AsyncReducer] = "async",
     dtensors: bool = False,
 ) -> None:
-    """Put a model that was built anywhere (on `meta`, too) on `device`, its shards on `mesh`.
+    """Replace a whole model's parameters by this process's shards of them, on `device`.
 
-    mesh: one dimension, the TP processes; None for one process. Parameters become this process's
-    shards: copied from the model, or uninitialised where it is on `meta`.
+    Shards are copied from the model, or uninitialised where it is on `meta`.
+    mesh: one dimension, the TP processes; None for one process.
     T = tp_degree where the plan depends on it (the rest are virtual ranks), else the mesh's size.
     reducer: a name in REDUCERS, or a class with the same arguments.
-    dtensors: parameters know of the mesh, for the loops of others, which clip gradients or gather
-    weights by it. Ours do not ask: it costs the host a sixth of a training step.
-    Raises UserError where the device has not the memory for the weights alone.
+    dtensors: parameters are DTensors, for training loops of other libraries, which clip gradients
+    and gather weights by them. Ours does without: DTensors cost the host a sixth of a step.
+    Raises UserError where the weights alone exceed the device's memory.
     """
     for name in model.cut_parameters():
         raise ValueError(
-            f"{name} is a part of {list(model.shapes[name])}: the model has been placed already, "
-            f"and a rank cannot hold a share of its share"
+            f"{name} is a part of {list(model.shapes[name])}: the model is sharded already; "
+            f"call shard_model once, on a whole model"
         )
     if isinstance(reducer, str):
         if reducer not in REDUCERS:
@@ -126,10 +127,7 @@ def local_parameters(model: Transformer) -> Iterator[tuple[str, Tensor, tuple[sl
     index, count = model.data_shard
     for name, parameter in model.named_parameters():
         rows, *rest = model.specs[name].slices(model.shapes[name], model.reducer.ranks)
-        chunk = math.ceil((rows.stop - rows.start) / count)
-        start = min(rows.start + index * chunk, rows.stop)
-        rows = slice(start, min(start + chunk, rows.stop))
-        yield name, local_tensor(parameter), (rows, *rest)
+        yield name, local_tensor(parameter), (chunk(rows, index, count), *rest)
 
 
 def own_parts(

@@ -321,7 +321,7 @@ def test_a_wrong_t_is_refused(pools: Pools) -> None:
                 ["tp=4", "num_kv_heads=6"],
                 ["tp=4", "intermediate_size=46"],
                 ["tp=4", "vocab_size=5"],
-                ["placed already", "of [67, 32]"],
+                ["sharded already", "of [67, 32]"],
             ),
             strict=True,
         ):
