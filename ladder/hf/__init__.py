@@ -1,4 +1,4 @@
-"""Hugging Face transformers: importing this registers our models with its Auto classes.
+"""Integration with Hugging Face transformers; the import registers our models' Auto classes.
 
     import ladder.hf
     from transformers import AutoModelForCausalLM
@@ -6,8 +6,8 @@
     model = AutoModelForCausalLM.from_pretrained("a-folder-of-ours")
     model = ladder.hf.LadderForCausalLM.from_pretrained("a-llama-folder", plan="ladder@8-15")
 
-`save_pretrained` and `export` write folders that transformers loads without ladder, too, by
-`trust_remote_code=True`.
+With `trust_remote_code=True`, transformers loads the folders that `save_pretrained` and `export`
+write even without ladder.
 """
 
 import importlib.metadata
@@ -20,14 +20,14 @@ try:
     from ladder.hf.model import LadderForCausalLM, export, parallelize
     from ladder.hf.modeling import LadderConfig
 except ImportError as error:
-    # No ImportError: what imports this as a plugin may go on without it after one.
+    # Not an ImportError, after which a program that imports this as a plugin may go on without it.
     try:
         found = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
         found = "none"
     raise UserError(
         f"ladder.hf needs transformers 5.16 or later, and found {found}: {error}; pip install "
-        f"'ladder[hf]', or, with a version that is right, look for a file that hides a module"
+        f"'ladder[hf]'; if the version is right, look for a file of yours that hides a module"
     ) from error
 
 AutoConfig.register(LadderConfig.model_type, LadderConfig)

@@ -1,4 +1,4 @@
-"""What tokens may see: a cache of transformers' as ours, its masks, rows that hold documents."""
+"""Adapters of transformers' caches and attention masks, and of rows that hold documents."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ladder.models.documents import starts_of
 
 
 class LadderCache:
-    """transformers' cache as the Transformer asks for one; with None, tokens see each other alone.
+    """A cache of transformers with the interface of the Transformer; None: no earlier tokens.
 
-    Virtual ranks lie side by side as heads there, so that the first dimension is the batch, which
+    Virtual ranks are stored as additional heads, so that the first dimension is the batch, which
     beam search reorders.
     """
 
@@ -37,26 +37,26 @@ class LadderCache:
 
 
 def attended(mask: Tensor | None, past: Any, tokens: Tensor, keys: int) -> Tensor:
-    """What `tokens` [B, S], after `past` others, may see of `keys` places: [B, 1, S, keys], bool.
+    """The attention mask of `tokens` [B, S] after `past` tokens: bool [B, 1, S, keys].
 
-    mask: [B, past + S], 0 where there is padding. Padding sees itself, for to see nothing has no
-    softmax; nothing sees it.
+    mask: [B, past + S], 0 for padding. No token attends to padding; padding attends to itself,
+    since the softmax of an empty row is undefined.
     """
     batch, size = tokens.shape
-    places = torch.arange(keys, device=tokens.device)
+    positions = torch.arange(keys, device=tokens.device)
     own = past + torch.arange(size, device=tokens.device)[:, None]
-    seen = (places <= own)[None, None].expand(batch, 1, size, keys)
+    seen = (positions <= own)[None, None].expand(batch, 1, size, keys)
     if mask is None:
         return seen
     kept = nn.functional.pad(mask[:, :keys].bool(), (0, max(0, keys - mask.shape[1])), value=True)
-    return seen & kept[:, None, None, :] | (places == own)
+    return seen & kept[:, None, None, :] | (positions == own)
 
 
 def packed(positions: Tensor | None, mask: Tensor | None) -> Tensor | None:
-    """Where documents begin in rows [B, S] that hold several: see document_starts; else None.
+    """The starts of documents in rows [B, S] that hold several (see document_starts); else None.
 
-    A document begins where `positions` [B, S] do not go on by one, or where the numbers of `mask`
-    [B, S] change; 0 there is padding, within which nothing counts, and which sees itself alone.
+    A document begins where `positions` [B, S] do not increase by one, or where the numbers of
+    `mask` [B, S] change. 0 in the mask is padding, which attends only to itself.
     """
     given = positions if mask is None else mask
     if given is None:

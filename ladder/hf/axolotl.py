@@ -1,15 +1,15 @@
-"""A plugin that makes our models known to Axolotl:
+"""A plugin for Axolotl, which then trains our models:
 
     plugins: [ladder.hf.axolotl.LadderPlugin]
     cls_model_config: LadderConfig
-    base_model: a-llama-folder    # or one of ours
-    ladder_plan: hybrid           # what ladder takes as a plan
-    ladder_tp_degree: null        # where the plan depends on T
-    ladder_float32_weights: true  # with bf16: true, which else rounds weights and all updates
-    adapter: lora                 # if wanted; `axolotl merge-lora` then writes a folder of ours
+    base_model: a-llama-folder    # or a folder of ours
+    ladder_plan: hybrid           # any plan
+    ladder_tp_degree: null        # set if the plan depends on T
+    ladder_float32_weights: true  # with bf16: true, which otherwise rounds weights and updates
+    adapter: lora                 # optional; `axolotl merge-lora` then writes a folder of ours
 
-configs/axolotl/paper-sft.yaml is a whole one. What Axolotl would ignore is an error: see
-ladder.hf.axolotl_options. Tried with Axolotl 0.19.0, which pins transformers 5.16.1.
+configs/axolotl/paper-sft.yaml is a complete example. Keys that Axolotl would ignore are errors: see
+ladder.hf.axolotl_options. Tested with Axolotl 0.19.0, which pins transformers 5.16.1.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class LadderPlugin(BasePlugin):
         return f"{__name__}.{LadderArgs.__name__}"
 
     def register(self, cfg: Any) -> None:
-        """Check the YAML, as it was written, and give `cls_model_config` its meaning.
+        """Check the YAML as written, and register the class that `cls_model_config` names.
 
-        Axolotl takes config classes from transformers by name, with no options.
+        Axolotl looks config classes up in transformers by name, and passes no options.
         """
         check_plugins(cfg.get("plugins") or [], PluginManager.get_instance().plugins)
-        if "model_config_type" not in cfg:  # or Axolotl has added what it found out (ray)
+        if "model_config_type" not in cfg:  # with ray, Axolotl has already added keys of its own
             check_keys(cfg, [merge_input_args()[1]], _command_line())
         check(cfg)
         if cfg.get("adapter"):
@@ -81,17 +81,17 @@ class LadderPlugin(BasePlugin):
         vars(transformers).pop(CONFIG_CLASS, None)
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
-        """Make sure that it is our model, under the plan that was asked for, whatever led here."""
+        """Raise UserError unless Axolotl has built our model with the plan of the YAML."""
         wished = Planned.of(cfg).from_pretrained(cfg.base_model_config or cfg.base_model).resolved
         if not isinstance(model, LadderForCausalLM) or model.transformer.config != wished:
             raise UserError(f"Axolotl has built a {type(model).__name__} of another plan or shape")
         LOG.info(f"ladder: plan {wished.plan.name!r}, {wished.num_layers} layers")
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """Keep the residual stream in bfloat16, as `ladder finetune` does, and weights in float32.
+        """Keep the residual in bfloat16, as `ladder finetune` does, and weights in float32.
 
-        Axolotl makes embeddings float32 where it does not shard; the stream would follow them, and
-        the kernel that packed documents have on GPUs wants bfloat16.
+        Without sharding Axolotl makes embeddings float32. The residual would then be float32, too,
+        but the GPU kernel for packed documents needs bfloat16.
         """
         if cfg.ladder_float32_weights:
             model.float()
@@ -100,6 +100,6 @@ class LadderPlugin(BasePlugin):
 
 
 def _command_line() -> set[str]:
-    """Options of its commands, which Axolotl puts among the YAML's keys."""
+    """The options of Axolotl's commands, which it merges into the YAML's keys."""
     classes = [each for each in vars(axolotl.cli.args).values() if dataclasses.is_dataclass(each)]
     return {field.name for each in classes for field in dataclasses.fields(each)}

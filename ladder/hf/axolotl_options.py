@@ -1,9 +1,9 @@
-"""What an Axolotl YAML may say of our models; imports no Axolotl (see ladder.hf.axolotl).
+"""Checks of an Axolotl YAML for our models, without an import of Axolotl (see ladder.hf.axolotl).
 
-Axolotl ignores a key that it does not know and goes on without a plugin that it cannot import. Much
-of what it offers replaces nn.Linear, or the attention of transformers, or waits for a layer's
-forward; our models have none of these but matrices for LoRA, so that the option would do nothing,
-or fail far from its cause. Whatever of that a YAML has is an error here, before any data is read.
+Axolotl ignores unknown keys, and goes on without a plugin that it cannot import. Many of its
+options replace nn.Linear or the attention of transformers, or hook into a layer's forward. Our
+models have none of these (only matrices for LoRA), so such an option would do nothing or fail far
+from its cause. Here it is an error, before any data is read.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ladder.models.errors import UserError
 
 PLUGIN = "ladder.hf.axolotl.LadderPlugin"
 CONFIG_CLASS = "LadderConfig"
-MATRICES = "no quantiser knows our matrices"
-ATTENTION = "they compute attention themselves, whatever attn_implementation: sdpa would do"
-LAYERS = "it hooks into the forward of transformers' layers, which ours do not have"
+MATRICES = "no quantiser supports our matrices"
+ATTENTION = "they compute attention with code of their own, where this option has no effect"
+LAYERS = "it hooks into the forward of transformers' layers, which our models do not have"
 RANKS = (
-    "Axolotl's trainer does not know how our models run on several ranks, and each rank would "
-    "train on its part alone; use FSDP (fsdp_version: 2), or ladder finetune"
+    "Axolotl's trainer does not support our models' parallelism, and each rank would train only "
+    "its own part; use FSDP (fsdp_version: 2), or ladder finetune"
 )
 LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
-# What Axolotl does with an adapter unless told otherwise, and must not here: its kernels, and a
-# merge that reads base_model's files and keeps its config.json, without the plan.
+# Replacements of Axolotl's defaults for adapters: its kernels patch other models, and its merge
+# would keep base_model's config.json, which lacks the plan.
 WITH_ADAPTERS = {**dict.fromkeys(LORA_KERNELS, False), "merge_method": "legacy"}
 REFUSED = {
     **dict.fromkeys(
@@ -51,25 +51,25 @@ REFUSED = {
 }  # fmt: skip
 SIZES = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree")
 AXOLOTLS = "axolotl.integrations."
-# Of Axolotl's own plugins, those that ask nothing of a model's class.
+# Axolotl's own plugins that work with any model class.
 NEUTRAL = ("grokfast", "lm_eval", "spectrum", "swanlab")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 WRAPPED = {"Attention", "MLP"}
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Raise UserError for what a YAML lacks, or asks of our models in vain."""
+    """Raise UserError for a YAML's missing keys, and for options that our models do not support."""
     if options.get("cls_model_config") != CONFIG_CLASS:
         raise UserError(
-            f"cls_model_config={options.get('cls_model_config')!r} must be {CONFIG_CLASS!r}: then "
-            f"Axolotl stops where it cannot import {PLUGIN}, and otherwise it goes on without it "
-            f"and trains base_model as it is"
+            f"cls_model_config={options.get('cls_model_config')!r} must be {CONFIG_CLASS!r}: "
+            f"otherwise, if Axolotl cannot import {PLUGIN}, it does not stop but trains base_model "
+            f"without the plan"
         )
     for name, why in REFUSED.items():
         if options.get(name):
             raise UserError(f"{name}={options[name]!r} is not for our models: {why}; leave it out")
     if options.get("adapter") not in (None, "lora"):
-        raise UserError(f"adapter={options['adapter']!r} is not for our models: lora alone is")
+        raise UserError(f"adapter={options['adapter']!r} is not for our models: only lora is")
     if options.get("adapter") and options.get("merge_method") not in (None, "legacy"):
         raise UserError(
             f"merge_method={options['merge_method']!r} would write base_model's config.json, "
@@ -92,7 +92,7 @@ def check(options: Mapping[str, Any]) -> None:
     for name in ("model_config", "overrides_of_model_config"):
         for key in options.get(name) or {}:
             if key not in TOKENS:
-                hint = "use ladder_plan" if key == "plan" else "our models would not read it"
+                hint = "use ladder_plan" if key == "plan" else "our models do not read it"
                 raise UserError(
                     f"{name}.{key} is ignored: {hint}; only {', '.join(TOKENS)} are for {name}"
                 )
@@ -109,7 +109,7 @@ def _check_fsdp(options: Mapping[str, Any]) -> None:
         if wrapped and {each.strip() for each in wrapped.split(",")} != WRAPPED:
             raise UserError(
                 f"fsdp_config.{name}={wrapped!r} must be 'Attention,MLP': our layers have no "
-                f"forward of their own, so that nothing would gather their shards"
+                f"forward of their own, in which FSDP would gather their shards"
             )
 
 
@@ -124,17 +124,16 @@ def check_plugins(named: Iterable[str], loaded: Mapping[str, Any]) -> None:
         module = type(loaded[name]).__module__
         if module.startswith(AXOLOTLS) and module[len(AXOLOTLS) :].split(".")[0] not in NEUTRAL:
             raise UserError(
-                f"plugins: {name} patches the models that it knows, and ours are none of them; "
-                f"take it out"
+                f"plugins: {name} patches other models and does not support ours; take it out"
             )
 
 
 def check_keys(
     given: Mapping[str, Any], schemas: Sequence[Any], also: Collection[str] = (), where: str = ""
 ) -> None:
-    """Raise UserError for a key that Axolotl would ignore; of each data set's own ones, too.
+    """Raise UserError for a key that Axolotl would ignore, also in the entries of data sets.
 
-    schemas: the pydantic models that read it. also: further keys, of the command line.
+    schemas: the pydantic models of the keys. also: further keys, of the command line.
     """
     known = set(also)
     for schema in schemas:
@@ -145,7 +144,7 @@ def check_keys(
         if key not in known:
             near = difflib.get_close_matches(key, sorted(map(str, known)), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "; take it out"
-            raise UserError(f"{where}{key} is no key that Axolotl knows, and it ignores it{hint}")
+            raise UserError(f"{where}{key} is unknown to Axolotl, which would ignore it{hint}")
         if not where and key in ("datasets", "test_datasets", "pretraining_dataset"):
             inner = {each for s in schemas for each in _models(s.model_fields[key].annotation)}
             for i, entry in enumerate(value if isinstance(value, list) else [value]):
@@ -162,7 +161,7 @@ def _models(annotation: Any) -> set[Any]:
 
 @dataclass(frozen=True)
 class Planned:
-    """Stands in for LadderConfig where Axolotl asks transformers for it: adds the YAML's plan."""
+    """The object that Axolotl finds under the name LadderConfig; it adds the YAML's plan."""
 
     plan: Any
     tp_degree: int | None
@@ -182,18 +181,18 @@ class Planned:
         )
 
     def from_pretrained(self, source: Any, **options: Any) -> LadderConfig:
-        """The config of `source` under the plan. Raises UserError where they do not go together."""
+        """The config of `source` with the plan. Raises UserError if they do not fit together."""
         revision = {name: options[name] for name in ("revision",) if name in options}
         model_type = PreTrainedConfig.get_config_dict(source, **revision)[0].get("model_type")
         if model_type is None:
             raise UserError(
-                f"base_model={str(source)!r} is no model folder: it has no config.json; of a run "
-                f"of ladder, take the folder that ladder convert RUN --out OUT writes"
+                f"base_model={str(source)!r} is no model folder: it has no config.json; for a run "
+                f"of ladder, use the folder that ladder convert RUN --out OUT writes"
             )
         if self.plan is None and model_type != LadderConfig.model_type:
             raise UserError(
-                f"ladder_plan is missing, and base_model={str(source)!r} is a {model_type} folder, "
-                f"which has none; give one, ladder_plan: hybrid, or standard to keep it as it is"
+                f"ladder_plan is missing, and base_model={str(source)!r} is a {model_type} folder "
+                f"without a plan; give one, such as ladder_plan: hybrid, or standard for no change"
             )
         given = {"plan": self.plan, "tp_degree": self.tp_degree}
         config: LadderConfig = LadderConfig.from_pretrained(source, **options, **given)
@@ -212,14 +211,14 @@ class Planned:
             old = read_config(self.checkpoint)
             if old.plan.sublayers != config.resolved.plan.sublayers:
                 raise UserError(
-                    f"ladder_plan={self.plan!r} is not the plan of {self.checkpoint}, which the "
-                    f"run goes on from ({old.plan.name!r}); give that, or another output_dir"
+                    f"ladder_plan={self.plan!r} is not the plan of {self.checkpoint}, from which "
+                    f"the run resumes ({old.plan.name!r}); give that, or another output_dir"
                 )
         return config
 
 
 def resumed(options: Mapping[str, Any]) -> Path | None:
-    """The checkpoint that Axolotl will go on from, as far as it lies on this machine."""
+    """The checkpoint from which Axolotl will resume, or None if there is none on this machine."""
     named = options.get("resume_from_checkpoint")
     if not named and options.get("auto_resume_from_checkpoints") and options.get("output_dir"):
         found = Path(options["output_dir"]).glob("checkpoint-*")

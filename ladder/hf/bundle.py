@@ -1,8 +1,8 @@
-"""The code of a model that lies in its folder, for processes without ladder (trust_remote_code).
+"""The code in a model's folder, for processes without ladder (trust_remote_code).
 
-transformers makes a package of a folder's Python files, flat, and finds them by reading
-`from .name import`. So every file of ours that the model needs is written under its dotted name
-with underscores, and its imports of ours with it; nothing else of it changes.
+transformers makes a flat package of the Python files in a folder, which it finds by their
+`from .name import` lines. So every module that the model needs is written to a file with its dotted
+name, with underscores for dots, and its imports are changed accordingly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AUTO_MAP = {
 
 
 def bundle() -> dict[str, str]:
-    """File name -> text, of the model's module and all of ours that it imports."""
+    """File name -> text of the model's module and of all ladder modules that it imports."""
     root = Path(ladder.__file__).parent.parent
     found: dict[str, str] = {}
     todo = [MODELING]

@@ -1,4 +1,4 @@
-"""What an installation adds to the model of ladder.hf.modeling: folders with code, and ranks."""
+"""LadderForCausalLM with saving, export and parallelism, which need ladder to be installed."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class LadderForCausalLM(modeling.LadderForCausalLM):
     def maybe_distribute_model(cls, model: Any, *options: Any) -> Any:
         model = super().maybe_distribute_model(model, *options)
         if isinstance(model.lm_head.weight, DTensor):
-            model._tp_plan = None  # or transformers warns that it has no rule for any part
+            model._tp_plan = None  # otherwise transformers warns that parts have no rule
         return model
 
     def save_pretrained(
         self, save_directory: Any, is_main_process: bool = True, **options: Any
     ) -> None:
-        """As transformers', and the code for `trust_remote_code=True` with it.
+        """transformers' method, which also writes the code for `trust_remote_code=True`.
 
-        Of a model on several ranks, every rank must call it; the first writes.
+        If the model is on several ranks, every rank must call it; the first one writes.
         """
         if self.transformer.cut_parameters():
             raise UserError(
-                "save_pretrained would write this rank's shards alone: the model was sharded by "
-                "ladder.parallel.sharding.shard_model; give that dtensors=True, or use parallelize"
+                "save_pretrained would write only this rank's shards: the model was sharded by "
+                "ladder.parallel.sharding.shard_model; pass it dtensors=True, or use parallelize"
             )
         self.config.auto_map = dict(AUTO_MAP)
         if self.should_save_on_this_rank(is_main_process):
@@ -50,10 +50,10 @@ class LadderForCausalLM(modeling.LadderForCausalLM):
 
 
 def export(source: str | Path, out: str | Path) -> None:
-    """Write a folder that transformers loads without ladder, of any that ladder generates from.
+    """Write a folder that transformers loads without ladder.
 
-    source: a run's folder, a checkpoint (whose shards transformers could not read), or a Hugging
-    Face folder. Tensors go over one by one. Raises UserError where it cannot be read, and where
+    source: a run's folder, a checkpoint (whose shards transformers cannot read), or a Hugging Face
+    folder. One tensor at a time is in memory. Raises UserError if `source` cannot be read, and if
     `out` exists.
     """
     folder = newest(Path(source))
@@ -70,18 +70,18 @@ def _add_code(folder: Path) -> None:
 
 
 def parallelize(model: modeling.LadderForCausalLM, mesh: DeviceMesh) -> None:
-    """Put the model's shards on `mesh` (one dimension, the TP processes), in place.
+    """Shard the model over `mesh` (one dimension, the TP processes), in place.
 
-    The plan's reduces are then asynchronous and waited for where the plan lands them. The styles
-    that transformers has for its TP plans cannot do that: `rowwise` sums within the matrix's own
-    forward and waits, so that a ladder would compute the same and gain nothing. Ours is therefore
-    one style for the whole model, which calls this before the weights are loaded:
+    Its reduces are then asynchronous and waited for where the plan says. transformers' own TP
+    styles cannot do that: `rowwise` waits for its sum inside the matrix's forward, so a ladder
+    would compute the same but gain nothing. So our models have one style for the whole model, which
+    calls this function before the weights are loaded:
     `from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))`, or `tp_plan="auto"`
-    where transformers still has it; each process reads its own shards alone.
+    in versions that have it. Each process reads only its own shards.
 
-    Every process must be given the same tokens. In training, call sum_shared_gradients of
+    Every process must get the same tokens. In training, call sum_shared_gradients of
     ladder.parallel.sharding on `model.transformer` after the last backward of a step. Raises
-    UserError where the mesh does not divide the model.
+    UserError if the model cannot be split over the mesh.
     """
     _shard(model.transformer, mesh)
 
@@ -92,7 +92,7 @@ def _shard(transformer: Transformer, mesh: DeviceMesh) -> None:
 
 
 class WholeModel(TensorParallelLayer):
-    """The style of modeling.LadderForCausalLM's TP plan, whose one rule names all of the model."""
+    """The style in modeling.LadderForCausalLM's TP plan, one rule for the whole model."""
 
     def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
         _shard(module.transformer, mesh)

@@ -1,7 +1,7 @@
-"""The Transformer as transformers has its models: a config, and a model that can generate.
+"""LadderConfig and LadderForCausalLM: the Transformer as a model of transformers.
 
-This file goes along with every folder that `save_pretrained` writes, with the files of ours that it
-imports (see ladder.hf.bundle). So it imports no more than it needs, and all of that at its top.
+`save_pretrained` writes this file and the ladder modules that it imports into every folder (see
+ladder.hf.bundle). So its imports are few, and all at the top.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer, tensor_shapes
 from ladder.reader import TensorReader
 
-# What is kept of another architecture's config.json.
+# The keys kept from another architecture's config.json.
 KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
 
 
 class LadderConfig(PreTrainedConfig):
-    """The config.json of a folder of ours: `model` holds the fields of ModelConfig.
+    """The config.json of our folders; `model` holds the fields of ModelConfig.
 
-    `LadderConfig.from_pretrained` reads what config_from_huggingface does as well, and takes `plan`
-    and `tp_degree`, which replace the folder's own.
+    `LadderConfig.from_pretrained` also reads the architectures of config_from_huggingface. Its
+    arguments `plan` and `tp_degree` replace those of the folder.
     """
 
     model_type = "ladder"
     has_no_defaults_at_init = True
-    auto_map: ClassVar[dict[str, str]] = {}  # trl asks; save_pretrained says what goes along
+    auto_map: ClassVar[dict[str, str]] = {}  # trl reads it; save_pretrained fills it
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (transformers' way)
 
     model: dict | None = None
@@ -63,7 +63,7 @@ class LadderConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, path: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As transformers', and another architecture's config.json translated."""
+        """transformers' method, which also translates config.json files of other architectures."""
         data, rest = super().get_config_dict(path, **kwargs)
         if data and data.get("model_type") != cls.model_type:
             model = config_from_huggingface(data, f"config.json of {path}").to_dict()
@@ -97,12 +97,12 @@ for _theirs, _ours in {
     "head_dim": "head_dim",
     "max_position_embeddings": "max_seq_len",
     "tie_word_embeddings": "tie_embeddings",
-}.items():  # what transformers asks of any config
+}.items():  # names that transformers reads from any config
     setattr(LadderConfig, _theirs, _field(_ours))
 
 
 def rewired(model: Any, plan: Any, tp_degree: int | None) -> dict[str, Any]:
-    """The fields `model` of a config with another plan, for which its weights need no change."""
+    """The fields `model` of a config with another plan that has the same tensors."""
     old = ModelConfig.from_dict(model)
     new = ModelConfig.from_dict({**old.to_dict(), "plan": plan, "tp_degree": tp_degree})
     new.refuse_no_comm()
@@ -115,9 +115,9 @@ def rewired(model: Any, plan: Any, tp_degree: int | None) -> dict[str, Any]:
 
 
 class LadderModel(nn.Module):
-    """What of the model lies below the head: `model` of a LadderForCausalLM, as in transformers.
+    """The model without its head: `model` of a LadderForCausalLM, as in transformers.
 
-    Its parts are those of `transformer.model`, whose place it takes.
+    It has the modules of `transformer.model`, which it replaces.
     """
 
     def __init__(self, config: LadderConfig, transformer: Transformer) -> None:
@@ -126,7 +126,7 @@ class LadderModel(nn.Module):
         self.gradient_checkpointing = False
         for name, part in transformer.model.named_children():
             self.add_module(name, part)
-        # As nn.Embedding has it, for trainers that compare it with the tokenizer's size.
+        # nn.Embedding's attribute, for trainers that compare it with the tokenizer's size.
         self.embed_tokens.num_embeddings = transformer.config.vocab_size
         self.__dict__["transformer"] = transformer  # past nn.Module, which would register it
         transformer.model = self
@@ -145,31 +145,31 @@ class LadderModel(nn.Module):
         last: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """What the head reads, [B, S, D], after the final norm.
+        """The head's input [B, S, D], after the final norm.
 
-        attention_mask: [B, past + S], 0 where there is padding, left or right; or [B, 1, S, keys],
-        true where attended. use_cache: by default the config's, and false in training. Without a
-        cache, position_ids that begin again begin another document, and so do the numbers of a mask
-        that change (1, 1, 2, 2): nothing sees another one, and nothing is cached then. last: [B],
-        the one place of each sequence that is wanted: [B, 1, D].
+        attention_mask: [B, past + S], 0 for padding, left or right; or [B, 1, S, keys], true where
+        attended. use_cache: the config's by default, False in training. Without a cache, a new
+        document begins where position_ids restart, or where the numbers of a mask change (1, 1, 2,
+        2): tokens attend only to their own document, and nothing is cached. last: [B], the one
+        position per sequence to return: [B, 1, D].
         """
         if input_ids is None or inputs_embeds is not None:
-            raise UserError("inputs_embeds is not supported: give input_ids alone")
+            raise UserError("inputs_embeds is not supported: give only input_ids")
         for name, given in (
             ("output_attentions", output_attentions),
             ("output_hidden_states", output_hidden_states),
         ):
             if getattr(self.config, name, False) if given is None else given:
-                raise UserError(f"{name}=True is not supported: a ladder's streams are in flight")
+                raise UserError(f"{name}=True is not supported: leave it out")
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        if self.gradient_checkpointing and self.training:  # a second pass would store keys again
+        if self.gradient_checkpointing and self.training:  # recomputation would store keys twice
             use_cache, past_key_values = False, None
         transformer, size = self.transformer, input_ids.shape[1]
         if transformer.reducer.ranks.degree > 1 and transformer.adapted:
             raise UserError(
-                f"an adapter is for matrices of one rank, and this model has "
-                f"{transformer.reducer.ranks.degree} (plan {transformer.config.plan.name!r}); take "
+                f"adapters support matrices of one rank, and this model has "
+                f"{transformer.reducer.ranks.degree} (plan {transformer.config.plan.name!r}); use "
                 f"a plan that does not depend on T and one process, or train all weights"
             )
         past, keys, documents = 0, size, None
@@ -186,19 +186,19 @@ class LadderModel(nn.Module):
             past = past_key_values.get_seq_length()
             keys, _ = past_key_values.get_mask_sizes(size, 0)
         longest = transformer.config.max_seq_len
-        if past + size > longest:  # which generate() only warns of, and goes on with noise
+        if past + size > longest:  # generate() would only warn, and then generate noise
             raise UserError(
-                f"{int(past)} tokens in the cache and {size} more are longer than the model's "
+                f"{int(past)} tokens in the cache and {size} more exceed the model's "
                 f"max_seq_len={longest}; shorten the prompt, or lower max_new_tokens"
             )
         if attention_mask is not None and attention_mask.dim() == 2:
             if attention_mask.shape[1] < past + size:
                 raise UserError(
-                    f"attention_mask has {attention_mask.shape[1]} places and there are "
-                    f"{past + size} tokens, those in the cache included; give one for each"
+                    f"attention_mask has {attention_mask.shape[1]} positions for {past + size} "
+                    f"tokens, including those in the cache; give one position per token"
                 )
             if not past and attention_mask[:, :size].all():
-                attention_mask = None  # which has a faster kernel
+                attention_mask = None  # for a faster kernel
         mask = attention_mask
         if mask is None or mask.dim() == 2:
             plain = mask is None and not past
@@ -220,9 +220,10 @@ class LadderModel(nn.Module):
 
 
 class LadderForCausalLM(PreTrainedModel, GenerationMixin):
-    """`transformer`, with the names of its tensors, as one of transformers' models.
+    """A Transformer, the attribute `transformer`, as a model of transformers.
 
-    Its modules are this one's too, and it is none itself, so that no name has a prefix.
+    The Transformer's modules are registered here and the Transformer itself is not, so tensors have
+    its names, without a prefix.
     """
 
     config_class = LadderConfig
@@ -241,7 +242,7 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_transformer(cls, transformer: Transformer, **fields: Any) -> LadderForCausalLM:
-        """The model that computes by `transformer`; fields: further ones of LadderConfig."""
+        """A model that wraps `transformer`. fields: further fields of LadderConfig."""
         dtype = transformer.lm_head.weight.dtype
         config = LadderConfig(model=transformer.config.to_dict(), dtype=dtype, **fields)
         with torch.device("meta"):
@@ -255,7 +256,7 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == "lm_head" and "transformer" in self.__dict__:  # one that an adapter trains
+        if name == "lm_head" and "transformer" in self.__dict__:  # replaced by an adapter
             self.transformer.lm_head = value
 
     def get_decoder(self) -> LadderModel:
@@ -272,13 +273,13 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, *args: Any, **options: Any
     ) -> nn.Module:
-        """Refused: raises UserError unless the size stays as it is."""
+        """Not supported: raises UserError unless the size stays the same."""
         size = self.config.resolved.vocab_size
         if new_num_tokens not in (None, size) or options.get("pad_to_multiple_of"):
             raise UserError(
-                f"an embedding of {new_num_tokens} tokens is wanted and the model has {size}; "
-                f"choose special tokens that the tokenizer has already, or resize the model as "
-                f"transformers' Llama first"
+                f"an embedding cannot be resized from {size} to {new_num_tokens} tokens; choose "
+                f"special tokens that the tokenizer already has, or resize the original Llama with "
+                f"transformers first"
             )
         return self.model.embed_tokens
 
@@ -288,7 +289,7 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
         gradient_checkpointing_func: Callable[..., Any] = checkpoint,
         every_n_layers: int = 1,
     ) -> None:
-        """Checkpoint attention and MLP, each on its own: what is communicated stays outside."""
+        """Checkpoint attention and MLP separately, without the communication between them."""
         self.model.gradient_checkpointing = enable
         for i, layer in enumerate(self.model.layers):
             for sublayer in (layer.self_attn, layer.mlp):
@@ -299,16 +300,16 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, path: Any, *args: Any, **options: Any) -> Any:
-        """As transformers', but refused where the folder's tensors are not all the model's.
+        """transformers' method, with a check that the folder has exactly the model's tensors.
 
-        Raises UserError as `load_model` does, and for what transformers would quantise.
+        Raises UserError as `load_model` does, and for quantisation.
         """
         for name in ("load_in_8bit", "load_in_4bit", "quantization_config", "gguf_file"):
             if given := options.get(name):
                 shown = given if isinstance(given, bool | str | dict) else type(given).__name__
                 raise UserError(
                     f"{name}={shown!r} is not for our models, whose matrices no quantiser "
-                    f"knows; leave it out, and load with dtype=torch.bfloat16 to save memory"
+                    f"supports; leave it out, and load with dtype=torch.bfloat16 to save memory"
                 )
         if options.setdefault("use_safetensors", True) is not True:
             raise UserError(
@@ -317,7 +318,7 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
             )
         folder = Path(str(path), options.get("subfolder") or "")
         if (folder / "config.json").is_file() and not options.get("variant"):
-            TensorReader(folder, "model").close()  # what to do where it has none, or a .bin
+            TensorReader(folder, "model").close()  # its errors for missing or .bin files are clear
         return super().from_pretrained(path, *args, **options)
 
     @staticmethod
@@ -328,10 +329,10 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
         load_config: Any,
         expected_keys: list[str] | None = None,
     ) -> Any:
-        """Check the files that transformers has found, or fetched, before it reads them.
+        """Check the files that transformers has found or downloaded before it reads them.
 
-        It would fill what they lack with random numbers, and take one of two that should be tied.
-        expected_keys: the names of an adapter's tensors, where it loads one.
+        It would fill missing tensors with random numbers, and accept tied tensors that differ.
+        expected_keys: the names of an adapter's tensors, when an adapter is loaded.
         """
         if checkpoint_files is not None and expected_keys is None:
             files = [Path(file) for file in checkpoint_files]
@@ -357,9 +358,9 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits, and with `labels` the mean loss of the next tokens; as LlamaForCausalLM's.
+        """Logits, and with `labels` the mean loss of the next tokens, as in LlamaForCausalLM.
 
-        The rest is LadderModel's; kwargs are the loss's.
+        The other arguments are those of LadderModel; kwargs go to the loss function.
         """
         last = None
         if type(logits_to_keep) is int and logits_to_keep == 1 and input_ids is not None:

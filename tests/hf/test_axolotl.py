@@ -35,11 +35,11 @@ GOOD = {"cls_model_config": "LadderConfig", "attn_implementation": "sdpa", "micr
     ("options", "message"),
     [
         ({"cls_model_config": None}, "cls_model_config=None must be 'LadderConfig'"),
-        ({"adapter": "qlora"}, "adapter='qlora' is not for our models: lora alone is"),
+        ({"adapter": "qlora"}, "adapter='qlora' is not for our models: only lora is"),
         ({"adapter": "lora", "lora_qkv_kernel": True}, "lora_qkv_kernel=True .* they patch"),
         ({"adapter": "lora", "merge_method": "memory_efficient"}, "without the plan; say legacy"),
         ({"load_in_8bit": True}, "load_in_8bit=True is not for our models"),
-        ({"flash_attention": True}, "flash_attention=True .* compute attention themselves"),
+        ({"flash_attention": True}, "flash_attention=True .* compute attention with code of their own"),
         ({"attn_implementation": "flex_attention"}, "'flex_attention' .* say sdpa"),
         ({"activation_offloading": True}, "activation_offloading=True .* layers"),
         ({"gradient_checkpointing": "offload"}, "'offload' .* true or false"),
@@ -81,7 +81,7 @@ def test_plugins_that_are_not_there_or_patch_other_models() -> None:
         )
     type(loaded["own.Plugin"]).__module__ = "own"
     check_plugins(["spectrum.Plugin", "own.Plugin"], loaded)
-    with pytest.raises(UserError, match=r"liger\.Plugin patches the models that it knows"):
+    with pytest.raises(UserError, match=r"liger\.Plugin patches other models"):
         check_plugins(["liger.Plugin"], loaded)
     with pytest.raises(UserError, match=r"nowhere\.Plugin could not be imported"):
         check_plugins(["own.Plugin", "nowhere.Plugin"], loaded)
@@ -132,7 +132,7 @@ def test_a_folder_under_the_yamls_plan(tmp_path: Path) -> None:
     refused({"ladder_plan": "ladder"}, "is no model folder", tmp_path)
     refused({"ladder_plan": "ladder", "sequence_len": 65}, "sequence_len=65 is longer")
     refused({"ladder_plan": "desync-2x", "ladder_tp_degree": 2}, "ladder convert FOLDER")
-    refused({"ladder_plan": "standard", **going_on}, r"checkpoint-12, which the run goes on from")
+    refused({"ladder_plan": "standard", **going_on}, r"checkpoint-12, from which the run resumes")
     named = {"resume_from_checkpoint": str(checkpoint)}
     refused({"ladder_plan": "standard", **named}, "is not the plan of .*checkpoint-12")
 

@@ -69,7 +69,7 @@ def test_adapters_are_for_one_rank(name: str) -> None:
         setattr(layer, name, Adapter(getattr(layer, name)))
     assert one.transformer.adapted
     assert not torch.equal(one(TOKENS).logits, before)
-    with pytest.raises(UserError, match=r"an adapter is for .* one rank, .* 4 \(plan 'desync-4x'"):
+    with pytest.raises(UserError, match=r"adapters support .* one rank, .* 4 \(plan 'desync-4x'"):
         four(TOKENS)
 
 
