@@ -39,7 +39,7 @@ GOOD = {"cls_model_config": "LadderConfig", "attn_implementation": "sdpa", "micr
         ({"adapter": "lora", "lora_qkv_kernel": True}, "lora_qkv_kernel=True .* they patch"),
         ({"adapter": "lora", "merge_method": "memory_efficient"}, "without the plan; say legacy"),
         ({"load_in_8bit": True}, "load_in_8bit=True is not for our models"),
-        ({"flash_attention": True}, "flash_attention=True .* compute attention with code of their own"),
+        ({"flash_attention": True}, "flash_attention=True .* attention with code of their own"),
         ({"attn_implementation": "flex_attention"}, "'flex_attention' .* say sdpa"),
         ({"activation_offloading": True}, "activation_offloading=True .* layers"),
         ({"gradient_checkpointing": "offload"}, "'offload' .* true or false"),
