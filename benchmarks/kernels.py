@@ -33,8 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder import jit, kernels
+from ladder.bench.floors import bandwidth, matrix_rate
 from ladder.bench.inference.command import machine
-from ladder.bench.inference.floors import bandwidth, matrix_rate
 from ladder.kernels.decode import MAX_ROWS
 
 SHAPES = {  # on one rank: hidden_size, query heads, KV heads, head_dim, intermediate_size

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ladder.bench.floors import bandwidth, matrix_rate, prefill_floor_s
 from ladder.bench.inference.build import random_model
 from ladder.bench.inference.command import machine
-from ladder.bench.inference.floors import bandwidth, matrix_rate, prefill_floor_s
-from ladder.bench.inference.points import InferencePoint, resolve
+from ladder.bench.inference.points import InferencePoint, load_shape, resolve
 from ladder.comm.transports import TRANSPORTS
 from ladder.infer.engine import Engine, Session
 from ladder.infer.sampling import Sampling, draws
@@ -150,16 +150,12 @@ def main(options: argparse.Namespace) -> int:
     for case in options.cases:
         batch, prompt = map(int, case.split("x"))
         measure(lines, batch, prompt, options.rounds, device)
-        point = InferencePoint(
-            options.model, "standard", "async", launch.world_size(), batch, prompt, 1,
-            options.layers,
-        )  # fmt: skip
-        config = resolve(point)
-        floor = prefill_floor_s(config, point, speed, rate)
+        config, tp = load_shape(options.model, options.layers), launch.world_size()
+        floor = prefill_floor_s(config, tp, batch, prompt, speed, rate)
         results[case] = rows(lines, floor)
         if head:
             print(
-                f"\n{case}, {options.model}, {config.num_layers} layers, TP {point.tp}: floor "
+                f"\n{case}, {options.model}, {config.num_layers} layers, TP {tp}: floor "
                 f"{floor * 1e3:.2f} ms at {rate / 1e12:.0f} TFLOP/s\n{'plan':24}{'reducer':14}"
                 f"{'ms':>9}{'min':>9}{'max':>9}{'exposed':>9}{'x none':>8}{'floor':>7}"
                 f"{'differs':>9}"

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ladder.costs import reduce_bytes
 from ladder.infer.cache import Cache
 from ladder.infer.decode import DecodeReducer, Product, Read
 from ladder.jit import DTYPES
@@ -215,7 +216,8 @@ def fuse(model: Transformer) -> None:
         for transport in ("direct", "copy-kernels", "copy"):
             shards[transport] = ShardedReducer(base.ranks, base.group, plan, transport)
             shards[transport].add_norm = fused_add_norm
-    token_bytes = model.config.hidden_size * local(model.model.embed_tokens.weight).element_size()
+    itemsize = local(model.model.embed_tokens.weight).element_size()
+    token_bytes = reduce_bytes(model.config, 1, itemsize)
     direct_bytes = DIRECT_BYTES_BLOCKING if all(plan.blocking) else DIRECT_BYTES
 
     def prompts(tokens: int) -> Reducer:

@@ -6,9 +6,10 @@ import time
 
 import torch
 
+from ladder.costs import training_flops_per_token
 from ladder.models.config import ModelConfig
 from ladder.parallel import launch
-from ladder.train.efficiency import flops_per_token, peak_flops
+from ladder.train.efficiency import peak_flops
 from ladder.train.prefetch import Prefetcher
 
 
@@ -53,5 +54,7 @@ def utilisation(
     }
     peak = peak_flops(device)
     if peak is not None:
-        found["mfu"] = speed * flops_per_token(config, seq_len) / (peak * launch.world_size())
+        found["mfu"] = (
+            speed * training_flops_per_token(config, seq_len) / (peak * launch.world_size())
+        )
     return found

@@ -14,12 +14,6 @@ import yaml
 
 from ladder.bench.inference import command as bench
 from ladder.bench.inference import measure
-from ladder.bench.inference.floors import (
-    decode_bytes,
-    estimated_bytes,
-    prefill_floor_s,
-    prefill_flops,
-)
 from ladder.bench.inference.points import (
     InferencePoint,
     Settings,
@@ -30,7 +24,7 @@ from ladder.bench.inference.points import (
 )
 from ladder.cli import main
 from ladder.comm import access
-from ladder.models import ModelConfig, UserError, resolve_plan
+from ladder.models import UserError, resolve_plan
 from ladder.parallel import launch
 from tests import ROOT
 from tests.bench.records import POINT, record
@@ -185,7 +179,7 @@ def test_suites_resolve(name: str) -> None:
         config = resolve(point)
         assert config.plan.num_layers == point.layers
         assert point.prompt + point.new_tokens <= config.max_seq_len
-        assert estimated_bytes(config, point) > 0
+        assert measure.estimated_bytes(config, point) > 0
 
 
 def test_the_suites_are_the_papers() -> None:
@@ -217,28 +211,7 @@ def test_a_suite_with_a_wrong_key_is_refused(tmp_path: Path) -> None:
     ]
 
 
-# ---- floors and memory ----------------------------------------------------------------------
-
-SHAPE = ModelConfig(vocab_size=10, hidden_size=8, intermediate_size=12, num_layers=3, num_heads=4,
-                    num_kv_heads=2, max_seq_len=64)  # fmt: skip
-
-
-def test_floors_by_hand() -> None:
-    point = InferencePoint("x", "standard", "async", 2, batch=5, prompt=6, new_tokens=4, layers=3)
-    # a layer: q, o 8 x 8; k, v 4 x 8; three 12 x 8: 480 weights, 240 a rank; head 80, 40 a rank
-    # a place of the cache: one KV head of 2 on each rank, key and value: 4 numbers a layer
-    assert decode_bytes(SHAPE, point) == 2 * (3 * (240 + 4 * 8 * 5) + 40)
-    # attention of a token that sees half of 6 places: 2 products x 2 FLOPs x 8 x 3
-    # of the last layer k and v of all 30 tokens, 64 weights, and the rest of 5 tokens
-    matmuls = 2 * (2 * 480 * 30 + 64 * 30 + 416 * 5)
-    attention = 2 * (2 * 2 * 8 * 3) * 30 + 2 * 2 * 8 * 6 * 5
-    assert prefill_flops(SHAPE, point) == (matmuls + attention + 2 * 80 * 5) / 2
-    assert prefill_floor_s(SHAPE, point, 1e30, 10.0) == prefill_flops(SHAPE, point) / 10
-    assert prefill_floor_s(SHAPE, point, 10.0, 1e30) == 2 * 3 * 240 / 10
-    # more ranks than KV heads: each holds one
-    narrow = replace(SHAPE, num_kv_heads=1)
-    layer = (2 * 64 + 2 * 16 + 288) / 2
-    assert decode_bytes(narrow, point) == 2 * (3 * (layer + 4 * 8 * 5) + 40)
+# ---- memory -------------------------------------------------------------------------------
 
 
 def test_a_large_model_does_not_fit_and_says_so() -> None:
@@ -247,7 +220,7 @@ def test_a_large_model_does_not_fit_and_says_so() -> None:
     found, too_large = measure.chunks([large, small], 20e9)
     assert found == [[small]]
     assert too_large == [large]
-    assert estimated_bytes(resolve(large), large) > 70e9 * 2 / 4
+    assert measure.estimated_bytes(resolve(large), large) > 70e9 * 2 / 4
 
 
 def test_chunks_keep_a_plan_with_its_counterpart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from ladder.bench.floors import bandwidth, matrix_rate
 from ladder.bench.inference import cold
 from ladder.bench.inference.derive import EXPLANATION, by_point, derive, plain, text_table
-from ladder.bench.inference.floors import bandwidth, matrix_rate
 from ladder.bench.inference.measure import chunks, free_bytes, measure
 from ladder.bench.inference.page import write_page
 from ladder.bench.inference.points import (

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ladder.bench.floors import prefill_floor_s
 from ladder.bench.inference.build import build
-from ladder.bench.inference.floors import decode_bytes, estimated_bytes, prefill_floor_s
 from ladder.bench.inference.points import InferencePoint, counterpart, resolve
 from ladder.bench.inference.profile import profile
 from ladder.bench.inference.verify import STEPS, EngineCheck, Reference, check, reference, sequences
+from ladder.costs import decode_bytes, inference_bytes
 from ladder.infer.engine import Engine, Session
 from ladder.infer.sampling import Sampling, draws
 from ladder.models.config import ModelConfig
@@ -26,6 +27,7 @@ from ladder.parallel import launch
 from ladder.parallel.sharding import local_tensor
 
 ROUNDS = 3
+WORKSPACES = 3 * 2**30  # NCCL's buffers, cuBLAS' workspaces, CUDA's own, captured graphs
 HEADROOM = 0.92  # of the free memory is planned with
 
 
@@ -70,6 +72,12 @@ def worst(value: float, device: torch.device) -> float:
     everywhere = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(everywhere, op=dist.ReduceOp.MAX)
     return float(everywhere)
+
+
+def estimated_bytes(config: ModelConfig, point: InferencePoint) -> float:
+    """Memory that a point takes on each process, estimated on the safe side."""
+    length = point.prompt + point.new_tokens + 256  # the engine rounds up
+    return inference_bytes(config, point.tp, point.batch, point.prompt, length) + WORKSPACES
 
 
 def free_bytes(device: torch.device) -> float:
@@ -262,16 +270,18 @@ def _uniforms(live: TimedSession) -> Tensor:
 
 def _result(live: TimedSession, timing: Timings, speed: float, rate: float) -> InferenceTimes:
     point, config = live.point, live.config
+    context = point.prompt + point.new_tokens / 2  # halfway through the new tokens
     ordered = sorted(step for steps in timing.steps for step in steps)
     picked = getattr(live.session.model.reducer, "picked", None)
     return InferenceTimes(
         prefill_ms=statistics.median(timing.prefills),
         prefill_rounds_ms=timing.prefills,
-        prefill_floor_ms=prefill_floor_s(config, point, speed, rate) * 1e3,
+        prefill_floor_ms=1e3
+        * prefill_floor_s(config, point.tp, point.batch, point.prompt, speed, rate),
         decode_ms=statistics.median(ordered),
         decode_p99_ms=ordered[int(len(ordered) * 0.99)],
         decode_rounds_ms=[statistics.median(steps) for steps in timing.steps],
-        floor_ms=decode_bytes(config, point) / speed * 1e3,
+        floor_ms=decode_bytes(config, point.tp, point.batch, context) / speed * 1e3,
         total_ms=statistics.median(timing.totals),
         memory_gib=live.memory,
         picked=None if picked is None else {str(size): str(name) for size, name in picked.items()},

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ladder.bench.inference.floors import prefill_flops
 from ladder.bench.inference.points import InferencePoint
+from ladder.costs import prefill_flops
 from ladder.infer.engine import Engine, Session
 from ladder.infer.sampling import Sampling
 from ladder.models.config import ModelConfig
@@ -83,7 +83,7 @@ class EngineCheck:
 
 def sequences(config: ModelConfig, point: InferencePoint) -> int:
     """How many distinct sequences the reference is computed of: as many as FLOAT32_FLOPS allow."""
-    each = prefill_flops(config, point) / point.batch
+    each = prefill_flops(config, point.tp, 1, point.prompt)
     return max(1, min(point.batch, int(FLOAT32_FLOPS / each)))
 
 
