@@ -1,7 +1,7 @@
 """`ladder convert`: a model folder under another plan, or in Hugging Face's format.
 
-Tensors go over one by one: at most one file's are in memory. The new folder appears whole, once it
-has been verified, or not at all.
+Tensors are converted one by one; those of at most one file are in memory. The new folder gets its
+name once it has been verified; after an error there is none.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ladder.models.transformer import meta_model
 from ladder.progress import Progress, amount
 
 FORMATS = ("ladder", "hf")
-COMPANIONS = (  # what goes along as it is: tokenizer, chat template, generation settings
+COMPANIONS = (  # files that are copied: tokenizer, chat template, generation settings
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
     "merges.txt", "chat_template.*", "additional_chat_templates", GENERATION,
 )  # fmt: skip
@@ -54,9 +54,10 @@ COMPANIONS = (  # what goes along as it is: tokenizer, chat template, generation
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did. logits: the difference from transformers, or why there is none.
+    """The result of a conversion.
 
-    compared: whose logits they are.
+    logits: the largest difference from transformers' logits, as a share of the largest one, or why
+    they were not compared. compared: the logits that were compared, in words.
     """
 
     tensors: int
@@ -76,9 +77,9 @@ def convert(
 ) -> Report:
     """Convert a model folder (ours, a run's, or Hugging Face's) to a new folder `out`.
 
-    plan: what `resolve_plan` takes; None keeps the source's. to: a name in FORMATS. finish: what
-    else is to be done to the new folder, before it gets its name. Raises UserError for what cannot
-    be converted, and where what was written does not verify.
+    plan: what `resolve_plan` takes; None keeps the source's. to: a name in FORMATS. finish: called
+    with the new folder before it gets its name. Raises UserError if the model cannot be converted,
+    and if the written files fail verification.
     """
     if to not in FORMATS:
         raise unknown("format", to, FORMATS)
@@ -91,14 +92,14 @@ def convert(
         config = replace(old, plan=plan, tp_degree=tp_degree)
         config.refuse_no_comm()
     elif tp_degree is not None:
-        raise UserError(f"tp_degree={tp_degree} without a plan: it goes with one; give --plan too")
+        raise UserError(f"tp_degree={tp_degree} needs a plan: add --plan, or leave --tp-degree out")
     if to == "hf":
         refuse_other_plans(config)
     reader = TensorReader(source, WEIGHTS)
     reader.check(meta_model(old))
     reader.close()
     refuse_damage(reader, "convert another checkpoint of the run")
-    read_stop_tokens(source)  # what they are goes along: not to be found wrong afterwards
+    read_stop_tokens(source)  # refuses damaged ones now: they are copied
     todo = recipes(old, config)
     dtype = reader.dtype(EMBEDDING)
     sizes = {each.name: math.prod(each.shape) for each in todo}
@@ -158,7 +159,7 @@ def _copy_companions(source: Path, folder: Path) -> None:
 
 
 def name_end(folder: Path) -> None:
-    """Tell transformers' tokenizer which token ends a text, as runs' folders do by its id alone."""
+    """Write the end-of-text token into transformers' tokenizer config; runs store its id only."""
     stop, config = read_stop_tokens(folder), folder / TOKENIZER_CONFIG
     if len(stop) == 1 and tokenizer_file(folder).is_file() and not config.exists():
         token = load_tokenizer(folder).id_to_token(stop[0])
@@ -169,31 +170,33 @@ def name_end(folder: Path) -> None:
 def _logits(
     source: Path, folder: Path, old: ModelConfig, config: ModelConfig, to: str
 ) -> tuple[float | str, str]:
-    """How far the new folder's logits are from transformers', or why not; and what was compared."""
+    """The fields `logits` and `compared` of the Report."""
     from_hf = read_json(source / "config.json").get("model_type") != "ladder"
     reason = cannot_compare(old, config)
     if from_hf == (to == "hf"):
-        reason = "there is one format alone"
+        reason = "both folders have the same format"
     if reason is not None:
         return reason, "logits"
     return compare_logits(folder, source) if from_hf else compare_logits(source, folder)
 
 
 def _refuse_plans(options: argparse.Namespace) -> None:
-    """Raise UserError for a plan that Hugging Face's format has no room for."""
+    """Raise UserError for options of a plan that Hugging Face's format cannot hold."""
     if options.plan not in (None, "standard"):
         raise UserError(
-            f"--plan={options.plan} with --to hf, which writes `standard` alone: leave out one of "
-            f"the two, or give --plan standard, which rewires the model"
+            f"--plan={options.plan} with --to hf, which writes plan `standard` only: leave one of "
+            f"the two out, or give --plan standard: the same weights then compute another function"
         )
     for name in ("ladder_layers", "tp_degree"):
         if (value := getattr(options, name)) is not None:
             option = name.replace("_", "-")
-            raise UserError(f"--{option}={value} with --to hf, which writes `standard`: leave it")
+            raise UserError(
+                f"--{option}={value} with --to hf, which writes plan `standard` only: leave it out"
+            )
 
 
 def convert_command(options: argparse.Namespace) -> int:
-    """Run `ladder convert`. See `ladder convert --help`."""
+    """Run `ladder convert`."""
     plan = options.plan
     if options.to == "hf":
         _refuse_plans(options)
@@ -201,7 +204,7 @@ def convert_command(options: argparse.Namespace) -> int:
         if plan != "hybrid":
             instead = "" if plan is None else f" instead of --plan {plan}"
             raise UserError(
-                f"--ladder-layers={options.ladder_layers} goes with a hybrid: add --plan hybrid"
+                f"--ladder-layers={options.ladder_layers} is for a hybrid: add --plan hybrid"
                 f"{instead}"
             )
         plan = ",".join(f"ladder@{part.strip()}" for part in options.ladder_layers.split(","))
@@ -220,7 +223,7 @@ def convert_command(options: argparse.Namespace) -> int:
         f"{report.seconds:.1f} s, {rate}/s; every checksum agrees"
     )
     if isinstance(report.logits, str):
-        print(f"logits were not compared with transformers': {report.logits}")
+        print(f"logits were not compared with those of transformers: {report.logits}")
     elif not report.logits:
         print(f"{report.compared} equal transformers', bit for bit")
     else:

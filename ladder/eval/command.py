@@ -1,4 +1,4 @@
-"""`ladder eval`: models side by side on the tasks of lm-evaluation-harness."""
+"""`ladder eval`: models compared on tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ BOOTSTRAPS = 1000  # draws for the standard error of a metric that has no formul
 
 
 def eval_command(options: argparse.Namespace) -> int:
-    """Run `ladder eval` on this rank; rank 0 prints and writes. See `ladder eval --help`."""
-    device = launch.join(options.device)  # before anything is refused: it is said once, by one rank
+    """Run `ladder eval` on this rank; rank 0 prints and writes."""
+    device = launch.join(options.device)  # ranks that have joined report an error once
     out = Path(options.out)
     if (out / RESULTS).exists() and not options.overwrite:
         raise UserError(
@@ -54,14 +54,18 @@ def eval_command(options: argparse.Namespace) -> int:
     chosen = suites.entries(options.tasks, options.num_fewshot)
     folders = {str(given): newest(given) for given in options.models}
     if len(folders) < len(options.models):
-        raise UserError("a model is named twice; name each once")
-    for folder in folders.values():  # the last one's mistake is known before the first one's hours
+        twice = next(name for name in folders if options.models.count(Path(name)) > 1)
+        raise UserError(f"MODEL={twice} is given twice; give each model once")
+    for folder in folders.values():  # every model is checked before the first takes hours
         check_model(folder)
         open_template(folder, load_tokenizer(folder), options.chat_template)
     launch.agree({"options": {**vars(options), "verb": None}})
     own = any(entry.task.startswith(suites.OWN) for entry in chosen)
     if options.text and not own:
-        raise UserError("--text is for the offline suite, and --tasks names none of its tasks")
+        raise UserError(
+            "--text is for the offline suite, and --tasks names none of its tasks; leave --text "
+            "out, or add --tasks offline"
+        )
     check_tp(options.tp)
     with _written(out, own) as data:
         _compare(options, device, chosen, folders, out, data)
@@ -70,16 +74,16 @@ def eval_command(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _written(out: Path, own: bool) -> Iterator[Path | None]:
-    """Have rank 0 make `out`, and in it a folder for the data of our `own` tasks, where any is.
+    """Create `out` on rank 0 and, if `own` tasks are chosen, a folder in it for their data.
 
-    That takes its name, and an old one's place, when the body ends. An error in the body leaves
-    `out` as it was, or none where there was none.
+    The data's folder replaces an older one at the end of the `with` block. An error in the block
+    leaves `out` as it was, and removes it if it is new.
     """
     data: Path | None = None
     with contextlib.ExitStack() as stack:
         if launch.rank() == 0:
             made = [folder for folder in (out, *out.parents) if not folder.exists()]
-            stack.callback(remove_empty, made)  # they hold the results, unless there are none
+            stack.callback(remove_empty, made)  # without an error, they hold the results
             make_folder(out)
             data = stack.enter_context(new_folder(out / DATA, overwrite=True)) if own else None
         yield data
@@ -88,9 +92,9 @@ def _written(out: Path, own: bool) -> Iterator[Path | None]:
 def _load_tasks(
     options: argparse.Namespace, chosen: Sequence[suites.Entry], data: Path | None
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The tasks, and on rank 0 the index of what it builds in its folder `data` for our own.
+    """The tasks, and on rank 0 the index of the data of our own tasks, which it builds in `data`.
 
-    Rank 0 loads them first: what cannot be loaded ends the run while the others wait.
+    Rank 0 loads the tasks first: one that cannot be loaded ends the run while the others wait.
     """
     index = tasks = None
     if launch.rank() == 0:
@@ -151,11 +155,11 @@ def evaluate(
     limit: int | None = None,
     chat_template: str | None = None,
 ) -> list[results.Metric]:
-    """The figures of a placed model (or of a model of the harness) on loaded tasks.
+    """The metrics of a sharded model (or of a model of the harness) on loaded tasks.
 
     Every rank calls it and gets the same. limit: examples of each task; None: all. chat_template:
-    whether tasks are written down as conversations: a Jinja file's path, or "" for the tokenizer's
-    own template; None: as plain text.
+    the template that examples are put into: a Jinja file's path, or "" for the tokenizer's own;
+    None: they stay plain text.
     """
     from lm_eval import evaluator
     from lm_eval.api.model import LM
@@ -163,7 +167,7 @@ def evaluate(
     from ladder.eval.model import LadderLM
 
     suites.seed(tasks)
-    with contextlib.redirect_stdout(sys.stderr):  # where it says what it bootstraps
+    with contextlib.redirect_stdout(sys.stderr):  # the harness prints while it bootstraps
         found = evaluator.evaluate(
             lm=model if isinstance(model, LM) else LadderLM(model, folder, batch, chat_template),
             task_dict=tasks,
@@ -194,6 +198,7 @@ def report(
 
 
 def _facts(options: argparse.Namespace, device: torch.device, dtypes: list[str]) -> dict[str, Any]:
+    """What the results were measured with, for results.json and results.md."""
     import lm_eval
 
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None

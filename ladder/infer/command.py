@@ -1,4 +1,4 @@
-"""`ladder generate`: text in, text out."""
+"""`ladder generate`: completions of prompts, printed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ladder.parallel.dispatch import size_text
 
 
 class Stream:
-    """Prints one completion as it grows, holding back what may still change.
+    """Prints one completion token by token, without a character whose bytes are incomplete.
 
-    text: the prompt's, which goes before the first token: where there is none, there is no text.
+    prompt: its tokens. text: printed before the completion, with its first token.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], text: str) -> None:
@@ -46,12 +46,12 @@ class Stream:
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
-    """The text that `tokens` add to the prompt; some tokenizers drop a first space by itself."""
+    """The text that `tokens` add to the prompt. Decoded alone, they may lose a first space."""
     return str(tokenizer.decode(prompt + tokens))[len(tokenizer.decode(prompt)) :]
 
 
 def generate_command(options: argparse.Namespace) -> int:
-    """Run `ladder generate` on this rank; rank 0 prints. See `ladder generate --help`."""
+    """Run `ladder generate` on this rank; rank 0 prints."""
     if options.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens={options.max_new_tokens} must be 1 or more")
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
@@ -59,14 +59,14 @@ def generate_command(options: argparse.Namespace) -> int:
     folder = newest(options.model)
     launch.agree({"options": {**vars(options), "verb": None}})
     tokenizer = load_tokenizer(folder)
-    tokenizer.encode_special_tokens = False  # a prompt may hold them, in a chat template say
+    tokenizer.encode_special_tokens = False  # a prompt may hold special tokens, as templates do
     stop = set() if options.ignore_eos else set(read_stop_tokens(folder))
     stop |= {_stop_token(tokenizer, text) for text in options.stop}
     template = open_template(folder, tokenizer, _template_of(options))
     if template is None:
         prompts = [encode(tokenizer, text, "--prompt") for text in options.prompt]
     else:
-        prompts = [_asked(template, tokenizer, text) for text in options.prompt]
+        prompts = [_chat_prompt(template, tokenizer, text) for text in options.prompt]
         if not options.ignore_eos:
             stop.add(tokenizer.token_to_id(template.names["eos_token"]))
     model = load_for_inference(
@@ -97,7 +97,7 @@ def generate_command(options: argparse.Namespace) -> int:
         ) from error
     if stream is not None:
         stream.end()
-    text = _picked(model, options.reducer)
+    text = _picked_reducers(model, options.reducer)
     if text and main:
         print(f"reducer picked: {text}", file=sys.stderr)
     if stream is not None:
@@ -113,23 +113,23 @@ def generate_command(options: argparse.Namespace) -> int:
 
 
 def _template_of(options: argparse.Namespace) -> str | None:
-    """For `open_template`: a file implies --chat."""
+    """The template to open: a file's, which implies --chat, "" for the tokenizer's, or None."""
     return options.chat_template or ("" if options.chat else None)
 
 
-def _asked(template: ChatTemplate, tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a conversation that begins with a user's message, up to its answer."""
+def _chat_prompt(template: ChatTemplate, tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a chat in which the user has said `text`, up to the answer."""
     try:
-        asked = template.render([{"role": "user", "content": text}], prompt=True)
+        chat = template.render([{"role": "user", "content": text}], prompt=True)
     except LeftOut as reason:
         raise UserError(
             f"--prompt={text!r} makes a conversation {reason}; give another --chat-template"
         ) from reason
-    return encode(tokenizer, asked, "--prompt", special=False)
+    return encode(tokenizer, chat, "--prompt", special=False)
 
 
-def _picked(model: Transformer, wanted: str) -> str:
-    """What reduced this model's sums, where that was picked for the user; every rank calls it."""
+def _picked_reducers(model: Transformer, wanted: str) -> str:
+    """The reducer of each message size, if chosen automatically, else "". Every rank calls it."""
     sizes = getattr(model.reducer, "picked", {})
     if wanted == "auto" and launch.world_size() > 1:
         why = common_push_refusal(launch.world_size())

@@ -1,4 +1,4 @@
-"""What torchrun, or a script like it, says of this process by environment variables."""
+"""The environment variables of torchrun, or of a script like it, for a rank."""
 
 from __future__ import annotations
 
@@ -6,29 +6,31 @@ import os
 
 from ladder.models.errors import UserError
 
-RENDEZVOUS = "LADDER_RENDEZVOUS"  # a file that the processes of one `launch.run` meet at
+RENDEZVOUS = "LADDER_RENDEZVOUS"  # the file through which the ranks of one `launch.run` connect
 ALONE = "unset it to run as one process, or start the ranks by torchrun or --nproc"
 
 
 def most_processes() -> int:
-    """How many processes this machine is asked for at most: more are a mistyped number."""
+    """The largest accepted --nproc; a larger one is a typing error."""
     return max(64, 4 * (os.cpu_count() or 1))
 
 
 def number(name: str, default: int) -> int:
-    """A variable that holds a whole number, 0 or more. Raises UserError where it holds none."""
+    """The value of a variable, a whole number of 0 or more. Raises UserError for anything else."""
     text = os.environ.get(name, "")
     if not text:
         return default
     if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise UserError(f"the environment has {name}={text[:40]}, no whole number; {ALONE}")
+        raise UserError(
+            f"the environment has {name}={text[:40]}, which is no whole number; {ALONE}"
+        )
     return int(text)
 
 
 def check() -> None:
-    """Raise UserError unless this process can be a rank of the job that the environment tells of.
+    """Raise UserError unless the environment describes a rank of a job, or none.
 
-    What is wrong would be waited for, or overlooked: two processes that both take rank 0, say.
+    A mistake would otherwise hang, or go unnoticed: two processes that both take rank 0, say.
     """
     own, world = number("RANK", 0), number("WORLD_SIZE", 1)
     number("LOCAL_RANK", 0)
@@ -36,7 +38,7 @@ def check() -> None:
         raise UserError(f"the environment has RANK={own} without WORLD_SIZE; {ALONE}")
     if own >= world:
         raise UserError(
-            f"the environment has RANK={own} with WORLD_SIZE={world}; ranks count from 0, so that "
+            f"the environment has RANK={own} with WORLD_SIZE={world}; ranks count from 0, so "
             f"RANK must be below WORLD_SIZE"
         )
     if world == 1 or RENDEZVOUS in os.environ:
@@ -59,16 +61,16 @@ def check() -> None:
 
 
 def no_meeting(error: Exception) -> UserError:
-    """What to say where torch could not bring the ranks together."""
+    """The error to raise where torch could not connect the ranks."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     reason = str(error).partition("\n")[0]
     if "EADDRINUSE" in reason:
         return UserError(
             f"MASTER_PORT={port} is in use on this machine by another process, perhaps another "
-            f"job; give every rank another one"
+            f"job; set another port, the same on every rank"
         )
     return UserError(
-        f"rank {number('RANK', 0)} of {number('WORLD_SIZE', 1)} did not meet the others at "
-        f"MASTER_ADDR={address}, MASTER_PORT={port} ({reason}); give every rank the same two, of "
-        f"the machine of rank 0, and a RANK of its own"
+        f"rank {number('RANK', 0)} of {number('WORLD_SIZE', 1)} did not connect to the others "
+        f"at MASTER_ADDR={address}, MASTER_PORT={port} ({reason}); give every rank the address and "
+        f"the port of rank 0's machine, and a RANK of its own"
     )

@@ -90,7 +90,9 @@ def run(
     if nproc == 1:
         return _guarded(command, arguments)
     if world_size() > 1:
-        raise UserError(f"--nproc={nproc} under torchrun (WORLD_SIZE={world_size()}): use one")
+        raise UserError(
+            f"--nproc={nproc} under torchrun (WORLD_SIZE={world_size()}): leave --nproc out"
+        )
     context: Any = multiprocessing.get_context("fork" if _may_fork() else "spawn")
     if context.get_start_method() == "fork":
         for name in modules:
@@ -181,7 +183,7 @@ def _watch(ranks: Sequence[BaseProcess], folder: Path) -> int:
                 return 1
         for n, end in left.items():
             if end >= 0 and n not in orderly:
-                print(f"error: rank {n} left with exit code {end}, without a word", file=sys.stderr)
+                print(f"error: rank {n} ended with exit code {end} and no message", file=sys.stderr)
                 return end or 1
     sys.stderr.write(message)
     return code or next((end for end in left.values() if end), 0)

@@ -209,7 +209,7 @@ def lose_a_rank(which: str, end: str) -> int:
     ("end", "code", "words"),
     [
         ("killed", 1, "error: rank {} was killed by signal 9 (SIGKILL)"),
-        ("7", 7, "error: rank {} left with exit code 7, without a word"),
+        ("7", 7, "error: rank {} ended with exit code 7 and no message"),
     ],
 )
 def test_a_dead_rank_ends_the_job_and_is_named(

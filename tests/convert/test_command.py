@@ -36,7 +36,7 @@ def assert_compared(what: str, printed: str) -> None:
         (("--plan", "none", "--tp-degree", "2"), ("'none'", "no_comm")),
         (("--plan", "ladder", "--ladder-layers", "2-3"),
          ("--ladder-layers=2-3", "add --plan hybrid instead of --plan ladder")),
-        (("--ladder-layers", "2-3"), ("--ladder-layers=2-3 goes", "hybrid: add --plan hybrid")),
+        (("--ladder-layers", "2-3"), ("--ladder-layers=2-3 is for", "hybrid: add --plan hybrid")),
         (("--plan", "hybrid", "--ladder-layers", "2-9"), ("'2-9'", "0-3")),
         (("--to", "hf", "--plan", "ladder"), ("--plan=ladder", "--to hf", "give --plan standard")),
         (("--to", "hf", "--ladder-layers", "2-3"), ("--ladder-layers=2-3", "--to hf", "leave it")),
@@ -119,7 +119,8 @@ def test_norms_that_are_folded_are_not_compared(
 ) -> None:
     words = ["--plan", "parallel", "--out", str(tmp_path / "out")]
     assert main(["convert", str(save(tmp_path / "hf")), *words]) == 0
-    assert "not compared with transformers': plan 'parallel' has other" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "not compared with those of transformers: plan 'parallel' has other" in said
 
 
 def test_checksums_are_of_all_tensors_and_no_others(tmp_path: Path) -> None:

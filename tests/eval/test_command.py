@@ -146,10 +146,11 @@ def test_the_last_model_is_looked_at_before_the_first_is_run(
     command = ["eval", str(llama), str(other), "--out", str(tmp_path / "out")]
 
     def said(*words: str) -> str:
-        assert main([*command, *words]) == 2
+        assert main([*command[:3], *words, *command[3:]]) == 2
         assert not (tmp_path / "out").exists()
         return capsys.readouterr().err
 
+    assert f"MODEL={other} is given twice" in said(f"{other}/")
     assert "has no chat template" in said("--chat-template")
     assert "cannot be read" in said("--chat-template", str(tmp_path / "nowhere.jinja"))
     (other / "tokenizer.json").unlink()

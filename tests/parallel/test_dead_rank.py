@@ -58,8 +58,8 @@ def stuck(end: str) -> int:
     ("command", "end", "code", "words"),
     [
         (reduce_until, "killed", 1, "error: rank 1 was killed by signal 9 (SIGKILL)"),
-        (reduce_until, "7", 7, "error: rank 1 left with exit code 7, without a word"),
-        (reduce_until, "0", 1, "error: rank 1 left with exit code 0, without a word"),
+        (reduce_until, "7", 7, "error: rank 1 ended with exit code 7 and no message"),
+        (reduce_until, "0", 1, "error: rank 1 ended with exit code 0 and no message"),
         (reduce_until, "mistaken", 2, "error: rank 1 is mistaken"),
         (stuck, "killed", 1, "error: rank 1 was killed by signal 9 (SIGKILL)"),
     ],
