@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 
 from ladder import jit, kernels
+from ladder.comm.primitives import EMPTY
+from ladder.comm.symmetric import SymmetricTensor
 from ladder.infer.sampling import choose_greedily
 from ladder.kernels import choice
 from ladder.kernels.landing import CHUNK
@@ -240,12 +242,13 @@ def chosen(
 
 def two_ranks(batch: int) -> list[choice.GreedyChoice]:
     """Two ranks' choices, whose slots all lie on this GPU."""
-    slots = [torch.full((choice.SETS * 2 * batch * 2,), choice.EMPTY, dtype=torch.int32,
+    slots = [torch.full((choice.SETS * 2 * batch * 2,), EMPTY[4], dtype=torch.int32,
                         device=DEVICE) for _ in range(2)]  # fmt: skip
     buffers = torch.tensor([each.data_ptr() for each in slots], device=DEVICE)
     ranks = [choice.GreedyChoice(batch, 0, 1, None, slots[0].device) for _ in slots]
-    for number, (rank, mine) in enumerate(zip(ranks, slots, strict=True)):
-        rank.rank, rank.world, rank.slots, rank.buffers = number, 2, mine, buffers
+    for number, rank in enumerate(ranks):
+        rank.rank, rank.world = number, 2
+        rank.slots = SymmetricTensor(number, slots, buffers)
     return ranks
 
 
@@ -254,7 +257,8 @@ def send_best(logits: Tensor, first: int, to: choice.GreedyChoice) -> None:
     batch = len(logits)
     top, token = logits.float().max(-1)
     sent = torch.stack((top.view(torch.int32), (token + first).int()), dim=1).flatten()
-    to.slots[2 * batch : 4 * batch] = sent
+    assert to.slots is not None
+    to.slots.own[2 * batch : 4 * batch] = sent
 
 
 def compare(name: str, found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:

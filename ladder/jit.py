@@ -1,4 +1,4 @@
-"""What every kernel here shares: where it runs, how it is launched, what it refuses.
+"""Triton kernels: how they are declared and launched, where they run, what they refuse.
 
 CPU tensors run the plain PyTorch reference, CUDA tensors the Triton kernel. With TRITON_INTERPRET=1
 in the environment CPU tensors run the Triton kernel too, through Triton's interpreter: for tests.
@@ -14,7 +14,7 @@ import functools
 import os
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, no_type_check
+from typing import Any, Literal, no_type_check
 
 import torch
 from torch import Tensor
@@ -42,9 +42,27 @@ def interpreted() -> bool:
     return INTERPRETED
 
 
-def jit(function: Callable[..., None]) -> Any:
-    """`triton.jit`; without Triton the function as it is, never to be called."""
+# What a kernel is. A landing waits for what peers send, sums, adds the residual and norms. `both`:
+# it computes and communicates in one, as a product that pushes its result does.
+Kind = Literal["communication", "computation", "landing", "both"]
+KERNELS: dict[str, Kind] = {}  # of every kernel that was imported, by the name that a trace shows
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """A Triton function that kernels call; without Triton as it is, never to be called."""
     return function if triton is None else triton.jit(function)
+
+
+def kernel(kind: Kind) -> Callable[[Callable[..., None]], Any]:
+    """Declare a Triton kernel, that is what `launch` takes, and say what it is."""
+
+    def declare(function: Callable[..., None]) -> Any:
+        name = function.__name__
+        assert name not in KERNELS, f"two kernels are called {name}"
+        KERNELS[name] = kind
+        return jit(function)
+
+    return declare
 
 
 @jit
@@ -92,10 +110,11 @@ def launch(
     dependent: bool = True,
     **meta: Any,
 ) -> None:
-    """Launch `kernel` on `device`'s current stream.
+    """Launch `kernel` (see the decorator of that name) on `device`'s current stream.
 
     dependent: with programmatic dependent launch, where the device knows it.
     """
+    assert kernel.__name__ in KERNELS, f"{kernel.__name__} is not declared by @kernel"
     if device.type == "cpu":
         kernel[grid](*args, PDL=False, num_warps=num_warps, **meta)
         return

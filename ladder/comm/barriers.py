@@ -7,8 +7,8 @@ import ctypes
 import torch
 import torch.distributed as dist
 
+from ladder.comm import symmetric
 from ladder.comm.driver import MemoryOperation, driver
-from ladder.comm.symmetric import symmetric
 
 
 class StreamBarrier:
@@ -20,21 +20,19 @@ class StreamBarrier:
 
     def __init__(self, group: dist.ProcessGroup, count: int, device: torch.device) -> None:
         rank, world = dist.get_rank(group), dist.get_world_size(group)
-        self.flags = symmetric((count, world), group, dtype=torch.int32, device=device)
-        self.flags[rank].zero_()
+        # No flag is set before every rank's are 0.
+        self.flags = symmetric.allocate((count, world), torch.int32, group, device, bits=0)
+        flags = self.flags.by_rank
         self.operations = []
         make = MemoryOperation
         for place in range(count):
             peers = [q for q in range(world) if q != rank]
-            theirs = [self.flags[q][place, rank].data_ptr() for q in peers]
-            mine = [self.flags[rank][place, q].data_ptr() for q in peers]
+            theirs = [flags[q][place, rank].data_ptr() for q in peers]
+            mine = [flags[rank][place, q].data_ptr() for q in peers]
             batch = [make(make.WRITE, address, 1) for address in theirs]
             batch += [make(make.WAIT, address, 1, make.EQUAL) for address in mine]
             batch += [make(make.WRITE, address, 0) for address in mine]
             self.operations.append((make * len(batch))(*batch))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        dist.barrier(group)  # no flag is set before every rank's are clear
 
     def meet(self, place: int) -> None:
         """Have the current stream go on when every rank's has come here and done what is before."""
@@ -52,10 +50,8 @@ class KernelBarrier:
     """As StreamBarrier, by torch's barrier kernel: it needs one SM for a moment."""
 
     def __init__(self, group: dist.ProcessGroup, count: int, device: torch.device) -> None:
-        import torch.distributed._symmetric_memory as symmetric_memory
-
-        self.own = symmetric_memory.empty(count, dtype=torch.int32, device=device)
-        self.handle = symmetric_memory.rendezvous(self.own, group.group_name)
+        # The barrier's own flags belong to any symmetric memory.
+        self.memory = symmetric.allocate((count,), torch.int32, group, device)
 
     def meet(self, place: int) -> None:
-        self.handle.barrier(channel=place)
+        self.memory.handle.barrier(channel=place)

@@ -2,20 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+INTEGERS = {2: torch.int16, 4: torch.int32}  # by size in bytes
 
-def symmetric(
-    shape: tuple[int, int], group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
-) -> list[Tensor]:
-    """A new tensor on every rank, which all ranks of `group` must ask for alike: all, by rank."""
+
+@dataclass(frozen=True)
+class SymmetricTensor:
+    """One tensor on every rank of a group, all of the same shape and dtype.
+
+    by_rank: all of them, as this rank sees them. addresses: int64 [world] on the device, where they
+    lie, for kernels. handle: torch's, of the same memory.
+    """
+
+    rank: int
+    by_rank: list[Tensor]
+    addresses: Tensor
+    handle: Any = None
+
+    @property
+    def own(self) -> Tensor:
+        return self.by_rank[self.rank]
+
+
+def allocate(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    bits: int | None = None,
+) -> SymmetricTensor:
+    """Allocate one tensor on every rank, outside a graph capture; all ranks must call it alike.
+
+    bits: what each element holds at first, as a signed integer of its size; this returns when that
+    is so on every rank. None: the memory is not initialised.
+    """
     import torch.distributed._symmetric_memory as symmetric_memory
 
+    rank = dist.get_rank(group)
     own = symmetric_memory.empty(*shape, dtype=dtype, device=device)
+    if bits is not None:
+        own.view(INTEGERS[dtype.itemsize]).fill_(bits)
     handle = symmetric_memory.rendezvous(own, group.group_name)
-    everywhere = [handle.get_buffer(q, shape, dtype) for q in range(dist.get_world_size(group))]
-    assert everywhere[dist.get_rank(group)].data_ptr() == own.data_ptr()
-    everywhere[dist.get_rank(group)] = own  # it keeps the memory alive
-    return everywhere
+    by_rank = [handle.get_buffer(q, shape, dtype) for q in range(dist.get_world_size(group))]
+    assert by_rank[rank].data_ptr() == own.data_ptr()
+    by_rank[rank] = own  # it keeps the memory alive
+    addresses = torch.tensor([each.data_ptr() for each in by_rank], device=device)
+    if bits is not None:
+        torch.cuda.synchronize(device)
+        dist.barrier(group)
+    return SymmetricTensor(rank, by_rank, addresses, handle)

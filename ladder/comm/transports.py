@@ -12,10 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ladder.comm import symmetric
 from ladder.comm.access import push_refusal
 from ladder.comm.barriers import KernelBarrier, StreamBarrier
 from ladder.comm.collectives import all_gather, reduce_scatter
-from ladder.comm.symmetric import symmetric
 from ladder.models.errors import UserError
 
 SMALLEST = 1024  # rows that symmetric buffers are made for, at least
@@ -191,7 +191,10 @@ class CopyEngineTransport:
         rows += -rows % self.world
         size, make = like.shape[-1], {"dtype": like.dtype, "device": like.device}
         with torch.inference_mode(False):  # they outlive the mode, and are written outside it too
-            buffers = [symmetric((rows, size), self.group, **make) for _ in range(2 * self.sets)]
+            buffers = [
+                symmetric.allocate((rows, size), like.dtype, self.group, like.device).by_rank
+                for _ in range(2 * self.sets)
+            ]
             staging = [
                 torch.empty(self.world - 1, rows // self.world, size, **make)
                 for _ in range(0 if self.direct else self.sets)

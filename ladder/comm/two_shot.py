@@ -2,10 +2,9 @@
 
 Each rank owns one shard of the message. It writes its part of every peer's shard into a slot on
 that peer (scatter), sums its own shard's parts in float32 and rank order, rounds once, and writes
-the result into a slot on every peer (gather), which copies it into its output. A slot holds -0.0
-until it has been written, as in `ladder.comm.push`: no barrier, no flags, and all ranks
-and all runs agree bit for bit. 2 (world - 1) / world of the message leave a rank, where a push
-all-reduce sends world - 1 messages.
+the result into a slot on every peer (gather), which copies it into its output: no barrier, no flags
+(see `ladder.comm.primitives`), and all ranks and all runs agree bit for bit. 2 (world - 1) / world
+of the message leave a rank, where a push all-reduce sends world - 1 messages.
 
 A fixed, small number of programs walks over the shards chunk by chunk, so that the rest of the GPU
 is free for other work; each lets the peers' data travel while it handles other chunks.
@@ -28,19 +27,20 @@ from typing import Any, no_type_check
 import torch
 from torch import Tensor
 
-from ladder.comm.push import (
-    SENTINELS,
+from ladder.comm import symmetric
+from ladder.comm.primitives import (
+    EMPTY,
     SPIN_LIMIT,
     add_up,
-    addresses,
+    clear,
+    peers,
     receive,
-    symmetric_slots,
+    sendable,
 )
-from ladder.jit import begin, jit, launch, tl, triton
+from ladder.comm.push import DTYPES
+from ladder.jit import begin, kernel, launch, tl, triton
 
 SETS = 2
-# "Not yet written" for both types: one float32 -0.0, or the bfloat16 pair (0.0, -0.0).
-EMPTY = -2147483648
 AHEAD = 2  # chunks that a program sends on before it waits for the first
 ALIGNMENT = 16  # words: shards begin at multiples of it
 
@@ -50,77 +50,74 @@ def shard_words(words: int, world: int) -> int:
     return -(-words // (world * ALIGNMENT)) * ALIGNMENT
 
 
-@jit
+@kernel("communication")
 @no_type_check
 def _two_shot_all_reduce(
     partial,
     out,
-    buffers,  # int64 [world]: each rank's slots, [SETS, 2 (scatter, gather), world, stride] words
-    epochs,  # int32 [programs]: calls made so far, modulo sets: it never overflows
+    buffers,  # int64 [world]: each rank's slots, [SETS, 2 (scatter, gather), WORLD, stride] words
+    epochs,  # int32 [programs]: calls made so far, modulo SETS: it never overflows
     rank,
     words,
     shard,
     stride,
-    world: tl.constexpr,
-    block: tl.constexpr,
-    sentinel: tl.constexpr,
-    packed: tl.constexpr,
-    sets: tl.constexpr,
-    ahead: tl.constexpr,
-    spin_limit: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EMPTY: tl.constexpr,
+    PACKED: tl.constexpr,
+    SETS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    SPIN_LIMIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin(PDL)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     epoch = tl.load(epochs + program)
-    scatter = (epoch % sets) * (2 * world) * stride
-    gather = scatter + world * stride
-    bases = addresses(buffers, rank, world)
+    scatter = (epoch % SETS) * (2 * WORLD) * stride
+    gather = scatter + WORLD * stride
+    bases = peers(buffers, rank, WORLD)
     own = bases[0]
-    chunks = (tl.cdiv(shard, block) - program + programs - 1) // programs  # of this program
-    for step in range(chunks + 2 * ahead):
+    chunks = (tl.cdiv(shard, BLOCK) - program + programs - 1) // programs  # of this program
+    for step in range(chunks + 2 * AHEAD):
         if step < chunks:  # scatter: all loads first, so that they overlap
-            offsets = (program + step * programs) * block + tl.arange(0, block)
+            offsets = (program + step * programs) * BLOCK + tl.arange(0, BLOCK)
             inside = offsets < shard
             parts = ()
-            for i in tl.static_range(1, world):
-                index = ((rank + i) % world) * shard + offsets
+            for i in tl.static_range(1, WORLD):
+                index = ((rank + i) % WORLD) * shard + offsets
                 value = tl.load(partial + index, mask=inside & (index < words), other=0)
-                parts += (tl.where(value == sentinel, 0, value),)
-            for i in tl.static_range(1, world):
+                parts += (sendable(value, EMPTY),)
+            for i in tl.static_range(1, WORLD):
                 slot = bases[i] + scatter + rank * stride + offsets
                 tl.store(slot, parts[i - 1], mask=inside)
-        if (step >= ahead) & (step < chunks + ahead):  # sum this rank's shard, and gather
-            offsets = (program + (step - ahead) * programs) * block + tl.arange(0, block)
+        if (step >= AHEAD) & (step < chunks + AHEAD):  # sum this rank's shard, and gather
+            offsets = (program + (step - AHEAD) * programs) * BLOCK + tl.arange(0, BLOCK)
             inside = offsets < shard
             index = rank * shard + offsets
             value = tl.load(partial + index, mask=inside & (index < words), other=0)
-            value = tl.where(value == sentinel, 0, value)
+            value = sendable(value, EMPTY)
             arrived = receive(
-                own + scatter, stride, offsets, inside, rank, value, world, sentinel, spin_limit
+                own + scatter, stride, offsets, inside, rank, value, WORLD, EMPTY, SPIN_LIMIT
             )
-            total = add_up(arrived, world, packed)
-            total = tl.where(total == sentinel, 0, total)
-            for i in tl.static_range(1, world):
+            total = sendable(add_up(arrived, WORLD, PACKED), EMPTY)
+            for i in tl.static_range(1, WORLD):
                 tl.store(bases[i] + gather + rank * stride + offsets, total, mask=inside)
             tl.store(out + index, total, mask=inside & (index < words))
-            for peer in tl.static_range(world):
-                slot = own + scatter + peer * stride + offsets
-                tl.store(slot, sentinel, mask=inside & (rank != peer))
-        if step >= 2 * ahead:  # the peers' shards
-            offsets = (program + (step - 2 * ahead) * programs) * block + tl.arange(0, block)
+            clear(own + scatter, stride, offsets, inside, rank, WORLD, EMPTY)
+        if step >= 2 * AHEAD:  # the peers' shards
+            offsets = (program + (step - 2 * AHEAD) * programs) * BLOCK + tl.arange(0, BLOCK)
             inside = offsets < shard
             nothing = tl.zeros_like(offsets)
             arrived = receive(
-                own + gather, stride, offsets, inside, rank, nothing, world, sentinel, spin_limit
+                own + gather, stride, offsets, inside, rank, nothing, WORLD, EMPTY, SPIN_LIMIT
             )
-            for peer in tl.static_range(world):
+            for peer in tl.static_range(WORLD):
                 index = peer * shard + offsets
                 theirs = inside & (rank != peer)
                 tl.store(out + index, arrived[peer], mask=theirs & (index < words))
-                tl.store(own + gather + peer * stride + offsets, sentinel, mask=theirs)
-    tl.store(epochs + program, (epoch + 1) % sets)
+                tl.store(own + gather + peer * stride + offsets, EMPTY, mask=theirs)
+    tl.store(epochs + program, (epoch + 1) % SETS)
 
 
 class TwoShotAllReduce:
@@ -144,9 +141,8 @@ class TwoShotAllReduce:
         self.limit, self.programs = limit, programs
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.stride = shard_words(-(-limit // 4), self.world)
-        self.slots, self.buffers = symmetric_slots(
-            SETS * 2 * self.world * self.stride, EMPTY, group, device
-        )
+        words = SETS * 2 * self.world * self.stride
+        self.slots = symmetric.allocate((words,), torch.int32, group, device, bits=EMPTY[4])
         self.epochs = torch.zeros(programs, dtype=torch.int32, device=device)
 
     def __call__(self, partial: Tensor, blocking: bool) -> Tensor:
@@ -156,7 +152,7 @@ class TwoShotAllReduce:
         """
         size = partial.numel() * partial.element_size()
         assert partial.is_contiguous(), partial.stride()
-        assert partial.dtype in SENTINELS, partial.dtype
+        assert partial.dtype in DTYPES, partial.dtype
         assert 0 < size <= self.limit, (size, self.limit)
         assert size % 16 == 0, size
         out = torch.empty_like(partial)
@@ -168,19 +164,19 @@ class TwoShotAllReduce:
             partial.device,
             partial.view(torch.int32),
             out.view(torch.int32),
-            self.buffers,
+            self.slots.addresses,
             self.epochs,
             self.rank,
             size // 4,
             shard,
             self.stride,
-            world=self.world,
-            block=block,
-            sentinel=EMPTY,
-            packed=partial.dtype == torch.bfloat16,
-            sets=SETS,
-            ahead=AHEAD,
-            spin_limit=SPIN_LIMIT,
+            WORLD=self.world,
+            BLOCK=block,
+            PACKED=partial.dtype == torch.bfloat16,
+            SETS=SETS,
+            AHEAD=AHEAD,
+            EMPTY=EMPTY[4],
+            SPIN_LIMIT=SPIN_LIMIT,
             num_warps=warps,
             dependent=not blocking,
         )

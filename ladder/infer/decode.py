@@ -21,7 +21,6 @@ its next pass. Sets are counted from 0 in each pass, so that a captured graph an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ladder.comm.push import EMPTY_WORD, symmetric_slots
+from ladder.comm import symmetric
+from ladder.comm.primitives import EMPTY
+from ladder.comm.symmetric import SymmetricTensor
 from ladder.kernels.decode import project
 from ladder.kernels.landing import (
     MAX_OWNS,
@@ -112,7 +113,7 @@ class DecodeReducer(Reducer):
             default=0,
         )
         self.sets = 2 * max(lag, 1) + 2
-        self.slots: dict[tuple[int, int, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self.slots: dict[tuple[int, int, torch.dtype], SymmetricTensor] = {}
         self.start()
 
     def start(self) -> None:
@@ -190,11 +191,12 @@ class DecodeReducer(Reducer):
             return Pending(_Waited(self.base.post(whole, blocking)), own)
         assert isinstance(self.base, PushReducer)
         self.base.note(stream.numel() * stream.element_size(), "pushed by the product")
-        slots, buffers = self._slots(stream)
+        memory = self._slots(stream)
+        slots = memory.own
         chosen = self.turn % self.sets
         self.turn += 1
         start = chosen * slots[chosen].numel()
-        push = PushTarget(buffers, start, self.ranks.process, self.ranks.processes)
+        push = PushTarget(memory.addresses, start, self.ranks.process, self.ranks.processes)
         # Where the own part is kept and is a sum of products, it must be whole before it is sent.
         if (blocking or add is not None) and not (keep_own and partial.others):
             return Pending(slots[chosen], partial.run(add, share, push, keep_own, rider))
@@ -203,8 +205,8 @@ class DecodeReducer(Reducer):
         self.sending = SendJob(whole, push)
         return Pending(slots[chosen], whole if keep_own else None)
 
-    def _slots(self, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """Slots for streams like this one, [sets, world, M, D], and where each rank's lie.
+    def _slots(self, stream: Tensor) -> SymmetricTensor:
+        """Slots for streams like this one, [sets, world, M, D].
 
         Made when first asked for, outside a graph capture, by all ranks alike.
         """
@@ -213,11 +215,9 @@ class DecodeReducer(Reducer):
         if key not in self.slots:
             assert isinstance(self.base, PushReducer)
             shape = (self.sets, self.ranks.processes, rows, size)
-            words = math.prod(shape) * stream.element_size() // 4
-            slots, buffers = symmetric_slots(
-                words, EMPTY_WORD[stream.element_size()], self.base.group, stream.device
+            self.slots[key] = symmetric.allocate(
+                shape, stream.dtype, self.base.group, stream.device, EMPTY[stream.element_size()]
             )
-            self.slots[key] = slots.view(stream.dtype).view(shape), buffers
         return self.slots[key]
 
     # -- the rest -----------------------------------------------------------------------------

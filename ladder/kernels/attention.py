@@ -15,6 +15,7 @@ from ladder.jit import (
     gdc_wait,
     interpreted,
     jit,
+    kernel,
     launch,
     on_triton,
     tl,
@@ -99,7 +100,7 @@ def _block(
     return top, weight, total
 
 
-@jit
+@kernel("computation")
 @no_type_check
 def _attention_kernel(
     qkv, table, positions, keys, values, out, part, stat, arrived, bias, q_gain, k_gain, scale, eps,

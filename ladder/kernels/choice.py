@@ -7,14 +7,16 @@ from typing import Any, no_type_check
 import torch
 from torch import Tensor
 
-from ladder.comm.push import SETS, SPIN_LIMIT, symmetric_slots
-from ladder.jit import begin, interpreted, jit, launch, on_triton, tl, triton
+from ladder.comm import symmetric
+from ladder.comm.primitives import EMPTY, SPIN_LIMIT, count_spin, peer, sendable
+from ladder.comm.push import SETS
+from ladder.comm.symmetric import SymmetricTensor
+from ladder.jit import begin, interpreted, kernel, launch, on_triton, tl, triton
 
 CHUNK = 1024
-EMPTY = -(2**31)  # the bits of -0.0, which are never sent
 
 
-@jit
+@kernel("computation")
 @no_type_check
 def _embed_kernel(
     tokens, weight, out, first, rows, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
@@ -48,7 +50,7 @@ def embed(tokens: Tensor, weight: Tensor, first: int) -> Tensor:
     return out
 
 
-@jit
+@kernel("computation")
 @no_type_check
 def _best_kernel(
     logits, tops, places, stride, first, V: tl.constexpr, PARTS: tl.constexpr,
@@ -68,7 +70,7 @@ def _best_kernel(
     tl.store(places + b * PARTS + part, place + first)
 
 
-@jit
+@kernel("both")
 @no_type_check
 def _choose_kernel(
     tops, places, out, tokens, positions, last, buffers, epochs,
@@ -89,15 +91,14 @@ def _choose_kernel(
     if WORLD > 1:
         epoch = tl.load(epochs + b)
         top = tl.where(wrong > 0, float("nan"), top)
-        bits = top.to(tl.int32, bitcast=True)
-        bits = tl.where(bits == EMPTY, 0, bits)
+        bits = sendable(top.to(tl.int32, bitcast=True), EMPTY)
         at = ((epoch % SETS) * WORLD + RANK) * BATCH * 2 + b * 2
-        for peer in tl.static_range(WORLD):
-            base = tl.load(buffers + peer).to(tl.pointer_type(tl.int32))
+        for other in tl.static_range(WORLD):
+            base = peer(buffers, other, tl.int32)
             tl.store(base + at, bits)
             tl.store(base + at + 1, token)
         ranks = tl.arange(0, WP)
-        own = tl.load(buffers + RANK).to(tl.pointer_type(tl.int32))
+        own = peer(buffers, RANK, tl.int32)
         slots = own + ((epoch % SETS) * WORLD + ranks) * BATCH * 2 + b * 2
         inside = ranks < WORLD
         found = tl.load(slots, mask=inside, other=0, volatile=True)
@@ -107,11 +108,7 @@ def _choose_kernel(
             while tl.max(((found == EMPTY) | (where == EMPTY)).to(tl.int32)) > 0:
                 found = tl.load(slots, mask=inside, other=0, volatile=True)
                 where = tl.load(slots + 1, mask=inside, other=0, volatile=True)
-                spins += 1
-                if spins > SPIN_LIMIT:
-                    tl.inline_asm_elementwise(
-                        "trap; mov.u32 $0, 0;", "=r,r", [spins], tl.int32, is_pure=False, pack=1
-                    )
+                spins = count_spin(spins, SPIN_LIMIT)
         values = tl.where(inside, found.to(tl.float32, bitcast=True), float("-inf"))
         wrong = tl.max((values != values).to(tl.int32), 0)
         top = tl.max(values, 0)
@@ -138,11 +135,10 @@ class GreedyChoice:
     def __init__(self, batch: int, rank: int, world: int, group: Any, device: torch.device) -> None:
         self.rank, self.world = rank, world
         self.epochs = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.slots = self.buffers = self.epochs
+        self.slots: SymmetricTensor | None = None
         if world > 1:
-            self.slots, self.buffers = symmetric_slots(
-                SETS * world * batch * 2, EMPTY, group, device
-            )
+            words = SETS * world * batch * 2
+            self.slots = symmetric.allocate((words,), torch.int32, group, device, bits=EMPTY[4])
 
     def __call__(
         self, logits: Tensor, first: int, out: Tensor, tokens: Tensor,
@@ -167,8 +163,10 @@ class GreedyChoice:
         )  # fmt: skip
         launch(
             _choose_kernel, (batch,), device, tops, places, out, tokens,
-            tokens if positions is None else positions, last, self.buffers, self.epochs,
+            tokens if positions is None else positions, last,
+            self.epochs if self.slots is None else self.slots.addresses, self.epochs,
             PARTS=parts, BLOCK=triton.next_power_of_2(parts), BATCH=batch, RANK=self.rank,
             WORLD=self.world, WP=triton.next_power_of_2(self.world), ADVANCE=positions is not None,
-            SETS=SETS, EMPTY=EMPTY, SPIN_LIMIT=SPIN_LIMIT, INTERPRETED=interpreted(), num_warps=4,
+            SETS=SETS, EMPTY=EMPTY[4], SPIN_LIMIT=SPIN_LIMIT, INTERPRETED=interpreted(),
+            num_warps=4,
         )  # fmt: skip

@@ -23,11 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ladder.comm.primitives import push_to_slots
 from ladder.jit import (
     gdc_launch_dependents,
     gdc_wait,
     interpreted,
     jit,
+    kernel,
     launch,
     on_triton,
     tl,
@@ -77,10 +79,7 @@ def _finish(
         y += tl.load(add + m * N + n, mask=inside, other=0).to(tl.float32) * factor
     if PUSH:
         bits = y.to(KIND).to(BITS, bitcast=True)
-        bits = tl.where(bits == EMPTY, 0, bits).to(BITS)
-        for peer in tl.static_range(WORLD):
-            base = tl.multiple_of(tl.load(buffers + peer).to(tl.pointer_type(BITS)), 16)
-            tl.store(base + start + (RANK * M + m) * N + n, bits, mask=inside)
+        push_to_slots(buffers, start, (RANK * M + m) * N + n, bits, inside, 0, WORLD, BITS, EMPTY)
     elif not STORE:
         tl.store(out + m * N + n, y.to(KIND), mask=inside)
 
@@ -207,7 +206,7 @@ def _either(
               KIND, PDL)  # fmt: skip
 
 
-@jit
+@kernel("both")
 @no_type_check
 def _project_kernel(
     x, weight, up, out, squares, add, factor, eps, buffers, start, N,

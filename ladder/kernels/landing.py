@@ -17,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder.comm.push import SPIN_LIMIT
+from ladder.comm.primitives import EMPTY, SPIN_LIMIT, clear, count_spin, push_to_slots
 from ladder.jit import (
     gdc_launch_dependents,
     gdc_wait,
     interpreted,
     jit,
+    kernel,
     launch,
     on_triton,
     tl,
@@ -30,8 +31,6 @@ from ladder.jit import (
 
 CHUNK = 1024  # elements of a row that one program of a landing takes
 MAX_SUMS, MAX_OWNS = 2, 2
-# The bits of -0.0, by element size in bytes.
-EMPTY = {2: -(2**15), 4: -(2**31)}
 
 
 @dataclass(frozen=True)
@@ -130,14 +129,9 @@ def _land(
             missing = 0
             if not INTERPRETED:
                 missing = tl.max(empty)
-                spins += 1
-                if spins > SPIN_LIMIT:
-                    tl.inline_asm_elementwise(
-                        "trap; mov.u32 $0, 0;", "=r,r", [spins], tl.int32, is_pure=False, pack=1
-                    )
+                spins = count_spin(spins, SPIN_LIMIT)
         total = arrived
-        for peer in tl.static_range(WORLD):
-            tl.store(slot + peer * M * D, tl.full([CHUNK], EMPTY, BITS), mask=inside)
+        clear(slot, M * D, 0, inside, -1, WORLD, EMPTY)
     if OWNS > 0:
         total += tl.load(own0 + at, mask=inside, other=0).to(tl.float32) * factor0
     if OWNS > 1:
@@ -160,14 +154,10 @@ def _send(
     i = (program % chunks) * CHUNK + tl.arange(0, CHUNK)
     at = row.to(tl.int64) * D + i
     bits = tl.load(partial + at, mask=i < D, other=0).to(BITS, bitcast=True)
-    bits = tl.where(bits == EMPTY, 0, bits).to(BITS)
-    for peer in tl.static_range(WORLD):
-        to = tl.load(buffers + (RANK + peer) % WORLD).to(tl.pointer_type(BITS))
-        base = tl.multiple_of(to, 16) + start + RANK * M * D
-        tl.store(base + at, bits, mask=i < D)
+    push_to_slots(buffers, start + RANK * M * D, at, bits, i < D, RANK, WORLD, BITS, EMPTY)
 
 
-@jit
+@kernel("communication")
 @no_type_check
 def _send_kernel(
     partial, buffers, start, M, D: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr,
@@ -179,7 +169,7 @@ def _send_kernel(
     _send(tl.program_id(0), partial, buffers, start, M, D, WORLD, RANK, CHUNK, BITS, EMPTY)
 
 
-@jit
+@kernel("landing")
 @no_type_check
 def _land_kernel(
     stream, out, squares, sum0, sum1, own0, own1, factor0, factor1, M,

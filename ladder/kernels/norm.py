@@ -8,7 +8,7 @@ from typing import no_type_check
 import torch
 from torch import Tensor
 
-from ladder.jit import begin, check, check_dtype, jit, launch, on_triton, tl, triton
+from ladder.jit import begin, check, check_dtype, kernel, launch, on_triton, tl, triton
 from ladder.models.errors import UserError
 
 MAX_ADDENDS, MAX_SIZE = 8, 16384
@@ -29,7 +29,7 @@ def add_rms_norm_reference(
     return total.to(stream.dtype), normed.to(stream.dtype)
 
 
-@jit
+@kernel("computation")
 @no_type_check
 def _norm_kernel(
     stream, weight, landed, normed, eps,

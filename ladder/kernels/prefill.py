@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder.jit import begin, check, check_dtype, jit, launch, on_triton, tl, triton
+from ladder.jit import begin, check, check_dtype, kernel, launch, on_triton, tl, triton
 from ladder.kernels.attention import check_extras
 from ladder.kernels.norm import MAX_SIZE, Pair
 from ladder.models.errors import UserError
@@ -41,9 +41,9 @@ def land_rows_reference(
     return total.to(stream.dtype), normed.to(stream.dtype)
 
 
-@jit
+@kernel("landing")
 @no_type_check
-def _land_kernel(
+def _land_rows_kernel(
     stream, weight, landed, normed, eps, p0, p1, p2, p3, p4, p5, p6, p7,
     c0, c1, c2, c3, c4, c5, c6, COUNT: tl.constexpr, COPIES: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -130,7 +130,7 @@ def land_rows(
     landed, normed = (torch.empty_like(stream), torch.empty_like(stream)) if out is None else out
     block = triton.next_power_of_2(size)
     launch(
-        _land_kernel, (rows,), stream.device,
+        _land_rows_kernel, (rows,), stream.device,
         stream, weight, landed, normed, eps, *pieces, *[stream] * (MAX_PIECES - len(pieces)),
         *copies, *[stream] * (MAX_PIECES - 1 - len(copies)),
         COUNT=len(pieces), COPIES=len(copies), D=size, BLOCK=block,
@@ -148,7 +148,7 @@ def swiglu_reference(packed: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(packed.dtype)
 
 
-@jit
+@kernel("computation")
 @no_type_check
 def _swiglu_kernel(
     packed, out, M, H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
@@ -215,7 +215,7 @@ def rotary_prompt_reference(
     return rotate(q, q_gain), keys[:, :, :length], values[:, :, :length]
 
 
-@jit
+@kernel("computation")
 @no_type_check
 def _rotary_prompt_kernel(
     packed, table, keys, values, q, q_gain, k_gain, eps, S, batch_stride, head_stride,

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ladder.comm.push import SENTINELS
+from ladder.comm.push import DTYPES
 from ladder.config import parse_json
 from ladder.files import write_text
 from ladder.models.errors import UserError, check_keys, unknown
@@ -42,7 +42,7 @@ class Dispatch:
 
     def pick(self, size: int, dtype: torch.dtype) -> str:
         """The algorithm for a message of `size` bytes; ours know whole 16 bytes of two types."""
-        if size % 16 or dtype not in SENTINELS:
+        if size % 16 or dtype not in DTYPES:
             return "nccl"
         return next((name for largest, name in self.until if size <= largest), "nccl")
 

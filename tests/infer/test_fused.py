@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from ladder.infer import decode as decode_module
+from ladder.comm import symmetric
+from ladder.comm.symmetric import INTEGERS, SymmetricTensor
 from ladder.infer.decode import DecodeReducer
 from ladder.infer.engine import Engine
 from ladder.infer.fused import can_fuse
@@ -148,20 +148,21 @@ def test_slots_begin_empty(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
     """Of every type that is fused: each number is the -0.0 that a landing waits to be gone."""
     asked = []
 
-    def slots(words: int, word: int, group: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-        asked.append(words)
-        return torch.full((words,), word, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    def allocate(shape: Any, dtype: Any, group: Any, device: Any, bits: int) -> SymmetricTensor:
+        asked.append(shape)
+        whole = torch.full(shape, bits, dtype=INTEGERS[dtype.itemsize]).view(dtype)
+        return SymmetricTensor(0, [whole, whole], torch.zeros(2, dtype=torch.int64))
 
-    monkeypatch.setattr(decode_module, "symmetric_slots", slots)
+    monkeypatch.setattr(symmetric, "allocate", allocate)
     base = PushReducer.__new__(PushReducer)
     base.group = None  # type: ignore[assignment]
     reducer = DecodeReducer.__new__(DecodeReducer)
     reducer.base, reducer.slots, reducer.sets, reducer.ranks = base, {}, 3, Ranks(2, 0, 1)
-    found, _ = reducer._slots(torch.zeros(5, 8, dtype=dtype))
+    found = reducer._slots(torch.zeros(5, 8, dtype=dtype)).own
     assert (found.shape, found.dtype) == ((3, 2, 5, 8), dtype)
     assert (found == 0).all()
     assert found.signbit().all()
-    assert asked == [found.nbytes // 4]
+    assert asked == [found.shape]
 
 
 def test_weights_of_a_type_that_no_kernel_takes_are_not_fused() -> None:

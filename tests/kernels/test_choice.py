@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ladder.comm import symmetric
+from ladder.comm.primitives import EMPTY
+from ladder.comm.push import SETS
+from ladder.comm.symmetric import SymmetricTensor
 from ladder.infer.sampling import choose_greedily
-from ladder.kernels import choice as module
-from ladder.kernels.choice import EMPTY, SETS, GreedyChoice, embed
+from ladder.kernels.choice import GreedyChoice, embed
 from ladder.models import Reducer
 from tests.interpreter import addresses
 from tests.kernels.support import on
@@ -60,10 +63,11 @@ def test_the_greedy_choice_over_ranks(
     """
     batch, size = 6, 5
     for last in range(world):
-        slots = [torch.full((SETS * world * batch * 2,), EMPTY, dtype=torch.int32)
+        slots = [torch.full((SETS * world * batch * 2,), EMPTY[4], dtype=torch.int32)
                  for _ in range(world)]  # fmt: skip
         where = addresses(slots)
-        monkeypatch.setattr(module, "symmetric_slots", lambda *_, x=where: (x, x))
+        memory = SymmetricTensor(0, slots, where)
+        monkeypatch.setattr(symmetric, "allocate", lambda *_, x=memory, **__: x)
         choices = [GreedyChoice(batch, r, world, None, torch.device(device)) for r in range(world)]
         for turn in range(SETS + 2):
             logits = torch.randn(batch, world * size)
@@ -83,5 +87,5 @@ def test_the_greedy_choice_over_ranks(
             assert out.tolist() == wanted.tolist()
             assert tokens.tolist() == wanted.clamp(min=0).tolist()
             assert positions.tolist() == [min(turn + 1, 3)] * batch
-            empty = (slots[last].view(SETS, -1) == EMPTY).float().mean(-1)
+            empty = (slots[last].view(SETS, -1) == EMPTY[4]).float().mean(-1)
             assert empty.tolist() == [float(n != turn % SETS) for n in range(SETS)]

@@ -25,8 +25,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder.comm import barriers, transports
+from ladder.comm import barriers, symmetric, transports
 from ladder.comm.driver import MemoryOperation
+from ladder.comm.symmetric import SymmetricTensor
 from ladder.kernels.prefill import land_rows, rotary_prompt, swiglu
 from ladder.models import Ranks, UserError, resolve_plan
 from ladder.models.layers import RMSNorm
@@ -252,18 +253,23 @@ FAKE = SimpleNamespace(
 )
 
 
-def shared(shape: tuple[int, int], group: Any, dtype: torch.dtype, device: Any) -> list[Tensor]:
-    """`symmetric` of ladder.comm, of memory that is poisoned."""
+def shared(
+    shape: tuple[int, int], dtype: torch.dtype, group: Any, device: Any, bits: int | None = None
+) -> SymmetricTensor:
+    """`symmetric.allocate` of ladder.comm; memory that nobody initialised is poisoned."""
     machine = group.machine
     with machine.lock:
         while len(machine.made) <= group.asked:
             machine.made.append({})
         poison = torch.nan if dtype.is_floating_point else 77
-        machine.made[group.asked][group.rank] = torch.full(shape, poison, dtype=dtype)
+        value = poison if bits is None else bits
+        machine.made[group.asked][group.rank] = torch.full(shape, value, dtype=dtype)
     machine.barrier.wait(20)
     mine = machine.made[group.asked]
     group.asked += 1
-    return [mine[rank] for rank in range(machine.world)]
+    return SymmetricTensor(
+        group.rank, [mine[rank] for rank in range(machine.world)], torch.empty(0)
+    )
 
 
 class FakeDriver:
@@ -350,7 +356,7 @@ def test_copies_meet_and_reuse_their_buffers(
     world, machine = 4, Machine(4)
     for module in (barriers, transports):
         monkeypatch.setattr(module, "dist", FAKE)
-        monkeypatch.setattr(module, "symmetric", shared)
+    monkeypatch.setattr(symmetric, "allocate", shared)
     monkeypatch.setattr(transports, "KernelBarrier", barriers.StreamBarrier)
     monkeypatch.setattr(transports, "push_refusal", lambda processes: None)
     monkeypatch.setattr(transports, "SMALLEST", 4)

@@ -1,0 +1,148 @@
+"""Triton functions that kernels for peers are made of: slots whose data is its own flag.
+
+A rank writes straight into a *slot* in another rank's memory. A slot that is not yet written holds
+EMPTY, which is never sent: whoever reads it looks again until something else is there. There is no
+flag and no barrier, and what reads a slot clears it. Why no slot is written before it is clear is
+shown for each user: `ladder.comm.push`, `ladder.comm.two_shot`, `ladder.infer.decode`.
+
+buffers: int64 [world], where each rank's slots lie (`SymmetricTensor.addresses`).
+
+Idea: the Lamport protocol of NCCL's LL and of TensorRT-LLM's one-shot all-reduce.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+from ladder.jit import jit, tl
+
+# What a slot holds until it is written, by element size in bytes: the bits of -0.0.
+EMPTY = {2: -(2**15), 4: -(2**31)}
+SPIN_LIMIT = 1 << 27  # reads of a slot that stays empty, over a minute, before the kernel traps
+
+
+@jit
+@no_type_check
+def peer(buffers, rank, BITS: tl.constexpr):
+    """Where the slots of `rank` lie, of type BITS; aligned for 16-byte accesses."""
+    return tl.multiple_of(tl.load(buffers + rank).to(tl.pointer_type(BITS)), 16)
+
+
+@jit
+@no_type_check
+def peers(buffers, rank, WORLD: tl.constexpr):
+    """Where the slots of `rank`, rank + 1, ... lie, as 32-bit words, a tuple.
+
+    In this order each rank pushes to another peer first, and no link is crowded.
+    """
+    found = ()
+    for i in tl.static_range(WORLD):
+        found += (peer(buffers, (rank + i) % WORLD, tl.int32),)
+    return found
+
+
+@jit
+@no_type_check
+def sendable(bits, EMPTY: tl.constexpr):
+    """`bits` with 0 in place of EMPTY: 0.0 in place of -0.0."""
+    return tl.where(bits == EMPTY, 0, bits).to(bits.dtype)
+
+
+@jit
+@no_type_check
+def push_to_slots(
+    buffers, start, offsets, bits, inside, FIRST: tl.constexpr, WORLD: tl.constexpr,
+    BITS: tl.constexpr, EMPTY: tl.constexpr,
+):  # fmt: skip
+    """Store `bits`, integers of type BITS, at start + offsets of every rank's slots, its own too.
+
+    FIRST: the rank whose slots are written first.
+    """
+    bits = sendable(bits, EMPTY)
+    for i in tl.static_range(WORLD):
+        slots = peer(buffers, (FIRST + i) % WORLD, BITS)
+        tl.store(slots + start + offsets, bits, mask=inside)
+
+
+@jit
+@no_type_check
+def clear(slots, stride, offsets, inside, rank, WORLD: tl.constexpr, EMPTY: tl.constexpr):
+    """Make this rank's slots empty at `offsets`, for each peer's part; `rank` is left out."""
+    for other in tl.static_range(WORLD):
+        tl.store(slots + other * stride + offsets, EMPTY, mask=inside & (rank != other))
+
+
+@jit
+@no_type_check
+def count_spin(spins, limit: tl.constexpr):
+    """Count one more read in vain; beyond `limit` the kernel traps, so that no rank hangs."""
+    spins += 1
+    if spins > limit:
+        tl.inline_asm_elementwise(
+            "trap; mov.u32 $0, 0;", "=r,r", [spins], tl.int32, is_pure=False, pack=1
+        )
+    return spins
+
+
+@jit
+@no_type_check
+def receive(
+    slots,  # this rank's: rank p's words are at slots + p * stride + offsets
+    stride,
+    offsets,
+    inside,
+    rank,
+    mine,  # this rank's own words, which are in no slot; none of them `EMPTY`
+    WORLD: tl.constexpr,
+    EMPTY: tl.constexpr,
+    SPIN_LIMIT: tl.constexpr,
+):
+    """All ranks' words, a tuple by rank; waits until every peer's have arrived.
+
+    All peers' words are read before any is looked at, so that the reads overlap.
+    """
+    words = ()
+    for _ in tl.static_range(WORLD):
+        words += (mine,)
+    missing = 1
+    spins = 0
+    while missing > 0:
+        arrived = ()
+        empty = tl.zeros_like(offsets)
+        for other in tl.static_range(WORLD):
+            word = tl.load(
+                slots + other * stride + offsets,
+                mask=inside & (rank != other),
+                other=mine,
+                volatile=True,
+            )
+            arrived += (word,)
+        for other in tl.static_range(WORLD):
+            empty |= (arrived[other] == EMPTY).to(tl.int32)
+        words = arrived
+        missing = tl.max(empty)
+        spins = count_spin(spins, SPIN_LIMIT)
+    return words
+
+
+@jit
+@no_type_check
+def add_up(words, WORLD: tl.constexpr, PACKED: tl.constexpr):
+    """The sum of the ranks' words, in float32 and rank order, rounded once, as words.
+
+    PACKED: a word holds two bfloat16, else one float32.
+    """
+    low = tl.zeros(words[0].shape, tl.float32)
+    if PACKED:
+        high = tl.zeros(words[0].shape, tl.float32)
+        for other in tl.static_range(WORLD):
+            low += (words[other] << 16).to(tl.float32, bitcast=True)
+            high += (words[other] & -65536).to(tl.float32, bitcast=True)
+        left = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 65535
+        right = high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        total = left | right
+    else:
+        for other in tl.static_range(WORLD):
+            low += words[other].to(tl.float32, bitcast=True)
+        total = low.to(tl.int32, bitcast=True)
+    return total
