@@ -133,7 +133,7 @@ def test_the_command(chats: Path, base: Path, tmp_path: Path) -> None:
     assert main([*words, f"init={base}", "tensorboard=false", "--device", "cpu"]) == 0
     assert state.verified(checkpoints(tmp_path / "run"))["config"]["epochs"] == 0
     assert read_config(newest(tmp_path / "run")).plan.name == "hybrid"
-    with pytest.raises(UserError, match="steps=3 beside epochs=2"):
+    with pytest.raises(UserError, match="steps=3 with epochs=2"):
         load_train_config(str(tmp_path / "r.yaml"), ["steps=3", "epochs=2"])
 
 
