@@ -29,7 +29,7 @@ AT_ONCE = 512  # conversations
 
 
 class EncodeChat:
-    """Reads and tokenises a unit of conversations; `ladder.data.prepare.Encode` is that of text."""
+    """Reads and tokenises a unit of conversations; for text see `ladder.data.text.EncodeText`."""
 
     def __init__(self, definition: str, field: Field, template: ChatTemplate) -> None:
         self.definition, self.field, self.template = definition, field, template

@@ -12,9 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ladder.config import parse_json
-from ladder.data.prepare import INDEX, STORED, VERSION
 from ladder.files import checksum
 from ladder.models.errors import UserError, is_plain_name
+
+INDEX = "index.json"
+TOKEN_BYTES = "token_bytes.npy"
+VERSION = 1
+STORED = {"uint16": "<u2", "uint32": "<u4"}  # dtype in the index -> numpy's, of the shards
 
 REMEDY = "prepare the data again"
 MANY = 2**62  # greater than any valid count

@@ -19,8 +19,9 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,40 +29,31 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import tokenizers
-from tokenizers import Tokenizer
 
 from ladder.data import units as cutting
 from ladder.data.chat import EncodeChat
-from ladder.data.encoded import Encoded
-from ladder.data.formats import Document, Field, Source, size_of
+from ladder.data.formats import Field, Source, size_of
+from ladder.data.index import INDEX, STORED, TOKEN_BYTES, VERSION
 from ladder.data.shards import KEPT, Unfinished, unfinished
-from ladder.data.sources import SPLITS, Names, find_sources, heldout_below, name_hash
+from ladder.data.sources import SPLITS, Names, find_sources, heldout_below
 from ladder.data.streams import Stream
 from ladder.data.template import load_template
+from ladder.data.text import EncodeText
 from ladder.data.tokenizer import (
     FILE,
     TEMPLATE,
     TOKENIZER_CONFIG,
-    encode_batch,
     end_of_text,
     load_tokenizer,
-    parse_tokenizer,
-    pieces,
     token_byte_lengths,
     tokenizer_file,
 )
-from ladder.data.units import Cursor, Unit, units
+from ladder.data.units import Cursor, units
 from ladder.data.workers import in_order
 from ladder.files import check_writable, checksum, refuse_inside
 from ladder.models.errors import UserError
 from ladder.parallel.environment import most_processes
 from ladder.progress import Progress
-
-INDEX = "index.json"
-TOKEN_BYTES = "token_bytes.npy"
-VERSION = 1
-STORED = {"uint16": "<u2", "uint32": "<u4"}
-BATCH = 2**21  # characters that are tokenised at once: some 100 MB of the library's memory
 
 NOTHING = {  # the state of work of which nothing is done
     "cursor": Cursor(), "read": 0, "names": Names(), "left_out": {}, "first_left_out": {},
@@ -106,6 +98,75 @@ def prepare(
     Raises UserError for bad paths, a bad tokenizer, `out` or option, and where the unfinished work
     of a call with other arguments would be lost.
     """
+    _check_options(shard_tokens, workers, max_left_out, max_tokens, chat_field, chat_template)
+    refuse_inside(Path(out), [paths] if isinstance(paths, str | Path) else paths or (), "out")
+    out = Path(out).resolve()
+    _check_free(out, overwrite)
+    check_writable(out, "out")
+    encoding = _open_encoding(tokenizer, text_field, chat_field, chat_template)
+    sources, description = find_sources(paths, heldout_fraction, text_field)
+    if chat_field:
+        description["chat_field"] = chat_field
+        description.pop("text_field", None)
+    if max_tokens is not None:
+        description["max_tokens"] = max_tokens
+    sizes = [None if isinstance(source, Stream) else size_of(source) for source in sources]
+    arguments = {
+        **description,
+        "shard_tokens": shard_tokens,
+        "tokenizer_sha256": encoding.facts["tokenizer_sha256"],
+        "tokenizers": tokenizers.__version__,
+        "files": _fingerprint(sources),
+        "unit": cutting.UNIT,
+        **({"chat": encoding.beside} if encoding.beside else {}),
+    }
+
+    with unfinished(out) as work:
+        _check_free(out, overwrite)
+        _go_on_or_start(work, arguments, heldout_below(heldout_fraction), encoding.dtype, overwrite)
+        total = None if None in sizes else sum(size or 0 for size in sizes)
+        goal = (total, "bytes") if max_tokens is None else (max_tokens, "tokens")
+        while True:
+            start = work.state["read"] if max_tokens is None else _tokens(work)
+            with Progress("tokenise", *goal, start=start) as progress:
+                for _ in _tokenise(
+                    work, sources, encoding.encode, workers, progress, max_tokens, shard_tokens
+                ):
+                    _check_left_out(work.state, max_left_out, ENOUGH)
+            _check_left_out(work.state, max_left_out)
+            names = Names(*work.state["names"])
+            names.check(paths)
+            below = heldout_below(heldout_fraction, names)
+            if below == work.state["heldout_below"]:
+                break
+            # With few documents a split was left empty. Now all names are known: start over with a
+            # threshold that gives each split at least one.
+            work.start({**work.state, **NOTHING, "heldout_below": below}, SPLITS)
+        work.close_shards()
+        index = {
+            **encoding.facts,
+            "source": description,
+            "splits": work.state["splits"],
+            **({"left_out": work.state["left_out"]} if chat_field else {}),
+        }
+
+        def fill(folder: Path) -> None:
+            encoding.write(folder)
+            index["token_bytes_sha256"] = checksum(folder / TOKEN_BYTES)
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+        work.finish(fill, partial(_check_free, out, overwrite))
+    return index
+
+
+def _check_options(
+    shard_tokens: int,
+    workers: int,
+    max_left_out: float,
+    max_tokens: int | None,
+    chat_field: str,
+    chat_template: str | Path | None,
+) -> None:
     for option, value in (("shard_tokens", shard_tokens), ("workers", workers)):
         if value < 1:
             raise UserError(f"{option}={value} must be 1 or more")
@@ -124,91 +185,67 @@ def prepare(
             f"chat_template={chat_template} is for conversations; say where they are with "
             f"--chat-field"
         )
-    refuse_inside(Path(out), [paths] if isinstance(paths, str | Path) else paths or (), "out")
-    out = Path(out).resolve()
-    _check_free(out, overwrite)
-    check_writable(out, "out")
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """A tokenizer, and how `prepare` encodes with it.
+
+    definition: its tokenizer.json. beside: other files of the tokenizer that go into the folder, by
+    name. token_bytes: bytes of text per token, int32 [vocab_size]. dtype: of the stored tokens.
+    """
+
+    definition: bytes
+    beside: dict[str, str]
+    eos_id: int
+    token_bytes: npt.NDArray[np.int32]
+    dtype: str
+    encode: EncodeText | EncodeChat
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the index says of it."""
+        return {
+            "version": VERSION,
+            "dtype": self.dtype,
+            "vocab_size": len(self.token_bytes),
+            "eos_id": self.eos_id,
+            "tokenizer_sha256": hashlib.sha256(self.definition).hexdigest(),
+            "token_bytes": TOKEN_BYTES,
+        }
+
+    def write(self, folder: Path) -> None:
+        """Write the tokenizer's files, and token_bytes, into a prepared folder."""
+        (folder / FILE).write_bytes(self.definition)
+        for name, text in self.beside.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        np.save(folder / TOKEN_BYTES, self.token_bytes.astype("<i4"))
+
+
+def _open_encoding(
+    tokenizer: str | Path, text_field: str, chat_field: str, chat_template: str | Path | None
+) -> Encoding:
     encoder = load_tokenizer(tokenizer)
     definition = tokenizer_file(tokenizer).read_bytes()
-    beside: dict[str, str] = {}  # the tokenizer's files for conversations, by name
+    text = definition.decode("utf-8")
+    beside: dict[str, str] = {}
+    encode: EncodeText | EncodeChat
     if chat_field:
         given = None if chat_template is None else Path(chat_template)
         template, settings = load_template(tokenizer_file(tokenizer), encoder, given)
         eos_id = encoder.token_to_id(template.names["eos_token"])
         settings.pop("chat_template", None)  # the template used has a file of its own
         beside = {TOKENIZER_CONFIG: json.dumps(settings, indent=2), TEMPLATE: template.source}
+        encode = EncodeChat(text, Field(chat_field, True), template)
     else:
         eos_id = end_of_text(encoder)
     token_bytes = token_byte_lengths(encoder)
     token_bytes[eos_id] = 0  # it stands for no text, even where the tokenizer calls it not special
     # Marks have their own bits (see ladder.data.encoded).
     dtype = "uint16" if len(token_bytes) <= 65535 and not chat_field else "uint32"
-    sources, description = find_sources(paths, heldout_fraction, text_field)
-    if chat_field:
-        description["chat_field"] = chat_field
-        description.pop("text_field", None)
-    if max_tokens is not None:
-        description["max_tokens"] = max_tokens
-    sizes = [None if isinstance(source, Stream) else size_of(source) for source in sources]
-    arguments = {
-        **description,
-        "shard_tokens": shard_tokens,
-        "tokenizer_sha256": hashlib.sha256(definition).hexdigest(),
-        "tokenizers": tokenizers.__version__,
-        "files": _fingerprint(sources),
-        "unit": cutting.UNIT,
-        **({"chat": beside} if beside else {}),
-    }
-    encode: Encode | EncodeChat
-    if chat_field:
-        encode = EncodeChat(definition.decode("utf-8"), Field(chat_field, True), template)
-    else:
-        encode = Encode(definition.decode("utf-8"), eos_id, STORED[dtype], Field(text_field))
-
-    with unfinished(out) as work:
-        _check_free(out, overwrite)
-        _go_on_or_start(work, arguments, heldout_below(heldout_fraction), dtype, overwrite)
-        total = None if None in sizes else sum(size or 0 for size in sizes)
-        goal = (total, "bytes") if max_tokens is None else (max_tokens, "tokens")
-        while True:
-            start = work.state["read"] if max_tokens is None else _tokens(work)
-            with Progress("tokenise", *goal, start=start) as progress:
-                for _ in _tokenise(
-                    work, sources, encode, workers, progress, max_tokens, shard_tokens
-                ):
-                    _check_left_out(work.state, max_left_out, ENOUGH)
-            _check_left_out(work.state, max_left_out)
-            names = Names(*work.state["names"])
-            names.check(paths)
-            below = heldout_below(heldout_fraction, names)
-            if below == work.state["heldout_below"]:
-                break
-            # With few documents a split was left empty. Now all names are known: start over with a
-            # threshold that gives each split at least one.
-            work.start({**work.state, **NOTHING, "heldout_below": below}, SPLITS)
-        work.close_shards()
-        index = {
-            "version": VERSION,
-            "dtype": dtype,
-            "vocab_size": len(token_bytes),
-            "eos_id": eos_id,
-            "tokenizer_sha256": arguments["tokenizer_sha256"],
-            "token_bytes": TOKEN_BYTES,
-            "source": description,
-            "splits": work.state["splits"],
-            **({"left_out": work.state["left_out"]} if chat_field else {}),
-        }
-
-        def fill(folder: Path) -> None:
-            (folder / FILE).write_bytes(definition)
-            for name, text in beside.items():
-                (folder / name).write_text(text, encoding="utf-8")
-            np.save(folder / TOKEN_BYTES, token_bytes.astype("<i4"))
-            index["token_bytes_sha256"] = checksum(folder / TOKEN_BYTES)
-            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-        work.finish(fill, partial(_check_free, out, overwrite))
-    return index
+    if not chat_field:
+        encode = EncodeText(text, eos_id, STORED[dtype], Field(text_field))
+    return Encoding(definition, beside, eos_id, token_bytes, dtype, encode)
 
 
 def _fingerprint(sources: Sequence[Source | Stream]) -> str:
@@ -244,7 +281,7 @@ def _go_on_or_start(
 def _tokenise(
     work: Unfinished,
     sources: Sequence[Source | Stream],
-    encode: Encode | EncodeChat,
+    encode: EncodeText | EncodeChat,
     workers: int,
     progress: Progress,
     max_tokens: int | None,
@@ -272,7 +309,7 @@ def _tokenise(
                 first_left_out={**encoded.first, **work.state["first_left_out"]},
             )
             yield
-            _check_tokens(work, isinstance(encode, Encode))
+            _check_tokens(work, isinstance(encode, EncodeText))
             read, tokens = work.state["read"], _tokens(work)
             if max_tokens is None:
                 progress.update(read, f"{tokens:,} tokens")
@@ -340,78 +377,3 @@ def _check_free(out: Path, overwrite: bool) -> None:
             f"out={out} already holds prepared data; give --overwrite to replace it, or choose "
             f"another folder"
         )
-
-
-class Encode:
-    """Reads and tokenises a unit of work. Pickling keeps the definition and not the tokenizer.
-
-    definition: the text of a tokenizer.json. dtype: that of the tokens as stored.
-    """
-
-    def __init__(self, definition: str, eos_id: int, dtype: str, field: Field) -> None:
-        self.definition, self.eos_id, self.dtype = definition, eos_id, dtype
-        self.field = field
-        self._tokenizer: Tokenizer | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tokenizer": None}
-
-    def __call__(self, unit: Unit) -> Encoded:
-        if self._tokenizer is None:
-            self._tokenizer = parse_tokenizer(self.definition)
-        keys: list[int] = []
-        sizes: list[int] = []
-
-        def noted() -> Iterator[Document]:
-            for document in unit.read(self.field):
-                keys.append(name_hash(document.name))
-                sizes.append(document.bytes)
-                yield document
-
-        tokens: list[npt.NDArray[Any]] = [np.empty(0, self.dtype)]
-        ends: list[int] = [0]
-        done = 0
-        for batch, inside in _encode(noted(), self._tokenizer, self.eos_id, np.dtype(self.dtype)):
-            tokens.append(batch)
-            ends += [done + end for end in inside]
-            done += len(batch)
-        lengths = np.array(ends[1:], np.int64) - np.array(ends[:-1], np.int64)
-        return Encoded(
-            np.concatenate(tokens), np.array(keys, np.uint64), lengths, np.array(sizes, np.int64),
-            Counter(), {},
-        )  # fmt: skip
-
-
-def _encode(
-    documents: Iterable[Document], tokenizer: Tokenizer, eos_id: int, dtype: np.dtype[Any]
-) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
-    """The tokens of all documents, end-of-text after each, in batches of moderate size.
-
-    Each batch comes with the positions in it where documents end.
-    """
-    texts: list[str] = []
-    last: list[bool] = []  # whether each text ends its document
-    size = 0
-
-    def flush() -> tuple[npt.NDArray[Any], list[int]]:
-        ids: list[int] = []
-        ends: list[int] = []
-        encodings = encode_batch(tokenizer, texts)
-        for encoding, is_last in zip(encodings, last, strict=True):
-            ids.extend(encoding.ids)
-            if is_last:
-                ids.append(eos_id)
-                ends.append(len(ids))
-        return np.array(ids, dtype), ends
-
-    for document in documents:
-        for piece in pieces(document.text):
-            if size >= BATCH:
-                yield flush()
-                texts, last, size = [], [], 0
-            texts.append(piece)
-            last.append(False)
-            size += len(piece)
-        last[-1] = True
-    if texts:
-        yield flush()

@@ -12,8 +12,7 @@ import numpy.typing as npt
 import torch
 
 from ladder.data.batches import Batches, make_windows
-from ladder.data.index import check_own_tokenizer, load_token_bytes, read_index
-from ladder.data.prepare import STORED
+from ladder.data.index import STORED, check_own_tokenizer, load_token_bytes, read_index
 from ladder.data.split import Split, map_shard
 from ladder.data.tokenizer import FILE, load_tokenizer
 from ladder.files import checksum

@@ -12,8 +12,7 @@ import numpy.typing as npt
 import torch
 
 from ladder.data.encoded import TOKEN
-from ladder.data.index import REMEDY
-from ladder.data.prepare import INDEX
+from ladder.data.index import INDEX, REMEDY
 from ladder.models.errors import UserError
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ladder.data.formats import Document
-from ladder.data.prepare import INDEX
+from ladder.data.index import INDEX
 from ladder.data.prepared import open_data
 from ladder.data.sources import name_hash, open_corpus
 from ladder.data.tokenizer import load_tokenizer

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from ladder import files
-from ladder.data import prepare as preparing
 from ladder.data import sources
+from ladder.data import text as encoding_text
 from ladder.data.prepare import prepare
 from ladder.data.prepared import open_data
 from ladder.data.sources import name_hash, open_corpus
@@ -176,8 +176,8 @@ def test_shards_decode_to_the_documents(
 ) -> None:
     """Catches tokens lost or doubled at the ends of documents, batches, pieces and shards."""
     if small:  # many batches, and documents in many pieces
-        monkeypatch.setattr(preparing, "BATCH", 50)
-        monkeypatch.setattr(preparing, "pieces", lambda text: pieces(text, 16))
+        monkeypatch.setattr(encoding_text, "BATCH", 50)
+        monkeypatch.setattr(encoding_text, "pieces", lambda text: pieces(text, 16))
     out = tmp_path / "deep" / "out"
     index = prepare([documents], tokenizer, out, heldout_fraction=0.3, shard_tokens=37)
     assert index == json.loads((out / "index.json").read_text())
@@ -301,8 +301,8 @@ def stop(kind: type[BaseException], at: int, call: Callable[..., Any]) -> Callab
 @pytest.mark.parametrize(
     ("owner", "name", "at", "existing"),
     [
-        (preparing, "pieces", 20, False),  # among the documents
-        (preparing, "pieces", 20, True),
+        (encoding_text, "pieces", 20, False),  # among the documents
+        (encoding_text, "pieces", 20, True),
         (files, "sync", 2, False),  # complete but for the rename
         (files, "sync", 2, True),
         (Path, "rename", 1, False),  # in place of the rename
@@ -327,7 +327,7 @@ def test_interrupted_prepare_leaves_what_was_there(
         prepare([documents], tokenizer, out, shard_tokens=300)
     before = contents(tmp_path)
     monkeypatch.setattr(owner, name, stop(kind, at, getattr(owner, name)))
-    monkeypatch.setattr(preparing, "BATCH", 50)
+    monkeypatch.setattr(encoding_text, "BATCH", 50)
     with pytest.raises(UserError if kind is OSError else kind):
         prepare([documents], tokenizer, out, overwrite=True)
     assert contents(tmp_path) == before
