@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from ladder import jit
 from ladder.bench import trace as tracing
 from ladder.bench.inference.profile import DECODE_STEPS, profile
 from ladder.bench.trace import (
+    BOTH,
     COMMUNICATION,
     COMPUTATION,
     LANDING,
@@ -46,8 +48,11 @@ NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul
         ("Memcpy DtoH (Device -> Pinned)", TRANSFER),
         ("Memcpy DtoD (Device -> Device)", TRANSFER),
         ("Memset (Device)", TRANSFER),
+        ("_send_kernel", COMMUNICATION),
         ("_land_kernel", LANDING),
-        ("_project_kernel", COMPUTATION),
+        ("_land_rows_kernel", LANDING),
+        ("_project_kernel", BOTH),
+        ("_choose_kernel", BOTH),
         ("_norm_kernel", COMPUTATION),
         ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN", COMPUTATION),
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>()", COMPUTATION),
@@ -56,6 +61,15 @@ NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul
 )
 def test_kernels_are_known_by_name(name: str, kind: str) -> None:
     assert kind_of(name) == kind
+
+
+def test_a_product_that_reduces_is_no_communication(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its name is: it hides a reduce, as a product alone does, and is none."""
+    assert kind_of("_gemm_all_reduce") == COMMUNICATION  # another's, told by its name
+    monkeypatch.setitem(jit.KERNELS, "_gemm_all_reduce", "both")
+    found = overlap([Kernel("_gemm_all_reduce", 1, 0.0, 10.0), Kernel(NCCL, 2, 8.0, 12.0)])
+    assert [(reduce.name, reduce.hidden) for reduce in found.reduces] == [(NCCL, 0.5)]
+    assert found.exposed == 2.0
 
 
 def test_the_hidden_part_of_each_reduce() -> None:

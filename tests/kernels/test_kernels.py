@@ -69,6 +69,20 @@ def test_no_triton_on_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
         jit.on_triton(torch.zeros(1, device="meta"))
 
 
+def test_a_kernel_without_a_kind_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And two of one name are: a trace could not tell them apart."""
+    monkeypatch.setattr(jit, "KERNELS", {})
+
+    def product() -> None: ...
+
+    with pytest.raises(AssertionError, match="product is not declared"):
+        jit.launch(product, (1,), torch.device("cpu"), num_warps=1)
+    jit.kernel("both")(product)
+    assert jit.KERNELS == {"product": "both"}
+    with pytest.raises(AssertionError, match="two kernels are called product"):
+        jit.kernel("both")(product)
+
+
 def test_a_cpu_runs_references_unless_it_is_asked_to_interpret(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
