@@ -10,7 +10,8 @@ from ladder.bench import figures
 from ladder.bench.communication import OURS, THEIRS
 from ladder.bench.figures import COLOURS, MUTED, Bar
 from ladder.bench.report import Aside, Figure, PagePart, Table, page
-from ladder.bench.training import command as training
+from ladder.bench.training.points import TrainingPoint
+from ladder.bench.training.table import HEAD, cells, label
 from ladder.parallel.dispatch import size_text
 
 Records = Sequence[dict[str, Any]]
@@ -28,10 +29,7 @@ def train_page(records: Records) -> tuple[str, str]:
     """Each shape of each run is a table; the one with the most points leads."""
     tables = grouped(records, lambda record: [sitting(record), shape(record["point"])])
     leading = grouped(max(tables, key=len), lambda record: record["point"]["layout"])[0]
-    steps = {
-        training.label(training.TrainingPoint(**record["point"])): record["result"]
-        for record in leading
-    }
+    steps = {label(TrainingPoint(**record["point"])): record["result"] for record in leading}
     drawn = [
         Bar(
             name, result["step_ms"], f"{result['step_ms']:.1f} ms", COLOURS.get(name, MUTED),
@@ -51,7 +49,7 @@ def train_page(records: Records) -> tuple[str, str]:
     for members in tables:
         facts = members[0]["machine"]
         about = f"{shape(members[0]['point'])}; {facts['ranks']} GPUs, commit {facts['commit']}"
-        parts.append(Table(training.HEAD, training.cells(members), about))
+        parts.append(Table(HEAD, cells(members), about))
     parts.append(Aside("Columns", TRAIN_COLUMNS))
     machines = [record["machine"] for record in records]
     return finding, page("Training: step time by plan and layout", finding, parts, machines)

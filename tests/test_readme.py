@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from ladder.bench.inference.points import load_suite
-from ladder.bench.training.command import parse_layout
+from ladder.bench.training.points import parse_layout
 from ladder.cli import main, make_parser
 from ladder.parallel import launch
 from ladder.train.config import load_train_config

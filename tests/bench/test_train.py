@@ -12,8 +12,16 @@ import pytest
 import torch
 
 from ladder.bench import trace as tracing
-from ladder.bench.training import command as bench
-from ladder.bench.training.command import Layout, TrainingPoint, parse_layout, points, table
+from ladder.bench.training import command, measure
+from ladder.bench.training.points import (
+    Layout,
+    TrainingPoint,
+    parse_layout,
+    points,
+    recipe_of,
+    shape_of,
+)
+from ladder.bench.training.table import table
 from ladder.cli import main
 from ladder.models import UserError
 from ladder.models.config import ModelConfig
@@ -63,8 +71,8 @@ def calls(rank: int, world: int) -> dict[str, list[int]]:
         for no_comm in (False, True):
             (point, *_) = points(options(layouts=[layout], plans=["ladder"]))
             point = TrainingPoint(**{**point.__dict__, "no_comm": no_comm})
-            recipe = bench.recipe_of(point)
-            model, _ = bench.build(point, recipe, 2, torch.device("cpu"))
+            recipe = recipe_of(point)
+            model, _ = measure.build(point, recipe, 2, torch.device("cpu"))
             tokens = torch.randint(0, 100, (2, 64), generator=torch.Generator().manual_seed(1))
             with Dispatched() as mode:
                 model(tokens, tokens).mean().backward()
@@ -123,9 +131,9 @@ def test_a_trace_is_of_one_pass_forward_and_one_backward(
 
     monkeypatch.setattr(tracing, "record", recorded)
     (point,) = points(options(plans=["ladder"]))
-    live = bench.prepare(point, 4, torch.device("cpu"))
-    (result,) = bench.measure([live], 1, torch.device("cpu"))
-    result["trace"] = bench._trace(live, torch.device("cpu"), tmp_path)
+    live = measure.prepare(point, 4, torch.device("cpu"))
+    (result,) = measure.measure([live], 1, torch.device("cpu"))
+    result["trace"] = measure.trace_passes(live, torch.device("cpu"), tmp_path)
     assert all(parameter.grad is None for parameter in live.model.parameters())
     assert result["trace"]["forward"]["hidden"] == pytest.approx(0.75)
     assert result["trace"]["backward"]["hidden"] == pytest.approx(0.25)
@@ -183,10 +191,10 @@ def test_mistakes(wrong: list[str], words: str, tmp_path: Path, capsys: Any) -> 
 
 
 def test_a_plan_gets_its_degree() -> None:
-    config = bench.shape_of(points(options(plans=["desync-2x"]))[0], 4)
+    config = shape_of(points(options(plans=["desync-2x"]))[0], 4)
     assert isinstance(config, ModelConfig)
     assert config.tp_degree == 4
-    assert bench.shape_of(points(options(plans=["ladder"]))[0], 4).tp_degree is None
+    assert shape_of(points(options(plans=["ladder"]))[0], 4).tp_degree is None
 
 
 def test_a_record_names_what_nccl_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,18 +207,18 @@ def test_points_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     """Those of a layout that fit in memory; virtual ranks are alone. Catches a point that is timed
     through in one go, and steps that are left out or counted twice."""
     turns: list[tuple[str, int]] = []
-    measure, take_turn = bench.measure, bench.take_turn
+    timed, take_turn = measure.measure, measure.take_turn
 
-    def noted(live: bench.TimedStep, steps: int, device: torch.device) -> None:
+    def noted(live: measure.TimedStep, steps: int, device: torch.device) -> None:
         turns.append((live.point.plan, steps))
         take_turn(live, steps, device)
 
     def measured(*arguments: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(bench, "take_turn", noted)
-            return measure(*arguments)
+            patch.setattr(measure, "take_turn", noted)
+            return timed(*arguments)
 
-    monkeypatch.setattr(bench, "measure", measured)
+    monkeypatch.setattr(command, "measure", measured)
     wanted = ["--plans", "standard", "desync-2x", "ladder", "--layouts", "ddp", "fsdp"]
     assert main([*COMMAND, *wanted, "--steps", "4", "--out", str(tmp_path / "all")]) == 0
     of_a_layout = [
@@ -221,7 +229,7 @@ def test_points_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     records = [json.loads(line) for line in (tmp_path / "all" / "train.jsonl").open()]
     assert [len(each["result"]["steps_ms"]) for each in records] == 6 * [4]
     turns.clear()
-    monkeypatch.setattr(bench, "ROOM", 1e9)
+    monkeypatch.setattr(measure, "ROOM", 1e9)
     wanted = ["--plans", "standard", "ladder", "--layouts", "ddp"]
     assert main([*COMMAND, *wanted, "--steps", "2", "--out", str(tmp_path / "one")]) == 0
     assert [plan for plan, _ in turns] == ["standard", "standard", "ladder", "ladder"]
@@ -233,7 +241,7 @@ def test_figures_outlive_a_trace_that_fails(
     def fails(*_: Any) -> None:
         raise RuntimeError("no trace")
 
-    monkeypatch.setattr(bench, "_trace", fails)
+    monkeypatch.setattr(command, "trace_passes", fails)
     wanted = ["--plans", "standard", "ladder", "--layouts", "ddp", "--profile"]
     assert main([*COMMAND, *wanted, "--out", str(tmp_path)]) == 1
     records = [json.loads(line) for line in (tmp_path / "train.jsonl").open()]
