@@ -1,7 +1,7 @@
-"""What a model folder's files hold: JSON objects, and tensors, read in parts and checked.
+"""Reading a model folder's files: JSON objects, and checked tensors or parts of them.
 
-It goes along with folders that carry their code (see ladder.hf.bundle), so that these are checked
-as ours are: it imports no more than it needs.
+The code is also written into Hugging Face folders (see ladder.hf.bundle), where it makes the same
+checks, so its imports are few.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ladder.models.errors import UserError, is_plain_name
 from ladder.models.transformer import Transformer
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# The rotary frequencies, which follow from the config; older transformers stored them.
+# Rotary frequencies, which older versions of transformers stored; they follow from the config.
 OLD_ROTARY = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-TIED_ROWS = 2**14  # of those two that are in memory at once, to compare them
-SHARDING_INFO = "DCP_SHARDING_INFO"  # in a file of shards: where in its tensor each begins
+TIED_ROWS = 2**14  # rows of embedding and head that are compared at once
+SHARDING_INFO = "DCP_SHARDING_INFO"  # metadata of a file of shards: their offsets in the tensors
 DTYPES = {  # the types of weights, by safetensors' names
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -49,7 +49,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Where a tensor lies, or a box of it that begins at `start`; None: all of it."""
+    """The file of a tensor, or of a box of it that begins at `start`; None: the whole tensor."""
 
     file: str
     start: tuple[int, ...] | None = None
@@ -58,9 +58,9 @@ class Chunk:
 class TensorReader:
     """Reads parts of the tensors of a folder's `stem` files; opens each file once, until `close`.
 
-    names: the files to read, of whole tensors, instead of those that `stem` finds. files: the
-    chunks of each tensor. What it returns may be a view of a file that is mapped. Where there is
-    one file beside an index of several, it is the file, as transformers has it.
+    names: files of whole tensors to read, instead of those found by `stem`. files: the chunks of
+    each tensor. Returned tensors may be views of a mapped file. If there are both a single file and
+    an index of several, the single file is read, as by transformers.
     """
 
     def __init__(self, folder: Path, stem: str, names: Collection[str] = ()) -> None:
@@ -85,7 +85,7 @@ class TensorReader:
             if (folder / "adapter_config.json").is_file():
                 remedy = (
                     "it holds an adapter: merge that into its model first (merge_and_unload of "
-                    "PEFT, or axolotl merge-lora), and give the folder of the merged one"
+                    "PEFT, or axolotl merge-lora), and give the folder of the merged model"
                 )
             elif pickled is not None:
                 remedy = (
@@ -95,7 +95,7 @@ class TensorReader:
             raise UserError(f"{folder} has neither {single.name} nor {index.name}; {remedy}")
 
     def close(self) -> None:
-        """Let go of the files, and of the memory that what was read of them takes, once unused."""
+        """Close the files; their mapped memory is freed when no tensor uses it."""
         self.handles.clear()
 
     def _open(self, name: str) -> Any:
@@ -110,7 +110,7 @@ class TensorReader:
         return self.handles[name]
 
     def _starts(self, file: str) -> dict[str, tuple[int, ...]]:
-        """Where the boxes of a file of shards begin."""
+        """The offsets of the boxes in a file of shards."""
         opened = self._open(file)
         try:
             info = json.loads((opened.metadata() or {})[SHARDING_INFO])
@@ -124,7 +124,7 @@ class TensorReader:
             KeyError, TypeError, AttributeError, SafetensorError, json.JSONDecodeError,
         ) as error:  # fmt: skip
             raise UserError(
-                f"{self.folder / file} does not say which shards it holds ({SHARDING_INFO}); the "
+                f"{self.folder / file} lacks valid metadata of its shards ({SHARDING_INFO}); the "
                 f"file is damaged"
             ) from error
 
@@ -134,14 +134,14 @@ class TensorReader:
         return self.files[name]
 
     def _view(self, name: str, chunk: Chunk | None = None) -> Any:
-        """The tensor, or chunk, in its file; without `chunk` the first."""
+        """The safetensors slice of a chunk of tensor `name`; by default its first chunk."""
         file = (chunk or self._chunks(name)[0]).file
         try:
             view = self._open(file).get_slice(name)
         except SafetensorError as error:
             raise UserError(
-                f"{self.folder / file} lacks the tensor {name!r}, which the index says it holds; "
-                f"fetch the folder again"
+                f"{self.folder / file} lacks the tensor {name!r}, which the index lists; fetch the "
+                f"folder again"
             ) from error
         if view.get_dtype() not in DTYPES:
             raise UserError(
@@ -154,7 +154,7 @@ class TensorReader:
         return DTYPES[self._view(name).get_dtype()]
 
     def part(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """A slice of tensor `name`, from its files."""
+        """A slice of tensor `name`, read from its files."""
         sizes = [each.stop - each.start for each in part]
         if not all(sizes):  # more ranks than rows
             return torch.empty(sizes)
@@ -200,10 +200,10 @@ class TensorReader:
             )
 
     def check(self, model: Transformer) -> None:
-        """Raise UserError unless the tensors are the model's, by name and shape, and no others."""
+        """Raise UserError unless the folder has exactly the model's tensors, by name and shape."""
         spare = {name for name in self.files if OLD_ROTARY.fullmatch(name)}
         if model.config.tie_embeddings:
-            spare.add(HEAD)  # some store it all the same
+            spare.add(HEAD)  # some folders store it nevertheless
         extra = set(self.files) - {*model.shapes, *spare}
         if extra:
             raise UserError(
@@ -222,7 +222,7 @@ class TensorReader:
             self._check_tied(*model.shapes[EMBEDDING])
 
     def _check_tied(self, rows: int, columns: int) -> None:
-        """A head that is stored although it is tied must be the embedding: which one is meant?"""
+        """Raise UserError if a tied head is stored and differs from the embedding."""
         self.check_shape(HEAD, (rows, columns))
         for start in range(0, rows, TIED_ROWS):
             part = slice(start, min(start + TIED_ROWS, rows)), slice(0, columns)
@@ -234,7 +234,7 @@ class TensorReader:
 
 
 def some(names: Collection[str]) -> str:
-    """A few of the names, and how many more there are."""
+    """Up to three of the names, and the number of the others."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(sorted(names)[:3]) + more
 
@@ -244,14 +244,14 @@ def _cut(view: Any, part: tuple[slice, ...]) -> Tensor:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor -> the name of its file, as an index of several files says."""
+    """Tensor -> the name of its file, from an index of several files."""
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict):
         raise UserError(f"{index} has weight_map={files!r}, no object; the file is damaged")
     for name, file in files.items():
         if not is_plain_name(file):
             raise UserError(
-                f"{index} has {file!r} as the file of {name!r}, no plain name of one in its "
-                f"folder; the file is damaged, or not to be trusted"
+                f"{index} has {file!r} as the file of {name!r}, which is no plain file name; the "
+                f"index is damaged, or not to be trusted"
             )
     return files

@@ -330,5 +330,5 @@ def test_boxes_of_a_damaged_file(tmp_path: Path, start: Any) -> None:
     write_file(file, tensors, starts)
     load_model(tmp_path)
     write_file(file, tensors, starts | {checkpoint.EMBEDDING: start})
-    with pytest.raises(UserError, match="does not say which shards it holds"):
+    with pytest.raises(UserError, match="lacks valid metadata of its shards"):
         load_model(tmp_path)

@@ -10,11 +10,11 @@ from ladder.parallel.sharding import local_tensor
 
 
 class Cache:
-    """Keys and values of every layer, `length` places for each of B sequences.
+    """Keys and values of every layer, for `length` positions of each of B sequences.
 
-    A sequence's keys lie at their positions, so no padding is ever attended to: what a longer
-    neighbour's prefill wrote beyond a sequence's end is overwritten before it is reached. Call
-    `at` before each forward pass, and for decoding hand the model the `mask()`.
+    Keys are stored at their positions, so padding is never attended to: values that a longer
+    neighbour's prefill wrote beyond a sequence's end are overwritten before they are read. Call
+    `at` before each forward pass, and pass `mask()` to the model for decoding.
     """
 
     def __init__(self, model: Transformer, batch: int, length: int) -> None:
@@ -29,21 +29,21 @@ class Cache:
         self.rows = torch.arange(self.held * batch, device=weight.device).unsqueeze(1)
 
     def at(self, positions: Tensor, extent: int) -> None:
-        """Say where the next tokens go ([B, S]).
+        """Set the positions [B, S] of the next tokens.
 
-        extent: how many places attention looks at, more than the largest position.
+        extent: the number of positions that attention reads, above the largest position.
         """
         self.positions = positions.repeat(self.held, 1)
         self.extent = extent
 
     def mask(self) -> Tensor:
-        """What the tokens that `at` placed may see: [B, 1, S, extent], true where attended."""
-        places = torch.arange(self.extent, device=self.positions.device)
+        """The attention mask of the tokens set by `at`: bool [B, 1, S, extent]."""
+        keys = torch.arange(self.extent, device=self.positions.device)
         positions = self.positions[: len(self.positions) // self.held]
-        return places <= positions[:, None, :, None]
+        return keys <= positions[:, None, :, None]
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store [R * B, heads, S, head_dim]; return the first `extent` places."""
+        """Store [R * B, heads, S, head_dim]; return the keys and values of `extent` positions."""
         self.keys[layer][self.rows, :, self.positions] = keys.transpose(1, 2)
         self.values[layer][self.rows, :, self.positions] = values.transpose(1, 2)
         return self.keys[layer, :, :, : self.extent], self.values[layer, :, :, : self.extent]

@@ -1,4 +1,4 @@
-"""CUDA graphs: work recorded once and replayed without launching it again."""
+"""CUDA graphs: work is recorded once and replayed without new kernel launches."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TypeVar
 
 import torch
 
-WARM_UP_STEPS = 2  # before a capture: kernels are loaded and NCCL's buffers made
+WARM_UP_STEPS = 2  # runs before a capture, which load kernels and make NCCL's buffers
 Result = TypeVar("Result")
 
 
 def record(work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """`work` in a CUDA graph, after its warm-up runs, and what it returned."""
+    """A CUDA graph of `work`, captured after warm-up runs, and the result of `work`."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -23,7 +23,7 @@ def record(work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # NCCL's watchdog thread may touch the driver meanwhile: only this thread is recorded.
+    # Only this thread is recorded, since NCCL's watchdog thread may call the driver meanwhile.
     mode = "thread_local"
     with no_collection(), torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
         result = work()
@@ -32,10 +32,10 @@ def record(work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Keep Python's garbage collector from running here.
+    """Disable Python's garbage collector inside a `with`.
 
-    An engine that was dropped lies in reference cycles, and with it symmetric memory, whose
-    destructor waits for the device. No capture allows that: torch ends the process there.
+    Unused engines are in reference cycles with symmetric memory, whose destructor waits for the
+    device. That is not allowed during a capture: torch would end the process.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""A model folder on this process's device and ranks, for inference."""
+"""Loading a model folder for inference on this process's device and ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ladder.parallel.reducers import REDUCERS, pick_reducer
 
 
 def as_dtype(name: str) -> torch.dtype | None:
-    """What `--dtype` means; None, as stored, is `auto`."""
+    """The dtype that `--dtype` names; None for `auto`, as stored."""
     if name != "auto" and name not in DTYPES:
         raise UserError(f"--dtype={name} must be auto, {' or '.join(DTYPES)}")
     return None if name == "auto" else getattr(torch, name)
@@ -39,12 +39,11 @@ def load_for_inference(
     dtype: str = "auto",
     device: str = "auto",
 ) -> Transformer:
-    """The model of a run's folder, a checkpoint or a Hugging Face folder, placed.
+    """Load and shard the model of a run's folder, a checkpoint or a Hugging Face folder.
 
-    tp: processes that share it; 0: all that run, which is all that is allowed. reducer: a name in
-    `REDUCERS`, or `auto` for the fastest that can run here. dtype: a name in `DTYPES`, or `auto`
-    for the stored one. Raises UserError where any of these cannot be met, and where a run's weights
-    are not what was written. Every rank calls it.
+    tp: the number of processes, or 0 for the same. reducer: a name in `REDUCERS`, or `auto` for the
+    fastest that can run here. dtype: a name in `DTYPES`, or `auto` for the stored one. Raises
+    UserError for options that cannot be met and for damaged weights. Every rank must call it.
     """
     wanted = as_dtype(dtype)
     if reducer not in ("auto", *REDUCERS):

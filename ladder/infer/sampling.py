@@ -17,9 +17,10 @@ LOWEST = torch.iinfo(torch.int64).min
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature: 0 takes the likeliest token. top_k: 0 keeps all. top_p: 1 keeps all.
+    """The sampling options.
 
-    top_k keeps exactly that many: of tokens that are equally likely, the lowest.
+    temperature: 0 is greedy. top_k: 0 keeps all tokens; otherwise exactly that many are kept, the
+    lowest ids of equally likely tokens. top_p: 1 keeps all tokens.
     """
 
     temperature: float = 0.0
@@ -44,9 +45,9 @@ class Sampling:
 
 
 def draws(sampling: Sampling, count: int, steps: int) -> Tensor:
-    """The randomness of `steps` tokens of each prompt: uniform in [0, 1), [steps, count] float32.
+    """Random numbers for `steps` tokens of each prompt: uniform in [0, 1), [steps, count] float32.
 
-    Each prompt has its own source, so its text does not depend on its neighbours'.
+    Each prompt has a generator of its own, so its text does not depend on the other prompts.
     """
     seeds = [(sampling.seed * 1_000_003 + i) % 2**63 for i in range(count)]
     columns = [torch.rand(steps, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
@@ -54,7 +55,7 @@ def draws(sampling: Sampling, count: int, steps: int) -> Tensor:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits [..., V] after temperature, top-k and top-p (in this order): [..., V] float32.
+    """The probabilities of logits [..., V] after temperature, top-k and top-p: [..., V] float32.
 
     top-p keeps the smallest set of likeliest tokens whose probabilities reach top_p.
     """
@@ -71,24 +72,24 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _nucleus(ordered: Tensor, top_p: float) -> Tensor:
-    """Descending probabilities with 0 for those after the first that reach top_p together."""
+    """Descending probabilities, set to 0 after the first ones that together reach top_p."""
     before = ordered.cumsum(-1) - ordered
     return ordered.masked_fill(before >= top_p, 0.0)
 
 
 def _reached(chances: Tensor) -> Tensor:
-    """Cumulated chances [..., V], in float64.
+    """Cumulative probabilities [..., V], in float64.
 
-    A GPU's parallel sum does not rise monotonically when it rounds, as it does in float32 wherever
-    many chances are 0: then a token of probability 0 might be drawn.
+    In float32 a GPU's parallel sum is not monotonic, because of rounding, so a token of
+    probability 0 might be drawn.
     """
     return chances.cumsum(-1, dtype=torch.float64)
 
 
 def _draw(reached: Tensor, aim: Tensor) -> Tensor:
-    """The first place whose cumulated chance exceeds the aim: [..., V], [...] -> [...] int64.
+    """The first index whose cumulative probability exceeds `aim`: [..., V], [...] -> [...] int64.
 
-    Never one of chance 0, even for an aim that has been rounded up to the total.
+    It never has probability 0, even if `aim` was rounded up to the total.
     """
     below = (reached <= aim.unsqueeze(-1)) & (reached < reached[..., -1:])
     return below.sum(-1)
@@ -97,8 +98,8 @@ def _draw(reached: Tensor, aim: Tensor) -> Tensor:
 def choose(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
     """The next token of each sequence: logits [B, V], uniforms [B] in [0, 1) -> [B] int64.
 
-    -1 where a sequence's logits or chances are not finite: no token. Never waits for the device, so
-    it may be recorded in a CUDA graph; ranks with equal logits choose equal tokens.
+    The result is -1 where a sequence's logits or probabilities are not finite. The host does not
+    wait for the device, so a CUDA graph can record it. Ranks with equal logits choose equal tokens.
     """
     top, chosen = logits.max(-1)  # NaN where there is one
     finite = torch.isfinite(top)
@@ -117,18 +118,18 @@ def choose_parallel(
     reducer: Reducer,
     vocab_size: int,
 ) -> Tensor:
-    """`choose` at a temperature above 0 from this process's logits [B, V_local], from `first` on.
+    """`choose` for vocabulary-parallel logits [B, V_local] from token `first` on; temperature > 0.
 
-    Every process returns the same tokens, [B] int64, and never waits for its device. What travels
-    for each sequence, with P processes:
-    - with top_k, with or without top_p: the min(top_k, V_local) best of each, in one gather;
-    - with neither: two numbers of each process in a gather, and the token in an all-reduce;
-    - with top_p alone: that, and before it a maximum and 8 all-reduces of 256 sums (16 KiB), which
-      find the set that is kept, whatever its size.
+    Every process returns the same tokens, [B] int64, and does not wait for its device. The
+    communication per sequence:
+    - with top_k, with or without top_p: one gather of the min(top_k, V_local) best of each process;
+    - with neither: a gather of two numbers of each process, and an all-reduce of the token;
+    - with top_p only: the same, after a maximum and 8 all-reduces of 256 sums (2 KiB each), which
+      find the set of tokens to keep, for any size of it.
 
-    The tokens are `choose`'s but where a draw falls within rounding (about 1e-7 of the whole) of
-    the border between two neighbouring tokens, or top_p of the border of what is kept: sums are
-    made in another order.
+    The tokens equal those of `choose` unless a random number is within rounding (about 1e-7) of the
+    border between two tokens, or top_p of that between kept and dropped tokens, since the sums have
+    another order.
     """
     assert sampling.temperature > 0, "choose_greedily is for temperature 0"
     if 0 < sampling.top_k < vocab_size:
@@ -139,7 +140,7 @@ def choose_parallel(
         lowest = _lowest_kept(scores, keys, sampling.top_p, reducer)
         scores = scores.masked_fill(keys < lowest, -torch.inf)
     high = scores.max(-1).values
-    # Finite where all of a process's logits are -inf, so that its mass is 0 and not NaN.
+    # Clamped, so that a process whose logits are all -inf has mass 0 and not NaN.
     base = high.clamp(min=torch.finfo(torch.float32).min)
     reached = _reached((scores - base.unsqueeze(-1)).exp())
     mine = torch.stack((high.double(), reached[:, -1]), dim=-1)
@@ -151,21 +152,21 @@ def choose_parallel(
     aim = uniforms * ends[:, -1]
     owner = _draw(ends, aim)
     start = (ends - masses).gather(-1, owner.unsqueeze(-1)).squeeze(-1)
-    # What is left of the aim beyond the owner's start, in units of the owner's own sums.
-    place = _draw(reached, (aim - start) * (top - base).exp())
-    token = reducer.sum_((first + place).where(owner == reducer.ranks.process, 0))
+    # The rest of the aim beyond the owner's start, in the scale of the owner's sums.
+    index = _draw(reached, (aim - start) * (top - base).exp())
+    token = reducer.sum_((first + index).where(owner == reducer.ranks.process, 0))
     return token.where(torch.isfinite(top) & torch.isfinite(ends[:, -1]), -1)
 
 
 def _lowest_kept(scores: Tensor, keys: Tensor, top_p: float, reducer: Reducer) -> Tensor:
-    """The key of the last token that top_p keeps, of all processes' [B, V_local]: [B, 1] int64.
+    """The key of the last token that top_p keeps, over all processes' [B, V_local]: [B, 1] int64.
 
-    It is the largest integer such that the keys from it on have top_p of the whole mass. The search
-    fixes 8 of its 64 bits a round, by the masses from 256 evenly spaced thresholds on. Where a
-    score is no number, so is the mass, and the smallest integer is returned: all tokens are kept.
+    It is the largest integer such that the keys from it on have top_p of the total mass. Each round
+    of the search determines 8 of its 64 bits from the masses above 256 evenly spaced thresholds. If
+    a score is NaN, so is the mass, and the smallest integer is returned: all tokens are kept.
     """
     top = reducer.max_(scores.max(-1, keepdim=True).values)
-    # `~` turns the order over without overflow: the largest keys come first.
+    # `~` reverses the order without overflow: the largest keys come first.
     falling, order = (~keys).sort(dim=-1)
     sums = F.pad(_reached((scores - top).exp().gather(-1, order)), (1, 0))
     digits = torch.arange(256, device=keys.device)
@@ -178,7 +179,7 @@ def _lowest_kept(scores: Tensor, keys: Tensor, top_p: float, reducer: Reducer) -
         mass = reducer.sum_(sums.gather(-1, torch.searchsorted(falling, ~thresholds, right=True)))
         if goal is None:
             goal = top_p * mass[:, :1]  # all keys are at the first threshold or above
-        # At least 0: a GPU's sums may fall where they round, and NaN reaches no goal.
+        # At least 0: a GPU's sums may decrease by rounding, and a NaN never reaches the goal.
         digit = ((mass >= goal).sum(-1, keepdim=True) - 1).clamp(min=0)
         lowest = lowest + (digit + start) * 2**shift
     return lowest
@@ -192,9 +193,9 @@ def _choose_among_best(
     reducer: Reducer,
     vocab_size: int,
 ) -> Tensor:
-    """`choose_parallel` with top_k: each process's best are gathered, and the best of those taken.
+    """`choose_parallel` with top_k: the best of all processes' best tokens are candidates.
 
-    A score and its token travel as one integer, which orders them as a stable sort does.
+    A score and its token are gathered as one integer, ordered as by a stable sort.
     """
     processes = reducer.ranks.processes
     keys = _keys(logits.float() / sampling.temperature, first)
@@ -208,34 +209,34 @@ def _choose_among_best(
         chances = _nucleus(chances, sampling.top_p)
     tokens, order = tokens.sort(dim=-1)  # the draw runs over the vocabulary in its own order
     reached = _reached(chances.gather(-1, order))
-    place = _draw(reached, uniforms * reached[:, -1])
-    chosen = tokens.gather(-1, place.unsqueeze(-1)).squeeze(-1)
+    index = _draw(reached, uniforms * reached[:, -1])
+    chosen = tokens.gather(-1, index.unsqueeze(-1)).squeeze(-1)
     return chosen.where(torch.isfinite(scores[:, 0]) & torch.isfinite(reached[:, -1]), -1)
 
 
 def _keys(scores: Tensor, first: int) -> Tensor:
-    """Scores [B, V] float32 of the tokens from `first` on, as int64 that are all different.
+    """Unique int64 keys for scores [B, V] float32 of the tokens from `first` on.
 
-    Larger for a larger score, and of equal scores for the lower token. NaN counts as +inf.
+    A larger score has a larger key; of equal scores, the lower token has. NaN counts as +inf.
     """
     scores = scores.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0  # no -0.0
     bits = scores.view(torch.int32)
-    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as a float's order: turned over below 0
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ordered like the floats: reversed below 0
     tokens = torch.arange(first, first + scores.shape[-1], device=scores.device)
     return (rising.long() << 32) | (0xFFFFFFFF - tokens)
 
 
 def _unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores (float32) and tokens (int64) that `_keys` packed."""
+    """The scores (float32) and tokens (int64) of keys made by `_keys`."""
     rising = (keys >> 32).int()
     bits = rising ^ ((rising >> 31) & 0x7FFFFFFF)
     return bits.view(torch.float32), 0xFFFFFFFF - (keys & 0xFFFFFFFF)
 
 
 def choose_greedily(logits: Tensor, first: int, reducer: Reducer) -> Tensor:
-    """`choose` at temperature 0 from this process's logits [B, V_local], which start at `first`.
+    """`choose` at temperature 0 for vocabulary-parallel logits [B, V_local] from token `first` on.
 
-    Two numbers a sequence are communicated in place of the vocabulary. Of equal logits the lowest
+    Each process sends two numbers per sequence instead of its logits. Of equal logits the lowest
     token wins, as in one process.
     """
     top, index = logits.max(-1)

@@ -1,7 +1,7 @@
-"""Progressive conversion: a model that is turned over to its plan while it trains, layer by layer.
+"""Progressive conversion: a model is converted to its plan layer by layer, while it trains.
 
-Which plan is in force is a function of the step, so that a run goes on exactly. No weight changes
-where the plan does (see ladder.train.start): the layers read the stream otherwise from then on.
+The current plan is a function of the step, so that a run resumes exactly. A change of plan leaves
+the weights as they are (see ladder.train.start) and changes what the layers read.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ FORMS = "{start_step: ..., every: ..., order: last-first}, or a list of {step: .
 
 @dataclass(frozen=True)
 class Schedule:
-    """Plans, each with the step (0 is the first) from which on it is in force; the first from 0."""
+    """Plans, each with the first step (from 0) at which it is used; the first plan's is 0."""
 
     plans: tuple[tuple[int, Plan], ...]
 
     def plan(self, step: int) -> Plan:
-        """The plan that step `step` trains."""
+        """The plan at step `step`."""
         return next(plan for start, plan in reversed(self.plans) if start <= step)
 
     def notes(self) -> list[str]:
-        """What is to be said of it before training."""
+        """Lines about the schedule, to print before training."""
         return [f"plan {plan.name} from step {start + 1}" for start, plan in self.plans[1:]]
 
 
 def listed_last(convert_layers: Any) -> Any:
-    """The last plan of a list, which is the run's; None where there is no list."""
+    """The last plan of a list, which is the run's; None if `convert_layers` is no list."""
     if isinstance(convert_layers, list) and convert_layers:
         entry = convert_layers[-1]
         return entry.get("plan") if isinstance(entry, Mapping) else None
@@ -43,12 +43,12 @@ def listed_last(convert_layers: Any) -> Any:
 
 
 def make_schedule(convert_layers: Any, first: Plan, model: ModelConfig, steps: int) -> Schedule:
-    """The schedule from plan `first` to the model's own, over a run of so many steps.
+    """The schedule from plan `first` to the model's own, over a run of `steps` steps.
 
-    convert_layers: None for none; a mapping converts a layer after `start_step` steps, and another
-    `every` so many; a list says which plan holds after how many steps.
+    convert_layers: None: no conversion. A mapping converts one layer after `start_step` steps, and
+    another after every `every` steps. A list gives plans and the steps after which they start.
 
-    Raises UserError where that cannot be, or does not end within the run.
+    Raises UserError for an invalid schedule, and for one that does not end within the run.
     """
     if convert_layers is None:
         return Schedule(((0, model.plan),))
@@ -56,7 +56,7 @@ def make_schedule(convert_layers: Any, first: Plan, model: ModelConfig, steps: i
         if plan.depends_on_tp:
             raise UserError(
                 f"convert_layers with plan {plan.name!r}, which depends on T: such a model cannot "
-                f"be turned over layer by layer; leave convert_layers out"
+                f"be converted layer by layer; leave convert_layers out"
             )
     if isinstance(convert_layers, Mapping):
         plans = _by_layer(convert_layers, first, model)
@@ -83,8 +83,8 @@ def _by_layer(spec: Mapping[str, Any], first: Plan, model: ModelConfig) -> list[
     todo = [layer for layer in range(model.num_layers) if before[layer] != after[layer]]
     if not todo:
         raise UserError(
-            f"convert_layers: plan {last.name!r} is what the run starts as, and no layer is left "
-            f"to convert; choose another plan, or leave convert_layers out"
+            f"convert_layers: the run starts with plan {last.name!r}, and no layer is left to "
+            f"convert; choose another plan, or leave convert_layers out"
         )
     if order == ORDERS[0]:
         todo.reverse()

@@ -1,4 +1,4 @@
-"""The batches of a run, read ahead of training by a thread, in the order of the steps."""
+"""Prefetching of a run's batches by a thread, in the order of the steps."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ DEPTH = 2  # batches
 
 
 class Part(NamedTuple):
-    """What one forward pass takes: int64 [micro-batch, seq_len] twice, and where documents begin
-    (see `document_starts`) where they are kept apart."""
+    """The input of one forward pass: tokens and targets, both int64 [micro-batch, seq_len].
+
+    documents: the starts of documents (see `document_starts`); None: they are not kept apart.
+    """
 
     tokens: Tensor
     targets: Tensor
@@ -31,7 +33,7 @@ class Part(NamedTuple):
 class Batch(NamedTuple):
     """This rank's share of one step: the numbers of its windows, and its micro-batches.
 
-    targets: of the whole step, a data-parallel rank on average.
+    targets: the number of targets of the whole step / the number of data-parallel ranks.
     """
 
     windows: list[int]
@@ -42,7 +44,10 @@ class Batch(NamedTuple):
 def read_batch(
     windows: Batches, config: TrainConfig, step: int, rank: int, ranks: int, micro: int, end: int
 ) -> Batch:
-    """Share `rank` of data parallelism's `ranks`, `micro` sequences a part; `end`: end of text."""
+    """The batch of data-parallel rank `rank` of `ranks`, in parts of `micro` sequences.
+
+    end: the end-of-text token.
+    """
     drawn = windows.order(step, config.batch_size, config.seed, rank, ranks)
     tokens, targets = windows.read(drawn)
     begins = windows.begins(drawn, tokens, end if config.mask_documents else None)
@@ -54,17 +59,17 @@ def read_batch(
         )
         for at in range(0, len(drawn), micro)
     ]
-    # Every rank counts for all of them, so that none has to ask the others.
+    # Every rank counts the targets of all ranks, which needs no communication.
     whole = drawn if ranks == 1 else windows.order(step, config.batch_size, config.seed)
     return Batch(drawn, parts, windows.targets(whole) / ranks)
 
 
 class Prefetcher:
-    """Reads batches ahead of training; within `with`, an iterator over them.
+    """An iterator over batches, which a thread reads ahead of training. Use it inside a `with`.
 
-    It gives read(step) for each of `steps`, its parts on `device`. One thread reads, up to DEPTH
-    batches ahead and one after another, so what it gives does not depend on timing. An error of
-    `read` is raised where that batch is asked for. The thread ends with the `with`.
+    It returns read(step) for each of `steps`, with the parts on `device`. One thread reads in
+    order, up to DEPTH batches ahead, so the result does not depend on timing. An error of `read` is
+    raised when that batch is requested. The thread ends with the `with`.
 
     waited: the seconds so far in which training waited for batches and their copies.
     """
@@ -75,7 +80,7 @@ class Prefetcher:
         self.coming: deque[Future[Batch]] = deque()
 
     def __enter__(self) -> Prefetcher:
-        if self.device.type == "cuda":  # or else its pinned memory might be another GPU's
+        if self.device.type == "cuda":  # otherwise its pinned memory may belong to another GPU
             device = (self.device,)
             self.pool = ThreadPoolExecutor(1, "batches", torch.cuda.set_device, device)
         else:
@@ -102,7 +107,7 @@ class Prefetcher:
         batch = self.coming.popleft().result()
         self._start()
         parts = [
-            # Pinned memory stays until the copy from it is done: torch's allocator sees to that.
+            # torch's allocator keeps pinned memory until the copy from it is finished.
             Part(*(None if x is None else x.to(self.device, non_blocking=True) for x in part))
             for part in batch.parts
         ]
