@@ -98,6 +98,11 @@ def small_config(
     return ModelConfig(**{**shape, "plan": plan, "tp_degree": degree, **changes})
 
 
+def both(**fields: Any) -> list[Sublayer]:
+    """The two records of a layer, with the same fields."""
+    return [Sublayer("attention", **fields), Sublayer("mlp", **fields)]
+
+
 def random_plan(rng: random.Random, num_layers: int, stay_equal: bool = False) -> Plan:
     """A valid plan: any kinds, lags 0 to 3, reduces and scales; `stay_equal`: one without T."""
     records: list[Sublayer] = []

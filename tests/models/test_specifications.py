@@ -1,0 +1,347 @@
+"""What may be written as a plan, and as the config that holds it: forms, round trips, mistakes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from ladder.models import ModelConfig, Plan, Sublayer, UserError, resolve_plan
+from tests.samples import PLANS, both, full_model, sample_tokens, small_config, virtual
+
+L = 6  # layers
+
+
+# Forms of a specification
+
+
+def test_string_of_ranges() -> None:
+    """Catches a desync range that counts "every nth" from the model's start, or does not end with
+    a `stream` reduce where another preset follows."""
+    plan = resolve_plan("desync-4x@1-3,ladder@5", L)
+    reduces = [record.reduce for record in plan.sublayers]
+    assert reduces == ["output"] * 2 + ["none"] * 3 + ["stream", "none", "stream"] + ["output"] * 4
+    assert [record.own_lag for record in plan.sublayers] == [0] * 10 + [1, 1]
+    assert resolve_plan(" ladder@5 , desync-4x@ 1 - 3 ", L).sublayers == plan.sublayers
+
+
+def test_forms_agree() -> None:
+    """String, list of ranges, list of records and mapping are the same plan."""
+    text = resolve_plan("desync-2x@0-3,ladder@4-5", L)
+    ranges = [{"layers": "0-3", "preset": "desync-2x"}, {"layers": "4-5", "preset": "ladder"}]
+    records = text.to_dict()["sublayers"]
+    for spec in (
+        ranges,
+        ranges[::-1],
+        records,
+        {"layers": ranges},
+        {"sublayers": records},
+        {"name": "mine", "sublayers": records},
+        text,
+    ):
+        assert resolve_plan(spec, L).sublayers == text.sublayers
+    assert resolve_plan({"name": "mine", "layers": ranges}, L).name == "mine"
+
+
+def test_written_in_yaml() -> None:
+    """A hand-written plan is as good as a preset: lag 2, then desync, then parallel at lag 1."""
+    spec = yaml.safe_load(
+        """
+        name: by hand
+        layers:
+          - {layers: 0-1, attention: {own_lag: 2, peer_lag: 2}, mlp: {own_lag: 2, peer_lag: 2}}
+          - {layers: 2-4, preset: desync-2x}
+          - layers: 5
+            attention+mlp: {own_lag: 1, peer_lag: 1}
+        """
+    )
+    plan = resolve_plan(spec, L)
+    middle = [Sublayer("attention", reduce="none"), Sublayer("mlp", reduce="stream")] * 3
+    assert list(plan.sublayers) == [
+        *both(own_lag=2, peer_lag=2) * 2,
+        *middle,
+        Sublayer("attention+mlp", 1, 1),
+    ]
+    assert plan.name == "by hand"
+    assert plan.layers == (0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5)
+
+
+def test_an_entry_may_leave_out_what_is_standard() -> None:
+    plan = resolve_plan([{"layers": "0-5", "mlp": {"peer_lag": 1}}], L)
+    assert plan.sublayers == (Sublayer("attention"), Sublayer("mlp", peer_lag=1)) * L
+
+
+def test_lag_two_blocks_once() -> None:
+    """Two outputs in flight at the end: one was overlapped, the last was not."""
+    plan = resolve_plan(PLANS["lag 2"], 4)
+    assert (plan.collectives, sum(plan.blocking)) == (8, 1)
+    assert [[landing.output for landing in read] for read in plan.landings] == [
+        [], [], [], [0], [1], [2], [3], [4], [5, 6, 7]
+    ]  # fmt: skip
+
+
+def test_desync_then_ladder() -> None:
+    """A `stream` reduce lands at once although its reader lags. Catches the lag winning over it,
+    which would leave the ladder layers on streams that differ."""
+    plan = resolve_plan("desync-2x@0-1,ladder@2-3", 4)
+    assert plan.equal_reads == (True, False, True, False, True, True, True, True, True)
+    outputs = [[landing.output for landing in read] for read in plan.landings]
+    assert outputs == [[], [0], [1], [2], [3], [], [4], [5], [6, 7]]
+    assert plan.blocking == (False, True, False, True, False, False, False, True)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_round_trip(name: str) -> None:
+    """Saved and loaded a plan, and a config, is itself; also once more through YAML."""
+    plan = resolve_plan(PLANS[name], 4, 2)
+    config = small_config(plan, 2, plan.depends_on_tp)
+    assert resolve_plan(plan.to_dict(), 4) == plan
+    assert ModelConfig.from_dict(config.to_dict()) == config
+    again = yaml.safe_load(yaml.safe_dump(config.to_dict()))
+    assert ModelConfig.from_dict(again) == config
+
+
+def test_round_trip_of_all_that_a_config_holds() -> None:
+    config = small_config(
+        tie_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+        head_dim=6,
+        rope_theta=5e5,
+        rope_scaling={"factor": 4.0, "original_max_position_embeddings": 16},
+    )
+    assert config.rope_scaling is not None
+    assert (config.rope_scaling.factor, config.rope_scaling.low_freq_factor) == (4.0, 1.0)
+    assert ModelConfig.from_dict(yaml.safe_load(yaml.safe_dump(config.to_dict()))) == config
+
+
+# Errors: each names the field, its value and what to do
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("laddder", ["plan 'laddder'", "did you mean 'ladder'"]),
+        ("desync-1x", ["desync-1x", "standard"]),
+        ("desync-0x", ["desync-0x"]),
+        ("desync-x", ["plan 'desync-x'"]),
+        ("dtp-2", ["tp_degree"]),
+        ("dtp-12", ["dtp-12", "12"]),
+        ("none@0-2", ["none", "whole model"]),
+        ("hybrid@0-2", ["hybrid", "whole model"]),
+        ("dtp-1@0-2", ["dtp-1", "whole model"]),
+        ("ladder@", ["layers=''"]),
+        ("ladder@a-b", ["layers='a-b'"]),
+        ("ladder@3-2", ["layers='3-2'", "0-5"]),
+        ("ladder@4-6", ["layers='4-6'", "0-5"]),
+        ("ladder@0-3,standard@3-5", ["layer 3 twice"]),
+        ("", ["plan ''"]),
+        (7, ["plan=7"]),
+        (None, ["plan=None"]),
+        ([], ["[]"]),
+        (["ladder"], ["mapping"]),
+        ([{"layers": "0-4", "preset": "ladder"}], ["layers 5"]),
+        ([{"preset": "ladder"}], ["entry 0", "layers"]),
+        ([{"layers": "0-5", "preset": "ladder", "mlp": {}}], ["entry 0", "preset"]),
+        ([{"layers": "0-5", "presset": "ladder"}], ["presset", "did you mean 'preset'"]),
+        ([{"layers": "0-5", "attention+mlp": {}, "mlp": {}}], ["attention+mlp"]),
+        ([{"layers": "0-5", "attention": {"own_lags": 1}}], ["own_lags", "'own_lag'"]),
+        ([{"layers": "0-5", "attention": 2}], ["attention", "entry 0"]),
+        ([{"layers": "0-5", "attention": "own_lag"}], ["attention", "entry 0"]),
+        ([{"layers": "0-5", "mlp": {"kind": "attention"}}], ["kind"]),
+        ({"name": "x"}, ["layers", "sublayers"]),
+        ({"layers": [], "sublayers": []}, ["layers", "sublayers"]),
+        ({"layer": [{"layers": "0-5", "preset": "ladder"}]}, ["'layer'", "layers"]),
+        ({"sublayers": "ladder"}, ["ladder"]),
+        ([{"kind": "attention"}, {"kind": "mlp"}], ["1 layers", "6"]),
+        ([{"kind": "attention"}, {"own_lag": 1}], ["entry 0", "layers"]),
+    ],
+)  # fmt: skip
+def test_a_bad_specification_names_what_is_wrong(spec: Any, words: list[str]) -> None:
+    """Never a TypeError or KeyError from within, never a plan that was not meant."""
+    with pytest.raises(UserError) as error:
+        resolve_plan(spec, L)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"kind": "atention"}, ["kind", "atention", "did you mean 'attention'"]),
+        ({"kind": "mlp"}, ["kind", "sublayer 0", "attention"]),
+        ({"own_lag": -1}, ["own_lag=-1", "sublayer 0"]),
+        ({"peer_lag": -1}, ["peer_lag=-1", "sublayer 0"]),
+        ({"own_lag": 1.0}, ["own_lag=1.0"]),
+        ({"own_lag": True}, ["own_lag=True"]),
+        ({"peer_lag": "1"}, ["peer_lag='1'"]),
+        ({"reduce": "sum"}, ["reduce", "'sum'", "output, stream, none"]),
+        ({"reduce": None}, ["reduce", "None"]),
+        ({"own_scale": 0}, ["own_scale=0"]),
+        ({"own_scale": -1.0}, ["own_scale=-1.0"]),
+        ({"own_scale": math.nan}, ["own_scale=nan"]),
+        ({"own_scale": math.inf}, ["own_scale=inf"]),
+        ({"own_scale": "x"}, ["own_scale='x'"]),
+        ({"own_scale": 1e6}, ["own_scale=1000000.0", "above 0 and below 1e6"]),
+        ({"own_scale": 2.0, "reduce": "stream"}, ["own_scale=2.0", "stream"]),
+    ],
+)
+def test_a_bad_record_names_its_field(record: dict[str, Any], words: list[str]) -> None:
+    """Every field, with its value and where it stands."""
+    first = {"kind": "attention", **record}
+    with pytest.raises(UserError) as error:
+        resolve_plan([first, {"kind": "mlp"}], 1)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("degree", [-4, 0])
+@pytest.mark.parametrize("plan", ["dtp-2", "standard"])
+def test_a_degree_below_one_is_refused(plan: str, degree: int) -> None:
+    with pytest.raises(UserError, match=f"tp_degree={degree} must be"):
+        resolve_plan(plan, L, degree)
+
+
+def test_records_of_another_degree_are_refused() -> None:
+    """dtp scales by sqrt(T): its records of T = 4 with T = 2 are another model."""
+    old = small_config("dtp-2", tp_degree=4)
+    saved = {**old.to_dict(), "tp_degree": 2}
+    message = r"plan 'dtp-2' with tp_degree=2 .* own_scale=2 where sqrt\(2\) .* set tp_degree=4"
+    with pytest.raises(UserError, match=message):
+        ModelConfig.from_dict(saved)
+    with pytest.raises(UserError, match=message):
+        replace(old, tp_degree=2)
+    with pytest.raises(UserError, match=message):
+        small_config(yaml.safe_load(yaml.safe_dump(old.plan.to_dict())), tp_degree=2)
+    assert ModelConfig.from_dict({**saved, "plan": "dtp-2"}) == small_config("dtp-2", tp_degree=2)
+    assert ModelConfig.from_dict(old.to_dict()) == old
+    # Records of one's own are what they say, whatever the name or T.
+    records = old.plan.to_dict()["sublayers"]
+    assert small_config(records, tp_degree=2).plan.sublayers[0].own_scale == 2.0
+    records[0]["peer_lag"] = 1
+    own = small_config({"name": "dtp-2", "sublayers": records}, tp_degree=2)
+    assert own.plan.sublayers[0].peer_lag == 1
+
+
+def test_numbers_that_yaml_reads_as_strings() -> None:
+    """YAML's 1e-3 is a string, for it has no dot."""
+    fields = yaml.safe_load("{own_scale: 1e-3}")
+    plan = resolve_plan([{"layers": "0-5", "mlp": fields}], L)
+    assert plan.sublayers[1] == Sublayer("mlp", own_scale=1e-3)
+    scaling = yaml.safe_load("{factor: 1e1, original_max_position_embeddings: '16'}")
+    config = small_config(rope_scaling=scaling)
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.factor == 10.0
+    assert config.rope_scaling.original_max_position_embeddings == 16
+    for value in ("x", "nan", "inf", None):
+        with pytest.raises(UserError, match=r"rope_scaling\.factor="):
+            small_config(rope_scaling={"factor": value})
+
+
+def test_sublayers_make_whole_layers() -> None:
+    """Catches a plan whose records are as many as they should be but in another order."""
+    attention, mlp, both_ = (Sublayer(kind) for kind in ("attention", "mlp", "attention+mlp"))
+    for records in (
+        (),
+        (attention,),
+        (mlp, attention),
+        (attention, attention, mlp),
+        (attention, both_),
+        (both_, mlp),
+        (attention, mlp, mlp),
+        (attention, mlp, attention),
+    ):
+        with pytest.raises(UserError):
+            Plan(records)
+    assert Plan((both_, attention, mlp)).layers == (0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [Sublayer("attention"), Sublayer("mlp", own_lag=1, reduce="stream")],
+        [Sublayer("attention"), Sublayer("mlp", peer_lag=1, reduce="stream")],
+        [Sublayer("attention", reduce="none"), Sublayer("mlp", own_lag=1, reduce="stream")],
+        [Sublayer("attention"), Sublayer("mlp", own_lag=9, peer_lag=9, reduce="stream")],
+    ],
+)
+def test_stream_reduce_needs_nothing_in_flight(records: list[Sublayer]) -> None:
+    """What is in flight would be summed T times, or lost."""
+    with pytest.raises(UserError, match=r"sublayer 1 .*reduce=stream.*lag"):
+        Plan(tuple(records))
+
+
+def test_stream_reduce_may_lag_where_all_has_landed() -> None:
+    """At the start, and right after another one, a lag finds nothing in flight, so it lags not."""
+    lagging = Plan((Sublayer("attention", 3, 3, "stream"), Sublayer("mlp", 1, 2, "stream")))
+    at_once = Plan((Sublayer("attention", 0, 0, "stream"), Sublayer("mlp", 0, 0, "stream")))
+    assert lagging.landings == at_once.landings
+    models = [full_model(small_config(plan, 2, True, num_layers=1), 3)
+              for plan in (lagging, at_once)]  # fmt: skip
+    tokens = sample_tokens(models[0].config, 1)
+    found = [virtual(model, 2)(tokens) for model in models]
+    assert torch.isfinite(found[0]).all()
+    assert torch.equal(*found)
+
+
+def test_config_ties_tp_degree_to_the_plan() -> None:
+    """T is in the config exactly where it is part of the function."""
+    with pytest.raises(UserError, match="tp_degree"):
+        small_config("desync-2x")
+    with pytest.raises(UserError, match="tp_degree=2"):
+        small_config("ladder", tp_degree=2)
+    with pytest.raises(UserError, match="tp_degree=3"):
+        small_config("desync-2x", tp_degree=3)
+    for bad in (0, -2, 2.0, True, "2"):
+        with pytest.raises(UserError, match="tp_degree"):
+            small_config("desync-2x", tp_degree=bad)
+    with pytest.raises(UserError, match="num_kv_heads"):
+        small_config("desync-2x", tp_degree=4, num_heads=12, num_kv_heads=6, head_dim=4)
+    assert small_config("desync-2x", tp_degree=4, num_heads=8, num_kv_heads=2).tp_degree == 4
+
+
+@pytest.mark.parametrize("field", ["attention_bias", "mlp_bias"])
+@pytest.mark.parametrize("name", ["desync-2x", "dtp-1", "own at once, peers 1 later", "none"])
+def test_output_bias_needs_equal_streams(name: str, field: str) -> None:
+    """A bias that one rank adds would stay on that rank."""
+    with pytest.raises(UserError, match=field):
+        small_config(PLANS.get(name, name), 2, True, **{field: True})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"vocab_size": 0}, ["vocab_size=0"]),
+        ({"hidden_size": 32.0}, ["hidden_size=32.0"]),
+        ({"num_layers": True}, ["num_layers=True"]),
+        ({"max_seq_len": -1}, ["max_seq_len=-1"]),
+        ({"hidden_size": 30}, ["hidden_size=30", "num_heads=4", "head_dim"]),
+        ({"head_dim": 5}, ["head_dim=5", "even"]),
+        ({"head_dim": -2}, ["head_dim=-2"]),
+        ({"num_kv_heads": 3}, ["num_heads=4", "num_kv_heads=3"]),
+        ({"attention_bias": True, "qkv_bias": True}, ["qkv_bias=True", "attention_bias=True"]),
+        ({"rope_scaling": {"factr": 2.0}}, ["factr", "did you mean 'factor'"]),
+        ({"rope_scaling": {"rope_type": "yarns"}}, ["rope_type 'yarns'", "did you mean 'yarn'"]),
+        ({"rope_scaling": {"rope_type": "yarn"}}, ["original_max_position_embeddings=None"]),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, ["rope_type ['yarn']"]),
+        ({"rope_scaling": {"rope_type": "linear", "beta_fast": 2}}, ["beta_fast=2", "leave it"]),
+    ],
+)
+def test_a_bad_config_names_its_field(change: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        small_config(**change)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_bad_key_of_a_config_names_the_nearest() -> None:
+    data = small_config().to_dict()
+    with pytest.raises(UserError, match="did you mean 'hidden_size'"):
+        ModelConfig.from_dict({**data, "hiden_size": 32})
+    del data["vocab_size"]
+    with pytest.raises(UserError, match="vocab_size"):
+        ModelConfig.from_dict(data)
