@@ -33,6 +33,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object, **__: object) -> None:
         raise AssertionError("work was done before what is wrong was told")
 
+    monkeypatch.setattr("ladder.eval.offline.open_corpus", never)
     monkeypatch.setattr("ladder.data.sources.open_corpus", never)
     monkeypatch.setattr("ladder.data.prepare._tokenise", never)
     monkeypatch.setattr("ladder.convert.command.write_tensors", never)
