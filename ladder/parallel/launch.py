@@ -1,10 +1,10 @@
-"""Processes: starting them, joining them, and saying what went wrong once.
+"""Ranks: start processes, join them to a process group, and report an error once for all.
 
 A command runs as one process, as several that `run` starts (`--nproc`), or as a rank of torchrun
 or of a script that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as it does.
 
-torch, which takes seconds to import, is imported where it is used: commands that need none of it
-begin at once, and so does the process that starts ranks where they cannot be its forks.
+torch, which takes seconds to import, is imported where it is used: commands without it start at
+once, and so does a launcher whose ranks cannot be its forks.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ from ladder.parallel.environment import RENDEZVOUS
 if TYPE_CHECKING:
     import torch
 
-ORDERLY = "left"  # beside it, with the rank: a file that says that the rank ends as it should
-CLOSED = "closed"  # beside it: nobody reads what the processes write any more
-FAILURE = "failure"  # beside it: an exit code, and what the first rank that failed has to say
+# Files by which ranks tell their launcher how they ended.
+ORDERLY = "left"  # with the rank in the name: the rank ended in an orderly way
+CLOSED = "closed"  # the reader of the output has left
+FAILURE = "failure"  # exit code and message of the first rank that failed
 PATIENCE = 3.0  # seconds from asking a rank to end to killing it
 GRACE = 1.0  # seconds in which a rank's death may be noticed after the errors that follow from it
 ERROR_KEY, CODE_KEY = "ladder/errors", "ladder/code"
 PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent dies
 ENCODING: Any = {"encoding": "utf-8", "errors": "surrogatepass"}
 
-_told: Path | None = None  # in a process that `run` started: the folder in which it looks
+_report_folder: Path | None = None  # in a process that `run` started: the folder of these files
 
 
 def _joined() -> Any:
-    """torch.distributed if this process has joined the others; one without torch has not."""
+    """torch.distributed if this process has joined a process group, else None."""
     dist = sys.modules.get("torch.distributed")
     return dist if dist is not None and dist.is_initialized() else None
 
@@ -66,7 +67,7 @@ def rank() -> int:
 
 
 def check_nproc(nproc: int) -> None:
-    """Raise UserError unless so many processes can be started."""
+    """Raise UserError unless this machine can start `nproc` processes."""
     if nproc < 1:
         raise UserError(f"--nproc={nproc} must be 1 or more")
     if nproc > (most := environment.most_processes()):
@@ -81,10 +82,10 @@ def run(
 ) -> int:
     """Run `command(*arguments)` on every rank and return the exit code.
 
-    nproc: processes to start here; 1 runs it in this process (a rank of torchrun, perhaps). A
-    UserError becomes one line on standard error, once for all ranks, and exit code 2. When one
-    rank fails the others are ended; when one is killed, an error names it. modules: what the ranks
-    need, imported once for all of them where they can be forks.
+    nproc: processes to start; 1 runs the command in this process (a rank of torchrun, perhaps). A
+    UserError becomes one line on standard error, once for all ranks, and exit code 2. When a rank
+    fails, the others are ended; when one is killed, an error names it. modules: the modules that
+    the ranks need; where ranks can be forks, they are imported once for all.
     """
     check_nproc(nproc)
     if nproc == 1:
@@ -97,7 +98,7 @@ def run(
     if context.get_start_method() == "fork":
         for name in modules:
             import_module(name)
-    # Not a TemporaryDirectory: that is removed at the exit of any process that is a fork of ours.
+    # Not a TemporaryDirectory: any fork that exits would remove it.
     folder = tempfile.mkdtemp(prefix="ladder-")
     ranks: list[BaseProcess] = []
     before = None
@@ -117,11 +118,11 @@ def run(
 
 
 def _may_fork() -> bool:
-    """Whether ranks may be forks of this process, which start at once and share its imports.
+    """Whether ranks may be forks of this process: they start at once and share its imports.
 
-    A fork has none of its parent's threads, and cannot use its CUDA context or process group. A
-    process that has not even imported torch has none of them, and importing starts none. Beyond
-    Linux, libraries of the system break in forks.
+    A fork lacks its parent's threads, and cannot use its CUDA context or process group. A process
+    that has not imported torch has none of these, and the import creates none. On other systems
+    than Linux, system libraries break in forks.
     """
     return (
         sys.platform == "linux"
@@ -131,9 +132,9 @@ def _may_fork() -> bool:
 
 
 def _pass_on(number: signal.Signals, ranks: Sequence[BaseProcess]) -> Any:
-    """Hand a signal on to the ranks, whose business it is; returns the handler that there was.
+    """Forward a signal to the ranks; returns the handler that was replaced.
 
-    None where there is nothing to restore: only the main thread may handle signals.
+    None if there is none to restore: only the main thread may handle signals.
     """
     if threading.current_thread() is not threading.main_thread():
         return None
@@ -147,11 +148,10 @@ def _pass_on(number: signal.Signals, ranks: Sequence[BaseProcess]) -> Any:
 
 
 def _watch(ranks: Sequence[BaseProcess], folder: Path) -> int:
-    """Wait until all ranks have left, or one has failed; returns the exit code.
+    """Wait until all ranks have ended, or one has failed; returns the exit code.
 
-    A rank that was killed, or left without a word, is named, and nothing else is said: the others
-    may only know that they lost it, or wait for it inside a GPU kernel, where nothing but their end
-    stops them. So it is with one that found its output closed.
+    A rank that was killed, or ended without a message, is the only one named: the others can only
+    report that they lost it, or hang in a GPU kernel that waits for it.
     """
     left: dict[int, int] = {}  # exit codes
     orderly: set[int] = set()
@@ -160,8 +160,8 @@ def _watch(ranks: Sequence[BaseProcess], folder: Path) -> int:
         waiting = [process.sentinel for n, process in enumerate(ranks) if n not in left]
         if not wait(waiting, limit):
             break
-        # Who dies lets go of the others before it can be reaped, and they may end first: so all
-        # whose end has begun are looked at.
+        # A dying rank closes its connections before it can be reaped, so others may end first:
+        # look at every rank that has begun to end.
         ready = wait([process.sentinel for process in ranks], timeout=0)
         for n, process in enumerate(ranks):
             if n not in left and process.sentinel in ready:
@@ -174,9 +174,9 @@ def _watch(ranks: Sequence[BaseProcess], folder: Path) -> int:
         if any(left.values()):
             limit = GRACE
     code, message = _failure(folder)
-    if code != 2:  # a mistake follows from no death
+    if code != 2:  # a user's mistake is no consequence of a rank's death
         for n, end in left.items():
-            # Libraries abort where they lose another rank: that follows from what failed there.
+            # Libraries abort when they lose another rank: the cause is that rank's failure.
             if end < 0 and not (message and -end == signal.SIGABRT):
                 name = signal.Signals(-end).name if -end in set(signal.Signals) else "unknown"
                 print(f"error: rank {n} was killed by signal {-end} ({name})", file=sys.stderr)
@@ -190,7 +190,7 @@ def _watch(ranks: Sequence[BaseProcess], folder: Path) -> int:
 
 
 def _failure(folder: Path) -> tuple[int, str]:
-    """The exit code of the first rank that failed, and what it has to say; 0 where none has."""
+    """The exit code and message of the first rank that failed; code 0 if none has."""
     with suppress(FileNotFoundError):
         code, _, message = (folder / FAILURE).read_bytes().decode(**ENCODING).partition("\n")
         return int(code), message
@@ -198,7 +198,7 @@ def _failure(folder: Path) -> tuple[int, str]:
 
 
 def _end(ranks: Sequence[BaseProcess]) -> None:
-    """End the ranks that still run: politely, then not."""
+    """End the ranks that still run: terminate them, and kill those that go on."""
     for process in ranks:
         if process.is_alive():
             process.terminate()
@@ -219,8 +219,8 @@ def _child(
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
         if os.getppid() != launcher:
             return
-    global _told
-    _told = Path(folder)
+    global _report_folder
+    _report_folder = Path(folder)
     os.environ |= {
         "RANK": str(index),
         "LOCAL_RANK": str(index),
@@ -229,16 +229,16 @@ def _child(
     }
     try:
         code = _guarded(command, arguments)
-    except KeyboardInterrupt:  # the launcher says so
+    except KeyboardInterrupt:  # the launcher reports it
         return
     _note(f"{ORDERLY}{index}")
     sys.exit(code)
 
 
 def _note(name: str) -> None:
-    """Tell `run`, by an empty file, if it has started this process."""
-    if _told is not None:
-        (_told / name).touch()
+    """Create an empty file for `run`, if it has started this process."""
+    if _report_folder is not None:
+        (_report_folder / name).touch()
 
 
 def _guarded(command: Callable[..., int], arguments: tuple[Any, ...]) -> int:
@@ -267,8 +267,8 @@ def _guarded(command: Callable[..., int], arguments: tuple[Any, ...]) -> int:
 def _leave(code: int) -> NoReturn:
     """End this process, a rank of a group, at once.
 
-    An ordinary exit destroys the group's threads in an order that now and then aborts the process
-    ("terminate called without an active exception"), after all its work has been done.
+    An ordinary exit destroys the group's threads in an order that sometimes aborts the process
+    ("terminate called without an active exception") after all its work is done.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -277,17 +277,17 @@ def _leave(code: int) -> NoReturn:
 
 
 def _fail(code: int, message: str) -> int:
-    """Write the message, unless another rank failed first (the rest only follows from that).
+    """Print the message, unless another rank failed first, which is then the cause of this failure.
 
-    In a process that `run` started it is left for it to write, unless a rank has died. A rank of a
-    group leaves the process here, with the first failure's code.
+    In a process that `run` started, the message goes to a file: the launcher prints it, unless a
+    rank has died. A rank of a group ends here, with the exit code of the first failure.
     """
     dist = _joined()
-    if _told is not None:
-        own = _told / f"{FAILURE}{rank()}"
+    if _report_folder is not None:
+        own = _report_folder / f"{FAILURE}{rank()}"
         own.write_bytes(f"{code}\n{message}".encode(**ENCODING))
         with suppress(FileExistsError):  # another was first
-            os.link(own, _told / FAILURE)  # whole, or not at all
+            os.link(own, _report_folder / FAILURE)  # whole, or not at all
         if dist:
             _leave(code)
         return code
@@ -302,26 +302,26 @@ def _fail(code: int, message: str) -> int:
         else:
             code = int(store.get(CODE_KEY))
     except dist.DistError:
-        pass  # the rank that held the store has left: it failed first, and has said why
+        pass  # the rank that held the store is gone: it failed first, and has printed why
     _leave(code)
 
 
 def join(device: str = "auto") -> torch.device:
     """Join the other processes, if there are any, and return this one's device.
 
-    device: `cpu`, `cuda`, or `auto` (cuda where there is one). Groups use NCCL on GPUs and gloo
-    on CPUs. Raises UserError where the device is not there, and where the environment does not say
-    how to meet the others, or they cannot be met.
+    device: `cpu`, `cuda`, or `auto` (cuda if there is a GPU). Groups use NCCL on GPUs and gloo on
+    CPUs. Raises UserError if there is no such device, if the environment variables of the group are
+    wrong, and if the ranks cannot connect.
     """
     import torch
     import torch.distributed as dist
 
-    if _told is not None:  # one of several that share this machine
+    if _report_folder is not None:  # one of several that share this machine
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size()))
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda"):
-        raise UserError(f"device={device!r} must be auto, cpu or cuda")
+        raise UserError(f"--device={device} must be auto, cpu or cuda")
     if not dist.is_initialized():
         environment.check()
     local = environment.number("LOCAL_RANK", 0)
@@ -329,8 +329,8 @@ def join(device: str = "auto") -> torch.device:
     if device == "cuda":
         if local >= torch.cuda.device_count():
             raise UserError(
-                f"device=cuda needs a GPU for local rank {local} and this machine has "
-                f"{torch.cuda.device_count()}; use fewer processes, or device=cpu"
+                f"--device=cuda needs a GPU for local rank {local} and this machine has "
+                f"{torch.cuda.device_count()}; use fewer processes, or --device cpu"
             )
         chosen = torch.device("cuda", local)
         torch.cuda.set_device(chosen)
@@ -352,7 +352,7 @@ def join(device: str = "auto") -> torch.device:
 
 
 def from_first(value: Any) -> Any:
-    """Rank 0's value, on every rank: the others may lie on machines without its files."""
+    """Rank 0's value, on every rank: other machines may lack the files that it comes from."""
     values = [value]
     if world_size() > 1:
         import torch.distributed as dist

@@ -113,7 +113,7 @@ def test_one_message_whatever_is_noticed_first(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """What follows from a death is not said, nor is a death that follows from what was said."""
-    monkeypatch.setattr(launch, "_told", tmp_path)
+    monkeypatch.setattr(launch, "_report_folder", tmp_path)
     for rank, (code, message) in enumerate((failure, (1, "what another rank says later\n"))):
         monkeypatch.setenv("RANK", str(rank))
         assert launch._fail(code, message) == code

@@ -83,4 +83,4 @@ def test_what_ranks_find_before_they_meet_is_said_once(start: Start) -> None:
     """As `--nproc 2 --device cuda` without a GPU is."""
     job = start(launch.run, launch.join, ("gpu",), 2)
     assert job.wait() == 2
-    assert job.err == "error: device='gpu' must be auto, cpu or cuda\n"
+    assert job.err == "error: --device=gpu must be auto, cpu or cuda\n"
