@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -203,18 +204,21 @@ def _landing(landing: Landing) -> str:
 
 
 def _table(plan: Plan) -> str:
-    head = ["layers", "sublayer", "own_lag", "peer_lag", "reduce", "own_scale", "blocks", "norm"]
+    settings = [field.name for field in fields(plan.sublayers[0]) if field.name != "kind"]
+    head = ["layers", "sublayer", *settings, "blocks", "norm"]
     rows = [head]
     blocking, equal = plan.blocking, plan.equal_reads
     layers: list[tuple[int, tuple[tuple[str, ...], ...]]] = []
     for layer, numbers in groupby(range(len(plan.sublayers)), key=lambda n: plan.layers[n]):
-        layers.append((layer, tuple(_row(plan, n, blocking[n], equal[n]) for n in numbers)))
-    for cells, group in groupby(layers, key=lambda item: item[1]):
+        cells = [_row(plan, settings, n, blocking[n], equal[n]) for n in numbers]
+        layers.append((layer, tuple(cells)))
+    for same, group in groupby(layers, key=lambda item: item[1]):
         members = [layer for layer, _ in group]
         name = str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}"
-        for i, row in enumerate(cells):
+        for i, row in enumerate(same):
             rows.append([name if i == 0 else "", *row])
-    rows.append(["", "final norm", "", "", "", "", "", "shared" if equal[-1] else "per rank"])
+    blank = [""] * (len(head) - 3)
+    rows.append(["", "final norm", *blank, "shared" if equal[-1] else "per rank"])
     return aligned(rows)
 
 
@@ -233,14 +237,12 @@ def aligned(rows: Sequence[Sequence[str]], left: int | None = None) -> str:
     )
 
 
-def _row(plan: Plan, n: int, blocks: bool, equal: bool) -> tuple[str, ...]:
+def _row(plan: Plan, settings: Sequence[str], n: int, blocks: bool, equal: bool) -> tuple[str, ...]:
     record = plan.sublayers[n]
+    values = [getattr(record, name) for name in settings]
     return (
         record.kind,
-        str(record.own_lag),
-        str(record.peer_lag),
-        record.reduce,
-        f"{record.own_scale:g}",
+        *(f"{value:g}" if isinstance(value, float) else str(value) for value in values),
         "-" if record.reduce == "none" else "yes" if blocks else "no",
         "shared" if equal else "per rank",
     )
