@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ladder.comm import symmetric
 from ladder.comm.access import push_refusal
 from ladder.comm.push import PushAllReduce, reference_all_reduce
 from ladder.comm.two_shot import TwoShotAllReduce
@@ -74,14 +75,10 @@ def candidates(
     size: int, dtype: torch.dtype, group: Any, device: torch.device, two_shot: TwoShotAllReduce
 ) -> dict[str, Candidate]:
     """By name, for messages of `size` bytes; each with memory of its own."""
-    import torch.distributed._symmetric_memory as symmetric_memory
-
     elements = size // dtype.itemsize
     ops = torch.ops.symm_mem
     plain = [torch.empty(elements, dtype=dtype, device=device) for _ in range(3)]
-    shared = [symmetric_memory.empty(elements, dtype=dtype, device=device) for _ in range(2)]
-    for each in shared:
-        symmetric_memory.rendezvous(each, group.group_name)
+    shared = [symmetric.allocate((elements,), dtype, group, device).own for _ in range(2)]
 
     def nccl() -> Tensor:
         dist.all_reduce(plain[0], group=group)

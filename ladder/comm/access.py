@@ -13,17 +13,17 @@ P2P_SWITCH = "NCCL_P2P_DISABLE"
 
 
 def p2p_disabled() -> bool:
-    """Whether the environment asks that GPUs leave each other's memory alone.
+    """Whether the environment keeps GPUs from using each other's memory.
 
-    NCCL itself obeys 1 alone; who sets anything else but 0 means the same.
+    NCCL itself obeys 1 alone; any other value but 0 is taken to mean the same.
     """
     return os.environ.get(P2P_SWITCH, "0") not in ("", "0")
 
 
 def push_refusal(processes: int) -> str | None:
-    """Why the push kernel cannot run over the `processes` TP ranks of this one's group, or None.
+    """Why kernels cannot write to the memory of this rank's `processes` TP ranks, or None.
 
-    TP ranks are neighbours: see `make_mesh`.
+    TP ranks are neighbours: see `ladder.parallel.mesh`.
     """
     if not torch.cuda.is_available():
         return "it needs GPUs"

@@ -1,4 +1,4 @@
-"""Barriers of ranks on their CUDA streams."""
+"""Barriers: the CUDA streams of all ranks wait for each other."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from ladder.comm.driver import MemoryOperation, driver
 
 
 class StreamBarrier:
-    """`count` places where ranks meet by memory operations of their streams: without a kernel.
+    """`channels` barriers made of memory operations of the streams, without a kernel.
 
-    Matrix products may hold every SM until they end, and a kernel would wait for that. To meet, a
-    rank writes 1 to its flag on every peer, waits until its own flags are 1, and clears them.
+    Matrix products may hold every SM until they end, and a kernel would wait for that. In a barrier
+    a rank writes 1 to its flag on every peer, waits until its own flags are 1, and clears them.
     """
 
-    def __init__(self, group: dist.ProcessGroup, count: int, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, channels: int, device: torch.device) -> None:
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         # No flag is set before every rank's are 0.
-        self.flags = symmetric.allocate((count, world), torch.int32, group, device, bits=0)
+        self.flags = symmetric.allocate((channels, world), torch.int32, group, device, bits=0)
         flags = self.flags.by_rank
         self.operations = []
         make = MemoryOperation
-        for place in range(count):
+        for channel in range(channels):
             peers = [q for q in range(world) if q != rank]
-            theirs = [flags[q][place, rank].data_ptr() for q in peers]
-            mine = [flags[rank][place, q].data_ptr() for q in peers]
+            theirs = [flags[q][channel, rank].data_ptr() for q in peers]
+            mine = [flags[rank][channel, q].data_ptr() for q in peers]
             batch = [make(make.WRITE, address, 1) for address in theirs]
             batch += [make(make.WAIT, address, 1, make.EQUAL) for address in mine]
             batch += [make(make.WRITE, address, 0) for address in mine]
             self.operations.append((make * len(batch))(*batch))
 
-    def meet(self, place: int) -> None:
-        """Have the current stream go on when every rank's has come here and done what is before."""
-        batch = self.operations[place]
+    def wait(self, channel: int) -> None:
+        """Make the current stream wait until every rank's has come to this barrier."""
+        batch = self.operations[channel]
         stream = torch.cuda.current_stream().cuda_stream
         code = driver().cuStreamBatchMemOp_v2(ctypes.c_void_p(stream), len(batch), batch, 0)
         if code:
@@ -47,11 +47,11 @@ class StreamBarrier:
 
 
 class KernelBarrier:
-    """As StreamBarrier, by torch's barrier kernel: it needs one SM for a moment."""
+    """As StreamBarrier, with torch's barrier kernel, which needs one SM for a moment."""
 
-    def __init__(self, group: dist.ProcessGroup, count: int, device: torch.device) -> None:
-        # The barrier's own flags belong to any symmetric memory.
-        self.memory = symmetric.allocate((count,), torch.int32, group, device)
+    def __init__(self, group: dist.ProcessGroup, channels: int, device: torch.device) -> None:
+        # Torch keeps the flags of its barriers beside every symmetric tensor.
+        self.memory = symmetric.allocate((channels,), torch.int32, group, device)
 
-    def meet(self, place: int) -> None:
-        self.memory.handle.barrier(channel=place)
+    def wait(self, channel: int) -> None:
+        self.memory.handle.barrier(channel=channel)

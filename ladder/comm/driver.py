@@ -8,7 +8,7 @@ from typing import Any
 
 
 class MemoryOperation(ctypes.Structure):
-    """CUstreamBatchMemOpParams of the CUDA driver: a 32-bit word to be waited for, or written."""
+    """CUstreamBatchMemOpParams of the CUDA driver: wait for a 32-bit word, or write it."""
 
     WAIT, WRITE = 1, 2
     EQUAL = 1
@@ -24,4 +24,5 @@ class MemoryOperation(ctypes.Structure):
 
 @functools.cache
 def driver() -> Any:
+    """The CUDA driver's library."""
     return ctypes.CDLL("libcuda.so.1")

@@ -37,13 +37,14 @@ def allocate(
     device: torch.device,
     bits: int | None = None,
 ) -> SymmetricTensor:
-    """Allocate one tensor on every rank, outside a graph capture; all ranks must call it alike.
+    """Allocate one tensor on every rank; all ranks must call this alike, outside a graph capture.
 
     bits: what each element holds at first, as a signed integer of its size; this returns when that
     is so on every rank. None: the memory is not initialised.
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 
+    assert not torch.cuda.is_current_stream_capturing(), "run it once before a capture"
     rank = dist.get_rank(group)
     own = symmetric_memory.empty(*shape, dtype=dtype, device=device)
     if bits is not None:

@@ -1,4 +1,4 @@
-"""Transports: how rows of activations travel between ranks, as collectives or as copies."""
+"""Transports: rows of activations travel between ranks, by collectives or by copy engines."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from ladder.comm.barriers import KernelBarrier, StreamBarrier
 from ladder.comm.collectives import all_gather, reduce_scatter
 from ladder.models.errors import UserError
 
-SMALLEST = 1024  # rows that symmetric buffers are made for, at least
+MIN_ROWS = 1024  # that symmetric buffers are made for
 
 
 class Transport(Protocol):
-    """How rows travel. All calls of a forward pass are in one order, the same on every rank."""
+    """How rows travel. Every rank makes the same calls in the same order."""
 
     def partial_buffer(self, rows: int, like: Tensor) -> Tensor | None:
-        """[rows, D] for the next partial to be written into, where that saves a copy."""
+        """A buffer [rows, D] to compute the next partial in, where that saves a copy."""
 
     def scatter(self, partial: Tensor, shard: int) -> list[Tensor]:
-        """Of all ranks' partials [rows, D] this rank's `shard` rows: pieces to be summed."""
+        """This rank's `shard` rows of every rank's partial [rows, D]: pieces to be summed."""
 
     def gather_buffer(self, shard: int, like: Tensor) -> Tensor:
-        """[T x shard, D], in which this rank is to write its own rows before `gather`."""
+        """A buffer [T x shard, D]: this rank writes its own rows there before `gather`."""
 
     def copies(self, full: Tensor) -> list[Tensor]:
-        """Where whoever writes this rank's rows of `full` is to write them too."""
+        """Where else, on peers, to write this rank's rows of the gather buffer `full`."""
 
     def gather(self, full: Tensor) -> None:
-        """Fill the other ranks' rows of the gather buffer, once it and its copies are written."""
+        """Fill the other ranks' rows of the gather buffer, once this rank's are written."""
 
 
 class CollectiveTransport:
@@ -85,32 +85,33 @@ class Workspace:
     partials: list[list[Tensor]]
     normed: list[list[Tensor]]
     staging: list[Tensor]
-    meeting: StreamBarrier | KernelBarrier
+    barrier: StreamBarrier | KernelBarrier
 
 
 class CopyEngineTransport:
-    """Copies between the GPUs' memories, which their copy engines make: no SM works on them.
+    """Copies between the GPUs' memories by their copy engines: no SM works on them.
 
     A rank pulls its rows of the peers' partials, lands them, and pushes its normed rows to the
-    peers. The ranks meet twice in between: READY, before the pulls, and FULL, after the pushes.
-    direct: the landing's kernel itself reads the partials, and writes the normed rows, where they
-    are; sooner done with few rows, but it takes SMs from what runs meanwhile.
+    peers. There are two barriers in between: READY, before the pulls, and FULL, after the pushes.
+    kernels: the barriers are kernels. direct: the landing's kernel itself reads the partials, and
+    writes the normed rows, where they are; sooner done with few rows, but it takes SMs from what
+    runs meanwhile.
 
     Why `sets` = 1 + the largest lag of the plan, used in turn, are enough, L being that lag. Every
-    call below is in one order on its rank (ShardedReducer sees to it), and whoever passes a meeting
+    call below is in one order on its rank (ShardedReducer sees to it), and whoever passes a barrier
     knows what all ranks did before it.
     - Partial n is written by sublayer n, which follows landing n of its rank, thus that landing's
-      FULL meeting. By landing n all outputs up to n - L - 1 have landed, so every rank had pulled
-      partial n - sets, or it would not have come to that meeting.
+      FULL barrier. By landing n all outputs up to n - L - 1 have landed, so every rank had pulled
+      partial n - sets, or it would not have come to that barrier.
     - Staging n is written after landing n - L - 1 or a later one has read staging n - sets.
-    - Normed rows of read n are pushed after the READY meeting of output n - L - 1, to which a rank
+    - Normed rows of read n are pushed after the READY barrier of output n - L - 1, to which a rank
       comes after its sublayer n - L - 1 = n - sets, the last reader of that buffer. Landings that
       bring no output (a lag that grows within a plan) follow one that brought it.
-    - The last landing of a pass brings all outputs, and the first READY meeting of the next pass
+    - The last landing of a pass brings all outputs, and the first READY barrier of the next pass
       comes after all that the main stream did in this one: whatever the sets with which a pass, or
       a graph's replay, begins, they are free. A pass that narrows ends in an all-reduce instead,
       which is passed when every rank's main stream, after its side stream, has come to it.
-    - A flag of a meeting is set again only by a rank that has since passed a meeting of the other
+    - A flag of a barrier is set again only by a rank that has since passed a barrier of the other
       kind, or that all-reduce, to which this rank came after it had cleared the flag: the same
       argument.
     """
@@ -121,7 +122,7 @@ class CopyEngineTransport:
         refusal = push_refusal(self.world)
         if refusal:
             raise UserError(f"transport=copy cannot run here: {refusal}; use transport=collective")
-        self.meetings = KernelBarrier if kernels else StreamBarrier
+        self.make_barrier = KernelBarrier if kernels else StreamBarrier
         self.direct = direct
         # Outgrown ones stay: graphs that were recorded with them may be replayed.
         self.spaces: dict[tuple[int, torch.dtype], list[Workspace]] = {}
@@ -137,7 +138,7 @@ class CopyEngineTransport:
         buffers, staging = space.partials[chosen], space.staging[chosen]
         if partial.data_ptr() != buffers[self.rank].data_ptr():
             buffers[self.rank][: len(partial)].copy_(partial)
-        space.meeting.meet(chosen)
+        space.barrier.wait(chosen)
         mine = slice(self.rank * shard, (self.rank + 1) * shard)
         pieces = [buffer[mine] for buffer in buffers]
         # One after another: all at once, on streams of their own, a prefill of 1024 tokens took
@@ -162,7 +163,7 @@ class CopyEngineTransport:
             for theirs in self._peers_rows(full):
                 theirs.copy_(mine)
         space, chosen = self._space(len(full), full), (self.landed - 1) % self.sets
-        space.meeting.meet(self.sets + chosen)
+        space.barrier.wait(self.sets + chosen)
 
     def _peers_rows(self, full: Tensor) -> list[Tensor]:
         """This rank's rows of the newest `gather_buffer`, in every peer's memory."""
@@ -177,7 +178,7 @@ class CopyEngineTransport:
         return [(self.rank + step) % self.world for step in range(1, self.world)]
 
     def _space(self, rows: int, like: Tensor) -> Workspace:
-        """One with room for `rows`; made when first asked for, by all ranks alike."""
+        """The workspace for `rows`; made when first asked for, by all ranks alike."""
         spaces = self.spaces.setdefault((like.shape[-1], like.dtype), [])
         rows += -rows % self.world
         if not spaces or spaces[-1].rows < rows:
@@ -185,9 +186,7 @@ class CopyEngineTransport:
         return spaces[-1]
 
     def _make(self, rows: int, like: Tensor) -> Workspace:
-        if like.is_cuda:
-            assert not torch.cuda.is_current_stream_capturing(), "run it once before a capture"
-        rows = max(SMALLEST, 2 ** (rows - 1).bit_length())  # twice the last one, or more
+        rows = max(MIN_ROWS, 2 ** (rows - 1).bit_length())  # twice the last one, or more
         rows += -rows % self.world
         size, make = like.shape[-1], {"dtype": like.dtype, "device": like.device}
         with torch.inference_mode(False):  # they outlive the mode, and are written outside it too
@@ -199,9 +198,9 @@ class CopyEngineTransport:
                 torch.empty(self.world - 1, rows // self.world, size, **make)
                 for _ in range(0 if self.direct else self.sets)
             ]
-            meeting = self.meetings(self.group, 2 * self.sets, like.device)
+            barrier = self.make_barrier(self.group, 2 * self.sets, like.device)
         staging = staging or [torch.empty(0, **make)] * self.sets
-        return Workspace(rows, buffers[: self.sets], buffers[self.sets :], staging, meeting)
+        return Workspace(rows, buffers[: self.sets], buffers[self.sets :], staging, barrier)
 
 
 TRANSPORTS: dict[str, Callable[[dist.ProcessGroup, int], Transport]] = {

@@ -349,7 +349,7 @@ def test_copies_meet_and_reuse_their_buffers(
 ) -> None:
     """Four threads with random delays: what a rank reads too early is NaN, or a former pass's.
 
-    One set of buffers less, a meeting left out, a piece or row of another rank, flags that are not
+    One set of buffers less, a barrier left out, a piece or row of another rank, flags that are not
     cleared: all change a result, trip over a flag, or wait for ever. Passes of several sizes, the
     largest not first.
     """
@@ -359,7 +359,7 @@ def test_copies_meet_and_reuse_their_buffers(
     monkeypatch.setattr(symmetric, "allocate", shared)
     monkeypatch.setattr(transports, "KernelBarrier", barriers.StreamBarrier)
     monkeypatch.setattr(transports, "push_refusal", lambda processes: None)
-    monkeypatch.setattr(transports, "SMALLEST", 4)
+    monkeypatch.setattr(transports, "MIN_ROWS", 4)
     stream = SimpleNamespace(cuda_stream=0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     local = threading.local()
