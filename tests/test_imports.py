@@ -1,0 +1,128 @@
+"""Dependencies point one way: every import of one part of the package by another, in one table."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+
+SHARED = "config costs files hf_config lock models progress reader records"
+COMPUTED = "jit comm kernels parallel"  # and ops, between kernels and parallel, once there is one
+JOBS = f"{SHARED} {COMPUTED} next_step checkpoint data plans"
+
+# Each part of ladder (a folder or a module), the lowest first, and the parts that it may import:
+# all of them in lines before its own, so there is no cycle.
+MAY_IMPORT = {
+    "models": "",
+    "jit": "models",
+    "lock": "models",
+    "progress": "",
+    "config": "models",
+    "costs": "models",
+    "hf_config": "models",
+    "records": "models",
+    "files": "lock models",
+    "reader": "config models",
+    "comm": "jit models",
+    "kernels": "comm jit models",
+    "parallel": "kernels comm jit config files models",
+    "next_step": "parallel",
+    "plans": "config models next_step",
+    "checkpoint": "files hf_config models parallel reader",
+    "data": "config files lock models next_step parallel progress",
+    "train": JOBS,
+    "infer": JOBS,
+    "convert": f"{JOBS} infer",
+    "eval": f"{JOBS} infer",
+    "hf": f"{JOBS} convert",
+    "bench": f"{JOBS} train infer convert eval hf",
+    "demo": f"{JOBS} train infer convert eval bench",
+    "doctor": "models next_step",
+    "cli": f"{JOBS} train infer convert eval hf bench demo doctor",
+    "__main__": "cli",
+}
+MODULE = r"ladder(\.\w+)+"
+# What ladder.models may import: a saved model's folder carries its code, which needs torch alone.
+OF_MODELS = {"torch", "ladder", *sys.stdlib_module_names}
+
+
+def named(tree: ast.AST) -> Iterator[str]:
+    """Modules that the code names: imports, those within functions too, and strings for
+    `import_module`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, ast.unparse(node)  # all are absolute
+            if node.module == "ladder":
+                yield from (f"ladder.{alias.name}" for alias in node.names)
+            else:
+                yield str(node.module)
+        elif isinstance(node, ast.Constant) and re.fullmatch(MODULE, str(node.value)):
+            yield str(node.value)
+
+
+def edges(root: Path) -> Iterator[tuple[str, str, str]]:
+    """(file, its part, a part that it names) of the package in folder `root`."""
+    parts = {path.stem for path in root.iterdir()}
+    for path in sorted(root.rglob("*.py")):
+        if path.parent == root and path.name == "__init__.py":
+            continue
+        own = path.relative_to(root).parts[0].removesuffix(".py")
+        for module in named(ast.parse(path.read_text())):
+            first, *rest = module.split(".")
+            if first == "ladder" and rest and rest[0] in parts - {own}:
+                yield str(path.relative_to(root)), own, rest[0]
+
+
+def wrong(root: Path) -> list[str]:
+    return [
+        f"{file}: {own} imports {other}"
+        for file, own, other in edges(root)
+        if other not in MAY_IMPORT.get(own, "").split()
+    ]
+
+
+def test_the_table_points_one_way() -> None:
+    above: set[str] = set()
+    for part, allowed in MAY_IMPORT.items():
+        assert set(allowed.split()) <= above, part
+        above.add(part)
+
+
+def test_dependencies_point_one_way() -> None:
+    assert wrong(ROOT / "ladder") == []
+    parts = {path.stem for path in (ROOT / "ladder").iterdir() if path.suffix == ".py"}
+    parts |= {path.parent.name for path in (ROOT / "ladder").glob("*/__init__.py")}
+    assert parts - {"__init__"} == set(MAY_IMPORT)
+
+
+def test_models_import_torch_and_themselves_alone() -> None:
+    for path in (ROOT / "ladder/models").rglob("*.py"):
+        found = {name.split(".")[0] for name in named(ast.parse(path.read_text()))}
+        assert found <= OF_MODELS, (path, found - OF_MODELS)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from ladder.train.loop import train",
+        "import ladder.train.loop",
+        "from ladder import train",
+        "def f():\n    from ladder.train import loop",
+        "if TYPE_CHECKING:\n    import ladder.train",
+        "import_module('ladder.train.loop')",
+    ],
+)
+def test_an_import_upwards_is_found(tmp_path: Path, line: str) -> None:
+    for name in ("train", "parallel"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "loop.py").write_text("")
+    (tmp_path / "parallel/data.py").write_text(line)
+    assert wrong(tmp_path) == ["parallel/data.py: parallel imports train"]
