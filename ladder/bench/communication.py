@@ -1,7 +1,7 @@
-"""`ladder bench comm`: all-reduces of every kind over message sizes, and the table that follows.
+"""`ladder bench comm`: times of all-reduces by message size, and the dispatch table from them.
 
-Each candidate is captured in a CUDA graph of many calls, so that launching costs nothing, and
-takes turns with the others, round by round. None is timed before its sums have been checked.
+Each candidate is captured in a CUDA graph of many calls, without launch costs. The candidates take
+turns, round by round, and the sums of each are checked before it is timed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ladder.parallel import launch
 from ladder.parallel.dispatch import Dispatch, derive, read_table, size_text, write_table
 from ladder.records import append, facts
 
-PUSHED = 12 * 2**20  # bytes sent by a rank; beyond them a push sends far more than it needs to
+PUSHED = 12 * 2**20  # bytes sent by a rank, above which push is not timed: it sends too much
 CALLS, REPLAYS, ROUNDS = 20, 5, 7
 THEIRS = ("nccl", "torch one-shot", "torch two-shot")
 OURS = ("push", "two-shot")
@@ -40,7 +40,7 @@ ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}
 
 @dataclass(frozen=True)
 class AllReducePoint:
-    """One all-reduce: `size` in bytes; programs: thread blocks, of our two-shot kernel."""
+    """One all-reduce. size: bytes. programs: thread blocks of our two-shot kernel, or None."""
 
     algorithm: str
     size: int
@@ -51,9 +51,9 @@ class AllReducePoint:
 
 @dataclass(frozen=True)
 class AllReduceTimes:
-    """Microseconds a call (median, 10th and 90th percentile, on the slowest rank).
+    """Microseconds per call: median, 10th and 90th percentile, on the slowest rank.
 
-    algbw_gb_s: size over median. ratio: to the fastest of NCCL and torch's kernels.
+    algbw_gb_s: size / median. ratio: median / that of the fastest of NCCL and torch's kernels.
     """
 
     us: float
@@ -65,7 +65,7 @@ class AllReduceTimes:
 
 @dataclass(frozen=True)
 class Candidate:
-    """An all-reduce of what `source` holds; some overwrite it, then it is what `call` returns."""
+    """An all-reduce of `source`; `call` returns the sum, which may be `source` itself."""
 
     source: Tensor
     call: Callable[[], Tensor]
@@ -74,7 +74,7 @@ class Candidate:
 def candidates(
     size: int, dtype: torch.dtype, group: Any, device: torch.device, two_shot: TwoShotAllReduce
 ) -> dict[str, Candidate]:
-    """By name, for messages of `size` bytes; each with memory of its own."""
+    """The candidates by name, for messages of `size` bytes; each has memory of its own."""
     elements = size // dtype.itemsize
     ops = torch.ops.symm_mem
     plain = [torch.empty(elements, dtype=dtype, device=device) for _ in range(3)]
@@ -101,10 +101,10 @@ def candidates(
 
 
 def check(name: str, candidate: Candidate, group: Any) -> None:
-    """Raise RuntimeError, on every rank, unless the sums are right, in a graph and again.
+    """Raise RuntimeError, on every rank, unless repeated sums in a graph are correct.
 
-    Ours equal the float32 sum in rank order, rounded once; the others come as close to it as any
-    order of adding, rounding each time, must.
+    Our sums must equal the float32 sum in rank order, rounded once. The others may differ from it
+    by the error bound of a sum in any order with rounding at each step.
     """
     source = candidate.source
     torch.manual_seed(launch.rank())
@@ -137,7 +137,7 @@ def check(name: str, candidate: Candidate, group: Any) -> None:
 
 
 def measure(found: Mapping[str, Candidate], group: Any) -> dict[str, list[float]]:
-    """Microseconds a call of each candidate, one figure a replay, of this rank."""
+    """Microseconds per call of each candidate on this rank, one figure per replay."""
 
     def calls(candidate: Candidate) -> Callable[[], None]:
         def work() -> None:
@@ -152,7 +152,7 @@ def measure(found: Mapping[str, Candidate], group: Any) -> dict[str, list[float]
         for name, graph in graphs.items():
             torch.cuda.synchronize()
             dist.barrier(group)
-            graph.replay()  # from here on the ranks are in step
+            graph.replay()  # aligns the ranks
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
             marks[0].record()
             for mark in marks[1:]:
@@ -165,7 +165,7 @@ def measure(found: Mapping[str, Candidate], group: Any) -> dict[str, list[float]
 
 
 def summarise(times: Mapping[str, Sequence[float]], size: int) -> dict[str, AllReduceTimes]:
-    """Each candidate's figures for messages of `size` bytes, from its times in microseconds."""
+    """The figures of each candidate for messages of `size` bytes, from times in microseconds."""
     medians = {name: statistics.median(each) for name, each in times.items()}
     best = min(medians[name] for name in THEIRS)
     results = {}
@@ -177,7 +177,7 @@ def summarise(times: Mapping[str, Sequence[float]], size: int) -> dict[str, AllR
 
 
 def table(results: Mapping[int, Mapping[str, AllReduceTimes]]) -> str:
-    """Microseconds by size and candidate, ours over the best of theirs, and the bandwidth."""
+    """A table of microseconds by size and candidate, with the ratio and bandwidth of ours."""
     names = (*THEIRS, *OURS)
     head = f"{'size':>9}" + "".join(f"{name:>16}" for name in names)
     lines = [f"{head}{'ours/best':>11}{'GB/s':>8}"]
@@ -189,21 +189,21 @@ def table(results: Mapping[int, Mapping[str, AllReduceTimes]]) -> str:
 
 
 def dispatch_of(results: Mapping[int, Mapping[str, AllReduceTimes]], source: str) -> Dispatch:
-    """The dispatch table that follows from the results."""
+    """The dispatch table for the results."""
     times = {size: {name: each.us for name, each in row.items()} for size, row in results.items()}
     return Dispatch(derive(times), source)
 
 
 def verdict(dispatch: Dispatch) -> str:
-    """The dispatch table as text, and where NCCL takes over."""
+    """The dispatch table as text, with the size from which NCCL is used."""
     if not dispatch.hand_over:
-        return f"{dispatch.describe()}\nauto leaves all sizes to NCCL"
+        return f"{dispatch.describe()}\nauto uses NCCL for all sizes"
     over = size_text(dispatch.hand_over)
-    return f"{dispatch.describe()}\nauto hands over to NCCL beyond {over}"
+    return f"{dispatch.describe()}\nauto uses NCCL above {over}"
 
 
 def check_options(options: Any) -> None:
-    """Raise UserError for what cannot be measured, here or anywhere."""
+    """Raise UserError for invalid options, and for those that this machine cannot measure."""
     if options.dtype not in DTYPES:
         raise unknown("--dtype", options.dtype, DTYPES)
     for size in options.sizes:
@@ -213,15 +213,15 @@ def check_options(options: Any) -> None:
         raise UserError(f"--programs={options.programs} must be 1 or more")
     if options.write_table is not None and not options.write_table.parent.is_dir():
         raise UserError(
-            f"--write-table={options.write_table}: its folder is not there; make it first"
+            f"--write-table={options.write_table}: its folder does not exist; make it first"
         )
     if options.write_table is not None and options.write_table.is_file():
-        read_table(options.write_table)  # what is there is kept
+        read_table(options.write_table)  # an invalid table is an error now, not at the end
     refusal = push_refusal(launch.world_size())
     if refusal:
         raise UserError(f"`ladder bench comm` compares kernels on peer memory: {refusal}")
     if launch.world_size() < 2:
-        raise UserError("one rank reduces nothing; start one for each GPU (--nproc)")
+        raise UserError("one rank has nothing to reduce; start one rank per GPU (--nproc)")
 
 
 @torch.inference_mode()
@@ -262,14 +262,14 @@ def main(options: Any) -> int:
         print(verdict(chosen), flush=True)
         if options.write_table is not None:
             write_table(options.write_table, gpu, world, chosen)
-            print(f"{options.write_table}: written; LADDER_DISPATCH names it to `ladder`")
+            print(f"{options.write_table}: written; set LADDER_DISPATCH to it to use the table")
     return 0
 
 
 def records(
     row: Mapping[str, AllReduceTimes], size: int, options: Any, about: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The lines of comm.jsonl for one size."""
+    """The records of one size for comm.jsonl."""
     made = []
     for name, result in row.items():
         programs = options.programs if name == "two-shot" else None

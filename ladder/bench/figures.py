@@ -1,7 +1,7 @@
-"""Figures as SVG: lines that carry their names where they end, and labelled bars.
+"""Figures as SVG: lines with their names at their ends, and labelled bars.
 
-A figure is light, with text as text. `inline` lets it follow the theme of the page around it. The
-same data gives the same bytes with one version of matplotlib (the `report` extra).
+Figures have a light background and real text. `inline` makes them follow the theme of a page. The
+same data and version of matplotlib (the `report` extra) give the same bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from ladder.models.errors import UserError
 
 INK, MUTED, GRID, PAPER = "#1f2329", "#5f6975", "#d8dde3", "#fffffe"
-# Each reads on white and on a dark page. A plan has its colour in every figure.
+# Legible on light and dark pages. A plan has the same colour in every figure.
 COLOURS = {
     "ladder": "#d4580b",
     "standard": "#2f78c4",
@@ -30,13 +30,13 @@ COLOURS = {
 }
 WIDTH, FONT = 640, 11  # points
 GAP = 15  # between the baselines of two labels
-FEW = 20  # a line of fewer points shows each, and says its value under the pointer
+FEW = 20  # a line of fewer points marks each point, with its value as a tooltip
 NEEDED = "they need matplotlib: pip install 'ladder[report]'"
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of `bars`. text: what stands at its end. bound: no way to run, but a limit."""
+    """One bar of `bars`. text: the label at its end. bound: a theoretical limit, drawn hatched."""
 
     name: str
     value: float
@@ -50,7 +50,7 @@ def available() -> bool:
 
 
 def require_matplotlib() -> None:
-    """Raise UserError unless figures can be drawn."""
+    """Raise UserError if matplotlib, which draws figures, is not installed."""
     if not available():
         raise UserError(f"this draws figures, and {NEEDED}")
 
@@ -68,10 +68,10 @@ def lines(
     colours: Mapping[str, str] | None = None,
     height: int = 340,
 ) -> str:
-    """Lines as SVG: name -> (x, y); a name stands right of its line's last point.
+    """Lines as SVG: name -> (x, y); a name is drawn to the right of its line's last point.
 
-    ticks, y_ticks: the only ones of a logarithmic axis; none: a linear one. zero: what the line
-    y = 0 stands for, which is drawn then. colours: of lines whose names are no plans'.
+    ticks, y_ticks: the ticks of a logarithmic axis; (): a linear axis. zero: the meaning of the
+    line y = 0, which is then drawn. colours: those of lines whose names are no plans.
     """
     figure, axes, above = _canvas(height, title, (subtitle, y_label))
     if zero:
@@ -82,9 +82,9 @@ def lines(
     for number, (name, (x, y)) in enumerate(series.items()):
         drawn[name] = known.get(name) or next(spare, INK)
         axes.plot(x, y, color=drawn[name], linewidth=2.2 if name == "ladder" else 1.6)
-        for place, point in enumerate(zip(x, y, strict=True) if len(x) < FEW else ()):
-            axes.plot(*point, "o", color=drawn[name], markersize=6, gid=f"point-{number}-{place}")
-            said[f"point-{number}-{place}"] = (
+        for i, point in enumerate(zip(x, y, strict=True) if len(x) < FEW else ()):
+            axes.plot(*point, "o", color=drawn[name], markersize=6, gid=f"point-{number}-{i}")
+            said[f"point-{number}-{i}"] = (
                 f"{name}: {x_label} {point[0]:.6g}, {y_label} {point[1]:.6g}"
             )
     axes.autoscale_view()
@@ -118,14 +118,14 @@ def bars(
     height = row * len(values) + 24 + (22 if title else 0) + (18 if subtitle else 0)
     figure, axes, above = _canvas(height, title, (subtitle,))
     said = {}
-    for place, bar in enumerate(values):
+    for row, bar in enumerate(values):
         style = {"fill": False, "edgecolor": bar.colour, "hatch": "////", "linewidth": 1.2}
         solid = {"color": bar.colour}
         shape = style if bar.bound else solid
-        axes.barh(place, bar.value, height=0.66, gid=f"bar-{place}", **shape)
-        said[f"bar-{place}"] = f"{bar.name}: {bar.value:.6g} {unit}"
+        axes.barh(row, bar.value, height=0.66, gid=f"bar-{row}", **shape)
+        said[f"bar-{row}"] = f"{bar.name}: {bar.value:.6g} {unit}"
         axes.annotate(
-            bar.text, (bar.value, place), (6, 0), textcoords="offset points", va="center_baseline",
+            bar.text, (bar.value, row), (6, 0), textcoords="offset points", va="center_baseline",
             color=INK, fontsize=FONT, weight="normal" if bar.bound else "bold",
         )  # fmt: skip
     axes.set_yticks(range(len(values)), labels=[bar.name for bar in values])
@@ -136,7 +136,7 @@ def bars(
     measure = _measure(figure)
     left = max(measure(label) for label in axes.get_yticklabels()) + 16
     room = WIDTH - left
-    # The largest scale at which every bar and the text at its end have room.
+    # The largest scale at which every bar and its label fit.
     scale = min(
         (room - measure(text) - 16) / bar.value
         for bar, text in zip(values, axes.texts, strict=True)
@@ -147,7 +147,7 @@ def bars(
 
 
 def inline(svg: str) -> str:
-    """The same figure for a page: its text, grid and ground take the page's colours."""
+    """The figure for a page, with the page's colours for text, grid and background."""
     names = {INK: "--ink", MUTED: "--muted", GRID: "--line", PAPER: "--paper"}
     for colour, name in names.items():
         svg = svg.replace(colour, f"var({name})")
@@ -155,23 +155,23 @@ def inline(svg: str) -> str:
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Positions at least `gap` apart within low to high, in the order of `wanted` and as near to it
-    as can be, by least squares. (Where they do not fit they reach below low.)
+    """Positions at least `gap` apart in [low, high], in the order of `wanted` and closest to it.
 
-    Less i gaps, the ith must not be below the one before: an isotonic regression.
+    Closest by least squares. Positions that do not fit extend below `low`. After subtraction of
+    i gaps from the ith position, this is an isotonic regression.
     """
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
     blocks: list[list[float]] = []
-    for place, index in enumerate(order):
-        blocks.append([wanted[index] - gap * place])
+    for i, index in enumerate(order):
+        blocks.append([wanted[index] - gap * i])
         while len(blocks) > 1 and _mean(blocks[-2]) > _mean(blocks[-1]):
             last = blocks.pop()
             blocks[-1] += last
     top = high - gap * (len(wanted) - 1)
     level = [min(max(_mean(block), low), top) for block in blocks for _ in block]
     found = [0.0] * len(wanted)
-    for place, index in enumerate(order):
-        found[index] = level[place] + gap * place
+    for i, index in enumerate(order):
+        found[index] = level[i] + gap * i
     return found
 
 
@@ -180,7 +180,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _canvas(height: int, title: str, below: Sequence[str]) -> tuple[Any, Any, float]:
-    """A figure, its axes, and the points that its headings take at the top."""
+    """A figure, its axes, and the height of its headings in points."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -209,7 +209,7 @@ def _canvas(height: int, title: str, below: Sequence[str]) -> tuple[Any, Any, fl
 
 
 def _measure(figure: Any) -> Any:
-    """Text -> its width in points."""
+    """A function that returns a text's width in points."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     renderer = FigureCanvasAgg(figure).get_renderer()
@@ -217,7 +217,7 @@ def _measure(figure: Any) -> Any:
 
 
 def _place(figure: Any, left: float, right: float, above: float, below: float) -> None:
-    """Margins around the axes, in points."""
+    """Set the margins around the axes, in points."""
     height = figure.get_figheight() * 72
     figure.subplots_adjust(
         left=left / WIDTH, right=1 - right / WIDTH, top=1 - above / height, bottom=below / height
@@ -228,8 +228,10 @@ def _name_ends(
     figure: Any, axes: Any, ends: Mapping[str, tuple[float, float]], colours: Mapping[str, str],
     above: float,
 ) -> None:  # fmt: skip
-    """Each name beside its line's end, moved up or down where names that stand at the same place
-    would overlap; a thin line leads back to an end that a name was moved away from."""
+    """Write each name beside its line's end, moved up or down where names would overlap.
+
+    A thin line connects a moved name with its line's end.
+    """
     measure = _measure(figure)
     texts = {
         name: axes.annotate(
@@ -241,16 +243,16 @@ def _name_ends(
     }  # fmt: skip
     width = {name: measure(text) for name, text in texts.items()}
     low, high = axes.get_ylim()
-    axes.set_ylim(low, high)  # what follows must not move it
+    axes.set_ylim(low, high)  # fixed, so that later drawing does not change it
     figure.draw_without_rendering()
     left = 12 + max((measure(label) for label in axes.get_yticklabels()), default=0)
     _place(figure, left, max(width.values(), default=0) + 14, above, 40)
-    place = {name: axes.transData.transform(end) for name, end in ends.items()}
+    positions = {name: axes.transData.transform(end) for name, end in ends.items()}
     box = axes.get_window_extent()
-    for group in _beside(place, width):
-        wanted = [place[name][1] for name in group]
+    for group in _beside(positions, width):
+        wanted = [positions[name][1] for name in group]
         for name, y in zip(group, spread(wanted, GAP, box.y0, box.y1), strict=True):
-            moved = float(y - place[name][1])
+            moved = float(y - positions[name][1])
             texts[name].set_position((9, moved))
             if abs(moved) > GAP / 3:
                 axes.annotate(
@@ -261,21 +263,21 @@ def _name_ends(
 
 
 def _beside(
-    place: Mapping[str, tuple[float, float]], width: Mapping[str, float]
+    positions: Mapping[str, tuple[float, float]], width: Mapping[str, float]
 ) -> list[list[str]]:
-    """The names in groups whose texts overlap from left to right."""
+    """The names in groups whose texts overlap horizontally."""
     groups: list[list[str]] = []
     edge = float("-inf")
-    for name in sorted(place, key=lambda each: float(place[each][0])):
-        if float(place[name][0]) >= edge:
+    for name in sorted(positions, key=lambda each: float(positions[each][0])):
+        if float(positions[name][0]) >= edge:
             groups.append([])
         groups[-1].append(name)
-        edge = max(edge, float(place[name][0]) + width[name] + 12)
+        edge = max(edge, float(positions[name][0]) + width[name] + 12)
     return groups
 
 
 def _svg(figure: Any, said: Mapping[str, str], title: str) -> str:
-    """The figure's SVG without an XML head; said: what stands under the pointer, by its id."""
+    """The figure's SVG without an XML head. said: tooltips, by the id of their element."""
     import matplotlib
 
     settings = {"svg.fonttype": "none", "svg.hashsalt": "ladder", "font.size": FONT}

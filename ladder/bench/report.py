@@ -1,7 +1,6 @@
-"""Report pages: one self-contained HTML file each, from one template (report.html.j2).
+"""Report pages: self-contained HTML files, from the template report.html.j2.
 
-A page says what was found, shows its figure, then its tables, which scroll inside the page, and
-last what was run on what.
+A page has its finding in a sentence, a figure, tables, and the commands and machines of the runs.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Heading:
 
 @dataclass(frozen=True)
 class Code:
-    """Text as it stands."""
+    """Preformatted text."""
 
     kind: ClassVar[str] = "code"
     text: str
@@ -42,7 +41,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Aside:
-    """Text as it stands, folded behind its summary."""
+    """Preformatted text, folded behind a summary."""
 
     kind: ClassVar[str] = "aside"
     summary: str
@@ -51,7 +50,7 @@ class Aside:
 
 @dataclass(frozen=True)
 class Link:
-    """To another page, by a relative path; more: what follows it."""
+    """A link to another page, by a relative path. more: the text after it."""
 
     kind: ClassVar[str] = "link"
     path: str
@@ -69,7 +68,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """svg: what `ladder.bench.figures` draws."""
+    """A figure. svg: drawn by `ladder.bench.figures`."""
 
     kind: ClassVar[str] = "figure"
     svg: str
@@ -87,9 +86,9 @@ NO_FIGURES = Text(f"No figures: {figures.NEEDED}.")
 def page(
     title: str, finding: str, parts: Iterable[PagePart], machines: Iterable[Mapping[str, Any]] = ()
 ) -> str:
-    """A whole HTML page; its figure comes first of the parts.
+    """A complete HTML page of the parts, the figure first.
 
-    finding: what the page shows, in a sentence. machines: the facts that its records hold.
+    finding: the result in a sentence. machines: the facts of its records.
     """
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
@@ -99,7 +98,7 @@ def page(
 
 
 def runs(machines: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    """Under RUNS, a row for each command on each machine and commit; see `ladder.records.facts`."""
+    """The rows under RUNS: one per command, machine and commit (see `ladder.records.facts`)."""
     found: dict[tuple[str, ...], dict[str, dict[str, None]]] = {}
     for facts in machines:
         own = (_hardware(facts), _of(facts, "driver"), _versions(facts), _of(facts, "commit"))
@@ -137,7 +136,7 @@ def _rates(facts: Mapping[str, Any]) -> str:
 
 
 def _command(facts: Mapping[str, Any]) -> str:
-    """With the variables that NCCL reads before it."""
+    """The command, after its NCCL_* environment variables."""
     environment = facts.get("environment") or {}
     return " ".join(
         [*(f"{key}={value}" for key, value in environment.items()), _of(facts, "command")]

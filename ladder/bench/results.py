@@ -1,4 +1,4 @@
-"""Result files of the benchmarks: JSON lines, whose older keys are read as today's."""
+"""Result files of the benchmarks: JSON lines; old keys are translated to the current ones."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from ladder.models.errors import UserError
 
-# Keys of a record and of its point that were renamed; files in benchmarks/results have them.
+# Renamed keys of records and points, which files in benchmarks/results still have.
 RENAMED = {"dropped": "no_comm", "silent": "no_comm", "without_reduces": "no_comm"}
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The records of a file. Raises UserError where a line is not JSON."""
+    """The records of a file. Raises UserError if a line is not JSON."""
     records = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         try:

@@ -169,7 +169,7 @@ def test_the_report_of_measured_times(tmp_path: Path) -> None:
     assert lines[2].split()[-4:-2] == ["-", "55.0"]  # no push of that size
     chosen = comm.dispatch_of(results, "a test")
     assert chosen.until == ((8192, "push"), (8 * MIB, "two-shot"))
-    assert "hands over to NCCL beyond 8 MiB" in comm.verdict(chosen)
+    assert "uses NCCL above 8 MiB" in comm.verdict(chosen)
     assert "all sizes to NCCL" in comm.verdict(Dispatch((), ""))
 
     class Options:
@@ -193,7 +193,7 @@ def test_the_report_of_measured_times(tmp_path: Path) -> None:
         (["--programs", "0"], "--programs=0"),
         (["--write-table", "/nowhere/t.json"], "--write-table=/nowhere/t.json"),
         (["--write-table", __file__], "cannot read the dispatch table"),
-        ([], "needs GPUs" if not torch.cuda.is_available() else "one for each GPU"),
+        ([], "needs GPUs" if not torch.cuda.is_available() else "one rank per GPU"),
         pytest.param(
             ["--nproc", "2"], "needs GPUs",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without GPUs"),

@@ -1,7 +1,7 @@
-"""Time to the first token from a cold start: new processes, an empty Triton cache.
+"""Time to the first token from a cold start: new processes and an empty Triton cache.
 
-Each point gets fresh ranks, which build the model with random weights, capture the engine's graphs,
-and read a prompt. The clock starts before the first process does.
+Each point has ranks of its own, which build the model with random weights, capture the engine's
+graphs and process a prompt. The time includes the start of the processes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ MARK = "cold start: "  # before the JSON that rank 0 prints
 
 
 def start(point: InferencePoint) -> dict[str, float]:
-    """Run `child` on fresh ranks; the seconds that it reports, and `exit_s`, until all have ended.
+    """Run `child` on new ranks; returns its times in seconds, and `exit_s`, until all have ended.
 
-    Raises RuntimeError with what a rank said where one fails, and ends the others.
+    If a rank fails, ends the others and raises RuntimeError with the ranks' output.
     """
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()
@@ -74,7 +74,7 @@ def start(point: InferencePoint) -> dict[str, float]:
 
 
 def _wait(ranks: Sequence[subprocess.Popen], limit: float) -> str | None:
-    """Until all have ended well; else what went wrong first."""
+    """Wait until all ranks have ended; returns the first failure, or None."""
     while any(process.poll() is None for process in ranks):
         for rank, process in enumerate(ranks):
             if process.poll():
@@ -94,7 +94,7 @@ def _read(output: IO[str]) -> str:
 
 
 def child(point: InferencePoint, device_name: str = "cuda") -> int:
-    """On each fresh rank: one first token; rank 0 prints when each part was done."""
+    """Generate one token on a new rank; rank 0 prints the seconds of each part."""
     began = float(os.environ[STARTED])
     times: dict[str, float] = {}
     last = began

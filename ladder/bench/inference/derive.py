@@ -1,4 +1,4 @@
-"""What follows from the benchmark's records: ratios, exposed communication, throughput."""
+"""Figures derived from the benchmark's records: ratios, exposed communication, throughput."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Record = dict[str, Any]
 PHASES = ("prefill", "decode", "total")
 EXPLANATION = """\
 prefill: from token ids on the host to the first token chosen. decode: one step of the whole batch,
-median (p99 beside it) over all steps. tokens/s: new tokens over the time of prefill and all steps
-in one go, measured, not put together from the two; each user's, and of all.
-exposed: time over that of the same plan without communication (no_comm), same kernels, same run,
-less 1. x none: time over that of `none`, standard wiring without communication; a plan that lags
-can beat it.
+median (and p99) over all steps. tokens/s: new tokens over the measured time of prefill and all
+steps in one go; per user, and of the batch.
+exposed: time over that of the same plan without communication (no_comm), with the same kernels in
+the same run, minus 1. x none: time over that of `none`, standard wiring without communication; a
+plan that lags can beat it.
 x std: standard's time with its best reducer over this time; x NCCL: with NCCL's all-reduces.
 of floor: prefill, FLOPs over the rate of a large matmul; decode, bytes of weights and cache over
 the bandwidth of a large copy; both measured in the run.
-ideal: x standard with the same reducer, as a share of (compute + comm) / max(compute, comm), with
-compute the time of `none` and comm what standard takes beyond it."""
+ideal: x standard with the same reducer, as a share of (compute + comm) / max(compute, comm), where
+compute is the time of `none`, and comm standard's additional time."""
 
 
 def by_point(records: Iterable[Record]) -> dict[InferencePoint, Record]:
@@ -31,9 +31,9 @@ def by_point(records: Iterable[Record]) -> dict[InferencePoint, Record]:
 
 
 def derive(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One row for each point that is no counterpart: its times and what they mean.
+    """One row for each point that is no counterpart, with its times and derived figures.
 
-    Ratios whose other side was not measured are None.
+    Ratios to points that were not measured are None.
     """
     found = by_point(records)
     rows = []
@@ -47,7 +47,7 @@ def derive(records: Sequence[Record]) -> list[dict[str, Any]]:
 def _row(
     point: InferencePoint, record: Record, same: dict[InferencePoint, Record]
 ) -> dict[str, Any]:
-    """same: the records of its case, its own among them."""
+    """The row of a point. same: all records of its case."""
     result = record["result"]
     row: dict[str, Any] = {"point": point, **{f"{p}_ms": result[f"{p}_ms"] for p in PHASES}}
     seconds = result["total_ms"] / 1e3
@@ -68,7 +68,7 @@ def _row(
         none = _times(same, phase, "none")
         bare = record["no_comm"]
         compute: list[float] = []
-        if bare:  # a counterpart of its own has its T; `none` has none
+        if bare:  # a counterpart of the plan has the point's T; `none` has none
             degree = point.degree if bare[1] else 0
             compute = _times(same, phase, bare[0], no_comm=bare[1], degree=degree)
         row |= {
@@ -89,7 +89,7 @@ def _times(
     same: dict[InferencePoint, Record], phase: str, plan: str, reducer: str | None = None,
     no_comm: bool = False, degree: int = 0,
 ) -> list[float]:  # fmt: skip
-    """Milliseconds of the case's points of that plan (and reducer)."""
+    """Milliseconds of the case's points with that plan (and reducer)."""
     return [
         record["result"][f"{phase}_ms"]
         for point, record in same.items()
@@ -106,7 +106,7 @@ HEAD = ("plan", "reducer", "prefill ms", "exposed", "of floor", "decode ms", "p9
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """A row as text, under HEAD."""
+    """The cells of a row, in the order of HEAD."""
     point: InferencePoint = row["point"]
     virtual = f" (T {point.degree})" if point.degree > point.tp else ""
     return [
@@ -142,7 +142,7 @@ def by_case(rows: Iterable[dict[str, Any]]) -> dict[InferencePoint, list[dict[st
 
 
 def text_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows of one case as text."""
+    """A table of the rows of one case, as text."""
     lines = [HEAD, *(cells(row) for row in rows)]
     shown = [describe(rows[0]["point"]), aligned(lines, left=2)]
     picked = [
@@ -155,17 +155,17 @@ def text_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def plain(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as data for JSON."""
+    """A row as plain data for JSON."""
     return {**row, "point": asdict(row["point"])}
 
 
 def improvements(
     rows: Iterable[dict[str, Any]], reducer: str | None = None
 ) -> dict[tuple[InferencePoint, int], dict[str, dict[int, float]]]:
-    """Percent more end-to-end tokens/s than standard: (shape, tp) -> plan -> batch -> percent.
+    """The gain in end-to-end tokens/s over standard: (shape, tp) -> plan -> batch -> percent.
 
-    Each plan and standard with its best reducer, or all with `reducer`, as the paper has NCCL.
-    The first of the key is a case without its TP degree and batch (both 0).
+    Each plan and standard have their best reducer, or `reducer` (the paper uses NCCL). A shape is a
+    case without its TP degree and batch (both 0).
     """
     best: dict[tuple[InferencePoint, int], dict[str, dict[int, float]]] = {}
     for row in rows:
@@ -187,8 +187,9 @@ def improvements(
 def pareto(
     rows: Iterable[dict[str, Any]],
 ) -> dict[InferencePoint, dict[str, list[tuple[float, float]]]]:
-    """Shape -> plan -> the frontier of (completion latency in s, tokens/s per GPU), over batch
-    sizes, TP degrees and reducers: no other point of the plan is both faster and denser.
+    """The Pareto frontiers over batch sizes, TP degrees and reducers: shape -> plan -> points.
+
+    A point is (completion latency in s, tokens/s per GPU).
     """
     clouds: dict[InferencePoint, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:

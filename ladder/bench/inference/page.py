@@ -37,7 +37,7 @@ def write_page(
 
 
 def finding(rows: Sequence[dict[str, Any]], cold: Sequence[dict[str, Any]]) -> str:
-    """What the records say, in a sentence: of the case with the most points."""
+    """The main result of the records in a sentence, for the case with the most points."""
     if rows:
         members = leading_case(rows)
         plans = fastest(members)
@@ -59,12 +59,12 @@ def finding(rows: Sequence[dict[str, Any]], cold: Sequence[dict[str, Any]]) -> s
 
 
 def leading_case(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The case with the most points, the first of several."""
+    """The rows of the case with the most points; of equal cases, the first."""
     return max(by_case(rows).values(), key=len)
 
 
 def fastest(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of each plan the row with the shortest decode step, whatever its reducer."""
+    """The row with the shortest decode step of each plan, over all reducers."""
     best: dict[str, dict[str, Any]] = {}
     for row in rows:
         plan = row["point"].plan
@@ -74,7 +74,7 @@ def fastest(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def decode_bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
-    """The rows of one case as bars, slowest first, and the memory floor last."""
+    """Bars of the rows of one case, the slowest first, and the memory floor last."""
     found = []
     for row in sorted(rows, key=lambda row: -float(row["decode_ms"])):
         point: InferencePoint = row["point"]
@@ -92,14 +92,16 @@ def decode_bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
 
 
 def _figures(rows: Sequence[dict[str, Any]]) -> list[PagePart]:
-    """The leading case's decode steps, and the paper's figures of shapes that were measured at
-    several batch sizes; of one, tables say all."""
+    """A figure of the leading case's decode steps, and the paper's figures.
+
+    The paper's figures need several batch sizes; tables suffice for one.
+    """
     if not figures.available():
         return [NO_FIGURES]
     members = leading_case(rows)
     what = (
-        f"Decode, ms a step: {describe(members[0]['point'])}. x: how many times as fast as "
-        f"standard with NCCL's all-reduces; hatched: bounds, not ways to run."
+        f"Decode, ms per step: {describe(members[0]['point'])}. x: speed relative to standard with "
+        f"NCCL's all-reduces; hatched: theoretical bounds."
     )
     parts: list[PagePart] = [Figure(figures.bars(decode_bars(members), "ms"), what)]
     over: list[PagePart] = []
@@ -142,14 +144,14 @@ def _shape(shape: InferencePoint) -> str:
 
 
 def _paper_tables(rows: Sequence[dict[str, Any]]) -> list[PagePart]:
-    """Improvements as the paper's Tables 1, 2 and 6 define them."""
+    """Tables of improvements, as defined in the paper's Tables 1, 2 and 6."""
     parts: list[PagePart] = []
     for case, members in by_case(rows).items():
         table = [_improved(row) for row in members if row["point"].plan != "standard"]
         if any(cell != "-" for line in table for cell in line[2:]):
             parts.append(Table(PAPER_HEAD, table, describe(case)))
     meaning = (
-        "prefill, decode: one minus the ratio of the times; tokens/s: how many more.\n"
+        "prefill, decode: one minus the ratio of the times; tokens/s: the increase.\n"
         "NCCL: over standard with NCCL, as in the paper; best: over standard with its best reducer."
     )
     title = Heading("Improvement over standard (the paper's Tables 1, 2 and 6)")
