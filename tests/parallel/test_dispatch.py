@@ -170,7 +170,7 @@ def test_the_report_of_measured_times(tmp_path: Path) -> None:
     chosen = comm.dispatch_of(results, "a test")
     assert chosen.until == ((8192, "push"), (8 * MIB, "two-shot"))
     assert "uses NCCL above 8 MiB" in comm.verdict(chosen)
-    assert "all sizes to NCCL" in comm.verdict(Dispatch((), ""))
+    assert "uses NCCL for all sizes" in comm.verdict(Dispatch((), ""))
 
     class Options:
         programs, dtype = 32, "bfloat16"
