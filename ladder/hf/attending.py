@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ladder.models.documents import starts_of
+from ladder.models.errors import UserError
 
 
 class LadderCache:
@@ -50,6 +51,26 @@ def attended(mask: Tensor | None, past: Any, tokens: Tensor, keys: int) -> Tenso
         return seen
     kept = nn.functional.pad(mask[:, :keys].bool(), (0, max(0, keys - mask.shape[1])), value=True)
     return seen & kept[:, None, None, :] | (positions == own)
+
+
+def given_mask(mask: Tensor | None, past: Any, tokens: Tensor, keys: int) -> Tensor | None:
+    """The attention mask of `tokens` [B, S] after `past` tokens, from that of a forward pass.
+
+    mask: [B, past + S], 0 for padding, or [B, 1, S, keys], which is returned as it is. None in both
+    places: all tokens are given, and no padding.
+    """
+    if mask is not None and mask.dim() == 2:
+        size = tokens.shape[1]
+        if mask.shape[1] < past + size:
+            raise UserError(
+                f"attention_mask has {mask.shape[1]} positions for {past + size} tokens, including "
+                f"those in the cache; give one position per token"
+            )
+        if not past and mask[:, :size].all():
+            mask = None  # for a faster kernel
+    if mask is None and not past:
+        return None
+    return attended(mask, past, tokens, keys) if mask is None or mask.dim() == 2 else mask
 
 
 def packed(positions: Tensor | None, mask: Tensor | None) -> Tensor | None:

@@ -18,7 +18,7 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTra
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from ladder.hf.attending import LadderCache, attended, packed
+from ladder.hf.attending import LadderCache, given_mask, packed
 from ladder.hf_config import config_from_huggingface, refuse_quantised
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
@@ -155,23 +155,17 @@ class LadderModel(nn.Module):
         """
         if input_ids is None or inputs_embeds is not None:
             raise UserError("inputs_embeds is not supported: give only input_ids")
-        for name, given in (
+        for name, asked in (
             ("output_attentions", output_attentions),
             ("output_hidden_states", output_hidden_states),
         ):
-            if getattr(self.config, name, False) if given is None else given:
-                raise UserError(f"{name}=True is not supported: leave it out")
+            self._refuse_output(name, asked)
+        self._refuse_adapters()
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if self.gradient_checkpointing and self.training:  # recomputation would store keys twice
             use_cache, past_key_values = False, None
         transformer, size = self.transformer, input_ids.shape[1]
-        if transformer.reducer.ranks.degree > 1 and transformer.adapted:
-            raise UserError(
-                f"adapters support matrices of one rank, and this model has "
-                f"{transformer.reducer.ranks.degree} (plan {transformer.config.plan.name!r}); use "
-                f"a plan that does not depend on T and one process, or train all weights"
-            )
         past, keys, documents = 0, size, None
         if past_key_values is None and (
             attention_mask is None or attention_mask.shape == input_ids.shape
@@ -191,18 +185,7 @@ class LadderModel(nn.Module):
                 f"{int(past)} tokens in the cache and {size} more exceed the model's "
                 f"max_seq_len={longest}; shorten the prompt, or lower max_new_tokens"
             )
-        if attention_mask is not None and attention_mask.dim() == 2:
-            if attention_mask.shape[1] < past + size:
-                raise UserError(
-                    f"attention_mask has {attention_mask.shape[1]} positions for {past + size} "
-                    f"tokens, including those in the cache; give one position per token"
-                )
-            if not past and attention_mask[:, :size].all():
-                attention_mask = None  # for a faster kernel
-        mask = attention_mask
-        if mask is None or mask.dim() == 2:
-            plain = mask is None and not past
-            mask = None if plain else attended(mask, past, input_ids, keys)
+        mask = given_mask(attention_mask, past, input_ids, keys)
         if position_ids is None and past:
             position_ids = (past + torch.arange(size, device=input_ids.device)).unsqueeze(0)
         cache = None
@@ -217,6 +200,19 @@ class LadderModel(nn.Module):
             last=last,
         )
         return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+
+    def _refuse_output(self, name: str, asked: bool | None) -> None:
+        if getattr(self.config, name, False) if asked is None else asked:
+            raise UserError(f"{name}=True is not supported: leave it out")
+
+    def _refuse_adapters(self) -> None:
+        transformer, degree = self.transformer, self.transformer.reducer.ranks.degree
+        if degree > 1 and transformer.adapted:
+            raise UserError(
+                f"adapters support matrices of one rank, and this model has {degree} (plan "
+                f"{transformer.config.plan.name!r}); use a plan that does not depend on T and one "
+                f"process, or train all weights"
+            )
 
 
 class LadderForCausalLM(PreTrainedModel, GenerationMixin):
