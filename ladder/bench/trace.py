@@ -1,17 +1,16 @@
-"""What ran when on a GPU: a trace for Perfetto, and how much of the communication was hidden.
+"""GPU traces for Perfetto, and the share of the communication that was hidden.
 
-A trace holds phases (a prefill and a few decode steps; a training step's forward and its backward
-pass), each apart from the rest by a pause; what a CUDA graph runs has names and streams of its own
-there. What the figures rest on:
+A trace has phases (a prefill and some decode steps; a training step's forward and backward pass),
+separated by pauses. The work of a CUDA graph has its own names and streams in it. Conventions:
 
-- A stream runs one kernel after another. A dependent launch starts before the kernel ahead of it
-  ends, only to wait for it; so a kernel's own time begins where the kernel ahead of it on its
-  stream has ended. (CUDA graphs spread their branches over streams of their own.)
-- A reduce is hidden for as long as a computation runs on another stream. What a kernel waits for
-  its peers is part of its time.
-- Where a plan's reduces are fused into its matrix products (pushes) and landings, no kernel
-  communicates alone: then what shows is the time of the landings that are kernels of their own. A
-  kernel that computes and communicates counts as a computation.
+- A stream runs one kernel after another. A dependent launch starts before the previous kernel on
+  its stream ends, but waits for it; so a kernel's own time begins at the end of the previous
+  kernel. (CUDA graphs put their branches on separate streams.)
+- A reduce is hidden while a computation runs on another stream. The time for which a kernel waits
+  for its peers is part of its own time.
+- If a plan's reduces are fused into its matrix products (pushes) and landings, no kernel only
+  communicates. Then only landings that are kernels of their own are visible. A kernel that computes
+  and communicates counts as a computation.
 
 Source: Ladder Residual (arXiv 2501.06589), Figure 6, as a number.
 """
@@ -46,12 +45,12 @@ COMMUNICATION, LANDING, TRANSFER, COMPUTATION, BOTH = (
     "computation",
     "both",
 )
-# Part of the name of a kernel that is not ours -> what it is; the first that fits. All others
-# compute.
+# Part of the name of a kernel that is not ours -> its kind; the first match counts. All other
+# kernels compute.
 KINDS = (
     ("Memcpy PtoP", COMMUNICATION),  # copy engines, between GPUs
-    # Neither hides a reduce nor is one. (Of a copy on the device a trace does not tell whether one
-    # end is a peer's memory, mapped here.)
+    # Other transfers neither are reduces nor hide them. (For a copy on the device, a trace does not
+    # tell whether one end is a peer's memory.)
     ("Memcpy", TRANSFER),
     ("Memset", TRANSFER),
     ("nccl", COMMUNICATION),
@@ -66,10 +65,10 @@ KINDS = (
     ("wait_signal", COMMUNICATION),
     ("put_signal", COMMUNICATION),
 )
-PAUSE = 2e-3  # seconds around a phase: far more than GPU and host clocks differ in a trace
+PAUSE = 2e-3  # seconds around a phase, far above the difference of GPU and host clocks in a trace
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 TOP = 10
-CLOCK = 1.8e9  # Hz, a GPU's, about: torch's `_sleep` counts cycles
+CLOCK = 1.8e9  # Hz, about that of a GPU: torch's `_sleep` counts cycles
 
 Interval = tuple[float, float]
 
@@ -85,7 +84,7 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class Reduce:
-    """One communication kernel. hidden: the part of its time under computation, 0 to 1."""
+    """One communication kernel. hidden: the share of its time under computation, 0 to 1."""
 
     name: str
     start: float
@@ -95,12 +94,12 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What the kernels of one phase did; microseconds, of the whole phase.
+    """The figures of one phase, in microseconds.
 
-    span: from the first kernel's start to the last one's end. idle: of it, with no kernel running.
-    communication: the sum over the reduces, hidden: the part of it under computation (0 to 1).
-    exposed: time in which something communicated or landed, and nothing computed. landing: the sum
-    over the kernels that only land. top: (name, count, total, mean), by total.
+    span: from the first kernel's start to the last one's end. idle: the part without any kernel.
+    communication: the sum over the reduces. hidden: the share of it under computation (0 to 1).
+    exposed: the time with communication or landings but no computation. landing: the sum over the
+    kernels that only land. top: (name, count, total, mean), by total.
     """
 
     span: float
@@ -123,7 +122,7 @@ def kind_of(name: str) -> str:
 
 
 def in_own_time(events: Iterable[Kernel]) -> list[Kernel]:
-    """The events in order, each from where the one ahead of it on its stream has ended."""
+    """The events in order, each beginning no earlier than the end of the previous on its stream."""
     free: dict[int, float] = {}
     found = []
     for event in sorted(events, key=lambda event: (event.start, event.end)):
@@ -135,7 +134,7 @@ def in_own_time(events: Iterable[Kernel]) -> list[Kernel]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same times as intervals that are in order and apart."""
+    """The union of intervals, as ordered and disjoint intervals."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -150,12 +149,12 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def covered(start: float, end: float, cover: Sequence[Interval]) -> float:
-    """How much of (start, end) the intervals of a union cover."""
+    """The length of (start, end) that the disjoint intervals `cover` cover."""
     return sum(max(0.0, min(end, b) - max(start, a)) for a, b in cover)
 
 
 def overlap(events: Iterable[Kernel]) -> Overlap:
-    """How much of each communication ran under computation; see the module's text and `Overlap`."""
+    """The overlap of communication and computation; see the module's docstring and `Overlap`."""
     kernels = in_own_time(events)
     by_kind: dict[str, list[Kernel]] = defaultdict(list)
     by_name: dict[str, list[float]] = defaultdict(list)
@@ -197,7 +196,7 @@ def read_trace(file: Path) -> list[dict[str, Any]]:
 
 
 def kernels_of(trace: Iterable[Mapping[str, Any]], phase: str) -> list[Kernel]:
-    """What ran on the GPU within the host's annotation `phase`, which must be in the trace once."""
+    """The GPU work within the host's annotation `phase`, which must occur once in the trace."""
     trace = list(trace)
     marks = [e for e in trace if e.get("cat") == "user_annotation" and e.get("name") == phase]
     assert len(marks) == 1, f"{phase} is {len(marks)} times in the trace"
@@ -230,8 +229,8 @@ def describe(phase: str, found: Overlap, steps: int = 1) -> str:
         )
     else:
         lines.append(
-            f"{phase}: communication kernels: none (what is communicated is fused into other "
-            f"kernels, whose waiting is part of their time); exposed in landing kernels "
+            f"{phase}: communication kernels: none (communication is fused into other kernels, "
+            f"whose waiting is part of their time); exposed in landing kernels "
             f"{found.exposed / steps:.1f} us"
         )
     if found.landing and reduces:
@@ -252,11 +251,11 @@ def record(
 ) -> None:
     """Trace the phases, one after another; write the trace to `file`, if any.
 
-    head_start: seconds for which the GPU waits before each phase, while the host launches it: for
-    work that the host launches far ahead of the GPU elsewhere.
+    head_start: seconds for which the GPU waits before each phase while the host launches it, as in
+    training, where the host is ahead of the GPU.
 
-    All is run twice, and the second time traced. Every rank calls this alike, and traces, whether
-    it writes or not: what tracing costs would otherwise make one rank late for all reduces.
+    All phases run twice, and the second run is traced. Every rank must call this and trace, whether
+    it writes or not: otherwise the cost of tracing would delay one rank's reduces.
     """
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -275,7 +274,7 @@ def record(
             for phase, work in phases.items():
                 _line_up(device)
                 if head_start and device.type == "cuda":
-                    # The kernel begins before the phase does, and so is no part of it.
+                    # The kernel begins before the phase, so it is not part of it.
                     torch.cuda._sleep(int(head_start * CLOCK))
                 _pause()
                 with record_function(phase):
@@ -287,7 +286,7 @@ def record(
 
 
 def _line_up(device: torch.device) -> None:
-    """Let all ranks start together, with nothing left to do."""
+    """Wait until all ranks have finished their work, so that they start together."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     if launch.world_size() > 1:
@@ -297,7 +296,7 @@ def _line_up(device: torch.device) -> None:
 
 
 def _pause() -> None:
-    """Wait for PAUSE seconds, awake: sleepers would not come back together."""
+    """Spin for PAUSE seconds: after a sleep, ranks would not wake at the same time."""
     end = time.perf_counter() + PAUSE
     while time.perf_counter() < end:
         pass
@@ -310,13 +309,12 @@ def profile(
     out: Path,
     head_start: float = 0.0,
 ) -> tuple[str, dict[str, Overlap]]:
-    """Trace the phases; every rank calls this alike.
+    """Trace the phases; every rank must call this.
 
-    steps: how many steps a phase is, 1 where it is not named. head_start: see `record`. out: the
-    trace that rank 0 writes, NAME.json.gz, for https://ui.perfetto.dev; NAME.figures.json beside it
-    holds the `Overlap` of each phase. Returns the figures as text and by phase on rank 0, and
-    nothing on the others.
-    Raises UserError where the profiler saw no kernel.
+    steps: the number of steps in a phase, 1 by default. head_start: see `record`. out: the trace
+    that rank 0 writes, NAME.json.gz, for https://ui.perfetto.dev; NAME.figures.json beside it has
+    the `Overlap` of each phase. Returns the figures as text and by phase on rank 0, and empty ones
+    on the others. Raises UserError if the profiler saw no kernel.
     """
     assert out.name.endswith(".json.gz"), out
     if launch.rank() != 0:

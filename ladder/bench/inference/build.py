@@ -1,4 +1,4 @@
-"""The models that the benchmark runs: random weights made on the device, or a checkpoint's."""
+"""The benchmark's models: with random weights made on the device, or a checkpoint's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ladder.models.transformer import Transformer, meta_model
 from ladder.parallel.mesh import make_mesh
 from ladder.parallel.sharding import local_parameters, local_tensor, shard_model
 
-SHARPNESS = 2.0  # of the random attention: else it is an average, whose errors are invisible
+SHARPNESS = 2.0  # factor on q_proj: flat random attention would hide errors by averaging
 
 
 def tp_mesh(device: torch.device, tp: int) -> DeviceMesh | None:
@@ -35,10 +35,10 @@ def random_model(
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Transformer:
-    """The model with random weights made on the device, the same at every TP and for every plan.
+    """A model with random weights made on the device, the same at every TP and for every plan.
 
-    Every parameter is drawn whole, from its name's seed, and cut. Matrices keep the variance of
-    what they read, so every layer shows in the logits, which have the variance 1.
+    Every parameter is drawn whole, with a seed from its name, and then sliced. Matrices keep the
+    variance of their input, so every layer affects the logits, which have variance 1.
     """
     model = meta_model(config)
     shard_model(model, tp_mesh(device, tp), device=device, dtype=dtype, reducer=reducer)
@@ -56,7 +56,7 @@ def random_model(
 def _fill(
     weight: Tensor, init: Initialisation, config: ModelConfig, generator: torch.Generator
 ) -> None:
-    if init is Initialisation.ONES:  # not all 1: a norm taken for another must show
+    if init is Initialisation.ONES:  # not all 1, so that exchanged norms are detected
         weight.normal_(1.0, 0.2, generator=generator)
     elif init is Initialisation.ZEROS:
         weight.normal_(0.0, 0.2, generator=generator)
@@ -69,7 +69,7 @@ def _fill(
 def build(
     point: InferencePoint, config: ModelConfig, reducer: str, device: torch.device
 ) -> Transformer:
-    """The model of a point in bfloat16: a checkpoint's own plan has its weights."""
+    """The model of a point in bfloat16; with a checkpoint's weights for the plan `checkpoint`."""
     if point.plan != CHECKPOINT or point.no_comm:
         return random_model(config, reducer, point.tp, device)
     folder = newest(Path(point.model))

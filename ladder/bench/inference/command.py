@@ -1,8 +1,8 @@
 """`ladder bench inference`: prefill and decode of several plans and reducers, side by side.
 
-Nothing is timed before it has been checked (`verify`). What is finished is appended to
-inference.jsonl and skipped when the command is started again; the page and summary.json follow from
-that file.
+Every configuration is checked before it is timed (`verify`). Finished points are appended to
+inference.jsonl and skipped when the command is started again; the page and summary.json are made
+from that file.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ from ladder.models.errors import UserError
 from ladder.parallel import launch
 from ladder.records import append, facts
 
-SAME = ("gpu", "torch", "commit")  # of a record's machine, for all that is compared
+SAME = ("gpu", "torch", "commit")  # facts of the machine that compared records must share
 RESULTS, COLD, SUMMARY, PAGE = "inference.jsonl", "cold.jsonl", "summary.json", "inference.html"
 PEER_MEMORY = ("push",)  # reducers that need the peers' memory
 
 
 @dataclass(frozen=True)
 class InferenceRun:
-    """What the ranks do: the option sets, P2P on or off, and when to stop starting (epoch, s).
+    """The work of the ranks: option sets, P2P on or off.
 
-    asked: the options are the user's own, not a suite's, of which what cannot run is left out.
+    deadline: the time (epoch, s) after which no measurement starts. asked: the options come from
+    the user and not from a suite, whose points that cannot run are left out.
     """
 
     settings: tuple[Settings, ...]
@@ -62,7 +63,7 @@ class InferenceRun:
 
 
 def main(options: Any) -> int:
-    """Run `ladder bench inference`: the option sets, with P2P on and then off, on fresh ranks."""
+    """Run `ladder bench inference`: the option sets, with P2P on and then off, on new ranks."""
     if options.cold_child:
         return cold.child(InferencePoint(**json.loads(options.cold_child)))
     launch.check_nproc(options.ranks)
@@ -107,7 +108,7 @@ def main(options: Any) -> int:
 
 
 def chosen(options: Any) -> list[Settings]:
-    """The option sets: a suite's, where options that are given replace its own, or one."""
+    """The option sets: those of a suite, overridden by given options, or one of the options."""
     names = {item.name for item in fields(Settings)}
     given = {key: value for key, value in vars(options).items() if key in names}
     if "p2p" in given:
@@ -118,7 +119,10 @@ def chosen(options: Any) -> list[Settings]:
 
 
 def run_job(job: InferenceRun) -> int:
-    """On each rank: measure what is not finished; rank 0 prints and writes. 1: some were wrong."""
+    """Measure the unfinished points on each rank; rank 0 prints and writes.
+
+    Returns the exit status: 1 if a point failed its check.
+    """
     if not job.p2p:
         os.environ[P2P_SWITCH] = "1"  # before NCCL starts
     elif p2p_disabled():
@@ -171,9 +175,10 @@ def check_same_code(
     facts: Mapping[str, Any],
     file: Path,
 ) -> None:
-    """Raise UserError where new points of a case would be compared with those of other code.
+    """Raise UserError if new points of a case would be compared with those of other code.
 
-    done: the records so far; skip: points that are not measured again; facts: of this machine.
+    done: the records so far. skip: finished points, which are not measured again. facts: those of
+    this machine.
     """
     kept = [point for point in case if point in skip]
     for point in kept if len(kept) < len(case) else ():
@@ -181,9 +186,9 @@ def check_same_code(
             there, here = done[point]["machine"].get(key), facts.get(key)
             if there != here:
                 raise UserError(
-                    f"{file} holds {point} from {key} {there}, and this is {here}: what is "
-                    f"compared must be measured alike; choose another --out, or remove the case's "
-                    f"lines there"
+                    f"{file} holds {point} from {key} {there}, and this is {here}: points that are "
+                    f"compared must share it; choose another --out, or remove the case's lines "
+                    f"there"
                 )
 
 
@@ -199,7 +204,7 @@ def _keep(
     found: list[Any],
     refused: list[str],
 ) -> None:
-    """Append what was measured, and say what was refused."""
+    """Append the records of measured points, and print the errors of refused ones."""
     records = [{**record, "machine": facts} for record in found]
     done |= by_point(records)
     if launch.rank() == 0:
@@ -209,18 +214,18 @@ def _keep(
 
 
 def trace_file(out: Path, point: InferencePoint) -> Path:
-    """Where `--profile` puts a point's trace."""
+    """The file of a point's trace."""
     name = re.sub(r"[^A-Za-z0-9.]+", "-", str(point)).strip("-")
     return out / "traces" / f"{name}.json.gz"
 
 
 def _refusal(reducer: str, tp: int) -> str | None:
-    """Why some rank cannot run it, or None; every rank asks alike."""
+    """The reason why some rank cannot run a reducer, or None; every rank must call this."""
     return common_push_refusal(tp) if reducer in PEER_MEMORY else None
 
 
 def cold_starts(job: InferenceRun, ranks: int) -> int:
-    """Time the first token of every point from nothing; its own file, its own finished points."""
+    """Time the first token of every point from a cold start, and record it in cold.jsonl."""
     if launch.world_size() > 1:
         raise UserError("--cold starts its own processes: use --nproc, not torchrun")
 
@@ -248,14 +253,14 @@ def cold_starts(job: InferenceRun, ranks: int) -> int:
 
 
 def finished(file: Path, kind: str = "check") -> dict[InferencePoint, dict[str, Any]]:
-    """The points that a result file holds already; records without `kind` are of an older form."""
+    """The finished points of a result file; records without `kind` are in an older format."""
     if not file.is_file():
         return {}
     return by_point(record for record in read(file) if kind in record)
 
 
 def write_report(out: Path) -> None:
-    """summary.json (derived rows) and the page, from all that the folder holds."""
+    """Write summary.json (derived rows) and the page from all records in the folder."""
     records = list(finished(out / RESULTS).values())
     started = list(finished(out / COLD, "cold").values())
     rows = derive(records)
@@ -265,7 +270,7 @@ def write_report(out: Path) -> None:
 
 
 def machine(device: torch.device, speed: float, rate: float) -> dict[str, Any]:
-    """What the figures were measured on and with."""
+    """The facts of this machine for records."""
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return {
         **facts(torch.cuda.get_device_name(device)),

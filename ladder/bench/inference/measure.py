@@ -1,4 +1,4 @@
-"""Timing points side by side: all live at once and take turns, so that drift hits all alike."""
+"""Timing of points that are in memory together and take turns, so that drift affects all alike."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from ladder.parallel import launch
 from ladder.parallel.sharding import local_tensor
 
 ROUNDS = 3
-WORKSPACES = 3 * 2**30  # NCCL's buffers, cuBLAS' workspaces, CUDA's own, captured graphs
-HEADROOM = 0.92  # of the free memory is planned with
+WORKSPACES = 3 * 2**30  # NCCL's buffers, cuBLAS' workspaces, CUDA's own memory, captured graphs
+HEADROOM = 0.92  # the share of the free memory that is used
 
 
 @dataclass(frozen=True)
 class InferenceTimes:
-    """Milliseconds, medians over rounds but for the decode steps.
+    """The times of a point in milliseconds: medians over rounds, except for decode steps.
 
     prefill: from token ids on the host to the first token chosen. decode: between the ends of
-    steps that follow each other, median and p99 over all steps of all rounds; its floor is a step's
-    bytes over the bandwidth. total: from the start of the prefill to the last of new_tokens tokens,
-    in one go. memory: of weights, KV cache and graphs, on the fullest rank. picked: message bytes
-    -> the algorithm that the reducer took; None where it does not say.
+    consecutive steps, median and p99 over all steps of all rounds; its floor is a step's bytes over
+    the bandwidth. total: from the start of the prefill to the last of new_tokens tokens, in one go.
+    memory: weights, KV cache and graphs, on the fullest rank. picked: message bytes -> the
+    algorithm that the reducer used; None if the reducer does not report it.
     """
 
     prefill_ms: float
@@ -66,7 +66,7 @@ class TimedSession:
 
 
 def worst(value: float, device: torch.device) -> float:
-    """The largest of all ranks' values, so that all decide alike."""
+    """The largest of all ranks' values, so that all ranks make the same decision."""
     if launch.world_size() == 1:
         return value
     everywhere = torch.tensor(value, dtype=torch.float64, device=device)
@@ -75,13 +75,13 @@ def worst(value: float, device: torch.device) -> float:
 
 
 def estimated_bytes(config: ModelConfig, point: InferencePoint) -> float:
-    """Memory that a point takes on each process, estimated on the safe side."""
+    """A conservative estimate of a point's memory on each process."""
     length = point.prompt + point.new_tokens + 256  # the engine rounds up
     return inference_bytes(config, point.tp, point.batch, point.prompt, length) + WORKSPACES
 
 
 def free_bytes(device: torch.device) -> float:
-    """Free memory of the fullest device."""
+    """The free memory of the fullest device."""
     gc.collect()
     torch.cuda.empty_cache()
     return -worst(-torch.cuda.mem_get_info(device)[0], device)
@@ -90,9 +90,9 @@ def free_bytes(device: torch.device) -> float:
 def chunks(
     points: Sequence[InferencePoint], free: float
 ) -> tuple[list[list[InferencePoint]], list[InferencePoint]]:
-    """(points that fit beside each other, those that do not fit at all), in order.
+    """Groups of points that fit into memory together, and the points that do not fit at all.
 
-    A plan stays with its counterpart where the two fit: their difference is what is wanted.
+    A plan stays with its counterpart if the two fit, since their difference is reported.
     """
     found: list[list[InferencePoint]] = []
     too_large: list[InferencePoint] = []
@@ -129,11 +129,11 @@ def measure(
     traces: Callable[[InferencePoint], Path] | None = None,
     keep: Callable[[list[dict[str, Any]], list[str]], None] | None = None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """(records of the points, why others were refused); every rank calls this alike.
+    """The records of the points, and error messages for refused points; every rank must call this.
 
-    speed: bytes per second of the memory; rate: FLOPs per second of a matmul. traces: where to put
-    a trace of each point, taken when all has been timed, and when `keep` has had what is returned:
-    a trace that fails costs no figures.
+    speed: the memory's bytes per second; rate: FLOPs per second of a matmul. traces: the file of
+    each point's trace. Traces are made after all timing, and after `keep` was called with the
+    result, so that a trace that fails loses no figures.
     """
     expected = _references(points, device)
     lives, refused = [], []
@@ -173,14 +173,14 @@ def measure(
 
 
 def _function(point: InferencePoint) -> tuple[str, int, bool]:
-    """What decides the function that a point of a case computes: all but the reducer."""
+    """The fields that determine the function that a point of a case computes."""
     return point.plan, point.degree, point.no_comm
 
 
 def _references(
     points: Sequence[InferencePoint], device: torch.device
 ) -> dict[tuple[str, int, bool], Reference]:
-    """What each plan should compute: the plain modules with NCCL, one plan in memory at a time."""
+    """The reference of each plan, from the plain modules with NCCL; one model is in memory."""
     found: dict[tuple[str, int, bool], Reference] = {}
     for point in points:
         key = _function(point)
@@ -197,12 +197,12 @@ def _references(
 
 def _build(point: InferencePoint, expected: Reference, device: torch.device) -> TimedSession:
     """The point's engine, captured, warmed up and checked."""
-    free_bytes(device)  # lets go of what earlier points left
+    free_bytes(device)  # frees the memory of earlier points
     config = resolve(point)
     model = build(point, config, point.reducer, device)
     session = Engine(model).session(point.batch, point.prompt + point.new_tokens, Sampling())
     checked = check(session, expected)
-    torch.cuda.empty_cache()  # what the check took
+    torch.cuda.empty_cache()  # the memory of the check
     prompts = list(expected.tokens[torch.arange(point.batch) % len(expected.tokens)])
     session.prefill([prompt[: point.prompt] for prompt in prompts], torch.zeros((1, point.batch)))
     torch.cuda.synchronize()
@@ -210,7 +210,7 @@ def _build(point: InferencePoint, expected: Reference, device: torch.device) -> 
 
 
 def held_bytes(session: Session) -> int:
-    """What the session holds on this rank's GPU: weights, KV cache, and its graphs' memory."""
+    """The session's bytes on this rank's GPU: weights, KV cache and graphs."""
     found = [session.cache.keys, session.cache.values]
     for module in session.model.modules():
         own = (vars(module), module._parameters, module._buffers)  # packed weights are attributes
@@ -226,7 +226,7 @@ def held_bytes(session: Session) -> int:
 
 @dataclass
 class Timings:
-    """Milliseconds: of each prefill, of each decode step (by rounds), of each whole run."""
+    """Milliseconds of each prefill, of each decode step (by rounds) and of each whole run."""
 
     prefills: list[float]
     steps: list[list[float]]
@@ -239,10 +239,10 @@ class Timings:
 
 
 def _round(live: TimedSession, source: torch.Generator) -> tuple[float, list[float], float]:
-    """Read fresh prompts and decode all new tokens, once."""
+    """Prefill new random prompts and decode all new tokens, once."""
     point, session = live.point, live.session
     prompts, uniforms = _prompts(live, source), _uniforms(live)
-    session.prefill(prompts, uniforms)  # whatever ran before, this configuration is warm
+    session.prefill(prompts, uniforms)  # warms this configuration up, after that of another point
     start, *marks = [torch.cuda.Event(enable_timing=True) for _ in range(point.new_tokens + 1)]
     torch.cuda.synchronize()
     if launch.world_size() > 1:  # all ranks start together

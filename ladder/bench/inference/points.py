@@ -1,4 +1,4 @@
-"""What `ladder bench inference` measures: option sets, suites, and the points they stand for."""
+"""The points of `ladder bench inference`, and the option sets and suites that define them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ladder.models.errors import UserError, check_keys, unknown
 from ladder.models.presets import resolve_plan
 from ladder.parallel.reducers import REDUCERS
 
-CHECKPOINT = "checkpoint"  # the plan that stands for a checkpoint's own, with its weights
+CHECKPOINT = "checkpoint"  # the name of a checkpoint's own plan, with its weights
 SHAPE_PLANS = ("standard", "ladder", "none")
 CHECKPOINT_PLANS = (CHECKPOINT, "standard", "none")
 
@@ -24,8 +24,8 @@ CHECKPOINT_PLANS = (CHECKPOINT, "standard", "none")
 class InferencePoint:
     """One configuration to measure.
 
-    degree: T, for plans that depend on it (more than tp: virtual ranks); 0 for the others.
-    no_comm: the plan without its reduces, for the communication that the plan exposes.
+    degree: T, for plans that depend on it (above tp: virtual ranks); 0 for others. no_comm: the
+    plan without its reduces, for the difference to the plan: its exposed communication.
     """
 
     model: str
@@ -42,7 +42,7 @@ class InferencePoint:
 
     @property
     def case(self) -> InferencePoint:
-        """What points that can be compared have in common."""
+        """The fields that comparable points share; the others are empty."""
         return replace(self, plan="", reducer="", degree=0, no_comm=False)
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ def describe(case: InferencePoint) -> str:
 
 @dataclass(frozen=True)
 class Settings:
-    """One set of options; every combination of its plans, reducers, tp, batch, p2p is a point.
+    """An option set; every combination of its plans, reducers, tp, batch and p2p is a point.
 
     plans: () for SHAPE_PLANS, or CHECKPOINT_PLANS. tp: () for all ranks. layers: 0 for all.
     tp_degree: T of the plans that depend on it; 0: tp.
@@ -80,7 +80,7 @@ class Settings:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "") -> Settings:
-        """One from options or from a suite's set: single values may stand for lists of one."""
+        """An option set from options or from a suite; single values may replace lists of one."""
         check_keys(where or "the benchmark", data, [item.name for item in fields(cls)])
         values = {}
         for item in fields(cls):
@@ -117,7 +117,7 @@ class Settings:
         self._check_model()
 
     def _check_model(self) -> None:
-        """Raise UserError unless the model has the layers, the context and the plans."""
+        """Raise UserError unless the model supports the layers, the context and the plans."""
         whole = load_shape(self.model)
         if self.layers > whole.num_layers:
             raise UserError(
@@ -136,7 +136,7 @@ class Settings:
                 resolve_plan(load_plan(plan), layers, self.tp_degree or 2)
             elif self.layers or not is_folder(self.model):
                 raise UserError(
-                    f"plan {CHECKPOINT!r} is a checkpoint's own, whole: it needs --model=FOLDER "
+                    f"plan {CHECKPOINT!r} is that of a whole checkpoint: it needs --model=FOLDER "
                     f"and no --layers"
                 )
         for tp in self.tp:
@@ -157,12 +157,12 @@ def _option(name: str) -> str:
 
 
 def is_folder(model: str) -> bool:
-    """Whether `--model` is a checkpoint's folder: a known shape's name comes first."""
+    """Whether `--model` is a checkpoint's folder; the name of a shape takes precedence."""
     return not (configs_folder() / "models" / f"{model}.yaml").is_file() and Path(model).is_dir()
 
 
 def load_shape(model: str, layers: int = 0) -> ModelConfig:
-    """The shape of a named model or of a checkpoint, wired as `standard`."""
+    """The shape of a named model or of a checkpoint, with the plan `standard`."""
     if is_folder(model):
         config = read_config(newest(Path(model)))
         layers = layers or config.num_layers
@@ -176,7 +176,7 @@ def _named_shape(model: str, layers: int) -> ModelConfig:
 
 
 def resolve(point: InferencePoint) -> ModelConfig:
-    """The config of a point; UserError where there is no such model."""
+    """The config of a point. Raises UserError if there is no such model."""
     if point.plan == CHECKPOINT:
         config = read_config(newest(Path(point.model)))
         plan, degree = config.plan, config.tp_degree or point.tp
@@ -191,10 +191,10 @@ def resolve(point: InferencePoint) -> ModelConfig:
 
 
 def counterpart(point: InferencePoint, reducer: str) -> InferencePoint | None:
-    """The same computation without communication; None where the plan has none.
+    """The point with the same computation and no communication; None if `point` is one.
 
-    `none` itself for the plans that are wired as `standard`. reducer: what is left to it is the
-    embedding and the head.
+    For plans with the records of `standard` it is `none`. reducer: the one that is still used for
+    the embedding and the head.
     """
     config = resolve(point)
     if point.tp == 1 or config.plan.no_comm:
@@ -213,10 +213,10 @@ def expand(
     refusal: Callable[[str, int], str | None],
     asked: bool = False,
 ) -> tuple[list[list[InferencePoint]], list[str]]:
-    """(cases, lines on what is left out): each case's points are measured side by side.
+    """The cases, whose points are measured side by side, and lines about what is left out.
 
-    refusal: why a reducer cannot run at a TP degree, or None. asked: the options are the user's
-    own and not a suite's, so UserError where nothing is left.
+    refusal: the reason why a reducer cannot run at a TP degree, or None. asked: the options come
+    from the user and not from a suite; then raises UserError if no point is left.
     """
     cases: dict[InferencePoint, dict[InferencePoint, None]] = {}
     left_out: dict[str, None] = {}
@@ -227,7 +227,7 @@ def expand(
             if ranks % tp:
                 left_out[f"{each.model} at TP {tp}: there are {ranks} ranks"] = None
                 continue
-            # One process reduces nothing, whatever the reducer is called.
+            # One process has nothing to reduce, so all reducers are the same.
             usable = ["async"] if tp == 1 else list(each.reducers)
             for reducer in list(usable):
                 if tp > 1 and (why := refusal(reducer, tp)):
@@ -245,7 +245,7 @@ def expand(
 
 
 def refuse_degree(each: Settings, ranks: int) -> None:
-    """Raise UserError where a TP degree does not divide the T that was asked for a plan."""
+    """Raise UserError if a TP degree does not divide the T of a plan."""
     for tp in each.tp or (ranks,):
         for plan in each.chosen_plans:
             if plan != CHECKPOINT and _degree(each, _point(each, plan, tp)) % tp:
@@ -256,14 +256,14 @@ def refuse_degree(each: Settings, ranks: int) -> None:
 
 
 def _point(each: Settings, plan: str, tp: int) -> InferencePoint:
-    """A point of the first batch size and reducer, as far as a set alone says what it is."""
+    """A point of an option set, with the first batch size and reducer."""
     layers = load_shape(each.model, each.layers).num_layers
     return InferencePoint(each.model, plan, each.reducers[0], tp, each.batch[0], each.prompt,
                  each.new_tokens, layers)  # fmt: skip
 
 
 def _degree(each: Settings, point: InferencePoint) -> int:
-    """The T that a point's plan is to have; 0 where it does not depend on it, or it is the TP's."""
+    """The T of a point's plan; 0 if the plan does not depend on T, or T is the TP degree."""
     if point.plan == CHECKPOINT:
         return read_config(newest(Path(each.model))).tp_degree or 0
     plan = resolve(point).plan
@@ -273,7 +273,7 @@ def _degree(each: Settings, point: InferencePoint) -> int:
 def _points(
     each: Settings, tp: int, batch: int, p2p: bool, usable: list[str], left_out: dict[str, None]
 ) -> list[InferencePoint]:
-    """The points of one case, each plan's counterpart after it."""
+    """The points of one case, each plan followed by its counterpart."""
     found: list[InferencePoint] = []
     for plan in each.chosen_plans:
         point = replace(_point(each, plan, tp), reducer=usable[0], batch=batch, p2p=p2p)

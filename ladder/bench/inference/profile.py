@@ -11,7 +11,7 @@ from torch import Tensor
 from ladder.bench import trace
 from ladder.infer.engine import Session
 
-DECODE_STEPS = 4  # back to back: the first lines the ranks up, as in use
+DECODE_STEPS = 4  # consecutive; the first aligns the ranks
 
 
 @torch.inference_mode()

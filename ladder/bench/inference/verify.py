@@ -1,10 +1,10 @@
-"""The check before timing: what an engine computes, against the same weights in float32.
+"""The check before timing: an engine's logits against the same weights in float32.
 
-Teacher-forced: the same given tokens go through the engine's own prefill and decode steps, and
-through the plain modules, in the weights' type and in float32. The engine may err twice as much as
-the plain path does (its largest error and its root mean square), must choose the reference's token
-wherever the reference's best two are further apart than that, and a second run must give bitwise
-the same.
+The same given tokens (teacher forcing) go through the engine's prefill and decode steps, and
+through the plain modules, in the weights' dtype and in float32. The engine's largest error and root
+mean square may be at most twice those of the plain modules; it must choose the reference's token
+wherever the reference's best two logits differ by more than that error; and a second run must be
+bitwise equal.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ladder.infer.sampling import Sampling
 from ladder.models.config import ModelConfig
 from ladder.models.transformer import Transformer
 
-ALLOWED = 2.0  # times the plain path's error
-STEPS = 4  # decoded after the prompt
-FLOAT32_FLOPS = 2e14  # of each rank's reference: some seconds without tensor cores
+ALLOWED = 2.0  # times the plain modules' error
+STEPS = 4  # decode steps after the prompt
+FLOAT32_FLOPS = 2e14  # of each rank's reference, which takes some seconds without tensor cores
 SEED = 17
 
 
@@ -32,7 +32,7 @@ SEED = 17
 class Reference:
     """Given tokens [n, prompt + steps] and their logits in float32, [steps + 1, n, V].
 
-    plain_error, plain_rms: how far the plain path is from them, largest and root mean square.
+    plain_error, plain_rms: the largest and the root-mean-square error of the plain modules.
     """
 
     tokens: Tensor
@@ -44,12 +44,11 @@ class Reference:
 
 @dataclass(frozen=True)
 class EngineCheck:
-    """What was compared, and what came out.
+    """The result of the check.
 
-    sequences: distinct ones, which the batch repeats. compared: places (sequence, step) of the
-    batch. disagreements: those where the token that the engine chose differs and the reference's
-    best two are further apart than the allowed error. repeats: whether a second run gave bitwise
-    the same.
+    sequences: distinct sequences, which the batch repeats. compared: pairs (sequence, step).
+    disagreements: pairs in which the engine's token differs although the reference's best two
+    logits differ by more than the allowed error. repeats: whether a second run was bitwise equal.
     """
 
     error: float
@@ -76,22 +75,22 @@ class EngineCheck:
         return (
             f"largest error of a logit {self.error:.4g} (allowed {ALLOWED * self.plain_error:.4g}, "
             f"{ALLOWED:g} times the plain path's), root mean square {self.rms:.4g} (allowed "
-            f"{ALLOWED * self.plain_rms:.4g}), {self.disagreements} wrong tokens at "
-            f"{self.compared} places, a second run {'the same' if self.repeats else 'differs'}"
+            f"{ALLOWED * self.plain_rms:.4g}), {self.disagreements} wrong tokens of "
+            f"{self.compared}, a second run {'is equal' if self.repeats else 'differs'}"
         )
 
 
 def sequences(config: ModelConfig, point: InferencePoint) -> int:
-    """How many distinct sequences the reference is computed of: as many as FLOAT32_FLOPS allow."""
+    """The number of distinct sequences of the reference, limited by FLOAT32_FLOPS."""
     each = prefill_flops(config, point.tp, 1, point.prompt)
     return max(1, min(point.batch, int(FLOAT32_FLOPS / each)))
 
 
 @torch.inference_mode()
 def reference(model: Transformer, count: int, prompt: int, steps: int) -> Reference:
-    """The logits of `count` random sequences by the plain modules of a placed model.
+    """The logits of `count` random sequences, computed by the plain modules of a sharded model.
 
-    The model is the engine's in all but its modules: weights, plan, T. It is left in float32.
+    The model has the engine's weights, plan and T. It is left in float32.
     """
     source = torch.Generator().manual_seed(SEED)
     shape = (count, prompt + steps)
@@ -99,7 +98,7 @@ def reference(model: Transformer, count: int, prompt: int, steps: int) -> Refere
     exact: list[Tensor] = []
     plain: list[Tensor] = []
     for dtype, found in ((None, plain), (torch.float32, exact)):
-        model.compute_dtype = dtype  # float32: the same weights, widened as they are read
+        model.compute_dtype = dtype  # float32: the same weights, converted when they are used
         engine = Engine(model, graphs=False, fused=False)
         session = engine.session(count, prompt + steps, Sampling())
         found += forced(session, tokens, prompt)
@@ -118,17 +117,17 @@ def forced(session: Session, tokens: Tensor, prompt: int) -> Iterator[Tensor]:
     """The logits [B, V] float32 after the prompt and after each given token: tokens [B, S]."""
     model = session.model
     session.prefill(list(tokens[:, :prompt]), torch.zeros((1, len(tokens))))
-    for place in range(prompt, tokens.shape[1] + 1):
+    for position in range(prompt, tokens.shape[1] + 1):
         logits = model.reducer.gather(session.logits, model.config.vocab_size)
         yield logits.to(torch.float32, copy=True)  # a graph's next replay overwrites them
-        if place < tokens.shape[1]:
-            session.tokens.copy_(tokens[:, place])
+        if position < tokens.shape[1]:
+            session.tokens.copy_(tokens[:, position])
             session.step()
 
 
 @torch.inference_mode()
 def check(session: Session, expected: Reference) -> EngineCheck:
-    """Compare a session's prefill and decode steps, twice, with what is expected."""
+    """Compare a session's prefill and decode steps, twice, with the reference."""
     batch, distinct = len(session.tokens), len(expected.tokens)
     rows = torch.arange(batch) % distinct
     device = session.tokens.device
@@ -148,15 +147,15 @@ def check(session: Session, expected: Reference) -> EngineCheck:
             disagreements += (clear & (session.out != exact.argmax(-1))).sum()
             sums.append((logits.view(torch.int32) * odd).sum(-1))  # of bits: nothing is rounded
         runs.append(torch.stack(sums))
-    places = len(runs[0])
+    steps = len(runs[0])
     return EngineCheck(
         error=float(worst),
-        rms=float((squares / (2 * places)).sqrt()),
+        rms=float((squares / (2 * steps)).sqrt()),
         plain_error=expected.plain_error,
         plain_rms=expected.plain_rms,
         disagreements=int(disagreements),
-        compared=2 * places * batch,
+        compared=2 * steps * batch,
         sequences=distinct,
-        steps=places - 1,
+        steps=steps - 1,
         repeats=bool((runs[0] == runs[1]).all()),
     )

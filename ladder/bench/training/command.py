@@ -1,9 +1,9 @@
 """`ladder bench train`: training steps of several plans under several layouts, in one run.
 
-A step is that of `ladder train`, on random tokens, launched while the GPU computes the one before.
-Each plan under TP is also timed without its sublayers' reduces (no_comm): what it takes
-beyond that is exposed communication. `none` is `standard` without communication. The points
-of a layout that fit in memory side by side take turns, so that a drift of the machine hits all.
+The steps are those of `ladder train` on random tokens, launched while the GPU computes the previous
+step. Each plan under TP is also timed without its sublayers' reduces (no_comm); the difference is
+its exposed communication. `none` is `standard` without communication. Points of a layout that fit
+into memory together take turns, so that drift of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main(options: Any) -> int:
             for step, result in zip(steps, results, strict=True):
                 if options.profile and not step.point.no_comm:
                     result["trace"] = trace_passes(step, device, out)
-        finally:  # a trace that failed costs no figures
+        finally:  # a trace that fails loses no figures
             for step, result in zip(steps, results, strict=True):
                 point = step.point
                 records.append({"point": asdict(point), "result": result, "machine": machine})
@@ -89,7 +89,7 @@ def main(options: Any) -> int:
 
 
 def checked_points(options: Any, device: torch.device) -> list[TrainingPoint]:
-    """The points of the options. Raises UserError where any of them cannot be timed here."""
+    """The points of the options. Raises UserError if any of them cannot be timed here."""
     for name, least in (("steps", 1), ("batch", 1), ("micro_batch", 0)):
         if (value := getattr(options, name)) < least:
             raise UserError(f"--{name.replace('_', '-')}={value} must be {least} or more")

@@ -1,4 +1,4 @@
-"""Training steps, timed in turns with those of other points in memory."""
+"""Timing of training steps, in turns with those of other points in memory."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from ladder.train.prefetch import Batch, Part
 from ladder.train.speed import utilisation
 from ladder.train.step import Outcome, take_step
 
-TURNS = 3  # in which the timed steps are taken
-LEAD = 2  # steps before those of a turn: the host gets ahead
-ROOM = 1.5  # times what the largest point so far takes must be free for one more beside it
-HEAD_START = 0.25  # seconds, of the host before the GPU in a traced pass: it is ahead in training
+TURNS = 3  # turns of each point
+LEAD = 2  # untimed steps at the start of a turn, in which the host gets ahead of the GPU
+ROOM = 1.5  # times the memory of the largest point must be free to add another point
+HEAD_START = 0.25  # seconds by which the host is ahead of the GPU in a traced pass, as in training
 
 
 def build(
@@ -71,10 +71,10 @@ def build(
 
 @dataclass
 class TimedStep:
-    """The training step of a point, whose model is in memory, and its times.
+    """The training step of a point whose model is in memory, and its times.
 
-    times: of the steps taken so far, ms. memory: the most bytes that its tensors take; reserved:
-    with what the allocator holds beside tensors.
+    times: ms of the steps so far. memory: the peak bytes of its tensors. reserved: the peak bytes
+    that the allocator reserved.
     """
 
     point: TrainingPoint
@@ -87,7 +87,7 @@ class TimedStep:
 
 
 def prepare(point: TrainingPoint, tp_degree: int, device: torch.device) -> TimedStep:
-    """The step of a point, its model in memory and its first steps taken."""
+    """The step of a point, with its model in memory and warmed up."""
     recipe = recipe_of(point)
     cuda, others = device.type == "cuda", (0, 0)
     if cuda:
@@ -112,7 +112,7 @@ def prepare(point: TrainingPoint, tp_degree: int, device: torch.device) -> Timed
 
 
 def take_turn(timed: TimedStep, steps: int, device: torch.device) -> None:
-    """Take LEAD steps, then `steps` timed ones. Raises RuntimeError where one is not finite."""
+    """Take LEAD steps, then `steps` timed ones. Raises RuntimeError if a result is not finite."""
     outcomes: list[Callable[[], Outcome]] = []
     ends: list[Any] = []
     for step in range(LEAD + steps):
@@ -145,7 +145,7 @@ def _result(timed: TimedStep, device: torch.device) -> dict[str, Any]:
     result["tokens_s_gpu"] = rate / launch.world_size()
     result |= utilisation(timed.model.config, point.seq_len, rate, device)
     if device.type == "cuda":
-        result["memory_gib"] = timed.memory / 2**30  # without what else is in memory
+        result["memory_gib"] = timed.memory / 2**30  # without that of other points
         result["memory_reserved_gib"] = timed.reserved / 2**30
     return result
 
@@ -153,10 +153,10 @@ def _result(timed: TimedStep, device: torch.device) -> dict[str, Any]:
 def has_room(
     timed: Sequence[TimedStep], point: TrainingPoint, tp_degree: int, device: torch.device
 ) -> bool:
-    """Whether every rank has memory for one more point beside these, estimated on the safe side.
+    """Whether every rank has memory for one more point, by a conservative estimate.
 
-    Points of one layout take equal memory. Virtual ranks take more, and how much is not known
-    before: such points stay alone. (They are the last of their layout.)
+    Points of one layout take equal memory. Virtual ranks take more, by an unknown amount, so such
+    points stay alone. (They are the last of their layout.)
     """
     if point.layout != timed[0].point.layout or is_virtual(point, tp_degree):
         return False
@@ -179,7 +179,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def _now(device: torch.device) -> Any:
-    """The time; on a GPU an event, at which what was launched so far is done."""
+    """The time; on a GPU an event after the work launched so far."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -188,17 +188,16 @@ def _now(device: torch.device) -> Any:
 
 
 def _between(before: Any, after: Any) -> float:
-    """Milliseconds between two times of `_now` that have come."""
+    """Milliseconds between two times of `_now`, whose events must have completed."""
     if isinstance(before, float):
         return 1e3 * (after - before)
     return float(before.elapsed_time(after))
 
 
 def trace_passes(timed: TimedStep, device: torch.device, out: Path) -> dict[str, dict[str, float]]:
-    """Trace a micro-batch forward and backward: by pass its time and communication, ms.
+    """Trace a micro-batch, written to a new file in `out`; returns the figures of each pass in ms.
 
-    hidden: the share of the communication that ran under computation. The trace goes to a new file
-    in `out`.
+    hidden: the share of the communication that ran under computation.
     """
     number = len(list(out.glob("trace-*.json.gz")))
     file = out / f"trace-{number:03d}-{timed.point.layout}-{timed.point.plan}.json.gz"

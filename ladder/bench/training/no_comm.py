@@ -1,4 +1,4 @@
-"""Reducers that leave out the sublayers' reduces: a plan's computation without communication."""
+"""Reducers without the sublayers' reduces, for a plan's computation without communication."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ladder.parallel.sequence import SequenceReducer
 
 
 class NoCommReducer(AsyncReducer):
-    """Leaves out the sublayers' reduces: the same computation, of no model."""
+    """A reducer that omits the sublayers' reduces."""
 
     def post(self, partial: Tensor, blocking: bool = False) -> Any:
         return self.sum_held(partial)
@@ -22,10 +22,10 @@ class NoCommReducer(AsyncReducer):
 
 
 class NoCommSequenceReducer(SequenceReducer):
-    """Scatters nothing (it keeps its own rows) and gathers nothing (it repeats its own rows).
+    """A reducer that keeps its own rows, instead of scattering, and repeats them to gather.
 
-    The embedding is summed all the same: most of its rows are zeros on one rank, and the norms of
-    zeros would overflow.
+    The embedding is still summed: most of its rows are zero on one rank, and the norms of zeros
+    would overflow.
     """
 
     def start_stream(self, partial: Tensor) -> Tensor:

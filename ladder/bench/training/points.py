@@ -1,4 +1,4 @@
-"""What `ladder bench train` times: layouts, and the points of its options."""
+"""The layouts and points of `ladder bench train`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYOUTS = "ddp, fsdp, hsdpN (replicas of N shards), tpN, tpN+sp, and tpN or tpN+
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share the work: tp and dp_shard as in `make_mesh`, sequence parallelism or not."""
+    """A layout of the model over ranks: tp and dp_shard as in `make_mesh`, sequence parallelism."""
 
     name: str
     tp: int = 1
@@ -63,7 +63,7 @@ class TrainingPoint:
 
 
 def points(options: Any) -> list[TrainingPoint]:
-    """The points of the command's options, each plan beside itself without communication."""
+    """The points of the command's options, each plan with and without communication."""
     found: list[TrainingPoint] = []
     for name in options.layouts:
         layout = parse_layout(name)
@@ -85,7 +85,7 @@ def points(options: Any) -> list[TrainingPoint]:
 
 
 def shape_of(point: TrainingPoint, tp_degree: int) -> ModelConfig:
-    """The model of a point. Raises UserError for what does not fit it."""
+    """The model config of a point. Raises UserError for options that do not fit it."""
     whole = model_config(point.model)
     if not 0 <= point.layers <= whole.num_layers:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The table of `ladder bench train`: what its records say of each point."""
+"""The table of `ladder bench train`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def cells(records: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """A row for each point, under HEAD; what it is compared with is in the same run.
+    """A row for each point, in the order of HEAD, with ratios to points of the same run.
 
-    exposed: against the same plan without TP's reduces. Of a traced micro-batch, whatever the
-    layout, forward / backward: hidden, how much of the communication's time ran under computation,
-    and bare ms, the rest.
+    exposed: over the same plan without TP's reduces. For the forward / backward pass of a traced
+    micro-batch: hidden, the share of all communication that ran under computation, and bare ms, the
+    rest.
     """
     found = {TrainingPoint(**each["point"]): each["result"] for each in records}
     rows: list[tuple[str, ...]] = []
