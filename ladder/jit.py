@@ -54,7 +54,7 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def kernel(kind: Kind) -> Callable[[Callable[..., None]], Any]:
-    """Declare a Triton kernel, that is what `launch` takes, and say what it is."""
+    """Decorate what `launch` takes, a Triton kernel, and register its kind."""
 
     def declare(function: Callable[..., None]) -> Any:
         name = function.__name__
@@ -81,12 +81,12 @@ def begin(PDL: tl.constexpr):
 
 @functools.cache
 def has_dependent_launch(device: torch.device) -> bool:
-    """Whether `device` knows programmatic dependent launch: compute capability 9 and above."""
+    """Whether `device` has programmatic dependent launch: compute capability 9 and above."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def on_triton(tensor: Tensor) -> bool:
-    """Whether the Triton kernel is to run, by where `tensor` is.
+    """Whether the Triton kernel runs on `tensor`, and not the PyTorch reference.
 
     Raises UserError for a CUDA tensor where there is no Triton: there is no silent fallback.
     """
@@ -110,7 +110,7 @@ def launch(
     dependent: bool = True,
     **meta: Any,
 ) -> None:
-    """Launch `kernel` (see the decorator of that name) on `device`'s current stream.
+    """Launch `kernel`, which the decorator of that name registered, on `device`'s current stream.
 
     dependent: with programmatic dependent launch, where the device knows it.
     """

@@ -67,7 +67,10 @@ def push_to_slots(
 @jit
 @no_type_check
 def clear(slots, stride, offsets, inside, rank, WORLD: tl.constexpr, EMPTY: tl.constexpr):
-    """Make this rank's slots empty at `offsets`, for each peer's part; `rank` is left out."""
+    """Empty `offsets` of every rank's part of this rank's slots, but for the part of `rank`.
+
+    rank: -1 leaves out none.
+    """
     for other in tl.static_range(WORLD):
         tl.store(slots + other * stride + offsets, EMPTY, mask=inside & (rank != other))
 
@@ -97,7 +100,7 @@ def receive(
     EMPTY: tl.constexpr,
     SPIN_LIMIT: tl.constexpr,
 ):
-    """All ranks' words, a tuple by rank; waits until every peer's have arrived.
+    """Wait for every peer's words; return all ranks' words, a tuple by rank.
 
     All peers' words are read before any is looked at, so that the reads overlap.
     """

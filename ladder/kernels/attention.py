@@ -1,4 +1,4 @@
-"""Attention of one new token per sequence in one launch: rotate, store, attend, combine."""
+"""Decode attention in one launch: rotate a token, store its key and value, attend, combine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two ends of a decode step: a token's embedding, and the likeliest next token of all ranks."""
+"""Embedding lookup and greedy choice over a split vocabulary: the two ends of a decode step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The kernels of a decode step under tensor parallelism: projections that norm what they read, push
-what they make into every rank's slots, and carry the landing of the next read.
+"""Matrix products of a decode step that norm their input, push their result and carry landings.
 
-No all-reduce kernel is left. `project` multiplies a few rows by a weight. It can
-- read a stream before its norm: the landing left sums of squares, and the norm's weight is folded
+Under tensor parallelism no all-reduce kernel is left. `project` multiplies a few rows by a weight.
+It can
+- read a residual before its norm: the landing left sums of squares, and the norm's weight is folded
   into the matrix, so one factor a row is all that is missing;
 - push its result into a slot on every rank (`PushTarget`), where the data is its own flag: a slot
   that is not yet written holds -0.0, which is never sent;
@@ -210,7 +210,7 @@ def _either(
 @no_type_check
 def _project_kernel(
     x, weight, up, out, squares, add, factor, eps, buffers, start, N,
-    stream, landed, landed_squares, sum0, sum1, own0, own1, factor0, factor1, rows, riders,
+    residual, landed, landed_squares, sum0, sum1, own0, own1, factor0, factor1, rows, riders,
     products,
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
@@ -231,21 +231,21 @@ def _project_kernel(
     if (RIDES == 0) | SENDS:
         _either(program, x, weight, up, out, squares, add, factor, eps, buffers, start, N, M, MP,
                 K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK, BITS, EMPTY,
-                STAGES, KIND, PDL, stream, rows, riders, SENDS, D)  # fmt: skip
+                STAGES, KIND, PDL, residual, rows, riders, SENDS, D)  # fmt: skip
     elif (program >= landing) & (program < landing + riders):
         if PDL:
             gdc_wait()
         if RIDES == 1:
-            _land(program - landing, stream, landed, landed_squares, sum0, sum1, own0, own1,
+            _land(program - landing, residual, landed, landed_squares, sum0, sum1, own0, own1,
                   factor0, factor1, rows, D, WORLD, SUMS, OWNS, REPLACES, CHUNK, BITS,
                   EMPTY, SPIN_LIMIT, INTERPRETED)  # fmt: skip
         else:
-            _send(program - landing, stream, buffers, start, rows, D, WORLD, RANK, CHUNK, BITS,
+            _send(program - landing, residual, buffers, start, rows, D, WORLD, RANK, CHUNK, BITS,
                   EMPTY)  # fmt: skip
     else:
         _either(program - before, x, weight, up, out, squares, add, factor, eps, buffers, start,
                 N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK,
-                BITS, EMPTY, STAGES, KIND, PDL, stream, rows, riders, False, D)  # fmt: skip
+                BITS, EMPTY, STAGES, KIND, PDL, residual, rows, riders, False, D)  # fmt: skip
 
 
 def _blocks(
@@ -292,13 +292,13 @@ def _blocks(
 
 
 def _fitting(stages: int, stage_bytes: int, device: torch.device) -> int:
-    """Of the `stages` that are fast on an H200 as many as this GPU has shared memory for."""
+    """As many of the `stages` that are fast on an H200 as this GPU has shared memory for."""
     found = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     return max(2, min(stages, (found - 1024) // stage_bytes))  # 1 KiB is the system's
 
 
 def _registers(size: int, block: int, step: int, warps: int) -> dict[str, int]:
-    """The registers of a product of one row without a rider, for the same product with a landing.
+    """A limit on registers for a product of one row with a landing: those of the product alone.
 
     Left to itself, the compiler takes others for the landing's sake, and fewer programs fit beside
     each other, or they have fewer loads under way: a step of a Llama-3 8B at TP 4 took 1.371 ms and
@@ -320,9 +320,9 @@ def project(
 
     Summed in float32, rounded once.
 
-    up: then silu(x weight^T) * (x up^T). squares: x is a stream before its norm (of weight 1), and
-    these are its sums of squares, from its landing. add: [M, N], added with `factor` to what is
-    pushed (or, without `push`, to what is returned). push: where the result goes on every rank.
+    up: then silu(x weight^T) * (x up^T). squares: x is a residual before its norm (of weight 1),
+    and these are its sums of squares, from its landing. add: [M, N], added with `factor` to what
+    is pushed (or, without `push`, to what is returned). push: where the result goes on every rank.
     keep: whether the result, without what is added, is returned too. rider: a landing that runs
     in the same launch; it must need nothing that this product makes.
     """

@@ -1,7 +1,7 @@
-"""A landing (wait, sum, residual, statistics of the norm) and the pushes that it waits for.
+"""Landings of a decode step (wait, sum, add to the residual) and the sends that they wait for.
 
 A landing waits for the slots that every rank has pushed to, sums them over the ranks in float32 and
-in an order that is the same on every rank, adds the stream, rounds once, leaves the sums of
+in an order that is the same on every rank, adds the residual, rounds once, leaves the sums of
 squares, and clears the slots. A slot that is not yet written holds -0.0, which is never sent.
 
 It runs by itself (`land`), or in extra programs of a product (`ladder.kernels.decode.project`).
@@ -35,7 +35,7 @@ MAX_SUMS, MAX_OWNS = 2, 2
 
 @dataclass(frozen=True)
 class PushTarget:
-    """Where a partial goes: `slots` (rank, row, element) on every rank, from `start` elements on.
+    """Where a partial is pushed: slots [rank, row, element] on every rank, `start` elements in.
 
     buffers: [world] int64, each rank's address of the same symmetric memory.
     """
@@ -48,7 +48,7 @@ class PushTarget:
 
 @dataclass
 class SendJob:
-    """A finished partial [M, D] on its way to every rank's slots.
+    """A finished partial [M, D] that is to be sent to every rank's slots.
 
     In place of a `PushTarget` where nobody waits for it: a kernel ends only when every rank has
     acknowledged what it wrote there, which is time lost on the critical path. Extra programs of
@@ -62,14 +62,14 @@ class SendJob:
 
 @dataclass
 class LandingJob:
-    """One landing: out = stream (or nothing, where `replaces`) + sums over ranks + own parts.
+    """One landing: out = residual (or nothing, where `replaces`) + sums over ranks + own parts.
 
-    stream, out: [M, D]; `out` is not the stream itself, which others may still read. squares:
+    residual, out: [M, D]; `out` is not the residual itself, which others may still read. squares:
     [M, ceil(D / CHUNK)] float32, sums of the squares of `out`. sums: slots [world, M, D] of this
     rank, cleared when they have been read. owns: (tensor [M, D], factor).
     """
 
-    stream: Tensor
+    residual: Tensor
     out: Tensor
     squares: Tensor
     sums: Sequence[Tensor] = ()
@@ -79,9 +79,9 @@ class LandingJob:
 
 
 def land_reference(job: LandingJob) -> None:
-    total = torch.zeros_like(job.stream, dtype=torch.float32)
+    total = torch.zeros_like(job.residual, dtype=torch.float32)
     if not job.replaces:
-        total += job.stream.float()
+        total += job.residual.float()
     for slots in job.sums:
         assert not torch.any((slots == 0) & torch.signbit(slots)), "a slot is empty"
         for part in slots:
@@ -97,7 +97,7 @@ def land_reference(job: LandingJob) -> None:
 @jit
 @no_type_check
 def _land(
-    program, stream, out, squares, sum0, sum1, own0, own1, factor0, factor1,
+    program, residual, out, squares, sum0, sum1, own0, own1, factor0, factor1,
     M, D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
     OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
     EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -108,10 +108,10 @@ def _land(
     i = (program % chunks) * CHUNK + tl.arange(0, CHUNK)
     inside = i < D
     at = row.to(tl.int64) * D + i
-    kind: tl.constexpr = stream.dtype.element_ty
+    kind: tl.constexpr = residual.dtype.element_ty
     total = tl.zeros([CHUNK], tl.float32)
     if not REPLACES:
-        total += tl.load(stream + at, mask=inside, other=0).to(tl.float32)
+        total += tl.load(residual + at, mask=inside, other=0).to(tl.float32)
     for k in tl.static_range(SUMS):
         slot = (sum0 if k == 0 else sum1).to(tl.pointer_type(BITS)) + at
         arrived = total
@@ -172,7 +172,7 @@ def _send_kernel(
 @kernel("landing")
 @no_type_check
 def _land_kernel(
-    stream, out, squares, sum0, sum1, own0, own1, factor0, factor1, M,
+    residual, out, squares, sum0, sum1, own0, own1, factor0, factor1, M,
     D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
     OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
     EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
@@ -180,7 +180,7 @@ def _land_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    _land(tl.program_id(0), stream, out, squares, sum0, sum1, own0, own1, factor0, factor1, M,
+    _land(tl.program_id(0), residual, out, squares, sum0, sum1, own0, own1, factor0, factor1, M,
           D, WORLD, SUMS, OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT,
           INTERPRETED)  # fmt: skip
 
@@ -196,7 +196,7 @@ def rider_arguments(
     assert len(owns) <= MAX_OWNS, len(owns)
     tensors = [like] * 3
     if isinstance(rider, LandingJob):
-        tensors = [rider.stream, rider.out, rider.squares]
+        tensors = [rider.residual, rider.out, rider.squares]
     elif isinstance(rider, SendJob):
         tensors[0] = rider.partial
     size = like.element_size()
@@ -225,7 +225,7 @@ def programs_of(rider: LandingJob | SendJob | None) -> int:
     """How many programs a rider adds to a launch."""
     if rider is None:
         return 0
-    rows, size = (rider.stream if isinstance(rider, LandingJob) else rider.partial).shape
+    rows, size = (rider.residual if isinstance(rider, LandingJob) else rider.partial).shape
     return rows * -(-size // CHUNK)
 
 
@@ -233,12 +233,12 @@ def land(job: LandingJob) -> None:
     """Run a landing by itself."""
     assert not job.launched
     job.launched = True
-    if not on_triton(job.stream):
+    if not on_triton(job.residual):
         land_reference(job)
         return
-    pointers, constants = rider_arguments(job, job.stream, None)
+    pointers, constants = rider_arguments(job, job.residual, None)
     launch(
-        _land_kernel, (programs_of(job),), job.stream.device,
+        _land_kernel, (programs_of(job),), job.residual.device,
         *pointers, **constants, num_warps=4,
     )  # fmt: skip
 
@@ -256,8 +256,8 @@ def send(job: SendJob) -> None:
     )  # fmt: skip
 
 
-def new_landing(stream: Tensor, **fields: object) -> LandingJob:
-    """A landing onto `stream` [M, D], with fresh memory for what it writes."""
-    rows, size = stream.shape
-    squares = torch.empty(rows, -(-size // CHUNK), dtype=torch.float32, device=stream.device)
-    return LandingJob(stream, torch.empty_like(stream), squares, **fields)  # type: ignore[arg-type]
+def new_landing(residual: Tensor, **fields: object) -> LandingJob:
+    """A landing onto `residual` [M, D], with fresh memory for what it writes."""
+    rows, size = residual.shape
+    squares = torch.empty(rows, -(-size // CHUNK), dtype=torch.float32, device=residual.device)
+    return LandingJob(residual, torch.empty_like(residual), squares, **fields)  # type: ignore[arg-type]

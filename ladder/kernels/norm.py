@@ -1,4 +1,4 @@
-"""Landing on one GPU: add what has arrived to the residual stream, and norm the sum."""
+"""Add outputs to the residual and norm the sum, on one GPU."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ Pair = tuple[Tensor, Tensor]
 
 
 def add_rms_norm_reference(
-    stream: Tensor, addends: Addends, weight: Tensor, eps: float, out: Pair | None = None
+    residual: Tensor, addends: Addends, weight: Tensor, eps: float, out: Pair | None = None
 ) -> Pair:
-    total = stream.float()
+    total = residual.float()
     for addend, factor in addends:
         total = total + addend.float() * factor
     normed = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
     if out is not None:
         return out[0].copy_(total), out[1].copy_(normed)
-    return total.to(stream.dtype), normed.to(stream.dtype)
+    return total.to(residual.dtype), normed.to(residual.dtype)
 
 
 @kernel("computation")
 @no_type_check
 def _norm_kernel(
-    stream, weight, landed, normed, eps,
+    residual, weight, landed, normed, eps,
     a0, a1, a2, a3, a4, a5, a6, a7, f0, f1, f2, f3, f4, f5, f6, f7,
     COUNT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
-    # The whole row stays in registers: it is read once, so `landed` may be `stream` itself.
+    # The whole row stays in registers: it is read once, so `landed` may be `residual` itself.
     i = tl.arange(0, BLOCK)
     inside = i < D
     at = tl.program_id(0).to(tl.int64) * D + i
     gain = tl.load(weight + i, mask=inside, other=0).to(tl.float32)
-    total = tl.load(stream + at, mask=inside, other=0).to(tl.float32)
+    total = tl.load(residual + at, mask=inside, other=0).to(tl.float32)
     if COUNT > 0:
         total += tl.load(a0 + at, mask=inside, other=0).to(tl.float32) * f0
     if COUNT > 1:
@@ -64,51 +64,53 @@ def _norm_kernel(
     tl.store(normed + at, (total * scale * gain).to(normed.dtype.element_ty), mask=inside)
 
 
-def _check(stream: Tensor, addends: Addends, weight: Tensor, out: Pair | None) -> None:
-    if stream.dim() != 2 or not 1 <= stream.shape[1] <= MAX_SIZE:
+def _check(residual: Tensor, addends: Addends, weight: Tensor, out: Pair | None) -> None:
+    if residual.dim() != 2 or not 1 <= residual.shape[1] <= MAX_SIZE:
         raise UserError(
-            f"stream has shape {tuple(stream.shape)}; expected [M, D] with D up to {MAX_SIZE}"
+            f"residual has shape {tuple(residual.shape)}; expected [M, D] with D up to {MAX_SIZE}"
         )
     if len(addends) > MAX_ADDENDS:
         raise UserError(f"{len(addends)} addends; add at most {MAX_ADDENDS} at a time")
-    shape = (stream.shape[0], stream.shape[1])
-    check_dtype(stream=stream, weight=weight)
-    check("stream", stream, shape, stream)
-    check("weight", weight, shape[1:], stream)
+    shape = (residual.shape[0], residual.shape[1])
+    check_dtype(residual=residual, weight=weight)
+    check("residual", residual, shape, residual)
+    check("weight", weight, shape[1:], residual)
     for n, (addend, _) in enumerate(addends):
         check_dtype(addend=addend)
-        check(f"addends[{n}]", addend, shape, stream)
+        check(f"addends[{n}]", addend, shape, residual)
     for name, tensor in zip(("out[0]", "out[1]"), out or (), strict=False):
-        check_dtype(stream=stream, out=tensor)
-        check(name, tensor, shape, stream)
+        check_dtype(residual=residual, out=tensor)
+        check(name, tensor, shape, residual)
 
 
 @torch.no_grad()
 def add_rms_norm(
-    stream: Tensor, addends: Addends, weight: Tensor, eps: float, out: Pair | None = None
+    residual: Tensor, addends: Addends, weight: Tensor, eps: float, out: Pair | None = None
 ) -> Pair:
-    """Add up to 8 addends to the stream and norm the sum: (new stream, normed), both [M, D].
+    """Add up to 8 addends to the residual and norm the sum: (new residual, normed), both [M, D].
 
-    stream: [M, D], D up to 16384, not changed unless `out[0]` is the stream itself.
+    residual: [M, D], D up to 16384, not changed unless `out[0]` is the residual itself.
     addends: (tensor [M, D], factor) pairs, added in this order; their dtype may differ from the
-        stream's (partials in float32, say).
-    weight: [D], in the stream's dtype.
+        residual's (partials in float32, say).
+    weight: [D], in the residual's dtype.
 
-    The sum is made in float32 and rounded once, to the new stream. What is normed is the sum in
-    float32, before that rounding: closer to the exact value than norming the rounded stream, and
+    The sum is made in float32 and rounded once, to the new residual. What is normed is the sum in
+    float32, before that rounding: closer to the exact value than norming the rounded residual, and
     equal to it within rounding. Not differentiable.
     """
-    _check(stream, addends, weight, out)
-    if not on_triton(stream):
-        return add_rms_norm_reference(stream, addends, weight, eps, out)
-    landed, normed = (torch.empty_like(stream), torch.empty_like(stream)) if out is None else out
-    rows, size = stream.shape
+    _check(residual, addends, weight, out)
+    if not on_triton(residual):
+        return add_rms_norm_reference(residual, addends, weight, eps, out)
+    landed, normed = (
+        (torch.empty_like(residual), torch.empty_like(residual)) if out is None else out
+    )
+    rows, size = residual.shape
     block = triton.next_power_of_2(size)
     unused = MAX_ADDENDS - len(addends)
     launch(
-        _norm_kernel, (rows,), stream.device,
-        stream, weight, landed, normed, eps,
-        *(addend for addend, _ in addends), *[stream] * unused,
+        _norm_kernel, (rows,), residual.device,
+        residual, weight, landed, normed, eps,
+        *(addend for addend, _ in addends), *[residual] * unused,
         *(float(factor) for _, factor in addends), *[0.0] * unused,
         COUNT=len(addends), D=size, BLOCK=block,
         # 16 bytes a thread: one program has a row to itself, so latency is all that counts.

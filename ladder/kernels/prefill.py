@@ -1,4 +1,4 @@
-"""Between the matrix products of a prompt: landing on a rank's own rows, SwiGLU, rotary.
+"""Kernels between the matrix products of a prompt: landing on a rank's rows, SwiGLU, rotary.
 
 All three are limited by memory: each reads its inputs once and writes its results once.
 """
@@ -27,34 +27,34 @@ TILE, WARPS = 4096, 4
 
 
 def land_rows_reference(
-    pieces: Sequence[Tensor], stream: Tensor, weight: Tensor, eps: float, out: Pair | None = None,
+    pieces: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float, out: Pair | None = None,
     copies: Sequence[Tensor] = (),
 ) -> Pair:  # fmt: skip
-    total = torch.zeros(stream.shape, dtype=torch.float32, device=stream.device)
-    for piece in (*pieces, stream):
+    total = torch.zeros(residual.shape, dtype=torch.float32, device=residual.device)
+    for piece in (*pieces, residual):
         total += piece.float()
     normed = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
     for copy in copies:
         copy.copy_(normed)
     if out is not None:
         return out[0].copy_(total), out[1].copy_(normed)
-    return total.to(stream.dtype), normed.to(stream.dtype)
+    return total.to(residual.dtype), normed.to(residual.dtype)
 
 
 @kernel("landing")
 @no_type_check
 def _land_rows_kernel(
-    stream, weight, landed, normed, eps, p0, p1, p2, p3, p4, p5, p6, p7,
+    residual, weight, landed, normed, eps, p0, p1, p2, p3, p4, p5, p6, p7,
     c0, c1, c2, c3, c4, c5, c6, COUNT: tl.constexpr, COPIES: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
-    # The whole row stays in registers: it is read once, so `landed` may be `stream` itself.
+    # The whole row stays in registers: it is read once, so `landed` may be `residual` itself.
     i = tl.arange(0, BLOCK)
     inside = i < D
     at = tl.program_id(0).to(tl.int64) * D + i
     gain = tl.load(weight + i, mask=inside, other=0).to(tl.float32)
-    before = tl.load(stream + at, mask=inside, other=0).to(tl.float32)
+    before = tl.load(residual + at, mask=inside, other=0).to(tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     if COUNT > 0:
         total += tl.load(p0 + at, mask=inside, other=0).to(tl.float32)
@@ -95,44 +95,46 @@ def _land_rows_kernel(
 
 @torch.no_grad()
 def land_rows(
-    pieces: Sequence[Tensor], stream: Tensor, weight: Tensor, eps: float, out: Pair | None = None,
+    pieces: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float, out: Pair | None = None,
     copies: Sequence[Tensor] = (),
 ) -> Pair:  # fmt: skip
-    """Sum up to 8 pieces, add the stream, and norm the sum: (new stream, normed), both [M, D].
+    """Sum up to 8 pieces, add the residual, and norm the sum: (new residual, normed), both [M, D].
 
     pieces: each [M, D], the ranks' parts of one output, in rank order; peers' memory will do.
-    stream: [M, D], D up to 16384, not changed unless `out[0]` is the stream itself.
+    residual: [M, D], D up to 16384, not changed unless `out[0]` is the residual itself.
     weight: [D]. All of one dtype (bfloat16, float16, float32) and contiguous.
     copies: up to 7, each [M, D], peers' memory will do: what is normed is written there too.
 
-    The pieces are summed in float32 in their order, the stream comes last, and the new stream is
-    rounded once. What is normed is the sum before that rounding. Not differentiable.
+    The pieces are summed in float32 in their order, the residual comes last, and the new residual
+    is rounded once. What is normed is the sum before that rounding. Not differentiable.
     """
-    if stream.dim() != 2 or not 1 <= stream.shape[1] <= MAX_SIZE:
+    if residual.dim() != 2 or not 1 <= residual.shape[1] <= MAX_SIZE:
         raise UserError(
-            f"stream has shape {tuple(stream.shape)}; expected [M, D] with D up to {MAX_SIZE}"
+            f"residual has shape {tuple(residual.shape)}; expected [M, D] with D up to {MAX_SIZE}"
         )
     if len(pieces) > MAX_PIECES:
         raise UserError(f"{len(pieces)} pieces; land at most {MAX_PIECES} at a time")
-    rows, size = stream.shape
+    rows, size = residual.shape
     named = {f"pieces[{n}]": piece for n, piece in enumerate(pieces)}
     if len(copies) >= MAX_PIECES:
         raise UserError(f"{len(copies)} copies; write at most {MAX_PIECES - 1} at a time")
     named |= {f"copies[{n}]": copy for n, copy in enumerate(copies)}
     named |= dict(zip(("out[0]", "out[1]"), out or (), strict=False))
-    check_dtype(stream=stream, weight=weight, **named)
-    check("stream", stream, (rows, size), stream)
-    check("weight", weight, (size,), stream)
+    check_dtype(residual=residual, weight=weight, **named)
+    check("residual", residual, (rows, size), residual)
+    check("weight", weight, (size,), residual)
     for name, tensor in named.items():
-        check(name, tensor, (rows, size), stream)
-    if not on_triton(stream):
-        return land_rows_reference(pieces, stream, weight, eps, out, copies)
-    landed, normed = (torch.empty_like(stream), torch.empty_like(stream)) if out is None else out
+        check(name, tensor, (rows, size), residual)
+    if not on_triton(residual):
+        return land_rows_reference(pieces, residual, weight, eps, out, copies)
+    landed, normed = (
+        (torch.empty_like(residual), torch.empty_like(residual)) if out is None else out
+    )
     block = triton.next_power_of_2(size)
     launch(
-        _land_rows_kernel, (rows,), stream.device,
-        stream, weight, landed, normed, eps, *pieces, *[stream] * (MAX_PIECES - len(pieces)),
-        *copies, *[stream] * (MAX_PIECES - 1 - len(copies)),
+        _land_rows_kernel, (rows,), residual.device,
+        residual, weight, landed, normed, eps, *pieces, *[residual] * (MAX_PIECES - len(pieces)),
+        *copies, *[residual] * (MAX_PIECES - 1 - len(copies)),
         COUNT=len(pieces), COPIES=len(copies), D=size, BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
         dependent=False,  # it follows copies and waits on a stream of its own, and no kernel
