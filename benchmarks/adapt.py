@@ -1,23 +1,23 @@
-"""Post-training adaptation in small: a trained standard model turned into a hybrid, and recovered.
+"""Post-training adaptation: a small standard model converted to hybrids, and recovered.
 
     python benchmarks/adapt.py run --standard RUN [key=value ...] [--data FOLDER] [--out FOLDER]
         [--runs FOLDER] [--share 0.05] [--rates FACTOR ...] [--windows N] [--limit N | --no-tasks]
         [--gpus N] [--budget MINUTES] [--only NAME ...]
     python benchmarks/adapt.py report FILE
 
-`run` takes what `ladder train` left of a standard model (quality.py beside it trains one) and wires
-half and 62.5 % of its layers as a ladder, once the last ones and once those that `ladder convert
-sensitivity` finds cheapest one by one. It recovers each by `ladder finetune` on the same text, with
-`--share` of the tokens that the model was trained on: by plain training, by distillation from the
-model as it was, and by either while layers are turned over one after another in the first half of
-the steps. Beside them: each choice before any training, the model as it was, and the same trained
-on as it was for as many tokens. `--rates` trains the first choice at multiples of the rate, too.
+`run` takes a standard model from `ladder train` (benchmarks/quality.py trains one) and wires half
+and 62.5 % of its layers as a ladder: the last layers, and the layers that `ladder convert
+sensitivity` finds cheapest one by one. It recovers each choice by `ladder finetune` on the same
+text, with `--share` of the model's training tokens: by plain training, by distillation from the
+original model, and by either while layers are converted one after another in the first half of the
+steps. Controls: each choice before any training, the original model, and the original model trained
+for as many more tokens. `--rates` also trains the first choice at multiples of the learning rate.
 
-Every point is measured alike, in float32 on held-out text: bits per byte, divergence from the
-model as it was, and the tasks of `ladder eval --tasks offline`. key=value overrides the recipe of
-the recovery, which is that of the standard model with what `recovery` says, for all points alike.
-A finished point is a line in `--out`/adapt.jsonl and is skipped when the command is started again;
-one point a GPU at a time. `report` writes the table as Markdown.
+Every point is measured in float32 on held-out text: bits per byte, divergence from the original
+model, and the tasks of `ladder eval --tasks offline`. key=value overrides the recipe of the
+recovery (see `recovery`) for all points. Finished points are lines in `--out`/adapt.jsonl and are
+skipped when the command is started again. Each GPU runs one point at a time. `report` writes the
+table as Markdown.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ RATE, RATES, WEIGHT, STEPS = 0.1, (0.25, 0.5, 2.0), 0.8, 250  # see benchmarks/R
 
 @dataclass(frozen=True)
 class Point:
-    """A model to make, by the words of a `ladder` command, and to measure."""
+    """A model to make with a `ladder` command, and to measure."""
 
     name: str
     folder: Path
@@ -97,7 +97,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Recovery:
-    """How a choice of layers is recovered. words: of every `ladder finetune`; lr: the peak."""
+    """How choices are recovered. words: options of `ladder finetune`; lr: the peak rate."""
 
     words: tuple[str, ...]
     before: TrainConfig
@@ -107,9 +107,10 @@ class Recovery:
 
 
 def recovery(options: argparse.Namespace) -> Recovery:
-    """The standard model's recipe again, but for: the batch, which is halved until there are STEPS
-    steps; the rate, which rises to `--rate` of the peak in a tenth of them and falls to 0; another
-    order of the data."""
+    """The recipe of the recovery: the standard model's, but for batch, learning rate and order.
+
+    The batch is halved until there are STEPS steps. The rate rises to `--rate` of the peak in a
+    tenth of the steps and falls to 0. The data has another order."""
     file = options.standard / "recipe.json"
     if not file.is_file():
         raise UserError(f"--standard={options.standard} is no run: {file} does not exist")
@@ -144,12 +145,12 @@ def sensitivity(options: argparse.Namespace, seq_len: int) -> Point:
 
 
 def sizes(layers: int) -> list[int]:
-    """How many of so many layers are turned over."""
+    """The numbers of layers to convert."""
     return list({math.floor(share * layers + 0.5): None for share in SIZES})
 
 
 def choices(found: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
-    """(how chosen, the layers): the last ones and the cheapest, where those are others."""
+    """(how chosen, layers): the last layers, and the cheapest where these differ."""
     ranked = [cost["layers"][0] for cost in found["singles"]]
     chosen = []
     for size in sizes(len(ranked)):
@@ -164,7 +165,7 @@ def choices(found: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
 def points(
     options: argparse.Namespace, recipe: Recovery, chosen: Sequence[tuple[str, tuple[int, ...]]]
 ) -> list[Point]:
-    """All of them, the most telling first."""
+    """All points, the most informative first."""
     measured = ["--original", options.standard, "--data", options.data, "--windows",
                 options.windows, "--seq-len", recipe.before.seq_len]  # fmt: skip
     if not options.no_tasks:
@@ -212,7 +213,7 @@ def points(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Make and measure what is not finished; 1 if something failed."""
+    """Make and measure the points that are not finished; 1 if one failed."""
     until, gpus, recipe = deadline(options.budget), visible_gpus(options.gpus), recovery(options)
     layers = len(free_layers(read_config(newest(options.standard)).plan))
     hows = ("last", "cheapest", "both")  # which of them, the sensitivity says
@@ -254,7 +255,7 @@ def run(options: argparse.Namespace) -> int:
         return f"{said}{records[-1]['wall_s']:.0f} s"
 
     def expected_s(point: Point) -> float:
-        """The longest that one made in the same way took; 0 while none has ended."""
+        """The longest time of a point of the same kind; 0 before one has ended."""
         ways = [r["wall_s"] for r in records if r.get("way") == point.about.get("way")]
         return max(ways, default=0.0)
 
@@ -277,7 +278,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def named_points(options: argparse.Namespace, every: list[Point]) -> list[Point]:
-    """Those that `--only` names. Raises UserError where it names none."""
+    """The points that `--only` names. Raises UserError where it names none."""
     chosen = [p for p in every if any(fnmatch.fnmatch(p.name, each) for each in options.only)]
     if not chosen:
         known = ", ".join(dict.fromkeys(point.name for point in every))
@@ -294,7 +295,7 @@ def tasks(model: Any, folder: Path, options: argparse.Namespace) -> dict[str, An
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Make a model, where there is a command to make it by, and measure it."""
+    """Make a model, if the point has a command, and measure it."""
     since = time.monotonic()
     if options.first and (code := ladder(options.first)):
         return int(code)

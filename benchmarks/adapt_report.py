@@ -1,4 +1,4 @@
-"""The table of what benchmarks/adapt.py found, and its page."""
+"""The table and the page of the results of benchmarks/adapt.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def recovered(record: dict[str, Any], records: Sequence[dict[str, Any]]) -> float | None:
-    """(zero-shot - after) / (zero-shot - original), of the same layers, in bits per byte."""
+    """(zero-shot - after) / (zero-shot - original) in bits per byte, of the same layers."""
     original = _bits(records, way="original")
     before = _bits(records, way="zero-shot", layers=record["layers"])
     if original is None or before is None or before == original or not record["tokens"]:
@@ -49,7 +49,7 @@ def _bits(records: Sequence[dict[str, Any]], **wanted: Any) -> float | None:
 
 
 def rows(records: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """One a point, under COLUMNS: the original, the controls, then choice by choice."""
+    """A row for each point, under COLUMNS: the original, the controls, then each choice."""
     points = [record for record in records if "way" in record]
     original = _bits(points, way="original")
     points.sort(key=lambda r: (len(r["layers"]), r["chosen"] == "cheapest"))
@@ -96,7 +96,7 @@ def markdown(records: Sequence[dict[str, Any]]) -> str:
 
 
 def write_page(records: Sequence[dict[str, Any]]) -> tuple[str, str]:
-    """What was found, in a sentence, and the page."""
+    """The main result in a sentence, and the page."""
     points = [record for record in records if "way" in record]
     shares = {
         f"{each['name']} ({each['plan']})": share

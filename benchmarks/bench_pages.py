@@ -1,4 +1,4 @@
-"""Pages of what `ladder bench train` and `ladder bench comm` recorded: a sentence, and the HTML."""
+"""Pages of `ladder bench train` and `ladder bench comm`: the main result, and the HTML."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ without its reduces, as `none` is standard."""
 
 
 def train_page(records: Records) -> tuple[str, str]:
-    """Each shape of each run is a table; the one with the most points leads."""
+    """A table for each shape of each run; the one with the most points is drawn."""
     tables = grouped(records, lambda record: [sitting(record), shape(record["point"])])
     leading = grouped(max(tables, key=len), lambda record: record["point"]["layout"])[0]
     steps = {label(TrainingPoint(**record["point"])): record["result"] for record in leading}
@@ -65,7 +65,7 @@ def shape(point: dict[str, Any]) -> str:
 
 
 def comm_page(records: Records) -> tuple[str, str]:
-    """A figure and a table for each run; the newest leads."""
+    """A figure and a table for each run, the newest first."""
     runs = grouped(records, sitting)[::-1]
     names = [*THEIRS, *OURS]
     parts: list[PagePart] = []
@@ -94,7 +94,7 @@ def comm_page(records: Records) -> tuple[str, str]:
 
 
 def comm_finding(times: dict[str, dict[int, float]], sizes: Sequence[int], where: str) -> str:
-    """Up to which size ours is the fastest, of the sizes without a gap from the smallest."""
+    """The message size up to which ours is the fastest at every measured size."""
     won = 0
     for size in sizes:
         if _best(times, size, OURS) >= _best(times, size, THEIRS):
@@ -126,7 +126,7 @@ def _best(times: dict[str, dict[int, float]], size: int, names: Sequence[str]) -
 
 
 def sitting(record: dict[str, Any]) -> str:
-    """What records of one run have in common."""
+    """The key that records of one run share."""
     facts = record["machine"]
     return json.dumps([facts["commit"], facts["command"]])
 

@@ -4,12 +4,12 @@
         [--plans standard ladder parallel]
 
 Writes the checkpoint in Hugging Face's format, bfloat16, in FOLDER (a temporary one by default),
-then runs each conversion in a process of its own, at last `--to hf` of what standard's gave.
-Peak memory is that process's largest resident set, which counts the pages of files that are mapped
-(VmHWM: getrusage's goes on counting from the process that started it); `imports` is that of a
-process which imports the command and does nothing. A copy by `cp`, with the disk synchronised, and
-the SHA-256 of the bytes in one thread are what the time is held against: a conversion reads and
-writes once, reads back once, and hashes both times. The last line is JSON.
+then runs each conversion in its own process, last `--to hf` of the standard conversion. Peak memory
+is the process's largest resident set, including mapped pages of files (VmHWM; getrusage's value
+includes the parent process). `imports` is that of a process that only imports the command. The time
+is compared with a copy by `cp`, with the disk synchronised, and with SHA-256 of the bytes in one
+thread: a conversion reads and writes once, reads back once, and hashes both times. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ sys.exit(code)
 
 
 def write_checkpoint(folder: Path, config: ModelConfig) -> int:
-    """A random checkpoint of Hugging Face's, in bfloat16; returns its bytes."""
+    """Write a random Hugging Face checkpoint in bfloat16; returns its bytes."""
     folder.mkdir()
     data = config_to_huggingface(config, torch.bfloat16)
     (folder / "config.json").write_text(json.dumps(data))

@@ -1,4 +1,4 @@
-"""What benchmarks of whole runs share: a queue of processes, one a GPU at a time; exit codes."""
+"""A queue of processes, one for each GPU at a time, for benchmarks of whole runs; exit codes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Job(Protocol):
 
     @property
     def folder(self) -> Path:
-        """What it writes to; its output goes beside it."""
+        """The folder that the job writes; its output goes beside it."""
 
     @property
     def command(self) -> list[str]:
         """The arguments of Python."""
 
     def clear(self) -> None:
-        """Remove what an earlier try, which was broken off, has left in the folder."""
+        """Remove what an interrupted try has left in the folder."""
 
 
 J = TypeVar("J", bound=Job)
@@ -41,7 +41,7 @@ J = TypeVar("J", bound=Job)
 
 @dataclass
 class Started(Generic[J]):
-    """A job under way, its output in a file."""
+    """A running job, whose output goes to a file."""
 
     job: J
     process: subprocess.Popen[bytes]
@@ -72,14 +72,14 @@ def finish(options: argparse.Namespace) -> int:
 
 
 def deadline(minutes: float | None) -> float:
-    """On the monotonic clock, for --budget."""
+    """The end of --budget on the monotonic clock."""
     if minutes is not None and not minutes > 0:
         raise UserError(f"--budget={minutes} must be above 0 minutes")
     return time.monotonic() + 60 * (minutes or float("inf"))
 
 
 def visible_gpus(count: int | None) -> list[str | None]:
-    """What CUDA_VISIBLE_DEVICES is to be for each job at a time; None leaves it as it is."""
+    """CUDA_VISIBLE_DEVICES for each concurrent job; None leaves it unchanged."""
     there = torch.cuda.device_count()
     if count is not None and not 1 <= count <= there:
         raise UserError(f"--gpus={count}: this machine has {there}; leave it out for all of them")
@@ -94,10 +94,10 @@ def run_all(
     waiting: list[J], gpus: Sequence[str | None], deadline: float,
     expected_s: Callable[[J], float], finished: Callable[[Started[J]], str],
 ) -> list[J]:  # fmt: skip
-    """Run each, as many at a time as there are `gpus`; returns those that failed.
+    """Run all jobs, one for each of `gpus` at a time; returns those that failed.
 
-    A job that would, by `expected_s`, end after the deadline is not begun. finished: keeps what a
-    job gave, and says it.
+    A job that would end after the deadline, by `expected_s`, is not started. finished: records a
+    job's result and returns a line to print.
     """
     running: dict[str | None, Started[J]] = {}
     failed: list[J] = []

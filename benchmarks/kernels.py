@@ -1,19 +1,19 @@
-"""Times of the kernels on one GPU, beside the floor and what cuBLAS and plain PyTorch take.
+"""Times of the kernels on one GPU, beside the floor and cuBLAS or plain PyTorch.
 
     python benchmarks/kernels.py [--check] [--shapes 8B/TP4 ...] [--rows 1 8 64]
 
 Each time is the median over replays of one CUDA graph of many calls, divided by the calls. Every
-call has weights (or a cache, or a prompt) of its own, together larger than the L2 cache, but for
-`tiny`, whose calls measure the launch. The floor is the bytes that must move divided by the
-bandwidth of a large copy (read + write) in the same run; where that is nothing to speak of, none is
-given. "plain" is, in the same run and in a graph too:
+call has its own weights (or cache, or prompt), together larger than the L2 cache, but for `tiny`,
+whose calls measure the launch. The floor is the bytes that must move divided by the bandwidth of a
+large copy (read + write) in the same run; where it is negligible, none is given. "plain" is, in the
+same run and also in a graph:
 
-- project: F.linear (cuBLAS). `norm` makes up for the norm of what it reads, which plain gets done
-  already; `gated` includes SwiGLU, plain in one matmul of both halves.
-- land: the sum of the stream and an output, and F.rms_norm, which `norm` leaves out.
+- project: F.linear (cuBLAS). `norm` includes the norm of the input, which plain excludes; `gated`
+  includes SwiGLU, plain in one matmul of both halves.
+- land: the sum of the residual and an output, and F.rms_norm, which `norm` excludes.
 - add_rms_norm: the same. swiglu: F.silu and a product. rotary_prompt: its reference.
-- decode_attention: F.scaled_dot_product_attention alone, of queries that are rotated and keys that
-  are stored already, over the used part of the cache without a mask.
+- decode_attention: F.scaled_dot_product_attention alone, of rotated queries and stored keys, over
+  the used part of the cache without a mask.
 
 The last line is JSON.
 """

@@ -41,7 +41,7 @@ MODEL, TP, BATCH = "llama-3-8b", 4, 1  # of the figures of inference
 
 
 def latency() -> str:
-    """Decode ms a token of an 8B, plan by plan, beside the bounds."""
+    """Decode ms per token of an 8B by plan, beside the bounds."""
     members = [
         row
         for row in derive(read(LATENCY))
@@ -60,7 +60,7 @@ def latency() -> str:
 
 
 def batches() -> str:
-    """How many more tokens/s a ladder generates, over batch sizes."""
+    """Tokens/s of a ladder over standard's, by batch size."""
     rows = derive(read(BATCHES))
     names = {"push": "both with push", "async": "both with NCCL"}
     colours = {"push": figures.COLOURS["ladder"], "async": figures.COLOURS["hybrid"]}
@@ -84,7 +84,7 @@ def batches() -> str:
 
 
 def quality_latency() -> str:
-    """What quality costs in latency."""
+    """Quality against latency, by plan."""
     records, rows, _ = quality_records()
     groups, best = quality_report.by_plan(records), inference.fastest(rows)
     places = quality_report.positions(groups, best)
@@ -128,7 +128,7 @@ def machine(name: str) -> str:
 
 @dataclass(frozen=True)
 class Page:
-    """name: of its file, without the ending. finding: what the index says of it."""
+    """A page. name: of its file, without suffix. finding: its main result, for the index."""
 
     name: str
     finding: str
@@ -136,9 +136,9 @@ class Page:
 
 
 def inference_pages(name: str, records: Sequence[dict[str, Any]]) -> list[Page]:
-    """A page of the file; where the same points were measured again, one for each commit.
+    """A page of the file; where points were measured again, one for each commit.
 
-    None where they were measured again at one commit: what differs then is no part of a point.
+    No page where a point was measured twice at one commit: the difference is not in the point.
     """
     sittings = {name: list(records)}
     if repeats(records):
@@ -169,7 +169,7 @@ def quality_page() -> Page:
 
 
 def pages() -> list[Page]:
-    """A page of each file of results that has a form which is shown."""
+    """A page for each file of results in a known form."""
     found = [quality_page()]
     for file in sorted(RESULTS.glob("*.jsonl")):
         records = read(file.stem)

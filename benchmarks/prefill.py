@@ -1,4 +1,4 @@
-"""Prefill of several plans, and of several ways to sum their partials, side by side on N GPUs.
+"""Prefill by plan and transport, side by side on several GPUs.
 
     python benchmarks/prefill.py --nproc 4 [--layers 8] [--cases 1x1024 64x1024]
         [--reducers async collective copy] [--rounds 7] [--carveout SMS]
@@ -113,7 +113,7 @@ def measure(lines: list[Line], batch: int, prompt: int, rounds: int, device: tor
 
 
 def rows(lines: list[Line], floor: float) -> list[dict[str, Any]]:
-    """A record for each line of one case."""
+    """The records of one case, one for each line."""
     medians = {(line.plan, line.reducer): statistics.median(line.times) for line in lines}
     records = []
     for line in lines:

@@ -1,16 +1,15 @@
-"""Quality at equal tokens: one small model under each plan, and what that quality costs in latency.
+"""Quality at equal tokens: one small model under each plan, and its latency.
 
     python benchmarks/quality.py run [key=value ...] [--data FOLDER] [--out FOLDER] [--runs FOLDER]
         [--gpus N] [--budget MINUTES] [--only PLAN[:SEED] ...]
     python benchmarks/quality.py page --quality FILE --latency FILE [--out FILE]
 
-`run` trains the recipe quality-100m by `ladder train`, one run a GPU at a time (without GPUs one
-run at a time on the CPU), those that take longest first. A finished run is a line in
-`--out`/quality.jsonl and is skipped when the command is started again; one that was broken off
-begins again. PLAN is a plan's name, or a YAML file with one, which is called by the file's name.
-key=value overrides the recipe, for all runs alike. The data is what benchmarks/quality_data.py
-prepares. `page` joins the results with the decode latency of the same shape:
-`ladder bench inference --model quality-100m --plans ... --nproc 4`.
+`run` trains the recipe quality-100m by `ladder train`, one run on each GPU at a time (without GPUs
+one run at a time on the CPU), the longest first. Finished runs are lines in `--out`/quality.jsonl
+and are skipped when the command is started again; interrupted runs start again. PLAN is the name of
+a plan, or a YAML file with one, then named after the file. key=value overrides the recipe for all
+runs. The data is prepared by benchmarks/quality_data.py. `page` joins the results with the decode
+latency of the same shape: `ladder bench inference --model quality-100m --plans ... --nproc 4`.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ RESULTS, TABLE = "quality.jsonl", "quality.txt"
 
 @dataclass(frozen=True)
 class Run:
-    """One training: its plan and seed, and what they resolve to."""
+    """One training run: plan, seed, and the resolved recipe."""
 
     plan: str
     seed: int
@@ -73,7 +72,7 @@ class Run:
         return ["-m", "ladder", "train", RECIPE, *self.overrides]
 
     def clear(self) -> None:
-        """A checkpoint is written at the end alone."""
+        """Remove an interrupted run: its only checkpoint is written at the end."""
         if (self.folder / "recipe.json").exists():
             shutil.rmtree(self.folder)
 
@@ -82,7 +81,7 @@ class Run:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train what is not finished; 1 if a training failed."""
+    """Train the runs that are not finished; 1 if one failed."""
     until = deadline(options.budget)
     gpus = visible_gpus(options.gpus)
     data = open_sources(str(options.data))
@@ -106,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def chosen(only: Sequence[str] | None) -> list[tuple[str, int]]:
-    """(plan, seed) of all runs, or of those named: PLAN, with the seeds it has, or PLAN:SEED."""
+    """(plan, seed) of all runs, or of those named: PLAN with all its seeds, or PLAN:SEED."""
     found: dict[tuple[str, int], None] = {}
     for name in only or PLANS:
         plan, colon, seed = name.partition(":")
@@ -118,7 +117,7 @@ def chosen(only: Sequence[str] | None) -> list[tuple[str, int]]:
 
 
 def resolve(plan: str, seed: int, options: argparse.Namespace, data: TokenData) -> Run:
-    """UserError, before anything is trained, where the plan or an override is wrong."""
+    """The run of a plan and seed. Raises UserError where the plan or an override is wrong."""
     check_overrides(options.overrides, OWN)
     name = Path(plan).stem if plan.endswith(FILES) else plan
     folder = options.runs / f"{name}-seed{seed}"
@@ -133,7 +132,7 @@ def resolve(plan: str, seed: int, options: argparse.Namespace, data: TokenData) 
 
 
 def recipe_of(each: Run) -> dict[str, Any]:
-    """The recipe without what differs between the runs of a table, as JSON would give it back."""
+    """The recipe as plain JSON data, without the keys that differ between the runs of a table."""
     recipe = each.config.resolved(each.model)
     kept = {key: value for key, value in recipe.items() if key not in PER_RUN}
     found: dict[str, Any] = json.loads(json.dumps(kept))
@@ -141,14 +140,14 @@ def recipe_of(each: Run) -> dict[str, Any]:
 
 
 def check_overrides(overrides: Sequence[str], own: Sequence[str]) -> None:
-    """Raise UserError where one is of a key that the benchmark sets."""
+    """Raise UserError for an override of a key that the benchmark sets."""
     for override in overrides:
         if (key := override.partition("=")[0]) in own:
             raise UserError(f"override {override!r}: {key} is set by the benchmark; leave it out")
 
 
 def check_common(records: Sequence[dict[str, Any]], common: dict[str, Any], file: Path) -> None:
-    """Raise UserError where a file's records are not of what is to be added to them."""
+    """Raise UserError where a file's records have another recipe or data than the new ones."""
     for record in records:
         if any(record[key] != value for key, value in common.items()):
             raise UserError(
@@ -167,8 +166,9 @@ def train_all(
     waiting: list[Run], gpus: Sequence[str | None], deadline: float,
     records: list[dict[str, Any]], file: Path, common: dict[str, Any],
 ) -> list[Run]:  # fmt: skip
-    """Train each; returns those that failed. One that would, as long as the longest of its kind
-    took, end after the deadline is not begun."""
+    """Train all runs; returns those that failed.
+
+    A run that would end after the deadline, by the longest of its kind, is not started."""
 
     def finished(started: Started[Run]) -> str:
         records.append({**record(started), **common})
@@ -180,13 +180,13 @@ def train_all(
 
 
 def expected_s(each: Run, records: Sequence[dict[str, Any]]) -> float:
-    """The longest that a run with as many virtual ranks took; 0 while none has ended."""
+    """The longest time of a run with as many virtual ranks; 0 before one has ended."""
     alike = [r["wall_s"] for r in records if r["tp_degree"] == each.model.tp_degree]
     return max(alike, default=0.0)
 
 
 def record(started: Started[Run]) -> dict[str, Any]:
-    """What a training gave, from its metrics."""
+    """The record of a finished run, from its metrics."""
     each, found = started.job, metrics.read(started.job.folder)
     steps = [entry for entry in found if "loss" in entry]
     heldout = next(entry for entry in reversed(found) if "heldout_loss" in entry)

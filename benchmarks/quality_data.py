@@ -62,7 +62,7 @@ def build(options: argparse.Namespace) -> int:
 
 
 def write(file: Path, documents: Iterable[str]) -> tuple[int, int]:
-    """One JSON line a document; how many, and their bytes."""
+    """Write documents as JSON lines; their number and bytes."""
     count = size = 0
     with file.open("w", encoding="utf-8") as stream:
         for document in documents:
@@ -80,7 +80,7 @@ def python() -> Iterator[str]:
 
 
 def linux(root: Path) -> Iterator[str]:
-    """Sources; where one quotes comments of the kernel's code, the page that has the quotes."""
+    """The sources of pages, or the page itself where its source quotes comments of the code."""
     pages, sources = root / LINUX / "html", root / LINUX / "Documentation"
     for file in sorted(sources.rglob("*")):
         within = file.relative_to(sources)
@@ -96,7 +96,7 @@ def linux(root: Path) -> Iterator[str]:
 
 
 def gcide(root: Path) -> Iterator[str]:
-    """Runs of entries; each begins at a line's first character, what it says is indented."""
+    """Runs of entries: an entry starts at a line's first character, its text is indented."""
     file = root / GCIDE
     if not file.is_file():
         return
@@ -113,7 +113,7 @@ def gcide(root: Path) -> Iterator[str]:
 
 
 def decoded(data: bytes) -> Iterator[str]:
-    """The text, or nothing where it is not UTF-8, as a few modules are not."""
+    """Yield the text, or nothing where it is not UTF-8, as a few modules are not."""
     try:
         yield data.decode("utf-8")
     except UnicodeDecodeError:

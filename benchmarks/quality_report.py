@@ -1,4 +1,4 @@
-"""What benchmarks/quality.py shows of its records: the table, and the page that adds latency."""
+"""The table of benchmarks/quality.py, and its page, which adds latency."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ a whole run, its start, evaluation and checkpoint included."""
 
 
 def by_plan(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """In the order of PLANS, then others."""
+    """The records by plan, in the order of PLANS, then others."""
     plans = dict.fromkeys([*PLANS, *(record["plan"] for record in records)])
     found = {plan: [r for r in records if r["plan"] == plan] for plan in plans}
     return {plan: members for plan, members in found.items() if members}
@@ -69,7 +69,7 @@ def quality_cells(plan: str, groups: dict[str, list[dict[str, Any]]]) -> list[st
 
 
 def rows(records: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """One a plan, under COLUMNS."""
+    """A row for each plan, under COLUMNS."""
     groups, found = by_plan(records), []
     for plan, members in groups.items():
         known = members[0]["mfu"] is not None, members[0]["memory_gib"] is not None
@@ -105,8 +105,7 @@ JOINED = ("plan", "bits per byte", "spread", "less standard", "decode ms/token",
 def latency_rows(
     file: Path, model: str, layers: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What a token of one sequence takes on T GPUs, plan by plan and reducer by reducer; and the
-    machines that it was measured on."""
+    """Rows of decode latency at batch 1 by plan and reducer, and the machines of their records."""
     if not file.is_file():
         raise UserError(f"no results at {file}; `ladder bench inference` writes inference.jsonl")
     wanted = (model, layers, T, 1, True)
@@ -131,9 +130,9 @@ def write_page(
     latency: Sequence[dict[str, Any]],
     machines: Sequence[dict[str, Any]],
 ) -> str:
-    """The page as HTML: bits per byte against ms a token, then both tables.
+    """The page as HTML: bits per byte against ms per token, then both tables.
 
-    machines: what the latencies were measured on.
+    machines: of the latencies.
     """
     groups, best = by_plan(records), fastest(latency)
     places = positions(groups, best)
@@ -169,7 +168,7 @@ def write_page(
 def positions(
     groups: dict[str, list[dict[str, Any]]], best: dict[str, dict[str, Any]]
 ) -> dict[str, tuple[float, float]]:
-    """Plan -> (ms a token, bits per byte), of those with both."""
+    """(ms per token, bits per byte) by plan, of plans with both."""
     return {
         plan: (best[plan]["decode_ms"], mean(members))
         for plan, members in groups.items()
@@ -178,7 +177,7 @@ def positions(
 
 
 def beaten(plan: str, places: dict[str, tuple[float, float]]) -> bool:
-    """Whether another plan is nowhere worse, and not the same."""
+    """Whether another plan is as good in both, and better in one."""
     own = places[plan]
     return any(
         other != own and other[0] <= own[0] and other[1] <= own[1] for other in places.values()
@@ -200,7 +199,7 @@ def figure(
     groups: dict[str, list[dict[str, Any]]], best: dict[str, dict[str, Any]], title: str = "",
     subtitle: str = "",
 ) -> str:  # fmt: skip
-    """A point a plan, or one a seed, joined: its height is the spread."""
+    """A point for each plan; several seeds are points joined by a line."""
     lines = {
         plan: (
             [best[plan]["decode_ms"]] * len(members),

@@ -1,12 +1,12 @@
-"""Every kernel that one GPU can run by itself, a few times on small odd shapes: for sanitizers.
+"""Runs every kernel that needs one GPU on small odd shapes, for compute-sanitizer.
 
     compute-sanitizer --tool memcheck python benchmarks/sanitize.py
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py
     compute-sanitizer --tool synccheck python benchmarks/sanitize.py --only swiglu land
 
 Add `--error-exitcode 9` before `python` for an exit code that a script can check. Each tensor has
-an allocation of its own, of exactly its size, so that memcheck sees an element too far. What a
-kernel writes is also compared with its reference: a launch that a sanitizer lost is an error here.
+its own allocation of exactly its size, so that memcheck sees an access beyond its end. What a
+kernel writes is also compared with its reference, so a launch that a sanitizer lost is an error.
 All-reduce kernels need peers and are not here: tests/infer/test_gpu.py provokes those.
 
 A function that ladder.kernels exports must have a case: write a generator function of (dtype) that
@@ -55,7 +55,7 @@ def random(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def places(batch: int, length: int) -> Tensor:
-    """Positions, the first and the last of a cache among them."""
+    """Positions in a cache, including the first and the last."""
     return torch.tensor([0, length - 1, length // 2][:batch], device=DEVICE)
 
 
@@ -68,7 +68,7 @@ def table_for(length: int, size: int) -> Tensor:
 
 
 def gains_of(dtype: torch.dtype, size: int) -> tuple[Tensor, Tensor]:
-    """The weights of the norms of queries and of keys, around 1."""
+    """Weights of the norms of queries and keys, around 1."""
     return 1 + random(dtype, size) / 4, 1 + random(dtype, size) / 4
 
 
@@ -110,7 +110,7 @@ def squares_of(x: Tensor) -> Tensor:
 
 @case("project")
 def project(dtype: torch.dtype) -> Pairs:
-    """Alone, and with a push to three ranks' slots, all on this GPU, and a landing as a rider."""
+    """project alone, and with a push to three ranks' slots on this GPU and a landing as a rider."""
     world, start = 3, 64
     for rows in ROWS:
         for outputs, size in ((7, 200), (66, 1304), (130, 2100)):
@@ -139,7 +139,7 @@ def project(dtype: torch.dtype) -> Pairs:
 
 @case("send")
 def send(dtype: torch.dtype) -> Pairs:
-    """To two ranks' slots, both on this GPU: alone, and as a rider."""
+    """send to two ranks' slots on this GPU, alone and as a rider."""
     if not jit.on_triton(torch.zeros(1, device=DEVICE)):
         return
     x, weight = random(dtype, 3, 96), random(dtype, 5, 96)
@@ -211,7 +211,7 @@ def embed(dtype: torch.dtype) -> Pairs:
 
 @case("greedy_choice")
 def greedy_choice(dtype: torch.dtype) -> Pairs:
-    """Alone, and as two ranks on this GPU, the second of which has sent already."""
+    """greedy_choice alone, and as two ranks on this GPU, the second of which has already sent."""
     for batch, size, first in ((1, 7, 0), (3, 1024, 500), (9, 2100, 40)):
         logits = random(dtype, batch, size)
         logits[0, size // 2], logits[-1, [1, size - 1]] = torch.nan, 100.0
@@ -241,7 +241,7 @@ def chosen(
 
 
 def two_ranks(batch: int) -> list[choice.GreedyChoice]:
-    """Two ranks' choices, whose slots all lie on this GPU."""
+    """The choices of two ranks, with all slots on this GPU."""
     slots = [torch.full((choice.SETS * 2 * batch * 2,), EMPTY[4], dtype=torch.int32,
                         device=DEVICE) for _ in range(2)]  # fmt: skip
     buffers = torch.tensor([each.data_ptr() for each in slots], device=DEVICE)
@@ -253,7 +253,7 @@ def two_ranks(batch: int) -> list[choice.GreedyChoice]:
 
 
 def send_best(logits: Tensor, first: int, to: choice.GreedyChoice) -> None:
-    """Put rank 1's best into rank 0's slots: in one stream its own kernel would run too late."""
+    """Put rank 1's best into rank 0's slots: in the same stream its kernel would run too late."""
     batch = len(logits)
     top, token = logits.float().max(-1)
     sent = torch.stack((top.view(torch.int32), (token + first).int()), dim=1).flatten()

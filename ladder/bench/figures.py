@@ -114,7 +114,7 @@ def lines(
 def bars(
     values: Sequence[Bar], unit: str, *, title: str = "", subtitle: str = "", row: int = 27
 ) -> str:
-    """Horizontal bars as SVG, from the top in the order given; bounds are hatched outlines."""
+    """Horizontal bars as SVG, in the given order from the top; bounds are hatched outlines."""
     height = row * len(values) + 24 + (22 if title else 0) + (18 if subtitle else 0)
     figure, axes, above = _canvas(height, title, (subtitle,))
     said = {}

@@ -114,7 +114,7 @@ class Overlap:
 
 
 def kind_of(name: str) -> str:
-    """What a kernel is: what ours were declared to be (`ladder.jit.kernel`), others' by KINDS."""
+    """The kind of a kernel: ours declare it (`ladder.jit.kernel`), others have it by KINDS."""
     if name in jit.KERNELS:
         return jit.KERNELS[name]
     lowered = name.lower()

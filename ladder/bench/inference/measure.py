@@ -56,7 +56,7 @@ class InferenceTimes:
 
 @dataclass
 class TimedSession:
-    """A point that is built, checked and ready to be timed."""
+    """A session of a point: built, checked and ready to be timed."""
 
     point: InferencePoint
     config: ModelConfig

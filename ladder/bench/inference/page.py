@@ -1,4 +1,4 @@
-"""The benchmark's page: tables and the figures of Ladder Residual (arXiv 2501.06589), section 3."""
+"""The page of inference, with the figures of Ladder Residual (arXiv 2501.06589), section 3."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class InferencePoint:
 
 
 def describe(case: InferencePoint) -> str:
-    """A case in words."""
+    """A case as text."""
     return (
         f"{case.model}, {case.layers} layers, TP {case.tp}, batch {case.batch}, prompt "
         f"{case.prompt}, {case.new_tokens} new tokens{'' if case.p2p else ', P2P off'}"

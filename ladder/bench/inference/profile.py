@@ -1,4 +1,4 @@
-"""`ladder bench inference --profile`: a prefill and a few decode steps, traced."""
+"""Traces of a prefill and a few decode steps, for `ladder bench inference --profile`."""
 
 from __future__ import annotations
 

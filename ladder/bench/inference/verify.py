@@ -30,7 +30,7 @@ SEED = 17
 
 @dataclass(frozen=True)
 class Reference:
-    """Given tokens [n, prompt + steps] and their logits in float32, [steps + 1, n, V].
+    """Tokens [n, prompt + steps] and their logits in float32, [steps + 1, n, V].
 
     plain_error, plain_rms: the largest and the root-mean-square error of the plain modules.
     """
@@ -63,7 +63,7 @@ class EngineCheck:
 
     @property
     def passes(self) -> bool:
-        """False for NaN, too."""
+        """Whether the engine may be timed; a NaN fails."""
         return (
             self.error <= ALLOWED * self.plain_error
             and self.rms <= ALLOWED * self.plain_rms
