@@ -1,9 +1,9 @@
 """Model folders: config.json, safetensors files, tokenizer.json.
 
 A folder is ours (model_type `ladder`, with the residual plan) or Hugging Face's (see
-ladder.hf_config); both hold the same tensor names and layouts. Files hold full tensors, or in a
-checkpoint of several ranks each rank's shards (see ladder.train.shards): any parallelism reads its
-slices of either, and no process ever holds the whole model.
+ladder.hf_config); both have the same tensor names and layouts. Files hold full tensors or, in a
+checkpoint of several ranks, each rank's shards (see ladder.train.shards). Any layout of ranks reads
+its slices of either, and no process ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from ladder.parallel import launch
 from ladder.parallel.sharding import local_parameters, shard_model
 from ladder.reader import EMBEDDING, TensorReader, read_json, some
 
-SHARD_BYTES = 2**30  # a file of a checkpoint holds about this much, or one tensor
+SHARD_BYTES = 2**30  # the approximate size of a checkpoint's files; a larger tensor has its own
 WEIGHTS = "model"
-ARCHITECTURE = "LadderForCausalLM"  # what config.json calls our class of transformers' models
-GENERATION = "generation_config.json"  # Hugging Face's: what ends a text, how to sample
+ARCHITECTURE = "LadderForCausalLM"  # the class of our transformers models, in config.json
+GENERATION = "generation_config.json"  # Hugging Face's: end-of-text tokens, sampling options
 CHECKSUMS = "checksums.json"  # of a run's checkpoint: the SHA-256 of every file, see `digest`
-RECORD = "train.json"  # of a run's checkpoint: how far it is
+RECORD = "train.json"  # of a run's checkpoint: its step and recipe
 SHA256 = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A full tensor to be written; `fetch` returns it, and is called once, on every rank."""
+    """A full tensor to write. fetch: returns it; called once, on every rank."""
 
     name: str
     nbytes: int
@@ -66,7 +66,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def read_stop_tokens(folder: Path) -> list[int]:
-    """Token ids that end a generation, as the folder's configs give them."""
+    """The token ids that end a generation, from the folder's configs."""
     found: list[int] = []
     for name in (GENERATION, "config.json"):
         if (path := folder / name).is_file():
@@ -75,7 +75,7 @@ def read_stop_tokens(folder: Path) -> list[int]:
 
 
 def huggingface_config(data: dict[str, Any]) -> dict[str, Any] | None:
-    """What a model with this config.json, ours or theirs, had as Hugging Face's; None: nothing."""
+    """The Hugging Face config in this config.json, ours or theirs; None: it has none."""
     if data.get("model_type") != "ladder":
         return data
     kept = data.get("huggingface")
@@ -90,7 +90,7 @@ def write_config(
     eos_token_id: int | list[int] | None,
     huggingface: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write our config.json. huggingface: the one that the model was converted from, kept there."""
+    """Write our config.json. huggingface: the config.json of the original model, kept inside."""
     data: dict[str, Any] = {"architectures": [ARCHITECTURE], "model_type": "ladder"}
     data["eos_token_id"] = eos_token_id
     data["model"] = config.to_dict()
@@ -99,19 +99,19 @@ def write_config(
     write_text(folder / "config.json", json.dumps(data, indent=1) + "\n")
 
 
-# Gathering a tensor that two dimensions of a mesh shard takes two steps; it warns of that.
+# It warns when a tensor that is sharded over two mesh dimensions is gathered in two steps.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def full(value: Tensor) -> Tensor:
-    """The whole of a tensor that may be a DTensor, on the CPU; collective over its mesh."""
+    """The full tensor on the CPU, of a tensor that may be a DTensor; collective over its mesh."""
     value = value.detach()
     return (value.full_tensor() if isinstance(value, DTensor) else value).cpu().contiguous()
 
 
 def model_entries(model: Transformer) -> list[Entry]:
-    """Of a model that is whole here: on one process, or sharded with dtensors=True."""
-    assert not model.cut_parameters(), "it would write this rank's shards alone"
+    """The entries of a model on one process, or of one that was sharded with dtensors=True."""
+    assert not model.cut_parameters(), "it would write only this rank's shards"
     return [entry(name, parameter) for name, parameter in model.named_parameters()]
 
 
@@ -123,8 +123,8 @@ def entry(name: str, value: Tensor) -> Entry:
 def write_tensors(folder: Path, stem: str, entries: Iterable[Entry], writer: bool) -> None:
     """Write tensors to `stem`.safetensors, or to numbered files with an index beyond SHARD_BYTES.
 
-    Every rank that holds shards must call this; those that are not the `writer` only take part in
-    the gathering. At most one file's tensors are in memory at a time.
+    Every rank that holds shards must call this; ranks other than the `writer` only take part in the
+    gathering. At most one file's tensors are in memory at a time.
     """
     files: list[list[Entry]] = [[]]
     size = total = 0
@@ -153,25 +153,25 @@ def write_tensors(folder: Path, stem: str, entries: Iterable[Entry], writer: boo
 
 
 def save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write one safetensors file, for whoever may read the files beside it."""
+    """Write one safetensors file, with the default mode of new files."""
     try:
         save_file(tensors, path, metadata=metadata)
-    except SafetensorError as error:  # its own type for what is an OSError
+    except SafetensorError as error:  # the library's type for an OSError
         raise OSError(f"{path.name}: {error}") from error
     usual_mode(path)
 
 
 def write_checksums(folder: Path, sums: Mapping[str, str]) -> None:
-    """Write the SHA-256 of each file, and what tells damage to this file from damage to those."""
+    """Write the SHA-256 of each file, and a digest of them, which reveals damage to this file."""
     found = {**sums, CHECKSUMS: digest(sums)}
     write_text(folder / CHECKSUMS, json.dumps(dict(sorted(found.items())), indent=1) + "\n")
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """What `write_checksums` wrote of each file; UserError where it is not that."""
+    """The checksums that `write_checksums` wrote. Raises UserError if the file is damaged."""
     path = folder / CHECKSUMS
     sums = read_json(path)
-    own = sums.pop(CHECKSUMS, None)  # the first checkpoints have none
+    own = sums.pop(CHECKSUMS, None)  # checkpoints of early versions lack it
     known = all(isinstance(each, str) and SHA256.fullmatch(each) for each in sums.values())
     if not known or own not in (None, digest(sums)):
         raise UserError(f"{path} is damaged: it is not what was written")
@@ -179,16 +179,16 @@ def read_checksums(folder: Path) -> dict[str, str]:
 
 
 def digest(sums: Mapping[str, str]) -> str:
-    """The SHA-256 of checksums, which stands among them as that of their own file."""
+    """The SHA-256 of checksums, stored in checksums.json under the file's own name."""
     text = json.dumps(dict(sorted(sums.items())))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def first_damage(folder: Path, names: Collection[str] | None = None) -> str | None:
-    """What is wrong with a run's checkpoint by its checksums, in words; None where nothing is.
+    """The error message for the first damaged file of a run's checkpoint; None: no damage.
 
-    names: look at these files alone. Every rank calls this and is told the same; they share the
-    files out.
+    names: check only these files. Every rank must call this and gets the same result; the ranks
+    divide the files among them.
     """
     wrong = []
     there: list[str] = []
@@ -212,9 +212,9 @@ def first_damage(folder: Path, names: Collection[str] | None = None) -> str | No
 
 
 def refuse_damage(reader: TensorReader, remedy: str) -> None:
-    """Raise UserError, on every rank, where the weights are a run's and not what was written.
+    """Raise UserError, on every rank, if the weights of a run's checkpoint are damaged.
 
-    A flipped bit would be a weight from now on. Other folders have no checksums to tell.
+    Otherwise a flipped bit would silently become a weight. Other folders have no checksums.
     """
     if (reader.folder / CHECKSUMS).is_file():
         files = {chunk.file for chunks in reader.files.values() for chunk in chunks}
@@ -230,10 +230,10 @@ def load_model(
     dtype: torch.dtype | None = None,
     reducer: str = "async",
 ) -> Transformer:
-    """The model of a folder, its shards on `mesh` (None: one process), ready to run.
+    """The model of a folder, sharded over `mesh` (None: one process), ready to run.
 
-    dtype: None keeps the type that the weights are stored in. reducer: see `shard_model`. Each
-    process reads its own slices.
+    dtype: None keeps the stored dtype. reducer: see `shard_model`. Each process reads its own
+    slices.
     """
     model, reader = _opened(folder)
     shard_model(model, mesh, device=device, dtype=dtype or reader.dtype(EMBEDDING), reducer=reducer)
@@ -242,7 +242,7 @@ def load_model(
 
 
 def fill(model: Transformer, reader: TensorReader) -> None:
-    """Copy the tensors into the model's parameters; each process reads its own slices only."""
+    """Copy the tensors into the model's parameters; each process reads only its own slices."""
     with torch.no_grad():
         for name, local, part in local_parameters(model):
             reader.check_shape(name, model.shapes[name])
@@ -255,7 +255,7 @@ def check_model(folder: Path) -> None:
 
 
 def _opened(folder: Path) -> tuple[Transformer, TensorReader]:
-    """The model of a folder without storage, and its tensors, which are all of those it has."""
+    """The model of a folder without storage, and a reader of its tensors, which were checked."""
     config = read_config(folder)
     reader = TensorReader(folder, WEIGHTS)
     model = meta_model(config)
@@ -264,7 +264,7 @@ def _opened(folder: Path) -> tuple[Transformer, TensorReader]:
 
 
 def checkpoints(run: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of a run's finished checkpoints, oldest first."""
+    """The pairs (step, folder) of a run's finished checkpoints, oldest first."""
     found = []
     for folder in (run / "checkpoints").glob("step-*"):
         if match := re.fullmatch(r"step-(\d+)", folder.name):
@@ -273,7 +273,7 @@ def checkpoints(run: Path) -> list[tuple[int, Path]]:
 
 
 def newest(path: Path) -> Path:
-    """`path` itself where it is a model folder, or the newest checkpoint of the run there."""
+    """`path` itself if it is a model folder, else the newest checkpoint of the run in it."""
     if (path / "config.json").is_file():
         return path
     if not path.is_dir():

@@ -1,8 +1,8 @@
-"""What a model's layers cost: parameters, FLOPs, bytes read, kept and communicated.
+"""The costs of a model's layers: parameters, FLOPs, bytes read, stored and communicated.
 
-Matrices alone are counted: norms and biases are a thousandth. `tp` is the number of processes that
-share the model; what a function counts is one process's part, unless it says otherwise. Bytes are
-those of bfloat16.
+Only matrices are counted: norms and biases are a thousandth. `tp` is the number of processes of the
+model. The functions return the part of one process, unless they say otherwise. Bytes are those of
+bfloat16.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ BF16 = 2  # bytes
 
 
 def sublayer_parameters(config: ModelConfig, kind: str) -> int:
-    """Of the matrices of a whole sublayer: attention, mlp, or attention+mlp."""
+    """The parameters of a whole sublayer's matrices: attention, mlp, or attention+mlp."""
     width = config.num_heads * config.head_dim
     matrices = {
         "attention": config.hidden_size * 2 * (width + config.num_kv_heads * config.head_dim),
@@ -23,22 +23,22 @@ def sublayer_parameters(config: ModelConfig, kind: str) -> int:
 
 
 def layer_parameters(config: ModelConfig) -> int:
-    """Of the matrices of a whole layer."""
+    """The parameters of a whole layer's matrices."""
     return sublayer_parameters(config, "attention+mlp")
 
 
 def vocabulary_parameters(config: ModelConfig) -> int:
-    """Of the whole embedding; the head, tied or not, has as many."""
+    """The parameters of the whole embedding; the head, tied or not, has as many."""
     return config.vocab_size * config.hidden_size
 
 
 def training_flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """FLOPs of training on one token, forward and backward, of the whole model's own work.
+    """Model FLOPs of training on one token, forward and backward, of the whole model.
 
     6 x parameters without the input embedding, and 6 x layers x sequence x attention width for
-    causal attention, counted once (half of the square). What is computed again under activation
-    checkpointing does not count. Where documents are masked apart, less is computed: this counts
-    the whole window all the same.
+    causal attention, counted once (half of the square). Recomputation under activation
+    checkpointing does not count. With masked documents less is computed, but the whole window is
+    counted.
     """
     parameters = config.num_layers * layer_parameters(config) + vocabulary_parameters(config)
     width = config.num_heads * config.head_dim
@@ -46,10 +46,10 @@ def training_flops_per_token(config: ModelConfig, seq_len: int) -> float:
 
 
 def prefill_flops(config: ModelConfig, tp: int, batch: int, prompt: int) -> float:
-    """FLOPs to read prompts: matrix products, causal attention, the logits of each last token.
+    """FLOPs of prefill: matrix products, causal attention, and the logits of each last token.
 
-    Of the last layer the cache wants all keys and values; the rest is wanted for the last token
-    alone.
+    In the last layer only keys and values are needed for all tokens; the rest is computed for the
+    last token only.
     """
     tokens, whole = batch * prompt, config.num_layers - 1
     layer, width = layer_parameters(config), config.num_heads * config.head_dim
@@ -67,9 +67,9 @@ def layer_weight_bytes(config: ModelConfig, tp: int) -> float:
 
 
 def cache_bytes(config: ModelConfig, tp: int, tokens: float) -> float:
-    """Bytes of the keys and values of so many tokens, in all layers.
+    """Bytes of the keys and values of `tokens` tokens, in all layers.
 
-    Where T exceeds the KV heads, each rank, virtual ones too, has one of its own.
+    If T exceeds the number of KV heads, each rank, including virtual ones, has a head of its own.
     """
     held = max(1, (config.tp_degree or tp) // tp)  # virtual ranks
     heads = held * max(1.0, config.num_kv_heads / (tp * held))
@@ -88,10 +88,10 @@ def reduce_bytes(config: ModelConfig, tokens: int, itemsize: int = BF16) -> int:
 
 
 def inference_bytes(config: ModelConfig, tp: int, batch: int, prompt: int, length: int) -> float:
-    """Memory of inference, estimated on the safe side; length: of the cache, tokens a sequence.
+    """A conservative estimate of the memory of inference. length: tokens per sequence in the cache.
 
-    Weights, the largest matrix whole (it is made whole and cut), the cache, the activations of a
-    prefill, and logits.
+    It has the weights, the largest matrix unsharded (it is made whole and then sliced), the cache,
+    the activations of a prefill, and logits.
     """
     held = max(1, (config.tp_degree or tp) // tp)  # virtual ranks
     copies = 1 if config.tie_embeddings else 2

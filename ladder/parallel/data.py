@@ -1,8 +1,8 @@
 """Data parallelism: replicas of a model, or shards of it, by torch's FSDP2.
 
-One mechanism for DDP, FSDP and HSDP: parameters, gradients and optimiser state are sharded over the
-`shard` dimension of the mesh (of size 1: not at all) and replicated over `replicate`. Gradients are
-reduced in float32 while backward goes on, module by module.
+One mechanism covers DDP, FSDP and HSDP: parameters, gradients and optimiser state are sharded over
+the `shard` dimension of the mesh (not at all if its size is 1) and replicated over `replicate`.
+Gradients are reduced in float32 during the backward pass, module by module.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from ladder.models.transformer import Transformer
 from ladder.parallel.mesh import DATA_DIMS
 
-# Virtual ranks' outputs may be views. Reducers sum them to new tensors, and write to none in place.
+# Outputs of virtual ranks may be views. That is safe: reducers sum them into new tensors.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 def data_parallel(mesh: DeviceMesh | None) -> tuple[int, int]:
-    """(how many data-parallel ranks there are, this one's number)."""
+    """The number of data-parallel ranks, and this process's data-parallel rank."""
     size, rank = 1, 0
     for name in DATA_DIMS if mesh is not None else ():
         assert mesh is not None
@@ -33,7 +33,7 @@ def data_parallel(mesh: DeviceMesh | None) -> tuple[int, int]:
 
 
 def size_of(mesh: DeviceMesh, name: str) -> int:
-    """The size of a dimension of the mesh. (`mesh[name]` makes a new mesh each time, slowly.)"""
+    """The size of a dimension of the mesh. (`mesh[name]` would make a new mesh, which is slow.)"""
     assert mesh.mesh_dim_names is not None
     return mesh.size(mesh.mesh_dim_names.index(name))
 
@@ -48,12 +48,12 @@ def sum_over_data(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
 
 
 def shard_over_data(model: Transformer, mesh: DeviceMesh) -> None:
-    """Make a model that TP has sharded data-parallel over `mesh`.
+    """Apply FSDP2 over `mesh` to a model that TP has sharded.
 
-    Parameters may be on `meta`, to be made by `to_empty` afterwards. Computation is in the model's
-    compute_dtype, set before. A layer's two sublayers, which the model's loop calls, are one unit:
-    a unit each costs the host a third more. Norms, which reducers call in their own way, belong to
-    the model itself and are whole while it runs.
+    Parameters may be on `meta`, and allocated by `to_empty` afterwards. The computation uses the
+    model's compute_dtype, which must be set before. A layer's two sublayers are one FSDP unit,
+    which costs the host less than a unit each. Norms, which reducers call, belong to the root unit
+    and are unsharded during the whole forward and backward pass.
     """
     replicas = size_of(mesh, "replicate")
     policy = MixedPrecisionPolicy(
@@ -61,9 +61,9 @@ def shard_over_data(model: Transformer, mesh: DeviceMesh) -> None:
     )
     data = mesh["shard"] if replicas == 1 else mesh["replicate", "shard"]
     units = [[layer.self_attn, layer.mlp] for layer in model.model.layers]
-    if not model.config.tie_embeddings:  # one matrix for both lives in the model's own unit
+    if not model.config.tie_embeddings:  # a tied matrix belongs to the root unit
         units = [[model.model.embed_tokens], *units, [model.lm_head]]
-    shards = size_of(mesh, "shard") > 1  # else there is nothing to gather again for backward
+    shards = size_of(mesh, "shard") > 1  # otherwise there is nothing to gather again for backward
     for unit in units:
         fully_shard(unit, mesh=data, mp_policy=policy, reshard_after_forward=shards)
     fully_shard(model, mesh=data, mp_policy=policy, reshard_after_forward=False)
@@ -71,13 +71,13 @@ def shard_over_data(model: Transformer, mesh: DeviceMesh) -> None:
 
 
 def let_go(model: Transformer) -> None:
-    """Shard again what a forward pass without a backward one has left whole."""
+    """Reshard parameters that a forward pass without a backward pass has left gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def reduce_gradients(model: Transformer, now: bool) -> None:
-    """Whether the next backward pass reduces gradients: only a step's last one is to."""
+    """Set whether the next backward pass reduces gradients; only the last one of a step should."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now)

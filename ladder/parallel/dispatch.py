@@ -1,14 +1,14 @@
-"""Which all-reduce for which message size: tables measured by `ladder bench comm`, as data.
+"""Dispatch tables: the fastest all-reduce for each message size, measured by `ladder bench comm`.
 
 A table is a JSON list of entries, one for a kind of GPU and a number of ranks:
 
     [{"gpu": "NVIDIA H200", "world": 4, "until": [[524288, "push"]], "source": "..."}]
 
-`until` gives, in ascending order, the largest message in bytes that an algorithm is used for; NCCL
-takes what is larger. dispatch.json, beside this file, holds what has been measured so far. A file
-of one's own (`ladder bench comm --write-table FILE`), named by the environment variable
-LADDER_DISPATCH, goes before it. Where neither knows the GPU and the number of ranks, DEFAULT holds:
-push where latency decides everywhere, NCCL for the rest.
+`until` has, in ascending order, the largest message in bytes for which an algorithm is used; NCCL
+reduces larger ones. dispatch.json, beside this file, has the measurements so far. A file of the
+user (`ladder bench comm --write-table FILE`), named by the environment variable LADDER_DISPATCH,
+takes precedence. If neither has an entry for the GPU and the number of ranks, DEFAULT is used: push
+for small messages, where latency dominates on any GPU, and NCCL for others.
 """
 
 from __future__ import annotations
@@ -35,24 +35,28 @@ ALGORITHMS = ("nccl", "push", "two-shot")
 
 @dataclass(frozen=True)
 class Dispatch:
-    """until: (largest message in bytes, algorithm), ascending; NCCL beyond. source: whence."""
+    """A dispatch table for one kind of GPU and number of ranks.
+
+    until: (largest message in bytes, algorithm), ascending; NCCL for larger messages. source: the
+    origin of the measurement.
+    """
 
     until: tuple[tuple[int, str], ...]
     source: str
 
     def pick(self, size: int, dtype: torch.dtype) -> str:
-        """The algorithm for a message of `size` bytes; ours know whole 16 bytes of two types."""
+        """The algorithm for a message of `size` bytes; ours need multiples of 16 and DTYPES."""
         if size % 16 or dtype not in DTYPES:
             return "nccl"
         return next((name for largest, name in self.until if size <= largest), "nccl")
 
     def largest(self, algorithm: str) -> int:
-        """The largest message in bytes that `algorithm` is used for; 0: it is not used."""
+        """The largest message in bytes for which `algorithm` is used; 0: it is not used."""
         return max((size for size, name in self.until if name == algorithm), default=0)
 
     @property
     def hand_over(self) -> int:
-        """The bytes of a message beyond which everything is NCCL's."""
+        """The message size in bytes above which only NCCL is used."""
         return max((size for size, name in self.until if name != "nccl"), default=0)
 
     def describe(self) -> str:
@@ -68,7 +72,7 @@ DEFAULT = Dispatch(((64 * 1024, "push"),), "default for GPUs that have not been 
 
 
 def size_text(size: int) -> str:
-    """Bytes for people: 8192 is `8 KiB`; what is no whole number of KiB stays in bytes."""
+    """A size as text: 8192 is `8 KiB`; sizes that are no multiples of 1024 stay in bytes."""
     if size % 1024:
         return f"{size} bytes"
     return f"{size // 1024} KiB" if size % 2**20 else f"{size // 2**20} MiB"
@@ -77,8 +81,9 @@ def size_text(size: int) -> str:
 def derive(times: Mapping[int, Mapping[str, float]]) -> tuple[tuple[int, str], ...]:
     """`until` from measured times: message bytes -> algorithm -> microseconds.
 
-    At each size the fastest of ALGORITHMS that was measured, NCCL on a tie; between two sizes the
-    larger one's; beyond the largest NCCL. Other candidates (torch's kernels, say) do not count.
+    Each size has the fastest measured one of ALGORITHMS, NCCL on a tie. Messages between two sizes
+    use the algorithm of the larger size; messages above the largest use NCCL. Other candidates,
+    such as torch's kernels, are ignored.
     """
     until: list[tuple[int, str]] = []
     for size in sorted(times):
@@ -95,8 +100,8 @@ def derive(times: Mapping[int, Mapping[str, float]]) -> tuple[tuple[int, str], .
 def load_dispatch(gpu: str, world: int, file: str | Path | None = None) -> Dispatch:
     """The table for `world` ranks on GPUs of this name.
 
-    file: a table that goes before the packaged one; None: the one that LADDER_DISPATCH names, if
-    any. Raises UserError where a file cannot be read or says what no table can.
+    file: a table that takes precedence over the packaged one; None: the one that LADDER_DISPATCH
+    names, if any. Raises UserError for a file that cannot be read or is invalid.
     """
     file = file or os.environ.get(VARIABLE) or None
     for path in [PACKAGED] if file is None else [Path(file), PACKAGED]:
@@ -108,7 +113,7 @@ def load_dispatch(gpu: str, world: int, file: str | Path | None = None) -> Dispa
 
 
 def read_table(path: Path) -> list[dict[str, Any]]:
-    """The entries of a table; UserError where it is none."""
+    """The entries of a table. Raises UserError if the file is not a valid table."""
     try:
         entries = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -141,7 +146,7 @@ def _check_entry(path: Path, entry: dict[str, Any]) -> None:
 
 
 def write_table(path: Path, gpu: str, world: int, dispatch: Dispatch) -> None:
-    """Add an entry to the table `path`, in place of one for the same GPU and ranks."""
+    """Add an entry to the table `path`; it replaces one for the same GPU and number of ranks."""
     kept = read_table(path) if path.is_file() else []
     kept = [entry for entry in kept if (entry["gpu"], entry["world"]) != (gpu, world)]
     until = [list(pair) for pair in dispatch.until]

@@ -20,8 +20,8 @@ DATA_DIMS = ("replicate", "shard")  # of the mesh: data parallelism, see ladder.
 def make_mesh(device: torch.device, tp: int, dp_shard: int = 1) -> DeviceMesh | None:
     """A mesh with the dimensions `replicate`, `shard` and `tp`, tp innermost; None for one process.
 
-    dp_shard: the size of `shard`; 0: all data-parallel ranks. Asked for again, it is the same mesh:
-    its groups have threads, or memory of a GPU, that are never let go.
+    dp_shard: the size of `shard`; 0: all data-parallel ranks. Meshes are cached, since their groups
+    keep threads and GPU memory until the process ends.
     """
     world = launch.world_size()
     if tp < 1 or world % tp:
@@ -43,11 +43,11 @@ def make_mesh(device: torch.device, tp: int, dp_shard: int = 1) -> DeviceMesh | 
 
 @functools.cache
 def _mesh(world: dist.ProcessGroup, kind: str, shape: tuple[int, int, int]) -> DeviceMesh:
-    """`make_mesh`, once for each group of all processes."""
+    """The mesh of a shape, cached for each world group."""
     override = {}
     if kind == "cuda":
-        # Reduces run beneath matrix products: without priority a reduce's blocks wait until those
-        # of the product that was launched before it all have a place.
+        # Reduces overlap with matrix products: without priority, a reduce's blocks wait until all
+        # blocks of an earlier product have been scheduled.
         nccl = dist.ProcessGroupNCCL  # only builds with CUDA have it
         override = {"tp": nccl.Options(is_high_priority_stream=True)}
     return init_device_mesh(

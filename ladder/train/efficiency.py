@@ -1,4 +1,4 @@
-"""What a GPU could compute at most, of which a run's model FLOPs (MFU) are a share."""
+"""The peak FLOPs per second of GPUs, relative to which MFU is computed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PEAKS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "B200":
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """What one GPU could do, None where it is not known (a CPU, another GPU)."""
+    """The peak FLOPs per second of a GPU; None if unknown (a CPU, another GPU)."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -35,8 +35,8 @@ from ladder.train.run import Run, check_run, fingerprint
 from ladder.train.speed import Speed, utilisation
 from ladder.train.step import Outcome, take_step, to_host
 
-# How many steps the host is ahead: on a CPU there is nothing to be ahead of. A step that is not
-# known yet when an error ends the run is not recorded.
+# The number of steps by which the host is ahead of the device. When an error ends the run, steps
+# with an unknown outcome are not recorded.
 BEHIND = {"cuda": 1, "cpu": 0}
 
 
@@ -49,13 +49,13 @@ def train(
 ) -> Heldout | None:
     """Train as `config` says, on every process of this launch; returns the last evaluation.
 
-    resume: go on from the run's newest checkpoint, exactly where it stopped. stop_after: save and
-    return after that many steps in all.
+    resume: continue exactly from the run's newest checkpoint. stop_after: save and return after
+    that many steps in total.
     """
     here = launch.join(device)
     mesh = make_mesh(here, config.tp, config.dp_shard)
     launch.agree(config.to_dict())
-    with ExitStack() as stack:  # what is entered here ends before the lock is let go of
+    with ExitStack() as stack:  # the lock, entered first, is released last
         held = hold(Path(config.out) / state.LOCK, f"out={config.out}")
         lock = launch.on_first(lambda: stack.enter_context(held))
         data = open_sources(config.data)
@@ -68,10 +68,10 @@ def train(
 def _train(
     run: Run, shards: Verification, lock: Lock | None, stop_after: int | None
 ) -> Heldout | None:
-    """`train`, of a run that has been checked. lock: of its folder, on rank 0."""
+    """`train` for a run that has been checked. lock: that of its folder, on rank 0."""
     config, main = run.config, launch.rank() == 0
     model = make_model(
-        run.source.at(max(run.start - 1, 0)),  # as it was saved
+        run.source.at(max(run.start - 1, 0)),  # with the plan of the checkpoint
         getattr(torch, config.dtype),
         run.mesh,
         run.device,
@@ -123,7 +123,7 @@ def _train(
 
 
 def _objective(run: Run) -> tuple[Objective, tuple[str, ...]]:
-    """What the run minimises, and the names of the sums that it records beside the loss."""
+    """The run's objective, and the names of its sums after the loss, which are recorded."""
     if not run.config.teacher:
         return cross_entropy, ()
     distillation = Distillation(run.config, run.model, run.data, run.mesh, run.device)
@@ -143,16 +143,16 @@ def _header(run: Run, model: Transformer) -> str:
 
 
 def _say(*lines: str) -> None:
-    """Print lines, on rank 0 alone."""
+    """Print lines on rank 0."""
     if lines and launch.rank() == 0:
         print(*lines, sep="\n", flush=True)
 
 
 class Launched(NamedTuple):
-    """A step (0 is the first), the windows that this rank drew for it, and its learning rate.
+    """A step (0 is the first) in flight, this rank's windows and the learning rate.
 
-    outcome: waits for the step and returns its outcome. told: waits, and is not [0] where a rank
-    was told to stop by then.
+    outcome: waits for the step and returns its outcome. told: waits, and returns [0] unless a rank
+    has been told to stop.
     """
 
     step: int
@@ -164,11 +164,11 @@ class Launched(NamedTuple):
 
 @dataclass
 class Trainer:
-    """A run under way: what its steps use, and how far they are.
+    """The state of a run in progress.
 
-    recorded: the names of the objective's sums after the loss. in_flight: steps that are launched
-    and whose outcome the host does not know yet. saved: the last step that is saved, or that the
-    run goes on from. stopped: whether a rank was told to stop.
+    recorded: the names of the objective's sums after the loss. in_flight: launched steps whose
+    outcome the host does not know yet. saved: the number of steps in the last checkpoint. stopped:
+    whether a rank was told to stop.
     """
 
     run: Run
@@ -190,7 +190,7 @@ class Trainer:
         self.speed = Speed(config.batch_size * config.seq_len, self.batches, self.run.start)
 
     def train(self, last: int) -> Heldout | None:
-        """Train up to `last` steps in all; returns the last evaluation, None where told to stop."""
+        """Train up to `last` steps in total; returns the last evaluation, None if told to stop."""
         config, result = self.run.config, None
         for step, batch in zip(range(self.run.start, last), self.batches, strict=True):
             self.launch(step, batch)
@@ -212,7 +212,7 @@ class Trainer:
         return result
 
     def launch(self, step: int, batch: Batch) -> None:
-        """Start a step, which nobody waits for."""
+        """Launch a step without waiting for it."""
         run, config = self.run, self.run.config
         if run.source.schedule.plan(step) is not self.model.config.plan:
             self.model.config = run.source.at(step)
@@ -226,8 +226,10 @@ class Trainer:
         self.in_flight.append(Launched(step, batch.windows, rate, outcome, told))
 
     def settle(self, last: int, drain: bool) -> None:
-        """Learn what became of steps in flight: of all where `drain`, or a rank was told to stop;
-        else until no more than BEHIND are left. Raises UserError where one is not finite."""
+        """Wait for steps in flight and record them, until BEHIND are left; all of them if `drain`.
+
+        All, too, once a rank was told to stop. Raises UserError if a step's result is not finite.
+        """
         ahead = BEHIND[self.run.device.type]
         while self.in_flight and (drain or self.stopped or len(self.in_flight) > ahead):
             launched = self.in_flight.popleft()
@@ -254,7 +256,7 @@ class Trainer:
         return result
 
     def save(self, done: int, wait: bool) -> None:
-        """Begin to save the state after `done` steps. wait: until the checkpoint is whole."""
+        """Begin to save the state after `done` steps. wait: return when it is complete."""
         self.saved = done
         seconds = self.checkpointer.save(self.run.checkpoint_record(done))
         self.metrics.write(done, checkpoint_seconds=seconds)
@@ -278,7 +280,7 @@ class Trainer:
         self.progress.update(done, f"loss {outcome.sums[0]:.3f}, {speed:,.0f} tokens/s")
 
     def _not_finite(self, launched: Launched, outcome: Outcome) -> UserError:
-        """The error of a step that is not finite; saves the steps before it. All ranks call it."""
+        """The error for a step that is not finite; saves the steps before it. A collective."""
         step = launched.step
         where = _first_not_finite(outcome.own_loss, launched.windows)
         kept = f"The run up to step {step} is saved" if step else "No step was before it"
@@ -297,17 +299,15 @@ class Trainer:
 
 
 def _due(done: int, interval: int) -> bool:
-    """Whether what comes every `interval` steps (0: never) comes after `done` of them."""
+    """Whether `done` is a multiple of `interval`; never if `interval` is 0."""
     return bool(interval) and done % interval == 0
 
 
 def _first_not_finite(loss: float, drawn: list[int]) -> str:
-    """Whose loss was the first that is not finite, and on which windows; all ranks must call it."""
+    """The first rank with a loss that is not finite, and its windows, as text. A collective."""
     everyone = launch.gathered((loss, drawn))
     for rank, (value, windows) in enumerate(everyone):
         if not math.isfinite(value):
             return f"; first on rank {rank}, whose loss was {value}, of the windows {windows}"
     whole = sorted({window for _, windows in everyone for window in windows})
-    return (
-        f"; every rank's loss was finite, and what is not is the gradient, of the windows {whole}"
-    )
+    return f"; every rank's loss was finite, but not the gradient, of the windows {whole}"

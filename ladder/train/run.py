@@ -31,12 +31,12 @@ from ladder.train.start import Start, starting_point
 
 @dataclass(frozen=True)
 class Run:
-    """A run that may begin, or go on.
+    """A run that was checked and may start or resume.
 
-    config: the recipe, its length in steps. source: its model, and what that starts from.
-    checkpoint: the folder of the checkpoint that the run goes on from, with its train.json as
-    `record`; None where it starts at step 0. again: it was to go on, and had no checkpoint yet.
-    micro: sequences of one forward pass.
+    config: the recipe, with its length in steps. source: the model and its initial weights.
+    checkpoint: the folder of the checkpoint from which the run resumes, and record: its train.json;
+    None: the run starts at step 0. again: --resume was given, but there is no checkpoint yet.
+    micro: sequences per forward pass.
     """
 
     config: TrainConfig
@@ -56,17 +56,17 @@ class Run:
 
     @property
     def model(self) -> ModelConfig:
-        """The model as the run leaves it: gradual conversion begins with another plan."""
+        """The model's config at the end of the run; progressive conversion starts with others."""
         return self.source.config
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """What recipe.json records."""
+        """The content of recipe.json."""
         return self.config.resolved(self.model)
 
     @property
     def start(self) -> int:
-        """How many steps are done."""
+        """The number of steps that are done."""
         return _steps_of(self.record)
 
     @functools.cached_property
@@ -76,7 +76,7 @@ class Run:
 
     @functools.cached_property
     def layout(self) -> dict[str, int]:
-        """How the ranks share the work, as a checkpoint records it."""
+        """The layout of the ranks, as a checkpoint records it."""
         shard = 1 if self.mesh is None else size_of(self.mesh, "shard")
         return {"tp": self.config.tp, "dp": self.dp, "dp_shard": shard}
 
@@ -92,11 +92,11 @@ class Run:
         }
 
     def notes(self) -> list[str]:
-        """What is to be said before training, besides the run's header."""
+        """Lines to print before training, after the run's header."""
         return [*self.windows.notes(), *self.source.schedule.notes()]
 
     def going_on(self) -> list[str]:
-        """What is to be said of a run that goes on, in lines; none where it starts."""
+        """Lines about a resumed run, to print before training."""
         if self.record is None:
             ended = "the run ended before its first checkpoint: it starts again"
             return [ended] if self.again else []
@@ -110,9 +110,9 @@ class Run:
         ]
 
     def begin(self) -> Any:
-        """Take the folder for this run: the first that is written. Called on rank 0 alone.
+        """Make the first writes to the run's folder. Called only on rank 0.
 
-        Returns the run at Weights & Biases, None where none was asked for.
+        Returns the Weights & Biases run, or None if none was requested.
         """
         state.remove_partial(self.folder)
         remote = connect(self.folder, self.config.wandb, self.recipe)
@@ -121,7 +121,7 @@ class Run:
 
 
 def fingerprint(data: TokenData) -> str:
-    """A hash of the data's content; where it came from does not count."""
+    """A hash of the data's content, independent of its folder."""
     content = [data.index["tokenizer_sha256"], data.index["splits"]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
@@ -133,16 +133,16 @@ def check_run(
     device: torch.device,
     resume: bool,
 ) -> Run:
-    """The run of a recipe on this mesh. All ranks must call it, holding the run's lock.
+    """The run of a recipe on this mesh. All ranks must call this while rank 0 holds the lock.
 
-    Raises UserError, on every rank, where the folder, the data, the weights, the ranks' number or a
-    missing package would end it.
+    Raises UserError, on every rank, for a folder, data, weights, number of ranks or a missing
+    package that would make the run fail.
     """
     folder = Path(config.out)
     windows = data.windows("train", config.seq_len)
     config = config.with_steps(len(windows))
     found = checkpoints(folder)
-    # A run that goes on has its model: its folder is looked at first.
+    # A run that resumes has its model in its own folder, which is checked first.
     source = None if resume else starting_point(config, data)
     record = _check_folder(folder, config, fingerprint(data), resume, found)
     checkpoint = found[-1][1] if record else None
@@ -151,11 +151,11 @@ def check_run(
     if resume and not record:
         _check_restart(folder, config, config.resolved(source.config))
     launch.agree({"model": source.config.to_dict()})
-    launch.agree({"start": _steps_of(record)})  # before any rank writes what another would find
+    launch.agree({"start": _steps_of(record)})  # before any rank writes to the folder
     micro = _micro_batch(config, data_parallel(mesh)[0])
     check_heldout(data, config.seq_len, config.eval_windows)
     heldout = len(data.windows("heldout", config.seq_len).first(config.eval_windows or None))
-    for sequences in (micro, heldout % micro or micro):  # the last batch is what is left
+    for sequences in (micro, heldout % micro or micro):  # the last batch may be smaller
         config.check_rows(sequences)
     launch.on_first(lambda: check_packages(config.tensorboard, config.wandb))
     again = resume and not record
@@ -167,7 +167,7 @@ def _steps_of(record: Mapping[str, Any] | None) -> int:
 
 
 def _micro_batch(config: TrainConfig, dp: int) -> int:
-    """The sequences of one forward pass, of which whole ones make each rank's share of a batch."""
+    """The sequences per forward pass; they must divide each rank's share of a batch."""
     if config.batch_size % dp:
         raise UserError(
             f"batch_size={config.batch_size} is not divisible by the {dp} data-parallel "
@@ -190,15 +190,15 @@ def _check_folder(
     resume: bool,
     found: list[tuple[int, Path]],
 ) -> dict[str, Any] | None:
-    """The record of the checkpoint to go on from, None to start at step 0.
+    """The record of the checkpoint from which to resume; None to start at step 0.
 
-    Raises UserError where the run's folder does not fit what was asked.
+    Raises UserError if the run's folder does not fit the request.
     """
     begun = (run / "recipe.json").exists() or (run / "metrics.jsonl").exists()
     if not resume:
         if found or begun:
             raise UserError(
-                f"out={config.out} holds a run already; add --resume to go on with it, "
+                f"out={config.out} holds a run already; add --resume to continue it, "
                 f"or choose another out"
             )
         for name in ("index.json", "config.json", "tokenizer.json"):
@@ -231,14 +231,16 @@ def _check_folder(
 
 
 def _layout(config: TrainConfig, micro: int | None, layout: Mapping[str, int] | None) -> dict:
-    """A layout, as a checkpoint has it, with the micro-batches that a rank's share is cut into."""
+    """A layout, as a checkpoint has it, with the micro-batch size."""
     layout = layout or {}
     return {**layout, "micro_batch_size": micro or config.batch_size // layout.get("dp", 1)}
 
 
 def _check_restart(run: Path, config: TrainConfig, recipe: dict[str, Any]) -> None:
-    """Raise UserError unless the run in that folder, which has no checkpoint, loses nothing where
-    `recipe` starts it again: it must be its own, and have had no checkpoint yet."""
+    """Raise UserError unless `recipe` may start the run in that folder, without checkpoint, again.
+
+    It must be the run's own recipe, and the run must never have had a checkpoint.
+    """
     path = run / "recipe.json"
     records = read_metrics(run)
     if path.is_file():
@@ -252,7 +254,7 @@ def _check_restart(run: Path, config: TrainConfig, recipe: dict[str, Any]) -> No
             )
         for key, before in model.items():
             if key == "rope_scaling" and isinstance(before, dict):
-                before = {"rope_type": "llama3", **before}  # there once was no other
+                before = {"rope_type": "llama3", **before}  # early versions had no other type
             if key != "name" and before != recipe["model"].get(key):
                 raise UserError(
                     f"model.{key}={recipe['model'].get(key)!r} differs from the run in {run}, "
@@ -266,6 +268,6 @@ def _check_restart(run: Path, config: TrainConfig, recipe: dict[str, Any]) -> No
         )
     if (run / state.SAVED).exists():
         raise UserError(
-            f"--resume: out={config.out} has no checkpoint, and had one, by its {state.SAVED}; put "
-            f"it back, or remove {run} to start again"
+            f"--resume: out={config.out} has no checkpoint, but had one, according to its "
+            f"{state.SAVED}; put it back, or remove {run} to start again"
         )

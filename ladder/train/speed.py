@@ -1,4 +1,4 @@
-"""How fast a run is: tokens a second, the share of waiting for data, and the use of its GPUs."""
+"""The speed of a run: tokens per second, the share of waiting for data, memory and MFU."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from ladder.train.prefetch import Prefetcher
 
 
 class Speed:
-    """Tokens a second, of all ranks and of each, and the share of the host's time that went into
-    waiting for batches."""
+    """Tokens per second, in total and per rank, and the share of the host's time spent waiting."""
 
     def __init__(self, tokens_per_step: int, batches: Prefetcher, step: int) -> None:
         self.tokens_per_step, self.batches = tokens_per_step, batches
         self.begin(step)
 
     def begin(self, step: int) -> None:
-        """Count from now on, after so many steps."""
+        """Start counting now, after `step` steps."""
         self.step, self.since, self.waited = step, time.perf_counter(), self.batches.waited
 
     def up_to(self, step: int) -> dict[str, float]:
-        """Of the steps up to this one; the next are counted from here."""
+        """The figures of the steps since the last call; starts counting anew."""
         seconds = time.perf_counter() - self.since
         rate = self.tokens_per_step * (step - self.step) / seconds
         found = {
@@ -41,10 +40,10 @@ class Speed:
 def utilisation(
     config: ModelConfig, seq_len: int, speed: float, device: torch.device
 ) -> dict[str, float]:
-    """On GPUs: the most memory so far (GiB, this rank's), and where its peak is known the MFU.
+    """The peak memory of this rank in GiB, and the MFU if the GPU's peak is known; {} on a CPU.
 
-    memory_reserved_gib: with what the allocator holds beside tensors, which decides what fits: the
-    memory of a tensor that another stream used is free again only when that stream is done.
+    memory_reserved_gib: what the allocator reserved, which determines what fits. It is more than
+    memory_gib: memory that another CUDA stream used is free only when that stream is done.
     """
     if device.type != "cuda":
         return {}

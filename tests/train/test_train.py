@@ -324,7 +324,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_again(
     shutil.rmtree(run / gone)
     before = (run / metrics.FILE).read_text()
     with pytest.raises(
-        UserError, match=r"has no checkpoint, and had one, .*put it back, or remove"
+        UserError, match=r"has no checkpoint, but had one, .*put it back, or remove"
     ):
         train(config, device="cpu", resume=True)
     (run / "recipe.json").unlink()
