@@ -52,9 +52,6 @@ class ParameterSpec:
         split where the processes divide them, and whole on each process elsewhere.
     reads_norm: whether its columns multiply what the norm before its sublayer returns, so that the
         norm's weight can be folded into it.
-
-    Who shares its gradient follows: the processes that hold it whole have a part of the gradient
-    each, which is summed over them once a step.
     """
 
     init: Initialisation
@@ -66,6 +63,13 @@ class ParameterSpec:
     def split_over(self, processes: int) -> int | None:
         """The dimension split over so many processes; None where each of them holds it whole."""
         return None if self.heads is not None and self.heads % processes else self.split
+
+    def shared(self, processes: int) -> bool:
+        """Whether each of so many processes holds it whole, and with it a part of its gradient.
+
+        Those parts are summed over the processes once a step.
+        """
+        return self.split_over(processes) is None
 
     def slices(self, shape: torch.Size, ranks: Ranks) -> tuple[slice, ...]:
         """The part of the full parameter that this process holds, one slice per dimension."""

@@ -143,8 +143,8 @@ def own_parts(
     for name, local, part in local_parameters(model):
         owner = loads.index(min(loads))
         loads[owner] += local.numel()
-        split = model.specs[name].split_over(ranks.processes) is not None
-        if owner == replica and (split or ranks.process == 0) and local.numel():
+        first = ranks.process == 0 or not model.specs[name].shared(ranks.processes)
+        if owner == replica and first and local.numel():
             yield name, part
 
 
@@ -177,8 +177,7 @@ def sum_shared_gradients(model: Transformer) -> None:
     shared = [
         local_tensor(parameter.grad)
         for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-        and model.specs[name].split_over(reducer.ranks.processes) is None
+        if parameter.grad is not None and model.specs[name].shared(reducer.ranks.processes)
     ]
     if shared:
         flat = reducer.sum_(torch.cat([grad.flatten() for grad in shared]))

@@ -54,13 +54,12 @@ def clip_gradients(model: Transformer, limit: float, mesh: DeviceMesh | None = N
     one collective over `tp` for what that shards, and one over `shard`.
     """
     processes = model.reducer.ranks.processes
-    grads: dict[bool, list[Tensor]] = {False: [], True: []}  # whether TP shards them
+    grads: dict[bool, list[Tensor]] = {True: [], False: []}  # whether TP's processes share them
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
-        sharded = model.specs[name].split_over(processes) is not None
-        grads[sharded].append(local_tensor(parameter.grad))
-    squares = [nn.utils.get_total_norm(each).square() for each in grads.values()]
-    whole = squares[0] + model.reducer.sum_(squares[1])
+        grads[model.specs[name].shared(processes)].append(local_tensor(parameter.grad))
+    shared, split = (nn.utils.get_total_norm(each).square() for each in grads.values())
+    whole = shared + model.reducer.sum_(split)
     if mesh is not None and size_of(mesh, "shard") > 1:
         dist.all_reduce(whole, group=mesh.get_group("shard"))
     norm = whole.sqrt()

@@ -76,8 +76,8 @@ def test_what_each_process_holds() -> None:
         spec, held = model.specs[name], torch.zeros(shape)
         for process in range(4):
             held[spec.slices(shape, Ranks(4, process))] += 1
-        assert held.unique().tolist() == [4 if spec.split_over(4) is None else 1], name
-        if spec.split_over(4) is None:
+        assert held.unique().tolist() == [4 if spec.shared(4) else 1], name
+        if spec.shared(4):
             whole.add(name.split(".", 3)[-1] if "layers" in name else name)
     assert whole == {
         "input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight",
