@@ -208,20 +208,20 @@ def check_options(options: Any) -> None:
         raise unknown("--dtype", options.dtype, DTYPES)
     for size in options.sizes:
         if size < 16 or size % 16:
-            raise UserError(f"--sizes={size} must be bytes, whole multiples of 16")
+            raise UserError(f"--sizes={size} must be a number of bytes, a multiple of 16")
     if options.programs < 1:
         raise UserError(f"--programs={options.programs} must be 1 or more")
     if options.write_table is not None and not options.write_table.parent.is_dir():
         raise UserError(
-            f"--write-table={options.write_table}: its folder does not exist; make it first"
+            f"--write-table={options.write_table}: its folder does not exist; create it first"
         )
     if options.write_table is not None and options.write_table.is_file():
         read_table(options.write_table)  # an invalid table is an error now, not at the end
     refusal = push_refusal(launch.world_size())
     if refusal:
-        raise UserError(f"`ladder bench comm` compares kernels on peer memory: {refusal}")
+        raise UserError(f"`ladder bench comm` compares kernels over peer memory: {refusal}")
     if launch.world_size() < 2:
-        raise UserError("one rank has nothing to reduce; start one rank per GPU (--nproc)")
+        raise UserError("--nproc=1: a rank alone has nothing to reduce; start one for each GPU")
 
 
 @torch.inference_mode()

@@ -52,7 +52,7 @@ def available() -> bool:
 def require_matplotlib() -> None:
     """Raise UserError if matplotlib, which draws figures, is not installed."""
     if not available():
-        raise UserError(f"this draws figures, and {NEEDED}")
+        raise UserError(f"the report has figures, and {NEEDED}")
 
 
 def lines(

@@ -26,9 +26,9 @@ def check_tp(tp: int) -> None:
     """Raise UserError unless tp is 0 or the number of processes."""
     processes = launch.world_size()
     if tp < 0:
-        raise UserError(f"--tp={tp} must be 0 (all processes that run) or more")
+        raise UserError(f"--tp={tp} must be 0 (all ranks) or more")
     if tp not in (0, processes):
-        raise UserError(f"--tp={tp} with {processes} processes: start as many as tp (--nproc={tp})")
+        raise UserError(f"--tp={tp} with {processes} processes: start {tp}, with --nproc {tp}")
 
 
 def load_for_inference(
@@ -54,7 +54,7 @@ def load_for_inference(
     if processes == 1 and reducer not in ("auto", "async"):
         raise UserError(
             f"--reducer={reducer} with one process, which has nothing to reduce: leave it out, or "
-            f"start more (--nproc)"
+            f"start more processes with --nproc"
         )
     mesh = make_mesh(joined, processes)
     found = newest(Path(folder))

@@ -36,7 +36,7 @@ def test_nothing_to_measure_is_a_mistake(
 ) -> None:
     """A suite leaves out what cannot run, and what is left may be nothing."""
     monkeypatch.setattr(launch, "world_size", lambda: 2)
-    with pytest.raises(UserError, match=r"--p2p off: reducer push at TP 2: .*; ask for"):
+    with pytest.raises(UserError, match=r"--p2p off: reducer push at TP 2: .*; choose"):
         bench.run_job(pushing(tmp_path, asked=True))
     assert bench.run_job(pushing(tmp_path, asked=False)) == 0
     assert "left out: reducer push at TP 2" in capsys.readouterr().out

@@ -54,7 +54,7 @@ def anything(reducer: str, tp: int) -> None:
         (["--prompt", "8000"], ["--prompt=8000", "--new-tokens=512", "8192"]),
         (["--model", "llama-9"], ["'llama-9'", "llama-3-8b"]),
         (["--plans", "laddder"], ["'laddder'", "'ladder'"]),
-        (["--plans", "checkpoint"], ["'checkpoint'", "--model"]),
+        (["--plans", "checkpoint"], ["--plans checkpoint", "--model=FOLDER"]),
         (["--reducers", "pull"], ["'pull'", "push"]),
         (["--suite", "table9"], ["'table9'", "table1"]),
         (["--suite", "table1", "--new-tokens", "1"], ["--new-tokens=1", "set 1 of suite 'table1'"]),
@@ -288,7 +288,7 @@ def test_other_code_is_not_compared(
     assert bench.run_job(job(tmp_path, batch=(1,))) == 0
     monkeypatch.setattr(bench, "machine", lambda *_: {"gpu": "none", "commit": "abc"})
     assert bench.run_job(job(tmp_path, batch=(1, 2))) == 0
-    wanted = r"inference.jsonl holds standard, .* from commit None, and this is abc"
+    wanted = r"holds standard, .* measured with commit None, which now is abc"
     with pytest.raises(UserError, match=wanted):
         bench.run_job(job(tmp_path, plans=("standard", "ladder", "parallel")))
     assert len(measured) == 2

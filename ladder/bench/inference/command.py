@@ -1,4 +1,4 @@
-"""`ladder bench inference`: prefill and decode of several plans and reducers, side by side.
+"""`ladder bench inference`: times of prefill and decode of plans and reducers, side by side.
 
 Every configuration is checked before it is timed (`verify`). Finished points are appended to
 inference.jsonl and skipped when the command is started again; the page and summary.json are made
@@ -71,10 +71,12 @@ def main(options: Any) -> int:
     if options.budget is not None and not options.budget > 0:
         raise UserError(f"--budget={options.budget} must be above 0 minutes")
     if options.cold and options.profile:
-        raise UserError("--profile traces the steps that are timed, and --cold times none: use one")
+        raise UserError("--profile with --cold, which times no steps to trace: leave one out")
     there = torch.cuda.device_count()
     if not there:
-        raise UserError("`ladder bench inference` measures GPUs, and torch sees none here")
+        raise UserError(
+            "`ladder bench inference` needs a GPU, and torch sees none: `ladder doctor`"
+        )
     if options.ranks > there:
         raise UserError(f"--nproc={options.ranks}: this machine has {there} GPUs; use fewer")
     ranks = options.ranks if launch.world_size() == 1 else launch.world_size()
@@ -94,7 +96,10 @@ def main(options: Any) -> int:
     make_folder(out)
     modes = [p2p for p2p in (True, False) if any(p2p in each.p2p for each in settings)]
     if len(modes) > 1 and launch.world_size() > 1:
-        raise UserError("P2P on and off need ranks of their own: run torchrun for each, with --p2p")
+        raise UserError(
+            "--p2p on off under torchrun: each needs ranks of its own; run torchrun once for --p2p "
+            "on and once for --p2p off"
+        )
     code = 0
     for p2p in modes:
         job = InferenceRun(
@@ -127,7 +132,8 @@ def run_job(job: InferenceRun) -> int:
         os.environ[P2P_SWITCH] = "1"  # before NCCL starts
     elif p2p_disabled():
         raise UserError(
-            f"{P2P_SWITCH}={os.environ[P2P_SWITCH]} while P2P is on: say --p2p off, or unset it"
+            f"{P2P_SWITCH}={os.environ[P2P_SWITCH]} turns P2P off, and --p2p is on: give --p2p "
+            f"off, or unset the variable"
         )
     device = launch.join("cuda")
     launch.agree({"options": str(job.settings), "P2P": job.p2p})
@@ -186,9 +192,9 @@ def check_same_code(
             there, here = done[point]["machine"].get(key), facts.get(key)
             if there != here:
                 raise UserError(
-                    f"{file} holds {point} from {key} {there}, and this is {here}: points that are "
-                    f"compared must share it; choose another --out, or remove the case's lines "
-                    f"there"
+                    f"{file} holds {point}, measured with {key} {there}, which now is {here}: "
+                    f"compared points must share it; choose another --out, or remove the lines of "
+                    f"this case from the file"
                 )
 
 
@@ -227,7 +233,7 @@ def _refusal(reducer: str, tp: int) -> str | None:
 def cold_starts(job: InferenceRun, ranks: int) -> int:
     """Time the first token of every point from a cold start, and record it in cold.jsonl."""
     if launch.world_size() > 1:
-        raise UserError("--cold starts its own processes: use --nproc, not torchrun")
+        raise UserError("--cold under torchrun: it starts its own processes; use --nproc")
 
     def refusal(reducer: str, tp: int) -> str | None:
         return "P2P is off" if reducer in PEER_MEMORY and not job.p2p else None

@@ -121,14 +121,14 @@ class Settings:
         whole = load_shape(self.model)
         if self.layers > whole.num_layers:
             raise UserError(
-                f"--layers={self.layers}: {self.model} has {whole.num_layers}; give fewer, or 0 "
-                f"for all"
+                f"--layers={self.layers}: {self.model} has {whole.num_layers} layers; give fewer, "
+                f"or 0 for all"
             )
         total = self.prompt + self.new_tokens
         if total > whole.max_seq_len:
             raise UserError(
-                f"--prompt={self.prompt} and --new-tokens={self.new_tokens} are {total} tokens "
-                f"and the context of {self.model} is {whole.max_seq_len}; shorten them"
+                f"--prompt={self.prompt} and --new-tokens={self.new_tokens} make {total} tokens, "
+                f"above the context of {self.model}, {whole.max_seq_len}; lower them"
             )
         for plan in self.chosen_plans:
             if plan != CHECKPOINT:
@@ -136,7 +136,7 @@ class Settings:
                 resolve_plan(load_plan(plan), layers, self.tp_degree or 2)
             elif self.layers or not is_folder(self.model):
                 raise UserError(
-                    f"plan {CHECKPOINT!r} is that of a whole checkpoint: it needs --model=FOLDER "
+                    f"--plans {CHECKPOINT}, the plan and weights of a folder, needs --model=FOLDER "
                     f"and no --layers"
                 )
         for tp in self.tp:
@@ -239,7 +239,7 @@ def expand(
     if asked and left_out and not cases:
         raise UserError(
             f"nothing is left to measure with --p2p {'on' if p2p else 'off'}: "
-            f"{'; '.join(left_out)}; ask for what can run here"
+            f"{'; '.join(left_out)}; choose options that can run here"
         )
     return [list(points) for points in cases.values()], list(left_out)
 

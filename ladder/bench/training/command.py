@@ -94,7 +94,7 @@ def checked_points(options: Any, device: torch.device) -> list[TrainingPoint]:
         if (value := getattr(options, name)) < least:
             raise UserError(f"--{name.replace('_', '-')}={value} must be {least} or more")
     if options.batch > (most := MOST["batch_size"]):
-        raise UserError(f"--batch={options.batch} is too large; {most:,} is the most")
+        raise UserError(f"--batch={options.batch} is too large; give {most:,} or less")
     if options.batch % (options.micro_batch or options.batch):
         raise UserError(
             f"--micro-batch={options.micro_batch} does not divide --batch={options.batch}; choose "
@@ -102,7 +102,9 @@ def checked_points(options: Any, device: torch.device) -> list[TrainingPoint]:
         )
     found = points(options)
     if not found:
-        raise UserError("--plans none needs a layout with tpN: without TP there is no reduce")
+        raise UserError(
+            "--plans none needs a layout with tpN, such as tp4: without TP there is no reduce"
+        )
     for point in found:
         recipe = recipe_of(point)
         make_mesh(device, recipe.tp, recipe.dp_shard)

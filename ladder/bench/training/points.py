@@ -41,7 +41,7 @@ def parse_layout(text: str) -> Layout:
         else:
             raise UserError(f"--layouts: {part!r} of {text!r} is unknown; known: {LAYOUTS}")
     if fields.get("sequence_parallel") and fields.get("tp", 1) == 1:
-        raise UserError(f"--layouts: {text!r} has sp without tpN; sequences are sharded beside TP")
+        raise UserError(f"--layouts: {text!r} has sp without tpN; sequence parallelism needs TP")
     return Layout(text, **fields)
 
 
@@ -89,8 +89,8 @@ def shape_of(point: TrainingPoint, tp_degree: int) -> ModelConfig:
     whole = model_config(point.model)
     if not 0 <= point.layers <= whole.num_layers:
         raise UserError(
-            f"--layers={point.layers}: {point.model} has {whole.num_layers}; give fewer, or 0 for "
-            f"all"
+            f"--layers={point.layers} must be 1 to the {whole.num_layers} layers of {point.model}, "
+            f"or 0 for all"
         )
     if not 1 <= point.seq_len <= whole.max_seq_len:
         raise UserError(
