@@ -114,7 +114,7 @@ class Command:
         return (Path(self._folder.name) / "err").read_text()
 
     def result(self) -> subprocess.CompletedProcess[str]:
-        """What it left, when it has ended."""
+        """The result of the process; waits for its end."""
         code = self.wait()
         return subprocess.CompletedProcess([], code, self.out, self.err)
 

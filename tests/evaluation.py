@@ -1,4 +1,4 @@
-"""What the tests of evaluation share: a few texts, and a Llama in Hugging Face's layout."""
+"""Helpers of the tests of evaluation: some texts, and a Llama in Hugging Face's format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What processes of `ladder.data.workers` do in tests: they import this, and little else."""
+"""The work of `ladder.data.workers` processes in tests, which import little else."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def prose(text: str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """What links may name of a page: its headings, as GitHub spells them."""
+    """The anchors of a page: its headings, in GitHub's spelling."""
     headings = re.findall(r"^#+ (.+)$", prose(text), flags=re.MULTILINE)
     plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
     return {heading.replace(" ", "-") for heading in plain}

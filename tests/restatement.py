@@ -74,7 +74,7 @@ def rotate(x: Tensor, config: Any) -> Tensor:
 def attention_partial(
     weights: Weights, config: Any, layer: int, x: Tensor, rank: int, ranks: int
 ) -> Tensor:
-    """What rank `rank` of `ranks` computes of layer `layer`'s attention."""
+    """The partial output of layer `layer`'s attention on rank `rank` of `ranks`."""
     prefix = f"model.layers.{layer}.self_attn."
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
 
@@ -107,7 +107,7 @@ def attention_partial(
 def mlp_partial(
     weights: Weights, config: Any, layer: int, x: Tensor, rank: int, ranks: int
 ) -> Tensor:
-    """What rank `rank` of `ranks` computes of layer `layer`'s MLP."""
+    """The partial output of layer `layer`'s MLP on rank `rank` of `ranks`."""
     prefix = f"model.layers.{layer}.mlp."
     width = config.intermediate_size // ranks
     mine = slice(rank * width, (rank + 1) * width)

@@ -1,4 +1,4 @@
-"""What layers cost: against counts by hand, and against the parameters that a model has."""
+"""The costs of layers, against counts by hand and the parameters of a model."""
 
 from __future__ import annotations
 

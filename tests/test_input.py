@@ -250,7 +250,7 @@ def beyond(rank: int, world: int) -> tuple[list[bool], list[bool]]:
 
 
 def test_tokens_outside_the_vocabulary_of_two_ranks(pools: Pools) -> None:
-    """They had an embedding of zeros, and a loss."""
+    """Without a check they would have an embedding of zeros, and a loss."""
     for embedded, losses in pools(2).run(beyond):
         assert embedded == [False, False, True, True]
         assert losses == [False, False, True, False]

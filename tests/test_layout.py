@@ -18,7 +18,7 @@ def imported(node: ast.AST) -> list[str]:
 
 
 def test_no_test_file_is_imported() -> None:
-    """What several tests need lies in conftest.py or in a module that is no test."""
+    """Helpers of several tests are in conftest.py or in modules that are no tests."""
     names = {path.stem for path in ROOT.glob("tests/**/test_*.py")}
     for path in ROOT.glob("tests/**/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""What README.md and the pages of docs/ say, done: commands, Python, files, links.
+"""README.md and the pages of docs/: their commands, Python, files and links work.
 
 A page's commands and Python run in its order, in a folder that holds what the page does not make
 itself; words are appended to commands only to make them short. What needs a GPU, a network or an
@@ -74,7 +74,7 @@ def steps(page: str) -> list[list[str] | Block]:
 
 
 def checkpoints(words: list[str]) -> list[Path]:
-    """Of the run that a training command writes."""
+    """The checkpoints of the run that a training command writes."""
     return sorted((Path(pages.made(words) or "") / "checkpoints").iterdir())
 
 

@@ -1,4 +1,4 @@
-"""What cannot be, or cannot be written, is refused before any work is done, in one line."""
+"""Impossible options and paths that cannot be written are refused in one line, before any work."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_another_plan_is_refused() -> None:
 
 
 def test_one_wrong_sequence_of_a_batch_is_refused() -> None:
-    """Of distinct sequences that the batch repeats, every copy is compared."""
+    """A batch repeats distinct sequences; every copy is compared."""
     config = resolve(TINY)
     expected = reference(random_model(config, "async", 1, CPU), 2, 9, STEPS)
     session = Engine(random_model(config, "async", 1, CPU)).session(3, 9 + STEPS, Sampling())

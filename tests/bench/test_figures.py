@@ -34,7 +34,7 @@ def labels(svg: str) -> dict[str, tuple[float, float]]:
 
 
 def values(svg: str) -> list[str]:
-    """What the figure says of its data: its title, and each point and bar."""
+    """The texts of a figure: its title, and the tooltips of points and bars."""
     return re.findall(r"<title>([^<]*)</title>", svg)
 
 
@@ -90,7 +90,7 @@ def test_bars_have_room_for_what_stands_at_their_ends() -> None:
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make pages` draws."""
+    """The figures that `make pages` draws."""
     out = tmp_path_factory.mktemp("pages")
     assert pages.main(["--out", str(out / "html"), "--figures", str(out / "figures")]) == 0
     return out

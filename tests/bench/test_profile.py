@@ -64,7 +64,7 @@ def test_kernels_are_known_by_name(name: str, kind: str) -> None:
 
 
 def test_a_product_that_reduces_is_no_communication(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its name is: it hides a reduce, as a product alone does, and is none."""
+    """A fused product counts as a computation, for any name of its kernel."""
     assert kind_of("_gemm_all_reduce") == COMMUNICATION  # another's, told by its name
     monkeypatch.setitem(jit.KERNELS, "_gemm_all_reduce", "both")
     found = overlap([Kernel("_gemm_all_reduce", 1, 0.0, 10.0), Kernel(NCCL, 2, 8.0, 12.0)])

@@ -1,4 +1,4 @@
-"""What follows from the records of `ladder bench inference`: ratios, figures, the page."""
+"""Ratios, figures and the page derived from records of `ladder bench inference`."""
 
 from __future__ import annotations
 

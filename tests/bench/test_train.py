@@ -204,8 +204,8 @@ def test_a_record_names_what_nccl_was_told(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_points_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Those of a layout that fit in memory; virtual ranks are alone. Catches a point that is timed
-    through in one go, and steps that are left out or counted twice."""
+    """Points of a layout that fit in memory take turns; virtual ranks are alone. Catches a point
+    whose steps are all timed in one go, and steps that are left out or counted twice."""
     turns: list[tuple[str, int]] = []
     timed, take_turn = measure.measure, measure.take_turn
 

@@ -41,7 +41,7 @@ def standard(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def in_this_process(
     waiting: list[adapt.Point], gpus: Any, until: Any, expected_s: Any, finished: Callable[..., str]
 ) -> list[adapt.Point]:
-    """What stands in for the queue, which tests/benchmarks/test_quality.py tests."""
+    """A replacement of the queue, which tests/benchmarks/test_quality.py tests."""
     for point in waiting:
         point.clear()
         point.folder.with_name(f"{point.name}.ran").touch()

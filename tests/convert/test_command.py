@@ -53,7 +53,7 @@ def test_options_that_do_not_fit(
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What it says, and that Hugging Face has no ladders, nor `out` room for two models."""
+    """Its output, and its errors for a ladder in Hugging Face's format and an `out` that exists."""
     source, out = save(tmp_path / "hf"), tmp_path / "out"
     words = ["convert", str(source), "--out", str(out), "--plan", "hybrid"]
     assert main([*words, "--ladder-layers", "0, 2-3"]) == 0

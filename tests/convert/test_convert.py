@@ -267,7 +267,7 @@ def test_one_of_our_models_gets_more_ladder_layers(tmp_path: Path) -> None:
 def test_one_files_tensors_are_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: str
 ) -> None:
-    """Whatever the size of the model."""
+    """One file's tensors are in memory at a time, for any size of the model."""
     source = save(tmp_path / "hf")
     monkeypatch.setattr(checkpoint, "SHARD_BYTES", 20_000)
     living: list[weakref.ref[Tensor]] = []

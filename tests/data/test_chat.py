@@ -90,7 +90,7 @@ def test_answers_begin_where_their_prompts_end() -> None:
 
 
 def test_only_answers_and_their_end_are_targets(prepared: Path, tokenizer: Path) -> None:
-    """What the targets of each conversation spell. Catches targets that are shifted, prompts that
+    """The text of each conversation's targets. Catches targets that are shifted, prompts that
     are learnt, new lines after the end that are, and conversations lost, doubled or cut."""
     vocabulary = load_tokenizer(tokenizer)
     found = []

@@ -70,7 +70,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def whole(corpus: Path, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What a call that nothing interrupts gives, from units of another size even."""
+    """The result of an uninterrupted call, with units of another size."""
     out = tmp_path_factory.mktemp("whole") / "out"
     before, units.UNIT = units.UNIT, 2**23
     prepare([corpus], tokenizer, out, **OPTIONS)
@@ -229,7 +229,7 @@ def test_what_is_done_is_not_done_again(
 def test_work_of_an_earlier_version_goes_on(
     corpus: Path, tokenizer: Path, tmp_path: Path, whole: dict[str, bytes]
 ) -> None:
-    """One that did not keep the first of what is left out."""
+    """Work of a version that did not record the first conversation left out."""
     out = tmp_path / "out"
     _interrupt(out, corpus, tokenizer, at=9)
     progress = tmp_path / ".out.unfinished/progress.json"
@@ -264,7 +264,7 @@ def test_other_arguments_do_not_go_on(corpus: Path, tokenizer: Path, tmp_path: P
 def test_one_unit_of_other_arguments_is_nothing_to_finish(
     corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So little is not kept: a call that speaks of finishing it would itself remove it."""
+    """A single unit is not kept: an error that asks to finish it would itself remove it."""
     out = tmp_path / "out"
     commit = shards.Unfinished.commit
 

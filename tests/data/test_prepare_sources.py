@@ -189,7 +189,7 @@ def test_missing_packages_are_named(
 
 
 class _Rows:
-    """What `datasets` gives for a stream, as far as it is used."""
+    """A replacement of the streams of `datasets`, as far as we use them."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows, self.at = rows, 0

@@ -148,7 +148,7 @@ def test_a_template_without_end(source: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_limits_change_nothing_else() -> None:
-    """What templates ask of their loops, of filters that want the context, and of copies."""
+    """Loop variables, filters with the context, and copies work as in Jinja."""
     source = (
         "{% for m in messages if m.content recursive %}{{ loop.index }}/{{ loop.length }}"
         "{{ loop.previtem.role if loop.previtem }}{{ loop.last }}"

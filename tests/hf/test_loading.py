@@ -1,4 +1,4 @@
-"""What transformers' way of loading refuses: folders that are not whole, and what would quantise.
+"""Loading by transformers refuses incomplete folders and quantisation.
 
 The messages are those of `ladder convert`, which checks by the same code.
 """

@@ -63,14 +63,14 @@ def without_cache(model: Transformer, prompt: list[int], count: int) -> list[int
 
 @torch.inference_mode()
 def heads_agree(engine: Engine, tokens: Tensor, prompt: int) -> list[bool]:
-    """Of each step, whether the heads of all ranks read the same bits, after `share_head`."""
+    """Whether the heads of all ranks read the same bits in each step, after `share_head`."""
     session = engine.session(*tokens.shape, Sampling())
     ranks = engine.model.reducer.ranks.processes
     return [heads_read_the_same(logits, ranks) for logits in forced(session, tokens, prompt)]
 
 
 def fused_config(name: str, world: int, **changes: Any) -> ModelConfig:
-    """Of a sample plan, with heads for up to four ranks."""
+    """The config of a sample plan, with heads for up to four ranks."""
     shape = {"num_heads": 8, "num_kv_heads": 4, "hidden_size": 64, **changes}
     depends = name not in samples.SAME_AT_ANY_T
     return samples.small_config(samples.FUSED_PLANS[name], world, depends, **shape)

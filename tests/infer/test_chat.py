@@ -28,7 +28,7 @@ def model(llama: Path, tmp_path: Path) -> Path:
 
 
 def expected(folder: Path, things: list[str], count: int = 6) -> list[str]:
-    """What the model answers, by the engine alone."""
+    """The model's answer, by the engine alone."""
     tokenizer = load_tokenizer(folder)
     tokenizer.encode_special_tokens = False
     texts = [ASKED.format(thing) for thing in things]

@@ -260,7 +260,7 @@ def test_steps_end_with_the_last_sequence(graphs: bool, monkeypatch: pytest.Monk
 
 
 def test_a_session_keeps_a_few_graphs_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of other widths a prefill goes without; those that are kept are used on."""
+    """Prefills of other widths use no graph; the graphs that are kept stay in use."""
     monkeypatch.setattr("ladder.infer.engine.PROMPT_GRAPHS", 2)
     model = make("ladder", None, max_seq_len=CONTEXT)
     plain, graphed = engine_for(model, False), engine_for(model, True)

@@ -75,7 +75,7 @@ def test_the_fused_path_of_qwens(pools: Pools, change: tuple[str, ...]) -> None:
 
 
 def test_the_fused_path_of_scaled_rotary() -> None:
-    """Whose cos and sin are not of one circle: yarn multiplies them."""
+    """With yarn, cos and sin are multiplied by a factor."""
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
     config = small_config("ladder", rope_scaling=scaling, rope_theta=100.0)
     plain, fused = (full_model(config, 5, torch.float32) for _ in range(2))
@@ -145,7 +145,7 @@ def test_more_prompts_than_the_products_have_rows(pools: Pools, name: str) -> No
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_slots_begin_empty(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every type that is fused: each number is the -0.0 that a landing waits to be gone."""
+    """Slots of every fused dtype begin with -0.0, which a landing takes as empty."""
     asked = []
 
     def allocate(shape: Any, dtype: Any, group: Any, device: Any, bits: int) -> SymmetricTensor:

@@ -331,7 +331,7 @@ def test_every_plan_decodes_through_pushing_products(world: int) -> None:
 
 
 def heads_on_gpus() -> int:
-    """What the heads of all ranks read is the same bits: every plan, prefill and decode."""
+    """The heads of all ranks read the same bits, for every plan, in prefill and decode."""
     device = launch.join("cuda")
     world = launch.world_size()
     mesh = make_mesh(device, world)

@@ -108,7 +108,7 @@ def test_a_split_vocabulary_chooses_as_the_whole(pools: Pools, world: int) -> No
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_frequencies(pools: Pools, world: int) -> None:
-    """Of many draws, all ranks' tokens among them, each token gets its share."""
+    """The frequencies of many draws match the probabilities of all ranks' tokens."""
     count = 20_000 if world == 1 else 4_000  # ranks send 16 KiB a draw for top_p
     row = tied_logits(2)[:1] / 3
     uniforms = draws(Sampling(1.0, seed=5), 1, count)[:, 0]
@@ -206,7 +206,7 @@ def test_a_draw_that_is_rounded_up_to_the_whole_takes_what_has_a_chance() -> Non
 
 
 def test_the_nucleus_of_what_is_not_a_number_is_all() -> None:
-    """So that the NaN reaches the check behind it; its neighbour's nucleus stays its own."""
+    """A NaN is kept, so that the later check finds it; its neighbour's nucleus does not change."""
     scores = torch.zeros(2, VOCABULARY)
     scores[0, 5] = math.nan
     answer = kept_on_rank(0, 1, scores, 1e-9)

@@ -1,4 +1,4 @@
-"""What the tests of kernels share.
+"""Helpers of the tests of kernels.
 
 They are compared with float64 by the same bodies three ways: on a CPU their references and, through
 Triton's interpreter, the kernels (`pytest -m interpreted`: see tests.interpreter); on a GPU the

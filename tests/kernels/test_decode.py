@@ -52,7 +52,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def squares_of(x: Tensor) -> Tensor:
-    """What a landing leaves of a stream [M, D]: [M, ceil(D / CHUNK)] float32."""
+    """The sums of squares after a landing, of [M, D]: [M, ceil(D / CHUNK)] float32."""
     padded = F.pad(x.float().square(), (0, -x.shape[1] % CHUNK))
     return padded.unflatten(1, (-1, CHUNK)).sum(-1)
 
@@ -192,7 +192,7 @@ def test_a_product_that_does_not_fit_is_refused() -> None:
 def test_a_landing(
     device: str, rows: int, size: int, world: int, replaces: bool, dtype: torch.dtype
 ) -> None:
-    """What lands twice or not at all, a stream kept or lost, a slot not cleared, a row's edge."""
+    """Catches outputs that land twice or not at all, a residual kept or lost, slots not cleared."""
     stream, own, other = torch.randn(3, rows, size, device=device).to(dtype)
     slots = torch.randn(2, world, rows, size, device=device).to(dtype)
     parts = [*slots.flatten(0, 1), -1.0 * own, 2.0 * other, *([] if replaces else [stream])]

@@ -99,7 +99,7 @@ class Chain:
         wait()
 
     def _landing(self, read: LandingJob, flying: list[Tensor | SendJob]) -> LandingJob:
-        """Of the oldest output in flight."""
+        """The landing of the oldest output in flight."""
         output = flying.pop(0)
         if not self.pushes:
             assert isinstance(output, Tensor)
@@ -188,7 +188,7 @@ def test_a_graph_of_dependent_launches_equals_eager_calls(
 
 
 def test_a_position_beyond_the_cache_stays_in_its_row() -> None:
-    """What such a sequence gets means nothing; other heads, sequences and memory stay as they are.
+    """The sequence's result is undefined; other heads, sequences and memory must not change.
 
     The engine never asks for one; a kernel cannot raise, and must not write elsewhere.
     """

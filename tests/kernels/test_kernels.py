@@ -1,4 +1,4 @@
-"""What several kernels use: adding and norming, and the ways to launch a kernel."""
+"""Helpers of several kernels: adding and norming, and launching."""
 
 from __future__ import annotations
 

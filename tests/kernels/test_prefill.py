@@ -1,4 +1,4 @@
-"""What prompts run through: its kernels against float64, and the stream sharded by tokens.
+"""Prefill: its kernels against float64, and the residual sharded by tokens.
 
 How the kernels are run is in support.py. test_gpu_prefill.py runs the same checks,
 and more, on GPUs.

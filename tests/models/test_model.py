@@ -565,7 +565,7 @@ def test_another_architecture_is_not_hugging_faces_llama(wrong: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama3 rope", "linear rope", "yarn rope"])
 def test_rope_scaling_matters(name: str) -> None:
-    """That these shapes above reach the positions where scaling shows."""
+    """The shapes above reach positions at which scaling matters."""
     changes = LLAMAS[name]
     scaled = full_model(small_config(**changes), 9)
     plain = full_model(small_config(**{**changes, "rope_scaling": None}), 9)

@@ -1,4 +1,4 @@
-"""What may be written as a plan, and as the config that holds it: forms, round trips, mistakes."""
+"""Specifications of plans and their configs: forms, round trips, errors."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_sublayers_make_whole_layers() -> None:
     ],
 )
 def test_stream_reduce_needs_nothing_in_flight(records: list[Sublayer]) -> None:
-    """What is in flight would be summed T times, or lost."""
+    """Outputs in flight would be summed T times, or lost."""
     with pytest.raises(UserError, match=r"sublayer 1 .*reduce=stream.*lag"):
         Plan(tuple(records))
 

@@ -1,4 +1,4 @@
-"""What is called while a model runs: collectives, waits and operations, in order."""
+"""The calls while a model runs: collectives, waits and operations, in order."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def sample(config: Any, seed: int, batch: int, length: int) -> tuple[Tensor, Ten
 
 @dataclass
 class Step:
-    """What one training step computes: values without grad and with, and the gradients."""
+    """The results of one training step: values without and with grad, and the gradients."""
 
     logits: Tensor
     value: Tensor

@@ -112,7 +112,7 @@ def test_one_message_whatever_is_noticed_first(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """What follows from a death is not said, nor is a death that follows from what was said."""
+    """Only the cause is reported: not errors after a rank's death, nor deaths after an error."""
     monkeypatch.setattr(launch, "_report_folder", tmp_path)
     for rank, (code, message) in enumerate((failure, (1, "what another rank says later\n"))):
         monkeypatch.setenv("RANK", str(rank))

@@ -1,4 +1,4 @@
-"""What torchrun's variables say: a mistake is told at once, by name, value and remedy."""
+"""torchrun's variables: a mistake is an error with the name, the value and the remedy."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def computed_between(events: Events, transfer: tuple[str, int]) -> list[int]:
 
 
 def test_a_ladders_gathers_run_beneath_a_sublayer(pools: Pools) -> None:
-    """What read n + 1 gathers is on its way while sublayer n computes, and its gradient while
+    """The gather of read n + 1 is in flight while sublayer n computes, and its gradient while
     sublayer n's gradients are computed. Scatters and their gradients go on a stream of their own on
     a GPU, beneath the same sublayers: what matters here is that they are launched before it, and
     that backward none is queued behind one that waits for it. `standard` overlaps nothing."""
@@ -238,7 +238,7 @@ def odd(rank: int, world: int, settings: dict[str, Any]) -> str:
 def test_tokens_that_tp_does_not_divide_are_refused_before_the_run_begins(
     corpus: Path, tmp_path: Path, pools: Pools, micro: int, windows: int, words: str
 ) -> None:
-    """Those of a micro-batch, and of the last held-out batch, which comes when all is trained."""
+    """The tokens of a micro-batch, and of the last held-out batch, which is evaluated at the end."""
     settings = recipe(
         corpus, tmp_path / "run", seq_len=15, tp=2, sequence_parallel=True,
         micro_batch_size=micro, eval_windows=windows,

@@ -405,7 +405,7 @@ def test_bfloat16_activations(pools: Pools) -> None:
 
 
 def test_plans_cover_both_kinds() -> None:
-    """That the lists above are what they say."""
+    """The lists above contain the plans that their names say."""
     for name, spec in PLANS.items():
         plan = small_config(spec, 2, name in DEPENDS_ON_T).plan
         assert plan.depends_on_tp == (name not in SAME_AT_ANY_T)

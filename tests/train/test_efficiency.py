@@ -1,4 +1,4 @@
-"""What a run reports beside its loss: its speed, and metrics sent elsewhere."""
+"""The metrics of a run besides its loss: its speed, and metrics sent elsewhere."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ SETTINGS = {
 
 
 def refused(rank: int, world: int, settings: dict[str, Any], module: Any) -> str:
-    """What a run is refused with that finds this module as wandb."""
+    """The error of a run with this module as wandb."""
     config = build(TrainConfig, settings, "test recipe")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "wandb", module)

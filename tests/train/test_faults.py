@@ -1,4 +1,4 @@
-"""What may happen to a run: killed at any moment, told to stop, a full disk, damaged files."""
+"""Faults of a run: killed at any moment, told to stop, a full disk, damaged files."""
 
 from __future__ import annotations
 
@@ -420,7 +420,7 @@ def without(name: str) -> Callable[[str], str]:
 def test_checksums_that_are_damaged(
     corpus: Path, tmp_path: Path, damage: Callable[[str], str] | None
 ) -> None:
-    """They are named, and not the files that they tell of, and the error says what to do. Catches
+    """The error names checksums.json, not the files listed in it, and says what to do. Catches
     weights that are taken because nothing tells of them."""
     config = recipe(corpus, tmp_path / "run", checkpoint_interval=2)
     train(config, device="cpu", stop_after=5)

@@ -45,7 +45,7 @@ def tuning(chats: Path, base: Path, out: Path, **changes: Any) -> TrainConfig:
 
 
 def test_the_loss_is_the_mean_over_answers(chats: Path, base: Path, tmp_path: Path) -> None:
-    """Of the whole step, in windows of its own order; a mean over windows is another number."""
+    """The mean is over the targets of the whole step; a mean over windows is another number."""
     config = tuning(chats, base, tmp_path / "run", steps=3)
     train(config, device="cpu", stop_after=1)
     data = open_data(chats)

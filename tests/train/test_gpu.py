@@ -23,7 +23,7 @@ WORLDS = [world for world in (2, 4) if world <= torch.cuda.device_count()]
 
 
 def layouts(world: int) -> dict[str, dict[str, Any]]:
-    """What a recipe is changed by, by name; two dimensions of a mesh want four GPUs."""
+    """The changes of a recipe, by name; two mesh dimensions need four GPUs."""
     two_dimensions = {
         "HSDP": {"dp_shard": 2, "activation_checkpointing": "full"},
         "TP + SP + FSDP": {"tp": 2, "dp_shard": 0, "sequence_parallel": True},

@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_refused(
 def test_damaged_weights_are_told_on_every_rank(
     corpus: Path, tmp_path: Path, standard: Path, pools: Pools
 ) -> None:
-    """They load, as other weights."""
+    """Without a check they would load, as other weights."""
     init = tmp_path / "init"
     shutil.copytree(newest(standard), init)
     flip(init / "model.safetensors")

@@ -288,7 +288,7 @@ def test_a_run_that_never_saved_can_be_resumed(
 def test_a_run_of_an_earlier_version_that_never_saved_can_be_resumed(
     corpus: Path, tmp_path: Path
 ) -> None:
-    """One that had no type of rotary scaling but Llama 3's, and did not name it."""
+    """A run of a version that had only Llama 3's rotary scaling, and did not name its type."""
     scaling = {"original_max_position_embeddings": 16}
     config = recipe(corpus, tmp_path / "run", model={**SHAPE, "rope_scaling": scaling})
     break_off(config, 1)
@@ -317,7 +317,7 @@ def break_off(config: TrainConfig, step: int) -> None:
 def test_a_run_whose_checkpoints_are_gone_is_not_started_again(
     corpus: Path, tmp_path: Path, gone: str
 ) -> None:
-    """They may lie elsewhere: what the metrics tell of must not be cut before someone says so."""
+    """They may have been moved: the metrics must not be truncated without the user's consent."""
     run = tmp_path / "run"
     config = recipe(corpus, run)
     train(config, device="cpu", stop_after=2)
