@@ -238,7 +238,7 @@ def odd(rank: int, world: int, settings: dict[str, Any]) -> str:
 def test_tokens_that_tp_does_not_divide_are_refused_before_the_run_begins(
     corpus: Path, tmp_path: Path, pools: Pools, micro: int, windows: int, words: str
 ) -> None:
-    """The tokens of a micro-batch, and of the last held-out batch, which is evaluated at the end."""
+    """The tokens of a micro-batch, and of the last held-out batch, evaluated at the end."""
     settings = recipe(
         corpus, tmp_path / "run", seq_len=15, tp=2, sequence_parallel=True,
         micro_batch_size=micro, eval_windows=windows,
