@@ -9,12 +9,12 @@ INSTALLED := $(VENV)/.installed
 help:
 	@echo "make demo      train, evaluate and run a tiny model under five residual plans (5 minutes)"
 	@echo "make test      run the tests (5 minutes on two cores)"
-	@echo "make test-all  then the slow ones, and all that make parity runs"
-	@echo "make parity    every layout of ranks trains every plan as one process does (5 minutes)"
-	@echo "make pages     draw docs/figures, and the recorded results as HTML in runs/pages"
+	@echo "make test-all  also the slow tests and make parity"
+	@echo "make parity    every layout of ranks trains every plan like one process (5 minutes)"
+	@echo "make pages     draw docs/figures, and pages of the recorded results in runs/pages"
 	@echo "make check     lint, format check, types"
-	@echo "make install   the virtual environment alone, in $(VENV)"
-	@echo "make clean     remove it, and caches"
+	@echo "make install   only the virtual environment, in $(VENV)"
+	@echo "make clean     remove the virtual environment and caches"
 
 install: $(INSTALLED)
 
