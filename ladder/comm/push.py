@@ -101,12 +101,11 @@ class PushAllReduce:
         self.epochs = torch.zeros(self.programs, dtype=torch.int32, device=device)
 
     def __call__(self, partial: Tensor, blocking: bool) -> Tensor:
-        """The sum over the ranks, a new tensor; `partial` is contiguous and stays as it is.
+        """The sum over the ranks, a new tensor; `partial` is contiguous and is not changed.
 
-        blocking: what is launched next waits for the sum. Then a dependent launch, which lets that
-        take its place on the GPU early, costs more than it gives: 2.06 against 1.87 ms a token
-        for standard Llama-3 8B at TP 4 on H200s. Beside another sublayer it gives: 1.63 against
-        1.86 ms for the ladder.
+        blocking: the next kernel waits for the sum. A dependent launch, which lets the next kernel
+        start early, is used only if False: before a kernel that waits it costs more than it gains
+        (benchmarks/results/README.md).
         """
         assert partial.is_contiguous(), partial.stride()
         assert partial.dtype == self.dtype, partial.dtype

@@ -346,11 +346,10 @@ def decode_attention(
 
 
 def _shape(sequences_and_heads: int, length: int, row_bytes: int) -> tuple[int, int, int, bool]:
-    """(keys a block, splits, warps, ahead): enough programs to fill the GPU, none without a block.
+    """(keys per block, splits, warps, ahead): enough programs to fill the GPU, none idle.
 
-    Few programs read their first block ahead, before the wait. Measured on an H200, 8 heads and 2
-    KV heads of 128 over 1100 keys, one sequence: 5.7 us (6.6 not ahead, 9.4 with 8 warps); 64
-    sequences: 22.6 us (floor 17), where two splits with 4 warps took 28.6.
+    ahead: read the first block before the wait for the previous kernel, if there are few programs.
+    Chosen by measurements on an H200 (benchmarks/results/README.md).
     """
     if sequences_and_heads >= FULL:
         return max(16, min(128, 32768 // row_bytes)), 1, 8, False

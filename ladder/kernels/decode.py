@@ -108,8 +108,8 @@ def _product(
         u = tl.load(up + row + columns, mask=first, other=0)
     if PDL:
         gdc_wait()
-    # Not in programs of its own: in a branch beside another, a product has fewer loads under way
-    # (a 70B's gate and up, and down, at TP 4: 89.7 us, and 79.8 so; without a send 79.7).
+    # The send has no programs of its own: with a branch for them, the compiler keeps fewer loads of
+    # the product in flight (benchmarks/results/README.md).
     if SENDS:  # noqa: SIM102  (known when this is compiled; `program` is not)
         if program < riders:
             _send(program, partial, buffers, start, rows, D, WORLD, RANK, CHUNK, BITS, EMPTY)
@@ -251,17 +251,13 @@ def _project_kernel(
 def _blocks(
     rows: int, outputs: int, size: int, gated: bool, itemsize: int
 ) -> tuple[int, int, int, int, int]:
-    """(rows padded, weight rows a program, columns a step, warps, stages; 0: no tensor cores).
+    """(padded rows, weight rows per program, columns per step, warps, stages).
 
-    Measured on an H200 over chains of products. One row, TP 4, microseconds and the floor by 4.2
-    TB/s, of QKV and attention's output together, gate and up and down together: Llama-3 8B 6.5
-    (5.0), 21.9 (21.0); 70B 19.1 (18), 78.1 (84: what is only read comes faster than a copy); a 2B
-    3.9 (1.4), 8.3 (6.7). A layer of an 8B, its four products in turn (26), with 4, 16, 32 and 64
-    rows: 40.2, 40.2, 42.3, 39.3, where cuBLAS (and SwiGLU) took 52.4, 51.9, 48.7, 50.2.
+    0 stages: no tensor cores. Chosen by measurements on an H200 (benchmarks/results/README.md).
     """
     if rows > MAX_VECTOR_ROWS:
         padded = max(16, triton.next_power_of_2(rows))
-        # Few outputs: smaller blocks or longer steps, to draw on all of the memory's bandwidth.
+        # Few outputs: smaller blocks or longer steps, to use the whole memory bandwidth.
         few, short = outputs < 2048, gated or size <= 1024
         if padded == 16:
             block, step, stages = (32, 512, 4) if few else (32, 256, 6)
@@ -287,23 +283,22 @@ def _blocks(
         return padded, 2, 4096, 8, 0
     if outputs < 1024:
         return padded, 1, 2048, 4, 0
-    # One step where little of it is empty: the whole weight is read before the wait.
+    # One step if little of it is padding: then the whole weight is read before the wait.
     return (padded, 2, 2048, 8, 0) if 3072 < size < 4096 else (padded, 2, 4096, 4, 0)
 
 
 def _fitting(stages: int, stage_bytes: int, device: torch.device) -> int:
-    """As many of the `stages` that are fast on an H200 as this GPU has shared memory for."""
+    """The number of stages, at most `stages`, for which this GPU has shared memory."""
     found = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    return max(2, min(stages, (found - 1024) // stage_bytes))  # 1 KiB is the system's
+    return max(2, min(stages, (found - 1024) // stage_bytes))  # 1 KiB is reserved by the system
 
 
 def _registers(size: int, block: int, step: int, warps: int) -> dict[str, int]:
-    """A limit on registers for a product of one row with a landing: those of the product alone.
+    """The register limit of a product of one row with a landing: that of the product alone.
 
-    Left to itself, the compiler takes others for the landing's sake, and fewer programs fit beside
-    each other, or they have fewer loads under way: a step of a Llama-3 8B at TP 4 took 1.371 ms and
-    takes 1.306. With 4 warps, of which a thread lands twice as much, they do not suffice (a 2B's
-    0.487 ms became 0.525): {}.
+    Without a limit the compiler uses more registers for the landing, so that fewer programs run at
+    once, or the product has fewer loads in flight. With 4 warps a thread lands twice as much and
+    the limit would cause spills, so there is none: {} (benchmarks/results/README.md).
     """
     if warps < 8:
         return {}
