@@ -1,0 +1,133 @@
+"""Every kernel compiled for GPUs of compute capability 9.0, on any machine.
+
+`python -m tests.kernels.compiled` prints a JSON object: `kinds`, of each kernel, and `ptx`, of each
+launch, called "kernel: case". It is a process of its own, as tests import the kernels for Triton's
+interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+BF16, FP32 = torch.bfloat16, torch.float32
+POINTERS = {BF16: "*bf16", FP32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+WORLD, RANK, ROWS, SIZE = 4, 1, 1, 4096
+
+
+def compile_launch(kernel: Any, args: tuple, meta: dict[str, Any]) -> str:
+    """The PTX, with arguments specialised as at a launch: 16-byte aligned, multiples of 16, 1."""
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    values = dict(zip(kernel.arg_names, args, strict=False))
+    values |= {name: value for name, value in meta.items() if name in kernel.arg_names}
+    options = {name: value for name, value in meta.items() if name not in kernel.arg_names}
+    types, constants, attributes = {}, {}, {}
+    for n, parameter in enumerate(kernel.params):
+        name, value = parameter.name, values[parameter.name]
+        aligned = isinstance(value, torch.Tensor)
+        if parameter.is_constexpr or (type(value) is int and value == 1):
+            types[name], constants[name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            types[name] = POINTERS[value.dtype]
+        elif isinstance(value, int):
+            types[name], aligned = "i32", value % 16 == 0
+        else:
+            types[name] = "fp32"
+        if aligned:
+            attributes[(n,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, types, constants, attributes)
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
+def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
+    """(case, kernel, arguments, constants and options) of a call of everything that launches."""
+    from ladder import kernels
+    from ladder.comm import push, symmetric, two_shot
+    from ladder.kernels import choice
+
+    found: list[tuple[str, Any, tuple, dict[str, Any]]] = []
+    case = ""
+
+    def launch(kernel: Any, grid: Any, device: Any, *args: Any, dependent: bool = True,
+               **meta: Any) -> None:  # fmt: skip
+        pdl = {"PDL": dependent, "launch_pdl": dependent}
+        found.append((case, kernel, args, meta | pdl))
+
+    def allocate(shape: Any, dtype: Any, *_: Any, **__: Any) -> symmetric.SymmetricTensor:
+        parts = [torch.zeros(shape, dtype=dtype)] * WORLD
+        return symmetric.SymmetricTensor(RANK, parts, buffers)
+
+    group: Any = SimpleNamespace()
+    device = torch.device("cpu")
+    buffers = torch.zeros(WORLD, dtype=torch.int64)
+    with contextlib.ExitStack() as patched:
+        for name, module in list(sys.modules.items()):
+            if name.startswith(("ladder.kernels.", "ladder.comm.")):
+                for attribute, stand_in in (("launch", launch), ("on_triton", lambda _: True)):
+                    if hasattr(module, attribute):
+                        patched.enter_context(mock.patch.object(module, attribute, stand_in))
+        patched.enter_context(mock.patch.object(symmetric, "allocate", allocate))
+        patched.enter_context(mock.patch("torch.distributed.get_rank", return_value=RANK))
+        patched.enter_context(mock.patch("torch.distributed.get_world_size", return_value=WORLD))
+        for dtype in (BF16, FP32):
+            case = str(dtype).removeprefix("torch.")
+            x = torch.zeros(ROWS, SIZE, dtype=dtype)
+            slots = torch.zeros(WORLD, ROWS, SIZE, dtype=dtype)
+            target = kernels.PushTarget(buffers, WORLD * ROWS * SIZE, RANK, WORLD)
+            kernels.land(kernels.new_landing(x, sums=[slots]))
+            kernels.send(kernels.SendJob(x, target))
+            push.PushAllReduce(SIZE, dtype, group, device)(x, False)
+            two_shot.TwoShotAllReduce(2**20, group, device)(x, False)
+        for rows in (1, 8):  # without tensor cores and with them
+            case = f"{rows} rows"
+            x, h = (torch.zeros(rows, size, dtype=BF16) for size in (SIZE, SIZE // WORLD))
+            weight = torch.zeros(SIZE, SIZE // WORLD, dtype=BF16)
+            slots = torch.zeros(WORLD, rows, SIZE, dtype=BF16)
+            target = kernels.PushTarget(buffers, WORLD * rows * SIZE, RANK, WORLD)
+            landing = kernels.new_landing(x, sums=[slots])
+            kernels.project(h, weight, push=target, keep=False, rider=landing)
+            case += ", a send"
+            kernels.project(h, weight, rider=kernels.SendJob(x, target))
+        case = "bfloat16"
+        tokens = [torch.zeros(ROWS, dtype=torch.int64) for _ in range(3)]
+        choice.embed(tokens[0], torch.zeros(64, SIZE, dtype=BF16), 0)
+        logits = torch.zeros(ROWS, 2048, dtype=BF16)
+        choice.GreedyChoice(ROWS, RANK, WORLD, group, device)(logits, 0, *tokens, 7)
+        x, gain = torch.zeros(32, SIZE, dtype=BF16), torch.zeros(SIZE, dtype=BF16)
+        kernels.add_rms_norm(x, [(x, 1.0)], gain, 1e-5)
+        kernels.land_rows([x] * WORLD, x, gain, 1e-5, (x, x), [x] * (WORLD - 1))
+        kernels.swiglu(x)
+        heads, table = torch.zeros(2, 16, 4 * 64, dtype=BF16), torch.zeros(64, 64)
+        keys, values = torch.zeros(2, 2, 1, 64, 64, dtype=BF16)
+        kernels.rotary_prompt(heads, table, keys, values, 2, 1)
+        arrived = torch.zeros(2, dtype=torch.int32)
+        positions = torch.zeros(2, dtype=torch.int64)
+        kernels.decode_attention(heads[:, 0].contiguous(), table, positions, keys, values, 2, 1.0,
+                                 arrived)  # fmt: skip
+    return found
+
+
+def main() -> None:
+    # Without CUDA `ladder.jit` would leave Triton alone.
+    with mock.patch.object(torch.backends.cuda, "is_built", return_value=True):
+        found = launches()
+    from ladder import jit
+
+    ptx = {
+        f"{kernel.__name__}: {case}": compile_launch(kernel, args, meta)
+        for case, kernel, args, meta in found
+    }
+    json.dump({"kinds": jit.KERNELS, "ptx": ptx}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
