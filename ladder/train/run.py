@@ -33,16 +33,17 @@ from ladder.train.start import Start, starting_point
 class Run:
     """A run that was checked and may start or resume.
 
-    config: the recipe, with its length in steps. source: the model and its initial weights.
-    checkpoint: the folder of the checkpoint from which the run resumes, and record: its train.json;
-    None: the run starts at step 0. again: --resume was given, but there is no checkpoint yet.
-    micro: sequences per forward pass.
+    config: the recipe, with its length in steps. fingerprint: that of the data. source: the model
+    and its initial weights. checkpoint: the folder from which the run resumes, and record: its
+    train.json; None: the run starts at step 0. again: --resume was given, but there is no
+    checkpoint yet. micro: sequences per forward pass.
     """
 
     config: TrainConfig
     device: torch.device
     mesh: DeviceMesh | None
     data: TokenData
+    fingerprint: str
     windows: Batches
     source: Start
     checkpoint: Path | None
@@ -85,7 +86,7 @@ class Run:
         first = {"first_plan": self.source.first.to_dict()} if self.config.convert_layers else {}
         return {
             "step": done,
-            "data": fingerprint(self.data),
+            "data": self.fingerprint,
             "layout": self.layout,
             "config": self.config.to_dict(),
             **first,
@@ -144,7 +145,8 @@ def check_run(
     found = checkpoints(folder)
     # A run that resumes has its model in its own folder, which is checked first.
     source = None if resume else starting_point(config, data)
-    record = _check_folder(folder, config, fingerprint(data), resume, found)
+    content = fingerprint(data)
+    record = _check_folder(folder, config, content, resume, found)
     checkpoint = found[-1][1] if record else None
     if source is None:
         source = starting_point(config, data, checkpoint, (record or {}).get("first_plan"))
@@ -159,7 +161,9 @@ def check_run(
         config.check_rows(sequences)
     launch.on_first(lambda: check_packages(config.tensorboard, config.wandb))
     again = resume and not record
-    return Run(config, device, mesh, data, windows, source, checkpoint, record, again, micro)
+    return Run(
+        config, device, mesh, data, content, windows, source, checkpoint, record, again, micro
+    )
 
 
 def _steps_of(record: Mapping[str, Any] | None) -> int:
