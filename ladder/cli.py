@@ -21,6 +21,7 @@ from ladder.demo import options as demo
 from ladder.doctor import options as doctor
 from ladder.eval import options as evaluation
 from ladder.infer import options as infer
+from ladder.parallel import launch
 from ladder.train import options as train
 
 
@@ -149,6 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:2] == SENSITIVITY.split():  # beside a command whose first argument is a folder
         words[:2] = [SENSITIVITY]
     options = parse_words(make_parser(), words)
+    verb: Verb = vars(options).pop("verb")  # the rest are the user's words
     # Set before torch is imported. GNU's OpenMP spins for milliseconds at a barrier, which makes
     # CPU training several times slower beside another process. A short spin costs nothing.
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -156,12 +158,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A panic in a Rust library (tokenizers) is one line then, without pages of backtrace.
     os.environ["RUST_BACKTRACE"] = "0"
     try:
-        from ladder.parallel import launch
-
-        nproc, modules = getattr(options, "nproc", 1), getattr(options, "modules", ("torch",))
+        nproc = getattr(options, "nproc", 1)
         if nproc > 1 and hasattr(options, "check"):
             options.check(options)  # a mistake is reported before ranks are started
-        return launch.run(options.verb, (options,), nproc, modules)
+        return launch.run(verb.run, (options,), nproc, verb.modules or ("torch",))
     except ValueError as error:  # of the launch itself
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -230,13 +230,12 @@ def _add_verb(commands: Any, name: str, verb: Verb) -> None:
         formatter_class=_Help,
     )
     verb.add_options(parser)
-    parser.set_defaults(verb=verb.run)
+    parser.set_defaults(verb=verb)
     if verb.modules:
         parser.add_argument(
             "--nproc", type=int, default=1, help="processes to start; with GPUs, one for each"
         )
         parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-        parser.set_defaults(modules=verb.modules)
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):

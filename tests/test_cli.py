@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from ladder.cli import main, parse_words
+from ladder.parallel import launch
 from tests import ROOT
 from tests.commands import Start
 from tests.corpus import make_corpus
@@ -175,7 +176,7 @@ def test_resume_through_the_command_line(trained: Path, start: Start) -> None:
         (["generate", "{}/run", "--prompt", "a b " * 2000], ["max_seq_len=512"]),
         (["generate", "{}/run", "--prompt", "a", "--stop", "a long text"], ["one token"]),
         (["generate", "{}/run", "--prompt", "a", "--dtype", "int8"], ["--dtype=int8"]),
-        (["generate", "{}/run", "--prompt", "a", "--tp", "4"], ["--nproc=4"]),
+        (["generate", "{}/run", "--prompt", "a", "--tp", "4"], ["--nproc 4"]),
         (["generate", "{}/run", "--prompt", "a", "--tp", "-1"], ["--tp=-1 must be 0"]),
         (["generate", "{}/run", "--prompt", "a", "--reducer", "pull"],
          ["unknown reducer 'pull'", "known: auto, async, push"]),
@@ -262,6 +263,15 @@ def test_ranks_that_disagree_are_told(trained: Path, tmp_path: Path, start: Star
     assert len(lines) == 1, lines
     assert "ranks disagree: seed is 1 on rank 0 and 2 on rank 1" in lines[0]
     assert not (tmp_path / "run").exists()
+
+
+def test_options_that_differ_between_ranks_are_named(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One by one: not as all options of either rank."""
+    monkeypatch.setattr(launch, "gathered", lambda value: [value, {**value, "seed": 2}])
+    assert main(["generate", str(trained / "run"), "--prompt", "a", "--device", "cpu"]) == 2
+    assert "error: ranks disagree: seed is 0 on rank 0 and 2 on rank 1;" in capsys.readouterr().err
 
 
 def test_overrides_may_follow_options(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -229,8 +229,7 @@ def main(options: Any) -> int:
     """Run `ladder bench comm` on this rank; rank 0 prints and writes."""
     device = launch.join("auto")
     check_options(options)
-    shown = {key: str(value) for key, value in vars(options).items() if key != "verb"}
-    launch.agree({"options": shown})
+    launch.agree(vars(options))
     group = dist.group.WORLD
     world, head, dtype = launch.world_size(), launch.rank() == 0, getattr(torch, options.dtype)
     gpu = torch.cuda.get_device_name(device)

@@ -245,7 +245,7 @@ def sensitivity_command(options: argparse.Namespace) -> int:
         refuse_inside(options.out, [options.model, options.data])
         if launch.rank() == 0:
             check_writable(options.out)
-    launch.agree({"options": {**vars(options), "verb": None}})
+    launch.agree(vars(options))
     data, folder = open_data(options.data), newest(options.model)
     config = read_config(folder)
     check_tokenizer(data, folder, f"--data={options.data}", str(options.model))

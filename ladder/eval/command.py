@@ -59,7 +59,7 @@ def eval_command(options: argparse.Namespace) -> int:
     for folder in folders.values():  # every model is checked before the first takes hours
         check_model(folder)
         open_template(folder, load_tokenizer(folder), options.chat_template)
-    launch.agree({"options": {**vars(options), "verb": None}})
+    launch.agree(vars(options))
     own = any(entry.task.startswith(suites.OWN) for entry in chosen)
     if options.text and not own:
         raise UserError(

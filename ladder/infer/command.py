@@ -57,7 +57,7 @@ def generate_command(options: argparse.Namespace) -> int:
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     launch.join(options.device)
     folder = newest(options.model)
-    launch.agree({"options": {**vars(options), "verb": None}})
+    launch.agree(vars(options))
     tokenizer = load_tokenizer(folder)
     tokenizer.encode_special_tokens = False  # a prompt may hold special tokens, as templates do
     stop = set() if options.ignore_eos else set(read_stop_tokens(folder))

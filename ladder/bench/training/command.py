@@ -45,7 +45,7 @@ RESULTS = "train.jsonl"
 def main(options: Any) -> int:
     """Run `ladder bench train` on every rank; rank 0 records and prints."""
     device = launch.join(options.device)
-    launch.agree({"options": {**vars(options), "verb": None, "out": str(options.out)}})
+    launch.agree(vars(options))
     todo = checked_points(options, device)
     out, main_rank = Path(options.out), launch.rank() == 0
     without = [name for name in options.layouts if parse_layout(name).tp == 1]
