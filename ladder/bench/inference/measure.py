@@ -136,39 +136,41 @@ def measure(
     result, so that a trace that fails loses no figures.
     """
     expected = _references(points, device)
-    lives, refused = [], []
+    sessions, refused = [], []
     for point in points:
-        live = _build(point, expected[_function(point)], device)
-        if worst(float(not live.check.passes), device):
-            refused.append(f"{point}: {live.check}; the engine is wrong, it is not timed")
+        timed = _build(point, expected[_function(point)], device)
+        if worst(float(not timed.check.passes), device):
+            refused.append(f"{point}: {timed.check}; the engine is wrong, it is not timed")
             continue
-        lives.append(live)
+        sessions.append(timed)
     expected.clear()
-    timings = [Timings([], [], []) for _ in lives]
+    timings = [Timings([], [], []) for _ in sessions]
     source = torch.Generator().manual_seed(0)
     for turn in range(ROUNDS + 1):  # the first warms up
-        for live, timing in zip(lives, timings, strict=True):
-            found = _round(live, source)
+        for timed, timing in zip(sessions, timings, strict=True):
+            found = _round(timed, source)
             if turn:
                 timing.add(found)
     records = []
-    for live, timing in zip(lives, timings, strict=True):
-        bare = counterpart(live.point, live.point.reducer)
+    for timed, timing in zip(sessions, timings, strict=True):
+        bare = counterpart(timed.point, timed.point.reducer)
         records.append(
             {
-                "point": asdict(live.point),
-                "result": asdict(_result(live, timing, speed, rate)),
-                "check": asdict(live.check),
+                "point": asdict(timed.point),
+                "result": asdict(_result(timed, timing, speed, rate)),
+                "check": asdict(timed.check),
                 "no_comm": None if bare is None else [bare.plan, bare.no_comm],
             }
         )
     if keep is not None:
         keep(records, refused)
-    for live in lives if traces is not None else ():
+    for timed in sessions if traces is not None else ():
         assert traces is not None
-        text = profile(live.session, _prompts(live, source), _uniforms(live), traces(live.point))
+        text = profile(
+            timed.session, _prompts(timed, source), _uniforms(timed), traces(timed.point)
+        )
         if text:  # on rank 0
-            print(f"{live.point}\n{text}\n", flush=True)
+            print(f"{timed.point}\n{text}\n", flush=True)
     return records, refused
 
 
@@ -238,10 +240,10 @@ class Timings:
         self.totals.append(found[2])
 
 
-def _round(live: TimedSession, source: torch.Generator) -> tuple[float, list[float], float]:
+def _round(timed: TimedSession, source: torch.Generator) -> tuple[float, list[float], float]:
     """Prefill new random prompts and decode all new tokens, once."""
-    point, session = live.point, live.session
-    prompts, uniforms = _prompts(live, source), _uniforms(live)
+    point, session = timed.point, timed.session
+    prompts, uniforms = _prompts(timed, source), _uniforms(timed)
     session.prefill(prompts, uniforms)  # warms this configuration up, after that of another point
     start, *marks = [torch.cuda.Event(enable_timing=True) for _ in range(point.new_tokens + 1)]
     torch.cuda.synchronize()
@@ -259,20 +261,20 @@ def _round(live: TimedSession, source: torch.Generator) -> tuple[float, list[flo
     return start.elapsed_time(marks[0]), steps, start.elapsed_time(marks[-1])
 
 
-def _prompts(live: TimedSession, source: torch.Generator) -> list[Tensor]:
-    shape = (live.point.batch, live.point.prompt)
-    return list(torch.randint(0, live.config.vocab_size, shape, generator=source))
+def _prompts(timed: TimedSession, source: torch.Generator) -> list[Tensor]:
+    shape = (timed.point.batch, timed.point.prompt)
+    return list(torch.randint(0, timed.config.vocab_size, shape, generator=source))
 
 
-def _uniforms(live: TimedSession) -> Tensor:
-    return draws(Sampling(), live.point.batch, live.point.new_tokens)
+def _uniforms(timed: TimedSession) -> Tensor:
+    return draws(Sampling(), timed.point.batch, timed.point.new_tokens)
 
 
-def _result(live: TimedSession, timing: Timings, speed: float, rate: float) -> InferenceTimes:
-    point, config = live.point, live.config
+def _result(timed: TimedSession, timing: Timings, speed: float, rate: float) -> InferenceTimes:
+    point, config = timed.point, timed.config
     context = point.prompt + point.new_tokens / 2  # halfway through the new tokens
     ordered = sorted(step for steps in timing.steps for step in steps)
-    picked = getattr(live.session.model.reducer, "picked", None)
+    picked = getattr(timed.session.model.reducer, "picked", None)
     return InferenceTimes(
         prefill_ms=statistics.median(timing.prefills),
         prefill_rounds_ms=timing.prefills,
@@ -283,6 +285,6 @@ def _result(live: TimedSession, timing: Timings, speed: float, rate: float) -> I
         decode_rounds_ms=[statistics.median(steps) for steps in timing.steps],
         floor_ms=decode_bytes(config, point.tp, point.batch, context) / speed * 1e3,
         total_ms=statistics.median(timing.totals),
-        memory_gib=live.memory,
+        memory_gib=timed.memory,
         picked=None if picked is None else {str(size): str(name) for size, name in picked.items()},
     )

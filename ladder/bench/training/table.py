@@ -35,11 +35,11 @@ def cells(records: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for point, result in found.items():
         own = {**asdict(point), "no_comm": True}
-        bound = None if point.no_comm else found.get(TrainingPoint(**own))
+        no_comm = None if point.no_comm else found.get(TrainingPoint(**own))
         standard = found.get(
             TrainingPoint(**{**asdict(point), "plan": "standard", "no_comm": False})
         )
-        exposed = f"{result['step_ms'] / bound['step_ms'] - 1:.1%}" if bound else "-"
+        exposed = f"{result['step_ms'] / no_comm['step_ms'] - 1:.1%}" if no_comm else "-"
         speed = f"{standard['step_ms'] / result['step_ms']:.3f}" if standard else "-"
         times, passes = result["steps_ms"], result.get("trace", {}).values()
         row = (
