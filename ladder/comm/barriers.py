@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 import torch.distributed as dist
 
-from ladder.comm import symmetric
-from ladder.comm.driver import MemoryOperation, driver
+from ladder.comm import driver, symmetric
+from ladder.comm.driver import MemoryOperation
 
 
 class StreamBarrier:
@@ -23,27 +21,19 @@ class StreamBarrier:
         # No flag is set before every rank's are 0.
         self.flags = symmetric.allocate((channels, world), torch.int32, group, device, bits=0)
         flags = self.flags.by_rank
-        self.operations = []
-        make = MemoryOperation
+        self.batches = []
         for channel in range(channels):
             peers = [q for q in range(world) if q != rank]
             theirs = [flags[q][channel, rank].data_ptr() for q in peers]
             mine = [flags[rank][channel, q].data_ptr() for q in peers]
-            batch = [make(make.WRITE, address, 1) for address in theirs]
-            batch += [make(make.WAIT, address, 1, make.EQUAL) for address in mine]
-            batch += [make(make.WRITE, address, 0) for address in mine]
-            self.operations.append((make * len(batch))(*batch))
+            operations = [MemoryOperation.write(address, 1) for address in theirs]
+            operations += [MemoryOperation.wait(address, 1) for address in mine]
+            operations += [MemoryOperation.write(address, 0) for address in mine]
+            self.batches.append(driver.batch(operations))
 
     def wait(self, channel: int) -> None:
         """Make the current stream wait until every rank's has come to this barrier."""
-        batch = self.operations[channel]
-        stream = torch.cuda.current_stream().cuda_stream
-        code = driver().cuStreamBatchMemOp_v2(ctypes.c_void_p(stream), len(batch), batch, 0)
-        if code:
-            raise RuntimeError(
-                f"cuStreamBatchMemOp failed with CUDA driver error {code}; transport=copy-kernels "
-                f"does without it"
-            )
+        driver.enqueue(self.batches[channel])
 
 
 class KernelBarrier:

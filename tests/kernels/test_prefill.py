@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder.comm import barriers, symmetric, transports
+from ladder.comm import barriers, driver, symmetric, transports
 from ladder.comm.driver import MemoryOperation
 from ladder.comm.symmetric import SymmetricTensor
 from ladder.kernels.prefill import land_rows, rotary_prompt, swiglu
@@ -363,7 +363,7 @@ def test_copies_meet_and_reuse_their_buffers(
     stream = SimpleNamespace(cuda_stream=0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     local = threading.local()
-    monkeypatch.setattr(barriers, "driver", lambda: local.driver)
+    monkeypatch.setattr(driver, "driver", lambda: local.driver)
     resolved = resolve_plan(SAME_AT_ANY_T[plan], 4, world)
     shapes = [(1, 4), (2, 3), (3, 3), (1, 1), (2, 9), (2, 3)] * 2
     batches = [torch.randn(*shape, 8) for shape in shapes]
