@@ -1,10 +1,10 @@
-"""Triton kernels: how they are declared and launched, where they run, what they refuse.
+"""Declaring, launching and checking Triton kernels.
 
 CPU tensors run the plain PyTorch reference, CUDA tensors the Triton kernel. With TRITON_INTERPRET=1
-in the environment CPU tensors run the Triton kernel too, through Triton's interpreter: for tests.
+in the environment, CPU tensors also run the Triton kernel, through Triton's interpreter, for tests.
 
-Triton comes with PyTorch's CUDA builds; nothing here needs it to be imported. A build without CUDA
-leaves it alone where it is installed: it would run nothing, and takes a while to import.
+Triton comes with PyTorch's CUDA builds; this module can be imported without it. A build of PyTorch
+without CUDA does not import Triton: it could not run kernels, and the import is slow.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ def interpreted() -> bool:
     return INTERPRETED
 
 
-# What a kernel is. A landing waits for what peers send, sums, adds the residual and norms. `both`:
-# it computes and communicates in one, as a product that pushes its result does.
+# The kind of a kernel. A landing waits for the peers' data, sums it, adds the residual and norms.
+# `both`: a kernel that computes and communicates, such as a product that pushes its result.
 Kind = Literal["communication", "computation", "landing", "both"]
-KERNELS: dict[str, Kind] = {}  # of every kernel that was imported, by the name that a trace shows
+KERNELS: dict[str, Kind] = {}  # the kinds of all imported kernels, by their names in a trace
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """A Triton function that kernels call; without Triton as it is, never to be called."""
+    """Decorate a Triton function that kernels call; without Triton it is left unchanged."""
     return function if triton is None else triton.jit(function)
 
 
 def kernel(kind: Kind) -> Callable[[Callable[..., None]], Any]:
-    """Decorate what `launch` takes, a Triton kernel, and register its kind."""
+    """Decorate a Triton kernel for `launch`, and register its kind."""
 
     def declare(function: Callable[..., None]) -> Any:
         name = function.__name__
@@ -68,11 +68,11 @@ def kernel(kind: Kind) -> Callable[[Callable[..., None]], Any]:
 @jit
 @no_type_check
 def begin(PDL: tl.constexpr):
-    """Open a kernel under programmatic dependent launch: nothing is read or written before it.
+    """Begin a kernel under programmatic dependent launch; nothing is read or written before this.
 
-    Every program of every kernel must come through here, or wait by itself where it may read
-    something earlier (weights); those that find nothing to do as well: the wait is for the previous
-    kernel only, so that an older kernel has ended is known only because the previous one waited.
+    Every program of every kernel must call this, or wait by itself if it may read something earlier
+    (weights), even a program without work. The wait is only for the previous kernel: older kernels
+    are known to have ended only because the previous one waited for them.
     """
     if PDL:
         gdc_launch_dependents()
@@ -88,7 +88,7 @@ def has_dependent_launch(device: torch.device) -> bool:
 def on_triton(tensor: Tensor) -> bool:
     """Whether the Triton kernel runs on `tensor`, and not the PyTorch reference.
 
-    Raises UserError for a CUDA tensor where there is no Triton: there is no silent fallback.
+    Raises UserError for a CUDA tensor if Triton is missing: there is no silent fallback.
     """
     if tensor.device.type == "cpu":
         return interpreted()
@@ -110,9 +110,9 @@ def launch(
     dependent: bool = True,
     **meta: Any,
 ) -> None:
-    """Launch `kernel`, which the decorator of that name registered, on `device`'s current stream.
+    """Launch a kernel, registered by the decorator `kernel`, on `device`'s current stream.
 
-    dependent: with programmatic dependent launch, where the device knows it.
+    dependent: use programmatic dependent launch, if the device supports it.
     """
     assert kernel.__name__ in KERNELS, f"{kernel.__name__} is not declared by @kernel"
     if device.type == "cpu":

@@ -13,17 +13,17 @@ P2P_SWITCH = "NCCL_P2P_DISABLE"
 
 
 def p2p_disabled() -> bool:
-    """Whether the environment keeps GPUs from using each other's memory.
+    """Whether the environment disables access to other GPUs' memory.
 
-    NCCL itself obeys 1 alone; any other value but 0 is taken to mean the same.
+    NCCL itself accepts only 1; here any value but 0 has that meaning.
     """
     return os.environ.get(P2P_SWITCH, "0") not in ("", "0")
 
 
 def push_refusal(processes: int) -> str | None:
-    """Why kernels cannot write to the memory of this rank's `processes` TP ranks, or None.
+    """The reason why kernels cannot write to the memory of this rank's TP ranks, or None.
 
-    TP ranks are neighbours: see `ladder.parallel.mesh`.
+    processes: the number of TP ranks, which are neighbours (see `ladder.parallel.mesh`).
     """
     if not torch.cuda.is_available():
         return "it needs GPUs"

@@ -10,10 +10,10 @@ from ladder.comm.driver import MemoryOperation
 
 
 class StreamBarrier:
-    """`channels` barriers made of memory operations of the streams, without a kernel.
+    """`channels` barriers by memory operations of CUDA streams, without a kernel.
 
-    Matrix products may hold every SM until they end, and a kernel would wait for that. In a barrier
-    a rank writes 1 to its flag on every peer, waits until its own flags are 1, and clears them.
+    A kernel would have to wait while matrix products occupy every SM. In a barrier, a rank writes 1
+    to its flag on every peer, waits until its own flags are 1, and clears them.
     """
 
     def __init__(self, group: dist.ProcessGroup, channels: int, device: torch.device) -> None:
@@ -32,15 +32,15 @@ class StreamBarrier:
             self.batches.append(driver.batch(operations))
 
     def wait(self, channel: int) -> None:
-        """Make the current stream wait until every rank's has come to this barrier."""
+        """Make the current stream wait until every rank's stream has reached this barrier."""
         driver.enqueue(self.batches[channel])
 
 
 class KernelBarrier:
-    """As StreamBarrier, with torch's barrier kernel, which needs one SM for a moment."""
+    """A StreamBarrier by torch's barrier kernel, which briefly needs one SM."""
 
     def __init__(self, group: dist.ProcessGroup, channels: int, device: torch.device) -> None:
-        # Torch keeps the flags of its barriers beside every symmetric tensor.
+        # torch stores the flags of its barriers with every symmetric tensor.
         self.memory = symmetric.allocate((channels,), torch.int32, group, device)
 
     def wait(self, channel: int) -> None:

@@ -1,4 +1,4 @@
-"""Memory operations of the CUDA driver: a stream writes or awaits a word without a kernel."""
+"""Memory operations of the CUDA driver: a stream writes or waits for a word without a kernel."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Triton functions that kernels for peers are made of: slots whose data is its own flag.
+"""Triton functions for kernels that access peers, with slots whose data is its own flag.
 
-A rank writes straight into a *slot* in another rank's memory. A slot that is not yet written holds
-EMPTY, which is never sent: whoever reads it looks again until something else is there. There is no
-flag and no barrier, and what reads a slot clears it. Why no slot is written before it is clear is
-shown for each user: `ladder.comm.push`, `ladder.comm.two_shot`, `ladder.infer.decode`.
+A rank writes directly into a *slot* in another rank's memory. An empty slot holds EMPTY, which is
+never sent; a reader polls the slot until it holds something else, and clears it afterwards. There
+are no flags and no barriers. Each user shows why no slot is written before it is clear:
+`ladder.comm.push`, `ladder.comm.two_shot`, `ladder.infer.decode`.
 
-buffers: int64 [world], where each rank's slots lie (`SymmetricTensor.addresses`).
+buffers: int64 [world], the addresses of each rank's slots (`SymmetricTensor.addresses`).
 
 Idea: the Lamport protocol of NCCL's LL and of TensorRT-LLM's one-shot all-reduce.
 """
@@ -16,24 +16,24 @@ from typing import no_type_check
 
 from ladder.jit import jit, tl
 
-# What a slot holds until it is written, by element size in bytes: the bits of -0.0.
+# The content of an empty slot, by element size in bytes: the bits of -0.0.
 EMPTY = {2: -(2**15), 4: -(2**31)}
-SPIN_LIMIT = 1 << 27  # reads of a slot that stays empty, over a minute, before the kernel traps
+SPIN_LIMIT = 1 << 27  # polls of an empty slot, over a minute, before the kernel traps
 
 
 @jit
 @no_type_check
 def peer(buffers, rank, BITS: tl.constexpr):
-    """Where the slots of `rank` lie, of type BITS; aligned for 16-byte accesses."""
+    """A pointer of type BITS to the slots of `rank`; aligned for 16-byte accesses."""
     return tl.multiple_of(tl.load(buffers + rank).to(tl.pointer_type(BITS)), 16)
 
 
 @jit
 @no_type_check
 def peers(buffers, rank, WORLD: tl.constexpr):
-    """Where the slots of `rank`, rank + 1, ... lie, as 32-bit words, a tuple.
+    """Pointers to the slots of `rank`, rank + 1, ..., as 32-bit words; a tuple.
 
-    In this order each rank pushes to another peer first, and no link is crowded.
+    In this order each rank pushes to a different peer first, which balances the links.
     """
     found = ()
     for i in tl.static_range(WORLD):
@@ -44,7 +44,7 @@ def peers(buffers, rank, WORLD: tl.constexpr):
 @jit
 @no_type_check
 def sendable(bits, EMPTY: tl.constexpr):
-    """`bits` with 0 in place of EMPTY: 0.0 in place of -0.0."""
+    """`bits` with EMPTY replaced by 0, that is -0.0 by 0.0."""
     return tl.where(bits == EMPTY, 0, bits).to(bits.dtype)
 
 
@@ -54,7 +54,7 @@ def push_to_slots(
     buffers, start, offsets, bits, inside, FIRST: tl.constexpr, WORLD: tl.constexpr,
     BITS: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
-    """Store `bits`, integers of type BITS, at start + offsets of every rank's slots, its own too.
+    """Store `bits`, integers of type BITS, at start + offsets of every rank's slots, also its own.
 
     FIRST: the rank whose slots are written first.
     """
@@ -67,9 +67,9 @@ def push_to_slots(
 @jit
 @no_type_check
 def clear(slots, stride, offsets, inside, rank, WORLD: tl.constexpr, EMPTY: tl.constexpr):
-    """Empty `offsets` of every rank's part of this rank's slots, but for the part of `rank`.
+    """Set `offsets` of every rank's part of this rank's slots to EMPTY, except the part of `rank`.
 
-    rank: -1 leaves out none.
+    rank: -1 for no exception.
     """
     for other in tl.static_range(WORLD):
         tl.store(slots + other * stride + offsets, EMPTY, mask=inside & (rank != other))
@@ -78,7 +78,7 @@ def clear(slots, stride, offsets, inside, rank, WORLD: tl.constexpr, EMPTY: tl.c
 @jit
 @no_type_check
 def count_spin(spins, limit: tl.constexpr):
-    """Count one more read in vain; beyond `limit` the kernel traps, so that no rank hangs."""
+    """Count one more poll of an empty slot; above `limit` the kernel traps: no rank hangs."""
     spins += 1
     if spins > limit:
         tl.inline_asm_elementwise(
@@ -95,14 +95,14 @@ def receive(
     offsets,
     inside,
     rank,
-    mine,  # this rank's own words, which are in no slot; none of them `EMPTY`
+    mine,  # this rank's own words, which have no slot; none of them is `EMPTY`
     WORLD: tl.constexpr,
     EMPTY: tl.constexpr,
     SPIN_LIMIT: tl.constexpr,
 ):
     """Wait for every peer's words; return all ranks' words, a tuple by rank.
 
-    All peers' words are read before any is looked at, so that the reads overlap.
+    All peers' words are read before any is compared, so that the reads overlap.
     """
     words = ()
     for _ in tl.static_range(WORLD):
@@ -133,7 +133,7 @@ def receive(
 def add_up(words, WORLD: tl.constexpr, PACKED: tl.constexpr):
     """The sum of the ranks' words, in float32 and rank order, rounded once, as words.
 
-    PACKED: a word holds two bfloat16, else one float32.
+    PACKED: a word has two bfloat16, otherwise one float32.
     """
     low = tl.zeros(words[0].shape, tl.float32)
     if PACKED:

@@ -1,14 +1,14 @@
 """A push all-reduce for small messages over symmetric memory: the data is its own flag.
 
-Each rank writes its partial straight into a slot on every other rank and then reads its own slots
-until none of them is empty: no barrier, no flags (see `ladder.comm.primitives`). Sums are in
-float32 and in rank order, so all ranks, and all runs, agree bit for bit.
+Each rank writes its partial directly into a slot on every other rank and then polls its own slots
+until none is empty: no barrier, no flags (see `ladder.comm.primitives`). Sums are in float32 and in
+rank order, so all ranks and all runs agree bit for bit.
 
-Three sets of slots rotate. Call e writes set e % 3 on the peers and, while their data is on its
-way, clears set (e - 1) % 3 on its own rank, which call e - 1 has read. A peer writes that set again
-in its call e + 2, for which it needs this rank's push of call e + 1, which comes after that
-clearing. So a set is never written before it is clear, also under graph replay, as long as every
-rank makes the same calls in the same order on one stream.
+Three sets of slots rotate. Call e writes set e % 3 on the peers and, while their data is in flight,
+clears set (e - 1) % 3 on its own rank, which call e - 1 has read. A peer writes that set again in
+its call e + 2. For that it needs this rank's push of call e + 1, which follows the clearing. So a
+set is never written before it is clear, also under graph replay, as long as every rank makes the
+same calls in the same order on one stream.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ladder.comm.primitives import (
 from ladder.jit import begin, kernel, launch, tl, triton
 
 SETS = 3
-DTYPES = (torch.bfloat16, torch.float32)  # that a kernel here adds up, two or one to a word
+DTYPES = (torch.bfloat16, torch.float32)  # supported by our all-reduces; two or one per word
 
 
 def reference_all_reduce(partials: list[Tensor]) -> Tensor:
-    """What every rank gets: the sum in float32, in rank order, rounded once."""
+    """The result of an all-reduce: the sum in float32, in rank order, rounded once."""
     total = torch.zeros(partials[0].shape, dtype=torch.float32, device=partials[0].device)
     for partial in partials:
         total += partial.float()
@@ -78,10 +78,10 @@ def _push_all_reduce(
 
 
 class PushAllReduce:
-    """All-reduces of one size and type over `group`; made on every rank alike, outside a capture.
+    """All-reduces of one size and dtype over `group`; every rank must make one, outside a capture.
 
-    Calls must be in one order on all ranks and never overlap one another (one stream): they share
-    their slots, which take 3 x world x the message of each rank's memory.
+    All ranks must make the same calls in the same order, and calls must not overlap (one stream):
+    they share their slots, which take 3 x world x the message of each rank's memory.
     """
 
     BLOCK, WARPS = 512, 4  # one 16-byte access per thread and peer

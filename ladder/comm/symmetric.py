@@ -14,10 +14,10 @@ INTEGERS = {2: torch.int16, 4: torch.int32}  # by size in bytes
 
 @dataclass(frozen=True)
 class SymmetricTensor:
-    """One tensor on every rank of a group, all of the same shape and dtype.
+    """A tensor on every rank of a group, of the same shape and dtype.
 
-    by_rank: all of them, as this rank sees them. addresses: int64 [world] on the device, where they
-    lie, for kernels. handle: torch's, of the same memory.
+    by_rank: every rank's tensor, as mapped on this rank. addresses: int64 [world] on the device,
+    their addresses, for kernels. handle: torch's handle of the same memory.
     """
 
     rank: int
@@ -37,10 +37,10 @@ def allocate(
     device: torch.device,
     bits: int | None = None,
 ) -> SymmetricTensor:
-    """Allocate one tensor on every rank; all ranks must call this alike, outside a graph capture.
+    """Allocate a tensor on every rank; all ranks must call this, outside a graph capture.
 
-    bits: what each element holds at first, as a signed integer of its size; this returns when that
-    is so on every rank. None: the memory is not initialised.
+    bits: the initial content of each element, as a signed integer of its size; set on every rank
+    when this returns. None: the memory is not initialised.
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 

@@ -1,4 +1,4 @@
-"""Transports: rows of activations travel between ranks, by collectives or by copy engines."""
+"""Transports: the exchange of rows of activations, by collectives or by copy engines."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ladder.comm.barriers import KernelBarrier, StreamBarrier
 from ladder.comm.collectives import all_gather, reduce_scatter
 from ladder.models.errors import UserError
 
-MIN_ROWS = 1024  # that symmetric buffers are made for
+MIN_ROWS = 1024  # of symmetric buffers
 
 
 class Transport(Protocol):
-    """How rows travel. Every rank makes the same calls in the same order."""
+    """The exchange of rows between ranks. Every rank must make the same calls in the same order."""
 
     def partial_buffer(self, rows: int, like: Tensor) -> Tensor | None:
-        """A buffer [rows, D] to compute the next partial in, where that saves a copy."""
+        """A buffer [rows, D] for the next partial, if that saves a copy."""
 
     def scatter(self, partial: Tensor, shard: int) -> list[Tensor]:
         """This rank's `shard` rows of every rank's partial [rows, D]: pieces to be summed."""
@@ -34,14 +34,14 @@ class Transport(Protocol):
         """A buffer [T x shard, D]: this rank writes its own rows there before `gather`."""
 
     def copies(self, full: Tensor) -> list[Tensor]:
-        """Where else, on peers, to write this rank's rows of the gather buffer `full`."""
+        """Further targets, on peers, for this rank's rows of the gather buffer `full`."""
 
     def gather(self, full: Tensor) -> None:
-        """Fill the other ranks' rows of the gather buffer, once this rank's are written."""
+        """Fill the other ranks' rows of the gather buffer, after this rank's have been written."""
 
 
 class CollectiveTransport:
-    """Reduce-scatter and all-gather of torch.distributed; on gloo an all-to-all for the former."""
+    """Reduce-scatter (on gloo, all-to-all) and all-gather of torch.distributed."""
 
     def __init__(self, group: dist.ProcessGroup, sets: int) -> None:
         self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
@@ -69,16 +69,16 @@ class CollectiveTransport:
 
     def gather(self, full: Tensor) -> None:
         mine = full.chunk(self.world)[self.rank]
-        mine = mine if full.is_cuda else mine.clone()  # NCCL knows this as in place
+        mine = mine if full.is_cuda else mine.clone()  # NCCL supports this in place
         all_gather(full, mine, group=self.group)
 
 
 @dataclass
 class Workspace:
-    """Buffers of [rows, D] on every rank, `sets` for partials and as many for normed rows.
+    """Buffers [rows, D] on every rank, `sets` for partials and as many for normed rows.
 
-    partials, normed: of each set, every rank's, by rank. staging: of each set, what is pulled from
-    the other ranks, [T - 1, rows / T, D].
+    partials, normed: for each set, the buffers of all ranks. staging: for each set, the rows pulled
+    from the other ranks, [T - 1, rows / T, D].
     """
 
     rows: int
@@ -89,31 +89,29 @@ class Workspace:
 
 
 class CopyEngineTransport:
-    """Copies between the GPUs' memories by their copy engines: no SM works on them.
+    """Copies between the GPUs' memories by copy engines, which leave the SMs free.
 
     A rank pulls its rows of the peers' partials, lands them, and pushes its normed rows to the
-    peers. There are two barriers in between: READY, before the pulls, and FULL, after the pushes.
-    kernels: the barriers are kernels. direct: the landing's kernel itself reads the partials, and
-    writes the normed rows, where they are; sooner done with few rows, but it takes SMs from what
-    runs meanwhile.
+    peers. There are two barriers: READY before the pulls, and FULL after the pushes. kernels: the
+    barriers are kernels. direct: the landing's kernel itself reads the peers' partials and writes
+    the normed rows to the peers; faster for few rows, but it takes SMs from other work.
 
-    Why `sets` = 1 + the largest lag of the plan, used in turn, are enough, L being that lag. Every
-    call below is in one order on its rank (ShardedReducer sees to it), and whoever passes a barrier
-    knows what all ranks did before it.
-    - Partial n is written by sublayer n, which follows landing n of its rank, thus that landing's
-      FULL barrier. By landing n all outputs up to n - L - 1 have landed, so every rank had pulled
-      partial n - sets, or it would not have come to that barrier.
+    Why `sets` = 1 + L rotating sets are enough, with L the largest lag of the plan: every rank
+    makes the calls below in the same order (ShardedReducer ensures it), and a rank that has passed
+    a barrier knows that all ranks have finished their work before it.
+    - Partial n is written by sublayer n, which follows landing n on its rank, and so that landing's
+      FULL barrier. All outputs up to n - L - 1 land by landing n, so every rank pulled partial
+      n - sets before it reached that barrier.
     - Staging n is written after landing n - L - 1 or a later one has read staging n - sets.
-    - Normed rows of read n are pushed after the READY barrier of output n - L - 1, to which a rank
-      comes after its sublayer n - L - 1 = n - sets, the last reader of that buffer. Landings that
-      bring no output (a lag that grows within a plan) follow one that brought it.
-    - The last landing of a pass brings all outputs, and the first READY barrier of the next pass
-      comes after all that the main stream did in this one: whatever the sets with which a pass, or
-      a graph's replay, begins, they are free. A pass that narrows ends in an all-reduce instead,
-      which is passed when every rank's main stream, after its side stream, has come to it.
-    - A flag of a barrier is set again only by a rank that has since passed a barrier of the other
-      kind, or that all-reduce, to which this rank came after it had cleared the flag: the same
-      argument.
+    - The normed rows of read n are pushed after the READY barrier of output n - L - 1, which a rank
+      reaches after its sublayer n - L - 1 = n - sets, the last reader of that buffer. Landings
+      without an output (a lag that grows within a plan) follow one with that output.
+    - The last landing of a pass lands all outputs, and the first READY barrier of the next pass
+      follows all work of the main stream in this pass. So all sets are free at the start of a pass
+      or of a graph's replay. A pass that keeps only the last positions ends in an all-reduce
+      instead, which every rank's main stream reaches after its side stream.
+    - A barrier's flag is set again only by a rank that has since passed a barrier of the other
+      kind, or that all-reduce, which this rank reached after it had cleared the flag.
     """
 
     def __init__(self, group: dist.ProcessGroup, sets: int, *, kernels: bool, direct: bool) -> None:
@@ -124,7 +122,7 @@ class CopyEngineTransport:
             raise UserError(f"transport=copy cannot run here: {refusal}; use transport=collective")
         self.make_barrier = KernelBarrier if kernels else StreamBarrier
         self.direct = direct
-        # Outgrown ones stay: graphs that were recorded with them may be replayed.
+        # Smaller workspaces are kept, since recorded graphs may use them.
         self.spaces: dict[tuple[int, torch.dtype], list[Workspace]] = {}
         self.posted = self.landed = 0
 
@@ -173,11 +171,11 @@ class CopyEngineTransport:
         return [space.normed[chosen][peer][mine] for peer in self._peers()]
 
     def _peers(self) -> list[int]:
-        """The other ranks, each rank beginning with another, so that all links are in use."""
+        """The other ranks, from the next one on, so that all links are used."""
         return [(self.rank + step) % self.world for step in range(1, self.world)]
 
     def _space(self, rows: int, like: Tensor) -> Workspace:
-        """The workspace for `rows`; made when first asked for, by all ranks alike."""
+        """The workspace for `rows`, made on the first request, on all ranks at once."""
         spaces = self.spaces.setdefault((like.shape[-1], like.dtype), [])
         rows += -rows % self.world
         if not spaces or spaces[-1].rows < rows:
@@ -185,10 +183,10 @@ class CopyEngineTransport:
         return spaces[-1]
 
     def _make(self, rows: int, like: Tensor) -> Workspace:
-        rows = max(MIN_ROWS, 2 ** (rows - 1).bit_length())  # twice the last one, or more
+        rows = max(MIN_ROWS, 2 ** (rows - 1).bit_length())  # at least twice the previous size
         rows += -rows % self.world
         size, make = like.shape[-1], {"dtype": like.dtype, "device": like.device}
-        with torch.inference_mode(False):  # they outlive the mode, and are written outside it too
+        with torch.inference_mode(False):  # the buffers are also written outside inference mode
             buffers = [
                 symmetric.allocate((rows, size), like.dtype, self.group, like.device).by_rank
                 for _ in range(2 * self.sets)
@@ -205,7 +203,7 @@ class CopyEngineTransport:
 TRANSPORTS: dict[str, Callable[[dist.ProcessGroup, int], Transport]] = {
     "collective": CollectiveTransport,
     "copy": functools.partial(CopyEngineTransport, kernels=False, direct=False),
-    # As "copy", with barriers that are kernels.
+    # "copy" with barriers that are kernels.
     "copy-kernels": functools.partial(CopyEngineTransport, kernels=True, direct=False),
     "direct": functools.partial(CopyEngineTransport, kernels=True, direct=True),
 }

@@ -2,22 +2,22 @@
 
 Each rank owns one shard of the message. It writes its part of every peer's shard into a slot on
 that peer (scatter), sums its own shard's parts in float32 and rank order, rounds once, and writes
-the result into a slot on every peer (gather), which copies it into its output: no barrier, no flags
-(see `ladder.comm.primitives`), and all ranks and all runs agree bit for bit. 2 (world - 1) / world
-of the message leave a rank, where a push all-reduce sends world - 1 messages.
+the result into a slot on every peer (gather), which copies it into its output. There are no
+barriers and no flags (see `ladder.comm.primitives`), and all ranks and all runs agree bit for bit.
+A rank sends 2 (world - 1) / world messages; a push all-reduce sends world - 1.
 
-A fixed, small number of programs walks over the shards chunk by chunk, so that the rest of the GPU
-is free for other work; each lets the peers' data travel while it handles other chunks.
+A small, fixed number of programs processes the shards chunk by chunk, which leaves the rest of the
+GPU free for other work; each processes other chunks while the peers' data is in flight.
 
-Two sets of slots alternate, and who has read a slot clears it at once: call e uses set e % 2. A
-peer writes set e % 2 again in its call e + 2, so after its call e + 1 has ended. That call can end
-only when something of this rank's call e + 1 has arrived, and this rank's call e + 1 starts when
-its call e has ended, clearing included. So a slot is never written before it is clear, whatever
-the sizes of the calls, also under graph replay, as long as every rank makes the same calls in the
-same order on one stream.
+Two sets of slots alternate, and the reader of a slot clears it at once: call e uses set e % 2. A
+peer writes set e % 2 again in its call e + 2, so after its call e + 1 has ended. That call ends
+only after data of this rank's call e + 1 has arrived, and this rank's call e + 1 starts after its
+call e has ended, including the clearing. So a slot is never written before it is clear, for any
+sizes of the calls, also under graph replay, as long as every rank makes the same calls in the same
+order on one stream.
 
-No deadlock: a program waits only for peers' programs of its own number, in a step of its walk only
-for what they send in this or an earlier step of theirs, and each sends before it waits.
+There is no deadlock: a program waits only for the peers' programs of the same number, in each step
+only for data that they send in the same or an earlier step, and each sends before it waits.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from ladder.comm.push import DTYPES
 from ladder.jit import begin, kernel, launch, tl, triton
 
 SETS = 2
-AHEAD = 2  # chunks that a program sends on before it waits for the first
+AHEAD = 2  # chunks that a program sends before it waits for the first
 ALIGNMENT = 16  # words: shards begin at multiples of it
 
 
 def shard_words(words: int, world: int) -> int:
-    """Words in each rank's shard of a message; the last ones may be cut short, or empty."""
+    """The words of each rank's shard of a message; the last shards may be shorter, or empty."""
     return -(-words // (world * ALIGNMENT)) * ALIGNMENT
 
 
@@ -121,11 +121,11 @@ def _two_shot_all_reduce(
 
 
 class TwoShotAllReduce:
-    """All-reduces of up to `limit` bytes over `group`; made on every rank alike, outside a capture.
+    """All-reduces of up to `limit` bytes over `group`; every rank must make one, outside a capture.
 
-    Messages of all sizes and types share the slots, which take 4 x `limit` of each rank's memory:
-    all calls must be in one order on all ranks and never overlap one another (one stream).
-    programs: thread blocks, and about as many SMs, that a call keeps busy.
+    Messages of all sizes and dtypes share the slots, which take 4 x `limit` of each rank's memory:
+    all ranks must make the same calls in the same order, and calls must not overlap (one stream).
+    programs: the thread blocks of a call, which occupy about as many SMs.
     """
 
     SMALL, LARGE = (1024, 4), (4096, 16)  # words of a chunk, warps
@@ -146,7 +146,7 @@ class TwoShotAllReduce:
         self.epochs = torch.zeros(programs, dtype=torch.int32, device=device)
 
     def __call__(self, partial: Tensor, blocking: bool) -> Tensor:
-        """The sum over the ranks, a new tensor; `partial` is contiguous and stays as it is.
+        """The sum over the ranks, a new tensor; `partial` is contiguous and is not changed.
 
         Its bytes are a multiple of 16 and at most `limit`. blocking: see `PushAllReduce`.
         """

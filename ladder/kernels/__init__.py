@@ -1,11 +1,11 @@
 """Kernels for inference, each beside a plain PyTorch reference.
 
-`project`, `land`, `decode_attention`, `add_rms_norm` serve decoding: one token each of few
-sequences. `land_rows`, `rotary_prompt`, `swiglu` serve prompts. What writes to other GPUs has no
-reference and runs on GPUs alone: `PushTarget`, `send`, and the all-reduces, which are classes in
-`ladder.comm.push` and `ladder.comm.two_shot`.
+`project`, `land`, `decode_attention`, `add_rms_norm` are for decoding: one token of each of a few
+sequences. `land_rows`, `rotary_prompt`, `swiglu` are for prompts. Kernels that write to other GPUs
+have no reference and need GPUs: those with a `PushTarget`, `send`, and the all-reduces, which are
+classes in `ladder.comm.push` and `ladder.comm.two_shot`.
 
-Imported without Triton, and run on CPU tensors without it: see `ladder.jit`.
+The module can be imported without Triton, and runs on CPU tensors without it: see `ladder.jit`.
 """
 
 from ladder.kernels.attention import decode_attention, decode_attention_reference

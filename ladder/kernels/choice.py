@@ -1,4 +1,4 @@
-"""Embedding lookup and greedy choice over a split vocabulary: the two ends of a decode step."""
+"""Embedding lookup and greedy choice over a split vocabulary, the two ends of a decode step."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def _embed_kernel(
 
 @torch.no_grad()
 def embed(tokens: Tensor, weight: Tensor, first: int) -> Tensor:
-    """Rows of `weight` [V_local, D], which starts at token `first`, for tokens [M]: [M, D].
+    """The rows for tokens [M] of `weight` [V_local, D], which starts at token `first`: [M, D].
 
-    Zeros for tokens that lie elsewhere.
+    Tokens of other ranks have zeros.
     """
     rows, size = weight.shape
     if not on_triton(tokens):
         held = (tokens >= first) & (tokens < first + rows)
         return weight[(tokens - first).where(held, 0)] * held.unsqueeze(-1)
     out = torch.empty(len(tokens), size, dtype=weight.dtype, device=weight.device)
-    # Not a dependent launch: what follows it may read ahead of its own wait what the last step
-    # left (`decode_attention`), because this kernel starts when all of that step has ended.
+    # Not a dependent launch: this kernel starts when the whole previous step has ended, so later
+    # kernels may read that step's results before their own wait (`decode_attention`).
     launch(
         _embed_kernel, (len(tokens), triton.cdiv(size, CHUNK)), tokens.device,
         tokens, weight, out, first, rows, D=size, BLOCK=CHUNK, num_warps=4, dependent=False,
@@ -56,7 +56,7 @@ def _best_kernel(
     logits, tops, places, stride, first, V: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The largest of BLOCK logits of one sequence, NaN where there is one, and its token."""
+    """The largest of BLOCK logits of one sequence (NaN if any is NaN), and its token."""
     begin(PDL)
     b, part = tl.program_id(0), tl.program_id(1)
     i = part * BLOCK + tl.arange(0, BLOCK)
@@ -78,8 +78,10 @@ def _choose_kernel(
     WORLD: tl.constexpr, WP: tl.constexpr, ADVANCE: tl.constexpr, SETS: tl.constexpr,
     EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One sequence: the best of this rank's parts, then of all ranks. Slots as the push
-    all-reduce's: three sets in rotation, the data is its own flag."""
+    """The choice for one sequence: the best of this rank's parts, then of all ranks.
+
+    The slots are those of the push all-reduce: three rotating sets, the data is its own flag.
+    """
     begin(PDL)
     b = tl.program_id(0)
     i = tl.arange(0, BLOCK)
@@ -129,7 +131,7 @@ def _choose_kernel(
 class GreedyChoice:
     """The likeliest next token of `batch` sequences over a vocabulary that is split over `group`.
 
-    Made by all ranks alike, outside a graph capture; calls in one order on all of them.
+    All ranks must make one outside a graph capture, and call it in the same order.
     """
 
     def __init__(self, batch: int, rank: int, world: int, group: Any, device: torch.device) -> None:
@@ -146,9 +148,9 @@ class GreedyChoice:
     ) -> None:  # fmt: skip
         """Choose from logits [B, V_local], whose first token is `first`.
 
-        out: [B] int64, gets the token, -1 where the largest logit is not finite; tokens: the same
-        with 0 for it. positions: [B] int64, each goes on by one, to `last` at most. Of equal logits
-        the lowest token wins.
+        out: [B] int64, receives the token, or -1 if the largest logit is not finite. tokens: the
+        same with 0 instead of -1. positions: [B] int64, increased by one, up to `last`. Of equal
+        logits the lowest token wins.
         """
         batch, size = logits.shape
         assert len(self.epochs) == batch, (len(self.epochs), batch)

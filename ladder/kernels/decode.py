@@ -1,14 +1,14 @@
-"""Matrix products of a decode step that norm their input, push their result and carry landings.
+"""Matrix products of a decode step that norm their input, push their result and run landings.
 
-Under tensor parallelism no all-reduce kernel is left. `project` multiplies a few rows by a weight.
-It can
-- read a residual before its norm: the landing left sums of squares, and the norm's weight is folded
-  into the matrix, so one factor a row is all that is missing;
-- push its result into a slot on every rank (`PushTarget`), where the data is its own flag: a slot
-  that is not yet written holds -0.0, which is never sent;
-- take a landing (`LandingJob`) or the push of an earlier result (`SendJob`) along (see
-  `ladder.kernels.landing`). A plan that lags has both off the critical path in this way; one that
-  blocks pushes from the product itself and launches its landings alone.
+They replace the all-reduce kernels of tensor parallelism. `project` multiplies a few rows by a
+weight. It can
+- read a residual before its norm: the landing has stored sums of squares, and the norm's weight is
+  folded into the matrix, so only one factor per row is missing;
+- push its result into a slot on every rank (`PushTarget`), where the data is its own flag: an empty
+  slot holds -0.0, which is never sent;
+- run a landing (`LandingJob`) or the push of an earlier result (`SendJob`) in extra programs (see
+  `ladder.kernels.landing`). This takes both off the critical path of a plan that lags; a plan that
+  blocks pushes from the product itself and launches its landings separately.
 
 Weights are read before the previous kernel has ended (programmatic dependent launch).
 
@@ -72,7 +72,7 @@ def _finish(
     ADD: tl.constexpr, STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr,
     WORLD: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
-    """Store rows m, columns n of a product; add what is to be added; push."""
+    """Store rows m and columns n of a product, add `add`, and push the sum."""
     if STORE:
         tl.store(out + m * N + n, y.to(KIND), mask=inside)
     if ADD:
@@ -94,13 +94,13 @@ def _product(
     CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, PDL: tl.constexpr,
     partial, rows, riders, SENDS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """One program of a product: BN rows of the weight. The first `riders` send, where SENDS."""
-    # [row of x, row of the weight, column]: loaded in three dimensions, all share one layout.
+    """One program of a product: BN rows of the weight. SENDS: the first `riders` programs send."""
+    # [row of x, row of the weight, column]: three dimensions give all loads the same layout.
     m = tl.arange(0, MP)[:, None, None]
     n = program * BN + tl.arange(0, BN)[None, :, None]
     columns = tl.arange(0, BK)[None, None, :]
-    row = n.to(tl.int64) * K  # a head of 2**31 elements and more exists
-    # Weights depend on no other kernel: the first step's are read before the wait.
+    row = n.to(tl.int64) * K  # heads with 2**31 elements and more exist
+    # Weights depend on no other kernel, so those of the first step are read before the wait.
     first = (n < N) & ((columns < K) | (K >= BK))
     w = tl.load(weight + row + columns, mask=first, other=0)
     u = w
@@ -113,7 +113,7 @@ def _product(
     if SENDS:  # noqa: SIM102  (known when this is compiled; `program` is not)
         if program < riders:
             _send(program, partial, buffers, start, rows, D, WORLD, RANK, CHUNK, BITS, EMPTY)
-    # A thread sums its 8 neighbouring columns at once: an accumulator a row and not eight.
+    # A thread sums its 8 neighbouring columns at once: one accumulator per row and not eight.
     total = tl.zeros([MP, BN, BK // 8], tl.float32)
     total_up = tl.zeros([MP, BN, BK // 8], tl.float32)
     for k in tl.static_range(0, K, BK):
@@ -154,7 +154,7 @@ def _tile(
     CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
     KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `_product` on tensor cores, for more rows."""
+    """`_product` on tensor cores, for more rows."""
     m, n = tl.arange(0, MP)[:, None], program * BN + tl.arange(0, BN)[None, :]
     columns = tl.arange(0, BK)
     rows = tl.trans(n).to(tl.int64) * K  # [BN, 1]
@@ -223,8 +223,8 @@ def _project_kernel(
     if PDL:
         gdc_launch_dependents()
     program = tl.program_id(0)
-    # A landing's programs come first beside a product of few rows, which is short, and last beside
-    # tiles, which are long and would wait for a place.
+    # A landing's programs come first in a product of few rows, which is short, and last in one of
+    # tiles, whose long programs would otherwise start late.
     before = riders if STAGES == 0 else 0
     landing = 0 if STAGES == 0 else products
     SENDS: tl.constexpr = (RIDES == 2) & (STAGES == 0)
@@ -313,13 +313,13 @@ def project(
 ) -> Tensor | None:  # fmt: skip
     """x [M, K] times weight [N, K] transposed, for M from 1 to 64: [M, N].
 
-    Summed in float32, rounded once.
+    The sum is in float32 and rounded once.
 
-    up: then silu(x weight^T) * (x up^T). squares: x is a residual before its norm (of weight 1),
-    and these are its sums of squares, from its landing. add: [M, N], added with `factor` to what
-    is pushed (or, without `push`, to what is returned). push: where the result goes on every rank.
-    keep: whether the result, without what is added, is returned too. rider: a landing that runs
-    in the same launch; it must need nothing that this product makes.
+    up: the result is silu(x weight^T) * (x up^T). squares: x is a residual before its norm (of
+    weight 1), and these are the sums of squares from its landing. add: [M, N], added with `factor`
+    to the pushed result (without `push`, to the returned one). push: the slots on every rank to
+    which the result is written. keep: also return the result, without `add`. rider: a landing or
+    send in the same launch, which must not depend on this product.
     """
     rows, size = x.shape
     outputs = weight.shape[0]
@@ -335,7 +335,7 @@ def project(
     if rider is not None:
         assert not rider.launched
     if isinstance(rider, SendJob):
-        assert push is None, "a launch writes to one place on other ranks"
+        assert push is None, "a launch can push to only one target"
     if not on_triton(x):
         assert push is None, "only GPUs share slots"
         assert not isinstance(rider, SendJob), "only GPUs share slots"
@@ -362,7 +362,7 @@ def project(
         assert constants["WORLD"] == to.world
     if rider is not None:
         rider.launched = True
-    # Added to what is returned only where nothing is pushed.
+    # `add` goes to the returned result only if nothing is pushed.
     store = keep and not (add is not None and push is None)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device) if keep else x
     launch(

@@ -1,10 +1,11 @@
-"""Landings of a decode step (wait, sum, add to the residual) and the sends that they wait for.
+"""Landings of a decode step (wait, sum, add to the residual) and the sends for which they wait.
 
-A landing waits for the slots that every rank has pushed to, sums them over the ranks in float32 and
-in an order that is the same on every rank, adds the residual, rounds once, leaves the sums of
-squares, and clears the slots. A slot that is not yet written holds -0.0, which is never sent.
+A landing waits for the slots that every rank writes, sums them in float32 in rank order, adds the
+residual, rounds once, stores the sums of squares, and clears the slots. An empty slot holds -0.0,
+which is never sent.
 
-It runs by itself (`land`), or in extra programs of a product (`ladder.kernels.decode.project`).
+It is a kernel of its own (`land`), or extra programs of a product
+(`ladder.kernels.decode.project`).
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from ladder.jit import (
     tl,
 )
 
-CHUNK = 1024  # elements of a row that one program of a landing takes
+CHUNK = 1024  # elements of a row per program of a landing
 MAX_SUMS, MAX_OWNS = 2, 2
 
 
 @dataclass(frozen=True)
 class PushTarget:
-    """Where a partial is pushed: slots [rank, row, element] on every rank, `start` elements in.
+    """The target of a push: slots [rank, row, element] on every rank, from element `start` on.
 
     buffers: [world] int64, each rank's address of the same symmetric memory.
     """
@@ -48,11 +49,11 @@ class PushTarget:
 
 @dataclass
 class SendJob:
-    """A finished partial [M, D] that is to be sent to every rank's slots.
+    """The sending of a finished partial [M, D] to every rank's slots.
 
-    In place of a `PushTarget` where nobody waits for it: a kernel ends only when every rank has
-    acknowledged what it wrote there, which is time lost on the critical path. Extra programs of
-    the next kernel do not delay it.
+    It replaces a `PushTarget` if the next kernel does not wait for the sum. A kernel that pushes
+    ends only when every rank has acknowledged its writes, which takes time on the critical path;
+    extra programs of the next kernel do not delay it.
     """
 
     partial: Tensor
@@ -62,11 +63,11 @@ class SendJob:
 
 @dataclass
 class LandingJob:
-    """One landing: out = residual (or nothing, where `replaces`) + sums over ranks + own parts.
+    """One landing: out = residual (0 if `replaces`) + sums over ranks + own partials.
 
-    residual, out: [M, D]; `out` is not the residual itself, which others may still read. squares:
-    [M, ceil(D / CHUNK)] float32, sums of the squares of `out`. sums: slots [world, M, D] of this
-    rank, cleared when they have been read. owns: (tensor [M, D], factor).
+    residual, out: [M, D], different tensors, since other kernels may still read the residual.
+    squares: [M, ceil(D / CHUNK)] float32, sums of the squares of `out`. sums: slots [world, M, D]
+    of this rank, which are cleared after they have been read. owns: (tensor [M, D], factor).
     """
 
     residual: Tensor
@@ -118,8 +119,8 @@ def _land(
         spins = 0
         missing = 1
         while missing > 0:
-            # A vector a rank, not a matrix over the ranks: a sum across warps would take shared
-            # memory, and a kernel that takes much of it cannot run beside one that takes little.
+            # One vector per rank, not a matrix over the ranks: a sum across warps would need
+            # shared memory, which would keep fewer programs resident.
             arrived = total
             empty = tl.zeros([CHUNK], tl.int32)
             for peer in tl.static_range(WORLD):
@@ -222,7 +223,7 @@ def bits_of(like: Tensor) -> object:
 
 
 def programs_of(rider: LandingJob | SendJob | None) -> int:
-    """How many programs a rider adds to a launch."""
+    """The number of programs that a rider adds to a launch."""
     if rider is None:
         return 0
     rows, size = (rider.residual if isinstance(rider, LandingJob) else rider.partial).shape
@@ -230,7 +231,7 @@ def programs_of(rider: LandingJob | SendJob | None) -> int:
 
 
 def land(job: LandingJob) -> None:
-    """Run a landing by itself."""
+    """Launch a landing as a kernel of its own."""
     assert not job.launched
     job.launched = True
     if not on_triton(job.residual):
@@ -244,7 +245,7 @@ def land(job: LandingJob) -> None:
 
 
 def send(job: SendJob) -> None:
-    """Run a send by itself."""
+    """Launch a send as a kernel of its own."""
     assert not job.launched
     job.launched = True
     partial, push = job.partial, job.push
@@ -257,7 +258,7 @@ def send(job: SendJob) -> None:
 
 
 def new_landing(residual: Tensor, **fields: object) -> LandingJob:
-    """A landing onto `residual` [M, D], with fresh memory for what it writes."""
+    """A landing onto `residual` [M, D], with new memory for its results."""
     rows, size = residual.shape
     squares = torch.empty(rows, -(-size // CHUNK), dtype=torch.float32, device=residual.device)
     return LandingJob(residual, torch.empty_like(residual), squares, **fields)  # type: ignore[arg-type]

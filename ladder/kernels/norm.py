@@ -91,12 +91,11 @@ def add_rms_norm(
 
     residual: [M, D], D up to 16384, not changed unless `out[0]` is the residual itself.
     addends: (tensor [M, D], factor) pairs, added in this order; their dtype may differ from the
-        residual's (partials in float32, say).
+        residual's (for example, partials in float32).
     weight: [D], in the residual's dtype.
 
-    The sum is made in float32 and rounded once, to the new residual. What is normed is the sum in
-    float32, before that rounding: closer to the exact value than norming the rounded residual, and
-    equal to it within rounding. Not differentiable.
+    The sum is computed in float32 and rounded once, to the new residual. The norm is computed from
+    the sum before that rounding, which is closer to the exact value. Not differentiable.
     """
     _check(residual, addends, weight, out)
     if not on_triton(residual):
@@ -113,7 +112,7 @@ def add_rms_norm(
         *(addend for addend, _ in addends), *[residual] * unused,
         *(float(factor) for _, factor in addends), *[0.0] * unused,
         COUNT=len(addends), D=size, BLOCK=block,
-        # 16 bytes a thread: one program has a row to itself, so latency is all that counts.
+        # 16 bytes per thread: each program has one row, so only latency matters.
         num_warps=min(16, max(1, block // 256)),
     )  # fmt: skip
     return landed, normed

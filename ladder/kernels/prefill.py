@@ -1,6 +1,6 @@
 """Kernels between the matrix products of a prompt: landing on a rank's rows, SwiGLU, rotary.
 
-All three are limited by memory: each reads its inputs once and writes its results once.
+All three are bound by memory bandwidth: each reads its inputs once and writes its results once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ladder.kernels.norm import MAX_SIZE, Pair
 from ladder.models.errors import UserError
 
 MAX_PIECES = 8
-# Elements of one program: with 4 warps a thread has four 16-byte loads of bfloat16 from each input
-# in flight.
+# Elements per program: with 4 warps a thread has four 16-byte loads of bfloat16 from each input in
+# flight.
 TILE, WARPS = 4096, 4
 
 
@@ -100,13 +100,14 @@ def land_rows(
 ) -> Pair:  # fmt: skip
     """Sum up to 8 pieces, add the residual, and norm the sum: (new residual, normed), both [M, D].
 
-    pieces: each [M, D], the ranks' parts of one output, in rank order; peers' memory will do.
+    pieces: each [M, D], the ranks' parts of one output in rank order, possibly in peers' memory.
     residual: [M, D], D up to 16384, not changed unless `out[0]` is the residual itself.
-    weight: [D]. All of one dtype (bfloat16, float16, float32) and contiguous.
-    copies: up to 7, each [M, D], peers' memory will do: what is normed is written there too.
+    weight: [D]. All tensors have one dtype (bfloat16, float16, float32) and are contiguous.
+    copies: up to 7, each [M, D], possibly in peers' memory, to which `normed` is also written.
 
-    The pieces are summed in float32 in their order, the residual comes last, and the new residual
-    is rounded once. What is normed is the sum before that rounding. Not differentiable.
+    The pieces are summed in float32 in their order, then the residual is added, and the new
+    residual is rounded once. The norm is computed from the sum before that rounding. Not
+    differentiable.
     """
     if residual.dim() != 2 or not 1 <= residual.shape[1] <= MAX_SIZE:
         raise UserError(
@@ -137,7 +138,7 @@ def land_rows(
         *copies, *[residual] * (MAX_PIECES - 1 - len(copies)),
         COUNT=len(pieces), COPIES=len(copies), D=size, BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
-        dependent=False,  # it follows copies and waits on a stream of its own, and no kernel
+        dependent=False,  # on its stream it follows copies and waits, not a kernel
     )  # fmt: skip
     return landed, normed
 
@@ -156,7 +157,7 @@ def _swiglu_kernel(
     packed, out, M, H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     begin(PDL)
-    # One dimension of programs, for the others end at 65535.
+    # One grid dimension, since the others are limited to 65535.
     across = tl.cdiv(H, BLOCK)
     row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -279,12 +280,12 @@ def rotary_prompt(
         halves are paired as Hugging Face does.
     keys, values: [B, num_kv_heads, L, head_dim], L at least S, written in place at 0 .. S - 1; the
         last two dimensions dense.
-    gains: the weights of a norm over each query and of one over each key, both [head_dim], before
-        they are rotated; eps is theirs.
+    gains: the weights of the norms of queries and of keys, both [head_dim], applied before the
+        rotation, with epsilon `eps`.
 
     Returns queries [B, num_heads, S, head_dim], a view of dense [B, S, num_heads, head_dim], and
-    the first S places of keys and values: what torch's attention takes without another copy.
-    Rotates in float32 and rounds once; values are copied bit for bit. Not differentiable.
+    the first S positions of keys and values, which torch's attention takes without another copy.
+    The rotation is in float32 and rounded once; values are copied bit for bit. Not differentiable.
     """
     heads, head_dim = num_heads + 2 * num_kv_heads, keys.shape[-1]
     if packed.dim() != 3 or packed.shape[2] != heads * head_dim or head_dim % 2:

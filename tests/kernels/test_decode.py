@@ -165,7 +165,7 @@ def test_a_product_that_does_not_fit_is_refused() -> None:
     with pytest.raises(AssertionError):
         land(landed)
     nowhere = PushTarget(torch.zeros(1, dtype=torch.int64), 0, 0, 1)
-    with pytest.raises(AssertionError, match="one place"):
+    with pytest.raises(AssertionError, match="only one target"):
         project(x, weight, push=nowhere, rider=SendJob(x, nowhere))
     with pytest.raises(AssertionError, match="only GPUs share slots"):
         project(x, weight, push=nowhere)
