@@ -25,11 +25,11 @@ from ladder.kernels.norm import Pair
 from ladder.models.errors import UserError
 
 LOG2_E = 1.4426950408889634
-# Programs wanted: twice the SMs of an H100 or H200. A constant, and not read from the device, so
-# that what is summed in which order does not depend on where it runs.
+# The wanted number of programs: twice the SMs of an H100 or H200. It is a constant, so that the
+# order of sums does not depend on the device.
 PROGRAMS = 264
 MAX_SPLITS = 128
-FULL = 96  # programs that keep the GPU busy without a split
+FULL = 96  # programs that fill the GPU without a split
 
 
 def decode_attention_reference(
@@ -60,7 +60,7 @@ def decode_attention_reference(
         "bhgd,bhld->bhgl", q.unflatten(1, (-1, num_heads // kv_heads)), keys.float()
     )
     weights = (scores * scale).masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
-    # Masked, because 0 times the NaN that unused memory may hold is NaN.
+    # Masked: unused memory may hold NaN, and 0 times NaN is NaN.
     used = values.float().masked_fill(~seen[:, None, :, None], 0.0)
     return torch.einsum("bhgl,bhld->bhgd", weights, used).flatten(1).to(qkv.dtype)
 
@@ -87,7 +87,7 @@ def _block(
     high, weight, total, q_left, q_right, k_left, k_right, v, seen, scale,
     KIND: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one block of keys, of which at least one is seen: `high` is finite after it."""
+    """Attend to one block of keys, at least one of which is visible, so that `high` is finite."""
     score = tl.dot(q_left, tl.trans(k_left.to(KIND)), input_precision=EXACT)
     score += tl.dot(q_right, tl.trans(k_right.to(KIND)), input_precision=EXACT)
     score = tl.where(seen[None, :], score * scale, float("-inf"))
@@ -112,9 +112,9 @@ def _attention_kernel(
 ):  # fmt: skip
     """One program: the G query heads of one KV head of one sequence, over one split of the keys.
 
-    The split that holds the new token's place rotates its key, stores key and value, and starts
-    from them: nothing that this launch writes to the cache is read back in it. The split that
-    arrives last combines what all of them found.
+    The split with the new token's position rotates its key, stores key and value, and starts from
+    them: this launch reads nothing back that it writes to the cache. The last split to arrive
+    combines the results of all splits.
     """
     if PDL:
         gdc_launch_dependents()
@@ -124,11 +124,11 @@ def _attention_kernel(
     g, i, d, n = tl.arange(0, GP), tl.arange(0, HP), tl.arange(0, DP), tl.arange(0, BN)
     kind: tl.constexpr = out.dtype.element_ty
     half = i < HALF
-    # What earlier steps wrote is read before the wait: an ordinary kernel lies between two steps
-    # (the choice of the token), which all that follows it waits for.
+    # Results of earlier steps are read before the wait: between two steps there is a kernel without
+    # dependent launch (`ladder.kernels.choice.embed`), for which all later kernels wait.
     position = tl.maximum(tl.minimum(tl.load(positions + b), L - 1), 0).to(tl.int32)
     end = position + 1
-    # The grid is fixed, but not what a program takes: the splits share the keys that there are.
+    # The grid is fixed; the splits divide the existing keys among them.
     share = tl.cdiv(tl.cdiv(end, BN), SPLITS) * BN
     first = split * share
     turn = table + position.to(tl.int64) * HD
@@ -234,9 +234,10 @@ def _attention_kernel(
 
 
 def check_cache(keys: Tensor, values: Tensor, positions: Tensor, like: Tensor) -> None:
-    """Raise UserError unless keys and values are alike, [B, heads, L, head_dim], as is the rest.
+    """Raise UserError unless keys and values are [B, heads, L, head_dim] with equal strides.
 
-    The last two dimensions must be dense; a cache cut in the third, `keys[:, :, :extent]`, will do.
+    The last two dimensions must be dense; a cache sliced in the third, `keys[:, :, :extent]`, is
+    accepted.
     """
     batch = positions.shape[0]
     for name, cache in (("keys", keys), ("values", values)):
@@ -259,7 +260,7 @@ def check_cache(keys: Tensor, values: Tensor, positions: Tensor, like: Tensor) -
 def check_extras(
     bias: Tensor | None, gains: Pair | None, like: Tensor, width: int, head_dim: int
 ) -> None:
-    """Raise UserError unless bias is [width], and gains are two of [head_dim], where given."""
+    """Raise UserError unless bias is [width] or None, and gains two of [head_dim] or None."""
     named = {} if bias is None else {"bias": (bias, width)}
     for n, gain in enumerate(gains or ()):
         named[f"gains[{n}]"] = gain, head_dim
@@ -279,18 +280,18 @@ def decode_attention(
     qkv: [B, (num_heads + 2 num_kv_heads) * head_dim], queries, then keys, then values.
     table: [at least L, head_dim] float32, row p holding cos (head_dim / 2) then sin of position p;
         halves are paired as Hugging Face does.
-    positions: [B] int64, the place of each token, from 0 to L - 1; it attends to 0 .. positions[b].
-    keys, values: [B, num_kv_heads, L, head_dim], written in place at positions[b], not read beyond
-        it: what they hold there may be NaN. Query head i uses KV head i // (heads / KV heads).
-    scale: factor on the scores, 1 / sqrt(head_dim) as a rule.
-    arrived: [at least B * num_kv_heads] int32 zeros, and zeros again afterwards; its own for each
-        stream.
-    bias: as long as a row of qkv, and added to each. gains: the weights of a norm over each query
-        and of one over each key, both [head_dim], before they are rotated; eps is theirs.
+    positions: [B] int64, each token's position, from 0 to L - 1; it attends to 0 .. positions[b].
+    keys, values: [B, num_kv_heads, L, head_dim], written in place at positions[b] and not read
+        beyond it, where they may hold NaN. Query head i uses KV head i // (heads / KV heads).
+    scale: factor on the scores, usually 1 / sqrt(head_dim).
+    arrived: [at least B * num_kv_heads] int32 zeros, and zeros again afterwards; each stream needs
+        its own.
+    bias: added to each row of qkv. gains: the weights of the norms of queries and of keys, both
+        [head_dim], applied before the rotation, with epsilon `eps`.
 
-    The launch depends on shapes alone, so a captured graph serves every position. Rotates in
-    float32 and rounds once; scores, softmax and sums are float32; softmax weights are rounded to
-    the dtype of the values before they are multiplied, as flash attention does. Not differentiable.
+    The launch depends only on shapes, so a captured graph serves every position. The rotation is in
+    float32 and rounded once; scores, softmax and sums are in float32; softmax weights are rounded
+    to the dtype of the values before the product, as in flash attention. Not differentiable.
     """
     batch, kv_heads, length, head_dim = keys.shape
     check_dtype(qkv=qkv, keys=keys, values=values)
@@ -353,7 +354,7 @@ def _shape(sequences_and_heads: int, length: int, row_bytes: int) -> tuple[int, 
     """
     if sequences_and_heads >= FULL:
         return max(16, min(128, 32768 // row_bytes)), 1, 8, False
-    # At most 16 KiB a block of keys with 4 warps: more of them spills registers.
+    # At most 16 KiB per block of keys with 4 warps: larger blocks spill registers.
     block = max(16, min(64, 16384 // row_bytes))
     wanted = min(-(-PROGRAMS // sequences_and_heads), MAX_SPLITS)
     most = triton.next_power_of_2(triton.cdiv(length, block))
