@@ -174,7 +174,7 @@ def read_checksums(folder: Path) -> dict[str, str]:
     own = sums.pop(CHECKSUMS, None)  # checkpoints of early versions lack it
     known = all(isinstance(each, str) and SHA256.fullmatch(each) for each in sums.values())
     if not known or own not in (None, digest(sums)):
-        raise UserError(f"{path} is damaged: it is not what was written")
+        raise UserError(f"{path} is damaged: its checksum is wrong")
     return sums
 
 
@@ -205,7 +205,7 @@ def first_damage(folder: Path, names: Collection[str] | None = None) -> str | No
     for name in there[launch.rank() :: launch.world_size()]:
         try:
             if checksum(folder / name) != sums[name]:
-                wrong.append(f"{folder / name} is damaged: it is not what was written")
+                wrong.append(f"{folder / name} is damaged: its checksum is wrong")
         except OSError as error:
             wrong.append(f"{folder / name} cannot be read ({error.strerror})")
     return next((each for rank in launch.gathered(wrong) for each in rank), None)

@@ -68,7 +68,7 @@ class _Loader(yaml.SafeLoader):
     def flatten_mapping(self, node: Any) -> None:
         super().flatten_mapping(node)
         if len(node.value) > LARGEST:
-            self._refuse(f"more than {LARGEST:,} keys, with what is merged", node.start_mark)
+            self._refuse(f"more than {LARGEST:,} keys, including merged ones", node.start_mark)
 
     def whole_number(self, node: Any) -> int:
         if len(node.value) > LONGEST:
@@ -124,7 +124,7 @@ def _check_plain(data: Any, most: float = LARGEST) -> None:
         if depth > DEEPEST:
             raise ValueError(f"nested more than {DEEPEST} deep")
         if count > most:
-            raise ValueError(f"more than {most:,} values, with what aliases repeat")
+            raise ValueError(f"more than {most:,} values, counting each use of an alias")
         if isinstance(value, str):
             check_text(value)
         elif isinstance(value, Mapping):

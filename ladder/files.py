@@ -62,7 +62,7 @@ def refuse_inside(out: Path, sources: Iterable[str | Path], option: str = "--out
     for source in sources:
         if Path(os.path.realpath(source)) in (real, *real.parents):
             raise UserError(
-                f"{option}={out} lies in {source}, which is read; choose a folder outside it"
+                f"{option}={out} is in {source}, which is read; choose a folder outside it"
             )
 
 

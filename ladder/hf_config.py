@@ -53,7 +53,7 @@ def config_from_huggingface(data: Mapping[str, Any], where: str) -> ModelConfig:
     if part != 1:
         raise UserError(
             f"{where} has partial_rotary_factor={part!r}, which transformers' {CLASSES[kind]} does "
-            f"not compute either: it rotates whole heads; set it to 1 if that is what is meant"
+            f"not compute either: it rotates whole heads; set it to 1 if that is right"
         )
     names = ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers")
     missing = [name for name in (*names, "num_attention_heads") if name not in data]

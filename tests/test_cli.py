@@ -163,7 +163,7 @@ def test_resume_through_the_command_line(trained: Path, start: Start) -> None:
         (["train", "{}/recipe.yaml", "out=/proc/nope"], ["/proc/nope"]),
         (["train", "{}/recipe.yaml", "--device", "tpu"], ["--device=tpu"]),
         (["train", "{}/recipe.yaml", "out={}/data"], ["holds something else, index.json"]),
-        (["plans", "ladder@3-1"], ["is no range", "0-31", "first one first"]),
+        (["plans", "ladder@3-1"], ["is no range", "0-31", "lower one first"]),
         (["generate", "{}/run", "--prompt", "a", "--max-new-tokens", "0"], ["--max-new-tokens=0"]),
         (["convert", "sensitivity", "{}/run", "--data", "{}/data", "--layers", "1", "--out", "{}"],
          ["is a folder"]),

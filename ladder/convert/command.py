@@ -77,9 +77,9 @@ def convert(
 ) -> Report:
     """Convert a model folder (ours, a run's, or Hugging Face's) to a new folder `out`.
 
-    plan: what `resolve_plan` takes; None keeps the source's. to: a name in FORMATS. finish: called
-    with the new folder before it gets its name. Raises UserError if the model cannot be converted,
-    and if the written files fail verification.
+    plan: a specification for `resolve_plan`; None keeps the source's. to: a name in FORMATS.
+    finish: called with the new folder before it gets its name. Raises UserError if the model cannot
+    be converted, and if the written files fail verification.
     """
     if to not in FORMATS:
         raise unknown("format", to, FORMATS)

@@ -124,7 +124,7 @@ def utf8_size(text: str, where: str) -> int:
     except UnicodeEncodeError as error:
         raise UserError(
             f"{where}: the text has half a surrogate pair at character {error.start}, which is no "
-            f"Unicode text; mend or remove the line"
+            f"Unicode text; correct or remove the line"
         ) from error
 
 
@@ -178,18 +178,18 @@ def _text_of(line: bytes, where: str, field: Field) -> str:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not valid JSON ({error}); mend or remove the line") from error
+        raise UserError(f"{where} is not valid JSON ({error}); correct the line") from error
     if not isinstance(record, dict):
         raise UserError(
             f"{where} is {kind_of(record)}, not an object with a field "
-            f"{field.name!r}; mend or remove the line"
+            f"{field.name!r}; correct or remove the line"
         )
     if field.name not in record:
         raise field.missing(where, "field", record)
     text = record[field.name]
     if not isinstance(text, str):
         raise UserError(
-            f"{where}: field {field.name!r} is {kind_of(text)}, not a string; mend the "
+            f"{where}: field {field.name!r} is {kind_of(text)}, not a string; correct the "
             f"line or choose another text_field"
         )
     return text
@@ -278,8 +278,8 @@ def _read_rows(part: Part, field: Field) -> Iterator[Document]:
                         text = value.as_py()
                     except UnicodeDecodeError as error:
                         raise UserError(
-                            f"{where}: column {field.name!r} is not UTF-8 text ({error}); mend or "
-                            f"remove the row"
+                            f"{where}: column {field.name!r} is not UTF-8 text ({error}); correct "
+                            f"or remove the row"
                         ) from error
                     if field.conversations:
                         text = conversation_text(text)

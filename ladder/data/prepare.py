@@ -204,7 +204,7 @@ class Encoding:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the index says of it."""
+        """The fields of the index about the tokens."""
         return {
             "version": VERSION,
             "dtype": self.dtype,
@@ -333,12 +333,12 @@ def _check_left_out(state: Mapping[str, Any], most: float, enough: int = 1) -> N
     reasons = "; ".join(
         f"{count:,} {reason}{first.get(reason, '')}" for reason, count in state["left_out"].items()
     )
-    remedy = "mend them, or choose another --chat-field or --chat-template"
+    remedy = "correct them, or choose another --chat-field or --chat-template"
     if left_out == total:
         raise UserError(f"no conversation can be used: {reasons}; {remedy}")
     raise UserError(
         f"{left_out:,} of {total:,} conversations cannot be used, more than max_left_out={most:g} "
-        f"of them: {reasons}; {remedy}, or go on without them with --max-left-out 1"
+        f"of them: {reasons}; {remedy}, or leave them out with --max-left-out 1"
     )
 
 

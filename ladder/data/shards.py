@@ -189,7 +189,7 @@ def unfinished(out: Path) -> Iterator[Unfinished]:
                 if work.units < KEPT:
                     shutil.rmtree(work.folder, ignore_errors=True)
                 elif work.begun:
-                    print(f"kept in {work.folder}; the same command goes on there", file=sys.stderr)
+                    print(f"kept in {work.folder}; the same command resumes", file=sys.stderr)
         except OSError as error:
             raise UserError(
                 f"{out} cannot be written ({error}); choose another folder or make room"

@@ -90,8 +90,8 @@ def map_shard(folder: Path, shard: Mapping[str, Any], dtype: np.dtype[Any]) -> n
             return np.memmap(path, dtype, mode="r")
         except OSError as error:
             raise UserError(
-                f"shard {path} cannot be mapped into memory ({error.strerror}); let this user read "
-                f"it, and raise what limits the process (ulimit -n, ulimit -v)"
+                f"shard {path} cannot be mapped into memory ({error.strerror}); make it "
+                f"readable, and raise the limits of the process (ulimit -n, ulimit -v)"
             ) from error
     tokens = mapped.numpy().view(dtype)
     tokens.flags.writeable = False

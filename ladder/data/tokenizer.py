@@ -134,7 +134,7 @@ def panics(what: str) -> Iterator[None]:
             raise
         raise UserError(
             f"the tokenizer fails to {what} ({' '.join(str(error).split())}); use another "
-            f"tokenizer, or mend the patterns in its {FILE}"
+            f"tokenizer, or correct the patterns in its {FILE}"
         ) from None
 
 

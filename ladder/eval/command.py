@@ -26,7 +26,7 @@ from ladder.plans import aligned
 from ladder.records import commit
 
 RESULTS = "results.json"
-DATA = "offline"  # the folder in --out for what is built from text
+DATA = "offline"  # the folder in --out for data built from text
 BOOTSTRAPS = 1000  # draws for the standard error of a metric that has no formula
 
 
@@ -188,7 +188,7 @@ def report(
     index: dict[str, Any] | None,
     out: Path,
 ) -> None:
-    """Print the table; write results.json (all figures, and what they came from) and results.md."""
+    """Print the table; write results.json (all figures and their settings) and results.md."""
     rows = results.table({name: results.shown(found, groups) for name, found in columns.items()})
     print(aligned(rows))
     record = {**facts, "models": models, "offline": index, "results": results.plain(columns)}
@@ -198,7 +198,7 @@ def report(
 
 
 def _facts(options: argparse.Namespace, device: torch.device, dtypes: list[str]) -> dict[str, Any]:
-    """What the results were measured with, for results.json and results.md."""
+    """The settings and versions of an evaluation, for results.json and results.md."""
     import lm_eval
 
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None

@@ -56,8 +56,8 @@ def attended(mask: Tensor | None, past: Any, tokens: Tensor, keys: int) -> Tenso
 def given_mask(mask: Tensor | None, past: Any, tokens: Tensor, keys: int) -> Tensor | None:
     """The attention mask of `tokens` [B, S] after `past` tokens, from that of a forward pass.
 
-    mask: [B, past + S], 0 for padding, or [B, 1, S, keys], which is returned as it is. None in both
-    places: all tokens are given, and no padding.
+    mask: [B, past + S], 0 for padding, or [B, 1, S, keys], which is returned unchanged. The result
+    is None for a causal mask without padding and without past.
     """
     if mask is not None and mask.dim() == 2:
         size = tokens.shape[1]

@@ -156,7 +156,7 @@ def _layer_range(text: str, num_layers: int, where: str) -> range:
     if first > last:
         raise UserError(
             f"layers={text!r} of {where} is no range of the model's layers 0-{num_layers - 1}; "
-            f"write the first one first"
+            f"write the lower one first"
         )
     if last >= num_layers:
         raise UserError(

@@ -228,13 +228,13 @@ def _explained(error: BaseException, folder: Path) -> Exception:
         if isinstance(cause, FileExistsError):
             return UserError(
                 f"{folder} cannot be written: {cause.filename}, which an interrupted save left, "
-                f"cannot be removed; remove it, and go on with --resume"
+                f"cannot be removed; remove it, and continue with --resume"
             )
         if isinstance(cause, OSError):
             on = f" on rank {rank}" if dist.is_initialized() else ""
             return UserError(
                 f"{folder} cannot be written ({cause}{on}); the checkpoints before it are "
-                f"untouched: make room, and go on with --resume"
+                f"untouched: make room, and continue with --resume"
             )
     failed = RuntimeError(f"{folder} cannot be written: {error}")
     failed.__cause__ = error

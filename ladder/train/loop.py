@@ -204,7 +204,7 @@ class Trainer:
                 self.save(done, wait=done == last or self.stopped)
             if self.stopped and done < last:
                 _say(
-                    f"told to stop (SIGTERM): saved step {done} of {config.steps}; go on with "
+                    f"told to stop (SIGTERM): saved step {done} of {config.steps}; continue with "
                     f"--resume",
                     f"run: {self.run.folder}",
                 )
@@ -293,7 +293,7 @@ class Trainer:
             kept = f"The steps before it could not all be saved: {failed}"
         return UserError(
             f"step {step + 1}: loss={outcome.sums[0]}, gradient norm={outcome.norm}: not finite"
-            f"{where}. {kept}; begin another run with a lower lr={self.run.config.lr}, or "
+            f"{where}. {kept}; start another run with a lower lr={self.run.config.lr}, or "
             f"dtype=float32, from init={self.run.folder} perhaps"
         )
 

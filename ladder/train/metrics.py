@@ -132,7 +132,7 @@ class Metrics:
     def _unwritten(self, error: OSError) -> UserError:
         return UserError(
             f"the metrics in {self.run} cannot be written ({error.strerror or error}); the "
-            f"checkpoints so far are untouched: make room, and go on with --resume"
+            f"checkpoints so far are untouched: make room, and continue with --resume"
         )
 
 

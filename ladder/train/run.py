@@ -107,7 +107,8 @@ class Run:
         if before == now:
             return []
         return [
-            f"resuming at {now} what ran at {before}: the same run up to rounding, not to the bit"
+            f"resuming with the layout {now} a run of {before}: results agree up to rounding, not "
+            f"bit for bit"
         ]
 
     def begin(self) -> Any:
@@ -215,7 +216,7 @@ def _check_folder(
         return None  # it ended before its first checkpoint
     if not found:
         raise UserError(
-            f"--resume: out={config.out} has no checkpoint to go on from; leave "
+            f"--resume: out={config.out} has no checkpoint to resume from; leave "
             f"--resume out to start"
         )
     record = state.verified(found)

@@ -51,7 +51,7 @@ def verified(found: list[tuple[int, Path]]) -> dict[str, Any]:
             wrong = str(error)
     if wrong is not None:
         earlier = [path for _, path in found[:-1]]
-        remedy = f"go on from {earlier[-1].name}" if earlier else "begin again, without --resume"
+        remedy = f"resume from {earlier[-1].name}" if earlier else "start again, without --resume"
         gone = folder if earlier else folder.parent.parent
         raise UserError(f"{wrong}; copy it again, or remove {gone} to {remedy}")
     return record

@@ -281,7 +281,7 @@ def test_what_cannot_be_learnt_is_left_out_and_counted(tokenizer: Path, tmp_path
         "without messages": 1,
     }
     with pytest.raises(
-        UserError, match=r"no conversation can be used: 1 without an answer, .* chats.jsonl:1; mend"
+        UserError, match=r"no conversation can be used: 1 without an answer, .*jsonl:1; correct"
     ):
         prepare_chats(tmp_path, tokenizer, [CHAT[:1]], overwrite=True)
 
@@ -332,7 +332,7 @@ def test_odd_rows_are_counted_and_the_rest_is_taken(
     with pytest.raises(
         UserError,
         match=rf"1 of 4 conversations cannot be used, more than max_left_out=0.1 .*{reason}.*, the "
-        rf"first of them chats.jsonl:4; mend them.*--max-left-out",
+        rf"first of them chats.jsonl:4; correct them.*--max-left-out",
     ):
         prepare([file], tokenizer, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()

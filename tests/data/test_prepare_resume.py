@@ -239,7 +239,7 @@ def test_work_of_an_earlier_version_goes_on(
     prepare([corpus], tokenizer, out, **OPTIONS)
     assert _contents(out) == whole
     counted = {"left_out": {"without messages": 1}, "first_left_out": {}, "names": Names()}
-    with pytest.raises(UserError, match="can be used: 1 without messages; mend"):
+    with pytest.raises(UserError, match="can be used: 1 without messages; correct"):
         _check_left_out(counted, 0.1)
 
 

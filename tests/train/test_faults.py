@@ -102,7 +102,8 @@ def test_sigterm_saves_and_ends_in_order(
     assert process.wait() == 0, process.err
     (step,) = steps_of(run)
     assert 3 < step < 400
-    assert f"told to stop (SIGTERM): saved step {step} of 400; go on with --resume" in process.out
+    words = f"told to stop (SIGTERM): saved step {step} of 400; continue with --resume"
+    assert words in process.out
     assert len(losses(run)) == step
     process = training(start, config, "--nproc", str(nproc), "--resume")
     process.until(lambda: len(losses(run)) > step + 3)
@@ -149,7 +150,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_named(
     train(config, device="cpu", stop_after=5)
     damage(newest(run) / file)
     with pytest.raises(
-        UserError, match=rf"{file} .*remove .*step-000005 to go on from step-000004"
+        UserError, match=rf"{file} .*remove .*step-000005 to resume from step-000004"
     ):
         train(config, device="cpu", resume=True)
     for path in newest(run).iterdir():
@@ -169,7 +170,7 @@ def test_damage_is_told_on_every_rank(corpus: Path, tmp_path: Path, pools: Pools
     flip(shard)
     for message in pools(2).run(fail_on_ranks, config.to_dict(), True):
         assert f"{shard.name} is damaged" in message
-        assert "begin again, without --resume" in message
+        assert "start again, without --resume" in message
 
 
 def stop_at_two(rank: int, world: int, settings: dict[str, Any]) -> None:
@@ -340,7 +341,7 @@ def test_metrics_on_a_full_disk_end_the_run_with_a_remedy(
     assert len(errors) == 1
     assert "Traceback" not in err
     assert "metrics" in errors[0]
-    assert "make room, and go on with --resume" in errors[0]
+    assert "make room, and continue with --resume" in errors[0]
     train(config, device="cpu", resume=True)
     assert len(losses(run)) == STEPS * 2
 
@@ -430,7 +431,7 @@ def test_checksums_that_are_damaged(
     path.unlink()
     if damage is not None:
         path.write_text(damage(text))
-    found = r"; copy it again, or remove .*step-000005 to go on from step-000004"
+    found = r"; copy it again, or remove .*step-000005 to resume from step-000004"
     with pytest.raises(UserError, match=found) as caught:
         train(config, device="cpu", resume=True)
     assert str(caught.value).removeprefix("cannot read ").startswith(str(path))
@@ -472,6 +473,6 @@ def test_a_record_that_is_wrong_is_named(
     path = newest(tmp_path / "run") / "train.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     seal(path)
-    found = rf"train\.json has {words}.*; copy it again, or remove .* to go on from step-000002"
+    found = rf"train\.json has {words}.*; copy it again, or remove .* to resume from step-000002"
     with pytest.raises(UserError, match=found):
         train(config, device="cpu", resume=True)

@@ -216,7 +216,7 @@ def test_bad_recipes_are_refused(
 
 def test_runs_are_never_overwritten(corpus: Path, tmp_path: Path) -> None:
     config = recipe(corpus, tmp_path / "run")
-    with pytest.raises(UserError, match="has no checkpoint to go on from"):
+    with pytest.raises(UserError, match="has no checkpoint to resume from"):
         train(config, device="cpu", resume=True)
     train(config, device="cpu", stop_after=2)
     before = weights(tmp_path / "run")
@@ -369,7 +369,7 @@ def test_resuming_on_other_ranks_and_data_paths(
         shutil.rmtree(run / "checkpoints" / folder)
     shutil.copytree(corpus, tmp_path / "elsewhere")
     train(recipe(tmp_path / "elsewhere", run), device="cpu", resume=True)
-    assert "not to the bit" in capsys.readouterr().out
+    assert "not bit for bit" in capsys.readouterr().out
     train(recipe(corpus, tmp_path / "whole"), device="cpu")
     assert losses(run) == pytest.approx(losses(tmp_path / "whole"), abs=1e-4)
 
@@ -385,11 +385,11 @@ def test_resuming_with_other_micro_batches(
     run = tmp_path / "run"
     train(recipe(corpus, run, micro_batch_size=4), device="cpu", stop_after=2)
     train(recipe(corpus, run), device="cpu", resume=True, stop_after=3)
-    assert "not to the bit" not in capsys.readouterr().out  # all of its share is the same 4
+    assert "not bit for bit" not in capsys.readouterr().out  # all of its share is the same 4
     train(recipe(corpus, run, micro_batch_size=1), device="cpu", resume=True, stop_after=4)
     said = capsys.readouterr().out
-    assert "'micro_batch_size': 1} what ran at {'tp': 1" in said
-    assert "not to the bit" in said
+    assert "'micro_batch_size': 1} a run of {'tp': 1" in said
+    assert "not bit for bit" in said
     pools(2).run(resume_on_ranks, recipe(corpus, run, micro_batch_size=2).to_dict())
     train(recipe(corpus, tmp_path / "whole"), device="cpu")
     assert losses(run) == pytest.approx(losses(tmp_path / "whole"), abs=1e-4)
