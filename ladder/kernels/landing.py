@@ -119,8 +119,8 @@ def _land(
         spins = 0
         missing = 1
         while missing > 0:
-            # One vector per rank, not a matrix over the ranks: a sum across warps would need
-            # shared memory, which would keep fewer programs resident.
+            # One vector per rank, not a matrix over the ranks: a sum across warps would need shared
+            # memory, and a kernel that uses much of it cannot run beside one that uses little.
             arrived = total
             empty = tl.zeros([CHUNK], tl.int32)
             for peer in tl.static_range(WORLD):
