@@ -119,7 +119,7 @@ class Command:
         return subprocess.CompletedProcess([], code, self.out, self.err)
 
     def end(self) -> None:
-        """Kill what still runs of its session."""
+        """Kill the remaining processes of its session."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.join()

@@ -87,5 +87,5 @@ def interpreting() -> Iterator[list[str]]:
 
 
 def addresses(tensors: list[Tensor]) -> Tensor:
-    """Where these tensors lie, int64 [len(tensors)]: kernels take that for all ranks' memory."""
+    """The addresses of tensors, int64 [len(tensors)]: kernels take that for all ranks' memory."""
     return torch.tensor([each.data_ptr() for each in tensors])

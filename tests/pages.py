@@ -131,7 +131,7 @@ def made(words: list[str]) -> str | None:
 
 
 def write_files(blocks: list[Block]) -> None:
-    """Write what the page shows as files into the working directory."""
+    """Write the files that the page shows into the working directory."""
     for block in blocks:
         named = re.match(r"# (\S+\.yaml)\b", block.text) if block.language == "yaml" else None
         name = named[1] if named else block.note if "." in block.note else None
@@ -157,7 +157,7 @@ def insert(words: list[str], more: tuple[str, ...]) -> list[str]:
 
 
 def shortened(words: list[str]) -> list[str]:
-    """The command with what makes it short: fewer steps and tokens, less text, fewer processes."""
+    """The command with words that make it short: fewer steps and tokens, less text, fewer processes."""
     if verb(words) in TRAINING:
         words = insert(words, SHORT_RUN)
         if words[2] == "tiny-sft":  # whole conversations

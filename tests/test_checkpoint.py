@@ -110,7 +110,7 @@ def test_our_folders_round_trip(
 
 
 def test_whoever_may_read_the_config_may_read_the_weights(tmp_path: Path) -> None:
-    """safetensors makes its files for their owner alone, whatever the umask."""
+    """safetensors makes files that only their owner can read, for any umask."""
     before = os.umask(0o027)
     try:
         save_ours(tmp_path, make())

@@ -8,7 +8,7 @@ from tests import ROOT
 
 
 def imported(node: ast.AST) -> list[str]:
-    """The modules, and what may be one, that an import names."""
+    """The modules, and possible modules, that an import names."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):

@@ -55,7 +55,7 @@ def test_layouts() -> None:
 
 
 def test_points() -> None:
-    """A plan under TP stands beside its bound, `none` is standard's, each point comes once."""
+    """Each plan under TP has its bound, `none` is that of standard, and no point occurs twice."""
     found = [(p.layout, p.plan, p.no_comm) for p in points(options(layouts=["ddp", "tp2"]))]
     assert found == [
         ("ddp", "standard", False), ("ddp", "ladder", False), ("tp2", "standard", False),

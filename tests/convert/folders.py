@@ -45,7 +45,7 @@ def hugging_face(family: str) -> Any:
 
 
 def save(folder: Path, family: str = "llama") -> Path:
-    """Its folder, in several files, with what else lies in such folders."""
+    """Its folder, in several files, with other files of such folders."""
     hugging_face(family).save_pretrained(folder, max_shard_size="20KB")
     assert (folder / INDEX).exists()
     (folder / "tokenizer.json").write_text("{}")

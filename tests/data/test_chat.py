@@ -61,7 +61,7 @@ def answers(chat: list[dict[str, str]]) -> str:
 
 @pytest.mark.parametrize("source", [TEMPLATE, CHATML])
 def test_templates_render_as_transformers_renders_them(tokenizer: Path, source: str) -> None:
-    """Also what Jinja has only by extensions, and characters that HTML would escape."""
+    """Including Jinja's extensions, and characters that HTML would escape."""
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(tokenizer / "tokenizer.json"), eos_token="<|endoftext|>", bos_token="def"
@@ -116,7 +116,7 @@ def test_only_answers_and_their_end_are_targets(prepared: Path, tokenizer: Path)
 
 
 def test_the_last_token_is_learnt_where_it_is_an_answers(tokenizer: Path, tmp_path: Path) -> None:
-    """With nothing written after its end; whatever the stretches are that a split is read in."""
+    """With nothing written after its end; for any sizes in which a split is read."""
     (tmp_path / "terse.jinja").write_text(TEMPLATE.replace("{{ '\\n' }}", ""))
     chats = make_chats(30)
     options = {"chat_template": tmp_path / "terse.jinja", "heldout_fraction": 0}
@@ -146,7 +146,7 @@ def test_the_last_token_is_learnt_where_it_is_an_answers(tokenizer: Path, tmp_pa
 
 
 def test_a_conversation_does_not_see_its_neighbours(prepared: Path) -> None:
-    """Each one's losses in a window are those that it has alone."""
+    """Its losses in a window equal those that it has alone."""
     windows = windows_of(prepared, 128)
     model = full_model(small_config("ladder", vocab_size=300, max_seq_len=128), 3)
     rows = range(4)

@@ -250,7 +250,7 @@ def test_the_engine_finds_what_our_model_of_transformers_does(
 
 
 def test_a_conversation_reads_as_in_transformers(llama: Path, texts: Path, tmp_path: Path) -> None:
-    """Templates that strip what is said, refuse a system's message, or add a token of their own."""
+    """Templates that strip messages, refuse a system message, or add a token of their own."""
     needs_lm_eval()
     for file in llama.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

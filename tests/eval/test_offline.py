@@ -116,7 +116,7 @@ Allonym \Al"lo*nym\, n.; pl. {Allonyms}.
 
 
 def test_what_a_text_defines() -> None:
-    """Neither what is too short nor what holds its headword; no origin, field or source."""
+    """No definition that is too short or contains its headword; no origin, field or source."""
     found = [tuple(each)[:4] for each in definitions.definitions(CODE)]
     assert found == [
         ("Reader", 'class Reader:\n    """', "Reads lines of a file, one after another.", "class"),

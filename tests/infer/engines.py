@@ -1,4 +1,4 @@
-"""Small models and engines that generate, and what their tokens are compared with."""
+"""Small models and engines, and references for their tokens."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_prompts_of_one_token_and_no_way_back() -> None:
 
 @pytest.mark.parametrize("name", FUSED_PLANS)
 def test_the_fused_path_on_two_ranks(pools: Pools, name: str) -> None:
-    """Every rank decodes what one plain process does, which holds both ranks as virtual ones."""
+    """Every rank decodes the tokens of one plain process that holds both ranks as virtual ranks."""
     depends = name not in SAME_AT_ANY_T
     expected = decode(virtual(full_model(small_config(FUSED_PLANS[name], 2, depends), 5), 2), False)
     assert pools(2).run(fused_on_ranks, FUSED_PLANS[name], depends) == [expected, expected]

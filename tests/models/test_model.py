@@ -387,7 +387,7 @@ def test_compute_dtype_narrows_activations_and_not_parameters() -> None:
 
 
 def test_losses_of_extreme_logits_are_finite() -> None:
-    """Catches an exponential of what has not had the maximum taken off."""
+    """Catches an exponential without subtraction of the maximum."""
     model = full_model(small_config("standard"), 1, torch.float32)
     with torch.no_grad():
         model.lm_head.weight.mul_(1e4)

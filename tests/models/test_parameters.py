@@ -18,7 +18,7 @@ from tests.samples import small_config
 
 
 class Routed(layers.MLP):
-    """A feed-forward with a matrix more, which does not say what it is."""
+    """A feed-forward with an additional matrix that has no spec."""
 
     def __init__(self, config: object) -> None:
         super().__init__(config)  # type: ignore[arg-type]

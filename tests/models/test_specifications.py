@@ -191,7 +191,7 @@ def test_a_bad_specification_names_what_is_wrong(spec: Any, words: list[str]) ->
     ],
 )
 def test_a_bad_record_names_its_field(record: dict[str, Any], words: list[str]) -> None:
-    """Every field, with its value and where it stands."""
+    """The error names every field, its value and its position."""
     first = {"kind": "attention", **record}
     with pytest.raises(UserError) as error:
         resolve_plan([first, {"kind": "mlp"}], 1)

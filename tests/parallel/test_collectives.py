@@ -168,7 +168,7 @@ def test_one_process_communicates_with_nobody(pools: Pools) -> None:
 
 @dataclass
 class NotedWork:
-    """A collective's handle that writes down when it is waited for, whoever waits."""
+    """A collective's handle that records every wait."""
 
     work: Any
     note: Callable[[], None]

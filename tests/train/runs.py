@@ -67,7 +67,7 @@ def untimed(run: Path) -> list[dict[str, Any]]:
 
 
 def stored(folder: Path, stem: str = "model") -> dict[str, torch.Tensor]:
-    """The full tensors of a checkpoint, whatever the number of ranks that wrote it."""
+    """The full tensors of a checkpoint, for any number of ranks that wrote it."""
     reader = TensorReader(folder, stem)
     return {
         name: reader.part(name, tuple(slice(0, size) for size in reader.shape(name)))

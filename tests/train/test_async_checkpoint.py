@@ -185,7 +185,7 @@ def test_a_checkpoint_that_cannot_be_removed_fails_no_save(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """NFS keeps the files that somebody has open. Each save and --resume tell of what is left, and
+    """NFS keeps files that are open. Each save and --resume tell of what is left, and
     try again; it refuses a save of the same step alone."""
     run, remove = tmp_path / "run", shutil.rmtree
     folder = run / "checkpoints"

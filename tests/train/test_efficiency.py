@@ -71,7 +71,7 @@ def refused(rank: int, world: int, settings: dict[str, Any], module: Any) -> str
 
 
 class NoKey:
-    """A wandb that nobody has logged in to."""
+    """A wandb without a login."""
 
     def init(self, **options: Any) -> Any:
         raise PermissionError("No API key\nconfigured.")

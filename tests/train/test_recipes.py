@@ -1,4 +1,4 @@
-"""The shipped training recipes resolve, and are what they say they are."""
+"""The shipped training recipes resolve and match their comments."""
 
 from __future__ import annotations
 
