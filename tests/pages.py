@@ -157,7 +157,7 @@ def insert(words: list[str], more: tuple[str, ...]) -> list[str]:
 
 
 def shortened(words: list[str]) -> list[str]:
-    """The command with words that make it short: fewer steps and tokens, less text, fewer processes."""
+    """A shorter command: fewer steps and tokens, less text, fewer processes."""
     if verb(words) in TRAINING:
         words = insert(words, SHORT_RUN)
         if words[2] == "tiny-sft":  # whole conversations
