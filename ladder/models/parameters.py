@@ -1,8 +1,8 @@
-"""What a parameter is: how TP splits it, how it is initialised, whether it decays.
+"""Specs of parameters: how TP splits them, how they are initialised, whether they decay.
 
 Each module declares the specs of its own parameters (`parameter_specs`), and the model collects
-them by full name (`Transformer.specs`). Placement, initialisation, the optimiser, clipping and
-conversion read them there, so that a new module brings all that they need to know.
+them by full name (`Transformer.specs`). Sharding, initialisation, the optimiser, clipping and
+conversion read them there, so a new module needs no change elsewhere.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ INIT_STD = 0.02
 
 
 class Initialisation(Enum):
-    """The rule by which a parameter gets its first numbers; `fill` applies it."""
+    """The initialisation of a parameter; `fill` applies it."""
 
     ONES = "ones"
     ZEROS = "zeros"
     NORMAL = "normal"  # standard deviation INIT_STD
-    EMBEDDING = "embedding"  # as NORMAL; its rows are looked up, not multiplied
+    EMBEDDING = "embedding"  # like NORMAL, for a matrix whose rows are looked up
     RESIDUAL = "residual"  # of a matrix that writes to the residual: INIT_STD / sqrt(2 num_layers)
 
     def fill(self, parameter: Tensor, num_layers: int, generator: torch.Generator) -> None:
-        """Fill a full-sized parameter of a model of so many layers."""
+        """Fill a full-sized parameter of a model of `num_layers` layers."""
         if self is Initialisation.ONES:
             parameter.fill_(1.0)
         elif self is Initialisation.ZEROS:
@@ -43,15 +43,15 @@ class Initialisation(Enum):
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What every part of the project has to know of a parameter.
+    """The properties of a parameter.
 
-    init: its rule of initialisation.
+    init: its initialisation.
     decay: whether weight decay applies.
     split: the dimension that TP splits over its processes; None: each process holds it whole.
-    heads: where `split` is of heads that must not be cut: how many there are. The parameter is
-        split where the processes divide them, and whole on each process elsewhere.
-    reads_norm: whether its columns multiply what the norm before its sublayer returns, so that the
-        norm's weight can be folded into it.
+    heads: the number of heads in the dimension `split`, which must not be cut. The parameter is
+        split if the processes divide the heads; otherwise each process holds it whole.
+    reads_norm: whether its columns multiply the output of the sublayer's norm, so that the norm's
+        weight can be folded into it.
     """
 
     init: Initialisation
@@ -61,13 +61,13 @@ class ParameterSpec:
     reads_norm: bool = False
 
     def split_over(self, processes: int) -> int | None:
-        """The dimension split over so many processes; None where each of them holds it whole."""
+        """The dimension split over `processes` processes; None: each of them holds it whole."""
         return None if self.heads is not None and self.heads % processes else self.split
 
     def shared(self, processes: int) -> bool:
-        """Whether each of so many processes holds it whole, and with it a part of its gradient.
+        """Whether each of `processes` processes holds it whole, and only a part of its gradient.
 
-        Those parts are summed over the processes once a step.
+        The parts of the gradient are summed over the processes once per step.
         """
         return self.split_over(processes) is None
 
@@ -89,7 +89,7 @@ def chunk(whole: slice, index: int, count: int) -> slice:
 
 @runtime_checkable
 class Specified(Protocol):
-    """A module that declares what its parameters are."""
+    """A module that declares the specs of its parameters."""
 
     def parameter_specs(self) -> dict[str, ParameterSpec]:
         """The spec of each of the module's own parameters (not its children's), by its name."""
@@ -99,7 +99,7 @@ class Specified(Protocol):
 def collect_specs(model: nn.Module) -> dict[str, ParameterSpec]:
     """The spec of each parameter of a model, by its full name; tied ones under all their names.
 
-    Raises ValueError for a parameter that its module declares none for.
+    Raises ValueError for a parameter without a spec.
     """
     specs = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
