@@ -19,7 +19,7 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class Line:
     def prefill(self, prompts: Sequence[Sequence[int]], uniforms: torch.Tensor) -> float:
         """Milliseconds on this rank."""
         assert self.session is not None
-        self.model.reducer.picker = lambda shape: self.prompts
+        self.model.use(replace(self.model.runtime, pick=lambda shape: self.prompts))
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         dist.barrier()
@@ -76,15 +76,13 @@ def lines_of(options: argparse.Namespace, device: torch.device) -> list[Line]:
             options.model, plan, "async", world, 1, 1, 1, options.layers, no_comm=no_comm
         )
         config = resolve(point)
-        model = random_model(config, "async", world, device)
-        Engine(model)  # packs its weights
+        model = Engine(random_model(config, "async", world, device)).model
         base = model.reducer
         assert isinstance(base, AsyncReducer)
         for reducer in ["-"] if config.plan.no_comm else options.reducers:
             prompts: Reducer = base
             if reducer in TRANSPORTS:
                 prompts = ShardedReducer(base.ranks, base.group, config.plan, reducer)
-                prompts.add_norm = base.add_norm
             found.append(Line(config.plan.name, reducer, model, prompts))
     return found
 

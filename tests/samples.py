@@ -6,6 +6,7 @@ import math
 import random
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -171,7 +172,7 @@ def heads_read_the_same(logits: Tensor, ranks: int) -> bool:
 
 def virtual(model: Transformer, ranks: int) -> Transformer:
     """The model with its T = `ranks` ranks all held by this process."""
-    model.use(Reducer(Ranks(ranks, 0, ranks)))
+    model.use(replace(model.runtime, reducer=Reducer(Ranks(ranks, 0, ranks))))
     return model
 
 

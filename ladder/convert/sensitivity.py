@@ -162,7 +162,7 @@ def costs(
                 model.config = replace(config, plan=plan)
                 logits = model(given, documents=documents, gather=False)
                 theirs = logits if theirs is None else theirs
-                nats = token_losses(logits, wanted, first, reducer, model.passes)
+                nats = token_losses(logits, wanted, first, reducer, model.runtime.losses)
                 apart = teacher_losses(logits, theirs, wanted, 1.0, reducer)
                 sums[n] += torch.stack((apart.double().sum(), nats.double().sum())).cpu()
                 done += 1

@@ -109,7 +109,7 @@ def _score(
     goal = torch.tensor(targets, device=device)
     reducer = model.reducer
     first = vocabulary_start(model.config.vocab_size, reducer.ranks)
-    losses: Tensor = token_losses(logits[None], goal[None], first, reducer, model.passes)[0]
+    losses: Tensor = token_losses(logits[None], goal[None], first, reducer, model.runtime.losses)[0]
     likeliest = choose_greedily(logits, first, reducer) == goal
     losses, likeliest = losses.double().cpu(), likeliest.cpu()
     if not torch.isfinite(losses).all():

@@ -96,7 +96,8 @@ class LadderPlugin(BasePlugin):
         if cfg.ladder_float32_weights:
             model.float()
         if cfg.torch_dtype is torch.bfloat16:
-            model.transformer.compute_dtype = torch.bfloat16
+            transformer = model.transformer
+            transformer.use(dataclasses.replace(transformer.runtime, compute_dtype=torch.bfloat16))
 
 
 def _command_line() -> set[str]:

@@ -6,8 +6,8 @@ ladder.hf.bundle). So its imports are few, and all at the top.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ from ladder.hf.attending import LadderCache, given_mask, packed
 from ladder.hf_config import config_from_huggingface, refuse_quantised
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
+from ladder.models.sublayers import Context, Sublayer
 from ladder.models.transformer import Transformer, tensor_shapes
 from ladder.reader import TensorReader
 
@@ -191,7 +192,7 @@ class LadderModel(nn.Module):
         cache = None
         if mask is not None or past_key_values is not None:
             cache = LadderCache(past_key_values, transformer.reducer.ranks.held)
-        hidden, _ = transformer.hidden(
+        hidden = transformer.hidden(
             input_ids,
             positions=position_ids,
             documents=documents,
@@ -287,12 +288,15 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> None:
         """Checkpoint attention and MLP separately, without the communication between them."""
         self.model.gradient_checkpointing = enable
-        for i, layer in enumerate(self.model.layers):
-            for sublayer in (layer.self_attn, layer.mlp):
-                sublayer.__dict__.pop("forward", None)
-                if enable and i % every_n_layers == 0:
-                    run = functools.partial(_checkpointed, sublayer, gradient_checkpointing_func)
-                    sublayer.forward = run
+
+        def call(sublayer: Sublayer, x: Tensor, context: Context) -> Any:
+            kept = sublayer.layer % every_n_layers or not sublayer.training
+            if kept or not torch.is_grad_enabled():
+                return sublayer.compute(x, context)
+            return gradient_checkpointing_func(sublayer.compute, x, context)
+
+        runtime = self.transformer.runtime
+        self.transformer.use(replace(runtime, call=call if enable else None))
 
     @classmethod
     def from_pretrained(cls, path: Any, *args: Any, **options: Any) -> Any:
@@ -383,10 +387,3 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=out.past_key_values)
-
-
-def _checkpointed(sublayer: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
-    forward = functools.partial(type(sublayer).forward, sublayer)
-    if not (sublayer.training and torch.is_grad_enabled()):
-        return forward(*args)
-    return function(forward, *args)

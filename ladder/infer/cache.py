@@ -23,7 +23,7 @@ class Cache:
         self.held = ranks.held
         weight = local_tensor(model.model.embed_tokens.weight)
         shape = (config.num_layers, self.held * batch, heads, length, config.head_dim)
-        dtype = model.compute_dtype or weight.dtype
+        dtype = model.runtime.dtype_of(weight)
         self.keys = torch.zeros(shape, dtype=dtype, device=weight.device)
         self.values = torch.zeros_like(self.keys)
         self.rows = torch.arange(self.held * batch, device=weight.device).unsqueeze(1)

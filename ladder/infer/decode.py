@@ -1,8 +1,8 @@
-"""The reducer of a decode step: products push partials, and landings and sends ride on products.
+"""The pass of a decode step: products push partials, and landings and sends ride on products.
 
-It speaks with the fused modules (`ladder.infer.fused`) in two types of its own. What a sublayer
-reads is a `Read`: the stream before its norm, with the sums of its squares. What a sublayer returns
-is a `Product`, a matmul not yet done, because only the reducer knows where its result must go.
+Its operators speak with it in two types of its own. What `read` gives, and `column` takes, is a
+`Read`: the residual before its norm, with the sums of its squares. What `row` gives, and `write`
+takes, is a `Product`, a matmul not yet done, because only `write` knows where its result must go.
 
 Where an output blocks, its product pushes it and its landing is launched alone. Where it does not,
 it is sent from within the next sublayer's first kernel, and landed within a last one, so that no
@@ -23,15 +23,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ladder.comm import symmetric
 from ladder.comm.primitives import EMPTY
 from ladder.comm.symmetric import SymmetricTensor
-from ladder.kernels.decode import project
+from ladder.kernels.decode import MAX_ROWS, project
 from ladder.kernels.landing import (
     MAX_OWNS,
     MAX_SUMS,
@@ -42,33 +43,65 @@ from ladder.kernels.landing import (
     new_landing,
     send,
 )
+from ladder.kernels.prefill import swiglu
+from ladder.models.forward_pass import Landed, Norm, Operators, Output, Pass
+from ladder.models.in_flight import InFlight
 from ladder.models.layers import RMSNorm
-from ladder.models.plan import Landing, Plan, Sublayer
-from ladder.models.reducer import Norm, Pending, Reducer
+from ladder.models.plan import Landing, Plan
+from ladder.models.reducer import Reducer
 from ladder.parallel.reducers import PushReducer
+
+if TYPE_CHECKING:
+    from ladder.models.runtime import Runtime
+
+
+class Matrix(nn.Module):
+    """A weight [N, K] that is packed, or has a norm's folded in, and the products it is used for.
+
+    gated: its rows are a gate's and then as many of what it gates: the product is SwiGLU's
+    silu(gate) * up.
+    """
+
+    def __init__(self, weight: Tensor, gated: bool = False) -> None:
+        super().__init__()
+        self.weight, self.gated = weight.detach().contiguous(), gated
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, K] -> [B, S, N], or half of N where gated."""
+        if x.shape[1] == 1 and len(x) <= MAX_ROWS:
+            y = self.project(x[:, 0])
+            assert y is not None
+            return y.unsqueeze(1)
+        y = F.linear(x, self.weight)
+        return swiglu(y.flatten(0, 1)).unflatten(0, x.shape[:2]) if self.gated else y
+
+    def project(self, x: Tensor, **options: Any) -> Tensor | None:
+        """x [M, K] -> [M, N] by `ladder.kernels.decode.project`, whose options these are."""
+        weight, up = self.weight.chunk(2) if self.gated else (self.weight, None)
+        return project(x, weight, up, **options)
 
 
 @dataclass
 class Read:
-    """What a sublayer reads: stream [M, D] before `norm`, whose weight is folded into matrices.
+    """What a sublayer reads: residual [M, D] before `norm`, whose weight is folded into matrices.
 
-    squares: the stream's sums of squares, from its landing. rider: a send that may run within the
+    squares: the residual's sums of squares, from its landing. rider: a send that may run within the
     first product of this read.
     """
 
-    stream: Tensor
+    residual: Tensor
     squares: Tensor
     norm: RMSNorm
     rider: SendJob | None = None
 
-    def project(self, weight: Tensor, up: Tensor | None = None) -> Tensor:
-        """The normed stream times `weight` [N, D], gated by `up` where given: [M, N]."""
+    def project(self, weight: Matrix) -> Tensor:
+        """The normed residual times `weight`: [M, 1, N], or half of N where it is gated."""
         rider = self.rider
         if rider is not None and rider.launched:
             rider = None
-        y = project(self.stream, weight, up, squares=self.squares, eps=self.norm.eps, rider=rider)
+        y = weight.project(self.residual, squares=self.squares, eps=self.norm.eps, rider=rider)
         assert y is not None
-        return y
+        return y.unsqueeze(1)
 
 
 @dataclass
@@ -96,71 +129,107 @@ class Product:
         )
 
 
-class DecodeReducer(Reducer):
-    """For passes over one token of few sequences, through the fused modules.
+class DecodeReducer:
+    """Makes the passes over one token of few sequences, through the fused modules.
 
     base: the reducer for everything else; where it pushes, so do the products here, and otherwise
     it reduces what they make.
     """
 
     def __init__(self, base: Reducer, plan: Plan) -> None:
-        super().__init__(base.ranks)
         assert base.ranks.held == 1
-        self.base, self.plan = base, plan
-        self.pushes = isinstance(base, PushReducer)
+        self.base, self.ranks = base, base.ranks
+        self.pushes = isinstance(base, PushReducer) and base.ranks.processes > 1
         lag = max(
             (n - 1 - each.output for n, read in enumerate(plan.landings) for each in read),
             default=0,
         )
         self.sets = 2 * max(lag, 1) + 2
-        self.slots: dict[tuple[int, int, torch.dtype], SymmetricTensor] = {}
-        self.start()
+        self.memory: dict[tuple[int, int, torch.dtype], SymmetricTensor] = {}
 
-    def start(self) -> None:
-        """Begin a pass."""
-        self.turn = 0
-        self.read: Read | None = None
-        self.landing: LandingJob | None = None  # begun, to be carried by a product
+    def begin(
+        self, runtime: Runtime, plan: Plan, norms: Sequence[Norm], shape: torch.Size
+    ) -> DecodePass:
+        return DecodePass(runtime, self, plan, norms)
+
+    def slots(self, like: Tensor) -> SymmetricTensor:
+        """Slots for residuals like this one, [sets, world, M, D].
+
+        Made when first asked for, outside a graph capture, by all ranks alike.
+        """
+        rows, size = like.shape
+        key = (rows, size, like.dtype)
+        if key not in self.memory:
+            assert isinstance(self.base, PushReducer)
+            shape = (self.sets, self.ranks.processes, rows, size)
+            self.memory[key] = symmetric.allocate(
+                shape, like.dtype, self.base.group, like.device, EMPTY[like.element_size()]
+            )
+        return self.memory[key]
+
+
+class DecodePass(Pass):
+    """A pass over one token of few sequences; its residual is [M, D], M of them.
+
+    Where products push, what is in flight is this rank's slots, [world, M, D], which a landing's
+    kernel waits for.
+    """
+
+    def __init__(
+        self, runtime: Runtime, decode: DecodeReducer, plan: Plan, norms: Sequence[Norm]
+    ) -> None:
+        super().__init__(runtime, decode.base, plan, norms)
+        self.decode = decode
+        self.turn = 0  # outputs pushed so far
+        self.newest: Read | None = None
+        self.carried: LandingJob | None = None  # to be carried by a product
         self.sending: SendJob | None = None  # of the newest output
+
+    # -- operators ------------------------------------------------------------------------------
+
+    @property
+    def operators(self) -> Operators:
+        return self
+
+    def column(self, x: Read, weights: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+        return tuple(x.project(weight) for weight in weights)
+
+    def row(self, x: Tensor, weight: nn.Module) -> Product:
+        return Product(x.flatten(0, 1), weight.weight)
+
+    def logits(self, head: nn.Module) -> Tensor:
+        if self.plan.final_mean:  # the mean is whole, and no Read
+            logits: Tensor = head(self.read(len(self.plan.sublayers)))
+            return logits
+        return super().logits(head)
 
     # -- landing ------------------------------------------------------------------------------
 
-    def begin_landing(
-        self, stream: Tensor, arrivals: Sequence[tuple[Landing, Pending]], norm: Norm
-    ) -> Any:
+    def land(self, arrivals: Sequence[tuple[Landing, Output]], norm: Norm) -> InFlight[Landed]:
         assert isinstance(norm, RMSNorm)
-        if self.read is not None and not arrivals:
-            return self.read, norm  # nothing changes
-        waits = any(isinstance(p.handle, _Waited) for each, p in arrivals if each.summed)
-        if waits:  # on another stream: it cannot ride
-            return stream, arrivals, norm
-        jobs = _jobs(stream.reshape(-1, stream.shape[-1]), arrivals)
-        if len(jobs) == 1:
-            self.landing = jobs[0]
-        return jobs, norm
+        same = self.newest
+        if same is not None and not arrivals:  # nothing changes
+            return InFlight((), lambda _: self._read(same.residual, same.squares, norm))
+        summed = [output.total for each, output in arrivals if each.summed]
+        jobs: list[LandingJob] = []
+        if all(total is not None and total.here for total in summed):
+            jobs = self._jobs(arrivals)
+            self.carried = jobs[0] if len(jobs) == 1 else None
 
-    def finish_landing(self, begun: Any) -> tuple[Tensor, Any]:
-        norm = begun[-1]
-        if isinstance(begun[0], Read):
-            return self._reads(begun[0].stream, begun[0].squares, norm)
-        jobs = begun[0]
-        if isinstance(jobs, Tensor):
-            stream, arrivals, _ = begun
-            arrived = [
-                (each, Pending(self._wait(pending.handle), pending.own) if each.summed else pending)
-                for each, pending in arrivals
-            ]
-            jobs = _jobs(stream, arrived)
-        for job in jobs:
-            if not job.launched:
-                self._flush()  # it may be what the landing waits for
-                land(job)
-        self.landing = None
-        return self._reads(jobs[-1].out, jobs[-1].squares, norm)
+        def finish(_: Landed) -> Landed:
+            for job in jobs or self._jobs(arrivals):
+                if not job.launched:
+                    self._flush()  # it may be what the landing waits for
+                    land(job)
+                newest = job
+            self.carried = None
+            return self._read(newest.out, newest.squares, norm)
 
-    def _reads(self, stream: Tensor, squares: Tensor, norm: RMSNorm) -> tuple[Tensor, Any]:
-        self.read = Read(stream, squares, norm, self.sending)
-        return stream, self.read
+        return InFlight((), finish)
+
+    def _read(self, residual: Tensor, squares: Tensor, norm: RMSNorm) -> Landed:
+        self.newest = Read(residual, squares, norm, self.sending)
+        return residual, self.newest
 
     def _flush(self) -> None:
         """Send by itself what no product has carried."""
@@ -168,111 +237,78 @@ class DecodeReducer(Reducer):
             send(self.sending)
         self.sending = None
 
-    def _wait(self, handle: Any) -> Tensor:
-        return self.base.wait(handle.handle) if isinstance(handle, _Waited) else handle
+    def _final(self, normed: Read) -> Any:
+        if not self.plan.final_mean:
+            return normed
+        whole = normed.norm(normed.residual.unsqueeze(1))
+        return self.reducer.sum(whole) / self.ranks.degree
+
+    def _jobs(self, arrivals: Sequence[tuple[Landing, Output]]) -> list[LandingJob]:
+        """The landings of one read, each as much as a kernel takes, one after another."""
+        residual = self.residual.reshape(-1, self.residual.shape[-1])
+        jobs: list[LandingJob] = []
+        sums: list[Tensor] = []
+        owns: list[tuple[Tensor, float]] = []
+        replaces = False
+
+        def close() -> None:
+            nonlocal sums, owns, replaces
+            start = jobs[-1].out if jobs else residual
+            jobs.append(new_landing(start, sums=sums, owns=owns, replaces=replaces))
+            sums, owns, replaces = [], [], False
+
+        for landing, output in arrivals:
+            if len(sums) == MAX_SUMS or len(owns) >= MAX_OWNS - 1:
+                close()
+            if landing.summed:
+                if landing.replaces:
+                    assert not sums, "a residual is replaced with outputs in flight"
+                    owns, replaces = [], True
+                assert output.total is not None
+                total = output.total.wait()
+                if self.decode.pushes:
+                    sums.append(total)
+                else:
+                    owns.append((total.view(residual.shape), 1.0))
+            if landing.own:
+                assert output.own is not None
+                owns.append((output.own.view(residual.shape), landing.own))
+        if sums or owns or not jobs:
+            close()
+        return jobs
 
     # -- outputs ------------------------------------------------------------------------------
 
-    def output(self, partial: Any, stream: Tensor, record: Sublayer, keep_own: bool,
-               blocking: bool) -> Pending:  # fmt: skip
-        assert isinstance(partial, Product)
+    def reduce(self, n: int, partial: Product) -> Output:
         self._flush()
-        rider, self.landing = self.landing, None
-        add = stream if record.reduce == "stream" else None
-        share = 1 / self.ranks.degree
+        rider, self.carried = self.carried, None
+        record, blocking = self.plan.sublayers[n], self.plan.blocking[n]
+        keep_own = self.plan.own_needed[n]
         if record.reduce == "none":
-            return Pending(None, partial.run(rider=rider))
-        if self.ranks.processes == 1 or not self.pushes:
+            return Output(None, partial.run(rider=rider))
+        add = self.residual if record.reduce == "stream" else None
+        share = 1 / self.ranks.degree
+        if not self.decode.pushes:
             whole = partial.run(add, share, rider=rider)
             assert whole is not None
             if self.ranks.processes == 1:
-                return Pending(whole, whole)
+                return Output(InFlight(whole), whole)
             own = whole.clone() if keep_own else None  # the base reduces in place
-            return Pending(_Waited(self.base.post(whole, blocking)), own)
-        assert isinstance(self.base, PushReducer)
-        self.base.note(stream.numel() * stream.element_size(), "pushed by the product")
-        memory = self._slots(stream)
+            return Output(self.reducer.reduce(whole, blocking), own)
+        assert isinstance(self.reducer, PushReducer)
+        size = self.residual.numel() * self.residual.element_size()
+        self.reducer.note(size, "pushed by the product")
+        memory = self.decode.slots(self.residual)
         slots = memory.own
-        chosen = self.turn % self.sets
+        chosen = self.turn % self.decode.sets
         self.turn += 1
         start = chosen * slots[chosen].numel()
         push = PushTarget(memory.addresses, start, self.ranks.process, self.ranks.processes)
+        arriving = InFlight(slots[chosen])
         # Where the own part is kept and is a sum of products, it must be whole before it is sent.
         if (blocking or add is not None) and not (keep_own and partial.others):
-            return Pending(slots[chosen], partial.run(add, share, push, keep_own, rider))
+            return Output(arriving, partial.run(add, share, push, keep_own, rider))
         whole = partial.run(rider=rider)
         assert whole is not None
         self.sending = SendJob(whole, push)
-        return Pending(slots[chosen], whole if keep_own else None)
-
-    def _slots(self, stream: Tensor) -> SymmetricTensor:
-        """Slots for streams like this one, [sets, world, M, D].
-
-        Made when first asked for, outside a graph capture, by all ranks alike.
-        """
-        rows, size = stream.shape
-        key = (rows, size, stream.dtype)
-        if key not in self.slots:
-            assert isinstance(self.base, PushReducer)
-            shape = (self.sets, self.ranks.processes, rows, size)
-            self.slots[key] = symmetric.allocate(
-                shape, stream.dtype, self.base.group, stream.device, EMPTY[stream.element_size()]
-            )
-        return self.slots[key]
-
-    # -- the rest -----------------------------------------------------------------------------
-
-    def sum(self, partial: Any) -> Tensor:
-        if isinstance(partial, Read):  # streams that differ to the end: normed, then summed
-            partial = partial.norm(partial.stream.unsqueeze(1))
-        return self.base.sum(partial)
-
-    def sum_(self, value: Tensor) -> Tensor:
-        return self.base.sum_(value)
-
-    def max_(self, value: Tensor) -> Tensor:
-        return self.base.max_(value)
-
-    def gather(self, logits: Tensor, size: int) -> Tensor:
-        return self.base.gather(logits, size)
-
-
-@dataclass
-class _Waited:
-    """A handle of the base reducer."""
-
-    handle: Any
-
-
-def _jobs(stream: Tensor, arrivals: Sequence[tuple[Landing, Pending]]) -> list[LandingJob]:
-    """The landings of one read, each as much as a kernel takes, one after another."""
-    jobs: list[LandingJob] = []
-    sums: list[Tensor] = []
-    owns: list[tuple[Tensor, float]] = []
-    replaces = False
-
-    def close() -> None:
-        nonlocal sums, owns, replaces
-        jobs.append(
-            new_landing(jobs[-1].out if jobs else stream, sums=sums, owns=owns, replaces=replaces)
-        )
-        sums, owns, replaces = [], [], False
-
-    for landing, pending in arrivals:
-        if len(sums) == MAX_SUMS or len(owns) >= MAX_OWNS - 1:
-            close()
-        if landing.summed:
-            if landing.replaces:
-                assert not sums, "a stream is replaced with outputs in flight"
-                owns, replaces = [], True
-            # Slots hold every rank's part; anything else is a sum already.
-            if pending.handle.dim() == 3 and pending.handle.shape[1:] == stream.shape:
-                sums.append(pending.handle)
-            else:
-                owns.append((pending.handle.view(stream.shape), 1.0))
-        if landing.own:
-            assert pending.own is not None
-            owns.append((pending.own.view(stream.shape), landing.own))
-    if sums or owns or not jobs:
-        close()
-    return jobs
+        return Output(arriving, whole if keep_own else None)

@@ -12,13 +12,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ladder.infer.cache import Cache
-from ladder.infer.fused import FusedHead, can_fuse, fuse
+from ladder.infer.fused import InferenceTransformer, can_fuse, fuse
 from ladder.infer.graphs import record
 from ladder.infer.load import load_for_inference
 from ladder.infer.sampling import Sampling, choose_greedily, choose_parallel, draws
@@ -38,6 +39,9 @@ PROMPT_STEPS = ((64, 16), (512, 64), (4096, 256), (math.inf, 1024))
 
 # cuDNN's, for one query under a mask, gives other bits from run to run (torch 2.11, H200).
 REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+# The model that was made of each one that has been fused: another engine of that one shares it.
+FUSED: WeakKeyDictionary[Transformer, Transformer] = WeakKeyDictionary()
 
 
 @dataclass
@@ -197,8 +201,8 @@ class Engine:
     model: one that is placed, or a folder to load (`load_for_inference`, which `tp`, `reducer` and
     `device` are for: processes, 0 for all that run; `async`, `push` or `auto`; `cpu`, `cuda` or
     `auto`). graphs: whether decode steps are CUDA graphs; None: on GPUs. fused: whether to pack the
-    model's weights and decode with fused kernels (`ladder.infer.fused`; the model is for this
-    engine then); None: on GPUs where these know the model. Sessions (a cache and a graph for a
+    model's weights and decode with fused kernels (`ladder.infer.fused`, which takes the model
+    apart); None: on GPUs where these know the model. Sessions (a cache and a graph for a
     batch size, a cache length and a kind of sampling) are kept for the next call, the SESSIONS
     that were used last.
     """
@@ -213,27 +217,30 @@ class Engine:
         reducer: str = "auto",
         device: str = "auto",
     ) -> None:
-        if isinstance(model, Transformer):
+        if not isinstance(model, str | Path):
+            placed = model
             if (tp, reducer, device) != (0, "auto", "auto"):
                 raise UserError(
                     "tp, reducer and device are for a folder; this model is placed already"
                 )
         else:
-            model = load_for_inference(model, tp=tp, reducer=reducer, device=device)
-        self.on_gpu = on_gpu = local_tensor(model.model.embed_tokens.weight).is_cuda
+            placed = load_for_inference(model, tp=tp, reducer=reducer, device=device)
+        placed = FUSED.get(placed, placed)
+        self.on_gpu = on_gpu = local_tensor(placed.model.embed_tokens.weight).is_cuda
         if graphs and not on_gpu:
             raise UserError("graphs=True needs a model on a GPU; leave it out on a CPU")
-        if fused and not can_fuse(model):
+        if fused and not can_fuse(placed):
             raise UserError(
                 "fused=True cannot run virtual ranks, biases of outputs and MLPs, or weights other "
                 "than bfloat16, float16 and float32; leave it out"
             )
-        if fused is False and isinstance(model.lm_head, FusedHead):
+        if fused is False and isinstance(placed, InferenceTransformer):
             raise UserError("fused=False needs a model that no engine has fused; load it again")
-        self.fused = on_gpu and can_fuse(model) if fused is None else fused
-        if self.fused and not isinstance(model.lm_head, FusedHead):
-            fuse(model)
-        self.model = model
+        self.fused = on_gpu and can_fuse(placed) if fused is None else fused
+        if self.fused and not isinstance(placed, InferenceTransformer):
+            FUSED[placed] = fused_model = fuse(placed)
+            placed = fused_model
+        self.model = placed
         self.graphs = on_gpu if graphs is None else graphs
         self.sessions: dict[tuple[int, int, Sampling], Session] = {}
 

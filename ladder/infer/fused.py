@@ -1,13 +1,15 @@
-"""The same sublayers for inference on a GPU: weights packed once, fused kernels for decoding.
+"""The same model for inference on a GPU: weights packed once, fused kernels for decoding.
 
-`fuse` swaps a placed model's attention, MLP, embedding and head for these, folds the norms' weights
-into the matrices that read them, and has its Reducer pick a `DecodeReducer` for the passes that
-decode. The loop, the plan and the function computed stay the Transformer's.
+`fuse` makes one of a placed model: attention, MLP, embedding and head of its own, with the norms'
+weights folded into the matrices that read them, and a Runtime that takes a `DecodeReducer` for the
+passes that decode. The loop, the plan and the function computed stay the Transformer's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,25 +17,20 @@ from torch import Tensor, nn
 
 from ladder.costs import reduce_bytes
 from ladder.infer.cache import Cache
-from ladder.infer.decode import DecodeReducer, Product, Read
+from ladder.infer.decode import DecodeReducer, Matrix
 from ladder.jit import DTYPES
 from ladder.kernels.attention import decode_attention
 from ladder.kernels.choice import embed
-from ladder.kernels.decode import MAX_ROWS, project
+from ladder.kernels.decode import MAX_ROWS
 from ladder.kernels.norm import MAX_ADDENDS, add_rms_norm
-from ladder.kernels.prefill import rotary_prompt, swiglu
+from ladder.kernels.prefill import rotary_prompt
 from ladder.models.config import ModelConfig
-from ladder.models.layers import (
-    MLP,
-    Attention,
-    Embedding,
-    RMSNorm,
-    local,
-    rotary_tables,
-    vocabulary_start,
-)
-from ladder.models.reducer import Norm, Reducer, add_norm
-from ladder.models.transformer import Transformer
+from ladder.models.forward_pass import Norm, add_norm
+from ladder.models.layers import Embedding, RMSNorm, local, rotary_tables, vocabulary_start
+from ladder.models.plan import Plan
+from ladder.models.reducer import Reducer
+from ladder.models.sublayers import MLP, Attention, Context, Sublayer
+from ladder.models.transformer import Parts, Transformer
 from ladder.parallel.reducers import PushReducer
 from ladder.parallel.sharded import ShardedReducer, sharded_refusal
 
@@ -42,46 +39,27 @@ from ladder.parallel.sharded import ShardedReducer, sharded_refusal
 DIRECT_BYTES, DIRECT_BYTES_BLOCKING = 8 * 2**20, 16 * 2**20
 SMALL_PROMPTS = 16384
 
-Lend = Callable[[tuple[int, int, int], Tensor], Tensor | None]  # Reducer.buffer of this pass
 
-
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [M, K] times weight [N, K] transposed: our kernel for the few rows of decoding."""
-    if len(x) > MAX_ROWS:
-        return F.linear(x, weight)
-    y = project(x, weight)
-    assert y is not None
-    return y
-
-
-def partial_of(x: Tensor, weight: Tensor, lend: Lend) -> Tensor:
-    """x [B, S, K] times weight [D, K] transposed, written where the reducer wants it."""
-    # A single place is what a prefill ends with, on another reducer.
-    out = lend((x.shape[0], x.shape[1], weight.shape[0]), x) if x.shape[1] > 1 else None
-    if out is None:
-        return F.linear(x, weight)
-    torch.mm(x.flatten(0, 1), weight.t(), out=out.flatten(0, 1))
-    return out
-
-
-class FusedAttention(nn.Module):
+class FusedAttention(Sublayer):
     """`Attention` with one packed matrix (and bias, perhaps) for queries, keys and values.
 
     A single token per sequence (decoding) needs no mask; longer inputs are prompts from position 0
-    on, through torch's attention. gain: the norm's weight, folded into the packed matrix.
+    on, through torch's attention. gain: the norm's weight, folded into the packed matrix. table:
+    the rotary table of all positions. arrived: the counters of attention's kernel.
     """
 
     def __init__(
-        self, attention: Attention, gain: Tensor, table: Tensor, arrived: Tensor, lend: Lend
-    ) -> None:
-        super().__init__()
+        self, config: ModelConfig, attention: Attention, gain: Tensor, table: Tensor,
+        arrived: Tensor,
+    ) -> None:  # fmt: skip
+        super().__init__(config, attention.layer)
         weights = [local(p.weight) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
         index = attention.k_proj.held_heads()
         key, value = (w.unflatten(0, (-1, attention.head_dim))[index] for w in weights[1:])
         self.heads = weights[0].shape[0] // attention.head_dim
         self.kv_heads = len(index)
         packed = torch.cat((weights[0], key.flatten(0, 1), value.flatten(0, 1)))
-        self.packed = fold(packed, gain)
+        self.qkv = Matrix(fold(packed, gain))
         self.bias: Tensor | None = None
         if attention.q_proj.bias is not None:
             projections = attention.q_proj, attention.k_proj, attention.v_proj
@@ -92,53 +70,52 @@ class FusedAttention(nn.Module):
         if isinstance(attention.q_norm, RMSNorm):
             self.gains = _gain(attention.q_norm), _gain(attention.k_norm)
             self.eps = attention.q_norm.eps
-        self.output = local(attention.o_proj.weight).contiguous()
-        self.layer, self.head_dim, self.table = attention.layer, attention.head_dim, table
-        self.arrived, self.lend = arrived, lend
+        self.output = Matrix(local(attention.o_proj.weight))
+        self.head_dim, self.table, self.arrived = attention.head_dim, table, arrived
 
-    def forward(
-        self, x: Tensor | Read, tables: Tensor, mask: Tensor | None, cache: Cache
-    ) -> Tensor | Product:
-        assert mask is None, "fused attention knows what to see from the cache's positions"
-        if isinstance(x, Read):
-            return Product(self._attend(x.project(self.packed), cache), self.output)
-        if x.shape[1] > 1:
-            return self._prompt(x, cache)
-        return linear(self._attend(linear(x[:, 0], self.packed), cache), self.output).unsqueeze(1)
+    def compute(self, x: Any, context: Context) -> Any:
+        assert context.mask is None, "fused attention knows what to see from the cache's positions"
+        cache = context.cache
+        assert isinstance(cache, Cache)
+        (packed,) = context.operators.column(x, (self.qkv,))
+        if packed.shape[1] == 1:
+            out = self._decode(packed[:, 0], cache).unsqueeze(1)
+        else:
+            out = self.wanted(self._prompt(packed, cache), context)
+        return context.operators.row(out, self.output)
 
-    def _attend(self, packed: Tensor, cache: Cache) -> Tensor:
+    def _decode(self, packed: Tensor, cache: Cache) -> Tensor:
         return decode_attention(
             packed, self.table, cache.positions[:, 0], cache.keys[self.layer],
             cache.values[self.layer], self.heads, self.head_dim**-0.5, self.arrived, self.bias,
             self.gains, self.eps,
         )  # fmt: skip
 
-    def _prompt(self, x: Tensor, cache: Cache) -> Tensor:
+    def _prompt(self, packed: Tensor, cache: Cache) -> Tensor:
+        if self.bias is not None:
+            packed = packed.add_(self.bias)
         q, k, v = rotary_prompt(
-            F.linear(x, self.packed, self.bias), self.table, cache.keys[self.layer],
-            cache.values[self.layer], self.heads, self.kv_heads, self.gains, self.eps,
+            packed, self.table, cache.keys[self.layer], cache.values[self.layer], self.heads,
+            self.kv_heads, self.gains, self.eps,
         )  # fmt: skip
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
         )
-        return partial_of(out.transpose(1, 2).flatten(2), self.output, self.lend)
+        return out.transpose(1, 2).flatten(2)
 
 
-class FusedMLP(nn.Module):
+class FusedMLP(Sublayer):
     """`MLP` with one packed matrix for gate and up, and their product in the same kernel."""
 
-    def __init__(self, mlp: MLP, gain: Tensor, lend: Lend) -> None:
-        super().__init__()
+    def __init__(self, config: ModelConfig, mlp: MLP, gain: Tensor) -> None:
+        super().__init__(config, mlp.layer)
         weights = local(mlp.gate_proj.weight), local(mlp.up_proj.weight)
-        self.packed = fold(torch.cat(weights), gain)
-        self.down = local(mlp.down_proj.weight).contiguous()
-        self.lend = lend
+        self.gate_up = Matrix(fold(torch.cat(weights), gain), gated=True)
+        self.down = Matrix(local(mlp.down_proj.weight))
 
-    def forward(self, x: Tensor | Read) -> Tensor | Product:
-        if isinstance(x, Read):
-            return Product(x.project(*self.packed.chunk(2)), self.down)
-        inner = swiglu(F.linear(x, self.packed).flatten(0, 1))
-        return partial_of(inner.view(*x.shape[:-1], -1), self.down, self.lend)
+    def compute(self, x: Any, context: Context) -> Any:
+        (inner,) = context.operators.column(x, (self.gate_up,))
+        return context.operators.row(inner, self.down)
 
 
 class FusedEmbedding(nn.Module):
@@ -148,23 +125,11 @@ class FusedEmbedding(nn.Module):
         super().__init__()
         self.weight = embedding.weight
         self.first = vocabulary_start(embedding.vocab_size, embedding.ranks)
+        self.parameter_specs = embedding.parameter_specs
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows = embed(tokens.flatten(), local(self.weight), self.first)
         return rows.unflatten(0, tokens.shape)
-
-
-class FusedHead(nn.Module):
-    """The output projection: x [B, S, D] -> logits [B, S, V_local]."""
-
-    def __init__(self, weight: Tensor, gain: Tensor | None) -> None:
-        super().__init__()
-        self.weight = weight.contiguous() if gain is None else fold(weight, gain)
-
-    def forward(self, x: Tensor | Read) -> Tensor:
-        if isinstance(x, Read):
-            return x.project(self.weight).unsqueeze(1)
-        return linear(x.flatten(0, 1), self.weight).view(*x.shape[:-1], -1)
 
 
 def fold(weight: Tensor, gain: Tensor) -> Tensor:
@@ -173,15 +138,15 @@ def fold(weight: Tensor, gain: Tensor) -> Tensor:
 
 
 def fused_add_norm(
-    stream: Tensor, addends: list[tuple[Tensor, float]], norm: Norm
+    residual: Tensor, addends: list[tuple[Tensor, float]], norm: Norm
 ) -> tuple[Tensor, Tensor]:
-    """`ladder.models.reducer.add_norm` as one kernel, for a norm with one weight."""
+    """`ladder.models.forward_pass.add_norm` as one kernel, for a norm with one weight."""
     if not isinstance(norm, RMSNorm) or len(addends) > MAX_ADDENDS:
-        return add_norm(stream, addends, norm)
-    weight = local(norm.weight).to(stream.dtype).flatten()
+        return add_norm(residual, addends, norm)
+    weight = local(norm.weight).to(residual.dtype).flatten()
     pairs = [(value.flatten(0, 1), factor) for value, factor in addends]
-    landed, normed = add_rms_norm(stream.flatten(0, 1), pairs, weight, norm.eps)
-    return landed.view(stream.shape), normed.view(stream.shape)
+    landed, normed = add_rms_norm(residual.flatten(0, 1), pairs, weight, norm.eps)
+    return landed.view(residual.shape), normed.view(residual.shape)
 
 
 def can_fuse(model: Transformer) -> bool:
@@ -192,71 +157,100 @@ def can_fuse(model: Transformer) -> bool:
     """
     config, stored = model.config, model.model.embed_tokens.weight.dtype
     unknown = config.attention_bias or config.mlp_bias or model.adapted or stored not in DTYPES
-    return model.reducer.ranks.held == 1 and not unknown and model.compute_dtype in (None, stored)
+    return (
+        model.reducer.ranks.held == 1
+        and not unknown
+        and model.runtime.compute_dtype in (None, stored)
+    )
+
+
+class InferenceTransformer(Transformer):
+    """What `fuse` makes."""
 
 
 @torch.no_grad()
-def fuse(model: Transformer) -> None:
-    """Swap in the fused modules; the model's own matrices are freed. For inference alone."""
+def fuse(model: Transformer) -> InferenceTransformer:
+    """The model for inference alone, of a placed one, which it takes apart: it is empty afterwards.
+
+    So that the weights are in memory once: each matrix is freed when it is packed.
+    """
     assert can_fuse(model)
-    device = local(model.model.embed_tokens.weight).device
-    places = torch.arange(model.config.max_seq_len, device=device).unsqueeze(0)
-    cos, sin = rotary_tables(model.config, places, torch.float32)[:, 0, 0]
-    half = model.config.head_dim // 2
-    table = torch.cat((cos[:, :half], sin[:, :half]), dim=-1).contiguous()
+    config, plan, base = model.config, model.config.plan, model.reducer
+    weight = local(model.model.embed_tokens.weight)
+    table = _rotary_table(config, weight.device)
+    # Attention runs on one stream: all layers may count arrivals in the same place.
+    arrived = torch.zeros(2**16, dtype=torch.int32, device=weight.device)
+    layers = list(model.model.layers)
 
-    def look_up(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        return table  # the fused kernels know the positions
+    def mixer(config: ModelConfig, layer: int) -> Sublayer:
+        attention, gain = layers[layer].self_attn, _gain(layers[layer].input_layernorm)
+        return _take(attention, FusedAttention(config, attention, gain, table, arrived))
 
-    model.rotary = look_up
-    base, plan = model.reducer, model.config.plan
-    base.add_norm = fused_add_norm
+    def feed_forward(config: ModelConfig, layer: int) -> Sublayer:
+        first = layers[layer].input_layernorm  # `parallel` has one norm
+        gain = _gain(getattr(layers[layer], "post_attention_layernorm", first))
+        return _take(layers[layer].mlp, FusedMLP(config, layers[layer].mlp, gain))
+
+    def head(config: ModelConfig) -> nn.Module:
+        whole = local(model.lm_head.weight)
+        # The mean over ranks is of normed residuals: with the weight.
+        return Matrix(whole if plan.final_mean else fold(whole, _gain(model.model.norm)))
+
+    embedding = FusedEmbedding(model.model.embed_tokens)
+    parts = Parts(mixer, feed_forward, lambda config: embedding, head)
+    fused = InferenceTransformer(config, parts)
+    for norm in (each for each in fused.modules() if isinstance(each, RMSNorm)):
+        norm.weight = nn.Parameter(torch.ones(norm.weight.shape[-1:]).to(weight))
+    if plan.final_mean:
+        fused.model.norm.weight.copy_(_gain(model.model.norm))
+    runtime = replace(
+        model.runtime,
+        rotary=lambda config, positions, dtype: table,  # the fused kernels know the positions
+        add_norm=fused_add_norm,
+        pick=_reducers(base, plan, reduce_bytes(config, 1, weight.element_size())),
+    )
+    fused.use(runtime)
+    return fused.eval()
+
+
+def _take(source: Sublayer, fused: Sublayer) -> Sublayer:
+    """`fused`; the memory of `source`, whose weights it has packed, is freed."""
+    source.to_empty(device="meta")
+    return fused
+
+
+def _rotary_table(config: ModelConfig, device: torch.device) -> Tensor:
+    """cos, then sin, of each position and frequency: [max_seq_len, head_dim] float32."""
+    positions = torch.arange(config.max_seq_len, device=device).unsqueeze(0)
+    cos, sin = rotary_tables(config, positions, torch.float32)[:, 0, 0]
+    half = config.head_dim // 2
+    return torch.cat((cos[:, :half], sin[:, :half]), dim=-1).contiguous()
+
+
+def _reducers(
+    base: Reducer, plan: Plan, token_bytes: int
+) -> Callable[[torch.Size], Reducer | DecodeReducer]:
+    """The reducer of a pass over tokens of that shape [B, S]."""
     shards: dict[str, ShardedReducer] = {}  # by transport
     if isinstance(base, PushReducer) and sharded_refusal(plan, base.ranks) is None:
         for transport in ("direct", "copy-kernels", "copy"):
             shards[transport] = ShardedReducer(base.ranks, base.group, plan, transport)
-            shards[transport].add_norm = fused_add_norm
-    itemsize = local(model.model.embed_tokens.weight).element_size()
-    token_bytes = reduce_bytes(model.config, 1, itemsize)
     direct_bytes = DIRECT_BYTES_BLOCKING if all(plan.blocking) else DIRECT_BYTES
+    decode = DecodeReducer(base, plan)
 
-    def prompts(tokens: int) -> Reducer:
-        """What was fastest on 4 H200s, for 1 to 64 prompts of 1024 (benchmarks/prefill.py)."""
+    def pick(shape: torch.Size) -> Reducer | DecodeReducer:
+        if shape[1] == 1:
+            return decode if shape[0] <= MAX_ROWS else base
         if not isinstance(base, PushReducer) or not shards:
             return base
-        size = tokens * token_bytes
-        transport = "copy-kernels" if tokens <= SMALL_PROMPTS else "copy"
+        # What was fastest on 4 H200s, for 1 to 64 prompts of 1024 (benchmarks/prefill.py).
+        size = shape.numel() * token_bytes
+        transport = "copy-kernels" if shape.numel() <= SMALL_PROMPTS else "copy"
         transport = "direct" if size <= direct_bytes else transport
         base.note(size, f"sharded by tokens, {transport}")
         return shards[transport]
 
-    def lend(shape: tuple[int, int, int], like: Tensor) -> Tensor | None:
-        return base.pick(torch.Size(shape[:2])).buffer(shape, like)
-
-    # Attention runs on one stream: all layers may count arrivals in the same place.
-    arrived = torch.zeros(2**16, dtype=torch.int32, device=device)
-    for layer in model.model.layers:
-        first = layer.input_layernorm
-        second = getattr(layer, "post_attention_layernorm", first)  # `parallel` has one norm
-        layer.self_attn = FusedAttention(layer.self_attn, _gain(first), table, arrived, lend)
-        layer.mlp = FusedMLP(layer.mlp, _gain(second), lend)
-        for norm in (first, second):
-            norm.weight.fill_(1.0)
-    model.model.embed_tokens = FusedEmbedding(model.model.embed_tokens)
-    averages = model.config.plan.final_mean  # of normed streams: with the weight
-    gain = None if averages else _gain(model.model.norm)
-    model.lm_head = FusedHead(local(model.lm_head.weight), gain)
-    if not averages:
-        model.model.norm.weight.fill_(1.0)
-    decode = DecodeReducer(base, plan)
-
-    def pick(shape: torch.Size) -> Reducer:
-        if shape[1] == 1 and shape[0] <= MAX_ROWS:
-            decode.start()
-            return decode
-        return prompts(shape.numel()) if shape[1] > 1 else base
-
-    base.picker = pick
+    return pick
 
 
 def _gain(norm: nn.Module) -> Tensor:

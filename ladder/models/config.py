@@ -105,7 +105,7 @@ class ModelConfig:
     that `resolve_plan` accepts; the attribute is the resolved Plan. tp_degree: T if the plan
     depends on it, else None. attention_bias: biases of all four projections; qkv_bias: biases of
     q, k and v only (Qwen2). qk_norm: queries and keys are normed per head before the rotation
-    (Qwen3).
+    (Qwen3). mixer, feed_forward: what fills the two slots of a block (ladder.models.sublayers).
     """
 
     vocab_size: int
@@ -124,6 +124,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    mixer: str = "attention"
+    feed_forward: str = "swiglu"
     tp_degree: int | None = None
     plan: Plan = field(default="standard")  # type: ignore[assignment]  # resolved below
 

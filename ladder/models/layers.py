@@ -1,4 +1,4 @@
-"""The sublayers of a Llama-style decoder, each on the shards of the ranks that a process holds.
+"""The modules that hold parameters, each on the shards of the ranks that a process holds.
 
 Shapes: B sequences, S tokens, D hidden_size, R ranks held (Ranks.held). Where R > 1 every hidden
 state has a leading dimension: x is [R, B, S, D]. Weights keep Hugging Face's names, layouts and
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ladder.models.config import ModelConfig
-from ladder.models.documents import Packed, attend
 from ladder.models.parameters import Initialisation, ParameterSpec
 from ladder.models.reducer import Ranks
 from ladder.models.rotary import rotary_frequencies
@@ -27,14 +26,6 @@ def local(parameter: Any) -> Tensor:
     # Not by its type: the import takes torch.distributed, which not every build has.
     shard: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return shard
-
-
-class KeyValueCache(Protocol):
-    """What attention asks of a cache; `ladder.infer.cache` has one."""
-
-    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values ([R * B, heads, S, head_dim]); return all that may be attended."""
-        ...
 
 
 class ParallelLinear(nn.Linear):
@@ -202,78 +193,3 @@ def rotate(x: Tensor, tables: Tensor) -> Tensor:
     """Apply rotary embedding to x [B, heads, S, head_dim], halves paired as Hugging Face does."""
     left, right = x.chunk(2, dim=-1)
     return x * tables[0] + torch.cat((-right, left), dim=-1) * tables[1]
-
-
-class Attention(nn.Module):
-    """Grouped-query causal self-attention on this process's heads: normed x -> partial.
-
-    With a cache, `mask` ([R * B, 1, S, keys], true where attended) replaces the causal one;
-    without a mask, the tokens are the first of their sequences and see only themselves. Without a
-    cache, a mask is what keeps tokens within their documents: see ladder.models.documents.
-    """
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        size, head_dim = config.hidden_size, config.head_dim
-        bias = config.attention_bias or config.qkv_bias
-        self.layer, self.head_dim = layer, head_dim
-        self.q_proj = ColumnParallelLinear(size, config.num_heads * head_dim, bias)
-        self.k_proj = KVParallelLinear(size, config.num_kv_heads, head_dim, bias)
-        self.v_proj = KVParallelLinear(size, config.num_kv_heads, head_dim, bias)
-        self.o_proj = RowParallelLinear(config.num_heads * head_dim, size, config.attention_bias)
-        # One weight for the heads of all ranks: each sees the gradient of its own heads alone.
-        self.q_norm = RMSNorm(head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-
-    def forward(
-        self, x: Tensor, tables: Tensor, mask: Tensor | Packed | None, cache: KeyValueCache | None
-    ) -> Tensor:
-        q = rotate(self.q_norm(self._heads(self.q_proj(x))), tables)
-        k = rotate(self.k_norm(self._heads(self.k_proj(x))), tables)
-        v = self._heads(self.v_proj(x))
-        if cache is not None:
-            held = cache.update(self.layer, k, v)
-            k, v = (k, v) if mask is None else held
-        if isinstance(mask, Packed):
-            out = attend(q, k, v, mask)
-        elif mask is not None and q.shape[2] == 1:
-            # The queries that share a head of keys as rows of one: every kernel knows those.
-            rows = q.unflatten(1, (k.shape[1], -1)).squeeze(3)
-            out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
-            out = out.flatten(1, 2).unsqueeze(2)
-        else:
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-            )
-        out = out.transpose(1, 2).flatten(2)
-        return self.o_proj(out.unflatten(0, x.shape[:2]) if x.dim() == 4 else out)
-
-    def _heads(self, y: Tensor) -> Tensor:
-        """[(R,) B, S, heads * head_dim] -> [R * B, heads, S, head_dim]."""
-        y = y.unflatten(-1, (-1, self.head_dim))
-        return (y.flatten(0, 1) if y.dim() == 5 else y).transpose(1, 2)
-
-
-class MLP(nn.Module):
-    """SwiGLU on this process's part of the intermediate size: normed x -> partial."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = ColumnParallelLinear(size, inner, bias)
-        self.up_proj = ColumnParallelLinear(size, inner, bias)
-        self.down_proj = RowParallelLinear(inner, size, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Layer(nn.Module):
-    """One block's weights; the plan decides how its sublayers are wired, so it has no forward."""
-
-    def __init__(self, config: ModelConfig, layer: int, norms: dict[str, RMSNorm]) -> None:
-        super().__init__()
-        self.self_attn = Attention(config, layer)
-        self.mlp = MLP(config)
-        for name, norm in norms.items():
-            self.add_module(name, norm)

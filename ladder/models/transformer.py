@@ -3,27 +3,63 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ladder.models.config import ModelConfig
 from ladder.models.documents import Packed, within_documents
-from ladder.models.errors import UserError
+from ladder.models.errors import UserError, unknown
+from ladder.models.forward_pass import Norm, Pass
 from ladder.models.layers import (
     ColumnParallelLinear,
     Embedding,
-    KeyValueCache,
-    Layer,
+    ParallelLinear,
     RMSNorm,
-    rotary_tables,
     vocabulary_start,
 )
-from ladder.models.loss import Passes, token_losses
+from ladder.models.loss import token_losses
 from ladder.models.parameters import collect_specs
-from ladder.models.reducer import Pending, Ranks, Reducer, places
+from ladder.models.plan import Plan
+from ladder.models.reducer import Ranks, Reducer
+from ladder.models.runtime import Runtime
+from ladder.models.sublayers import (
+    FEED_FORWARDS,
+    MIXERS,
+    Context,
+    KeyValueCache,
+    Layer,
+    Sublayer,
+)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What makes the parts of a Transformer; by default as the config says.
+
+    embedding: tokens [B, S] -> this process's part [B, S, D] of a sum over the processes. head: a
+    weight for `Operators.column`, [B, S, D] -> [B, S, V_local].
+    """
+
+    mixer: Callable[[ModelConfig, int], Sublayer]
+    feed_forward: Callable[[ModelConfig, int], Sublayer]
+    embedding: Callable[[ModelConfig], nn.Module]
+    head: Callable[[ModelConfig], nn.Module]
+
+
+def default_parts(config: ModelConfig) -> Parts:
+    """Raises UserError where the config names a mixer or feed-forward that does not exist."""
+    for name, known in (("mixer", MIXERS), ("feed_forward", FEED_FORWARDS)):
+        if getattr(config, name) not in known:
+            raise unknown(name, getattr(config, name), known)
+    return Parts(
+        MIXERS[config.mixer],
+        FEED_FORWARDS[config.feed_forward],
+        lambda config: Embedding(config.vocab_size, config.hidden_size),
+        lambda config: ColumnParallelLinear(config.hidden_size, config.vocab_size, bias=False),
+    )
 
 
 class Transformer(nn.Module):
@@ -32,19 +68,15 @@ class Transformer(nn.Module):
     Its parameters are described by `specs`, and their whole shapes by `shapes`, both by full name.
 
     Built with all T ranks in this process (T = tp_degree: virtual ranks where it is above 1); a
-    Reducer handed to `use` spreads them. Parameter names are Hugging Face Llama's.
+    Runtime handed to `use` spreads them. Parameter names are Hugging Face Llama's.
 
-    compute_dtype: what activations and matrices are computed in; None: as the parameters are.
+    parts: what makes its parts, in place of those that the config names.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, parts: Parts | None = None) -> None:
         super().__init__()
         self.config = config
-        self.compute_dtype: torch.dtype | None = None
-        self.rotary = rotary_tables  # one that looks them up may be handed over
-        self.passes = Passes()  # of the loss
-        # This process's part of each parameter's rows, and of how many: see ladder.parallel.data.
-        self.data_shard = 0, 1
+        parts = parts or default_parts(config)
         plan, size, eps = config.plan, config.hidden_size, config.norm_eps
         norms = [
             RMSNorm(size, eps, per_rank=0 if equal else config.tp_degree or 1)
@@ -55,15 +87,16 @@ class Transformer(nn.Module):
             name = "post_attention_layernorm" if record.kind == "mlp" else "input_layernorm"
             named[layer][name] = norm
         self.model = nn.Module()
-        self.model.embed_tokens = Embedding(config.vocab_size, size)
+        self.model.embed_tokens = parts.embedding(config)
         self.model.layers = nn.ModuleList(
-            Layer(config, layer, named[layer]) for layer in range(config.num_layers)
+            Layer(parts.mixer(config, layer), parts.feed_forward(config, layer), named[layer])
+            for layer in range(config.num_layers)
         )
         self.model.norm = norms[-1]
-        self.lm_head = ColumnParallelLinear(size, config.vocab_size, bias=False)
-        if config.tie_embeddings:
+        self.lm_head = parts.head(config)
+        if config.tie_embeddings and isinstance(self.lm_head, ParallelLinear):
             self.lm_head.weight = self.model.embed_tokens.weight
-        self.use(Reducer(Ranks(config.tp_degree or 1, 0, config.tp_degree or 1)))
+        self.use(Runtime(Reducer(Ranks(config.tp_degree or 1, 0, config.tp_degree or 1))))
         # Of the whole parameters: a process may hold a part of each.
         self.shapes = {name: each.shape for name, each in self.named_parameters()}
         self.specs = collect_specs(self)
@@ -73,33 +106,40 @@ class Transformer(nn.Module):
         return [n for n, each in self.named_parameters() if each.shape != self.shapes[n]]
 
     @property
+    def slots(self) -> Iterator[Sublayer]:
+        """What fills the slots of all blocks, in order: a mixer and a feed-forward of each."""
+        return (slot for layer in self.model.layers for slot in layer.slots)
+
+    @property
     def adapted(self) -> bool:
         """Whether a layer holds parameters that it was not built with: those of an adapter."""
         held = self.model.layers.named_parameters(prefix="model.layers")
         return any(name not in self.specs for name, _ in held)
 
-    def use(self, reducer: Reducer) -> None:
-        """Compute `reducer.ranks`, and communicate by `reducer`.
+    @property
+    def reducer(self) -> Reducer:
+        return self.runtime.reducer
+
+    def use(self, runtime: Runtime) -> None:
+        """Compute the ranks of `runtime.reducer`, by what the runtime holds.
 
         Raises UserError where the plan depends on T and the ranks are not that many, or where T
         does not divide the model.
         """
-        self.check_degree(reducer.ranks.degree)
-        if (
-            reducer.ranks.processes > 1
-            and (reducer.ranks.processes - 1)
-            * math.ceil(self.config.vocab_size / reducer.ranks.processes)
-            >= self.config.vocab_size
-        ):
+        ranks = runtime.reducer.ranks
+        self.check_degree(ranks.degree)
+        rows = math.ceil(self.config.vocab_size / ranks.processes)
+        if ranks.processes > 1 and (ranks.processes - 1) * rows >= self.config.vocab_size:
             raise UserError(
-                f"tp={reducer.ranks.processes} leaves a rank without a row of "
+                f"tp={ranks.processes} leaves a rank without a row of "
                 f"vocab_size={self.config.vocab_size}; use a smaller tp"
             )
-        self.reducer = reducer
+        self.runtime = runtime
         for module in self.modules():
             if hasattr(module, "ranks"):
-                module.ranks = reducer.ranks
-        self.lm_head.ranks = Ranks(reducer.ranks.processes, reducer.ranks.process, 1)
+                module.ranks = ranks
+        # The head's rows are split over the processes alone, virtual ranks have them together.
+        self.lm_head.ranks = Ranks(ranks.processes, ranks.process, 1)
 
     def check_degree(self, degree: int) -> None:
         """Raise UserError unless the model can run on T = `degree` ranks."""
@@ -123,6 +163,7 @@ class Transformer(nn.Module):
         mask: Tensor | None = None,
         last: Tensor | None = None,
         gather: bool = True,
+        plan: Plan | None = None,
     ) -> Tensor:
         """Logits [B, S, vocab_size], or with `targets` the loss of each token.
 
@@ -136,6 +177,7 @@ class Transformer(nn.Module):
         last: [B] int64, the one place of each sequence whose logits are wanted: [B, 1, vocab_size].
             After the last attention nothing else is computed.
         gather: False returns this process's part of the vocabulary alone, [B, S, V_local].
+        plan: in place of the config's, for this pass; one with the same sublayers and norms.
 
         Raises UserError for a token or target that is no number of the vocabulary, on a CPU. A GPU
         is not waited for: there the result is NaN, or a lookup fails on the device.
@@ -144,14 +186,12 @@ class Transformer(nn.Module):
         """
         if targets is not None:
             self._check_ids("targets", targets, torch.iinfo(targets.dtype).min)
-        normed, reducer = self.hidden(
-            tokens, positions=positions, documents=documents, cache=cache, mask=mask, last=last
-        )
-        logits = self.lm_head(normed)
+        run = self._run(tokens, positions, documents, cache, mask, last, plan or self.config.plan)
+        logits = run.logits(self.lm_head)
         if targets is not None:
-            first = vocabulary_start(self.config.vocab_size, reducer.ranks)
-            return token_losses(logits, targets, first, reducer, self.passes)
-        return reducer.gather(logits, self.config.vocab_size) if gather else logits
+            first = vocabulary_start(self.config.vocab_size, self.reducer.ranks)
+            return token_losses(logits, targets, first, self.reducer, self.runtime.losses)
+        return self.reducer.gather(logits, self.config.vocab_size) if gather else logits
 
     def hidden(
         self,
@@ -162,11 +202,60 @@ class Transformer(nn.Module):
         cache: KeyValueCache | None = None,
         mask: Tensor | None = None,
         last: Tensor | None = None,
-    ) -> tuple[Tensor, Reducer]:
-        """What the head reads, [B, S, D] (with `last` [B, 1, D]), and what gathers its logits.
+    ) -> Tensor:
+        """What the head reads, [B, S, D] (with `last` [B, 1, D]). The arguments are `forward`'s."""
+        plan = self.config.plan
+        run = self._run(tokens, positions, documents, cache, mask, last, plan)
+        hidden: Tensor = run.read(len(plan.sublayers))
+        return hidden
 
-        The arguments are `forward`'s.
-        """
+    def _run(
+        self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None,
+        cache: KeyValueCache | None, mask: Tensor | None, last: Tensor | None, plan: Plan,
+    ) -> Pass:  # fmt: skip
+        """All sublayers; the pass is then at its last read, the head's."""
+        self._check_inputs(tokens, documents, cache, mask)
+        sublayers, norms = self._wire(plan)
+        run = self.runtime.begin(tokens.shape, plan, norms)
+        run.start(self.model.embed_tokens(tokens))
+        if last is not None:
+            run.select_last(last)
+        context = self._context(run, tokens, positions, documents, cache, mask, last)
+        for n, sublayer in enumerate(sublayers):
+            run.write(n, sublayer(run.read(n), context))
+        return run
+
+    def _wire(self, plan: Plan) -> tuple[list[Callable], list[Norm]]:
+        """The sublayers of a plan's records, and the norms of its reads."""
+        sublayers, norms = [], []
+        layers = list(self.model.layers)
+        for record, layer in zip(plan.sublayers, plan.layers, strict=True):
+            sublayers.append(layers[layer].sublayer(record.kind))
+            norms.append(layers[layer].norm(record.kind))
+        return sublayers, [*norms, self.model.norm]
+
+    def _context(
+        self, run: Pass, tokens: Tensor, positions: Tensor | None, documents: Tensor | None,
+        cache: KeyValueCache | None, mask: Tensor | None, last: Tensor | None,
+    ) -> Context:  # fmt: skip
+        runtime, held = self.runtime, run.ranks.held
+        dtype = run.residual.dtype
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        tables = runtime.rotary(self.config, positions, dtype)
+        if held > 1 and tables.shape[1] > 1:
+            tables = tables.repeat(1, held, 1, 1, 1)
+        seen: Tensor | Packed | None = mask
+        if documents is not None:
+            seen = within_documents(documents, tokens.shape, held, dtype, self.config.head_dim)
+        elif mask is not None and held > 1:
+            seen = mask.repeat(held, 1, 1, 1)
+        return Context(tables, seen, cache, last, run.operators, runtime.call)
+
+    def _check_inputs(
+        self, tokens: Tensor, documents: Tensor | None, cache: KeyValueCache | None,
+        mask: Tensor | None,
+    ) -> None:  # fmt: skip
         assert tokens.dim() == 2, tokens.shape
         assert mask is None or cache is not None, "a mask is for what a cache holds"
         assert documents is None or cache is None, "a cache holds one document of each sequence"
@@ -177,62 +266,6 @@ class Transformer(nn.Module):
                 f"max_seq_len={self.config.max_seq_len}; shorten it"
             )
         self._check_ids("tokens", tokens, 0)
-        reducer, plan = self.reducer.pick(tokens.shape), self.config.plan
-        ranks = reducer.ranks
-        embedded = reducer.start_stream(self.model.embed_tokens(tokens))
-        stream = embedded if self.compute_dtype is None else embedded.to(self.compute_dtype)
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-        tables = self.rotary(self.config, positions, stream.dtype)
-        if ranks.held > 1:
-            stream = stream.expand(ranks.held, *stream.shape)
-            if tables.shape[1] > 1:
-                tables = tables.repeat(1, ranks.held, 1, 1, 1)
-            mask = None if mask is None else mask.repeat(ranks.held, 1, 1, 1)
-        seen: Tensor | Packed | None = mask
-        if documents is not None:
-            seen = within_documents(
-                documents, tokens.shape, ranks.held, stream.dtype, self.config.head_dim
-            )
-
-        pending: dict[int, Pending] = {}
-
-        def begin(read: int, norm: Callable) -> Any:
-            arrivals = [(each, pending[each.output]) for each in plan.landings[read]]
-            for output in plan.done[read]:  # so that its memory is free once it has landed
-                del pending[output]
-            return reducer.begin_landing(stream, arrivals, norm)
-
-        norms: list[Callable] = [self._norm(n) for n in range(len(plan.sublayers))]
-        # Held streams that are equal at the end are normed once, below.
-        once = ranks.held > 1 and plan.equal_reads[-1]
-        norms.append((lambda x: x) if once else self.model.norm)
-        begun = begin(0, norms[0])
-        for n, record in enumerate(plan.sublayers):
-            stream, normed = reducer.finish_landing(begun)
-            begun = None
-            narrows = last is not None and n == plan.last_attention
-            early = plan.early[n + 1] and not narrows
-            if early:  # beneath this sublayer
-                begun = begin(n + 1, norms[n + 1])
-            partial = self._partial(n, normed, tables, seen, cache, last if narrows else None)
-            if narrows:
-                assert last is not None
-                stream, pending, reducer = reducer.narrow(stream, pending, last)
-            pending[n] = reducer.output(
-                partial, stream, record, plan.own_needed[n], plan.blocking[n]
-            )
-            del partial
-            if not early:
-                begun = begin(n + 1, norms[n + 1])
-
-        normed = reducer.finish_landing(begun)[1]
-        del begun
-        if plan.final_mean:  # the streams still differ: normed on each rank, then the mean
-            normed = reducer.sum(reducer.sum_held(normed)) / ranks.degree
-        elif ranks.held > 1:  # one copy will do
-            normed = self.model.norm(normed[0]) if plan.equal_reads[-1] else normed[0]
-        return normed, reducer
 
     def _check_ids(self, name: str, ids: Tensor, least: int) -> None:
         """Raise UserError for one beyond the vocabulary; on a CPU, where looking costs nothing.
@@ -249,32 +282,6 @@ class Transformer(nn.Module):
                 f"{name} hold {int(low if low < least else high)}, which is outside vocab_size="
                 f"{self.config.vocab_size}; are they another tokenizer's?"
             )
-
-    def _partial(
-        self, n: int, normed: Any, tables: Tensor, seen: Any, cache: KeyValueCache | None,
-        last: Tensor | None,
-    ) -> Any:  # fmt: skip
-        """What sublayer n makes of what it reads, on this process's ranks.
-
-        last: as in `forward`, where nothing but those places is wanted of an attention.
-        """
-        layer = self.model.layers[self.config.plan.layers[n]]
-        kind = self.config.plan.sublayers[n].kind
-        if kind == "mlp":
-            return layer.mlp(normed)
-        attended = layer.self_attn(normed, tables, seen, cache)
-        if last is not None:
-            attended, normed = places(attended, last), places(normed, last)
-        return attended if kind == "attention" else attended + layer.mlp(normed)
-
-    def _norm(self, n: int) -> RMSNorm:
-        """The norm of sublayer n."""
-        plan = self.config.plan
-        layer = self.model.layers[plan.layers[n]]
-        mlp = plan.sublayers[n].kind == "mlp"
-        norm = layer.post_attention_layernorm if mlp else layer.input_layernorm
-        assert isinstance(norm, RMSNorm)
-        return norm
 
     @torch.no_grad()
     def initialise(self, parameter: Tensor, name: str, generator: torch.Generator) -> None:

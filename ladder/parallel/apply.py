@@ -11,10 +11,11 @@ import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 from torch.utils.checkpoint import (
@@ -26,11 +27,13 @@ from torch.utils.checkpoint import (
 from ladder.config import CHECKPOINTING
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
+from ladder.models.forward_pass import MATRIX_PRODUCTS
 from ladder.models.layers import local
 from ladder.models.loss import Passes, scaled_probabilities, sum_exp
 from ladder.models.reducer import Ranks
+from ladder.models.sublayers import Call, Context, Sublayer
 from ladder.models.transformer import Transformer, meta_model
-from ladder.parallel.data import data_parallel, shard_over_data
+from ladder.parallel.data import data_parallel, shard_over_data, size_of
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sequence import SequenceReducer
 from ladder.parallel.sharded import sharded_refusal
@@ -70,7 +73,6 @@ def make_model(
     Raises UserError where the plan, or the lack of TP, allows no sequence parallelism.
     """
     model = meta_model(config)
-    model.compute_dtype = compute_dtype
     shares = mesh is not None and data_parallel(mesh)[0] > 1
     first = "meta" if shares else device  # no rank makes whole what it will hold a share of
     tp = None if mesh is None else mesh["tp"]
@@ -79,7 +81,21 @@ def make_model(
         check_sequence_parallel(config, processes)
     reducer = reducer or (SequenceReducer if sequence_parallel else AsyncReducer)
     shard_model(model, tp, device=first, dtype=torch.float32, reducer=reducer)
-    wrap_sublayers(model, activation_checkpointing, compile)
+    if compile:
+        # Attention and MLP, with and without gradients, whole and last batches: beyond the limit,
+        # 8 by default, torch would run them uncompiled.
+        limits = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, 64)
+    runtime = replace(
+        model.runtime,
+        compute_dtype=compute_dtype,
+        call=sublayer_call(model, activation_checkpointing, compile),
+        losses=_compiled_losses() if compile else model.runtime.losses,
+    )
+    if mesh is not None and shares:
+        shard = mesh.get_local_rank("shard"), size_of(mesh, "shard")
+        runtime = replace(runtime, data_shard=shard)
+    model.use(runtime)
     if mesh is not None and shares:
         shard_over_data(model, mesh)
         model.to_empty(device=device)
@@ -97,57 +113,71 @@ def check_sequence_parallel(config: ModelConfig, tp: int) -> None:
         )
 
 
-def wrap_sublayers(model: Transformer, activation_checkpointing: str, compile: bool) -> None:
-    """Checkpoint and compile the forward of each sublayer; compile the loss.
+def sublayer_call(model: Transformer, activation_checkpointing: str, compile: bool) -> Call | None:
+    """How a pass runs each sublayer: compiled, checkpointed, both, or (None) as it is.
 
-    Their `forward` is replaced, and no module is put around them: names of parameters stay, and
-    FSDP2's hooks stay outside.
+    FSDP2's hooks stay outside: they are around a sublayer's `forward`, which makes this call.
     """
     if activation_checkpointing not in CHECKPOINTING:
         raise unknown("activation_checkpointing", activation_checkpointing, CHECKPOINTING)
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if activation_checkpointing == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        if activation_checkpointing == "none":
+            return function
+        return functools.partial(checkpoint, function, **options)
+
     if compile:
-        # Attention and MLP, with and without gradients, whole and last batches: beyond the limit,
-        # 8 by default, torch would run them uncompiled.
-        limits = torch._dynamo.config
-        limits.recompile_limit = max(limits.recompile_limit, 64)
-        model.passes = Passes(
-            torch.compile(sum_exp, dynamic=False),
-            torch.compile(scaled_probabilities, dynamic=False),
-        )
-    for layer in model.model.layers:
-        for sublayer in (layer.self_attn, layer.mlp):
-            _wrap(sublayer, activation_checkpointing, compile)
+        compiled = {slot: _compiled(slot, wrap) for slot in model.slots}
+        return lambda sublayer, x, context: compiled[sublayer](x, context)
+    if activation_checkpointing == "none":
+        return None
+    return lambda sublayer, x, context: wrap(sublayer.compute)(x, context)
 
 
-def _wrap(sublayer: nn.Module, activation_checkpointing: str, compile: bool) -> None:
-    forward: Callable[..., Any] = sublayer.forward
-    if compile:
-        bare = copy.copy(sublayer)  # FSDP2's hooks, added later, must not be its hooks, too
-        bare._forward_hooks, bare._forward_pre_hooks = OrderedDict(), OrderedDict()
-        forward = functools.partial(functional_call, bare)
-    if activation_checkpointing != "none":
-        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        if activation_checkpointing == "selective":
-            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
-        forward = functools.partial(checkpoint, forward, **options)
-    if compile:
-        forward = _on_local_parameters(sublayer, torch.compile(forward, dynamic=False))
-    sublayer.forward = forward
+def _compiled_losses() -> Passes:
+    return Passes(
+        torch.compile(sum_exp, dynamic=False),
+        torch.compile(scaled_probabilities, dynamic=False),
+    )
+
+
+def _compiled(
+    sublayer: Sublayer, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[Tensor, Context], Any]:
+    """A sublayer's computation, wrapped and compiled: its parameters and tensors are the inputs."""
+    bare = copy.copy(sublayer)  # FSDP2's hooks, added later, must not be its hooks, too
+    bare._forward_hooks, bare._forward_pre_hooks = OrderedDict(), OrderedDict()
+
+    def compute(parameters: dict[str, Tensor], x: Tensor, tables: Tensor, mask: Any) -> Any:
+        return functional_call(bare, parameters, (x, Context(tables, mask)))
+
+    forward = _on_local_parameters(sublayer, torch.compile(wrap(compute), dynamic=False))
+
+    def run(x: Tensor, context: Context) -> Any:
+        assert context.cache is None, "compiled sublayers are for training"
+        assert context.operators is MATRIX_PRODUCTS, "compiled sublayers have their own products"
+        return forward(x, context.tables, context.mask)
+
+    return run
 
 
 def _on_local_parameters(sublayer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward` of (parameters, arguments): plain tensors, for compiled code fails on DTensors."""
 
     # Found once: FSDP2 puts other parameters in these places, and the host has little time.
-    places = [
+    found = [
         (f"{prefix}.{name}" if prefix else name, module._parameters, name)
         for prefix, module in sublayer.named_modules()
         for name in module._parameters
     ]
 
     def run(*args: Any) -> Any:
-        held = {full: parameters[name] for full, parameters, name in places}
-        return forward({name: local(each) for name, each in held.items() if each is not None}, args)
+        held = {full: parameters[name] for full, parameters, name in found}
+        mine = {name: local(each) for name, each in held.items() if each is not None}
+        return forward(mine, *args)
 
     return run
 

@@ -11,7 +11,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -51,23 +51,24 @@ def shard_over_data(model: Transformer, mesh: DeviceMesh) -> None:
     """Apply FSDP2 over `mesh` to a model that TP has sharded.
 
     Parameters may be on `meta`, and allocated by `to_empty` afterwards. The computation uses the
-    model's compute_dtype, which must be set before. A layer's two sublayers are one FSDP unit,
+    runtime's compute_dtype, which must be set before. A layer's two sublayers are one FSDP unit,
     which costs the host less than a unit each. Norms, which reducers call, belong to the root unit
     and are unsharded during the whole forward and backward pass.
     """
     replicas = size_of(mesh, "replicate")
     policy = MixedPrecisionPolicy(
-        param_dtype=model.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=model.runtime.compute_dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
     )
     data = mesh["shard"] if replicas == 1 else mesh["replicate", "shard"]
-    units = [[layer.self_attn, layer.mlp] for layer in model.model.layers]
+    units: list[list[nn.Module]] = [list(layer.slots) for layer in model.model.layers]
     if not model.config.tie_embeddings:  # a tied matrix belongs to the root unit
         units = [[model.model.embed_tokens], *units, [model.lm_head]]
     shards = size_of(mesh, "shard") > 1  # otherwise there is nothing to gather again for backward
     for unit in units:
         fully_shard(unit, mesh=data, mp_policy=policy, reshard_after_forward=shards)
     fully_shard(model, mesh=data, mp_policy=policy, reshard_after_forward=False)
-    model.data_shard = mesh.get_local_rank("shard"), size_of(mesh, "shard")
 
 
 def let_go(model: Transformer) -> None:

@@ -14,6 +14,7 @@ from ladder.comm.access import common_push_refusal, push_refusal
 from ladder.comm.push import PushAllReduce
 from ladder.comm.two_shot import TwoShotAllReduce
 from ladder.models.errors import UserError
+from ladder.models.in_flight import InFlight
 from ladder.models.reducer import Ranks, Reducer
 from ladder.parallel.dispatch import Dispatch, load_dispatch
 
@@ -109,19 +110,10 @@ class AsyncReducer(Reducer):
         super().__init__(ranks)
         self.group = group
 
-    def post(self, partial: Tensor, blocking: bool = False) -> Any:
-        return self._start(self.sum_held(partial))
-
-    def _start(self, partial: Tensor) -> tuple[Tensor, Exchange]:
-        """Start the all-reduce of what is summed over the virtual ranks already."""
+    def reduce(self, partial: Tensor, blocking: bool = False) -> InFlight[Tensor]:
         exchange = Exchange(self.group)
-        return _Post.apply(_writable(partial), exchange), exchange
-
-    def wait(self, handle: Any) -> Tensor:
-        return _Land.apply(*handle)
-
-    def sum(self, partial: Tensor) -> Tensor:
-        return self.wait(self._start(partial))
+        posted = _Post.apply(_writable(partial), exchange)
+        return InFlight(posted, lambda posted: _Land.apply(posted, exchange))
 
     def sum_(self, value: Tensor) -> Tensor:
         dist.all_reduce(value, group=self.group)
@@ -155,37 +147,31 @@ class PushReducer(AsyncReducer):
             raise UserError(f"reducer=push cannot run here: {refusal}; use reducer=async")
         self.dispatch = dispatch or load_dispatch(torch.cuda.get_device_name(), ranks.processes)
         self.picked: dict[int, str] = {}
-        self.stream = torch.cuda.Stream(priority=-1)
+        self.side_stream = torch.cuda.Stream(priority=-1)
         self.pushes: dict[tuple[int, torch.dtype], PushAllReduce] = {}
         self.two_shot: TwoShotAllReduce | None = None
         self.in_flight = 0
 
-    def _start(self, partial: Tensor, blocking: bool = True) -> Any:
+    def reduce(self, partial: Tensor, blocking: bool = False) -> InFlight[Tensor]:
         partial = partial.contiguous()
         kernel = self._kernel(partial)
         if kernel is None:
-            return super()._start(partial)
+            return super().reduce(partial, blocking)
         if blocking and not self.in_flight:
-            return kernel(partial, blocking), None, partial
+            return InFlight(kernel(partial, blocking))
         self.in_flight += 1
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        self.side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side_stream):
             total = kernel(partial, blocking)
             done = torch.cuda.Event()
             done.record()
-        return total, done, partial  # the partial stays alive until the sum has been waited for
 
-    def post(self, partial: Tensor, blocking: bool = False) -> Any:
-        return self._start(self.sum_held(partial), blocking)
-
-    def wait(self, handle: Any) -> Tensor:
-        if len(handle) == 2:
-            return super().wait(handle)
-        total, done, _ = handle
-        if done is not None:
+        def arrive(partial: Tensor) -> Tensor:
             torch.cuda.current_stream().wait_event(done)
             self.in_flight -= 1
-        return total
+            return total
+
+        return InFlight(partial, arrive)  # the partial stays alive until then
 
     def note(self, size: int, name: str) -> None:
         """Remember in `picked` what a message of `size` bytes took; several uses may differ."""

@@ -1,7 +1,7 @@
-"""Training with the residual stream sharded by tokens: sequence parallelism, beside TP.
+"""Training with the residual sharded by tokens: sequence parallelism, beside TP.
 
-Each of T ranks keeps 1/T of the stream's rows (tokens), and of what its norms save for backward. A
-partial is reduce-scattered; landing adds the rank's rows to its own, norms them, and gathers the
+Each of T ranks keeps 1/T of the residual's rows (tokens), and of what its norms save for backward.
+A partial is reduce-scattered; landing adds the rank's rows to its own, norms them, and gathers the
 normed rows. Where the plan lags, all of that runs beneath a sublayer, on a stream of its own:
 
     side stream   | scatter n-1 | add, norm | gather for n+1 |
@@ -14,9 +14,9 @@ the gradient of sublayer n-1's output is on its way while the gradients of subla
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,14 @@ from torch import Tensor
 
 from ladder.comm.collectives import all_gather, reduce_scatter
 from ladder.models.errors import UserError
-from ladder.models.plan import Landing, Sublayer
-from ladder.models.reducer import Norm, Pending, Ranks, Reducer
+from ladder.models.forward_pass import Landed, Norm, Output, Pass
+from ladder.models.in_flight import InFlight
+from ladder.models.plan import Landing, Plan
+from ladder.models.reducer import Ranks
 from ladder.parallel.reducers import AsyncReducer
+
+if TYPE_CHECKING:
+    from ladder.models.runtime import Runtime
 
 # Starts a collective on rows [M, D]: (what it will give, the handle to wait for).
 Collective = Callable[[Tensor], tuple[Tensor, Any]]
@@ -86,20 +91,11 @@ class _End(torch.autograd.Function):
         return grads[0], None  # of the right shape, and not looked at
 
 
-class Arrival(NamedTuple):
-    """An output on its way to this rank's rows."""
-
-    started: Tensor
-    transfer: Transfer
-    blocking: bool
-
-
-class Gathering(NamedTuple):
-    """A landing that was begun: the stream's own rows, and all normed rows, on their way."""
-
-    stream: Tensor
-    started: Tensor
-    transfer: Transfer
+def begin_transfer(value: Tensor, forward: Collective, backward: Collective) -> InFlight[Tensor]:
+    """Start `forward` on rows [M, D]; the gradient travels by `backward`."""
+    transfer = Transfer(forward, backward)
+    started = _Begin.apply(value.contiguous(), transfer)
+    return InFlight(started, lambda started: _End.apply(started, transfer))
 
 
 def check_rows(sequences: int, length: int, tp: int) -> None:
@@ -113,20 +109,17 @@ def check_rows(sequences: int, length: int, tp: int) -> None:
 
 
 class SequenceReducer(AsyncReducer):
-    """For training, with plans whose streams are equal on all ranks (`sharded_refusal`).
-
-    The stream is [B * S / T, D], this rank's rows of all B * S.
-    """
+    """For training, with plans whose residuals are equal on all ranks (`sharded_refusal`)."""
 
     def __init__(self, ranks: Ranks, group: dist.ProcessGroup) -> None:
         super().__init__(ranks, group)
-        self.shape: torch.Size | None = None  # of this forward pass's tokens, [B, S]
-        self.side: torch.cuda.Stream | None = None
+        self.side_stream: torch.cuda.Stream | None = None
 
-    def pick(self, shape: torch.Size) -> Reducer:
+    def begin(
+        self, runtime: Runtime, plan: Plan, norms: Sequence[Norm], shape: torch.Size
+    ) -> SequencePass:
         check_rows(shape[0], shape[1], self.ranks.processes)
-        self.shape = shape
-        return self
+        return SequencePass(runtime, self, plan, norms, shape)
 
     def scatter(self, rows: Tensor) -> tuple[Tensor, Any]:
         """Start to sum [M, D] over the ranks, each keeping its [M / T, D]."""
@@ -138,56 +131,66 @@ class SequenceReducer(AsyncReducer):
         whole = rows.new_empty(len(rows) * self.ranks.processes, *rows.shape[1:])
         return whole, all_gather(whole, rows, group=self.group, async_op=True)
 
-    def start_stream(self, partial: Tensor) -> Tensor:
-        transfer = Transfer(self.scatter, self.collect)
-        return _End.apply(_Begin.apply(partial.flatten(0, 1).contiguous(), transfer), transfer)
 
-    def output(self, partial: Tensor, stream: Tensor, record: Sublayer, keep_own: bool,
-               blocking: bool) -> Pending:  # fmt: skip
-        assert record.reduce == "output", record
-        assert not keep_own, record
-        transfer = Transfer(self.scatter, self.collect)
-        started = _Begin.apply(partial.flatten(0, 1).contiguous(), transfer)
-        return Pending(Arrival(started, transfer, blocking), None)
+class SequencePass(Pass):
+    """A pass whose residual is [B * S / T, D], this rank's rows of all B * S."""
 
-    def begin_landing(
-        self, stream: Tensor, arrivals: Sequence[tuple[Landing, Pending]], norm: Norm
-    ) -> Gathering:
-        landed: list[Arrival] = [pending.handle for _, pending in arrivals]
-        with self._place(stream, here=any(each.blocking for each in landed)):
-            addends = [(_End.apply(each.started, each.transfer), 1.0) for each in landed]
-            stream, normed = self.add_norm(stream, addends, norm)
-            transfer = Transfer(self.collect, self.scatter)
-            return Gathering(stream, _Begin.apply(normed.contiguous(), transfer), transfer)
+    reducer: SequenceReducer
 
-    def finish_landing(self, begun: Gathering) -> tuple[Tensor, Tensor]:
-        assert self.shape is not None
-        normed = _End.apply(begun.started, begun.transfer)
-        return begun.stream, normed.unflatten(0, self.shape)
+    def __init__(
+        self, runtime: Runtime, reducer: SequenceReducer, plan: Plan, norms: Sequence[Norm],
+        shape: torch.Size,
+    ) -> None:  # fmt: skip
+        super().__init__(runtime, reducer, plan, norms)
+        self.shape = shape
 
-    def narrow(
-        self, stream: Tensor, pending: Mapping[int, Pending], last: Tensor
-    ) -> tuple[Tensor, dict[int, Pending], Reducer]:
+    def select_last(self, last: Tensor) -> None:
         raise UserError(
             "sequence_parallel=true is for training, which wants every place: leave out `last`, or "
             "use reducer=async"
         )
 
-    def _place(self, stream: Tensor, here: bool) -> AbstractContextManager:
-        """The stream to land on, after all that was launched so far on either of the two.
+    def scatter(self, partial: Tensor) -> InFlight[Tensor]:
+        rows = partial.flatten(0, 1)
+        return begin_transfer(rows, self.reducer.scatter, self.reducer.collect)
+
+    def sum_embedded(self, embedded: Tensor) -> Tensor:
+        return self.scatter(embedded).wait()
+
+    def reduce(self, n: int, partial: Tensor) -> Output:
+        assert self.plan.sublayers[n].reduce == "output", self.plan.sublayers[n]
+        assert not self.plan.own_needed[n], self.plan.sublayers[n]
+        return Output(self.scatter(partial))
+
+    def land(self, arrivals: Sequence[tuple[Landing, Output]], norm: Norm) -> InFlight[Landed]:
+        here = any(self.plan.blocking[landing.output] for landing, _ in arrivals)
+        with self._stream(here):
+            addends = []
+            for _, output in arrivals:
+                assert output.total is not None
+                addends.append((output.total.wait(), 1.0))
+            residual, normed = self.runtime.add_norm(self.residual, addends, norm)
+            gather = begin_transfer(normed, self.reducer.collect, self.reducer.scatter)
+        return InFlight((residual, gather), lambda landed: (landed[0], self._whole(landed[1])))
+
+    def _whole(self, gather: InFlight[Tensor]) -> Tensor:
+        return gather.wait().unflatten(0, self.shape)
+
+    def _stream(self, here: bool) -> AbstractContextManager:
+        """The CUDA stream to land on, after all that was launched so far on either of the two.
 
         here: on the current one, since nothing would run there meanwhile.
         """
-        if not stream.is_cuda:
+        if not self.residual.is_cuda:
             return contextlib.nullcontext()
-        main = torch.cuda.current_stream()
+        main, reducer = torch.cuda.current_stream(), self.reducer
         if here:
-            if self.side is not None:
-                main.wait_stream(self.side)
-                stream.record_stream(main)
+            if reducer.side_stream is not None:
+                main.wait_stream(reducer.side_stream)
+                self.residual.record_stream(main)
             return contextlib.nullcontext()
-        if self.side is None:
-            self.side = torch.cuda.Stream(stream.device, priority=-1)
-        self.side.wait_stream(main)
-        stream.record_stream(self.side)
-        return torch.cuda.stream(self.side)
+        if reducer.side_stream is None:
+            reducer.side_stream = torch.cuda.Stream(self.residual.device, priority=-1)
+        reducer.side_stream.wait_stream(main)
+        self.residual.record_stream(reducer.side_stream)
+        return torch.cuda.stream(reducer.side_stream)

@@ -6,6 +6,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -55,10 +56,10 @@ def shard_model(
         model.check_degree(processes)  # raises, naming the plan
     held = degree // processes
     if mesh is None or processes == 1:  # a collective of one rank takes its time all the same
-        model.use(Reducer(Ranks(degree, 0, degree)))
+        model.use(replace(model.runtime, reducer=Reducer(Ranks(degree, 0, degree))))
     else:
         ranks = Ranks(degree, mesh.get_local_rank() * held, held)
-        model.use(reducer(ranks, mesh.get_group()))
+        model.use(replace(model.runtime, reducer=reducer(ranks, mesh.get_group())))
     ranks = model.reducer.ranks
     _check_memory(model, torch.device(device), dtype)
 
@@ -124,7 +125,7 @@ def local_tensor(value: Tensor) -> Tensor:
 
 def local_parameters(model: Transformer) -> Iterator[tuple[str, Tensor, tuple[slice, ...]]]:
     """(name, local tensor, its slices of the full parameter), each parameter once, in order."""
-    index, count = model.data_shard
+    index, count = model.runtime.data_shard
     for name, parameter in model.named_parameters():
         rows, *rest = model.specs[name].slices(model.shapes[name], model.reducer.ranks)
         yield name, local_tensor(parameter), (chunk(rows, index, count), *rest)

@@ -74,7 +74,7 @@ class Distillation:
             wanted = self.teacher(part.tokens, documents=part.documents, gather=False)
         logits = model(part.tokens, documents=part.documents, gather=False)
         first = vocabulary_start(model.config.vocab_size, model.reducer.ranks)
-        hard = token_losses(logits, part.targets, first, model.reducer, model.passes).sum()
+        hard = token_losses(logits, part.targets, first, model.reducer, model.runtime.losses).sum()
         soft = teacher_losses(logits, wanted, part.targets, self.temperature, model.reducer).sum()
         loss = (1 - self.weight) * hard + self.weight * self.temperature**2 * soft
         return torch.stack((loss, hard, soft))

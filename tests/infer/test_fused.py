@@ -157,8 +157,8 @@ def test_slots_begin_empty(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
     base = PushReducer.__new__(PushReducer)
     base.group = None  # type: ignore[assignment]
     reducer = DecodeReducer.__new__(DecodeReducer)
-    reducer.base, reducer.slots, reducer.sets, reducer.ranks = base, {}, 3, Ranks(2, 0, 1)
-    found = reducer._slots(torch.zeros(5, 8, dtype=dtype)).own
+    reducer.base, reducer.memory, reducer.sets, reducer.ranks = base, {}, 3, Ranks(2, 0, 1)
+    found = reducer.slots(torch.zeros(5, 8, dtype=dtype)).own
     assert (found.shape, found.dtype) == ((3, 2, 5, 8), dtype)
     assert (found == 0).all()
     assert found.signbit().all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -235,7 +236,7 @@ def test_documents_on_a_gpu(plan: str, degree: int | None, dtype: torch.dtype) -
     device = torch.device("cuda", 0)
     oracle = make(plan, degree, torch.float64)
     model = make(plan, degree, torch.float32, device=device)
-    model.compute_dtype = dtype
+    model.use(replace(model.runtime, compute_dtype=dtype))
     inputs = [value.to(device) for value in (tokens, targets, starts)]
     expected = oracle(tokens, targets, documents=starts)
     expected.sum().backward()
@@ -264,7 +265,7 @@ def test_a_training_step_never_waits_for_the_gpu(plan: str) -> None:
     memory that is not page-locked."""
     device = torch.device("cuda", 0)
     model = make(plan, 2 if plan != "ladder" else None, torch.float32, device=device)
-    model.compute_dtype = torch.bfloat16
+    model.use(replace(model.runtime, compute_dtype=torch.bfloat16))
     config = build(TrainConfig, {"data": "", "out": ""}, "test recipe")
     optimizer = make_optimizer(model, config)
     tokens, targets = (each.to(device) for each in batch())

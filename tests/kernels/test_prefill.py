@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -31,6 +31,7 @@ from ladder.comm.symmetric import SymmetricTensor
 from ladder.kernels.prefill import land_rows, rotary_prompt, swiglu
 from ladder.models import Ranks, UserError, resolve_plan
 from ladder.models.layers import RMSNorm
+from ladder.models.runtime import Runtime
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sharded import ShardedReducer, sharded_refusal
 from ladder.parallel.sharding import shard_model
@@ -159,7 +160,8 @@ def compared(rank: int, world_size: int, plan: str, batch: int, length: int) -> 
         border = -(-batch * length // world_size)  # the second rank's first row
         last[border // length] = border % length
         expected = model(tokens), model(tokens, last=last)
-        model.use(ShardedReducer(plain.ranks, plain.group, config.plan))
+        reducer = ShardedReducer(plain.ranks, plain.group, config.plan)
+        model.use(replace(model.runtime, reducer=reducer))
         calls = (dist, "all_to_all_single"), (transports, "all_gather"), (dist, "all_reduce")
         with ExitStack() as stack:
             for call in calls:
@@ -204,7 +206,7 @@ def test_plans_whose_streams_differ_are_refused(plan: str) -> None:
     resolved = resolve_plan(DEPENDS_ON_T[plan], 4, 4)
     ranks = Ranks(4, 1, 1)
     assert sharded_refusal(resolved, ranks)
-    with pytest.raises(UserError, match=r"cannot run with its stream sharded.*reducer=async"):
+    with pytest.raises(UserError, match=r"cannot run with its residual sharded.*reducer=async"):
         ShardedReducer(ranks, None, resolved)
 
 
@@ -296,37 +298,27 @@ class FakeDriver:
 
 
 def passes(reducer: ShardedReducer, plan: Any, batches: list[Tensor], lend: bool) -> list[Tensor]:
-    """The model's loop with sublayers that say n and rank; the last normed stream of each pass.
+    """The model's loop with sublayers that say n and rank; the last normed residual of each pass.
 
-    batches: the embedded stream of each pass. A sublayer's partial on rank r is (r + 1) / 40 times
-    a function of what it reads: small beside the stream, so that rounding does not grow from one
-    sublayer to the next and a tight tolerance holds for any batch.
+    batches: the residual that each pass starts with. A sublayer's partial on rank r is (r + 1) / 40
+    times a function of what it reads: small beside the residual, so that rounding does not grow
+    from one sublayer to the next and a tight tolerance holds for any batch.
     """
     results = []
     rank, norm = reducer.ranks.process, RMSNorm(8, 1e-5)
     torch.nn.init.ones_(norm.weight)
     for batch in batches:
-        stream: Any = batch
-        pending: dict[int, Any] = {}
-
-        def begin(read: int, stream: Any, pending: dict[int, Any] = pending) -> Any:
-            arrivals = [(each, pending[each.output]) for each in plan.landings[read]]
-            return reducer.begin_landing(stream, arrivals, norm)
-
-        begun = begin(0, stream)
-        for n, record in enumerate(plan.sublayers):
-            stream, normed = reducer.finish_landing(begun)
-            if plan.early[n + 1]:
-                begun = begin(n + 1, stream)
-            partial = (rank + 1) / 40 * torch.sin(normed + n)
-            out = reducer.buffer(tuple(partial.shape), partial) if lend else None
+        norms = [norm] * (len(plan.sublayers) + 1)
+        run = reducer.begin(Runtime(reducer), plan, norms, batch.shape[:2])
+        run.residual = batch
+        for n in range(len(plan.sublayers)):
+            partial = (rank + 1) / 40 * torch.sin(run.read(n) + n)
+            out = run.partial_buffer(tuple(partial.shape), partial) if lend else None
             if out is not None:
-                assert reducer.buffer(tuple(partial.shape), partial) is None
+                assert run.partial_buffer(tuple(partial.shape), partial) is None
                 partial = out.copy_(partial)
-            pending[n] = reducer.output(partial, stream, record, False, plan.blocking[n])
-            if not plan.early[n + 1]:
-                begun = begin(n + 1, stream)
-        results.append(reducer.finish_landing(begun)[1].clone())
+            run.write(n, partial)
+        results.append(run.read(len(plan.sublayers)).clone())
     return results
 
 

@@ -6,6 +6,7 @@ import ast
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.models import ModelConfig, Ranks, Reducer, Transformer, UserError, resolve_plan
+from ladder.models.runtime import Runtime
 from tests import ROOT, restatement
 from tests.distributed import PATIENCE
 from tests.samples import (
@@ -201,7 +203,7 @@ def test_t_is_part_of_unequal_streams(name: str) -> None:
     assert relative_error(other(tokens), logits) > DIFFERENT
     for ranks in (1, 4):
         with pytest.raises(UserError, match="tp_degree=2") as error:
-            model.use(Reducer(Ranks(ranks, 0, ranks)))
+            model.use(Runtime(Reducer(Ranks(ranks, 0, ranks))))
         assert str(ranks) in str(error.value)
     assert torch.equal(model(tokens), logits), "a refused reducer was taken all the same"
 
@@ -376,7 +378,7 @@ def test_compute_dtype_narrows_activations_and_not_parameters() -> None:
     model = full_model(small_config("ladder"), 1, torch.float32)
     tokens, targets = sample_tokens(model.config, seed=2), sample_tokens(model.config, seed=3)
     expected = model(tokens)
-    model.compute_dtype = torch.bfloat16
+    model.use(replace(model.runtime, compute_dtype=torch.bfloat16))
     logits = model(tokens)
     assert logits.dtype == torch.bfloat16
     assert 1e-4 < relative_error(logits, expected) < 0.1
@@ -428,10 +430,10 @@ def test_every_rank_has_a_row_of_the_vocabulary() -> None:
     for size in (6, 7):
         model = Transformer(small_config(vocab_size=size, num_kv_heads=4))
         if size == 7:
-            model.use(Reducer(Ranks(4, 0, 1)))
+            model.use(Runtime(Reducer(Ranks(4, 0, 1))))
             continue
         with pytest.raises(UserError, match="tp=4 leaves a rank without a row of vocab_size=6"):
-            model.use(Reducer(Ranks(4, 0, 1)))
+            model.use(Runtime(Reducer(Ranks(4, 0, 1))))
 
 
 # Against Hugging Face's Llama

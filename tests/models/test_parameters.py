@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ladder.models import layers
+from ladder.models import sublayers
+from ladder.models.config import ModelConfig
 from ladder.models.parameters import Initialisation
 from ladder.models.reducer import Ranks
 from ladder.models.transformer import Transformer, meta_model
@@ -17,11 +18,11 @@ from ladder.parallel.sharding import initialise
 from tests.samples import small_config
 
 
-class Routed(layers.MLP):
+class Routed(sublayers.MLP):
     """A feed-forward with an additional matrix that has no spec."""
 
-    def __init__(self, config: object) -> None:
-        super().__init__(config)  # type: ignore[arg-type]
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__(config, layer)
         self.router = nn.Linear(8, 4, bias=False)
 
 
@@ -29,7 +30,7 @@ def test_a_parameter_without_a_spec_is_an_error_that_names_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Catches what the names' table did: `router.weight` was whole on every rank, unsaid."""
-    monkeypatch.setattr(layers, "MLP", Routed)
+    monkeypatch.setitem(sublayers.FEED_FORWARDS, "swiglu", Routed)
     wanted = r"model\.layers\.0\.mlp\.router\.weight has no spec: .* Linear\.parameter_specs"
     with pytest.raises(ValueError, match=wanted):
         meta_model(small_config())

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ladder.config import build
 from ladder.models import Transformer, UserError
-from ladder.parallel.apply import CHECKPOINTING, make_model, wrap_sublayers
+from ladder.parallel.apply import CHECKPOINTING, make_model, sublayer_call
 from ladder.parallel.sharding import initialise
 from ladder.train import metrics
 from ladder.train.config import TrainConfig
@@ -83,7 +83,7 @@ def test_an_unknown_mode_is_refused(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"activation_checkpointing 'ful' .did you mean 'full'"):
         recipe(corpus, tmp_path, activation_checkpointing="ful")
     with pytest.raises(UserError, match="activation_checkpointing 'ful'"):
-        wrap_sublayers(Transformer(small_config()), "ful", False)
+        sublayer_call(Transformer(small_config()), "ful", False)
 
 
 def train_layouts(rank: int, world: int, settings: dict[str, Any], out: str) -> None:

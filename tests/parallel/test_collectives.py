@@ -20,7 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.models import Transformer, resolve_plan
-from ladder.models.reducer import Pending, Ranks, Reducer
+from ladder.models.forward_pass import Output, Pass
+from ladder.models.plan import Plan
+from ladder.models.reducer import Ranks, Reducer
+from ladder.models.runtime import Runtime
 from ladder.parallel import reducers
 from ladder.parallel.sharding import shard_model, sum_shared_gradients
 from tests.distributed import Pools, tp_mesh
@@ -256,18 +259,24 @@ def test_ladder_waits_one_sublayer_later_than_standard(pools: Pools) -> None:
 
 
 class Noting(Reducer):
-    """Keeps an eye on each partial, and on its output's way."""
+    """Keeps weak references to each partial, and to its output."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(ranks)
         self.partials: list[weakref.ref] = []
-        self.pending: list[weakref.ref] = []
+        self.outputs: list[weakref.ref] = []
 
-    def output(self, partial: Tensor, *arguments: Any, **options: Any) -> Pending:
-        pending = super().output(partial, *arguments, **options)
-        self.partials.append(weakref.ref(partial))
-        self.pending.append(weakref.ref(pending))
-        return pending
+    def begin(self, runtime: Runtime, plan: Plan, norms: Any, shape: torch.Size) -> Pass:
+        reducer = self
+
+        class NotingPass(Pass):
+            def reduce(self, n: int, partial: Any) -> Output:
+                output = super().reduce(n, partial)
+                reducer.partials.append(weakref.ref(partial))
+                reducer.outputs.append(weakref.ref(output))
+                return output
+
+        return NotingPass(runtime, self, plan, norms)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -277,11 +286,11 @@ def test_an_output_is_let_go_when_it_has_landed(name: str) -> None:
     config = small_config(PLANS[name], 4, name in DEPENDS_ON_T)
     model = full_model(config, seed=0)
     reducer = Noting(Ranks(4, 0, 4))
-    model.use(reducer)
+    model.use(Runtime(reducer))
     kept = []
 
     def look(*_: Any) -> None:
-        for noted in (reducer.partials, reducer.pending):
+        for noted in (reducer.partials, reducer.outputs):
             kept.append(sum(each() is not None for each in noted))
 
     for layer in model.model.layers:
@@ -294,5 +303,5 @@ def test_an_output_is_let_go_when_it_has_landed(name: str) -> None:
         for read, landings in enumerate(config.plan.landings)
         for landing in landings
     )
-    assert len(reducer.pending) == len(config.plan.sublayers) > under_way
+    assert len(reducer.outputs) == len(config.plan.sublayers) > under_way
     assert max(kept) <= under_way - 1

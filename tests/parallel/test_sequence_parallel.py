@@ -129,18 +129,13 @@ def diary(rank: int, world: int, plan: str) -> tuple[Events, Events]:
         layer = model.model.layers[config.plan.layers[n]]
         first = layer.mlp.gate_proj if record.kind == "mlp" else layer.self_attn.q_proj
         first.weight.register_post_accumulate_grad_hook(lambda _, n=n: events.write("graded", n))
-    start, finish = Transfer.start, Transfer.finish
-    output, begin = SequenceReducer.output, SequenceReducer.begin_landing
+    start, finish, make = Transfer.start, Transfer.finish, Transfer.__init__
 
-    def noted_output(*args: Any) -> Any:
-        pending = output(*args)
-        names[pending.handle.transfer] = "scatter", sum(k == "scatter" for k, _ in names.values())
-        return pending
-
-    def noted_begin(*args: Any) -> Any:
-        begun = begin(*args)
-        names[begun.transfer] = "gather", sum(kind == "gather" for kind, _ in names.values())
-        return begun
+    def noted(transfer: Transfer, forward: Collective, backward: Collective) -> None:
+        make(transfer, forward, backward)
+        kind = {"scatter": "scatter", "collect": "gather"}[forward.__name__]  # type: ignore[attr-defined]
+        first = -1 if kind == "scatter" else 0  # the embedding's is no sublayer's
+        names[transfer] = kind, first + sum(each == kind for each, _ in names.values())
 
     def noted_start(transfer: Transfer, *args: Any) -> Tensor:
         events.write("start", transfer)  # type: ignore[arg-type]
@@ -153,11 +148,14 @@ def diary(rank: int, world: int, plan: str) -> tuple[Events, Events]:
     tokens = sample_tokens(config, 1, 2, 8)
     with (
         mock.patch.multiple(Transfer, start=noted_start, finish=noted_finish),
-        mock.patch.multiple(SequenceReducer, output=noted_output, begin_landing=noted_begin),
+        mock.patch.object(Transfer, "__init__", noted),
     ):
         losses = model(tokens, tokens)
         events.in_backward = True
         losses.mean().backward()
+
+    embedding = next(iter(names))
+    assert names.pop(embedding) == ("scatter", -1)
 
     def named(found: Events) -> Events:
         return [(what, names.get(which, which)) for what, which in found if which in names

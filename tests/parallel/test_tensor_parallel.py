@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -192,7 +193,7 @@ def errors_without_waiting(rank: int, world_size: int) -> list[tuple[str, str, f
 
 def errors_without_sharing(rank: int, world_size: int) -> list[tuple[str, str, float]]:
     """The same comparison where the shared gradients are left as each rank's own."""
-    with mock.patch(f"{__name__}.sum_shared_gradients"):
+    with mock.patch("tests.parallel.steps.sum_shared_gradients"):
         return step_errors(rank, world_size, world_size, [{"plan": "ladder"}])
 
 
@@ -387,7 +388,7 @@ def narrow_errors(rank: int, world_size: int) -> list[tuple[str, float]]:
         expected = step(virtual(whole, world_size), tokens, targets)
         model = full_model(config, 4)
         shard_model(model, tp_mesh(world_size), dtype=torch.float32)
-        model.compute_dtype = torch.bfloat16
+        model.use(replace(model.runtime, compute_dtype=torch.bfloat16))
         found = step(model, tokens, targets)
         assert found.logits.dtype == torch.bfloat16
         assert found.value.dtype == torch.float32

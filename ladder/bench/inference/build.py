@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ladder.bench.inference.points import CHECKPOINT, InferencePoint
 from ladder.checkpoint import load_model, newest
 from ladder.models.config import ModelConfig
-from ladder.models.layers import Attention
 from ladder.models.parameters import Initialisation
+from ladder.models.sublayers import Attention
 from ladder.models.transformer import Transformer, meta_model
 from ladder.parallel.mesh import make_mesh
 from ladder.parallel.sharding import local_parameters, local_tensor, shard_model

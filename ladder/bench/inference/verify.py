@@ -10,7 +10,7 @@ bitwise equal.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -98,7 +98,8 @@ def reference(model: Transformer, count: int, prompt: int, steps: int) -> Refere
     exact: list[Tensor] = []
     plain: list[Tensor] = []
     for dtype, found in ((None, plain), (torch.float32, exact)):
-        model.compute_dtype = dtype  # float32: the same weights, converted when they are used
+        # float32: the same weights, converted when they are used
+        model.use(replace(model.runtime, compute_dtype=dtype))
         engine = Engine(model, graphs=False, fused=False)
         session = engine.session(count, prompt + steps, Sampling())
         found += forced(session, tokens, prompt)

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ladder.models.forward_pass import Norm
+from ladder.models.in_flight import InFlight
+from ladder.models.plan import Plan
+from ladder.models.runtime import Runtime
 from ladder.parallel.reducers import AsyncReducer
-from ladder.parallel.sequence import SequenceReducer
+from ladder.parallel.sequence import SequencePass, SequenceReducer
 
 
 class NoCommReducer(AsyncReducer):
     """A reducer that omits the sublayers' reduces."""
 
-    def post(self, partial: Tensor, blocking: bool = False) -> Any:
-        return self.sum_held(partial)
+    def reduce(self, partial: Tensor, blocking: bool = False) -> InFlight[Tensor]:
+        return InFlight(partial)
 
-    def wait(self, handle: Any) -> Tensor:
-        return handle if isinstance(handle, Tensor) else super().wait(handle)
+    def sum(self, partial: Tensor) -> Tensor:
+        return super().reduce(partial).wait()
+
+
+class NoCommSequencePass(SequencePass):
+    def sum_embedded(self, embedded: Tensor) -> Tensor:
+        rows = self.reducer.sum(embedded).flatten(0, 1)
+        return rows.chunk(self.ranks.processes)[self.ranks.process]
 
 
 class NoCommSequenceReducer(SequenceReducer):
@@ -28,9 +39,10 @@ class NoCommSequenceReducer(SequenceReducer):
     would overflow.
     """
 
-    def start_stream(self, partial: Tensor) -> Tensor:
-        rows = self.sum(partial).flatten(0, 1)
-        return rows.chunk(self.ranks.processes)[self.ranks.process]
+    def begin(
+        self, runtime: Runtime, plan: Plan, norms: Sequence[Norm], shape: torch.Size
+    ) -> SequencePass:
+        return NoCommSequencePass(runtime, self, plan, norms, shape)
 
     def scatter(self, rows: Tensor) -> tuple[Tensor, Any]:
         mine = rows.chunk(self.ranks.processes)[self.ranks.process].clone()

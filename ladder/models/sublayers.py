@@ -1,0 +1,177 @@
+"""Sublayers: what fills a block's two slots, and the context that a pass hands them.
+
+A block has two slots, a mixer (`self_attn`) and a feed-forward (`mlp`), as Hugging Face's Llama
+names them; the config says what fills each. Shapes are those of ladder.models.layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ladder.models.config import ModelConfig
+from ladder.models.documents import Packed, attend
+from ladder.models.forward_pass import MATRIX_PRODUCTS, Operators, select_places
+from ladder.models.layers import (
+    ColumnParallelLinear,
+    KVParallelLinear,
+    RMSNorm,
+    RowParallelLinear,
+    rotate,
+)
+
+
+class KeyValueCache(Protocol):
+    """What attention asks of a cache; `ladder.infer.cache` has one."""
+
+    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values ([R * B, heads, S, head_dim]); return all that may be attended."""
+        ...
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the sublayers of a pass share.
+
+    tables: the rotary tables, [2, B or 1, 1, S, head_dim]. mask: what may be attended, [R * B, 1,
+    S, keys], true where it may, or documents; None: causal. last: [B], the one place of each
+    sequence that is wanted of the last layer. call: runs a sublayer.
+    """
+
+    tables: Tensor
+    mask: Tensor | Packed | None = None
+    cache: KeyValueCache | None = None
+    last: Tensor | None = None
+    operators: Operators = MATRIX_PRODUCTS
+    call: Call | None = None
+
+
+class Sublayer(nn.Module):
+    """What fills a slot: the unit that FSDP, activation checkpointing and compilation wrap.
+
+    Its parts define `compute`; `forward`, around which FSDP has its hooks, leaves to the context
+    how that is called.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.is_last = layer, layer == config.num_layers - 1
+
+    def forward(self, x: Any, context: Context) -> Any:
+        return self.compute(x, context) if context.call is None else context.call(self, x, context)
+
+    def compute(self, x: Any, context: Context) -> Any:
+        """What the pass's `read` gave, [(R,) B, S, D], to what its `write` takes, a partial."""
+        raise NotImplementedError
+
+    def wanted(self, x: Any, context: Context) -> Any:
+        """Of x [(R,) B, S, D] the places that anything later reads."""
+        if context.last is None or not self.is_last or x.shape[-2] == 1:
+            return x
+        return select_places(x, context.last)
+
+
+Call = Callable[[Sublayer, Any, Context], Any]
+
+
+class Attention(Sublayer):
+    """Grouped-query causal self-attention on this process's heads.
+
+    With a cache, `mask` ([R * B, 1, S, keys], true where attended) replaces the causal one;
+    without a mask, the tokens are the first of their sequences and see only themselves. Without a
+    cache, a mask is what keeps tokens within their documents: see ladder.models.documents.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        size, head_dim = config.hidden_size, config.head_dim
+        bias = config.attention_bias or config.qkv_bias
+        self.head_dim = head_dim
+        self.q_proj = ColumnParallelLinear(size, config.num_heads * head_dim, bias)
+        self.k_proj = KVParallelLinear(size, config.num_kv_heads, head_dim, bias)
+        self.v_proj = KVParallelLinear(size, config.num_kv_heads, head_dim, bias)
+        self.o_proj = RowParallelLinear(config.num_heads * head_dim, size, config.attention_bias)
+        # One weight for the heads of all ranks: each sees the gradient of its own heads alone.
+        self.q_norm = RMSNorm(head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def compute(self, x: Tensor, context: Context) -> Any:
+        weights = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = [self._heads(y) for y in context.operators.column(x, weights)]
+        q, k = rotate(self.q_norm(q), context.tables), rotate(self.k_norm(k), context.tables)
+        mask, cache = context.mask, context.cache
+        if cache is not None:
+            held = cache.update(self.layer, k, v)
+            k, v = (k, v) if mask is None else held
+        if isinstance(mask, Packed):
+            out = attend(q, k, v, mask)
+        elif mask is not None and q.shape[2] == 1:
+            # The queries that share a head of keys as rows of one: every kernel knows those.
+            rows = q.unflatten(1, (k.shape[1], -1)).squeeze(3)
+            out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
+            out = out.flatten(1, 2).unsqueeze(2)
+        else:
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        out = out.transpose(1, 2).flatten(2)
+        out = out.unflatten(0, x.shape[:2]) if x.dim() == 4 else out
+        return context.operators.row(self.wanted(out, context), self.o_proj)
+
+    def _heads(self, y: Tensor) -> Tensor:
+        """[(R,) B, S, heads * head_dim] -> [R * B, heads, S, head_dim]."""
+        y = y.unflatten(-1, (-1, self.head_dim))
+        return (y.flatten(0, 1) if y.dim() == 5 else y).transpose(1, 2)
+
+
+class MLP(Sublayer):
+    """SwiGLU on this process's part of the intermediate size."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = ColumnParallelLinear(size, inner, bias)
+        self.up_proj = ColumnParallelLinear(size, inner, bias)
+        self.down_proj = RowParallelLinear(inner, size, bias)
+
+    def compute(self, x: Tensor, context: Context) -> Any:
+        weights = self.gate_proj, self.up_proj
+        gate, up = context.operators.column(x, weights)
+        return context.operators.row(F.silu(gate) * up, self.down_proj)
+
+
+MIXERS: dict[str, Callable[[ModelConfig, int], Sublayer]] = {"attention": Attention}
+FEED_FORWARDS: dict[str, Callable[[ModelConfig, int], Sublayer]] = {"swiglu": MLP}
+
+
+class Layer(nn.Module):
+    """One block's slots; the plan decides how its sublayers are wired, so it has no forward."""
+
+    def __init__(self, mixer: Sublayer, feed_forward: Sublayer, norms: dict[str, RMSNorm]) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = mixer, feed_forward
+        for name, norm in norms.items():
+            self.add_module(name, norm)
+
+    @property
+    def slots(self) -> tuple[Sublayer, Sublayer]:
+        return self.self_attn, self.mlp
+
+    def sublayer(self, kind: str) -> Callable[[Any, Context], Any]:
+        """What a record of that kind computes."""
+        if kind == "attention+mlp":
+            return self._both
+        return self.mlp if kind == "mlp" else self.self_attn
+
+    def _both(self, x: Any, context: Context) -> Any:
+        return self.self_attn(x, context) + self.mlp(self.mlp.wanted(x, context), context)
+
+    def norm(self, kind: str) -> RMSNorm:
+        """The norm of a record of that kind."""
+        norm = self.post_attention_layernorm if kind == "mlp" else self.input_layernorm
+        assert isinstance(norm, RMSNorm)
+        return norm
