@@ -130,6 +130,36 @@ def receive(
 
 @jit
 @no_type_check
+def receive_sum(
+    slots,  # this rank's: rank p's part is at slots + p * stride
+    stride,
+    inside,
+    total,
+    kind: tl.constexpr,
+    WORLD: tl.constexpr,
+    EMPTY: tl.constexpr,
+    SPIN_LIMIT: tl.constexpr,
+):
+    """Wait for every rank's part, of type `kind`; return `total` plus all, added in rank order."""
+    arrived = total
+    spins = 0
+    missing = 1
+    while missing > 0:
+        # One vector per rank, not a matrix over the ranks: a sum across warps would need shared
+        # memory, and a kernel that needs much of it cannot run beside one that needs little.
+        arrived = total
+        empty = tl.zeros(total.shape, tl.int32)
+        for other in tl.static_range(WORLD):
+            bits = tl.load(slots + other * stride, mask=inside, other=0, volatile=True)
+            empty |= (bits == EMPTY).to(tl.int32)
+            arrived += bits.to(kind, bitcast=True).to(tl.float32)
+        missing = tl.max(empty)
+        spins = count_spin(spins, SPIN_LIMIT)
+    return arrived
+
+
+@jit
+@no_type_check
 def add_up(words, WORLD: tl.constexpr, PACKED: tl.constexpr):
     """The sum of the ranks' words, in float32 and rank order, rounded once, as words.
 

@@ -217,7 +217,7 @@ def _project_kernel(
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, RIDES: tl.constexpr,
     D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
     OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
-    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, INTERPRETED: tl.constexpr,
+    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr,
     STAGES: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -238,7 +238,7 @@ def _project_kernel(
         if RIDES == 1:
             _land(program - landing, residual, landed, landed_squares, sum0, sum1, own0, own1,
                   factor0, factor1, rows, D, WORLD, SUMS, OWNS, REPLACES, CHUNK, BITS,
-                  EMPTY, SPIN_LIMIT, INTERPRETED)  # fmt: skip
+                  EMPTY, SPIN_LIMIT)  # fmt: skip
         else:
             _send(program - landing, residual, buffers, start, rows, D, WORLD, RANK, CHUNK, BITS,
                   EMPTY)  # fmt: skip

@@ -18,11 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder.comm.primitives import EMPTY, SPIN_LIMIT, clear, count_spin, push_to_slots
+from ladder.comm.primitives import EMPTY, SPIN_LIMIT, clear, push_to_slots, receive_sum
 from ladder.jit import (
     gdc_launch_dependents,
     gdc_wait,
-    interpreted,
     jit,
     kernel,
     launch,
@@ -101,7 +100,7 @@ def _land(
     program, residual, out, squares, sum0, sum1, own0, own1, factor0, factor1,
     M, D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
     OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
-    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, INTERPRETED: tl.constexpr,
+    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr,
 ):  # fmt: skip
     """One program of a landing: CHUNK elements of one row."""
     chunks: tl.constexpr = (D + CHUNK - 1) // CHUNK
@@ -115,23 +114,7 @@ def _land(
         total += tl.load(residual + at, mask=inside, other=0).to(tl.float32)
     for k in tl.static_range(SUMS):
         slot = (sum0 if k == 0 else sum1).to(tl.pointer_type(BITS)) + at
-        arrived = total
-        spins = 0
-        missing = 1
-        while missing > 0:
-            # One vector per rank, not a matrix over the ranks: a sum across warps would need shared
-            # memory, and a kernel that uses much of it cannot run beside one that uses little.
-            arrived = total
-            empty = tl.zeros([CHUNK], tl.int32)
-            for peer in tl.static_range(WORLD):
-                bits = tl.load(slot + peer * M * D, mask=inside, other=0, volatile=True)
-                empty |= (bits == EMPTY).to(tl.int32)
-                arrived += bits.to(kind, bitcast=True).to(tl.float32)
-            missing = 0
-            if not INTERPRETED:
-                missing = tl.max(empty)
-                spins = count_spin(spins, SPIN_LIMIT)
-        total = arrived
+        total = receive_sum(slot, M * D, inside, total, kind, WORLD, EMPTY, SPIN_LIMIT)
         clear(slot, M * D, 0, inside, -1, WORLD, EMPTY)
     if OWNS > 0:
         total += tl.load(own0 + at, mask=inside, other=0).to(tl.float32) * factor0
@@ -176,14 +159,13 @@ def _land_kernel(
     residual, out, squares, sum0, sum1, own0, own1, factor0, factor1, M,
     D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
     OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
-    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     _land(tl.program_id(0), residual, out, squares, sum0, sum1, own0, own1, factor0, factor1, M,
-          D, WORLD, SUMS, OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT,
-          INTERPRETED)  # fmt: skip
+          D, WORLD, SUMS, OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT)  # fmt: skip
 
 
 def rider_arguments(
@@ -213,7 +195,7 @@ def rider_arguments(
         "D": 0 if rider is None else tensors[0].shape[1],
         "WORLD": world, "SUMS": len(sums), "OWNS": len(owns),
         "REPLACES": job is not None and job.replaces, "CHUNK": CHUNK, "BITS": bits_of(like),
-        "EMPTY": EMPTY[size], "SPIN_LIMIT": SPIN_LIMIT, "INTERPRETED": interpreted(),
+        "EMPTY": EMPTY[size], "SPIN_LIMIT": SPIN_LIMIT,
     }  # fmt: skip
     return pointers, constants
 
