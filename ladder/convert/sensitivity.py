@@ -159,15 +159,13 @@ def costs(
                 None if original is None else original(given, documents=documents, gather=False)
             )
             for n, plan in enumerate(plans):
-                model.config = replace(config, plan=plan)
-                logits = model(given, documents=documents, gather=False)
+                logits = model(given, documents=documents, gather=False, plan=plan)
                 theirs = logits if theirs is None else theirs
                 nats = token_losses(logits, wanted, first, reducer, model.runtime.losses)
                 apart = teacher_losses(logits, theirs, wanted, 1.0, reducer)
                 sums[n] += torch.stack((apart.double().sum(), nats.double().sum())).cpu()
                 done += 1
                 progress.update(done, plan.name)
-    model.config = config
     if not sums.isfinite().all():
         raise UserError("the model's predictions are not finite; load it with --dtype float32")
     return tokens, [

@@ -36,6 +36,7 @@ from ladder.data.prepared import TokenData
 from ladder.data.tokenizer import FILE, TEMPLATE, TOKENIZER_CONFIG
 from ladder.files import checksum, sync, write_text
 from ladder.lock import Lock
+from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel.data import size_of
@@ -135,19 +136,19 @@ class Checkpointer:
             if self.group is not None:
                 dist.destroy_process_group(self.group)
 
-    def save(self, record: dict[str, Any], keep_all: bool = False) -> float:
+    def save(self, record: dict[str, Any], config: ModelConfig, keep_all: bool = False) -> float:
         """Begin to save the current state; returns the seconds for which training was blocked.
 
         record: `step` (the number of steps done), the data's fingerprint, the layout and the run's
-        `config`. keep_all: remove no older checkpoint. Waits for the previous save, and raises its
-        error if it failed.
+        `config`. config: the model's, with the plan in force. keep_all: remove no older checkpoint.
+        Waits for the previous save, and raises its error if it failed.
         """
         begun = time.perf_counter()
         self.wait()
         self._stage()
-        self.config = self.model.config  # the current plan may change during the save
         self.folder = self.run / "checkpoints" / f"step-{record['step']:06d}"
-        self.thread = threading.Thread(target=self._write, args=(record, keep_all), daemon=True)
+        arguments = record, config, keep_all
+        self.thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         self.thread.start()
         return time.perf_counter() - begun
 
@@ -171,13 +172,13 @@ class Checkpointer:
             error, self.failure = self.failure, None
             raise _explained(error, self.folder)
 
-    def _write(self, record: dict[str, Any], keep_all: bool) -> None:
+    def _write(self, record: dict[str, Any], config: ModelConfig, keep_all: bool) -> None:
         """Write the staged state as a checkpoint, atomically."""
         folder = self.folder
         temporary = folder.with_name(f".{folder.name}.partial")
 
         def commit(sums: dict[str, str]) -> None:
-            write_config(temporary, self.config, self.data.eos_id, self.huggingface)
+            write_config(temporary, config, self.data.eos_id, self.huggingface)
             for name, content in self.companions.items():
                 (temporary / name).write_bytes(content)
             write_text(temporary / "train.json", json.dumps(record, indent=1) + "\n")

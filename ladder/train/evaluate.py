@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ladder.data.prepared import TokenData, heldout_order, heldout_windows, text_bytes
 from ladder.models.documents import starts_of
 from ladder.models.errors import UserError
+from ladder.models.plan import Plan
 from ladder.models.transformer import Transformer
 from ladder.parallel.data import data_parallel, let_go, sum_over_data
 from ladder.parallel.sharding import local_tensor
@@ -46,6 +47,7 @@ def bits_per_byte(
     limit: int,
     mesh: DeviceMesh | None = None,
     mask_documents: bool = False,
+    plan: Plan | None = None,
 ) -> Heldout:
     """Evaluate on the first `limit` held-out windows of seq_len tokens (0: all of them).
 
@@ -53,7 +55,8 @@ def bits_per_byte(
     are predicted but stand for no bytes.
 
     mask_documents: each token attends only to its own document, for models trained so. The targets
-    and their bytes do not depend on it, so the figures are comparable.
+    and their bytes do not depend on it, so the figures are comparable. plan: the plan in force;
+    None: the model's own.
     """
     device = local_tensor(model.model.embed_tokens.weight).device
     dp, dp_rank = data_parallel(mesh)
@@ -67,7 +70,7 @@ def bits_per_byte(
         tokens, targets = windows.read(chosen)
         begins = windows.begins(chosen, tokens, data.eos_id if mask_documents else None)
         documents = None if begins is None else starts_of(begins).to(device)
-        losses = model(tokens.to(device), targets.to(device), documents=documents)
+        losses = model(tokens.to(device), targets.to(device), documents=documents, plan=plan)
         if dp_rank >= len(group):
             continue
         sums[0] += losses.double().sum()

@@ -71,7 +71,7 @@ def _train(
     """`train` for a run that has been checked. lock: that of its folder, on rank 0."""
     config, main = run.config, launch.rank() == 0
     model = make_model(
-        run.source.at(max(run.start - 1, 0)),  # with the plan of the checkpoint
+        run.model,
         getattr(torch, config.dtype),
         run.mesh,
         run.device,
@@ -84,7 +84,7 @@ def _train(
     if run.checkpoint is None:
         run.source.fill(model, config.seed)
     else:
-        state.restore(run.checkpoint, model, optimizer, run.start)
+        state.restore(run.checkpoint, model, optimizer, run.start, run.model_after(run.start))
     _say(*run.going_on())
     for damage in launch.gathered(shards.soon()):
         if damage:
@@ -132,7 +132,7 @@ def _objective(run: Run) -> tuple[Objective, tuple[str, ...]]:
 
 def _header(run: Run, model: Transformer) -> str:
     config, count = run.config, sum(shape.numel() for shape in model.shapes.values())
-    plan, ranks = model.config.plan, model.reducer.ranks
+    plan, ranks = run.model_after(run.start).plan, model.reducer.ranks
     virtual = f", {ranks.held} virtual ranks" if ranks.held > 1 else ""
     tokens = config.steps * config.batch_size * config.seq_len
     return (
@@ -214,13 +214,17 @@ class Trainer:
     def launch(self, step: int, batch: Batch) -> None:
         """Launch a step without waiting for it."""
         run, config = self.run, self.run.config
-        if run.source.schedule.plan(step) is not self.model.config.plan:
-            self.model.config = run.source.at(step)
         rate = learning_rate(step, config)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         outcome = take_step(
-            self.model, self.optimizer, batch, run.mesh, config.grad_clip, self.objective
+            self.model,
+            self.optimizer,
+            batch,
+            run.mesh,
+            config.grad_clip,
+            self.objective,
+            run.source.schedule.plan(step),
         )
         told = to_host(self.interruption.on_any_rank(run.device))
         self.in_flight.append(Launched(step, batch.windows, rate, outcome, told))
@@ -247,7 +251,7 @@ class Trainer:
         run, config = self.run, self.run.config
         result = bits_per_byte(
             self.model, run.data, config.seq_len, run.micro, config.eval_windows, run.mesh,
-            config.mask_documents,
+            config.mask_documents, run.model_after(done).plan,
         )  # fmt: skip
         self.metrics.write(
             done, heldout_loss=result.loss, heldout_bits_per_byte=result.bits_per_byte
@@ -258,7 +262,9 @@ class Trainer:
     def save(self, done: int, wait: bool) -> None:
         """Begin to save the state after `done` steps. wait: return when it is complete."""
         self.saved = done
-        seconds = self.checkpointer.save(self.run.checkpoint_record(done))
+        seconds = self.checkpointer.save(
+            self.run.checkpoint_record(done), self.run.model_after(done)
+        )
         self.metrics.write(done, checkpoint_seconds=seconds)
         if wait:
             self.checkpointer.wait()
@@ -286,8 +292,8 @@ class Trainer:
         kept = f"The run up to step {step} is saved" if step else "No step was before it"
         try:
             if self.saved < step:
-                self.model.config = self.run.source.at(step - 1)
-                self.checkpointer.save(self.run.checkpoint_record(step), keep_all=True)
+                config = self.run.model_after(step)
+                self.checkpointer.save(self.run.checkpoint_record(step), config, keep_all=True)
             self.checkpointer.wait()
         except UserError as failed:
             kept = f"The steps before it could not all be saved: {failed}"

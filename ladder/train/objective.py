@@ -15,16 +15,19 @@ from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.layers import vocabulary_start
 from ladder.models.loss import teacher_losses, token_losses
+from ladder.models.plan import Plan
 from ladder.models.transformer import Transformer
 from ladder.train.config import TrainConfig
 from ladder.train.prefetch import Part
 
 # Sums over the tokens of a part, [n]: first the loss, with gradients, then other metrics.
-Objective = Callable[[Transformer, Part], Tensor]
+# The plan is the one in force; None: the model's own.
+Objective = Callable[[Transformer, Part, Plan | None], Tensor]
 
 
-def cross_entropy(model: Transformer, part: Part) -> Tensor:
-    return model(part.tokens, part.targets, documents=part.documents).sum().unsqueeze(0)
+def cross_entropy(model: Transformer, part: Part, plan: Plan | None) -> Tensor:
+    losses = model(part.tokens, part.targets, documents=part.documents, plan=plan)
+    return losses.sum().unsqueeze(0)
 
 
 class Distillation:
@@ -69,10 +72,10 @@ class Distillation:
         )
         self.teacher.requires_grad_(False)
 
-    def __call__(self, model: Transformer, part: Part) -> Tensor:
+    def __call__(self, model: Transformer, part: Part, plan: Plan | None) -> Tensor:
         with torch.no_grad():
             wanted = self.teacher(part.tokens, documents=part.documents, gather=False)
-        logits = model(part.tokens, documents=part.documents, gather=False)
+        logits = model(part.tokens, documents=part.documents, gather=False, plan=plan)
         first = vocabulary_start(model.config.vocab_size, model.reducer.ranks)
         hard = token_losses(logits, part.targets, first, model.reducer, model.runtime.losses).sum()
         soft = teacher_losses(logits, wanted, part.targets, self.temperature, model.reducer).sum()

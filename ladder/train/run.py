@@ -60,6 +60,10 @@ class Run:
         """The model's config at the end of the run; progressive conversion starts with others."""
         return self.source.config
 
+    def model_after(self, done: int) -> ModelConfig:
+        """The model as it is after `done` steps: with the plan of the last one of them."""
+        return self.source.at(max(done - 1, 0))
+
     @property
     def recipe(self) -> dict[str, Any]:
         """The content of recipe.json."""

@@ -27,6 +27,7 @@ from ladder.checkpoint import (
     read_config,
     read_json,
 )
+from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel.sharding import local_parameters, local_tensor
@@ -107,17 +108,23 @@ def _warn(folder: Path, error: OSError) -> None:
     )
 
 
-def restore(folder: Path, model: Transformer, optimizer: torch.optim.Optimizer, step: int) -> None:
+def restore(
+    folder: Path,
+    model: Transformer,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    config: ModelConfig,
+) -> None:
     """Load the model and its optimiser from a checkpoint; each rank reads its own slices.
 
     Raises UserError if it holds another model or plan, or if a file is damaged.
     """
     stored = read_config(folder)
-    if stored != model.config:
-        names = [k for k, v in stored.to_dict().items() if model.config.to_dict()[k] != v]
+    if stored != config:
+        names = [k for k, v in stored.to_dict().items() if config.to_dict()[k] != v]
         raise UserError(
             f"the checkpoint {folder} is of another model: {', '.join(names)} differ "
-            f"(plan {stored.plan.name!r} there, {model.config.plan.name!r} here); resume with the "
+            f"(plan {stored.plan.name!r} there, {config.plan.name!r} here); resume with the "
             f"run's own config"
         )
     fill(model, TensorReader(folder, WEIGHTS))

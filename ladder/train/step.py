@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ladder.models.plan import Plan
 from ladder.models.transformer import Transformer
 from ladder.parallel.data import data_parallel, reduce_gradients, sum_over_data
 from ladder.parallel.sharding import sum_shared_gradients
@@ -64,12 +65,15 @@ def take_step(
     mesh: DeviceMesh | None,
     grad_clip: float,
     objective: Objective = cross_entropy,
+    plan: Plan | None = None,
 ) -> Callable[[], Outcome]:
     """Launch forward, backward, clipping to norm `grad_clip`, and the optimiser's step.
 
+    plan: the plan in force; None: the model's own.
+
     Returns a function that waits for the step and returns its outcome.
     """
-    own = backward(model, batch, objective)
+    own = backward(model, batch, objective, plan)
     sums = sum_over_data(own.clone(), mesh) / data_parallel(mesh)[0]
     if mesh is not None:
         sum_shared_gradients(model)
@@ -86,7 +90,12 @@ def take_step(
     return outcome
 
 
-def backward(model: Transformer, batch: Batch, objective: Objective = cross_entropy) -> Tensor:
+def backward(
+    model: Transformer,
+    batch: Batch,
+    objective: Objective = cross_entropy,
+    plan: Plan | None = None,
+) -> Tensor:
     """Accumulate the gradients of this rank's part of the loss; returns its part of the sums.
 
     The mean over the data-parallel ranks is the mean over all targets of the step, even if ranks
@@ -95,7 +104,7 @@ def backward(model: Transformer, batch: Batch, objective: Objective = cross_entr
     total = torch.zeros(1, device=batch.parts[0].tokens.device)
     for n, part in enumerate(batch.parts, 1):
         reduce_gradients(model, now=n == len(batch.parts))
-        sums = objective(model, part) / batch.targets
+        sums = objective(model, part, plan) / batch.targets
         sums[0].backward()
         total = total + sums.detach()
     return total

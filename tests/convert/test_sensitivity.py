@@ -24,7 +24,7 @@ from ladder.convert.sensitivity import costs, free_layers, measure, named, turne
 from ladder.data.prepared import heldout_windows, open_data
 from ladder.data.tokenizer import train_tokenizer
 from ladder.infer.load import load_for_inference
-from ladder.models import ModelConfig, UserError, resolve_plan
+from ladder.models import ModelConfig, Transformer, UserError, resolve_plan
 from tests.distributed import Pools
 from tests.samples import full_model, small_config
 
@@ -77,10 +77,15 @@ def test_costs_are_those_of_plain_probabilities(standard: Path, corpus: Path) ->
     assert tokens == sum(int((targets >= 0).sum()) for _, targets, _ in batches)
     text = sum(int(sizes.sum()) for _, _, sizes in batches)
 
+    def under(plan: Any) -> Transformer:
+        """Another model of the same weights."""
+        made = Transformer(replace(before, plan=plan)).double()
+        made.load_state_dict(model.state_dict())
+        return made
+
     def predictions(plan: Any) -> list[torch.Tensor]:
-        model.config = replace(before, plan=plan)
         with torch.no_grad():
-            return [model(inputs).log_softmax(-1) for inputs, _, _ in batches]
+            return [under(plan)(inputs).log_softmax(-1) for inputs, _, _ in batches]
 
     def bits(chosen: list[torch.Tensor]) -> float:
         nats = sum(
@@ -100,9 +105,7 @@ def test_costs_are_those_of_plain_probabilities(standard: Path, corpus: Path) ->
         assert cost.divergence > 0
 
     # Another model's divergence from the one that it was made from, on all windows.
-    other = load_model(standard, dtype=torch.float64)
-    model.config = before
-    other.config = replace(before, plan=resolve_plan(named((1,)), before.num_layers))
+    other = under(resolve_plan(named((1,)), before.num_layers))
     whole, (alone,) = costs(other, data, [], 16, None, 2, "test", model)
     assert whole > tokens
     assert alone.divergence == costs(model, data, [(1,)], 16, None, 2, "test")[1][1].divergence

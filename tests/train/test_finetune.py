@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from ladder.checkpoint import checkpoints, load_model, newest, read_config, read
 from ladder.cli import main
 from ladder.data.mix import open_sources
 from ladder.data.prepared import open_data
-from ladder.models import UserError
+from ladder.models import UserError, resolve_plan
 from ladder.models.documents import starts_of
 from ladder.train import state
 from ladder.train.config import TrainConfig, load_train_config
@@ -55,8 +54,8 @@ def test_the_loss_is_the_mean_over_answers(chats: Path, base: Path, tmp_path: Pa
     begins = windows.begins(drawn, tokens, None)
     assert begins is not None
     model = load_model(newest(base))
-    model.config = replace(model.config, plan="hybrid")  # type: ignore[arg-type]
-    found = model(tokens, targets, documents=starts_of(begins))
+    plan = resolve_plan("hybrid", model.config.num_layers)
+    found = model(tokens, targets, documents=starts_of(begins), plan=plan)
     wanted = found.sum() / (targets >= 0).sum()
     by_window = (found.sum(1) / (targets >= 0).sum(1)).mean()
     assert losses(tmp_path / "run")[0] == pytest.approx(wanted.item(), abs=1e-5)
