@@ -146,7 +146,7 @@ def test_every_page_leads_with_its_finding_and_needs_nothing_else(drawn: Path) -
         assert "<svg" not in text or finding < text.index("<svg") < first_table, name
         assert text.count('<div class="wide"><table') == text.count("<table"), name  # scrolls
         runs = text.rindex("<table")
-        assert text.rindex("<h2>") == text.index("<h2>What was run on what</h2>") < runs, name
+        assert text.rindex("<h2>") == text.index("<h2>Runs</h2>") < runs, name
 
 
 def test_without_matplotlib_one_line_says_what_to_install(
