@@ -80,7 +80,7 @@ def check_writable(path: Path, option: str = "--out") -> None:
                 continue  # another process that checks, too, has removed a folder that it had made
             shown = brief(str(path), 80) if error.errno == errno.ENAMETOOLONG else path
             raise UserError(
-                f"{option}={shown} cannot be written ({error.strerror}); choose another place, or "
+                f"{option}={shown} cannot be written ({error.strerror}); choose another path, or "
                 f"make it writable"
             ) from error
 
