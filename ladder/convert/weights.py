@@ -99,9 +99,8 @@ def norms_read(model: Transformer, layers: Collection[int]) -> dict[str, str]:
     found = {}
     for layer in layers:
         block = model.model.layers[layer]
-        norms = block.input_layernorm, block.post_attention_layernorm
-        for sublayer, norm in zip((block.self_attn, block.mlp), norms, strict=True):
-            for name, _ in sublayer.named_parameters(prefix=names[sublayer]):
+        for slot, norm in zip(block.slots, map(block.norm, ("attention", "mlp")), strict=True):
+            for name, _ in slot.named_parameters(prefix=names[slot]):
                 if model.specs[name].reads_norm:
                     found[name] = f"{names[norm]}.weight"
     return found

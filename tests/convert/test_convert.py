@@ -223,28 +223,6 @@ def test_a_plan_computes_its_equations(
         assert relative_error(model(TOKENS), hugging_face(family)(TOKENS).logits) > 1e-3
 
 
-def test_folded_norms_are_rounded_once_and_nothing_else_changes(tmp_path: Path) -> None:
-    source = save(tmp_path / "hf")
-    old = {name: value.bfloat16() for name, value in tensors(source).items()}
-    for path in source.glob("*.safetensors*"):
-        path.unlink()
-    save_file(old, source / "model.safetensors")
-    convert(source, tmp_path / "ours", "parallel")
-    expected = dict(old)
-    for layer in range(4):
-        prefix = f"model.layers.{layer}."
-        first = old[f"{prefix}input_layernorm.weight"].float()
-        second = expected.pop(f"{prefix}post_attention_layernorm.weight").float()
-        for name in ("q_proj", "k_proj", "v_proj"):
-            name = f"{prefix}self_attn.{name}.weight"
-            expected[name] = (old[name].float() * first).bfloat16()
-        for name in ("gate_proj", "up_proj"):
-            name = f"{prefix}mlp.{name}.weight"
-            expected[name] = (old[name].float() * second).bfloat16()
-        expected[f"{prefix}input_layernorm.weight"] = torch.ones(32, dtype=torch.bfloat16)
-    assert_same_bits(tensors(tmp_path / "ours"), expected)
-
-
 def test_one_of_our_models_gets_more_ladder_layers(tmp_path: Path) -> None:
     """From a hybrid to another, but not from norms that were merged."""
     source = save(tmp_path / "hf")
