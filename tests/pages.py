@@ -3,7 +3,8 @@
 A fenced block without a language, or of `sh`, holds commands of `ladder` and `torchrun`; one of
 `python` is run too. A second word after the language says why a block is only parsed (`sh gpu`: see
 NOT_RUN), or names the file that the block is (`yaml my-plan.yaml`). Commands in the text, between
-backticks, are parsed and not run. Output is in blocks of `text`.
+backticks, are parsed and not run. Output is in blocks of `text`. A `diff` is of the package, and
+what runs after it is a file: see tests/test_extending.py.
 """
 
 from __future__ import annotations
@@ -51,7 +52,12 @@ class Block(NamedTuple):
 
     @property
     def runs(self) -> bool:
-        return self.language in ("", "sh", "python") and self.note not in NOT_RUN
+        return self.language in ("", "sh", "python") and self.note not in NOT_RUN and not self.file
+
+    @property
+    def file(self) -> str | None:
+        """The name of the file that the block is, if it is one."""
+        return self.note if "." in self.note else None
 
 
 def parse(text: str) -> list[Block]:
@@ -134,7 +140,7 @@ def write_files(blocks: list[Block]) -> None:
     """Write the files that the page shows into the working directory."""
     for block in blocks:
         named = re.match(r"# (\S+\.yaml)\b", block.text) if block.language == "yaml" else None
-        name = named[1] if named else block.note if "." in block.note else None
+        name = named[1] if named else block.file
         if name is not None:
             Path(name).parent.mkdir(exist_ok=True)
             Path(name).write_text(block.text + "\n", encoding="utf-8")

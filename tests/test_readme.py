@@ -168,8 +168,8 @@ def test_code_is_valid(page: str) -> None:
             texts = block.text.splitlines() if block.note.endswith(".jsonl") else [block.text]
             assert all(json.loads(text) for text in texts)
         else:
-            assert block.language in ("", "inline", "sh", "text", "jinja"), block.language
-        known = block.note in ("", *pages.NOT_RUN) or "." in block.note
+            assert block.language in ("", "inline", "sh", "text", "jinja", "diff"), block.language
+        known = block.note in ("", *pages.NOT_RUN) or block.file
         assert known, f"{block.language} {block.note}: neither a file nor one of {pages.NOT_RUN}"
 
 
