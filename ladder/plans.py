@@ -162,7 +162,7 @@ def picture(plan: Plan, limit: int = 6) -> str:
             reduce_end[n] = len(compute) + width - 4
     for n, end in reduce_end.items():
         start = columns[n]
-        word = "sync" if plan.sublayers[n].reduce == "stream" else "sum"
+        word = "sync" if plan.sublayers[n].reduce == "residual" else "sum"
         bar = f"<{word} {n}".ljust(end - start - 1, "-") + ">"
         lane = next((i for i, text in enumerate(lanes) if len(text) <= start), None)
         if lane is None:

@@ -7,8 +7,8 @@ library, any float dtype, and as plain as it can be: attention loops over heads,
 reduce too many, a mis-scaled partial or a wrong split in the package cannot be repeated here by
 sharing code with it.
 
-Weights are a state dict with Hugging Face Llama's names and full shapes; a norm that reads streams
-which differ between ranks has a weight [T, D]. Rank t of T owns the query heads
+Weights are a state dict with Hugging Face Llama's names and full shapes; a norm that reads
+residuals which differ between ranks has a weight [T, D]. Rank t of T owns the query heads
 [t H/T, (t+1) H/T) and the same share of the MLP's columns; query head h reads KV head h KV // H.
 Norms are computed in float32 or wider, rotary angles in float32, the rest in the weights' dtype.
 """
@@ -124,7 +124,7 @@ def mlp_partial(
 
 
 class Run:
-    """One forward pass: the sublayers of a model as functions of one rank's stream."""
+    """One forward pass: the sublayers of a model as functions of one rank's residual."""
 
     def __init__(self, weights: Weights, config: Any, tokens: Tensor, ranks: int) -> None:
         self.weights, self.config, self.T = weights, config, ranks
@@ -153,9 +153,9 @@ class Run:
         """AllReduce of the partials of a sublayer whose input is the same on every rank."""
         return sum_of([sublayer(layer, x, rank) for rank in range(self.T)])
 
-    def head(self, streams: list[Tensor]) -> Tensor:
+    def head(self, residuals: list[Tensor]) -> Tensor:
         """Final norm on each rank, mean over the ranks, head."""
-        normed = [self._norm("model.norm.weight", x, rank) for rank, x in enumerate(streams)]
+        normed = [self._norm("model.norm.weight", x, rank) for rank, x in enumerate(residuals)]
         weight = self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
         return (sum_of(normed) / len(normed)) @ weight.T
 
@@ -248,20 +248,20 @@ def ladder_equation_2(weights: Weights, config: Any, tokens: Tensor, ranks: int)
 def desync(weights: Weights, config: Any, tokens: Tensor, ranks: int, every: int) -> Tensor:
     """Section 5: of each `every` all-reduces only the last is kept, and the model's last.
 
-    Where it is kept, the streams of all ranks become their mean plus the sum of the partials.
+    Where it is kept, the residuals of all ranks become their mean plus the sum of the partials.
     """
     run = Run(weights, config, tokens, ranks)
-    streams = [run.embedding] * ranks
+    residuals = [run.embedding] * ranks
     count = 2 * config.num_layers
     for n in range(count):
         sublayer = run.mlp if n % 2 else run.attention
-        partials = [sublayer(n // 2, streams[rank], rank) for rank in range(ranks)]
+        partials = [sublayer(n // 2, residuals[rank], rank) for rank in range(ranks)]
         if (n + 1) % every == 0 or n + 1 == count:
-            summed = sum_of([p + x / ranks for p, x in zip(partials, streams, strict=True)])
-            streams = [summed] * ranks
+            summed = sum_of([p + x / ranks for p, x in zip(partials, residuals, strict=True)])
+            residuals = [summed] * ranks
         else:
-            streams = [x + p for p, x in zip(partials, streams, strict=True)]
-    return run.head(streams)
+            residuals = [x + p for p, x in zip(partials, residuals, strict=True)]
+    return run.head(residuals)
 
 
 def delayed(weights: Weights, config: Any, tokens: Tensor, ranks: int, delay: int) -> Tensor:
@@ -271,20 +271,20 @@ def delayed(weights: Weights, config: Any, tokens: Tensor, ranks: int, delay: in
     n < d or n >= N - d, else 1.
     """
     run = Run(weights, config, tokens, ranks)
-    streams = [run.embedding] * ranks
+    residuals = [run.embedding] * ranks
     count = 2 * config.num_layers
     partials: list[list[Tensor]] = []
     for n in range(count):
         sublayer = run.mlp if n % 2 else run.attention
-        partials.append([sublayer(n // 2, streams[rank], rank) for rank in range(ranks)])
+        partials.append([sublayer(n // 2, residuals[rank], rank) for rank in range(ranks)])
         scale = math.sqrt(ranks) if n < delay or n >= count - delay else 1.0
         for rank in range(ranks):
-            streams[rank] = streams[rank] + scale * partials[n][rank]
+            residuals[rank] = residuals[rank] + scale * partials[n][rank]
             if n >= delay:
                 for peer in range(ranks):
                     if peer != rank:
-                        streams[rank] = streams[rank] + partials[n - delay][peer]
-    return run.head(streams)
+                        residuals[rank] = residuals[rank] + partials[n - delay][peer]
+    return run.head(residuals)
 
 
 def no_reduce(weights: Weights, config: Any, tokens: Tensor, ranks: int) -> Tensor:
@@ -306,8 +306,8 @@ def no_reduce(weights: Weights, config: Any, tokens: Tensor, ranks: int) -> Tens
 def landed_before(records: Any) -> list[tuple[int, int, int]]:
     """For each sublayer, and for the final norm: (start, own, peers).
 
-    The stream that it reads is the one that stands before output `start` (the embedding, or what
-    the last `stream` reduce left), plus this rank's outputs start..own-1 and the peers' outputs
+    The residual that it reads is the one that stands before output `start` (the embedding, or what
+    the last `residual` reduce left), plus this rank's outputs start..own-1 and the peers' outputs
     start..peers-1. What has landed never leaves again, so own and peers never fall.
     """
     out = []
@@ -316,7 +316,7 @@ def landed_before(records: Any) -> list[tuple[int, int, int]]:
         own = max(own, n - record.own_lag)
         peers = max(peers, n - record.peer_lag)
         out.append((start, own, peers))
-        if record.reduce == "stream":
+        if record.reduce == "residual":
             start = own = peers = n + 1
     out.append((start, len(records), len(records)))
     return out
@@ -326,7 +326,7 @@ def from_records(weights: Weights, config: Any, tokens: Tensor, ranks: int) -> T
     """Any plan: the input of sublayer n is summed anew from the list of all outputs so far."""
     run = Run(weights, config, tokens, ranks)
     records = config.plan.sublayers
-    # outputs[n][rank]: the partial. base[rank]: the embedding, or the last stream reduce's result
+    # outputs[n][rank]: the partial. base[rank]: the embedding, or the last residual reduce's result
     outputs: list[list[Tensor]] = []
     base = [run.embedding] * ranks
 
@@ -344,7 +344,7 @@ def from_records(weights: Weights, config: Any, tokens: Tensor, ranks: int) -> T
     marks = landed_before(records)
     layer = {"attention": 0, "mlp": 0}
     for n, record in enumerate(records):
-        streams = [read(*marks[n], rank) for rank in range(ranks)]
+        residuals = [read(*marks[n], rank) for rank in range(ranks)]
         if record.kind == "attention":
             sublayer, index = run.attention, layer["attention"]
         elif record.kind == "mlp":
@@ -353,15 +353,15 @@ def from_records(weights: Weights, config: Any, tokens: Tensor, ranks: int) -> T
             sublayer, index = run.both, layer["attention"]
         for kind in record.kind.split("+"):
             layer[kind] += 1
-        outputs.append([sublayer(index, streams[rank], rank) for rank in range(ranks)])
-        if record.reduce == "stream":
-            pairs = zip(outputs[n], streams, strict=True)
+        outputs.append([sublayer(index, residuals[rank], rank) for rank in range(ranks)])
+        if record.reduce == "residual":
+            pairs = zip(outputs[n], residuals, strict=True)
             summed = sum_of([record.own_scale * p + x / ranks for p, x in pairs])
             base = [summed] * ranks
-    streams = [read(*marks[-1], rank) for rank in range(ranks)]
+    residuals = [read(*marks[-1], rank) for rank in range(ranks)]
     if all(record.reduce == "none" for record in records):
-        streams = streams[:1]  # see no_reduce
-    return run.head(streams)
+        residuals = residuals[:1]  # see no_reduce
+    return run.head(residuals)
 
 
 def named(name: str, config: Any) -> Callable[..., Tensor] | None:

@@ -58,7 +58,7 @@ DEPENDS_ON_T: dict[str, PlanSpec] = {
             "attention": {"own_scale": 1.5},
             "mlp": {"own_lag": 1, "peer_lag": 2, "reduce": "none"},
         },
-        {"layers": 1, "attention+mlp": {"reduce": "stream"}},
+        {"layers": 1, "attention+mlp": {"reduce": "residual"}},
         {
             "layers": 2,
             "attention": {"own_lag": 1, "peer_lag": 1},
@@ -78,7 +78,7 @@ FUSED_PLANS: dict[str, PlanSpec] = {
     "parallel, the own part scaled": [{"layers": "0-3", "attention+mlp": {"own_scale": 1.5}}],
 }
 
-# Ranks add their own outputs and their peers' at different times: equal streams, but for rounding.
+# Ranks add their own outputs and their peers' at different times: equal but for rounding.
 ADDED_APART = ("own at once, peers 1 later", "own 2 later, peers at once")
 
 
@@ -107,7 +107,7 @@ def both(**fields: Any) -> list[Sublayer]:
 def random_plan(rng: random.Random, num_layers: int, stay_equal: bool = False) -> Plan:
     """A valid plan: any kinds, lags 0 to 3, reduces and scales; `stay_equal`: one without T."""
     records: list[Sublayer] = []
-    own = peers = 0  # outputs that have landed; `stream` is valid only where both are all
+    own = peers = 0  # outputs that have landed; `residual` is valid only where both are all
     for _ in range(num_layers):
         kinds = rng.choice((("attention", "mlp"), ("attention", "mlp"), ("attention+mlp",)))
         for kind in kinds:
@@ -116,12 +116,13 @@ def random_plan(rng: random.Random, num_layers: int, stay_equal: bool = False) -
             if stay_equal:
                 peer_lag = own_lag
             own, peers = max(own, n - own_lag), max(peers, n - peer_lag)
-            reduce = "output" if stay_equal else rng.choice(("output", "output", "none", "stream"))
-            if reduce == "stream" and (own < n or peers < n):
+            reduces = ("output", "output", "none", "residual")
+            reduce = "output" if stay_equal else rng.choice(reduces)
+            if reduce == "residual" and (own < n or peers < n):
                 reduce = "output"
-            if reduce == "stream":
+            if reduce == "residual":
                 own = peers = n + 1
-            free = not stay_equal and reduce != "stream"
+            free = not stay_equal and reduce != "residual"
             scale = rng.choice((1.0, 1.0, 0.5, 1.75)) if free else 1.0
             records.append(Sublayer(kind, own_lag, peer_lag, reduce, scale))
     return Plan(tuple(records), "random")

@@ -286,7 +286,7 @@ class DecodePass(Pass):
         keep_own = self.plan.own_needed[n]
         if record.reduce == "none":
             return Output(None, partial.run(rider=rider))
-        add = self.residual if record.reduce == "stream" else None
+        add = self.residual if record.reduce == "residual" else None
         share = 1 / self.ranks.degree
         if not self.decode.pushes:
             whole = partial.run(add, share, rider=rider)

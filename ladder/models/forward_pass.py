@@ -158,7 +158,7 @@ class Pass:
         own = partial if self.plan.own_needed[n] else None
         if record.reduce == "none":
             return Output(None, own)
-        if record.reduce == "stream":
+        if record.reduce == "residual":
             partial = torch.add(partial, self.residual, alpha=1 / self.ranks.degree)
         elif own is not None and self.ranks.held == 1:
             partial = partial.clone()  # the reduce may overwrite what it is given

@@ -10,8 +10,8 @@ sum of the partials is the sublayer's output. Every architecture of this package
         +------------------------+          |   output, while it is summed     |
                                             +---------------------------------+
 
-Notation, used in this package throughout: sublayer n of N, rank r of T, stream X_r, partial o_n^r,
-sum over ranks S_n = sum_q o_n^q. Sources: Ladder Residual (arXiv 2501.06589), Equation 2 and
+Notation, used in this package throughout: sublayer n of N, rank r of T, residual X_r, partial
+o_n^r, sum over ranks S_n = sum_q o_n^q. Sources: Ladder Residual (arXiv 2501.06589), Equation 2 and
 Algorithm 1 for `ladder`, section 5 for `desync-nx`; Delayed Tensor Parallelism (Kog, 2026) for
 `dtp-d`; PaLM for `parallel`.
 """
@@ -26,7 +26,7 @@ from typing import Any
 from ladder.models.errors import UserError, check_keys, unknown
 
 KINDS = ("attention", "mlp", "attention+mlp")
-REDUCES = ("output", "stream", "none")
+REDUCES = ("output", "residual", "none")
 
 
 def number(value: Any) -> Any:
@@ -42,11 +42,11 @@ class Sublayer:
     """One sublayer of a plan.
 
     kind: `attention`, `mlp`, or `attention+mlp` (one norm, one input, one reduce for both).
-    own_lag: it reads the stream without this rank's newest `own_lag` outputs.
+    own_lag: it reads the residual without this rank's newest `own_lag` outputs.
     peer_lag: the same for the other ranks' outputs.
-    reduce: `output` sums its partial over the ranks; `stream` sums partial + X_r / T, which makes
-        the streams equal again and lands at once; `none` leaves the partial on its rank.
-    own_scale: factor on the own partial, as it joins this rank's own stream.
+    reduce: `output` sums its partial over the ranks; `residual` sums partial + X_r / T, which
+        makes the residuals equal again and lands at once; `none` leaves the partial on its rank.
+    own_scale: factor on the own partial, as it joins this rank's own residual.
     """
 
     kind: str
@@ -61,6 +61,8 @@ class Sublayer:
         check_keys(where, record, [field.name for field in fields(cls)])
         if "kind" not in record:
             raise UserError(f"{where} has no kind; allowed: {', '.join(KINDS)}")
+        if record.get("reduce") == "stream":  # its former name, in saved plans
+            record = {**record, "reduce": "residual"}
         if "own_scale" in record:
             record = {**record, "own_scale": number(record["own_scale"])}
         return cls(**record)
@@ -79,18 +81,18 @@ class Sublayer:
             raise UserError(
                 f"own_scale={scale!r} of {where} must be a number above 0 and below 1e6"
             )
-        if self.reduce == "stream" and scale != 1:
+        if self.reduce == "residual" and scale != 1:
             raise UserError(
-                f"own_scale={scale!r} of {where} must be 1 with reduce=stream, which sums the "
-                f"whole stream; use reduce=output"
+                f"own_scale={scale!r} of {where} must be 1 with reduce=residual, which sums "
+                f"the whole residual; use reduce=output"
             )
 
 
 @dataclass(frozen=True)
 class Landing:
-    """One output, or a part of it, joining the stream before a read.
+    """One output, or a part of it, joining the residual before a read.
 
-    The stream becomes X_r + summed * S + own * o^r, or S alone where `replaces` is set (S being
+    The residual becomes X_r + summed * S + own * o^r, or S alone where `replaces` is set (S being
     the sum of partial + X_r / T). So (True, 0) is the whole output, (False, 1) only this rank's
     own partial, (True, -1) only its peers'.
     """
@@ -129,7 +131,7 @@ class Plan:
             expected = "mlp" if record.kind == "attention" else "attention"
         if expected == "mlp":
             raise UserError(f"plan {self.name!r} ends within a layer: its last kind is attention")
-        _ = self.landings  # refuses a `stream` reduce with outputs in flight
+        _ = self.landings  # refuses a `residual` reduce with outputs in flight
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -163,14 +165,14 @@ class Plan:
             if n < len(self.sublayers):
                 own_lag, peer_lag = self.sublayers[n].own_lag, self.sublayers[n].peer_lag
             own_to, peers_to = max(own, n - own_lag), max(peers, n - peer_lag)
-            if n and self.sublayers[n - 1].reduce == "stream":
+            if n and self.sublayers[n - 1].reduce == "residual":
                 own_to = peers_to = n
             landed = []
             for m in sorted({*range(own, own_to), *range(peers, peers_to)}):
                 record = self.sublayers[m]
                 own_lands = own <= m < own_to
                 peers_land = peers <= m < peers_to and record.reduce != "none"
-                if record.reduce == "stream":
+                if record.reduce == "residual":
                     landed.append(Landing(m, summed=True, replaces=True))
                 elif own_lands and peers_land:
                     landed.append(Landing(m, summed=True, own=record.own_scale - 1))
@@ -181,21 +183,21 @@ class Plan:
             own, peers = own_to, peers_to
             if (
                 n < len(self.sublayers)
-                and self.sublayers[n].reduce == "stream"
+                and self.sublayers[n].reduce == "residual"
                 and (own < n or peers < n)
             ):
                 raise UserError(
-                    f"sublayer {n} of plan {self.name!r} has reduce=stream with outputs in flight "
-                    f"(own_lag={own_lag}, peer_lag={peer_lag}); its lags must be 0"
+                    f"sublayer {n} of plan {self.name!r} has reduce=residual with outputs in "
+                    f"flight (own_lag={own_lag}, peer_lag={peer_lag}); its lags must be 0"
                 )
             reads.append(tuple(landed))
         return tuple(reads)
 
     @cached_property
     def equal_reads(self) -> tuple[bool, ...]:
-        """Whether all ranks read the same stream, N + 1 entries.
+        """Whether all ranks read the same residual, N + 1 entries.
 
-        A norm that reads streams that differ has its own weight on each rank.
+        A norm that reads residuals that differ has its own weight on each rank.
         """
         own: dict[int, float] = {}  # factor of o^r beyond S, of each landed output
         equal = []
@@ -223,7 +225,7 @@ class Plan:
 
     @property
     def final_mean(self) -> bool:
-        """Whether the streams still differ at the end: norm on each rank, then the mean."""
+        """Whether the residuals still differ at the end: norm on each rank, then the mean."""
         return not self.equal_reads[-1] and not self.no_comm
 
     @property

@@ -199,7 +199,7 @@ def _preset(name: str, layers: range, num_layers: int, tp_degree: int | None) ->
         if n < 2:
             raise UserError(f"plan {name!r}: n must be 2 or more; desync-1x is `standard`")
         return [
-            Sublayer(kind, reduce="stream" if i % n == 0 or i == count else "none")
+            Sublayer(kind, reduce="residual" if i % n == 0 or i == count else "none")
             for i, kind in enumerate(kinds, start=1)
         ]
     if number and number[2]:

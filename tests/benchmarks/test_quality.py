@@ -79,7 +79,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, failing: str = "") -> None:
 
 def test_a_plan_in_a_file_is_called_by_its_name(corpus: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text("layers: [{layers: 0-1, attention: {reduce: none}, mlp: {reduce: stream}}]")
+    file.write_text("layers: [{layers: 0-1, attention: {reduce: none}, mlp: {reduce: residual}}]")
     (run,) = resolved(corpus, tmp_path, (str(file), 3))
     assert (run.plan, run.name) == ("mine", "mine-seed3")
     assert run.folder == tmp_path / "mine-seed3"

@@ -165,7 +165,7 @@ def test_gradient_of_tied_embeddings_has_both_parts() -> None:
 
 
 @pytest.mark.parametrize("name", SAME_AT_ANY_T)
-def test_t_is_no_part_of_equal_streams(name: str) -> None:
+def test_t_is_no_part_of_equal_residuals(name: str) -> None:
     """One model, run with 1, 2 and 4 virtual ranks. Catches a bias added by each rank, and KV heads
     paired with the wrong queries where T exceeds them."""
     config = small_config(PLANS[name], attention_bias=True, mlp_bias=True)
@@ -186,7 +186,7 @@ def test_t_is_no_part_of_equal_streams(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DEPENDS_ON_T)
-def test_t_is_part_of_unequal_streams(name: str) -> None:
+def test_t_is_part_of_unequal_residuals(name: str) -> None:
     """The same weights under T = 1 and 2 are different functions (so the tests above can fail), and
     a model of one T refuses another rather than compute it."""
     config = small_config(PLANS[name], 2, True)
@@ -220,7 +220,7 @@ def test_t_must_divide_the_model() -> None:
 
 
 @pytest.mark.parametrize("name", DEPENDS_ON_T)
-def test_norms_that_read_unequal_streams_have_a_weight_per_rank(name: str) -> None:
+def test_norms_that_read_unequal_residuals_have_a_weight_per_rank(name: str) -> None:
     """Shapes, and that each rank uses its own: exchanging two ranks' rows changes the logits."""
     model = model_at(name, 4)
     plan = model.config.plan
@@ -328,7 +328,7 @@ def test_a_mask_replaces_the_causal_one(name: str, ranks: int) -> None:
 @pytest.mark.parametrize(("name", "ranks"), CACHED)
 def test_a_cache_takes_the_place_of_what_was_read(name: str, ranks: int) -> None:
     """A prompt, then token by token, is the same as all at once. Catches a plan that carries the
-    stream of one forward pass into the next, and a cache that two layers share."""
+    residual of one forward pass into the next, and a cache that two layers share."""
     model = model_at(name, ranks)
     tokens = sample_tokens(model.config, seed=2, batch=3)
     expected = model(tokens)
@@ -400,7 +400,7 @@ def test_losses_of_extreme_logits_are_finite() -> None:
 
 
 def test_initialise_gives_the_documented_spread() -> None:
-    """0.02, and 0.02 / sqrt(2 L) where a matrix writes to the stream; norms 1, biases 0."""
+    """0.02, and 0.02 / sqrt(2 L) where a matrix writes to the residual; norms 1, biases 0."""
     from ladder.parallel.sharding import initialise
 
     config = small_config("desync-2x", 2, True, hidden_size=64, intermediate_size=96)

@@ -82,17 +82,17 @@ def test_hybrid_lags_where_the_reader_is_a_ladder_layer(spec: str, first: int, l
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
 def test_desync_keeps_each_nth_reduce(n: int) -> None:
     """Section 5. Catches the first of each group kept in place of the last, and a model whose last
-    streams are left unequal where n does not divide 2 L."""
+    residuals are left unequal where n does not divide 2 L."""
     plan = resolve_plan(f"desync-{n}x", L)
     kept = {*range(n - 1, 2 * L, n), 2 * L - 1}
     for i, record in enumerate(plan.sublayers):
         assert record == Sublayer(
-            ("attention", "mlp")[i % 2], reduce="stream" if i in kept else "none"
+            ("attention", "mlp")[i % 2], reduce="residual" if i in kept else "none"
         )
-        if n % 2 == 0 and record.reduce == "stream":
+        if n % 2 == 0 and record.reduce == "residual":
             assert record.kind == "mlp"
     assert plan.collectives == sum(plan.blocking) == len(kept)
-    # A sublayer reads equal streams right after a kept reduce, and at the start.
+    # A sublayer reads equal residuals right after a kept reduce, and at the start.
     assert plan.equal_reads == tuple(i == 0 or i - 1 in kept for i in range(2 * L + 1))
     assert plan.depends_on_tp
     assert not plan.final_mean
@@ -136,9 +136,9 @@ def test_none_drops_every_reduce() -> None:
 
 
 def simulate(plan: Plan) -> tuple[list[set[int]], list[set[int]], list[bool]]:
-    """Per read: this rank's outputs and the peers' that are in the stream, and whether equal.
+    """Per read: this rank's outputs and the peers' that are in the residual, and whether equal.
 
-    By DESIGN's words alone. Each rank's stream is a bag of (output, whose, factor); a `stream`
+    By DESIGN's words alone. Each rank's residual is a bag of (output, whose, factor); a `residual`
     reduce makes all bags one, which is written here as emptying them.
     """
     records = plan.sublayers
@@ -147,17 +147,17 @@ def simulate(plan: Plan) -> tuple[list[set[int]], list[set[int]], list[bool]]:
     equal: list[bool] = []
     own: set[int] = set()
     peers: set[int] = set()
-    synced = -1  # the last stream reduce: it and what came before it are on every rank alike
+    synced = -1  # the last residual reduce: it and what came before it are on every rank alike
     for n in range(len(records) + 1):
         end = n == len(records)
         for m in range(n):
-            if end or m < n - records[n].own_lag or records[m].reduce == "stream":
+            if end or m < n - records[n].own_lag or records[m].reduce == "residual":
                 own.add(m)
-            if end or m < n - records[n].peer_lag or records[m].reduce == "stream":
+            if end or m < n - records[n].peer_lag or records[m].reduce == "residual":
                 peers.add(m)
             if records[m].reduce == "none" and m > synced:
                 peers.discard(m)
-        if n and records[n - 1].reduce == "stream":
+        if n and records[n - 1].reduce == "residual":
             synced = n - 1
             own, peers = set(range(n)), set(range(n))
         own_seen.append(set(own))
@@ -169,8 +169,8 @@ def simulate(plan: Plan) -> tuple[list[set[int]], list[set[int]], list[bool]]:
 
 def play_landings(plan: Plan) -> tuple[list[set[int]], list[set[int]]]:
     """The same sets as `Plan.landings` would build them; asserts that nothing lands twice."""
-    own: dict[int, float] = {}  # output -> factor of this rank's own partial in its stream
-    peers: dict[int, int] = {}  # output -> times its peers' partials are in the stream
+    own: dict[int, float] = {}  # output -> factor of this rank's own partial in its residual
+    peers: dict[int, int] = {}  # output -> times its peers' partials are in the residual
     waited: set[int] = set()
     own_seen, peers_seen = [], []
     for n, read in enumerate(plan.landings):
@@ -192,7 +192,7 @@ def play_landings(plan: Plan) -> tuple[list[set[int]], list[set[int]]]:
         peers_seen.append(set(peers))
         assert set(peers.values()) <= {1}
         for m, factor in own.items():
-            m_synced = any(plan.sublayers[k].reduce == "stream" for k in range(m, n))
+            m_synced = any(plan.sublayers[k].reduce == "residual" for k in range(m, n))
             scale = 1.0 if m_synced else plan.sublayers[m].own_scale
             assert factor == pytest.approx(0.0 if m not in own_seen[-1] else scale)
     posted = {n for n, record in enumerate(plan.sublayers) if record.reduce != "none"}
@@ -203,7 +203,7 @@ def play_landings(plan: Plan) -> tuple[list[set[int]], list[set[int]]]:
 @pytest.mark.parametrize("seed", range(200))
 def test_landings_play_out_the_definition(seed: int) -> None:
     """Every part lands once, when the definition says. Catches an output lost or landed twice
-    where lags change between sublayers, own and peers differ, or a `stream` reduce intervenes."""
+    where lags change between sublayers, own and peers differ, or a `residual` reduce intervenes."""
     rng = random.Random(seed)
     plan = random_plan(rng, rng.randint(1, 6), stay_equal=seed % 5 == 0)
     own, peers, equal = simulate(plan)
@@ -216,11 +216,11 @@ def test_landings_play_out_the_definition(seed: int) -> None:
     if not plan.depends_on_tp:
         assert all(equal)
     assert resolve_plan(plan.to_dict(), plan.num_layers) == plan
-    # In the end all is in the stream: own parts, and the peers' of what was reduced.
+    # In the end all is in the residual: own parts, and the peers' of what was reduced.
     count = len(records)
-    last_stream = max((n for n in range(count) if records[n].reduce == "stream"), default=-1)
+    last_sync = max((n for n in range(count) if records[n].reduce == "residual"), default=-1)
     assert own[-1] == set(range(count))
-    assert peers[-1] == {n for n in range(count) if n <= last_stream or records[n].reduce != "none"}
+    assert peers[-1] == {n for n in range(count) if n <= last_sync or records[n].reduce != "none"}
     # A reduce blocks where it is first needed by the very next read.
     for n in range(count):
         needed = n in peers[n + 1] and records[n].reduce != "none"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -21,10 +22,11 @@ L = 6  # layers
 
 def test_string_of_ranges() -> None:
     """Catches a desync range that counts "every nth" from the model's start, or does not end with
-    a `stream` reduce where another preset follows."""
+    a `residual` reduce where another preset follows."""
     plan = resolve_plan("desync-4x@1-3,ladder@5", L)
     reduces = [record.reduce for record in plan.sublayers]
-    assert reduces == ["output"] * 2 + ["none"] * 3 + ["stream", "none", "stream"] + ["output"] * 4
+    assert reduces[:2] + reduces[8:] == ["output"] * 6
+    assert reduces[2:8] == ["none", "none", "none", "residual", "none", "residual"]
     assert [record.own_lag for record in plan.sublayers] == [0] * 10 + [1, 1]
     assert resolve_plan(" ladder@5 , desync-4x@ 1 - 3 ", L).sublayers == plan.sublayers
 
@@ -60,7 +62,7 @@ def test_written_in_yaml() -> None:
         """
     )
     plan = resolve_plan(spec, L)
-    middle = [Sublayer("attention", reduce="none"), Sublayer("mlp", reduce="stream")] * 3
+    middle = [Sublayer("attention", reduce="none"), Sublayer("mlp", reduce="residual")] * 3
     assert list(plan.sublayers) == [
         *both(own_lag=2, peer_lag=2) * 2,
         *middle,
@@ -85,8 +87,8 @@ def test_lag_two_blocks_once() -> None:
 
 
 def test_desync_then_ladder() -> None:
-    """A `stream` reduce lands at once although its reader lags. Catches the lag winning over it,
-    which would leave the ladder layers on streams that differ."""
+    """A `residual` reduce lands at once although its reader lags. Catches the lag winning over it,
+    which would leave the ladder layers on residuals that differ."""
     plan = resolve_plan("desync-2x@0-1,ladder@2-3", 4)
     assert plan.equal_reads == (True, False, True, False, True, True, True, True, True)
     outputs = [[landing.output for landing in read] for read in plan.landings]
@@ -103,6 +105,23 @@ def test_round_trip(name: str) -> None:
     assert ModelConfig.from_dict(config.to_dict()) == config
     again = yaml.safe_load(yaml.safe_dump(config.to_dict()))
     assert ModelConfig.from_dict(again) == config
+
+
+def test_plans_saved_when_residual_was_called_stream() -> None:
+    """A saved `reduce: stream`, and one written by hand, is read as `residual`, and saved as such.
+
+    Catches one that is refused, or that is another plan than the same one of today."""
+    plan = resolve_plan("desync-2x", 2)
+    assert [record.reduce for record in plan.sublayers] == ["none", "residual"] * 2
+    saved = small_config(plan, 2, True, num_layers=2).to_dict()
+    old = json.loads(json.dumps(saved).replace('"residual"', '"stream"'))
+    assert old != saved
+    assert resolve_plan(old["plan"], 2) == plan
+    assert ModelConfig.from_dict(old).to_dict() == saved
+    layers = [{"layers": "0-1", "attention": {"reduce": "none"}, "mlp": {"reduce": "stream"}}]
+    assert resolve_plan(layers, 2).sublayers == plan.sublayers
+    with pytest.raises(UserError, match=r"sublayer 1 .*reduce=residual with outputs in flight"):
+        resolve_plan([{"layers": 0, "mlp": {"own_lag": 1, "reduce": "stream"}}], 1)
 
 
 def test_round_trip_of_all_that_a_config_holds() -> None:
@@ -179,7 +198,7 @@ def test_a_bad_specification_names_what_is_wrong(spec: Any, words: list[str]) ->
         ({"own_lag": 1.0}, ["own_lag=1.0"]),
         ({"own_lag": True}, ["own_lag=True"]),
         ({"peer_lag": "1"}, ["peer_lag='1'"]),
-        ({"reduce": "sum"}, ["reduce", "'sum'", "output, stream, none"]),
+        ({"reduce": "sum"}, ["reduce", "'sum'", "output, residual, none"]),
         ({"reduce": None}, ["reduce", "None"]),
         ({"own_scale": 0}, ["own_scale=0"]),
         ({"own_scale": -1.0}, ["own_scale=-1.0"]),
@@ -187,7 +206,7 @@ def test_a_bad_specification_names_what_is_wrong(spec: Any, words: list[str]) ->
         ({"own_scale": math.inf}, ["own_scale=inf"]),
         ({"own_scale": "x"}, ["own_scale='x'"]),
         ({"own_scale": 1e6}, ["own_scale=1000000.0", "above 0 and below 1e6"]),
-        ({"own_scale": 2.0, "reduce": "stream"}, ["own_scale=2.0", "stream"]),
+        ({"own_scale": 2.0, "reduce": "residual"}, ["own_scale=2.0", "residual"]),
     ],
 )
 def test_a_bad_record_names_its_field(record: dict[str, Any], words: list[str]) -> None:
@@ -263,22 +282,22 @@ def test_sublayers_make_whole_layers() -> None:
 @pytest.mark.parametrize(
     "records",
     [
-        [Sublayer("attention"), Sublayer("mlp", own_lag=1, reduce="stream")],
-        [Sublayer("attention"), Sublayer("mlp", peer_lag=1, reduce="stream")],
-        [Sublayer("attention", reduce="none"), Sublayer("mlp", own_lag=1, reduce="stream")],
-        [Sublayer("attention"), Sublayer("mlp", own_lag=9, peer_lag=9, reduce="stream")],
+        [Sublayer("attention"), Sublayer("mlp", own_lag=1, reduce="residual")],
+        [Sublayer("attention"), Sublayer("mlp", peer_lag=1, reduce="residual")],
+        [Sublayer("attention", reduce="none"), Sublayer("mlp", own_lag=1, reduce="residual")],
+        [Sublayer("attention"), Sublayer("mlp", own_lag=9, peer_lag=9, reduce="residual")],
     ],
 )
-def test_stream_reduce_needs_nothing_in_flight(records: list[Sublayer]) -> None:
+def test_residual_reduce_needs_nothing_in_flight(records: list[Sublayer]) -> None:
     """Outputs in flight would be summed T times, or lost."""
-    with pytest.raises(UserError, match=r"sublayer 1 .*reduce=stream.*lag"):
+    with pytest.raises(UserError, match=r"sublayer 1 .*reduce=residual.*lag"):
         Plan(tuple(records))
 
 
-def test_stream_reduce_may_lag_where_all_has_landed() -> None:
+def test_residual_reduce_may_lag_where_all_has_landed() -> None:
     """At the start, and right after another one, a lag finds nothing in flight, so it lags not."""
-    lagging = Plan((Sublayer("attention", 3, 3, "stream"), Sublayer("mlp", 1, 2, "stream")))
-    at_once = Plan((Sublayer("attention", 0, 0, "stream"), Sublayer("mlp", 0, 0, "stream")))
+    lagging = Plan((Sublayer("attention", 3, 3, "residual"), Sublayer("mlp", 1, 2, "residual")))
+    at_once = Plan((Sublayer("attention", 0, 0, "residual"), Sublayer("mlp", 0, 0, "residual")))
     assert lagging.landings == at_once.landings
     models = [full_model(small_config(plan, 2, True, num_layers=1), 3)
               for plan in (lagging, at_once)]  # fmt: skip
@@ -306,7 +325,7 @@ def test_config_ties_tp_degree_to_the_plan() -> None:
 
 @pytest.mark.parametrize("field", ["attention_bias", "mlp_bias"])
 @pytest.mark.parametrize("name", ["desync-2x", "dtp-1", "own at once, peers 1 later", "none"])
-def test_output_bias_needs_equal_streams(name: str, field: str) -> None:
+def test_output_bias_needs_equal_residuals(name: str, field: str) -> None:
     """A bias that one rank adds would stay on that rank."""
     with pytest.raises(UserError, match=field):
         small_config(PLANS.get(name, name), 2, True, **{field: True})
