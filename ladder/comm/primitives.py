@@ -3,7 +3,7 @@
 A rank writes directly into a *slot* in another rank's memory. An empty slot holds EMPTY, which is
 never sent; a reader polls the slot until it holds something else, and clears it afterwards. There
 are no flags and no barriers. Each user shows why no slot is written before it is clear:
-`ladder.comm.push`, `ladder.comm.two_shot`, `ladder.infer.decode`.
+`ladder.comm.push`, `ladder.comm.two_shot`, `ladder.parallel.decode`.
 
 buffers: int64 [world], the addresses of each rank's slots (`SymmetricTensor.addresses`).
 

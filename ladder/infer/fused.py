@@ -17,11 +17,9 @@ from torch import Tensor, nn
 
 from ladder.costs import reduce_bytes
 from ladder.infer.cache import Cache
-from ladder.infer.decode import DecodeReducer, Matrix
 from ladder.jit import DTYPES
 from ladder.kernels.attention import decode_attention
 from ladder.kernels.choice import embed
-from ladder.kernels.decode import MAX_ROWS
 from ladder.kernels.norm import MAX_ADDENDS, add_rms_norm
 from ladder.kernels.prefill import rotary_prompt
 from ladder.models.config import ModelConfig
@@ -29,15 +27,14 @@ from ladder.models.forward_pass import Norm, add_norm
 from ladder.models.layers import Embedding, RMSNorm, local, rotary_tables, vocabulary_start
 from ladder.models.plan import Plan
 from ladder.models.reducer import Reducer
+from ladder.models.runtime import Begins
 from ladder.models.sublayers import MLP, Attention, Context, Sublayer
 from ladder.models.transformer import Parts, Transformer
+from ladder.parallel.choose import choose
+from ladder.parallel.decode import DecodeReducer, Matrix
+from ladder.parallel.dispatch import PREFILL_TRANSPORTS
 from ladder.parallel.reducers import PushReducer
 from ladder.parallel.sharded import ShardedReducer, sharded_refusal
-
-# Up to these sizes of a partial the landing's kernel does the copying. A plan that blocks loses no
-# SM to it. Tokens up to which kernels, not memory operations, make ranks meet.
-DIRECT_BYTES, DIRECT_BYTES_BLOCKING = 8 * 2**20, 16 * 2**20
-SMALL_PROMPTS = 16384
 
 
 class FusedAttention(Sublayer):
@@ -227,28 +224,24 @@ def _rotary_table(config: ModelConfig, device: torch.device) -> Tensor:
     return torch.cat((cos[:, :half], sin[:, :half]), dim=-1).contiguous()
 
 
-def _reducers(
-    base: Reducer, plan: Plan, token_bytes: int
-) -> Callable[[torch.Size], Reducer | DecodeReducer]:
-    """The reducer of a pass over tokens of that shape [B, S]."""
-    shards: dict[str, ShardedReducer] = {}  # by transport
-    if isinstance(base, PushReducer) and sharded_refusal(plan, base.ranks) is None:
-        for transport in ("direct", "copy-kernels", "copy"):
-            shards[transport] = ShardedReducer(base.ranks, base.group, plan, transport)
-    direct_bytes = DIRECT_BYTES_BLOCKING if all(plan.blocking) else DIRECT_BYTES
-    decode = DecodeReducer(base, plan)
+def _reducers(base: Reducer, plan: Plan, token_bytes: int) -> Callable[[torch.Size], Begins]:
+    """What makes the pass over tokens of that shape [B, S]: see `ladder.parallel.choose`."""
+    push = base if isinstance(base, PushReducer) else None
+    table, asked = (None, "async") if push is None else (push.dispatch, "push")
+    makers: dict[tuple[str, str], Begins] = {("async", ""): base, ("push", ""): base}
+    makers["decode", ""] = DecodeReducer(base, plan)
+    if push is not None and sharded_refusal(plan, base.ranks) is None:
+        for transport in PREFILL_TRANSPORTS:
+            sharded = ShardedReducer(base.ranks, push.group, plan, transport)
+            makers["sharded", transport] = sharded
 
-    def pick(shape: torch.Size) -> Reducer | DecodeReducer:
-        if shape[1] == 1:
-            return decode if shape[0] <= MAX_ROWS else base
-        if not isinstance(base, PushReducer) or not shards:
-            return base
-        # What was fastest on 4 H200s, for 1 to 64 prompts of 1024 (benchmarks/prefill.py).
-        size = shape.numel() * token_bytes
-        transport = "copy-kernels" if shape.numel() <= SMALL_PROMPTS else "copy"
-        transport = "direct" if size <= direct_bytes else transport
-        base.note(size, f"sharded by tokens, {transport}")
-        return shards[transport]
+    def pick(shape: torch.Size) -> Begins:
+        phase = "decode" if shape[1] == 1 else "prefill"
+        choice = choose(phase, plan, base.ranks, shape, token_bytes, table, asked)
+        if push is not None and choice.transport:
+            size = shape.numel() * token_bytes
+            push.note(size, f"sharded by tokens, {choice.transport}")
+        return makers[choice.reducer, choice.transport]
 
     return pick
 

@@ -11,8 +11,8 @@ from ladder.config import DTYPES
 from ladder.models.errors import UserError, unknown
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
+from ladder.parallel.choose import INFERENCE, pick_reducer
 from ladder.parallel.mesh import make_mesh
-from ladder.parallel.reducers import REDUCERS, pick_reducer
 
 
 def as_dtype(name: str) -> torch.dtype | None:
@@ -41,13 +41,13 @@ def load_for_inference(
 ) -> Transformer:
     """Load and shard the model of a run's folder, a checkpoint or a Hugging Face folder.
 
-    tp: the number of processes, or 0 for the same. reducer: a name in `REDUCERS`, or `auto` for the
-    fastest that can run here. dtype: a name in `DTYPES`, or `auto` for the stored one. Raises
+    tp: the number of processes, or 0 for the same. reducer: a name in `INFERENCE`, or `auto` for
+    the fastest that can run here. dtype: a name in `DTYPES`, or `auto` for the stored one. Raises
     UserError for options that cannot be met and for damaged weights. Every rank must call it.
     """
     wanted = as_dtype(dtype)
-    if reducer not in ("auto", *REDUCERS):
-        raise unknown("reducer", reducer, ("auto", *REDUCERS))
+    if reducer not in ("auto", *INFERENCE):
+        raise unknown("reducer", reducer, ("auto", *INFERENCE))
     joined = launch.join(device)
     processes = launch.world_size()
     check_tp(tp)

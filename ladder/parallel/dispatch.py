@@ -2,13 +2,15 @@
 
 A table is a JSON list of entries, one for a kind of GPU and a number of ranks:
 
-    [{"gpu": "NVIDIA H200", "world": 4, "until": [[524288, "push"]], "source": "..."}]
+    [{"gpu": "NVIDIA H200", "world": 4, "until": [[524288, "push"]], "source": "...",
+      "prefill": {"direct": 8388608, "direct_blocking": 16777216, "kernel_barrier": 16384}}]
 
 `until` has, in ascending order, the largest message in bytes for which an algorithm is used; NCCL
-reduces larger ones. dispatch.json, beside this file, has the measurements so far. A file of the
-user (`ladder bench comm --write-table FILE`), named by the environment variable LADDER_DISPATCH,
-takes precedence. If neither has an entry for the GPU and the number of ranks, DEFAULT is used: push
-for small messages, where latency dominates on any GPU, and NCCL for others.
+reduces larger ones. `prefill` (see Prefill) comes from benchmarks/prefill.py. dispatch.json, beside
+this file, has the measurements so far. A file of the user (`ladder bench comm --write-table FILE`),
+named by the environment variable LADDER_DISPATCH, takes precedence. If neither has an entry for the
+GPU and the number of ranks, DEFAULT is used: push for small messages, where latency dominates on
+any GPU, and NCCL for others.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,28 @@ from ladder.models.errors import UserError, check_keys, unknown
 VARIABLE = "LADDER_DISPATCH"
 PACKAGED = Path(__file__).with_name("dispatch.json")
 ALGORITHMS = ("nccl", "push", "two-shot")
+PREFILL_TRANSPORTS = ("direct", "copy-kernels", "copy")
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Which transport of `ladder.comm.transports` a prefill takes whose residual is sharded.
+
+    direct: the largest partial in bytes that the landing's kernel itself copies, which takes SMs
+    from what runs meanwhile; direct_blocking: the same for a plan whose reduces all block, and run
+    beneath nothing. kernel_barrier: the most tokens for which a kernel makes the ranks meet;
+    beyond, memory operations of the streams do.
+    """
+
+    direct: int = 8 * 2**20
+    direct_blocking: int = 16 * 2**20
+    kernel_barrier: int = 16384
+
+    def transport(self, tokens: int, size: int, blocking: bool) -> str:
+        """For `tokens` tokens whose partial has `size` bytes; blocking: all reduces block."""
+        if size <= (self.direct_blocking if blocking else self.direct):
+            return "direct"
+        return "copy-kernels" if tokens <= self.kernel_barrier else "copy"
 
 
 @dataclass(frozen=True)
@@ -38,11 +62,12 @@ class Dispatch:
     """A dispatch table for one kind of GPU and number of ranks.
 
     until: (largest message in bytes, algorithm), ascending; NCCL for larger messages. source: the
-    origin of the measurement.
+    origin of the measurement. prefill: the transports of prompts.
     """
 
     until: tuple[tuple[int, str], ...]
     source: str
+    prefill: Prefill = Prefill()
 
     def pick(self, size: int, dtype: torch.dtype) -> str:
         """The algorithm for a message of `size` bytes; ours need multiples of 16 and DTYPES."""
@@ -108,7 +133,8 @@ def load_dispatch(gpu: str, world: int, file: str | Path | None = None) -> Dispa
         for entry in read_table(path):
             if (entry["gpu"], entry["world"]) == (gpu, world):
                 until = tuple((size, name) for size, name in entry["until"])
-                return Dispatch(until, f"{path.name}: {entry['source']}")
+                prefill = Prefill(**entry.get("prefill", {}))
+                return Dispatch(until, f"{path.name}: {entry['source']}", prefill)
     return DEFAULT
 
 
@@ -130,7 +156,17 @@ def read_table(path: Path) -> list[dict[str, Any]]:
 
 def _check_entry(path: Path, entry: dict[str, Any]) -> None:
     keys = {"gpu": str, "world": int, "until": list, "source": str}
-    check_keys(f"the dispatch table {path}", entry, keys)
+    check_keys(f"the dispatch table {path}", entry, [*keys, "prefill"])
+    prefill = entry.get("prefill", {})
+    if not isinstance(prefill, dict):
+        raise UserError(f"the dispatch table {path}: prefill={prefill!r} must have keys")
+    check_keys(f"prefill of the dispatch table {path}", prefill, list(asdict(Prefill())))
+    for key, value in prefill.items():
+        if type(value) is not int or value < 0:
+            raise UserError(
+                f"the dispatch table {path}: prefill.{key}={value!r} must be a whole number, 0 or "
+                f"more"
+            )
     for key, kind in keys.items():
         if not isinstance(entry.get(key), kind):
             raise UserError(f"the dispatch table {path}: {key}={entry.get(key)!r} is no {kind}")
@@ -150,6 +186,7 @@ def write_table(path: Path, gpu: str, world: int, dispatch: Dispatch) -> None:
     kept = read_table(path) if path.is_file() else []
     kept = [entry for entry in kept if (entry["gpu"], entry["world"]) != (gpu, world)]
     until = [list(pair) for pair in dispatch.until]
-    kept.append({"gpu": gpu, "world": world, "until": until, "source": dispatch.source})
+    entry = {"gpu": gpu, "world": world, "until": until, "source": dispatch.source}
+    kept.append({**entry, "prefill": asdict(dispatch.prefill)})
     lines = ",\n".join(f" {json.dumps(entry)}" for entry in kept)
     write_text(path, f"[\n{lines}\n]\n")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ladder.comm.access import common_push_refusal, push_refusal
+from ladder.comm.access import push_refusal
 from ladder.comm.push import PushAllReduce
 from ladder.comm.two_shot import TwoShotAllReduce
 from ladder.models.errors import UserError
@@ -193,14 +193,3 @@ class PushReducer(AsyncReducer):
             limit = self.dispatch.largest("two-shot")
             self.two_shot = TwoShotAllReduce(limit, self.group, partial.device)
         return self.two_shot if name == "two-shot" else None
-
-
-def pick_reducer(processes: int) -> str:
-    """The fastest reducer for inference here: `push` where all ranks can run it, else `async`.
-
-    All ranks must call it.
-    """
-    return "async" if processes == 1 or common_push_refusal(processes) else "push"
-
-
-REDUCERS: dict[str, type[AsyncReducer]] = {"async": AsyncReducer, "push": PushReducer}

@@ -17,7 +17,8 @@ from ladder.models.errors import UserError, unknown
 from ladder.models.parameters import chunk
 from ladder.models.reducer import Ranks, Reducer
 from ladder.models.transformer import Transformer
-from ladder.parallel.reducers import REDUCERS, AsyncReducer
+from ladder.parallel.choose import REDUCERS
+from ladder.parallel.reducers import AsyncReducer
 
 BEYOND_MEMORY = 4  # a CPU's weights of so many times its memory cannot be meant
 
@@ -47,9 +48,11 @@ def shard_model(
             f"call shard_model once, on a whole model"
         )
     if isinstance(reducer, str):
-        if reducer not in REDUCERS:
-            raise unknown("reducer", reducer, REDUCERS)
-        reducer = REDUCERS[reducer]
+        if reducer not in REDUCERS or not REDUCERS[reducer].base:
+            raise unknown("reducer", reducer, [n for n, each in REDUCERS.items() if each.base])
+        make = REDUCERS[reducer].make
+    else:
+        make = reducer
     processes = mesh.size() if mesh is not None else 1
     degree = model.config.tp_degree or processes
     if degree % processes:
@@ -59,7 +62,7 @@ def shard_model(
         model.use(replace(model.runtime, reducer=Reducer(Ranks(degree, 0, degree))))
     else:
         ranks = Ranks(degree, mesh.get_local_rank() * held, held)
-        model.use(replace(model.runtime, reducer=reducer(ranks, mesh.get_group())))
+        model.use(replace(model.runtime, reducer=make(ranks, mesh.get_group())))
     ranks = model.reducer.ranks
     _check_memory(model, torch.device(device), dtype)
 

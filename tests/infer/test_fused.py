@@ -12,12 +12,12 @@ import torch
 
 from ladder.comm import symmetric
 from ladder.comm.symmetric import INTEGERS, SymmetricTensor
-from ladder.infer.decode import DecodeReducer
 from ladder.infer.engine import Engine
 from ladder.infer.fused import can_fuse
 from ladder.kernels.decode import MAX_ROWS
 from ladder.models import Ranks, Transformer, UserError
 from ladder.models.presets import PlanSpec
+from ladder.parallel.decode import DecodeReducer
 from ladder.parallel.reducers import PushReducer
 from ladder.parallel.sharding import shard_model
 from tests.distributed import Pools, tp_mesh

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 LAYERS, SIZE, HEADS, KV, DIM, INNER, LENGTH, EPS = 12, 1024, 8, 2, 128, 1536, 2048, 1e-5
-SETS = 3  # of slots, in rotation, as in ladder.infer.decode
+SETS = 3  # of slots, in rotation, as in ladder.parallel.decode
 Wait = Callable[[], None]
 
 
@@ -62,7 +62,7 @@ class Chain:
         """The stream in the end.
 
         rides: with a lag, sends ride on the next sublayer's first product and landings on its last,
-        as in ladder.infer.decode; else each is launched by itself.
+        as in ladder.parallel.decode; else each is launched by itself.
         """
         read = new_landing(self.x)
         self._land(read, wait)

@@ -38,11 +38,11 @@ from ladder.comm.access import P2P_SWITCH, common_push_refusal, p2p_disabled
 from ladder.files import check_writable, make_folder, write_text
 from ladder.models.errors import UserError
 from ladder.parallel import launch
+from ladder.parallel.choose import REDUCERS
 from ladder.records import append, facts
 
 SAME = ("gpu", "torch", "commit")  # facts of the machine that compared records must share
 RESULTS, COLD, SUMMARY, PAGE = "inference.jsonl", "cold.jsonl", "summary.json", "inference.html"
-PEER_MEMORY = ("push",)  # reducers that need the peers' memory
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def trace_file(out: Path, point: InferencePoint) -> Path:
 
 def _refusal(reducer: str, tp: int) -> str | None:
     """The reason why some rank cannot run a reducer, or None; every rank must call this."""
-    return common_push_refusal(tp) if reducer in PEER_MEMORY else None
+    return common_push_refusal(tp) if REDUCERS[reducer].peer_memory else None
 
 
 def cold_starts(job: InferenceRun, ranks: int) -> int:
@@ -236,7 +236,7 @@ def cold_starts(job: InferenceRun, ranks: int) -> int:
         raise UserError("--cold under torchrun: it starts its own processes; use --nproc")
 
     def refusal(reducer: str, tp: int) -> str | None:
-        return "P2P is off" if reducer in PEER_MEMORY and not job.p2p else None
+        return "P2P is off" if REDUCERS[reducer].peer_memory and not job.p2p else None
 
     cases, left_out = expand(job.settings, ranks, job.p2p, refusal, job.asked)
     for line in left_out:

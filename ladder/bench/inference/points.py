@@ -13,7 +13,7 @@ from ladder.config import configs_folder, find, load_plan, load_yaml, model_conf
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, check_keys, unknown
 from ladder.models.presets import resolve_plan
-from ladder.parallel.reducers import REDUCERS
+from ladder.parallel.choose import INFERENCE
 
 CHECKPOINT = "checkpoint"  # the name of a checkpoint's own plan, with its weights
 SHAPE_PLANS = ("standard", "ladder", "none")
@@ -109,8 +109,8 @@ class Settings:
             if not getattr(self, name):
                 raise UserError(f"{_option(name)} is empty; give at least one")
         for reducer in self.reducers:
-            if reducer not in REDUCERS:
-                raise unknown(f"reducer of {_option('reducers')}", reducer, REDUCERS)
+            if reducer not in INFERENCE:
+                raise unknown(f"reducer of {_option('reducers')}", reducer, INFERENCE)
         for p2p in self.p2p:
             if not isinstance(p2p, bool):
                 raise UserError(f"--p2p={p2p!r} must be on or off")

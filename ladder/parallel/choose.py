@@ -1,0 +1,130 @@
+"""The reducers by name, what each of them can do, and the one choice of a pass's reducer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ladder.comm.access import common_push_refusal
+from ladder.kernels.decode import MAX_ROWS
+from ladder.models.errors import UserError, unknown
+from ladder.models.plan import Plan
+from ladder.models.reducer import Ranks
+from ladder.parallel.decode import DecodeReducer
+from ladder.parallel.dispatch import Dispatch
+from ladder.parallel.reducers import AsyncReducer, PushReducer
+from ladder.parallel.sequence import SequenceReducer
+from ladder.parallel.sharded import ShardedReducer, sharded_refusal
+
+PHASES = ("train", "prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """A reducer and what it can do.
+
+    make: the class. base: whether it is a model's own reducer, made from ranks and a group; others
+    are for some passes of a model that has a base. backward: gradients. peer_memory: it needs
+    access to the peers' memory. shards_residual: each rank holds the residual of its own tokens.
+    virtual_ranks: a process may hold several ranks.
+    """
+
+    make: Any
+    base: bool
+    backward: bool = False
+    peer_memory: bool = False
+    shards_residual: bool = False
+    virtual_ranks: bool = False
+
+
+REDUCERS = {
+    "async": Capabilities(AsyncReducer, base=True, backward=True, virtual_ranks=True),
+    "push": Capabilities(PushReducer, base=True, peer_memory=True, virtual_ranks=True),
+    "sequence": Capabilities(SequenceReducer, base=True, backward=True, shards_residual=True),
+    "sharded": Capabilities(ShardedReducer, base=False, shards_residual=True),
+    "decode": Capabilities(DecodeReducer, base=False),
+}
+TRAINING = tuple(name for name, each in REDUCERS.items() if each.base and each.backward)
+INFERENCE = tuple(n for n, each in REDUCERS.items() if each.base and not each.shards_residual)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A reducer's name, its transport where it has one, and why it was chosen."""
+
+    reducer: str
+    transport: str = ""
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reducer}{self.transport and f', {self.transport}'} ({self.why})"
+
+
+def choose(
+    phase: str,
+    plan: Plan,
+    ranks: Ranks,
+    shape: torch.Size | tuple[int, int],
+    token_bytes: int,
+    table: Dispatch | None,
+    base: str = "auto",
+) -> Choice:
+    """The reducer of a pass over tokens of `shape` [B, S].
+
+    phase: one of PHASES. token_bytes: the size of one token's partial. table: the dispatch table of
+    this GPU and number of ranks; None: the ranks have no access to each other's memory. base: the
+    reducer that was asked for.
+    Raises UserError where the phase, the plan or the ranks do not allow `base`.
+    """
+    if phase not in PHASES:
+        raise unknown("phase", phase, PHASES)
+    check_base(phase, plan, ranks, base)
+    if phase == "train":
+        if base == "auto":
+            return Choice("async", why="the default")
+        return Choice(base, why="it was asked for")
+    base = ("async" if table is None else "push") if base == "auto" else base
+    if phase == "decode":
+        if shape[0] <= MAX_ROWS and ranks.held == 1:
+            return Choice("decode", why=f"up to {MAX_ROWS} sequences; it reduces as {base}")
+        return Choice(base, why=f"more than {MAX_ROWS} sequences, or virtual ranks")
+    refusal = sharded_refusal(plan, ranks)
+    if base != "push" or table is None or refusal is not None:
+        return Choice(base, why=refusal or "no access to the peers' memory was asked for")
+    tokens = shape[0] * shape[1]
+    transport = table.prefill.transport(tokens, tokens * token_bytes, all(plan.blocking))
+    return Choice("sharded", transport, f"{tokens} tokens of {token_bytes} bytes")
+
+
+def check_base(phase: str, plan: Plan, ranks: Ranks, base: str, option: str = "reducer") -> None:
+    """Raise UserError where a model's own reducer cannot be `base` ("auto" always can)."""
+    names = TRAINING if phase == "train" else INFERENCE
+    if base not in ("auto", *REDUCERS):
+        raise unknown(option, base, ("auto", *names))
+    if base == "auto" or base in names:
+        refusal = None
+        if base != "auto" and REDUCERS[base].shards_residual:
+            refusal = sharded_refusal(plan, ranks)
+        if refusal is not None:
+            raise UserError(
+                f"{option}={base} with tp={ranks.processes} and plan {plan.name!r}: {refusal}; use "
+                f"{option}=async"
+            )
+        return
+    each = REDUCERS[base]
+    why = "it is chosen for the passes that it is faster for, and is no model's own"
+    if phase == "train" and not each.backward:
+        why = "it has no backward pass"
+    elif phase != "train" and each.shards_residual and each.base:
+        why = "it is for training"
+    raise UserError(f"{option}={base} cannot be used here: {why}; use {', '.join(names)} or auto")
+
+
+def pick_reducer(processes: int) -> str:
+    """The fastest base for inference here: `push` where all ranks can run it, else `async`.
+
+    All ranks must call it.
+    """
+    return "async" if processes == 1 or common_push_refusal(processes) else "push"

@@ -1,0 +1,68 @@
+"""The choice of a pass's reducer: by phase, plan, shape and table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ladder.models import Ranks, UserError, resolve_plan
+from ladder.parallel.choose import INFERENCE, REDUCERS, TRAINING, check_base, choose
+from ladder.parallel.dispatch import Dispatch, Prefill
+
+TABLE = Dispatch((), "a test", Prefill(direct=100, direct_blocking=200, kernel_barrier=50))
+FOUR = Ranks(4, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("phase", "plan", "shape", "options", "expected"),
+    [
+        ("train", "ladder", (1, 8), {}, ("async", "")),
+        ("train", "ladder", (1, 8), {"base": "sequence"}, ("sequence", "")),
+        ("prefill", "ladder", (2, 5), {}, ("sharded", "direct")),
+        ("prefill", "ladder", (2, 6), {}, ("sharded", "copy-kernels")),
+        ("prefill", "standard", (2, 10), {}, ("sharded", "direct")),
+        ("prefill", "standard", (2, 11), {}, ("sharded", "copy-kernels")),
+        ("prefill", "standard", (2, 25), {}, ("sharded", "copy-kernels")),
+        ("prefill", "standard", (3, 17), {}, ("sharded", "copy")),
+        ("prefill", "desync-2x", (2, 5), {}, ("push", "")),
+        ("prefill", "ladder", (2, 5), {"base": "async"}, ("async", "")),
+        ("prefill", "ladder", (2, 5), {"table": None}, ("async", "")),
+        ("prefill", "ladder", (2, 5), {"ranks": Ranks(4, 0, 2)}, ("push", "")),
+        ("decode", "ladder", (64, 1), {}, ("decode", "")),
+        ("decode", "ladder", (65, 1), {}, ("push", "")),
+        ("decode", "ladder", (65, 1), {"table": None}, ("async", "")),
+        ("decode", "ladder", (1, 1), {"ranks": Ranks(4, 0, 2)}, ("push", "")),
+    ],
+)
+def test_the_choice(
+    phase: str, plan: str, shape: tuple[int, int], options: Any, expected: tuple[str, str]
+) -> None:
+    """Each limit of the table from both sides; tokens of 10 bytes."""
+    settings = {"ranks": FOUR, "table": TABLE, **options}
+    resolved = resolve_plan(plan, 4, 4)
+    choice = choose(phase, resolved, shape=shape, token_bytes=10, **settings)
+    assert (choice.reducer, choice.transport) == expected
+    assert choice.why
+    assert str(choice).startswith(choice.reducer)
+
+
+@pytest.mark.parametrize(
+    ("phase", "plan", "base", "message"),
+    [
+        ("train", "ladder", "push", "reducer=push .* has no backward pass; use async, sequence or"),
+        ("train", "desync-2x", "sequence", "reducer=sequence with tp=4 and plan 'desync-2x': .*"),
+        ("train", "ladder", "asinc", "did you mean 'async'"),
+        ("prefill", "ladder", "sequence", "reducer=sequence .* for training; use async, push"),
+        ("decode", "ladder", "sharded", "reducer=sharded .* no model's own"),
+    ],
+)
+def test_what_cannot_be_chosen(phase: str, plan: str, base: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_base(phase, resolve_plan(plan, 4, 4), FOUR, base)
+
+
+def test_the_registry() -> None:
+    assert TRAINING == ("async", "sequence")
+    assert INFERENCE == ("async", "push")
+    assert all(each.make.__doc__ for each in REDUCERS.values())
