@@ -117,28 +117,28 @@ def product(label: str, rows: int, n: int, k: int, normed: bool, gated: bool) ->
     )
 
 
-def landed(stream: Tensor, *outputs: Tensor) -> kernels.LandingJob:
-    job = kernels.new_landing(stream, owns=[(output, 1.0) for output in outputs])
+def landed(residual: Tensor, *outputs: Tensor) -> kernels.LandingJob:
+    job = kernels.new_landing(residual, owns=[(output, 1.0) for output in outputs])
     kernels.land(job)
     return job
 
 
 def landings(rows: int, size: int) -> Iterator[Case]:
-    stream, output, weight = random(rows, size), random(rows, size), random(size)
+    residual, output, weight = random(rows, size), random(rows, size), random(size)
 
     def plain() -> Tensor:
-        return F.rms_norm(stream + output, (size,), weight, EPS)
+        return F.rms_norm(residual + output, (size,), weight, EPS)
 
     def same_landing() -> float:
-        job = kernels.new_landing(stream, owns=[(output, 1.0)])
+        job = kernels.new_landing(residual, owns=[(output, 1.0)])
         kernels.land_reference(job)
-        found = landed(stream, output)
+        found = landed(residual, output)
         return max(error(found.out, job.out), error(found.squares, job.squares))
 
-    ours = partial(kernels.add_rms_norm, stream, [(output, 1.0)], weight, EPS)
-    wanted = kernels.add_rms_norm_reference(stream, [(output, 1.0)], weight, EPS)
+    ours = partial(kernels.add_rms_norm, residual, [(output, 1.0)], weight, EPS)
+    wanted = kernels.add_rms_norm_reference(residual, [(output, 1.0)], weight, EPS)
     shape, many = f"[{rows}, {size}]", [plain] * 64
-    yield Case(f"land {shape}", 0, [partial(landed, stream, output)] * 64, many, same_landing)
+    yield Case(f"land {shape}", 0, [partial(landed, residual, output)] * 64, many, same_landing)
     yield Case(
         f"add_rms_norm {shape}", 0, [ours] * 64, many, lambda: max(map(error, ours(), wanted))
     )

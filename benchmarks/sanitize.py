@@ -79,10 +79,10 @@ ATTENTION = [(1, 4, 4, 5, 12), (3, 6, 2, 77, 40), (2, 8, 1, 300, 64), (1, 5, 5, 
 @case("add_rms_norm")
 def add_rms_norm(dtype: torch.dtype) -> Pairs:
     for rows, size, count in ((1, 12, 0), (3, 200, 1), (2, 1537, 8), (5, 4100, 3)):
-        stream, weight = random(dtype, rows, size), random(dtype, size)
+        residual, weight = random(dtype, rows, size), random(dtype, size)
         addends = [(random(dtype, rows, size), factor / 2) for factor in range(1, count + 1)]
-        found = kernels.add_rms_norm(stream, addends, weight, 1e-5)
-        wanted = kernels.add_rms_norm_reference(stream, addends, weight, 1e-5)
+        found = kernels.add_rms_norm(residual, addends, weight, 1e-5)
+        wanted = kernels.add_rms_norm_reference(residual, addends, weight, 1e-5)
         yield from zip(found, wanted, strict=True)
 
 
@@ -128,12 +128,12 @@ def project(dtype: torch.dtype) -> Pairs:
             for rank in range(world):
                 push = kernels.PushTarget(buffers, start, rank, world)
                 kernels.project(x, gate, push=push, keep=rank == 1)
-            stream = random(dtype, rows, outputs)
-            job = kernels.new_landing(stream, sums=[sets[1][start:].view(world, rows, outputs)])
+            residual = random(dtype, rows, outputs)
+            job = kernels.new_landing(residual, sums=[sets[1][start:].view(world, rows, outputs)])
             found = kernels.project(x, gate, rider=job)
             wanted = kernels.project_reference(x, gate)
             yield found, wanted
-            yield job.out, stream.float() + world * wanted.to(dtype).float()
+            yield job.out, residual.float() + world * wanted.to(dtype).float()
             yield sets[1], torch.full_like(sets[1], -0.0)
 
 
@@ -156,12 +156,12 @@ def send(dtype: torch.dtype) -> Pairs:
 @case("land")
 def land(dtype: torch.dtype) -> Pairs:
     for rows, size, world, count in ((1, 200, 1, 1), (3, 1500, 3, 2), (2, 2049, 4, 2)):
-        stream, own = random(dtype, 2, rows, size)
+        residual, own = random(dtype, 2, rows, size)
         slots = [random(dtype, world, rows, size) for _ in range(count)]
         wanted = kernels.new_landing(
-            stream, sums=[each.clone() for each in slots], owns=[(own, -1.0)]
+            residual, sums=[each.clone() for each in slots], owns=[(own, -1.0)]
         )
-        found = kernels.new_landing(stream, sums=slots, owns=[(own, -1.0)])
+        found = kernels.new_landing(residual, sums=slots, owns=[(own, -1.0)])
         kernels.land_reference(wanted)
         kernels.land(found)
         yield found.out, wanted.out

@@ -75,7 +75,7 @@ def check_report(out: Path, plans: Sequence[str]) -> None:
         assert 1.0 < result["tokens_per_second"] < math.inf, plan
         assert 0.0 <= result["tp2_max_logit_difference"] < 1e-4, plan
     # One shape but for norms of 96: parallel has one a layer, desync-4x (T = 4) one a rank before
-    # each sublayer where streams differ, which are 3 of each 4.
+    # each sublayer where residuals differ, which are 3 of each 4.
     more = {
         plan: result["parameters"] - results["standard"]["parameters"]
         for plan, result in results.items()

@@ -65,7 +65,7 @@ def make_model(
 ) -> Transformer:
     """The model on this mesh (see `make_mesh`), its parameters in float32, not yet filled.
 
-    sequence_parallel: the stream is sharded by tokens over the TP ranks. activation_checkpointing:
+    sequence_parallel: shards the residual by tokens over the TP ranks. activation_checkpointing:
     a name in CHECKPOINTING: `full` keeps a sublayer's input and computes the rest again in the
     backward pass, `selective` keeps the results of matrix products and attention too. compile:
     each sublayer by torch.compile. reducer: in place of AsyncReducer or SequenceReducer.
@@ -103,7 +103,7 @@ def make_model(
 
 
 def check_sequence_parallel(config: ModelConfig, tp: int) -> None:
-    """Raise UserError where the model's stream cannot be sharded by tokens over `tp` processes."""
+    """Raise UserError where `tp` processes cannot shard the model's residual by tokens."""
     held = (config.tp_degree or tp) // tp
     refusal = sharded_refusal(config.plan, Ranks(tp * held, 0, held))
     if refusal:

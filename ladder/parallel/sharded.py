@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 
 def sharded_refusal(plan: Plan, ranks: Ranks) -> str | None:
-    """Why the stream of this plan cannot be sharded by tokens over these ranks, or None."""
+    """Why the residual of this plan cannot be sharded by tokens over these ranks, or None."""
     if ranks.held > 1:
-        return f"{ranks.held} virtual ranks in one process keep their streams whole"
+        return f"{ranks.held} virtual ranks in one process keep their residuals whole"
     if ranks.processes == 1:
         return "there is one process, and nothing to shard over"
     for n, record in enumerate(plan.sublayers):
@@ -49,7 +49,7 @@ def sharded_refusal(plan: Plan, ranks: Ranks) -> str | None:
         if record.own_lag != record.peer_lag or record.own_scale != 1:
             return (
                 f"sublayer {n} has own_lag={record.own_lag}, peer_lag={record.peer_lag}, "
-                f"own_scale={record.own_scale}: the ranks' streams differ"
+                f"own_scale={record.own_scale}: the ranks' residuals differ"
             )
     return None
 

@@ -129,7 +129,7 @@ def test_virtual_ranks_are_for_plans_that_depend_on_them() -> None:
         ("ladder", False): 0,
         ("ladder", True): 0,
         ("desync-2x", False): 4,
-        ("desync-2x", True): 4,  # its own computation: four streams, which `none` has not
+        ("desync-2x", True): 4,  # its own computation: four residuals, which `none` has not
         ("none", False): 0,
     }
     assert resolve(points[2]).tp_degree == 4

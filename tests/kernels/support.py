@@ -70,26 +70,26 @@ def assert_close(found: Tensor, exact: Tensor, plain: Tensor) -> None:
 
 def check_land_rows(device: str, rows: int, size: int, count: int, dtype: torch.dtype) -> None:
     pieces = list(torch.randn(count, rows, size, device=device).to(dtype))
-    stream = torch.randn(rows, size, device=device).to(dtype)
+    residual = torch.randn(rows, size, device=device).to(dtype)
     weight = torch.randn(size, device=device).to(dtype)
-    total = sum((piece.double() for piece in pieces), stream.double())
+    total = sum((piece.double() for piece in pieces), residual.double())
     exact = F.rms_norm(total, (size,), weight.double(), 1e-5)
-    plain = stream.clone()
+    plain = residual.clone()
     for piece in pieces:
         plain = plain + piece
-    before = stream.clone()
-    landed, normed = land_rows(pieces, stream, weight, 1e-5)
-    assert torch.equal(stream, before)
+    before = residual.clone()
+    landed, normed = land_rows(pieces, residual, weight, 1e-5)
+    assert torch.equal(residual, before)
     assert_close(landed, total, plain)
     assert_close(normed, exact, F.rms_norm(plain, (size,), weight, 1e-5))
     around = torch.full((rows + 2, size), 7.0, dtype=dtype, device=device)
-    again, same = land_rows(pieces, stream, weight, 1e-5, (stream, around[1:-1]))
-    assert again.data_ptr() == stream.data_ptr()  # in place
+    again, same = land_rows(pieces, residual, weight, 1e-5, (residual, around[1:-1]))
+    assert again.data_ptr() == residual.data_ptr()  # in place
     assert torch.equal(again, landed)
     assert torch.equal(same, normed)
     assert (around[[0, -1]] == 7.0).all()
     copies = [torch.full((rows + 2, size), 7.0, dtype=dtype, device=device) for _ in range(7)]
-    land_rows(pieces, before, weight, 1e-5, (stream, same), [copy[1:-1] for copy in copies])
+    land_rows(pieces, before, weight, 1e-5, (residual, same), [copy[1:-1] for copy in copies])
     for copy in copies:
         assert torch.equal(copy[1:-1], normed)
         assert (copy[[0, -1]] == 7.0).all()

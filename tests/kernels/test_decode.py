@@ -112,7 +112,7 @@ LARGE = [
 
 @pytest.mark.parametrize(("device", "m", "n", "k", "dtype"), SMALL)
 def test_products(device: str, m: int, n: int, k: int, dtype: torch.dtype) -> None:
-    """Each branch of the kernels: plain, gated, of a stream before its norm, with an addend."""
+    """Each branch of the kernels: plain, gated, of a residual before its norm, with an addend."""
     for gated, normed, adds in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (0, 1, 1)):
         check_product(device, m, n, k, dtype, bool(gated), bool(normed), bool(adds))
 
@@ -127,7 +127,7 @@ def check_product(
     device: str, m: int, n: int, k: int, dtype: torch.dtype, gated: bool, normed: bool, adds: bool
 ) -> None:
     x = torch.randn(m, k, device=device)
-    if normed:  # a stream, whose rows differ in size
+    if normed:  # a residual, whose rows differ in size
         x = x * (torch.rand(m, 1, device=device) * 3 + 0.2)
     x = x.to(dtype)
     gate, up = (torch.randn(2, n, k, device=device) / k**0.5).to(dtype)
@@ -193,40 +193,40 @@ def test_a_landing(
     device: str, rows: int, size: int, world: int, replaces: bool, dtype: torch.dtype
 ) -> None:
     """Catches outputs that land twice or not at all, a residual kept or lost, slots not cleared."""
-    stream, own, other = torch.randn(3, rows, size, device=device).to(dtype)
+    residual, own, other = torch.randn(3, rows, size, device=device).to(dtype)
     slots = torch.randn(2, world, rows, size, device=device).to(dtype)
-    parts = [*slots.flatten(0, 1), -1.0 * own, 2.0 * other, *([] if replaces else [stream])]
+    parts = [*slots.flatten(0, 1), -1.0 * own, 2.0 * other, *([] if replaces else [residual])]
     exact = torch.stack([part.double() for part in parts]).sum(0)
-    before = stream.clone()
-    job = new_landing(stream, sums=list(slots.clone()), owns=[(own, -1.0), (other, 2.0)],
+    before = residual.clone()
+    job = new_landing(residual, sums=list(slots.clone()), owns=[(own, -1.0), (other, 2.0)],
                   replaces=replaces)  # fmt: skip
     land(job)
     assert_close(job.out, exact, exact.to(dtype))
     assert_close(job.squares, squares_of(job.out).double(), squares_of(job.out))
     assert all(empty_slots(taken) for taken in job.sums)
-    assert torch.equal(stream, before)
+    assert torch.equal(residual, before)
     again = new_landing(
-        stream, sums=list(slots), owns=[(own, -1.0), (other, 2.0)], replaces=replaces
+        residual, sums=list(slots), owns=[(own, -1.0), (other, 2.0)], replaces=replaces
     )
     land(again)
     assert torch.equal(again.out, job.out)
 
 
 @pytest.mark.parametrize("device", [on("cpu"), on("interpreter"), on("cuda")])
-def test_a_landing_of_nothing_is_the_stream(device: str) -> None:
-    stream = torch.randn(2, 1030, device=device)
-    job = new_landing(stream)
+def test_a_landing_of_nothing_is_the_residual(device: str) -> None:
+    residual = torch.randn(2, 1030, device=device)
+    job = new_landing(residual)
     land(job)
-    assert torch.equal(job.out, stream)
-    assert job.out.data_ptr() != stream.data_ptr()
+    assert torch.equal(job.out, residual)
+    assert job.out.data_ptr() != residual.data_ptr()
 
 
 @pytest.mark.parametrize("device", [on("cpu"), on("interpreter"), on("cuda")])
 @pytest.mark.parametrize("rows", [2, 9])
 def test_a_rider_has_rows_of_its_own(device: str, rows: int) -> None:
-    stream, own = torch.randn(2, 5, 1100, device=device)
+    residual, own = torch.randn(2, 5, 1100, device=device)
     x, weight = torch.randn(rows, 40, device=device), torch.randn(7, 40, device=device)
-    job, alone = (new_landing(stream, owns=[(own, 0.5)]) for _ in range(2))
+    job, alone = (new_landing(residual, owns=[(own, 0.5)]) for _ in range(2))
     y = project(x, weight, rider=job)
     land(alone)
     assert torch.equal(y, project(x, weight))
@@ -235,7 +235,7 @@ def test_a_rider_has_rows_of_its_own(device: str, rows: int) -> None:
 
 
 WAYS = ("the product", "a send", "a send that rides")
-PUSHES = [  # rows, ranks, columns, size of the stream, dtype, what pushes
+PUSHES = [  # rows, ranks, columns, size of the residual, dtype, what pushes
     *(on("interpreter", 3, 4, 40, 70, dtype, by) for dtype in DTYPES for by in WAYS),
     *(
         on("interpreter", *s, torch.bfloat16, by)
@@ -265,7 +265,7 @@ def test_pushed_partials_land_beside_the_next_product(
     buffers = torch.tensor([each.data_ptr() for each in sets], device=device)
     x = torch.randn(world, rows, inner, device=device).to(dtype)
     weight = (torch.randn(world, size, inner, device=device) / inner**0.5).to(dtype)
-    stream, add = torch.randn(2, rows, size, device=device).to(dtype)
+    residual, add = torch.randn(2, rows, size, device=device).to(dtype)
     # Where only the smallest negative number is added, its part rounds to -0.0 (in the 16-bit
     # types; the interpreter has no such bfloat16).
     weight[:, ::5] = 0
@@ -293,12 +293,12 @@ def test_pushed_partials_land_beside_the_next_product(
     views = [each[start : start + rows * size * world].view(world, rows, size) for each in sets]
     for slots in views:
         assert not ((slots == 0) & torch.signbit(slots)).any(), "a peer would wait for ever"
-    # Every rank lands it inside the product of another stream.
+    # Every rank lands it inside another product.
     outs = []
-    total = stream.double() + partials.sum(0) + add.double()
-    rounded = (plain + (add / world).to(dtype)).sum(0) + stream
+    total = residual.double() + partials.sum(0) + add.double()
+    rounded = (plain + (add / world).to(dtype)).sum(0) + residual
     for rank in range(world):
-        job = new_landing(stream, sums=[views[rank]])
+        job = new_landing(residual, sums=[views[rank]])
         y = project(x[rank], weight[rank], rider=job)
         assert_close(y, partials[rank], plain[rank])
         assert job.launched

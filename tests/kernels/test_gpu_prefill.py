@@ -1,4 +1,4 @@
-"""On GPUs: the kernels of prompts, and the stream sharded by tokens over NCCL and copy engines."""
+"""On GPUs: the kernels of prompts; the residual sharded by tokens over NCCL and copy engines."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_rotary_prompt_and_attention(
         assert relative_error(out, exact) < 2e-2, backend
 
 
-# -- the sharded stream ----------------------------------------------------------------------
+# -- the sharded residual --------------------------------------------------------------------
 
 
 class Provoked:
@@ -197,6 +197,6 @@ def compare(
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("plan", ["standard", "ladder", "parallel", "hybrid", "lag 2"])
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_sharded_stream_on_gpus(world: int, plan: str, transport: str) -> None:
+def test_a_sharded_residual_on_gpus(world: int, plan: str, transport: str) -> None:
     """A buffer that is written while a peer reads it gives other logits; a lost flag hangs."""
     assert launch.run(sharded_on_gpus, (plan, transport), nproc=world) == 0

@@ -32,7 +32,7 @@ Wait = Callable[[], None]
 
 @dataclass
 class Chain:
-    """Twelve layers, the sublayers of which read the stream without the `lag` newest outputs.
+    """Twelve layers, the sublayers of which read the residual without the `lag` newest outputs.
 
     pushes: outputs go to slots, [SETS, 1, rows, SIZE], and land from there; else they land from
     where the product left them.
@@ -59,7 +59,7 @@ class Chain:
         self.buffers = torch.tensor([self.slots.data_ptr()], device="cuda")
 
     def step(self, wait: Wait, rides: bool) -> Tensor:
-        """The stream in the end.
+        """The residual in the end.
 
         rides: with a lag, sends ride on the next sublayer's first product and landings on its last,
         as in ladder.parallel.decode; else each is launched by itself.

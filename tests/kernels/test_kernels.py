@@ -29,26 +29,26 @@ ROWS = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("device", "rows", "size", "count"), ROWS)
 def test_add_rms_norm(device: str, rows: int, size: int, count: int, dtype: torch.dtype) -> None:
-    stream, weight = torch.randn(rows, size, device=device), torch.rand(size, device=device) + 0.5
-    stream, weight = stream.to(dtype), weight.to(dtype)
+    residual, weight = torch.randn(rows, size, device=device), torch.rand(size, device=device) + 0.5
+    residual, weight = residual.to(dtype), weight.to(dtype)
     kinds = [dtype, torch.float32]
     addends = [
         (torch.randn(rows, size, device=device).to(kinds[n % 2]), (1.0, 0.5, -1.7)[n % 3])
         for n in range(count)
     ]
-    exact = stream.double()
-    plain = stream.clone()
+    exact = residual.double()
+    plain = residual.clone()
     for addend, factor in addends:
         exact = exact + addend.double() * factor
         plain = plain + (addend * factor).to(dtype)
     normed = F.rms_norm(exact, (size,), weight.double(), 1e-5)
-    landed, found = add_rms_norm(stream, addends, weight, 1e-5)
+    landed, found = add_rms_norm(residual, addends, weight, 1e-5)
     assert_close(landed, exact, exact.to(dtype))
     assert_close(found, normed, F.rms_norm(plain, (size,), weight, 1e-5))
     if count == 0:
-        assert torch.equal(landed, stream)
-    add_rms_norm(stream, addends, weight, 1e-5, out=(stream, found))  # in place
-    assert torch.equal(stream, landed)
+        assert torch.equal(landed, residual)
+    add_rms_norm(residual, addends, weight, 1e-5, out=(residual, found))  # in place
+    assert torch.equal(residual, landed)
 
 
 def test_what_does_not_fit_a_norm_is_refused() -> None:

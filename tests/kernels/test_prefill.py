@@ -32,7 +32,7 @@ ON_A_CPU = pytest.mark.parametrize("device", [on("cpu"), on("interpreter")])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "size", "count"), [(3, 96, 4), (1, 200, 0), (5, 1536, 8)])
 def test_land_rows(device: str, rows: int, size: int, count: int, dtype: torch.dtype) -> None:
-    """A piece or the stream left out or taken twice, a norm of something else, a row beyond."""
+    """A piece or the residual left out or taken twice, a norm of something else, a row beyond."""
     check_land_rows(device, rows, size, count, dtype)
 
 
@@ -63,8 +63,8 @@ def test_land_rows_sums_in_rank_order(device: str) -> None:
     """1e8 + 1 - 1e8 is 0 in float32, in this order alone: no pairwise or reversed sum."""
     size = 64
     values = [torch.full((2, size), value, device=device) for value in (1e8, 1.0, -1e8)]
-    stream, weight = torch.full_like(values[0], 0.5), torch.ones(size, device=device)
-    landed, _ = land_rows(values, stream, weight, 1e-5)
+    residual, weight = torch.full_like(values[0], 0.5), torch.ones(size, device=device)
+    landed, _ = land_rows(values, residual, weight, 1e-5)
     assert (landed == 0.5).all()
 
 

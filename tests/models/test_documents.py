@@ -308,8 +308,8 @@ def test_a_run_from_before_the_option_goes_on(corpus: Path, tmp_path: Path) -> N
 def test_masked_training_on_ranks(
     corpus: Path, tmp_path: Path, pools: Pools, plan: str, degree: int | None
 ) -> None:
-    """DDP, FSDP, HSDP, TP and both, in micro-batches; the ladder with its stream sharded by tokens
-    and checkpointed sublayers too. Catches documents that begin where those of
+    """DDP, FSDP, HSDP, TP and both, in micro-batches; the ladder with its residual sharded by
+    tokens and checkpointed sublayers too. Catches documents that begin where those of
     another rank or micro-batch do, and FSDP that does not pass them on."""
     alone = masked(corpus, tmp_path / "alone", plan=plan, tp_degree=degree, batch_size=8)
     train(alone, device="cpu")

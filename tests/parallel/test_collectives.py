@@ -118,7 +118,7 @@ def counts(rank: int, world_size: int, plan: str, ranks: int) -> dict[str, list[
 
 @pytest.mark.parametrize("name", [*PLANS, "none"])
 def test_counts(pools: Pools, name: str) -> None:
-    """Forward: the plan's reduces, the embedding's, the final mean's where the streams differ at
+    """Forward: the plan's reduces, the embedding's, the final mean's where the residuals differ at
     the end, and the loss's maximum and sum. Backward: the same but for the loss's, and one for all
     that is shared. Each reduce is of one hidden state, however many virtual ranks are held.
 

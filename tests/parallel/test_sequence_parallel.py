@@ -1,4 +1,4 @@
-"""The stream sharded by tokens in training: values, gradients, when, and what is refused."""
+"""The residual sharded by tokens in training: values, gradients, when, and what is refused."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ ON_FOUR = ("standard", "parallel", "ladder", "lags 3, 1 and 0, some parallel")
         ),
     ],
 )
-def test_every_plan_of_equal_streams(pools: Pools, name: str, world: int) -> None:
+def test_every_plan_of_equal_residuals(pools: Pools, name: str, world: int) -> None:
     """Logits, losses and every gradient, against one process in float64. Catches a gather whose
     gradient is not summed, norm gradients of a rank's own tokens alone, rows of another sequence,
     and a result that is read before it has been waited for."""
@@ -219,7 +219,7 @@ def test_it_trains_as_one_process(
     layouts: dict[int, list[tuple[int, int, str]]],
     steps: int,
 ) -> None:
-    """With the stream sharded by tokens, forward and backward, alone and under data parallelism."""
+    """The residual sharded by tokens, forward and backward, alone and under data parallelism."""
     compare(corpus, tmp_path, pools, layouts, {"sequence_parallel": True}, steps, plan=plan)
 
 

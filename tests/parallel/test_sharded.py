@@ -79,7 +79,7 @@ def compared(rank: int, world_size: int, plan: str, batch: int, length: int) -> 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize(("batch", "length"), [(2, 8), (3, 7), (1, 2)])
 @pytest.mark.parametrize("plan", SAME_AT_ANY_T)
-def test_a_sharded_stream_computes_the_same(
+def test_a_sharded_residual_computes_the_same(
     pools: Pools, plan: str, batch: int, length: int, world_size: int
 ) -> None:
     """Rows that T does not divide, fewer rows than ranks, lags that grow and shrink.
@@ -102,7 +102,7 @@ def test_a_sharded_stream_computes_the_same(
 
 
 @pytest.mark.parametrize("plan", DEPENDS_ON_T)
-def test_plans_whose_streams_differ_are_refused(plan: str) -> None:
+def test_plans_whose_residuals_differ_are_refused(plan: str) -> None:
     resolved = resolve_plan(DEPENDS_ON_T[plan], 4, 4)
     ranks = Ranks(4, 1, 1)
     assert sharded_refusal(resolved, ranks)
