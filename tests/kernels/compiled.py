@@ -8,7 +8,9 @@ interpreter.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
+import pkgutil
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -50,10 +52,13 @@ def compile_launch(kernel: Any, args: tuple, meta: dict[str, Any]) -> str:
 
 def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
     """(case, kernel, arguments, constants and options) of a call of everything that launches."""
-    from ladder import kernels
+    from ladder import comm, kernels
     from ladder.comm import push, symmetric, two_shot
     from ladder.kernels import choice
 
+    for package in (comm, kernels):  # a kernel without a case is to be seen
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
     found: list[tuple[str, Any, tuple, dict[str, Any]]] = []
     case = ""
 
