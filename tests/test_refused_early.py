@@ -49,24 +49,36 @@ def work(monkeypatch: pytest.MonkeyPatch) -> None:
         ("tokenizer train --vocab-size -5 --out {}/x", "vocab_size=-5 is too small"),
         ("tokenizer train --out {}/file/x", "--out={}/file/x/tokenizer.json cannot be written"),
         ("tokenizer train --out /proc/x", "--out=/proc/x/tokenizer.json cannot be written"),
-        ("tokenizer train {texts} --out {texts}/x", "--out={texts}/x lies in {texts}, which is"),
+        ("tokenizer train {texts} --out {texts}/x", "--out={texts}/x is in {texts}, which is"),
         ("data prepare --workers 1000000 --tokenizer {tok} --out {}/x", "workers=1000000 is too"),
         ("data prepare {texts} --tokenizer {tok} --out {}/file/x", "/file/x cannot be written"),
         (
             "data prepare {texts} --tokenizer {tok} --out {texts}/x",
-            "lies in {texts}, which is read",
+            "is in {texts}, which is read",
         ),
-        ("data prepare {texts}/.. --tokenizer {tok} --out {texts}/x", "lies in {texts}/.., which"),
-        ("convert {run} --out {run}/x", "--out={run}/x lies in {run}, which is read"),
-        ("convert {run} --out {run}/checkpoints/x", "lies in {run}, which is read"),
+        ("data prepare {texts}/.. --tokenizer {tok} --out {texts}/x", "is in {texts}/.., which"),
+        ("convert {run} --out {run}/x", "--out={run}/x is in {run}, which is read"),
+        ("convert {run} --out {run}/checkpoints/x", "is in {run}, which is read"),
         ("convert {run} --out {}/file/x", "--out={}/file/x cannot be written"),
         ("convert sensitivity {run} --data {data} --layers 99", "--layers=99 must be 1 to 2"),
         ("convert sensitivity {run} --data {data} --layers 0", "--layers=0 must be 1 to 2"),
         ("convert sensitivity {run} --data {data} --layers 1 --out {}/file/x", "cannot be written"),
-        ("convert sensitivity {run} --data {data} --layers 1 --out {run}/x", "lies in {run}"),
-        ("eval {run} --out {run}/eval", "--out={run}/eval lies in {run}, which is read"),
-        ("eval {run} --text {texts} --out {texts}/eval", "lies in {texts}, which is read"),
+        ("convert sensitivity {run} --data {data} --layers 1 --out {run}/x", "is in {run}"),
+        ("eval {run} --out {run}/eval", "--out={run}/eval is in {run}, which is read"),
+        ("eval {run} --text {texts} --out {texts}/eval", "is in {texts}, which is read"),
         ("eval {run} --out {}/file/x", "--out={}/file/x cannot be written"),
+        (
+            "train tiny data={data} out={}/x reducer=push",
+            "reducer=push cannot be used here: it",
+        ),
+        (
+            "train tiny data={data} out={}/x reducer=asinc",
+            "unknown reducer 'asinc' (did you mean 'async'",
+        ),
+        (
+            "train tiny data={data} out={}/x reducer=sequence",
+            "reducer=sequence with sequence_parallel=false: use async or auto, or set",
+        ),
         ("plans --model tiny --layers 99", "--layers=99: tiny has 4"),
         ("bench train --model tiny --layers 99", "--layers=99 must be 1 to the 4 layers of tiny"),
         ("bench train --model tiny --layers -1", "--layers=-1 must be 1 to the 4 layers of tiny"),
@@ -103,7 +115,7 @@ def test_an_out_within_a_source_is_seen_through_links(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "source" / "deep")
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     for out in ("source", "source/x", "link", "link/x/y", "other/../source/x"):
-        with pytest.raises(UserError, match="lies in"):
+        with pytest.raises(UserError, match="is in"):
             refuse_inside(tmp_path / out, [tmp_path / "elsewhere", tmp_path / "source"])
     for out in ("source2", "x", "circle/x"):
         refuse_inside(tmp_path / out, [tmp_path / "source", "hf:owner/name"])
@@ -121,13 +133,13 @@ def test_a_place_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
 
 
 def test_export_does_not_write_into_its_source(run: Path) -> None:
-    with pytest.raises(UserError, match=f"out={run}/x lies in {run}, which is read"):
+    with pytest.raises(UserError, match=f"out={run}/x is in {run}, which is read"):
         hf.export(run, run / "x")
 
 
 def test_prepare_does_not_write_into_its_source(documents: Path, tokenizer: Path) -> None:
     before = contents(documents)
-    with pytest.raises(UserError, match=r"lies in .*, which is read"):
+    with pytest.raises(UserError, match=r"is in .*, which is read"):
         prepare(documents, tokenizer, documents / "x")
     assert contents(documents) == before
 

@@ -33,9 +33,9 @@ from ladder.models.loss import Passes, scaled_probabilities, sum_exp
 from ladder.models.reducer import Ranks
 from ladder.models.sublayers import Call, Context, Sublayer
 from ladder.models.transformer import Transformer, meta_model
+from ladder.parallel.choose import training_reducer
 from ladder.parallel.data import data_parallel, shard_over_data, size_of
 from ladder.parallel.reducers import AsyncReducer
-from ladder.parallel.sequence import SequenceReducer
 from ladder.parallel.sharded import sharded_refusal
 from ladder.parallel.sharding import shard_model
 
@@ -61,16 +61,17 @@ def make_model(
     sequence_parallel: bool = False,
     activation_checkpointing: str = "none",
     compile: bool = False,
-    reducer: type[AsyncReducer] | None = None,
+    reducer: str | type[AsyncReducer] = "auto",
 ) -> Transformer:
     """The model on this mesh (see `make_mesh`), its parameters in float32, not yet filled.
 
     sequence_parallel: shards the residual by tokens over the TP ranks. activation_checkpointing:
     a name in CHECKPOINTING: `full` keeps a sublayer's input and computes the rest again in the
     backward pass, `selective` keeps the results of matrix products and attention too. compile:
-    each sublayer by torch.compile. reducer: in place of AsyncReducer or SequenceReducer.
+    each sublayer by torch.compile. reducer: see `training_reducer`; or a class, to measure.
 
-    Raises UserError where the plan, or the lack of TP, allows no sequence parallelism.
+    Raises UserError where the plan, or the lack of TP, allows no sequence parallelism, and where
+    the reducer cannot train.
     """
     model = meta_model(config)
     shares = mesh is not None and data_parallel(mesh)[0] > 1
@@ -79,7 +80,8 @@ def make_model(
     processes = 1 if tp is None else tp.size()
     if sequence_parallel:
         check_sequence_parallel(config, processes)
-    reducer = reducer or (SequenceReducer if sequence_parallel else AsyncReducer)
+    if isinstance(reducer, str):
+        reducer = training_reducer(reducer, sequence_parallel)
     shard_model(model, tp, device=first, dtype=torch.float32, reducer=reducer)
     if compile:
         # Attention and MLP, with and without gradients, whole and last batches: beyond the limit,

@@ -98,20 +98,41 @@ def choose(
     return Choice("sharded", transport, f"{tokens} tokens of {token_bytes} bytes")
 
 
+def training_reducer(reducer: str, sequence_parallel: bool) -> str:
+    """The base of a model that is trained: `reducer`, or for "auto" the one that fits.
+
+    Raises UserError where it has no backward pass, or shards the residual unlike sequence_parallel.
+    """
+    check_name("train", reducer)
+    fitting = [name for name in TRAINING if REDUCERS[name].shards_residual == sequence_parallel]
+    if reducer != "auto" and reducer not in fitting:
+        raise UserError(
+            f"reducer={reducer} with sequence_parallel={str(sequence_parallel).lower()}: use "
+            f"{', '.join(fitting)} or auto, or set sequence_parallel="
+            f"{str(not sequence_parallel).lower()}"
+        )
+    return fitting[0] if reducer == "auto" else reducer
+
+
 def check_base(phase: str, plan: Plan, ranks: Ranks, base: str, option: str = "reducer") -> None:
     """Raise UserError where a model's own reducer cannot be `base` ("auto" always can)."""
+    check_name(phase, base, option)
+    refusal = None
+    if base != "auto" and REDUCERS[base].shards_residual:
+        refusal = sharded_refusal(plan, ranks)
+    if refusal is not None:
+        raise UserError(
+            f"{option}={base} with tp={ranks.processes} and plan {plan.name!r}: {refusal}; use "
+            f"{option}=async"
+        )
+
+
+def check_name(phase: str, base: str, option: str = "reducer") -> None:
+    """Raise UserError where `base` is neither "auto" nor a reducer of models for this phase."""
     names = TRAINING if phase == "train" else INFERENCE
     if base not in ("auto", *REDUCERS):
         raise unknown(option, base, ("auto", *names))
     if base == "auto" or base in names:
-        refusal = None
-        if base != "auto" and REDUCERS[base].shards_residual:
-            refusal = sharded_refusal(plan, ranks)
-        if refusal is not None:
-            raise UserError(
-                f"{option}={base} with tp={ranks.processes} and plan {plan.name!r}: {refusal}; use "
-                f"{option}=async"
-            )
         return
     each = REDUCERS[base]
     why = "it is chosen for the passes that it is faster for, and is no model's own"

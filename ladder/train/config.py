@@ -37,6 +37,7 @@ FREE_ON_RESUME = (
     "tp",
     "dp_shard",
     "sequence_parallel",
+    "reducer",
     "micro_batch_size",
     "activation_checkpointing",
     "compile",
@@ -81,6 +82,8 @@ class TrainConfig:
     dp_shard: the number of data-parallel ranks that shard parameters, gradients and optimiser
         state. 1: no sharding (DDP); 0: all ranks (FSDP); in between: replicated shards (HSDP).
     sequence_parallel: the residual is sharded by tokens over the TP ranks.
+    reducer: how the TP ranks sum their outputs (see ladder.parallel.choose): `async`, or `sequence`
+        with sequence_parallel; `auto` takes the one that fits.
     activation_checkpointing: the activations kept for the backward pass: all (`none`), those of
         matrix products and attention (`selective`), or only each sublayer's input (`full`).
     compile: torch.compile of each sublayer.
@@ -111,6 +114,7 @@ class TrainConfig:
     tp: int = 1
     dp_shard: int = 1
     sequence_parallel: bool = False
+    reducer: str = "auto"
     activation_checkpointing: str = "none"
     compile: bool = False
     steps: int = 1000
@@ -189,6 +193,10 @@ class TrainConfig:
             raise UserError(f"betas={list(self.betas)} must be two numbers in [0, 1)")
         if self.activation_checkpointing not in CHECKPOINTING:
             raise unknown("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
+        if self.reducer != "auto":
+            from ladder.parallel.choose import training_reducer  # late: it imports torch
+
+            training_reducer(self.reducer, self.sequence_parallel)
         if self.dtype not in DTYPES:
             raise UserError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
         if not self.epochs and self.warmup_steps >= self.steps:

@@ -78,6 +78,7 @@ def _train(
         sequence_parallel=config.sequence_parallel,
         activation_checkpointing=config.activation_checkpointing,
         compile=config.compile,
+        reducer=config.reducer,
     )
     optimizer = make_optimizer(model, config)
     objective, recorded = _objective(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ladder.config import build
 from ladder.models import Transformer, UserError
+from ladder.parallel import choose
 from ladder.parallel.apply import CHECKPOINTING, make_model, sublayer_call
+from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sharding import initialise
 from ladder.train import metrics
 from ladder.train.config import TrainConfig
@@ -77,6 +80,35 @@ def test_checkpointing_changes_no_bit(plan: str) -> None:
         assert found[mode][0].keys() == found["none"][0].keys()
         for name, grad in found["none"][0].items():
             assert torch.equal(grad, found[mode][0][name]), (mode, name)
+
+
+class Counting(AsyncReducer):
+    """A reducer of somebody else, which counts what it reduces."""
+
+    calls = 0
+
+    def reduce(self, partial: Tensor, blocking: bool = False) -> Any:
+        Counting.calls += 1
+        return super().reduce(partial, blocking)
+
+
+def train_by(rank: int, world: int, settings: dict[str, Any]) -> int:
+    """Train by a reducer that is registered as `counting`; the calls of it."""
+    registered = {"counting": replace(choose.REDUCERS["async"], make=Counting)}
+    names = (*choose.TRAINING, "counting")
+    with mock.patch.dict(choose.REDUCERS, registered), mock.patch.object(choose, "TRAINING", names):
+        train(build(TrainConfig, settings, "test recipe"), device="cpu")
+    calls, Counting.calls = Counting.calls, 0
+    return calls
+
+
+def test_a_recipe_names_the_reducer(corpus: Path, tmp_path: Path, pools: Pools) -> None:
+    """Catches a key that is read and not used. One that sums in the same way trains the same."""
+    plain = recipe(corpus, tmp_path / "plain", tp=2, steps=2, warmup_steps=0).to_dict()
+    assert pools(2).run(train_by, plain) == [0, 0]
+    named = {**plain, "reducer": "counting", "out": str(tmp_path / "run")}
+    assert all(pools(2).run(train_by, named))
+    assert losses(tmp_path / "run") == losses(tmp_path / "plain")
 
 
 def test_an_unknown_mode_is_refused(corpus: Path, tmp_path: Path) -> None:

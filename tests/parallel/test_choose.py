@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from ladder.models import Ranks, UserError, resolve_plan
-from ladder.parallel.choose import INFERENCE, REDUCERS, TRAINING, check_base, choose
+from ladder.parallel.choose import (
+    INFERENCE,
+    REDUCERS,
+    TRAINING,
+    check_base,
+    choose,
+    training_reducer,
+)
 from ladder.parallel.dispatch import Dispatch, Prefill
 
 TABLE = Dispatch((), "a test", Prefill(direct=100, direct_blocking=200, kernel_barrier=50))
@@ -60,6 +67,20 @@ def test_the_choice(
 def test_what_cannot_be_chosen(phase: str, plan: str, base: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_base(phase, resolve_plan(plan, 4, 4), FOUR, base)
+
+
+def test_the_reducer_of_training() -> None:
+    """By what sequence_parallel asks for; a reducer that has no backward pass is refused."""
+    assert training_reducer("auto", False) == training_reducer("async", False) == "async"
+    assert training_reducer("auto", True) == training_reducer("sequence", True) == "sequence"
+    for name, sharded, said in (
+        ("push", False, "reducer=push .* has no backward pass"),
+        ("push", True, "reducer=push .* has no backward pass"),
+        ("async", True, "reducer=async with sequence_parallel=true: use sequence or auto, or set"),
+        ("sequence", False, "reducer=sequence with sequence_parallel=false: use async or auto"),
+    ):
+        with pytest.raises(UserError, match=said):
+            training_reducer(name, sharded)
 
 
 def test_the_registry() -> None:

@@ -59,7 +59,7 @@ def build(
         sequence_parallel=recipe.sequence_parallel,
         activation_checkpointing=recipe.activation_checkpointing,
         compile=recipe.compile,
-        reducer=no_comm if point.no_comm else None,
+        reducer=no_comm if point.no_comm else recipe.reducer,
     )
     torch.manual_seed(0)
     with torch.no_grad():
