@@ -21,7 +21,7 @@ from ladder.parallel import launch
 from ladder.parallel.dispatch import size_text
 
 
-class Stream:
+class TokenPrinter:
     """Prints one completion token by token, without a character whose bytes are incomplete.
 
     prompt: its tokens. text: printed before the completion, with its first token.
@@ -77,9 +77,9 @@ def generate_command(options: argparse.Namespace) -> int:
         device=options.device,
     )
     main = launch.rank() == 0
-    stream = None
+    printer = None
     if main and len(prompts) == 1:
-        stream = Stream(tokenizer, prompts[0], options.prompt[0] if template is None else "")
+        printer = TokenPrinter(tokenizer, prompts[0], options.prompt[0] if template is None else "")
     try:
         with torch.inference_mode():
             results = generate(
@@ -88,19 +88,19 @@ def generate_command(options: argparse.Namespace) -> int:
                 max_new_tokens=options.max_new_tokens,
                 sampling=sampling,
                 stop=stop,
-                on_token=None if stream is None else stream.add,
+                on_token=None if printer is None else printer.add,
             )
     except NotFiniteError as error:
         raise UserError(
             f"{folder}: {error}; its weights hold NaN or infinities, or overflow: try --dtype "
             f"float32, or use another model"
         ) from error
-    if stream is not None:
-        stream.end()
+    if printer is not None:
+        printer.end()
     text = _picked_reducers(model, options.reducer)
     if text and main:
         print(f"reducer picked: {text}", file=sys.stderr)
-    if stream is not None:
+    if printer is not None:
         if results[0].reason == "context":
             room = model.config.max_seq_len
             print(f"ended by the model's context of {room} tokens", file=sys.stderr)

@@ -101,7 +101,7 @@ class ShardedPass(Pass):
         self.shape: torch.Size | None = None  # [B, S, D], where the residual is sharded
         self.narrowed = False
         self.newest: object = None  # on the side stream, unless the main one has waited for it
-        self.lent: Tensor | None = None
+        self.next_partial: Tensor | None = None  # the buffer that was handed out for it
 
     @property
     def operators(self) -> Operators:
@@ -128,11 +128,11 @@ class ShardedPass(Pass):
         like: a tensor of its dtype and device. The partial must then be handed to `write` as it
         is, or as part of a sum in a tensor of its own.
         """
-        if self.lent is not None:  # the first of two sublayers that share a reduce has it
+        if self.next_partial is not None:  # the first of two sublayers that share a reduce has it
             return None
         flat = self.transport.partial_buffer(shape[0] * shape[1], like.new_empty(0, shape[2]))
         if flat is not None:
-            self.lent = flat = flat.view(shape)
+            self.next_partial = flat = flat.view(shape)
         return flat
 
     def reduce(self, n: int, partial: Tensor) -> Output:
@@ -141,7 +141,7 @@ class ShardedPass(Pass):
         assert self.plan.sublayers[n].reduce == "output", self.plan.sublayers[n]
         assert not self.plan.own_needed[n], self.plan.sublayers[n]
         assert not partial.requires_grad, "the sharded reducer has no backward"
-        self.lent, blocking = None, self.plan.blocking[n]
+        self.next_partial, blocking = None, self.plan.blocking[n]
         rows = partial.flatten(0, 1).contiguous()
         with self._stream(rows, here=blocking):
             pieces = self.transport.scatter(rows, self._share(len(rows)))

@@ -35,7 +35,9 @@ def test_peer_memory_that_is_out_of_reach_is_refused(monkeypatch: pytest.MonkeyP
         ShardedReducer(Ranks(4, 1, 1), Thread(1, Machine(4)), plan, "copy")
 
 
-def passes(reducer: ShardedReducer, plan: Any, batches: list[Tensor], lend: bool) -> list[Tensor]:
+def passes(
+    reducer: ShardedReducer, plan: Any, batches: list[Tensor], in_buffer: bool
+) -> list[Tensor]:
     """The model's loop with sublayers that say n and rank; the last normed residual of each pass.
 
     batches: the residual that each pass starts with. A sublayer's partial on rank r is (r + 1) / 40
@@ -51,7 +53,7 @@ def passes(reducer: ShardedReducer, plan: Any, batches: list[Tensor], lend: bool
         run.residual = batch
         for n in range(len(plan.sublayers)):
             partial = (rank + 1) / 40 * torch.sin(run.read(n) + n)
-            out = run.partial_buffer(tuple(partial.shape), partial) if lend else None
+            out = run.partial_buffer(tuple(partial.shape), partial) if in_buffer else None
             if out is not None:
                 assert run.partial_buffer(tuple(partial.shape), partial) is None
                 partial = out.copy_(partial)
@@ -62,20 +64,20 @@ def passes(reducer: ShardedReducer, plan: Any, batches: list[Tensor], lend: bool
 
 def expected_of(plan: Any, batch: Tensor, world: int) -> Tensor:
     """The same without reducers, in float64, with all outputs summed outright."""
-    stream, outputs = batch.double(), list[Tensor]()
+    residual, outputs = batch.double(), list[Tensor]()
     for n, read in enumerate(plan.landings):
         for landing in read:
-            stream = stream + outputs[landing.output]
-        normed = F.rms_norm(stream, (8,), eps=1e-5)
+            residual = residual + outputs[landing.output]
+        normed = F.rms_norm(residual, (8,), eps=1e-5)
         outputs.append(sum(range(1, world + 1)) / 40 * torch.sin(normed + n))
     return normed
 
 
-@pytest.mark.parametrize("lend", [False, True])
+@pytest.mark.parametrize("in_buffer", [False, True])
 @pytest.mark.parametrize("transport", ["copy", "direct"])
 @pytest.mark.parametrize("plan", ["standard", "ladder", "ladder@1-3", "lag 2"])
 def test_copies_meet_and_reuse_their_buffers(
-    plan: str, transport: str, lend: bool, monkeypatch: pytest.MonkeyPatch
+    plan: str, transport: str, in_buffer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four threads with random delays: what a rank reads too early is NaN, or a former pass's.
 
@@ -106,7 +108,7 @@ def test_copies_meet_and_reuse_their_buffers(
             group: Any = Thread(rank, machine)
             reducer = ShardedReducer(Ranks(world, rank, 1), group, resolved, transport)
             with torch.no_grad():
-                results[rank] = passes(reducer, resolved, batches, lend)
+                results[rank] = passes(reducer, resolved, batches, in_buffer)
         except BaseException as error:
             failures.append(error)
             machine.barrier.abort()

@@ -91,11 +91,11 @@ def test_rotary_prompt_and_attention(
 class Provoked:
     """A model whose sublayers come late on a rank now and then.
 
-    lend: their partials lie where the pass has them written; else somewhere else.
+    in_buffer: their partials lie in the pass's `partial_buffer`; else somewhere else.
     """
 
     def __init__(self, model: Transformer, source: random.Random) -> None:
-        self.model, self.source, self.lend = model, source, False
+        self.model, self.source, self.in_buffer = model, source, False
         for layer in model.model.layers:
             layer.self_attn.register_forward_hook(self._hook)
             layer.mlp.register_forward_hook(self._hook)
@@ -103,7 +103,7 @@ class Provoked:
     def _hook(self, module: Any, inputs: Any, partial: Tensor) -> Tensor:
         if self.source.random() < 0.3:
             torch.cuda._sleep(self.source.randrange(200_000))
-        return partial if self.lend else partial.clone()
+        return partial if self.in_buffer else partial.clone()
 
 
 def sharded_on_gpus(plan: str, transport: str) -> int:
@@ -154,14 +154,14 @@ def compare(
 
     sizes = [(1, 16), (3, 65), (2, 1500), (1, 1), (3, 65)]  # some beyond the first buffers
     for turn, size in enumerate(sizes * 4):
-        provoked.lend = turn % 2 == 1
+        provoked.in_buffer = turn % 2 == 1
         tokens = fresh(size)
         last = places(tokens) if turn % 3 else None
         model.use(sharded)
         check(model(tokens, last=last), tokens, (turn, size), last)
     graphs = []
     for turn, size in enumerate(((3, 65), (1, 256))):
-        provoked.lend = turn % 2 == 0
+        provoked.in_buffer = turn % 2 == 0
         tokens = fresh(size)
         last = places(tokens) if turn else None
         model.use(sharded)
