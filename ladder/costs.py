@@ -7,19 +7,20 @@ bfloat16.
 
 from __future__ import annotations
 
+import torch
+
 from ladder.models.config import ModelConfig
+from ladder.models.sublayers import FEED_FORWARDS, MIXERS
 
 BF16 = 2  # bytes
 
 
 def sublayer_parameters(config: ModelConfig, kind: str) -> int:
     """The parameters of a whole sublayer's matrices: attention, mlp, or attention+mlp."""
-    width = config.num_heads * config.head_dim
-    matrices = {
-        "attention": config.hidden_size * 2 * (width + config.num_kv_heads * config.head_dim),
-        "mlp": 3 * config.hidden_size * config.intermediate_size,
-    }
-    return sum(matrices[part] for part in kind.split("+"))
+    slots = {"attention": MIXERS[config.mixer], "mlp": FEED_FORWARDS[config.feed_forward]}
+    with torch.device("meta"):
+        made = [slots[part](config, 0) for part in kind.split("+")]
+    return sum(each.numel() for part in made for each in part.parameters() if each.dim() == 2)
 
 
 def layer_parameters(config: ModelConfig) -> int:

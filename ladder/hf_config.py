@@ -196,6 +196,11 @@ def config_to_huggingface(
         if not set(ends) <= set(stop_tokens(kept, where)):
             found["eos_token_id"] = eos_token_id
         return found
+    if (config.mixer, config.feed_forward) != ("attention", "swiglu"):
+        raise UserError(
+            f"mixer={config.mixer!r}, feed_forward={config.feed_forward!r}: no Hugging Face "
+            f"architecture of {', '.join(FAMILIES)} has these; they have attention and swiglu"
+        )
     kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
     mixed = [name for name in ("qkv_bias", "mlp_bias") if getattr(config, name)]
     if (kind == "qwen3" and mixed) or (kind == "qwen2" and config.mlp_bias):

@@ -231,8 +231,9 @@ class Engine:
             raise UserError("graphs=True needs a model on a GPU; leave it out on a CPU")
         if fused and not can_fuse(placed):
             raise UserError(
-                "fused=True cannot run virtual ranks, biases of outputs and MLPs, or weights other "
-                "than bfloat16, float16 and float32; leave it out"
+                "fused=True cannot run virtual ranks, biases of outputs and MLPs, mixers and "
+                "feed-forwards other than attention and swiglu, or weights other than bfloat16, "
+                "float16 and float32; leave it out"
             )
         if fused is False and isinstance(placed, InferenceTransformer):
             raise UserError("fused=False needs a model that no engine has fused; load it again")

@@ -149,13 +149,14 @@ def fused_add_norm(
 def can_fuse(model: Transformer) -> bool:
     """Whether `fuse` knows this model.
 
-    No virtual ranks, no biases of outputs or MLPs, no adapters, weights of a type that the kernels
-    know and compute in.
+    Attention and SwiGLU in its slots, no virtual ranks, no biases of outputs or MLPs, no adapters,
+    weights of a type that the kernels know and compute in.
     """
     config, stored = model.config, model.model.embed_tokens.weight.dtype
     unknown = config.attention_bias or config.mlp_bias or model.adapted or stored not in DTYPES
     return (
-        model.reducer.ranks.held == 1
+        (config.mixer, config.feed_forward) == ("attention", "swiglu")
+        and model.reducer.ranks.held == 1
         and not unknown
         and model.runtime.compute_dtype in (None, stored)
     )

@@ -255,6 +255,12 @@ class Plan:
         )
 
     @cached_property
+    def longest_flight(self) -> int:
+        """The most sublayers that compute between an output and a read that lands it."""
+        flights = (n - 1 - each.output for n, read in enumerate(self.landings) for each in read)
+        return max(flights, default=0)
+
+    @cached_property
     def done(self) -> tuple[tuple[int, ...], ...]:
         """Of which outputs nothing is left to land after each read, N + 1 entries."""
         last = {landing.output: n for n, read in enumerate(self.landings) for landing in read}

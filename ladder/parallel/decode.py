@@ -140,11 +140,7 @@ class DecodeReducer:
         assert base.ranks.held == 1
         self.base, self.ranks = base, base.ranks
         self.pushes = isinstance(base, PushReducer) and base.ranks.processes > 1
-        lag = max(
-            (n - 1 - each.output for n, read in enumerate(plan.landings) for each in read),
-            default=0,
-        )
-        self.sets = 2 * max(lag, 1) + 2
+        self.sets = 2 * max(plan.longest_flight, 1) + 2
         self.memory: dict[tuple[int, int, torch.dtype], SymmetricTensor] = {}
 
     def begin(

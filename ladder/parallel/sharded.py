@@ -74,8 +74,7 @@ class ShardedReducer(AsyncReducer):
             )
         if transport not in TRANSPORTS:
             raise unknown("transport", transport, TRANSPORTS)
-        sets = 1 + max(record.own_lag for record in plan.sublayers)
-        self.transport = TRANSPORTS[transport](group, sets)
+        self.transport = TRANSPORTS[transport](group, 1 + plan.longest_flight)
         self.side_stream: torch.cuda.Stream | None = None
 
     def begin(

@@ -233,3 +233,11 @@ def test_landings_of_the_sample_plans(name: str) -> None:
     own, peers, equal = simulate(plan)
     assert play_landings(plan) == (own, peers)
     assert plan.equal_reads == tuple(equal)
+
+
+@pytest.mark.parametrize(
+    ("plan", "flight"), [("standard", 0), ("ladder", 1), ("hybrid", 1), ("dtp-3", 3), ("none", 0)]
+)
+def test_longest_flight(plan: str, flight: int) -> None:
+    """Buffers of outputs in flight are as many: catches one that is written before it is read."""
+    assert resolve_plan(plan, L, tp_degree=2).longest_flight == flight
