@@ -54,7 +54,7 @@ def random(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
-def places(batch: int, length: int) -> Tensor:
+def positions(batch: int, length: int) -> Tensor:
     """Positions in a cache, including the first and the last."""
     return torch.tensor([0, length - 1, length // 2][:batch], device=DEVICE)
 
@@ -93,7 +93,7 @@ def decode_attention(dtype: torch.dtype) -> Pairs:
         keys, values = caches(dtype, batch, kv, length, size)
         others = keys.clone(), values.clone()
         arrived = torch.zeros(batch * kv, dtype=torch.int32, device=DEVICE)
-        shared, scale = (qkv, table, places(batch, length)), size**-0.5
+        shared, scale = (qkv, table, positions(batch, length)), size**-0.5
         bias, gains = random(dtype, qkv.shape[1]), gains_of(dtype, size)
         for more in ({}, {"bias": bias}, {"gains": gains, "eps": 1e-5},
                      {"bias": bias, "gains": gains, "eps": 1e-5}):  # fmt: skip

@@ -142,7 +142,7 @@ def bars(
         for bar, text in zip(values, axes.texts, strict=True)
     )
     axes.set_xlim(0, room / scale)
-    _place(figure, left, 0, above, 8)
+    _set_margins(figure, left, 0, above, 8)
     return _svg(figure, said, title)
 
 
@@ -216,7 +216,7 @@ def _measure(figure: Any) -> Any:
     return lambda text: text.get_window_extent(renderer).width
 
 
-def _place(figure: Any, left: float, right: float, above: float, below: float) -> None:
+def _set_margins(figure: Any, left: float, right: float, above: float, below: float) -> None:
     """Set the margins around the axes, in points."""
     height = figure.get_figheight() * 72
     figure.subplots_adjust(
@@ -246,7 +246,7 @@ def _name_ends(
     axes.set_ylim(low, high)  # fixed, so that later drawing does not change it
     figure.draw_without_rendering()
     left = 12 + max((measure(label) for label in axes.get_yticklabels()), default=0)
-    _place(figure, left, max(width.values(), default=0) + 14, above, 40)
+    _set_margins(figure, left, max(width.values(), default=0) + 14, above, 40)
     positions = {name: axes.transData.transform(end) for name, end in ends.items()}
     box = axes.get_window_extent()
     for group in _beside(positions, width):

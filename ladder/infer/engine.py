@@ -103,7 +103,7 @@ class Session:
         if lengths.max() > self.capacity:
             raise UserError(
                 f"a prompt of {int(lengths.max())} tokens does not fit this session's cache of "
-                f"{self.capacity} places; ask for a longer one"
+                f"{self.capacity} positions; ask for a longer one"
             )
         self.left = self.capacity - int(lengths.min())
         width = self.prompt_width(int(lengths.max()))
@@ -121,13 +121,13 @@ class Session:
             self._prefill(padded.to(self.tokens.device))
             return
         if width not in self.prompt_graphs:
-            places = torch.zeros_like(padded, device=self.tokens.device)
-            graph, _ = record(lambda: self._prefill(places))
-            self.prompt_graphs[width] = graph, places, self.logits
+            inputs = torch.zeros_like(padded, device=self.tokens.device)
+            graph, _ = record(lambda: self._prefill(inputs))
+            self.prompt_graphs[width] = graph, inputs, self.logits
             self.counter.zero_()  # the warm-up took steps of its own
             self.positions.copy_(lengths)
-        graph, places, self.logits = self.prompt_graphs[width]
-        places.copy_(padded)
+        graph, inputs, self.logits = self.prompt_graphs[width]
+        inputs.copy_(padded)
         graph.replay()
 
     def prompt_width(self, longest: int) -> int:
@@ -138,11 +138,11 @@ class Session:
         return min(math.ceil(longest / step) * step, self.capacity)
 
     def _prefill(self, padded: Tensor) -> None:
-        places = torch.arange(padded.shape[1], device=padded.device).expand(len(padded), -1)
-        self.cache.at(places, padded.shape[1])
-        # A single place is the last one; fused modules take such inputs for a decode step's.
+        positions = torch.arange(padded.shape[1], device=padded.device).expand(len(padded), -1)
+        self.cache.at(positions, padded.shape[1])
+        # A single position is the last one; fused modules take such inputs for a decode step's.
         last = self.positions - 1 if padded.shape[1] > 1 else None
-        self._choose(padded, None, positions=places, cache=self.cache, last=last)
+        self._choose(padded, None, positions=positions, cache=self.cache, last=last)
 
     def step(self) -> None:
         """Decode one token of every sequence; a finished one goes on in place, unused.
@@ -151,7 +151,7 @@ class Session:
         """
         if self.left == 0:
             raise UserError(
-                f"the cache of {self.capacity} places is full; ask for a longer session"
+                f"the cache of {self.capacity} positions is full; ask for a longer session"
             )
         self.left -= 1
         if self.graph is not None:
@@ -161,11 +161,11 @@ class Session:
             self._step()
 
     def _step(self) -> None:
-        places = self.positions.unsqueeze(1)
-        extent = int(places.max()) + 1 if places.device.type == "cpu" else self.capacity
-        self.cache.at(places, extent)
+        positions = self.positions.unsqueeze(1)
+        extent = int(positions.max()) + 1 if positions.device.type == "cpu" else self.capacity
+        self.cache.at(positions, extent)
         mask = None if self.fused else self.cache.mask()
-        inputs = {"positions": places, "cache": self.cache, "mask": mask}
+        inputs = {"positions": positions, "cache": self.cache, "mask": mask}
         with sdpa_kernel(REPEATABLE):
             self._choose(self.tokens.unsqueeze(1), self.positions, **inputs)
 
@@ -198,7 +198,7 @@ class Session:
 class Engine:
     """Generates with a model on its device and ranks; every rank calls it alike.
 
-    model: one that is placed, or a folder to load (`load_for_inference`, which `tp`, `reducer` and
+    model: one that is loaded, or a folder to load (`load_for_inference`, which `tp`, `reducer` and
     `device` are for: processes, 0 for all that run; `async`, `push` or `auto`; `cpu`, `cuda` or
     `auto`). graphs: whether decode steps are CUDA graphs; None: on GPUs. fused: whether to pack the
     model's weights and decode with fused kernels (`ladder.infer.fused`, which takes the model
@@ -218,30 +218,30 @@ class Engine:
         device: str = "auto",
     ) -> None:
         if not isinstance(model, str | Path):
-            placed = model
+            loaded = model
             if (tp, reducer, device) != (0, "auto", "auto"):
                 raise UserError(
-                    "tp, reducer and device are for a folder; this model is placed already"
+                    "tp, reducer and device are for a folder; this model is loaded already"
                 )
         else:
-            placed = load_for_inference(model, tp=tp, reducer=reducer, device=device)
-        placed = FUSED.get(placed, placed)
-        self.on_gpu = on_gpu = local_tensor(placed.model.embed_tokens.weight).is_cuda
+            loaded = load_for_inference(model, tp=tp, reducer=reducer, device=device)
+        loaded = FUSED.get(loaded, loaded)
+        self.on_gpu = on_gpu = local_tensor(loaded.model.embed_tokens.weight).is_cuda
         if graphs and not on_gpu:
             raise UserError("graphs=True needs a model on a GPU; leave it out on a CPU")
-        if fused and not can_fuse(placed):
+        if fused and not can_fuse(loaded):
             raise UserError(
                 "fused=True cannot run virtual ranks, biases of outputs and MLPs, mixers and "
                 "feed-forwards other than attention and swiglu, or weights other than bfloat16, "
                 "float16 and float32; leave it out"
             )
-        if fused is False and isinstance(placed, InferenceTransformer):
+        if fused is False and isinstance(loaded, InferenceTransformer):
             raise UserError("fused=False needs a model that no engine has fused; load it again")
-        self.fused = on_gpu and can_fuse(placed) if fused is None else fused
-        if self.fused and not isinstance(placed, InferenceTransformer):
-            FUSED[placed] = fused_model = fuse(placed)
-            placed = fused_model
-        self.model = placed
+        self.fused = on_gpu and can_fuse(loaded) if fused is None else fused
+        if self.fused and not isinstance(loaded, InferenceTransformer):
+            FUSED[loaded] = fused_model = fuse(loaded)
+            loaded = fused_model
+        self.model = loaded
         self.graphs = on_gpu if graphs is None else graphs
         self.sessions: dict[tuple[int, int, Sampling], Session] = {}
 

@@ -67,18 +67,18 @@ def decode_attention_reference(
 
 @jit
 @no_type_check
-def _keys(cache, base, i, place, position, HALF: tl.constexpr, HD: tl.constexpr):
-    """Both halves of the keys at `place`, [BN, HP]; 0 from `position` on, where NaN may lie."""
-    at = base + place.to(tl.int64)[:, None] * HD + i[None, :]
-    mask = (place < position)[:, None] & (i < HALF)[None, :]
+def _keys(cache, base, i, positions, stop, HALF: tl.constexpr, HD: tl.constexpr):
+    """Both halves of the keys at `positions`, [BN, HP]; 0 from `stop` on, where NaN may lie."""
+    at = base + positions.to(tl.int64)[:, None] * HD + i[None, :]
+    mask = (positions < stop)[:, None] & (i < HALF)[None, :]
     return tl.load(cache + at, mask=mask, other=0), tl.load(cache + at + HALF, mask=mask, other=0)
 
 
 @jit
 @no_type_check
-def _values(cache, base, d, place, position, HD: tl.constexpr):
-    at = base + place.to(tl.int64)[:, None] * HD + d[None, :]
-    return tl.load(cache + at, mask=(place < position)[:, None] & (d < HD)[None, :], other=0)
+def _values(cache, base, d, positions, stop, HD: tl.constexpr):
+    at = base + positions.to(tl.int64)[:, None] * HD + d[None, :]
+    return tl.load(cache + at, mask=(positions < stop)[:, None] & (d < HD)[None, :], other=0)
 
 
 @jit
@@ -182,10 +182,10 @@ def _attention_kernel(
                 )
             key = (new_left * cos - new_right * sin).to(kind)
             key_right = (new_right * cos + new_left * sin).to(kind)
-            place = base + position.to(tl.int64) * HD
-            tl.store(keys + place + i, key, mask=half)
-            tl.store(keys + place + HALF + i, key_right, mask=half)
-            tl.store(values + place + d, value, mask=d < HD)
+            target = base + position.to(tl.int64) * HD
+            tl.store(keys + target + i, key, mask=half)
+            tl.store(keys + target + HALF + i, key_right, mask=half)
+            tl.store(values + target + d, value, mask=d < HD)
             products = query.to(tl.float32) * key.to(tl.float32)[None, :]
             products += query_right.to(tl.float32) * key_right.to(tl.float32)[None, :]
             high = tl.sum(products, 1) * scale

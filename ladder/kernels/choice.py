@@ -53,7 +53,7 @@ def embed(tokens: Tensor, weight: Tensor, first: int) -> Tensor:
 @kernel("computation")
 @no_type_check
 def _best_kernel(
-    logits, tops, places, stride, first, V: tl.constexpr, PARTS: tl.constexpr,
+    logits, tops, top_tokens, stride, first, V: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The largest of BLOCK logits of one sequence (NaN if any is NaN), and its token."""
@@ -63,17 +63,17 @@ def _best_kernel(
     value = tl.load(logits + b.to(tl.int64) * stride + i, mask=i < V, other=float("-inf"))
     value = value.to(tl.float32)
     top = tl.max(value, 0)
-    place = tl.min(tl.where(value == top, i, V), 0)  # the lowest of equal ones
+    token = tl.min(tl.where(value == top, i, V), 0)  # the lowest of equal ones
     wrong = tl.max((value != value).to(tl.int32), 0)
     top = tl.where(wrong > 0, float("nan"), top)
     tl.store(tops + b * PARTS + part, top)
-    tl.store(places + b * PARTS + part, place + first)
+    tl.store(top_tokens + b * PARTS + part, token + first)
 
 
 @kernel("both")
 @no_type_check
 def _choose_kernel(
-    tops, places, out, tokens, positions, last, buffers, epochs,
+    tops, top_tokens, out, tokens, positions, last, buffers, epochs,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr, RANK: tl.constexpr,
     WORLD: tl.constexpr, WP: tl.constexpr, ADVANCE: tl.constexpr, SETS: tl.constexpr,
     EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
@@ -86,7 +86,7 @@ def _choose_kernel(
     b = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     values = tl.load(tops + b * PARTS + i, mask=i < PARTS, other=float("-inf"))
-    where = tl.load(places + b * PARTS + i, mask=i < PARTS, other=0x7FFFFFFF)
+    where = tl.load(top_tokens + b * PARTS + i, mask=i < PARTS, other=0x7FFFFFFF)
     wrong = tl.max((values != values).to(tl.int32), 0)
     top = tl.max(values, 0)
     token = tl.min(tl.where(values == top, where, 0x7FFFFFFF), 0)
@@ -158,13 +158,13 @@ class GreedyChoice:
         parts = triton.cdiv(size, CHUNK)
         device = logits.device
         tops = torch.empty(batch, parts, dtype=torch.float32, device=device)
-        places = torch.empty(batch, parts, dtype=torch.int32, device=device)
+        top_tokens = torch.empty(batch, parts, dtype=torch.int32, device=device)
         launch(
-            _best_kernel, (batch, parts), device, logits, tops, places, logits.stride(0), first,
+            _best_kernel, (batch, parts), device, logits, tops, top_tokens, logits.stride(0), first,
             V=size, PARTS=parts, BLOCK=CHUNK, num_warps=4,
         )  # fmt: skip
         launch(
-            _choose_kernel, (batch,), device, tops, places, out, tokens,
+            _choose_kernel, (batch,), device, tops, top_tokens, out, tokens,
             tokens if positions is None else positions, last,
             self.epochs if self.slots is None else self.slots.addresses, self.epochs,
             PARTS=parts, BLOCK=triton.next_power_of_2(parts), BATCH=batch, RANK=self.rank,

@@ -229,16 +229,16 @@ def _rotary_prompt_kernel(
     # [token, head, column]: the table's rows are read once for all heads of a program.
     blocks = tl.cdiv(S, TOKENS)
     b = (tl.program_id(0) // blocks).to(tl.int64)
-    place = (tl.program_id(0) % blocks) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
+    position = (tl.program_id(0) % blocks) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)[None, :, None]).to(tl.int64)
     i = tl.arange(0, BLOCK)[None, None, :]
-    here = (place < S) & (i < HALF)
+    here = (position < S) & (i < HALF)
     inside = here & (head < HQ + 2 * HKV)
-    source = packed + ((b * S + place) * (HQ + 2 * HKV) + head) * 2 * HALF + i
+    source = packed + ((b * S + position) * (HQ + 2 * HKV) + head) * 2 * HALF + i
     left = tl.load(source, mask=inside, other=0).to(tl.float32)
     right = tl.load(source + HALF, mask=inside, other=0).to(tl.float32)
-    cos = tl.load(table + place * 2 * HALF + i, mask=here, other=0)
-    sin = tl.load(table + place * 2 * HALF + HALF + i, mask=here, other=0)
+    cos = tl.load(table + position * 2 * HALF + i, mask=here, other=0)
+    sin = tl.load(table + position * 2 * HALF + HALF + i, mask=here, other=0)
     kind = keys.dtype.element_ty
     turned = head < HQ + HKV
     if NORM:
@@ -254,10 +254,10 @@ def _rotary_prompt_kernel(
     new_left = tl.where(turned, left * cos - right * sin, left).to(kind)
     new_right = tl.where(turned, right * cos + left * sin, right).to(kind)
     queries = inside & (head < HQ)
-    target = q + ((b * S + place) * HQ + head) * 2 * HALF + i
+    target = q + ((b * S + position) * HQ + head) * 2 * HALF + i
     tl.store(target, new_left, mask=queries)
     tl.store(target + HALF, new_right, mask=queries)
-    cached = b * batch_stride + place * 2 * HALF + i
+    cached = b * batch_stride + position * 2 * HALF + i
     stored = inside & (head >= HQ) & (head < HQ + HKV)
     target = keys + cached + (head - HQ) * head_stride
     tl.store(target, new_left, mask=stored)

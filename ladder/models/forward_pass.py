@@ -22,8 +22,8 @@ Norm = Callable[[Tensor], Tensor]
 Landed = tuple[Any, ...]  # (residual, normed): what a landing gives
 
 
-def select_places(x: Tensor, last: Tensor) -> Tensor:
-    """Of x [..., B, S, D] the place `last` [B] of each sequence: [..., B, 1, D]."""
+def select_positions(x: Tensor, last: Tensor) -> Tensor:
+    """Of x [..., B, S, D] the position `last` [B] of each sequence: [..., B, 1, D]."""
     return x[..., torch.arange(len(last), device=last.device), last, :].unsqueeze(-2)
 
 
@@ -116,7 +116,7 @@ class Pass:
         self.residual = residual if held == 1 else residual.expand(held, *residual.shape)
 
     def select_last(self, last: Tensor) -> None:
-        """Keep one place of each sequence, `last` [B], from the last attention's output on."""
+        """Keep one position of each sequence, `last` [B], from the last attention's output on."""
         self.last = last
 
     def read(self, n: int) -> Any:
@@ -189,16 +189,16 @@ class Pass:
         return InFlight((), finish)
 
     def narrow(self, last: Tensor) -> None:
-        """Go on with one place of each sequence, `last` [B]: nothing later reads the others.
+        """Go on with one position of each sequence, `last` [B]: nothing later reads the others.
 
         What is on its way is waited for.
         """
-        self.residual = select_places(self.residual, last)
+        self.residual = select_positions(self.residual, last)
         for output in self.outputs.values():
             if output.total is not None:
-                output.total = InFlight(select_places(output.total.wait(), last))
+                output.total = InFlight(select_positions(output.total.wait(), last))
             if output.own is not None:
-                output.own = select_places(output.own, last)
+                output.own = select_positions(output.own, last)
 
     # -- shared ----------------------------------------------------------------------------------
 

@@ -144,7 +144,7 @@ class Plan:
 
     @cached_property
     def last_attention(self) -> int:
-        """The last sublayer that looks at other places than its own."""
+        """The last sublayer that looks at other positions than its own."""
         return max(n for n, each in enumerate(self.sublayers) if each.kind != "mlp")
 
     @property

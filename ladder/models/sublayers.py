@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ladder.models.config import ModelConfig
 from ladder.models.documents import Packed, attend
-from ladder.models.forward_pass import MATRIX_PRODUCTS, Operators, select_places
+from ladder.models.forward_pass import MATRIX_PRODUCTS, Operators, select_positions
 from ladder.models.layers import (
     ColumnParallelLinear,
     KVParallelLinear,
@@ -38,7 +38,7 @@ class Context:
     """What the sublayers of a pass share.
 
     tables: the rotary tables, [2, B or 1, 1, S, head_dim]. mask: what may be attended, [R * B, 1,
-    S, keys], true where it may, or documents; None: causal. last: [B], the one place of each
+    S, keys], true where it may, or documents; None: causal. last: [B], the one position of each
     sequence that is wanted of the last layer. call: runs a sublayer.
     """
 
@@ -69,10 +69,10 @@ class Sublayer(nn.Module):
         raise NotImplementedError
 
     def wanted(self, x: Any, context: Context) -> Any:
-        """Of x [(R,) B, S, D] the places that anything later reads."""
+        """Of x [(R,) B, S, D] the positions that anything later reads."""
         if context.last is None or not self.is_last or x.shape[-2] == 1:
             return x
-        return select_places(x, context.last)
+        return select_positions(x, context.last)
 
 
 Call = Callable[[Sublayer, Any, Context], Any]

@@ -168,14 +168,14 @@ class Transformer(nn.Module):
         """Logits [B, S, vocab_size], or with `targets` the loss of each token.
 
         tokens: [B, S] int64. targets: [B, S] int64, negative where no loss is wanted; then the
-            result is the cross-entropy in nats, [B, S] float32, 0 at those places.
+            result is the cross-entropy in nats, [B, S] float32, 0 at those positions.
         positions: [B or 1, S] int64; 0 .. S - 1 by default.
         documents: int32 [N + 1], from `document_starts`: tokens attend within their own document
             alone. Not together with a cache. Positions go on over all of them.
         cache, mask: for generation; mask is [B, 1, S, keys], true where attended. Without a mask
             the tokens are prompts from position 0 on, which see themselves and not the cache.
-        last: [B] int64, the one place of each sequence whose logits are wanted: [B, 1, vocab_size].
-            After the last attention nothing else is computed.
+        last: [B] int64, the one position of each sequence whose logits are wanted: [B, 1,
+            vocab_size]. After the last attention nothing else is computed.
         gather: False returns this process's part of the vocabulary alone, [B, S, V_local].
         plan: in place of the config's, for this pass; one with the same sublayers and norms.
 

@@ -146,8 +146,8 @@ class SequencePass(Pass):
 
     def select_last(self, last: Tensor) -> None:
         raise UserError(
-            "sequence_parallel=true is for training, which wants every place: leave out `last`, or "
-            "use reducer=async"
+            "sequence_parallel=true is for training, which wants every position: leave out `last`, "
+            "or use reducer=async"
         )
 
     def scatter(self, partial: Tensor) -> InFlight[Tensor]:

@@ -111,7 +111,7 @@ class ShardedPass(Pass):
 
     def row(self, x: Tensor, weight: nn.Module) -> Tensor:
         """As `MatrixProducts.row`, written where the transport sends it from, if that is free."""
-        # A single place is what a prefill ends with: it is not sent.
+        # A single position is what a prefill ends with: it is not sent.
         if x.shape[1] == 1 or getattr(weight, "bias", None) is not None:
             return MATRIX_PRODUCTS.row(x, weight)
         matrix = local(weight.weight).to(x.dtype)

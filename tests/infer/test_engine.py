@@ -87,7 +87,7 @@ def test_a_folder_in_place_of_a_model(tmp_path: Path) -> None:
         Engine(tmp_path, reducer="nope", device="cpu")
     with pytest.raises(UserError, match="--reducer=push with one process"):
         Engine(tmp_path, reducer="push", device="cpu")
-    with pytest.raises(UserError, match="placed already"):
+    with pytest.raises(UserError, match="loaded already"):
         Engine(model, reducer="async")
 
 
@@ -148,13 +148,13 @@ def test_a_full_cache_is_an_error() -> None:
     """And writes over nothing: the longest prompt's last place was full four steps ago."""
     engine = engine_for(make("ladder", None, max_seq_len=20), graphs=False)
     session = engine.session(2, 8, Sampling())
-    with pytest.raises(UserError, match="cache of 8 places is full"):
+    with pytest.raises(UserError, match="cache of 8 positions is full"):
         session.step()
     with torch.inference_mode():
         session.prefill([[1] * 7, [2] * 3], torch.zeros(1, 2))
         for _ in range(8 - 3):
             session.step()
-        with pytest.raises(UserError, match="cache of 8 places is full"):
+        with pytest.raises(UserError, match="cache of 8 positions is full"):
             session.step()
         with pytest.raises(UserError, match="a prompt of 9 tokens does not fit"):
             session.prefill([[1] * 9, [2]], torch.zeros(1, 2))

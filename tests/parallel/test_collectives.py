@@ -81,7 +81,7 @@ def recorded_calls() -> Iterator[list[Call]]:
         yield calls
 
 
-def placed(plan: str, ranks: int, tp: int, **changes: Any) -> Transformer:
+def sharded(plan: str, ranks: int, tp: int, **changes: Any) -> Transformer:
     """A sample plan's model on the mesh of `tp` processes."""
     depends = plan in DEPENDS_ON_T or plan == "none"
     config = small_config(PLANS.get(plan, plan), ranks, depends, **changes)
@@ -92,7 +92,7 @@ def placed(plan: str, ranks: int, tp: int, **changes: Any) -> Transformer:
 
 def counts(rank: int, world_size: int, plan: str, ranks: int) -> dict[str, list[Call]]:
     """In a worker: the calls of each phase of a training step, and of a forward for logits."""
-    model = placed(plan, ranks, world_size)
+    model = sharded(plan, ranks, world_size)
     tokens = sample_tokens(model.config, 1, BATCH, LENGTH)
     found: dict[str, list[Call]] = {}
     below: dict[str, int] = {}
@@ -186,7 +186,7 @@ Events = list[tuple[str, int]]
 
 def diary(rank: int, world_size: int, plan: str, ranks: int) -> tuple[Events, Events]:
     """In a worker: the events of one forward and one backward pass."""
-    model = placed(plan, ranks, world_size)
+    model = sharded(plan, ranks, world_size)
     events = Diary(model.config.plan)
     events.hook(model)
     tokens = sample_tokens(model.config, 1, BATCH, LENGTH)
