@@ -21,7 +21,7 @@ from ladder.config import apply_overrides, load_yaml, model_config
 from ladder.convert.command import convert
 from ladder.hf_config import config_from_huggingface
 from ladder.models import ModelConfig, Reducer, Transformer, UserError, resolve_plan
-from ladder.models.loss import Passes, token_losses
+from ladder.models.loss import LossFunctions, token_losses
 from ladder.parallel.sharding import initialise, shard_model
 from ladder.train.config import load_train_config
 from tests.distributed import Pools, tp_mesh
@@ -214,7 +214,7 @@ def test_a_target_beyond_the_vocabulary_has_no_loss() -> None:
     """It had that of a token whose logit is 0; no device is waited for, so that it is NaN."""
     logits = torch.randn(1, 4, 10, requires_grad=True)
     targets = torch.tensor([[3, 10, -100, 2**40]])
-    losses = token_losses(logits, targets, 0, Reducer(), Passes())
+    losses = token_losses(logits, targets, 0, Reducer(), LossFunctions())
     assert torch.isnan(losses[0]).tolist() == [False, True, False, True]
     losses[0, 1].backward()
     assert logits.grad is not None
@@ -245,7 +245,7 @@ def beyond(rank: int, world: int) -> tuple[list[bool], list[bool]]:
     ids = torch.tensor([[0, 63, 64, -1]])
     embedded: Tensor = model.reducer.sum_(model.model.embed_tokens(ids))
     logits = torch.zeros(1, 4, 32)
-    losses = token_losses(logits, ids, 32 * rank, model.reducer, Passes())
+    losses = token_losses(logits, ids, 32 * rank, model.reducer, LossFunctions())
     return torch.isnan(embedded).all(-1)[0].tolist(), torch.isnan(losses)[0].tolist()
 
 

@@ -27,7 +27,7 @@ from ladder.models.forward_pass import Norm, add_norm
 from ladder.models.layers import Embedding, RMSNorm, local, rotary_tables, vocabulary_start
 from ladder.models.plan import Plan
 from ladder.models.reducer import Reducer
-from ladder.models.runtime import Begins
+from ladder.models.runtime import PassFactory
 from ladder.models.sublayers import MLP, Attention, Context, Sublayer
 from ladder.models.transformer import Parts, Transformer
 from ladder.parallel.choose import choose
@@ -225,18 +225,18 @@ def _rotary_table(config: ModelConfig, device: torch.device) -> Tensor:
     return torch.cat((cos[:, :half], sin[:, :half]), dim=-1).contiguous()
 
 
-def _reducers(base: Reducer, plan: Plan, token_bytes: int) -> Callable[[torch.Size], Begins]:
+def _reducers(base: Reducer, plan: Plan, token_bytes: int) -> Callable[[torch.Size], PassFactory]:
     """What makes the pass over tokens of that shape [B, S]: see `ladder.parallel.choose`."""
     push = base if isinstance(base, PushReducer) else None
     table, asked = (None, "async") if push is None else (push.dispatch, "push")
-    makers: dict[tuple[str, str], Begins] = {("async", ""): base, ("push", ""): base}
+    makers: dict[tuple[str, str], PassFactory] = {("async", ""): base, ("push", ""): base}
     makers["decode", ""] = DecodeReducer(base, plan)
     if push is not None and sharded_refusal(plan, base.ranks) is None:
         for transport in PREFILL_TRANSPORTS:
             sharded = ShardedReducer(base.ranks, push.group, plan, transport)
             makers["sharded", transport] = sharded
 
-    def pick(shape: torch.Size) -> Begins:
+    def pick(shape: torch.Size) -> PassFactory:
         phase = "decode" if shape[1] == 1 else "prefill"
         choice = choose(phase, plan, base.ranks, shape, token_bytes, table, asked)
         if push is not None and choice.transport:

@@ -120,9 +120,9 @@ class Pass:
         self.last = last
 
     def read(self, n: int) -> Any:
-        """What sublayer n reads: all that the plan lands before it has landed and is normed.
+        """The input of sublayer n (n = N: of the head): the residual, landed and normed.
 
-        Starts the landing of read n + 1, too, where the plan lets it run beneath sublayer n.
+        Also starts the landing of read n + 1, where the plan lets it run beneath sublayer n.
         """
         landing, self.landing = self.landing or self._begin(n), None
         self.residual, normed = landing.wait()
@@ -223,7 +223,7 @@ class Pass:
         return self.ranks.held > 1 and self.plan.equal_reads[-1]
 
     def _final(self, normed: Any) -> Any:
-        """What the head reads: one copy of what every rank has, or the mean of what differs."""
+        """The head's input: one copy where the ranks' residuals are equal, else their mean."""
         if self.plan.final_mean:
             return self.reducer.sum(self.sum_held(normed)) / self.ranks.degree
         if self._equal_at_the_end:

@@ -27,7 +27,7 @@ def scaled_probabilities(logits: Tensor, largest: Tensor, scale: Tensor) -> Tens
 
 
 @dataclass
-class Passes:
+class LossFunctions:
     """The two functions that read all logits; compiled versions may replace them."""
 
     sum_exp: Callable[[Tensor, Tensor], Tensor] = sum_exp
@@ -37,7 +37,12 @@ class Passes:
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, first: int, reducer: Reducer, passes: Passes
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        first: int,
+        reducer: Reducer,
+        functions: LossFunctions,
     ) -> Tensor:
         kind = torch.promote_types(logits.dtype, torch.float32)
         largest = reducer.max_(logits.amax(-1, keepdim=True).to(kind))
@@ -45,13 +50,13 @@ class _TokenLosses(torch.autograd.Function):
         inside = (index >= 0) & (index < logits.shape[-1]) & (targets >= 0)
         index = index.where(inside, 0).unsqueeze(-1)
         picked = (logits.gather(-1, index) - largest).squeeze(-1) * inside
-        total = passes.sum_exp(logits, largest)
+        total = functions.sum_exp(logits, largest)
         if reducer.ranks.process == reducer.ranks.processes - 1:  # it holds the vocabulary's end
             total = total.masked_fill(targets >= first + logits.shape[-1], torch.nan)
         both = reducer.sum_(torch.stack((total, picked)))
         total, picked = both[0], both[1]
         ctx.save_for_backward(logits, largest, total, index, inside, targets)
-        ctx.passes = passes
+        ctx.functions = functions
         return (total.log() - picked).where(targets >= 0, 0.0)
 
     @staticmethod
@@ -60,7 +65,7 @@ class _TokenLosses(torch.autograd.Function):
         logits, largest, total, index, inside, targets = ctx.saved_tensors
         grad = grads[0].where(targets >= 0, 0.0).unsqueeze(-1)
         scale = grad / total.unsqueeze(-1)
-        result = ctx.passes.scaled_probabilities(logits, largest, scale)
+        result = ctx.functions.scaled_probabilities(logits, largest, scale)
         # The target's entry, p - 1, is rounded once, like the others.
         picked = (logits.gather(-1, index) - largest).exp() * scale
         picked = picked - grad * inside.unsqueeze(-1)
@@ -69,7 +74,7 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def token_losses(
-    logits: Tensor, targets: Tensor, first: int, reducer: Reducer, passes: Passes
+    logits: Tensor, targets: Tensor, first: int, reducer: Reducer, functions: LossFunctions
 ) -> Tensor:
     """-log p(target) of each token in nats: [B, S], float32 (float64 for float64 logits).
 
@@ -79,7 +84,7 @@ def token_losses(
     returns the same. Forward needs one maximum and one sum over the processes; backward needs no
     collective and gives the gradient of this process's logits.
     """
-    result = _TokenLosses.apply(logits, targets, first, reducer, passes)
+    result = _TokenLosses.apply(logits, targets, first, reducer, functions)
     assert isinstance(result, Tensor)
     return result
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ladder.models.config import ModelConfig
 from ladder.models.forward_pass import Norm, Pass, add_norm
 from ladder.models.layers import rotary_tables
-from ladder.models.loss import Passes
+from ladder.models.loss import LossFunctions
 from ladder.models.plan import Plan
 from ladder.models.reducer import Reducer
 from ladder.models.sublayers import Call
@@ -21,8 +21,8 @@ AddNorm = Callable[[Tensor, list[tuple[Tensor, float]], Norm], tuple[Any, Any]]
 Rotary = Callable[[ModelConfig, Tensor, torch.dtype], Tensor]
 
 
-class Begins(Protocol):
-    """What makes passes, as a Reducer does."""
+class PassFactory(Protocol):
+    """A maker of forward passes, as each Reducer is."""
 
     def begin(
         self, runtime: Runtime, plan: Plan, norms: Sequence[Norm], shape: torch.Size
@@ -31,7 +31,7 @@ class Begins(Protocol):
 
 @dataclass(frozen=True)
 class Runtime:
-    """All that is handed to a model, whole: nothing of it is assigned later.
+    """What a model computes and communicates with; a change is another Runtime (`replace`).
 
     reducer: communication, and the ranks that this process computes. pick: the reducer of a pass
     over tokens of that shape [B, S], where not all passes have the same. compute_dtype: what
@@ -42,18 +42,18 @@ class Runtime:
     """
 
     reducer: Reducer = field(default_factory=Reducer)
-    pick: Callable[[torch.Size], Begins] | None = None
+    pick: Callable[[torch.Size], PassFactory] | None = None
     compute_dtype: torch.dtype | None = None
     rotary: Rotary = rotary_tables
     add_norm: AddNorm = add_norm
     call: Call | None = None
-    losses: Passes = field(default_factory=Passes)
+    losses: LossFunctions = field(default_factory=LossFunctions)
     data_shard: tuple[int, int] = (0, 1)
 
     def begin(self, shape: torch.Size, plan: Plan, norms: Sequence[Norm]) -> Pass:
         """A forward pass over tokens of `shape` [B, S]; norms: of each read of the plan."""
-        maker: Begins = self.reducer if self.pick is None else self.pick(shape)
-        return maker.begin(self, plan, norms, shape)
+        factory: PassFactory = self.reducer if self.pick is None else self.pick(shape)
+        return factory.begin(self, plan, norms, shape)
 
     def dtype_of(self, tensor: Tensor) -> torch.dtype:
         """What is computed in, where the parameters are as `tensor`."""

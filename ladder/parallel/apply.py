@@ -29,7 +29,7 @@ from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.models.forward_pass import MATRIX_PRODUCTS
 from ladder.models.layers import local
-from ladder.models.loss import Passes, scaled_probabilities, sum_exp
+from ladder.models.loss import LossFunctions, scaled_probabilities, sum_exp
 from ladder.models.reducer import Ranks
 from ladder.models.sublayers import Call, Context, Sublayer
 from ladder.models.transformer import Transformer, meta_model
@@ -139,8 +139,8 @@ def sublayer_call(model: Transformer, activation_checkpointing: str, compile: bo
     return lambda sublayer, x, context: wrap(sublayer.compute)(x, context)
 
 
-def _compiled_losses() -> Passes:
-    return Passes(
+def _compiled_losses() -> LossFunctions:
+    return LossFunctions(
         torch.compile(sum_exp, dynamic=False),
         torch.compile(scaled_probabilities, dynamic=False),
     )

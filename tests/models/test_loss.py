@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder.models.loss import Passes, scaled_probabilities, sum_exp, token_losses
+from ladder.models.loss import LossFunctions, scaled_probabilities, sum_exp, token_losses
 from ladder.models.reducer import Reducer
 
 VOCABULARY = 301
@@ -29,7 +29,7 @@ def test_values_and_gradients(dtype: torch.dtype, scale: float) -> None:
     numbers where the model is sure. Catches exp(inf), a gradient where no loss is wanted, and p - 1
     computed from a rounded p."""
     logits, targets, weights = sample(dtype, scale)
-    losses = token_losses(logits, targets, 0, Reducer(), Passes())
+    losses = token_losses(logits, targets, 0, Reducer(), LossFunctions())
     (losses * weights).sum().backward()
     exact = logits.detach().double().requires_grad_()
     wanted = F.cross_entropy(exact.transpose(1, 2), targets, reduction="none")
@@ -49,16 +49,16 @@ def test_only_the_logits_are_kept() -> None:
     logits, targets, _ = sample(torch.bfloat16, 1.0)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        token_losses(logits, targets, 0, Reducer(), Passes())
+        token_losses(logits, targets, 0, Reducer(), LossFunctions())
     large = [each for each in kept if each.numel() >= logits.numel()]
     assert [each.data_ptr() for each in large] == [logits.data_ptr()]
 
 
 def test_compiled() -> None:
     """The compiled passes, which `compile=true` puts in, give the same."""
-    passes = Passes(torch.compile(sum_exp), torch.compile(scaled_probabilities))
+    compiled = LossFunctions(torch.compile(sum_exp), torch.compile(scaled_probabilities))
     found = []
-    for each in (Passes(), passes):
+    for each in (LossFunctions(), compiled):
         logits, targets, weights = sample(torch.float32, 3.0)
         losses = token_losses(logits, targets, 0, Reducer(), each)
         (losses * weights).sum().backward()
