@@ -53,7 +53,7 @@ COMPANIONS = (  # files that are copied: tokenizer, chat template, generation se
 
 
 @dataclass(frozen=True)
-class Report:
+class ConversionReport:
     """The result of a conversion.
 
     logits: the largest difference from transformers' logits, as a share of the largest one, or why
@@ -74,7 +74,7 @@ def convert(
     tp_degree: int | None = None,
     to: str = "ladder",
     finish: Callable[[Path], None] | None = None,
-) -> Report:
+) -> ConversionReport:
     """Convert a model folder (ours, a run's, or Hugging Face's) to a new folder `out`.
 
     plan: a specification for `resolve_plan`; None keeps the source's. to: a name in FORMATS.
@@ -135,7 +135,7 @@ def convert(
         logits, compared = _logits(source, folder, old, config, to)
         if finish is not None:
             finish(folder)
-    return Report(len(todo), total, seconds, logits, compared)
+    return ConversionReport(len(todo), total, seconds, logits, compared)
 
 
 def _write_config(
@@ -170,7 +170,7 @@ def name_end(folder: Path) -> None:
 def _logits(
     source: Path, folder: Path, old: ModelConfig, config: ModelConfig, to: str
 ) -> tuple[float | str, str]:
-    """The fields `logits` and `compared` of the Report."""
+    """The fields `logits` and `compared` of the ConversionReport."""
     from_hf = read_json(source / "config.json").get("model_type") != "ladder"
     reason = cannot_compare(old, config)
     if from_hf == (to == "hf"):

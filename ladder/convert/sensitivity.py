@@ -48,7 +48,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Report:
+class SensitivityReport:
     """The costs of single layers and of suffixes of layers.
 
     original: bits per byte of the original model. singles: sorted by divergence. suffixes: the
@@ -187,7 +187,7 @@ def check_layers(plan: Plan, wished: int) -> list[int]:
 
 def measure(
     model: Transformer, data: TokenData, wished: int, seq_len: int, windows: int, batch: int
-) -> Report:
+) -> SensitivityReport:
     """The costs of each layer, of each suffix, and of the `wished` cheapest layers together."""
     free = check_layers(model.config.plan, wished)
     singles = [(layer,) for layer in free]
@@ -202,13 +202,13 @@ def measure(
         known[best] = costs(model, data, [best], *settings, "choice")[1][1]
     chosen, suffix = known[best], by_suffix[wished - 1]
     better = min(chosen, suffix, key=lambda cost: cost.divergence)
-    return Report(
+    return SensitivityReport(
         own.bits_per_byte, tokens, tuple(ranked), tuple(by_suffix), chosen, suffix,
         worded(model.config.plan, better.layers),
     )  # fmt: skip
 
 
-def text(report: Report) -> str:
+def text(report: SensitivityReport) -> str:
     """The report as text."""
 
     def line(cost: Cost, name: str) -> str:

@@ -51,7 +51,7 @@ class Field:
         return UserError(f"{where} has no {what} {self}; its {what}s: {', '.join(names) or 'none'}")
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """A part of a file: bytes of a .jsonl, row groups of a .parquet, the whole of any other file.
 
     start, stop: where the part begins and ends; None is the end of the file. number: the lines or
@@ -73,7 +73,7 @@ def size_of(source: Source) -> int:
 
 def cut(
     source: Source, field: Field, start: int, number: int, room: int
-) -> tuple[Part, int | None]:
+) -> tuple[FilePart, int | None]:
     """The part of about `room` bytes of text that begins at `start`, after `number` lines or rows.
 
     Returns the part, and the number of lines or rows before the next part (None: no next part).
@@ -84,10 +84,10 @@ def cut(
             return _cut_lines(source, start, number, room, size)
         if source.path.suffix == ".parquet":
             return _cut_rows(source, field, start, number, room, size)
-    return Part(source, size=size), None
+    return FilePart(source, size=size), None
 
 
-def read(part: Part, field: Field) -> Iterator[Document]:
+def read(part: FilePart, field: Field) -> Iterator[Document]:
     """The documents of a part that are not empty, in order; one is in memory at a time.
 
     Raises UserError for a file that cannot be read, text that is not UTF-8, a broken line or row.
@@ -143,7 +143,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 def _cut_lines(
     source: Source, start: int, number: int, room: int, size: int
-) -> tuple[Part, int | None]:
+) -> tuple[FilePart, int | None]:
     stop, lines = min(start + room, size), 0
     with source.path.open("rb") as file:
         file.seek(start)
@@ -151,11 +151,11 @@ def _cut_lines(
             lines += file.read(min(2**20, stop - at)).count(b"\n")
         rest = file.readline() if stop < size else b""  # the rest of the line at the cut
     stop, lines = stop + len(rest), lines + rest.endswith(b"\n")
-    part = Part(source, start, stop, number, stop - start)
+    part = FilePart(source, start, stop, number, stop - start)
     return part, (number + lines if stop < size else None)
 
 
-def _read_lines(part: Part, field: Field) -> Iterator[Document]:
+def _read_lines(part: FilePart, field: Field) -> Iterator[Document]:
     with part.source.path.open("rb") as lines:
         lines.seek(part.start)
         at = part.start
@@ -246,7 +246,7 @@ def _parquet(path: Path, field: Field) -> Iterator[Any]:
 
 def _cut_rows(
     source: Source, field: Field, start: int, number: int, room: int, size: int
-) -> tuple[Part, int | None]:
+) -> tuple[FilePart, int | None]:
     """A part of whole row groups, at least one: the units in which a Parquet file is read."""
     with _parquet(source.path, field) as file:
         metadata = file.metadata
@@ -262,10 +262,10 @@ def _cut_rows(
             rows, stop = rows + group.num_rows, stop + 1
         total = max(metadata.num_rows, 1)
     share = size * (number + rows) // total - size * number // total
-    return Part(source, start, stop, number, share), (number + rows if stop < groups else None)
+    return FilePart(source, start, stop, number, share), (number + rows if stop < groups else None)
 
 
-def _read_rows(part: Part, field: Field) -> Iterator[Document]:
+def _read_rows(part: FilePart, field: Field) -> Iterator[Document]:
     with _parquet(part.source.path, field) as file:
         stop = file.metadata.num_row_groups if part.stop is None else part.stop
         number = part.number

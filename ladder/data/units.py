@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ladder.data.formats import Document, Field, Part, Source, cut, read
+from ladder.data.formats import Document, Field, FilePart, Source, cut, read
 from ladder.data.streams import Reader, Stream
 
 UNIT = 2**23  # bytes of text: seconds of work, which a process loses when it is interrupted
@@ -18,7 +18,7 @@ UNIT = 2**23  # bytes of text: seconds of work, which a process loses when it is
 class Cursor(NamedTuple):
     """A position in a corpus, which can be stored as JSON.
 
-    source: the number of the file or stream. at: the position in it, as in `Part.start` or
+    source: the number of the file or stream. at: the position in it, as in `FilePart.start` or
     `Reader.state`; None is the beginning. number: the lines or rows before that position.
     """
 
@@ -33,7 +33,7 @@ class Unit(NamedTuple):
     size: approximate bytes of input. after: where the next unit begins.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
     documents: tuple[Document, ...]
     size: int
     after: Cursor
@@ -46,7 +46,7 @@ class Unit(NamedTuple):
 
 def units(sources: Sequence[Source | Stream], field: Field, cursor: Cursor) -> Iterator[Unit]:
     """All units from a cursor on, generated lazily."""
-    parts: list[Part] = []
+    parts: list[FilePart] = []
     size = 0
     for index in range(cursor.source, len(sources)):
         source = sources[index]

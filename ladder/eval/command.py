@@ -90,7 +90,7 @@ def _written(out: Path, own: bool) -> Iterator[Path | None]:
 
 
 def _load_tasks(
-    options: argparse.Namespace, chosen: Sequence[suites.Entry], data: Path | None
+    options: argparse.Namespace, chosen: Sequence[suites.SuiteTask], data: Path | None
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The tasks, and on rank 0 the index of the data of our own tasks, which it builds in `data`.
 
@@ -110,7 +110,7 @@ def _load_tasks(
 def _compare(
     options: argparse.Namespace,
     device: torch.device,
-    chosen: Sequence[suites.Entry],
+    chosen: Sequence[suites.SuiteTask],
     folders: dict[str, Path],
     out: Path,
     data: Path | None,

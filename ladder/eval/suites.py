@@ -29,40 +29,40 @@ COLUMNS = "its config may name a column that its data lacks, or a row may be inc
 
 
 @dataclass(frozen=True)
-class Entry:
+class SuiteTask:
     """A task, group or tag of the harness. num_fewshot: None keeps the task's own number."""
 
     task: str
     num_fewshot: int | None = None
 
 
-def entries(names: Sequence[str], num_fewshot: int | None) -> list[Entry]:
+def entries(names: Sequence[str], num_fewshot: int | None) -> list[SuiteTask]:
     """The entries of `names`: suites (or their YAML files) and tasks, each once.
 
     num_fewshot: replaces that of every task.
     """
     known = {path.stem for path in (configs_folder() / "eval").glob("*.yaml")}
-    found: list[Entry] = []
+    found: list[SuiteTask] = []
     for name in names:
         if name in known or name.endswith(FILES):
             found += load_suite(name)
         else:
-            found.append(Entry(name))
+            found.append(SuiteTask(name))
     for entry in found:
         if sum(other.task == entry.task for other in found) > 1:
             raise UserError(f"--tasks names {entry.task!r} twice; name it once")
     if num_fewshot is None:
         return found
-    return [Entry(entry.task, num_fewshot) for entry in found]
+    return [SuiteTask(entry.task, num_fewshot) for entry in found]
 
 
-def load_suite(name: str) -> list[Entry]:
+def load_suite(name: str) -> list[SuiteTask]:
     """The tasks of a suite from configs/eval, or of a YAML file."""
     path = find("eval", name)
     data = load_yaml(path)
     if not isinstance(data, list) or not data or not all(isinstance(each, dict) for each in data):
         raise UserError(f"{path} must hold a list of tasks, as `- {{task: piqa, num_fewshot: 5}}`")
-    return [build(Entry, each, f"task {i} of {path}") for i, each in enumerate(data, start=1)]
+    return [build(SuiteTask, each, f"task {i} of {path}") for i, each in enumerate(data, start=1)]
 
 
 def require_lm_eval() -> None:
@@ -90,7 +90,7 @@ def check_include(include: Path | None) -> None:
 
 
 def load(
-    chosen: Sequence[Entry], data: Path | None, include: Path | None = None
+    chosen: Sequence[SuiteTask], data: Path | None, include: Path | None = None
 ) -> dict[str, dict[str, Any]]:
     """The tasks with their documents, as the argument of the harness's `evaluate`.
 

@@ -18,14 +18,14 @@ from ladder.models.loss import teacher_losses, token_losses
 from ladder.models.plan import Plan
 from ladder.models.transformer import Transformer
 from ladder.train.config import TrainConfig
-from ladder.train.prefetch import Part
+from ladder.train.prefetch import MicroBatch
 
 # Sums over the tokens of a part, [n]: first the loss, with gradients, then other metrics.
 # The plan is the one in force; None: the model's own.
-Objective = Callable[[Transformer, Part, Plan | None], Tensor]
+Objective = Callable[[Transformer, MicroBatch, Plan | None], Tensor]
 
 
-def cross_entropy(model: Transformer, part: Part, plan: Plan | None) -> Tensor:
+def cross_entropy(model: Transformer, part: MicroBatch, plan: Plan | None) -> Tensor:
     losses = model(part.tokens, part.targets, documents=part.documents, plan=plan)
     return losses.sum().unsqueeze(0)
 
@@ -72,7 +72,7 @@ class Distillation:
         )
         self.teacher.requires_grad_(False)
 
-    def __call__(self, model: Transformer, part: Part, plan: Plan | None) -> Tensor:
+    def __call__(self, model: Transformer, part: MicroBatch, plan: Plan | None) -> Tensor:
         with torch.no_grad():
             wanted = self.teacher(part.tokens, documents=part.documents, gather=False)
         logits = model(part.tokens, documents=part.documents, gather=False, plan=plan)

@@ -19,7 +19,7 @@ from ladder.train.config import TrainConfig
 DEPTH = 2  # batches
 
 
-class Part(NamedTuple):
+class MicroBatch(NamedTuple):
     """The input of one forward pass: tokens and targets, both int64 [micro-batch, seq_len].
 
     documents: the starts of documents (see `document_starts`); None: they are not kept apart.
@@ -37,7 +37,7 @@ class Batch(NamedTuple):
     """
 
     windows: list[int]
-    parts: list[Part]
+    parts: list[MicroBatch]
     targets: float
 
 
@@ -52,7 +52,7 @@ def read_batch(
     tokens, targets = windows.read(drawn)
     begins = windows.begins(drawn, tokens, end if config.mask_documents else None)
     parts = [
-        Part(
+        MicroBatch(
             tokens[at : at + micro],
             targets[at : at + micro],
             None if begins is None else starts_of(begins[at : at + micro]),
@@ -108,7 +108,7 @@ class Prefetcher:
         self._start()
         parts = [
             # torch's allocator keeps pinned memory until the copy from it is finished.
-            Part(*(None if x is None else x.to(self.device, non_blocking=True) for x in part))
+            MicroBatch(*(None if x is None else x.to(self.device, non_blocking=True) for x in part))
             for part in batch.parts
         ]
         self.waited += time.perf_counter() - begun
@@ -122,5 +122,7 @@ class Prefetcher:
         batch = self.read(step)
         if self.device.type != "cuda":
             return batch
-        parts = [Part(*(None if x is None else x.pin_memory() for x in p)) for p in batch.parts]
+        parts = [
+            MicroBatch(*(None if x is None else x.pin_memory() for x in p)) for p in batch.parts
+        ]
         return batch._replace(parts=parts)

@@ -274,7 +274,7 @@ def test_a_conversation_reads_as_in_transformers(llama: Path, texts: Path, tmp_p
         found = model.apply_chat_template(history, add_generation_prompt=prompt)
         assert found == reference.apply_chat_template(history, add_generation_prompt=prompt)
     offline.build([str(texts)], tmp_path / "data", ["local_sums", "local_definitions"])
-    tasks = suites.load([suites.Entry("local_sums"), suites.Entry("local_definitions")],
+    tasks = suites.load([suites.SuiteTask("local_sums"), suites.SuiteTask("local_definitions")],
                         tmp_path / "data")  # fmt: skip
     found, expected = (
         evaluate(each, tmp_path, tasks, limit=3, chat_template="") for each in (model, reference)

@@ -189,7 +189,7 @@ def test_suites_and_tasks(tmp_path: Path) -> None:
     assert [entry.task for entry in suites.entries(["paper-pretrain"], None)] == [
         "arc_challenge", "arc_easy", "hellaswag", "piqa", "sciq", "winogrande", "wikitext",
     ]  # fmt: skip
-    assert suites.entries(["piqa"], 3) == [suites.Entry("piqa", 3)]
+    assert suites.entries(["piqa"], 3) == [suites.SuiteTask("piqa", 3)]
     with pytest.raises(UserError, match="names 'piqa' twice"):
         suites.entries(["paper-pretrain", "piqa"], None)
     (tmp_path / "suite.yaml").write_text("- {task: piqa, shots: 5}\n")

@@ -34,7 +34,7 @@ from ladder.train.config import TrainConfig
 from ladder.train.interruption import Interruption
 from ladder.train.loop import train
 from ladder.train.optim import make_optimizer
-from ladder.train.prefetch import Batch, Part
+from ladder.train.prefetch import Batch, MicroBatch
 from ladder.train.step import take_step, to_host
 from tests import samples
 from tests.infer.engines import fused_config, heads_agree, pushing_engine
@@ -269,7 +269,7 @@ def test_a_training_step_never_waits_for_the_gpu(plan: str) -> None:
     config = build(TrainConfig, {"data": "", "out": ""}, "test recipe")
     optimizer = make_optimizer(model, config)
     tokens, targets = (each.to(device) for each in batch())
-    whole = Batch([0], [Part(tokens, targets, None)] * 2, 2.0 * tokens.numel())
+    whole = Batch([0], [MicroBatch(tokens, targets, None)] * 2, 2.0 * tokens.numel())
     told = Interruption()
     first = take_step(model, optimizer, whole, None, 1.0)
     torch.cuda.synchronize()

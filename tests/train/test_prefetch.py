@@ -14,7 +14,7 @@ from ladder.data.prepared import open_data
 from ladder.models import UserError
 from ladder.train import loop, metrics, step
 from ladder.train.loop import train
-from ladder.train.prefetch import DEPTH, Batch, Part, Prefetcher, read_batch
+from ladder.train.prefetch import DEPTH, Batch, MicroBatch, Prefetcher, read_batch
 from tests.train.runs import losses, recipe
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 def numbered(step: int) -> Batch:
     tokens = torch.full((1, 2), step)
-    return Batch([step], [Part(tokens, tokens, None)], 2)
+    return Batch([step], [MicroBatch(tokens, tokens, None)], 2)
 
 
 def threads() -> list[str]:

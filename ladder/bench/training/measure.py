@@ -35,7 +35,7 @@ from ladder.parallel.mesh import make_mesh
 from ladder.parallel.sharding import local_parameters
 from ladder.train.config import TrainConfig
 from ladder.train.optim import make_optimizer
-from ladder.train.prefetch import Batch, Part
+from ladder.train.prefetch import Batch, MicroBatch
 from ladder.train.speed import utilisation
 from ladder.train.step import Outcome, take_step
 
@@ -97,7 +97,7 @@ def prepare(point: TrainingPoint, tp_degree: int, device: torch.device) -> Timed
     source = torch.Generator().manual_seed(data_parallel(mesh)[1])
     shape = (point.batch, point.seq_len)
     tokens = torch.randint(0, model.config.vocab_size, shape, generator=source).to(device)
-    parts = [Part(each, each, None) for each in tokens.split(point.micro_batch)]
+    parts = [MicroBatch(each, each, None) for each in tokens.split(point.micro_batch)]
     batch = Batch([], parts, tokens.numel())
     step = functools.partial(take_step, model, optimizer, batch, mesh, recipe.grad_clip)
     timed = TimedStep(point, model, batch, step, [], 0, 0)
