@@ -1,7 +1,7 @@
 """The model: residual plans, layers, the one Transformer. Imports torch and itself only.
 
-Names are imported when they are first used: what reads plans and configs alone needs no torch,
-which takes seconds to import.
+Names are imported on first use: code that reads only plans and configs does not import torch, which
+takes seconds.
 """
 
 from importlib import import_module

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from ladder.models.runtime import Runtime
 
 Norm = Callable[[Tensor], Tensor]
-Landed = tuple[Any, ...]  # (residual, normed): what a landing gives
+Landed = tuple[Any, ...]  # (residual, normed), the result of a landing
 
 
 def select_positions(x: Tensor, last: Tensor) -> Tensor:
-    """Of x [..., B, S, D] the position `last` [B] of each sequence: [..., B, 1, D]."""
+    """The position `last` [B] of each sequence of x [..., B, S, D]: [..., B, 1, D]."""
     return x[..., torch.arange(len(last), device=last.device), last, :].unsqueeze(-2)
 
 
@@ -38,9 +38,9 @@ def add_norm(
 
 @dataclass
 class Summed:
-    """What a `row` operator returns that has started the reduce itself.
+    """The result of a `row` operator that has started the reduce itself.
 
-    total: the sum over the ranks. own: this rank's partial, where the plan needs it apart.
+    total: the sum over the ranks. own: this rank's partial, if the plan needs it separately.
     """
 
     total: InFlight[Tensor]
@@ -48,27 +48,27 @@ class Summed:
 
 
 class Operators(Protocol):
-    """How sublayers compute: `column` on what they read, `row` for what they return.
+    """The matrix products of sublayers: `column` for their input, `row` for their output.
 
-    A fused operator may gather while it multiplies, or reduce while it multiplies. What `row`
-    returns says by its type what is left for `Pass.write` to do: a Tensor is a partial, a `Summed`
-    is reduced already, and a pass may have a type of its own for a product that it runs itself.
+    A fused operator may gather or reduce while it multiplies. The type of `row`'s result tells
+    `Pass.write` what is left to do: a Tensor is a partial, a `Summed` is already reduced, and a
+    pass may have a type of its own for a product that it runs later.
     """
 
     def column(self, x: Any, weights: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-        """What a sublayer reads, x [(R,) B, S, D], times each weight: [(R,) B, S, N / T] each."""
+        """The input x [(R,) B, S, D] times each weight: [(R,) B, S, N / T] each."""
         ...
 
     def row(self, x: Tensor, weight: nn.Module) -> Any:
-        """x [(R,) B, S, K / T] times `weight`: a partial [(R,) B, S, D], or what stands for it."""
+        """x [(R,) B, S, K / T] times `weight`: a partial [(R,) B, S, D], or an object for it."""
         ...
 
 
 class MatrixProducts:
-    """The operators by default: each weight's own product."""
+    """The default operators: one product per weight."""
 
     def column(self, x: Tensor, weights: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-        return tuple([weight(x) for weight in weights])  # a list: compilers know those
+        return tuple([weight(x) for weight in weights])  # a list, which torch.compile supports
 
     def row(self, x: Tensor, weight: nn.Module) -> Any:
         return weight(x)
@@ -79,20 +79,20 @@ MATRIX_PRODUCTS = MatrixProducts()
 
 @dataclass
 class Output:
-    """A sublayer's output: its sum over the ranks, and this rank's own partial where needed."""
+    """A sublayer's output: its sum over the ranks, and this rank's own partial if needed."""
 
     total: InFlight[Any] | None
     own: Tensor | None = None
 
 
 class Pass:
-    """One forward pass with the residual whole on every rank.
+    """One forward pass with the whole residual on every rank.
 
-    `start` it with the embedding; then for each sublayer n of the plan `read(n)` gives its input
-    and `write(n, partial)` takes what it returns, and starts the reduce; `read(N)` gives what the
-    head reads. A reducer with a pass of its own replaces `land`, `reduce` and `narrow`.
+    `start` takes the embedding. For each sublayer n of the plan, `read(n)` returns its input, and
+    `write(n, partial)` takes its output and starts the reduce. `read(N)` returns the head's input.
+    A reducer with a pass of its own overrides `land`, `reduce` and `narrow`.
 
-    residual: [B, S, D] (or [held, B, S, D]), what the newest read gave before its norm.
+    residual: [B, S, D] (or [held, B, S, D]), the residual of the newest read, before its norm.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Pass:
         self.ranks = reducer.ranks
         self.residual: Any = None
         self.outputs: dict[int, Output] = {}
-        self.landing: InFlight[Landed] | None = None  # of the next read, begun early
+        self.landing: InFlight[Landed] | None = None  # the landing of the next read, started early
         self.last: Tensor | None = None
 
     @property
@@ -110,19 +110,19 @@ class Pass:
         return MATRIX_PRODUCTS
 
     def start(self, embedded: Tensor) -> None:
-        """The residual begins as the sum of the ranks' `embedded` [B, S, D]."""
+        """Set the residual to the sum of the ranks' `embedded` [B, S, D]."""
         residual = self.sum_embedded(embedded).to(self.runtime.dtype_of(embedded))
         held = self.ranks.held
         self.residual = residual if held == 1 else residual.expand(held, *residual.shape)
 
     def select_last(self, last: Tensor) -> None:
-        """Keep one position of each sequence, `last` [B], from the last attention's output on."""
+        """Keep only position `last` [B] of each sequence, from the last attention's output on."""
         self.last = last
 
     def read(self, n: int) -> Any:
-        """The input of sublayer n (n = N: of the head): the residual, landed and normed.
+        """The input of sublayer n: the normed residual after the plan's landings before it.
 
-        Also starts the landing of read n + 1, where the plan lets it run beneath sublayer n.
+        Also starts the landing of read n + 1, if the plan lets it overlap with sublayer n.
         """
         landing, self.landing = self.landing or self._begin(n), None
         self.residual, normed = landing.wait()
@@ -133,7 +133,7 @@ class Pass:
         return normed
 
     def write(self, n: int, partial: Any) -> None:
-        """Take what sublayer n returned and start its reduce; returns at once."""
+        """Take the output of sublayer n and start its reduce, without waiting."""
         if self._narrows(n):
             assert self.last is not None
             self.narrow(self.last)
@@ -143,17 +143,17 @@ class Pass:
             self.outputs[n] = self.reduce(n, partial)
 
     def logits(self, head: nn.Module) -> Tensor:
-        """The head's product of the last read: [B, S, V_local]."""
+        """The head's logits, from the last read: [B, S, V_local]."""
         (logits,) = self.operators.column(self.read(len(self.plan.sublayers)), (head,))
         return logits
 
-    # -- what a pass of another kind does in its own way ---------------------------------------
+    # -- methods that other passes override ------------------------------------------------------
 
     def sum_embedded(self, embedded: Tensor) -> Tensor:
         return self.reducer.sum(embedded)
 
     def reduce(self, n: int, partial: Any) -> Output:
-        """Start to sum the partial of sublayer n, [B, S, D] or [held, B, S, D], over all ranks."""
+        """Start the sum over all ranks of sublayer n's partial, [B, S, D] or [held, B, S, D]."""
         record = self.plan.sublayers[n]
         own = partial if self.plan.own_needed[n] else None
         if record.reduce == "none":
@@ -161,14 +161,14 @@ class Pass:
         if record.reduce == "residual":
             partial = torch.add(partial, self.residual, alpha=1 / self.ranks.degree)
         elif own is not None and self.ranks.held == 1:
-            partial = partial.clone()  # the reduce may overwrite what it is given
+            partial = partial.clone()  # the reduce may overwrite its input
         return Output(self.reducer.reduce(self.sum_held(partial), self.plan.blocking[n]), own)
 
     def land(self, arrivals: Sequence[tuple[Landing, Output]], norm: Norm) -> InFlight[Landed]:
         """Start to add `arrivals` to the residual, and to norm it.
 
-        Called as early as the plan allows: with a lag before the sublayer beneath which the
-        arrivals travel. This one does it all when it is waited for.
+        It is called as early as the plan allows: with a lag, before the sublayer with which the
+        reduces of the arrivals overlap. This implementation does all the work in `wait`.
         """
 
         def finish(_: Landed) -> Landed:
@@ -176,7 +176,7 @@ class Pass:
             for landing, output in arrivals:
                 if landing.summed:
                     assert output.total is not None
-                    total, output.total = output.total.wait(), None  # its own part may land later
+                    total, output.total = output.total.wait(), None  # `own` may land later
                     if landing.replaces:
                         residual, addends = total.expand_as(residual), []
                     else:
@@ -189,9 +189,9 @@ class Pass:
         return InFlight((), finish)
 
     def narrow(self, last: Tensor) -> None:
-        """Go on with one position of each sequence, `last` [B]: nothing later reads the others.
+        """Drop all positions but `last` [B] of each sequence, which no later read needs.
 
-        What is on its way is waited for.
+        Waits for all outputs in flight.
         """
         self.residual = select_positions(self.residual, last)
         for output in self.outputs.values():
@@ -212,9 +212,9 @@ class Pass:
     def _begin(self, n: int) -> InFlight[Landed]:
         """Start the landing of read n."""
         arrivals = [(each, self.outputs[each.output]) for each in self.plan.landings[n]]
-        for output in self.plan.done[n]:  # so that its memory is free once it has landed
+        for output in self.plan.done[n]:  # frees its memory after the landing
             del self.outputs[output]
-        # Virtual ranks whose residuals are equal at the end are normed once, in `_final`.
+        # If virtual ranks' residuals are equal at the end, `_final` norms only one of them.
         once = n == len(self.plan.sublayers) and self._equal_at_the_end
         return self.land(arrivals, (lambda x: x) if once else self.norms[n])
 
@@ -223,7 +223,7 @@ class Pass:
         return self.ranks.held > 1 and self.plan.equal_reads[-1]
 
     def _final(self, normed: Any) -> Any:
-        """The head's input: one copy where the ranks' residuals are equal, else their mean."""
+        """The head's input: the common value of all ranks, or the mean if their values differ."""
         if self.plan.final_mean:
             return self.reducer.sum(self.sum_held(normed)) / self.ranks.degree
         if self._equal_at_the_end:

@@ -1,4 +1,4 @@
-"""A value on its way: the one type of all that is started now and waited for later."""
+"""InFlight: the type of every value whose computation has started and is waited for later."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Value = TypeVar("Value")
 
 @dataclass
 class InFlight(Generic[Value]):
-    """A value that `wait()` gives.
+    """A value that `wait()` returns.
 
-    value: what was started with, kept alive until then. arrive: waits, and makes the value of it;
-    None: the value is here.
+    value: the input of the operation, kept alive until it is done; then the value. arrive: waits
+    and computes the value from the input; None: the value is available.
     """
 
     value: Value
@@ -22,11 +22,11 @@ class InFlight(Generic[Value]):
 
     @property
     def here(self) -> bool:
-        """Whether nothing has to be waited for."""
+        """Whether the value is available without waiting."""
         return self.arrive is None
 
     def wait(self) -> Value:
-        """The value, waited for once: a second call gives it again."""
+        """Wait for the value and return it; a second call returns it again."""
         if self.arrive is not None:
             arrive, self.arrive = self.arrive, None
             self.value = arrive(self.value)

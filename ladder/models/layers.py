@@ -1,8 +1,8 @@
 """The modules that hold parameters, each on the shards of the ranks that a process holds.
 
-Shapes: B sequences, S tokens, D hidden_size, R ranks held (Ranks.held). Where R > 1 every hidden
-state has a leading dimension: x is [R, B, S, D]. Weights keep Hugging Face's names, layouts and
-full shapes; a process holds its rows (or columns) of them, and virtual ranks are views of those.
+Shapes: B sequences, S tokens, D hidden_size, R held ranks (Ranks.held). If R > 1, every hidden
+state has a leading dimension: x is [R, B, S, D]. Weights have Hugging Face's names, layouts and
+full shapes; a process holds its rows (or columns) of them, of which virtual ranks are views.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ladder.models.rotary import rotary_frequencies
 
 def local(parameter: Any) -> Tensor:
     """This process's shard: itself, or the local part of a DTensor (differentiably)."""
-    # Not by its type: the import takes torch.distributed, which not every build has.
+    # Not by type: that needs torch.distributed, which some builds lack.
     shard: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return shard
 
 
 class ParallelLinear(nn.Linear):
-    """A matrix that is split over the ranks; column and row parallel ones are below.
+    """A matrix that is split over the ranks; the column and row parallel ones are below.
 
-    It is an nn.Linear so that adapters find it (PEFT's LoRA), which are for one rank alone.
+    It is an nn.Linear so that adapters (PEFT's LoRA) find it; these support only one rank.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
@@ -39,7 +39,7 @@ class ParallelLinear(nn.Linear):
         self.ranks = Ranks()
 
     def reset_parameters(self) -> None:
-        """Numbers come from Transformer.initialise or a folder."""
+        """Do nothing: values come from Transformer.initialise or a folder."""
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -66,7 +66,7 @@ class ColumnParallelLinear(ParallelLinear):
 class RowParallelLinear(ParallelLinear):
     """Split by input: x [(R,) B, S, in / T] -> each rank's partial, [(R,) B, S, out].
 
-    Its bias, where it has one, is added once, by rank 0.
+    The bias, if any, is added once, by rank 0.
     """
 
     def parameter_specs(self) -> dict[str, ParameterSpec]:
@@ -78,7 +78,7 @@ class RowParallelLinear(ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         weight = local(self.weight).to(x.dtype)
         bias = None if self.bias is None else local(self.bias).to(x.dtype)
-        # Multiplied by 0 elsewhere, and not left out, so that every rank has a gradient to sum.
+        # Other ranks multiply it by 0, so that every rank has a gradient to sum.
         bias = None if bias is None else bias * (self.ranks.first == 0)
         if self.ranks.held == 1:
             y = F.linear(x, weight)
@@ -89,10 +89,10 @@ class RowParallelLinear(ParallelLinear):
 
 
 class KVParallelLinear(ColumnParallelLinear):
-    """A column parallel matrix whose outputs are key or value heads, fewer than the ranks perhaps.
+    """A column parallel matrix whose outputs are key or value heads, possibly fewer than ranks.
 
-    Rank t of T uses heads t * H / T onwards. Where the processes outnumber the heads each holds
-    all of them; otherwise each holds its own.
+    Rank t of T uses heads t * H / T onwards. If the processes do not divide the heads, each holds
+    all heads; otherwise each holds its own.
     """
 
     def __init__(self, inputs: int, heads: int, head_dim: int, bias: bool) -> None:
@@ -112,12 +112,12 @@ class KVParallelLinear(ColumnParallelLinear):
         return self.columns(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def _pick(self, value: Tensor, index: list[int]) -> Tensor:
-        """The heads of `index`, in its order. Not by an index: no graph can hold a list's copy."""
+        """The heads of `index`, in its order. Indexing by a list cannot be recorded in a graph."""
         heads = value.unflatten(0, (-1, self.head_dim))
         return torch.cat([heads[i] for i in index])
 
     def held_heads(self) -> list[int]:
-        """The heads that the held ranks use, one after another, counted from the first stored."""
+        """The heads of the held ranks, in order, numbered from the first stored head."""
         ranks = self.ranks
         each = max(1, self.heads // ranks.degree)
         held = range(ranks.first, ranks.first + ranks.held)
@@ -137,7 +137,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def parameter_specs(self) -> dict[str, ParameterSpec]:
-        split = 0 if self.weight.dim() == 2 else None  # each rank its own, or one for all
+        split = 0 if self.weight.dim() == 2 else None  # per rank, or shared
         return {"weight": ParameterSpec(Initialisation.ONES, decay=False, split=split)}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -152,8 +152,8 @@ class RMSNorm(nn.Module):
 class Embedding(nn.Module):
     """Token embedding, split by vocabulary over the processes: tokens [B, S] -> partial [B, S, D].
 
-    A token outside this process's rows gives zeros; the sum over the processes is the embedding.
-    One outside all rows gives NaN, where torch's own lookup would end the process's work.
+    A token of another process gives zeros; the sum over the processes is the embedding. A token
+    outside the vocabulary gives NaN; torch's own lookup would make the GPU unusable.
     """
 
     def __init__(self, vocab_size: int, size: int) -> None:

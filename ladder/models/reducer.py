@@ -1,14 +1,14 @@
-"""How partials become sums over the ranks: the interface, and the Reducer of one process.
+"""Reducers, which sum partials over the ranks: the interface, and the Reducer of one process.
 
-A Reducer is what a `Transformer` knows of communication. It lives as long as the model and holds
-what is long-lived: ranks, process groups, memory of peers. What belongs to one forward pass is in
+A Reducer is the Transformer's only interface to communication. It lives as long as the model and
+holds long-lived state: ranks, process groups, memory of peers. The state of one forward pass is in
 the `Pass` that `begin` makes.
 
 Gradients follow one rule for every plan: a rank's gradient is that of its own copy. So each
 all-reduce is its own adjoint (forward it sums partials, backward it sums the gradients of the
-copies), the backward pass issues the forward's collectives in reverse, with the same overlap, and
-what ranks share (norm weights, replicated K and V, output biases) is summed over the ranks once,
-at the end of a step. The loss is counted once although every rank computes it.
+copies), and the backward pass issues the forward's collectives in reverse, with the same overlap.
+The gradients of shared parameters (norm weights, replicated K and V, output biases) are summed over
+the ranks once, at the end of a step. The loss is counted once although every rank computes it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class Ranks:
     """The tensor-parallel ranks that this process computes: `held` of `degree`, from `first` on.
 
-    More than one held rank are *virtual ranks*: hidden states then carry a leading dimension of
-    that size, [held, B, S, D] in place of [B, S, D].
+    If held is above 1, they are *virtual ranks*: hidden states then have a leading dimension of
+    that size, [held, B, S, D] instead of [B, S, D].
     """
 
     degree: int = 1
@@ -50,19 +50,19 @@ class Ranks:
 
 
 class Reducer:
-    """Communication of one process, which holds all ranks: there is none."""
+    """The reducer of one process that holds all ranks: it does not communicate."""
 
     def __init__(self, ranks: Ranks = Ranks()) -> None:
         self.ranks = ranks
 
     def begin(self, runtime: Runtime, plan: Plan, norms: Sequence[Norm], shape: torch.Size) -> Pass:
-        """A forward pass over tokens of `shape` [B, S]; norms: of each read of the plan."""
+        """A forward pass over tokens of `shape` [B, S]. norms: one for each read of the plan."""
         return Pass(runtime, self, plan, norms)
 
     def reduce(self, partial: Tensor, blocking: bool = False) -> InFlight[Tensor]:
-        """Start to sum `partial` over the processes, perhaps in place. Differentiable.
+        """Start to sum `partial` over the processes, possibly in place. Differentiable.
 
-        blocking: a hint that the sum is waited for before anything else is launched.
+        blocking: a hint that the caller waits for the sum before it launches anything else.
         """
         return InFlight(partial)
 
@@ -79,5 +79,5 @@ class Reducer:
         return value
 
     def gather(self, logits: Tensor, size: int) -> Tensor:
-        """Join each process's [..., V_local] into [..., size]. The gradient is each one's slice."""
+        """Concatenate the processes' [..., V_local] to [..., size]; backward takes the slice."""
         return logits

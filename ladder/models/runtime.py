@@ -1,4 +1,4 @@
-"""The Runtime: what a Transformer is handed to compute and communicate with."""
+"""The Runtime: the implementations of computation and communication that a Transformer uses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Rotary = Callable[[ModelConfig, Tensor, torch.dtype], Tensor]
 
 
 class PassFactory(Protocol):
-    """A maker of forward passes, as each Reducer is."""
+    """A maker of forward passes, such as a Reducer."""
 
     def begin(
         self, runtime: Runtime, plan: Plan, norms: Sequence[Norm], shape: torch.Size
@@ -31,14 +31,15 @@ class PassFactory(Protocol):
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a model computes and communicates with; a change is another Runtime (`replace`).
+    """The implementations that a model uses; a change is another Runtime (`replace`).
 
-    reducer: communication, and the ranks that this process computes. pick: the reducer of a pass
-    over tokens of that shape [B, S], where not all passes have the same. compute_dtype: what
-    activations and matrices are computed in; None: as the parameters are. rotary: the rotary
-    tables. add_norm: adds outputs to the residual and norms it. call: runs a sublayer (compiled,
-    or checkpointed); None: as it is. losses: the functions that pass over all logits. data_shard:
-    this process's part of each parameter's rows, and of how many (ladder.parallel.data).
+    reducer: communication, and the ranks that this process computes. pick: returns the reducer of
+    a pass over tokens of a shape [B, S], if passes have different reducers. compute_dtype: the
+    dtype of activations and matrix products; None: that of the parameters. rotary: computes the
+    rotary tables. add_norm: adds outputs to the residual and norms it. call: runs a sublayer
+    (compiled or checkpointed); None: directly. losses: the functions that read all logits.
+    data_shard: the index of this process's part of each parameter's rows, and the number of parts
+    (ladder.parallel.data).
     """
 
     reducer: Reducer = field(default_factory=Reducer)
@@ -51,10 +52,10 @@ class Runtime:
     data_shard: tuple[int, int] = (0, 1)
 
     def begin(self, shape: torch.Size, plan: Plan, norms: Sequence[Norm]) -> Pass:
-        """A forward pass over tokens of `shape` [B, S]; norms: of each read of the plan."""
+        """A forward pass over tokens of `shape` [B, S]. norms: one for each read of the plan."""
         factory: PassFactory = self.reducer if self.pick is None else self.pick(shape)
         return factory.begin(self, plan, norms, shape)
 
     def dtype_of(self, tensor: Tensor) -> torch.dtype:
-        """What is computed in, where the parameters are as `tensor`."""
+        """The dtype of the computation, for a parameter `tensor`."""
         return self.compute_dtype or tensor.dtype

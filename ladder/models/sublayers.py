@@ -1,7 +1,7 @@
-"""Sublayers: what fills a block's two slots, and the context that a pass hands them.
+"""Sublayers, which fill a block's two slots, and the context that they get from a pass.
 
-A block has two slots, a mixer (`self_attn`) and a feed-forward (`mlp`), as Hugging Face's Llama
-names them; the config says what fills each. Shapes are those of ladder.models.layers.
+A block has two slots, a mixer (`self_attn`) and a feed-forward (`mlp`), named as in Hugging Face's
+Llama. The config names the sublayer of each slot. For the shapes see ladder.models.layers.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from ladder.models.layers import (
 
 
 class KeyValueCache(Protocol):
-    """What attention asks of a cache; `ladder.infer.cache` has one."""
+    """The interface of a cache for attention; `ladder.infer.cache` implements it."""
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values ([R * B, heads, S, head_dim]); return all that may be attended."""
+        """Store keys and values [R * B, heads, S, head_dim]; return all that may be attended to."""
         ...
 
 
 @dataclass(frozen=True)
 class Context:
-    """What the sublayers of a pass share.
+    """The arguments that all sublayers of a pass share.
 
-    tables: the rotary tables, [2, B or 1, 1, S, head_dim]. mask: what may be attended, [R * B, 1,
-    S, keys], true where it may, or documents; None: causal. last: [B], the one position of each
-    sequence that is wanted of the last layer. call: runs a sublayer.
+    tables: the rotary tables, [2, B or 1, 1, S, head_dim]. mask: [R * B, 1, S, keys], true where
+    attended, or documents; None: causal. last: [B], the one position of each sequence that is
+    needed of the last layer. call: runs a sublayer.
     """
 
     tables: Tensor
@@ -51,10 +51,9 @@ class Context:
 
 
 class Sublayer(nn.Module):
-    """What fills a slot: the unit that FSDP, activation checkpointing and compilation wrap.
+    """The module of a slot: the unit that FSDP, activation checkpointing and compilation wrap.
 
-    Its parts define `compute`; `forward`, around which FSDP has its hooks, leaves to the context
-    how that is called.
+    Subclasses define `compute`. `forward`, which has FSDP's hooks, calls it through the context.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -65,11 +64,11 @@ class Sublayer(nn.Module):
         return self.compute(x, context) if context.call is None else context.call(self, x, context)
 
     def compute(self, x: Any, context: Context) -> Any:
-        """What the pass's `read` gave, [(R,) B, S, D], to what its `write` takes, a partial."""
+        """The partial, for the pass's `write`, from the result x [(R,) B, S, D] of its `read`."""
         raise NotImplementedError
 
     def wanted(self, x: Any, context: Context) -> Any:
-        """Of x [(R,) B, S, D] the positions that anything later reads."""
+        """The positions of x [(R,) B, S, D] that are needed later."""
         if context.last is None or not self.is_last or x.shape[-2] == 1:
             return x
         return select_positions(x, context.last)
@@ -81,9 +80,9 @@ Call = Callable[[Sublayer, Any, Context], Any]
 class Attention(Sublayer):
     """Grouped-query causal self-attention on this process's heads.
 
-    With a cache, `mask` ([R * B, 1, S, keys], true where attended) replaces the causal one;
-    without a mask, the tokens are the first of their sequences and see only themselves. Without a
-    cache, a mask is what keeps tokens within their documents: see ladder.models.documents.
+    With a cache, `mask` ([R * B, 1, S, keys], true where attended) replaces the causal mask;
+    without a mask, the tokens are the first of their sequences and attend only to each other.
+    Without a cache, a mask restricts attention to documents (see ladder.models.documents).
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -95,7 +94,7 @@ class Attention(Sublayer):
         self.k_proj = KVParallelLinear(size, config.num_kv_heads, head_dim, bias)
         self.v_proj = KVParallelLinear(size, config.num_kv_heads, head_dim, bias)
         self.o_proj = RowParallelLinear(config.num_heads * head_dim, size, config.attention_bias)
-        # One weight for the heads of all ranks: each sees the gradient of its own heads alone.
+        # One weight for the heads of all ranks; each rank's gradient is that of its own heads.
         self.q_norm = RMSNorm(head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
@@ -110,7 +109,7 @@ class Attention(Sublayer):
         if isinstance(mask, Packed):
             out = attend(q, k, v, mask)
         elif mask is not None and q.shape[2] == 1:
-            # The queries that share a head of keys as rows of one: every kernel knows those.
+            # Queries that share a head of keys become rows, a form that every kernel supports.
             rows = q.unflatten(1, (k.shape[1], -1)).squeeze(3)
             out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
             out = out.flatten(1, 2).unsqueeze(2)
@@ -162,7 +161,7 @@ class Layer(nn.Module):
         return self.self_attn, self.mlp
 
     def sublayer(self, kind: str) -> Callable[[Any, Context], Any]:
-        """What a record of that kind computes."""
+        """The function of a record of this kind."""
         if kind == "attention+mlp":
             return self._both
         return self.mlp if kind == "mlp" else self.self_attn
@@ -171,7 +170,7 @@ class Layer(nn.Module):
         return self.self_attn(x, context) + self.mlp(self.mlp.wanted(x, context), context)
 
     def norm(self, kind: str) -> RMSNorm:
-        """The norm of a record of that kind."""
+        """The norm of a record of this kind."""
         norm = self.post_attention_layernorm if kind == "mlp" else self.input_layernorm
         assert isinstance(norm, RMSNorm)
         return norm

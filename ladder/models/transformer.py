@@ -37,7 +37,7 @@ from ladder.models.sublayers import (
 
 @dataclass(frozen=True)
 class Parts:
-    """What makes the parts of a Transformer; by default as the config says.
+    """The constructors of a Transformer's modules; by default those that the config names.
 
     embedding: tokens [B, S] -> this process's part [B, S, D] of a sum over the processes. head: a
     weight for `Operators.column`, [B, S, D] -> [B, S, V_local].
@@ -50,7 +50,7 @@ class Parts:
 
 
 def default_parts(config: ModelConfig) -> Parts:
-    """Raises UserError where the config names a mixer or feed-forward that does not exist."""
+    """The parts that the config names. Raises UserError for an unknown mixer or feed-forward."""
     for name, known in (("mixer", MIXERS), ("feed_forward", FEED_FORWARDS)):
         if getattr(config, name) not in known:
             raise unknown(name, getattr(config, name), known)
@@ -65,12 +65,13 @@ def default_parts(config: ModelConfig) -> Parts:
 class Transformer(nn.Module):
     """A Llama-style decoder wired by `config.plan`.
 
-    Its parameters are described by `specs`, and their whole shapes by `shapes`, both by full name.
+    `specs` and `shapes` have each parameter's spec and full shape, by full name. Parameter names
+    are those of Hugging Face's Llama.
 
-    Built with all T ranks in this process (T = tp_degree: virtual ranks where it is above 1); a
-    Runtime handed to `use` spreads them. Parameter names are Hugging Face Llama's.
+    A new model has all T ranks in this process (T = tp_degree; above 1 they are virtual ranks);
+    `use` gives it a Runtime that spreads them over processes.
 
-    parts: what makes its parts, in place of those that the config names.
+    parts: constructors that replace those that the config names.
     """
 
     def __init__(self, config: ModelConfig, parts: Parts | None = None) -> None:
@@ -97,7 +98,7 @@ class Transformer(nn.Module):
         if config.tie_embeddings and isinstance(self.lm_head, ParallelLinear):
             self.lm_head.weight = self.model.embed_tokens.weight
         self.use(Runtime(Reducer(Ranks(config.tp_degree or 1, 0, config.tp_degree or 1))))
-        # Of the whole parameters: a process may hold a part of each.
+        # The shapes of the whole parameters, of which a process may hold a part.
         self.shapes = {name: each.shape for name, each in self.named_parameters()}
         self.specs = collect_specs(self)
 
@@ -107,12 +108,12 @@ class Transformer(nn.Module):
 
     @property
     def slots(self) -> Iterator[Sublayer]:
-        """What fills the slots of all blocks, in order: a mixer and a feed-forward of each."""
+        """The sublayers in the slots of all blocks, in order: each block's mixer, feed-forward."""
         return (slot for layer in self.model.layers for slot in layer.slots)
 
     @property
     def adapted(self) -> bool:
-        """Whether a layer holds parameters that it was not built with: those of an adapter."""
+        """Whether a layer has parameters of an adapter, which it was not built with."""
         held = self.model.layers.named_parameters(prefix="model.layers")
         return any(name not in self.specs for name, _ in held)
 
@@ -121,10 +122,9 @@ class Transformer(nn.Module):
         return self.runtime.reducer
 
     def use(self, runtime: Runtime) -> None:
-        """Compute the ranks of `runtime.reducer`, by what the runtime holds.
+        """Set the runtime, and with its reducer the ranks that this process computes.
 
-        Raises UserError where the plan depends on T and the ranks are not that many, or where T
-        does not divide the model.
+        Raises UserError if the plan depends on another T, or if T does not divide the model.
         """
         ranks = runtime.reducer.ranks
         self.check_degree(ranks.degree)
@@ -138,7 +138,7 @@ class Transformer(nn.Module):
         for module in self.modules():
             if hasattr(module, "ranks"):
                 module.ranks = ranks
-        # The head's rows are split over the processes alone, virtual ranks have them together.
+        # The head's rows are split over processes and not over virtual ranks.
         self.lm_head.ranks = Ranks(ranks.processes, ranks.process, 1)
 
     def check_degree(self, degree: int) -> None:
@@ -167,22 +167,22 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Logits [B, S, vocab_size], or with `targets` the loss of each token.
 
-        tokens: [B, S] int64. targets: [B, S] int64, negative where no loss is wanted; then the
-            result is the cross-entropy in nats, [B, S] float32, 0 at those positions.
+        tokens: [B, S] int64. targets: [B, S] int64, negative for no loss; the result is then the
+            cross-entropy in nats, [B, S] float32, 0 for negative targets.
         positions: [B or 1, S] int64; 0 .. S - 1 by default.
-        documents: int32 [N + 1], from `document_starts`: tokens attend within their own document
-            alone. Not together with a cache. Positions go on over all of them.
+        documents: int32 [N + 1], from `document_starts`: tokens attend only to their own document.
+            Not together with a cache. Positions do not restart with a document.
         cache, mask: for generation; mask is [B, 1, S, keys], true where attended. Without a mask
-            the tokens are prompts from position 0 on, which see themselves and not the cache.
-        last: [B] int64, the one position of each sequence whose logits are wanted: [B, 1,
-            vocab_size]. After the last attention nothing else is computed.
-        gather: False returns this process's part of the vocabulary alone, [B, S, V_local].
-        plan: in place of the config's, for this pass; one with the same sublayers and norms.
+            the tokens are prompts from position 0 on, which do not attend to the cache.
+        last: [B] int64, the one position of each sequence whose logits are returned, [B, 1,
+            vocab_size]. After the last attention only that position is computed.
+        gather: False returns only this process's part of the vocabulary, [B, S, V_local].
+        plan: replaces the config's plan for this pass; it must have the same sublayers and norms.
 
-        Raises UserError for a token or target that is no number of the vocabulary, on a CPU. A GPU
-        is not waited for: there the result is NaN, or a lookup fails on the device.
-        Every rank returns the same values. Calling `backward` on the same function of them on
-        every rank gives that function's gradients, counted once.
+        Raises UserError for a token or target outside the vocabulary, on a CPU. On a GPU, for which
+        the host does not wait, the result is then NaN, or a lookup fails on the device.
+        Every rank returns the same values. If every rank calls `backward` on the same function of
+        them, the gradients are those of that function, counted once.
         """
         if targets is not None:
             self._check_ids("targets", targets, torch.iinfo(targets.dtype).min)
@@ -203,7 +203,7 @@ class Transformer(nn.Module):
         mask: Tensor | None = None,
         last: Tensor | None = None,
     ) -> Tensor:
-        """What the head reads, [B, S, D] (with `last` [B, 1, D]). The arguments are `forward`'s."""
+        """The head's input [B, S, D] (with `last` [B, 1, D]), for the arguments of `forward`."""
         plan = self.config.plan
         run = self._run(tokens, positions, documents, cache, mask, last, plan)
         hidden: Tensor = run.read(len(plan.sublayers))
@@ -213,7 +213,7 @@ class Transformer(nn.Module):
         self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None,
         cache: KeyValueCache | None, mask: Tensor | None, last: Tensor | None, plan: Plan,
     ) -> Pass:  # fmt: skip
-        """All sublayers; the pass is then at its last read, the head's."""
+        """Run all sublayers; returns the pass before its last read, that of the head."""
         self._check_inputs(tokens, documents, cache, mask)
         sublayers, norms = self._wire(plan)
         run = self.runtime.begin(tokens.shape, plan, norms)
@@ -257,9 +257,9 @@ class Transformer(nn.Module):
         mask: Tensor | None,
     ) -> None:  # fmt: skip
         assert tokens.dim() == 2, tokens.shape
-        assert mask is None or cache is not None, "a mask is for what a cache holds"
+        assert mask is None or cache is not None, "a mask needs a cache"
         assert documents is None or cache is None, "a cache holds one document of each sequence"
-        assert documents is None or documents.dim() == 1, "documents are where each one begins"
+        assert documents is None or documents.dim() == 1, "documents are the starts of each"
         if tokens.shape[1] > self.config.max_seq_len:
             raise UserError(
                 f"a sequence of {tokens.shape[1]} tokens is longer than the model's "
@@ -268,9 +268,9 @@ class Transformer(nn.Module):
         self._check_ids("tokens", tokens, 0)
 
     def _check_ids(self, name: str, ids: Tensor, least: int) -> None:
-        """Raise UserError for one beyond the vocabulary; on a CPU, where looking costs nothing.
+        """Raise UserError for an id outside the vocabulary; on a CPU, where the check is cheap.
 
-        Not while a compiler traces, which has no numbers to look at.
+        Not while torch.compile traces, when there are no values.
         """
         if ids.device.type != "cpu" or type(ids) is not Tensor or torch.compiler.is_compiling():
             return
@@ -285,20 +285,20 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialise(self, parameter: Tensor, name: str, generator: torch.Generator) -> None:
-        """Fill a full-sized `parameter` of that name, by the rule of its spec.
+        """Fill the full-sized `parameter` of this name, as its spec says.
 
-        Norms 1, biases 0, matrices normal: with standard deviation 0.02, or
+        Norms are 1, biases 0, and matrices normal with a standard deviation of 0.02, or
         0.02 / sqrt(2 num_layers) for a matrix that writes to the residual.
         """
         self.specs[name].init.fill(parameter, self.config.num_layers, generator)
 
 
 def meta_model(config: ModelConfig) -> Transformer:
-    """The model without its numbers, on `meta`."""
+    """The model without storage, on the device `meta`."""
     with torch.device("meta"):
         return Transformer(config)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """What the model stores, by name."""
+    """The full shapes of the model's parameters, by name."""
     return meta_model(config).shapes

@@ -196,7 +196,7 @@ def test_documents_are_refused_with_a_cache() -> None:
     starts = document_starts(tokens, END)
     with pytest.raises(AssertionError, match="a cache holds one document"):
         model(tokens, documents=starts, cache=object())  # type: ignore[arg-type]
-    with pytest.raises(AssertionError, match="where each one begins"):
+    with pytest.raises(AssertionError, match="the starts of each"):
         model(tokens, documents=tokens)
 
 
