@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ladder.models import ModelConfig, Plan, Ranks, Reducer, Sublayer, Transformer
+from ladder.models import ModelConfig, Plan, Ranks, Reducer, SublayerRecord, Transformer
 from ladder.models.presets import PlanSpec
 
 # Plans of four layers. Those whose function depends on T, and those whose does not.
@@ -99,14 +99,14 @@ def small_config(
     return ModelConfig(**{**shape, "plan": plan, "tp_degree": degree, **changes})
 
 
-def both(**fields: Any) -> list[Sublayer]:
+def both(**fields: Any) -> list[SublayerRecord]:
     """The two records of a layer, with the same fields."""
-    return [Sublayer("attention", **fields), Sublayer("mlp", **fields)]
+    return [SublayerRecord("attention", **fields), SublayerRecord("mlp", **fields)]
 
 
 def random_plan(rng: random.Random, num_layers: int, stay_equal: bool = False) -> Plan:
     """A valid plan: any kinds, lags 0 to 3, reduces and scales; `stay_equal`: one without T."""
-    records: list[Sublayer] = []
+    records: list[SublayerRecord] = []
     own = peers = 0  # outputs that have landed; `residual` is valid only where both are all
     for _ in range(num_layers):
         kinds = rng.choice((("attention", "mlp"), ("attention", "mlp"), ("attention+mlp",)))
@@ -124,7 +124,7 @@ def random_plan(rng: random.Random, num_layers: int, stay_equal: bool = False) -
                 own = peers = n + 1
             free = not stay_equal and reduce != "residual"
             scale = rng.choice((1.0, 1.0, 0.5, 1.75)) if free else 1.0
-            records.append(Sublayer(kind, own_lag, peer_lag, reduce, scale))
+            records.append(SublayerRecord(kind, own_lag, peer_lag, reduce, scale))
     return Plan(tuple(records), "random")
 
 

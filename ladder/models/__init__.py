@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ladder.models.config import ModelConfig, RopeScaling
     from ladder.models.documents import document_starts
     from ladder.models.errors import UserError
-    from ladder.models.plan import Plan, Sublayer
+    from ladder.models.plan import Plan, SublayerRecord
     from ladder.models.presets import resolve_plan
     from ladder.models.reducer import Ranks, Reducer
     from ladder.models.transformer import Transformer
@@ -22,7 +22,7 @@ _MODULES = {
     "Ranks": "reducer",
     "Reducer": "reducer",
     "RopeScaling": "config",
-    "Sublayer": "plan",
+    "SublayerRecord": "plan",
     "Transformer": "transformer",
     "UserError": "errors",
     "document_starts": "documents",
@@ -35,7 +35,7 @@ __all__ = [
     "Ranks",
     "Reducer",
     "RopeScaling",
-    "Sublayer",
+    "SublayerRecord",
     "Transformer",
     "UserError",
     "document_starts",

@@ -2,7 +2,7 @@
 
 Tensor parallelism (TP) splits every sublayer over T ranks. Each rank computes a *partial*; the
 sum of the partials is the sublayer's output. Every architecture of this package is one list of
-`Sublayer` records, which say which outputs a sublayer reads and how its own partial is summed:
+`SublayerRecord`s, which say which outputs a sublayer reads and how its own partial is summed:
 
     standard                            ladder
     x --+-- attention --reduce-- + --   x --+-- attention --reduce----------- + --
@@ -38,8 +38,8 @@ def number(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Sublayer:
-    """One sublayer of a plan.
+class SublayerRecord:
+    """One sublayer of a plan: what it reads, and how its output is summed.
 
     kind: `attention`, `mlp`, or `attention+mlp` (one norm, one input, one reduce for both).
     own_lag: it reads the residual without this rank's newest `own_lag` outputs.
@@ -56,7 +56,7 @@ class Sublayer:
     own_scale: float = 1.0
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any], where: str) -> Sublayer:
+    def from_dict(cls, record: Mapping[str, Any], where: str) -> SublayerRecord:
         """Build one from a mapping; `where` names the place in error messages."""
         check_keys(where, record, [field.name for field in fields(cls)])
         if "kind" not in record:
@@ -111,7 +111,7 @@ class Plan:
     read N the final norm's.
     """
 
-    sublayers: tuple[Sublayer, ...]
+    sublayers: tuple[SublayerRecord, ...]
     name: str = "custom"
 
     def __post_init__(self) -> None:

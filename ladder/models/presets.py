@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from ladder.models.errors import UserError, check_keys, unknown
-from ladder.models.plan import Plan, Sublayer
+from ladder.models.plan import Plan, SublayerRecord
 
 PRESETS = ("standard", "parallel", "ladder", "hybrid", "desync-Nx", "dtp-D", "none")
 
@@ -88,10 +88,10 @@ def _from_mapping(spec: Mapping[str, Any], num_layers: int, tp_degree: int | Non
     return Plan(tuple(_from_list(lists[0], num_layers, tp_degree)), str(spec.get("name", "custom")))
 
 
-def _from_string(spec: str, num_layers: int, tp_degree: int | None) -> list[Sublayer]:
+def _from_string(spec: str, num_layers: int, tp_degree: int | None) -> list[SublayerRecord]:
     if "@" not in spec:
         return _preset(spec, range(num_layers), num_layers, tp_degree)
-    chosen: dict[int, list[Sublayer]] = {}
+    chosen: dict[int, list[SublayerRecord]] = {}
     for part in spec.split(","):
         name, _, where = part.strip().partition("@")
         layers = _layer_range(where, num_layers, f"plan {spec!r}")
@@ -102,14 +102,16 @@ def _from_string(spec: str, num_layers: int, tp_degree: int | None) -> list[Subl
     return [record for layer in range(num_layers) for record in chosen[layer]]
 
 
-def _from_list(entries: Any, num_layers: int, tp_degree: int | None) -> list[Sublayer]:
+def _from_list(entries: Any, num_layers: int, tp_degree: int | None) -> list[SublayerRecord]:
     if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
         raise UserError(f"a plan's list of layers or sublayers is {entries!r}; it needs entries")
     if not all(isinstance(entry, Mapping) for entry in entries):
         raise UserError("each entry of a plan must be a mapping, as {kind: mlp, own_lag: 1}")
     if all("kind" in entry for entry in entries):
-        return [Sublayer.from_dict(e, f"sublayer {n} of the plan") for n, e in enumerate(entries)]
-    chosen: dict[int, list[Sublayer]] = {}
+        return [
+            SublayerRecord.from_dict(e, f"sublayer {n} of the plan") for n, e in enumerate(entries)
+        ]
+    chosen: dict[int, list[SublayerRecord]] = {}
     for n, entry in enumerate(entries):
         where = f"entry {n} of the plan"
         if "layers" not in entry:
@@ -125,7 +127,7 @@ def _from_list(entries: Any, num_layers: int, tp_degree: int | None) -> list[Sub
 
 def _entry_records(
     entry: Mapping[str, Any], layers: range, num_layers: int, tp_degree: int | None, where: str
-) -> list[Sublayer]:
+) -> list[SublayerRecord]:
     check_keys(where, entry, ("preset", "attention", "mlp", "attention+mlp"))
     if "preset" in entry:
         if len(entry) > 1:
@@ -138,7 +140,7 @@ def _entry_records(
             raise UserError(f"{kind}={fields!r} of {where} must be fields, as {{own_lag: 1}}")
     kinds = ("attention+mlp",) if "attention+mlp" in entry else ("attention", "mlp")
     layer = [
-        Sublayer.from_dict({"kind": kind, **(entry.get(kind) or {})}, f"{kind} of {where}")
+        SublayerRecord.from_dict({"kind": kind, **(entry.get(kind) or {})}, f"{kind} of {where}")
         for kind in kinds
     ]
     return layer * len(layers)
@@ -166,7 +168,10 @@ def _layer_range(text: str, num_layers: int, where: str) -> range:
 
 
 def _claim(
-    chosen: dict[int, list[Sublayer]], layers: range, records: list[Sublayer], where: str
+    chosen: dict[int, list[SublayerRecord]],
+    layers: range,
+    records: list[SublayerRecord],
+    where: str,
 ) -> None:
     per_layer = len(records) // len(layers)
     for i, layer in enumerate(layers):
@@ -175,7 +180,9 @@ def _claim(
         chosen[layer] = records[i * per_layer : (i + 1) * per_layer]
 
 
-def _preset(name: str, layers: range, num_layers: int, tp_degree: int | None) -> list[Sublayer]:
+def _preset(
+    name: str, layers: range, num_layers: int, tp_degree: int | None
+) -> list[SublayerRecord]:
     """The records of preset `name` on `layers`."""
     number = re.fullmatch(r"desync-(\d+)x|dtp-(\d+)", name)
     if number and len(number[1] or number[2]) > DIGITS:
@@ -185,13 +192,13 @@ def _preset(name: str, layers: range, num_layers: int, tp_degree: int | None) ->
     if (name in ("none", "hybrid") or (number and number[2])) and len(layers) != num_layers:
         raise UserError(f"preset {name!r} covers the whole model only, not a range of layers")
     if name == "standard":
-        return [Sublayer(kind) for kind in kinds]
+        return [SublayerRecord(kind) for kind in kinds]
     if name == "parallel":
-        return [Sublayer("attention+mlp")] * len(layers)
+        return [SublayerRecord("attention+mlp")] * len(layers)
     if name == "ladder":
-        return [Sublayer(kind, own_lag=1, peer_lag=1) for kind in kinds]
+        return [SublayerRecord(kind, own_lag=1, peer_lag=1) for kind in kinds]
     if name == "none":
-        return [Sublayer(kind, reduce="none") for kind in kinds]
+        return [SublayerRecord(kind, reduce="none") for kind in kinds]
     if name == "hybrid":  # the paper's converted models: ladder on the upper half (4.2)
         return _from_string(f"ladder@{num_layers // 2}-{num_layers - 1}", num_layers, tp_degree)
     if number and number[1]:
@@ -199,7 +206,7 @@ def _preset(name: str, layers: range, num_layers: int, tp_degree: int | None) ->
         if n < 2:
             raise UserError(f"plan {name!r}: n must be 2 or more; desync-1x is `standard`")
         return [
-            Sublayer(kind, reduce="residual" if i % n == 0 or i == count else "none")
+            SublayerRecord(kind, reduce="residual" if i % n == 0 or i == count else "none")
             for i, kind in enumerate(kinds, start=1)
         ]
     if number and number[2]:
@@ -211,7 +218,7 @@ def _preset(name: str, layers: range, num_layers: int, tp_degree: int | None) ->
         if delay and tp_degree is None:
             raise UserError(f"plan {name!r} depends on T: set tp_degree, for example tp_degree=4")
         return [
-            Sublayer(
+            SublayerRecord(
                 kind,
                 own_lag=0,
                 peer_lag=delay,

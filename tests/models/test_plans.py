@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from ladder.models import Plan, Sublayer, resolve_plan
+from ladder.models import Plan, SublayerRecord, resolve_plan
 from tests.samples import PLANS, both, random_plan, small_config
 
 L = 6  # layers
@@ -31,7 +31,7 @@ def test_standard_waits_for_every_reduce() -> None:
 def test_parallel_has_one_reduce_a_layer() -> None:
     """Catches attention and MLP reduced apart, which loses what PaLM's block is for."""
     plan = resolve_plan("parallel", L)
-    assert plan.sublayers == (Sublayer("attention+mlp"),) * L
+    assert plan.sublayers == (SublayerRecord("attention+mlp"),) * L
     assert (plan.collectives, sum(plan.blocking)) == (L, L)
     assert plan.layers == tuple(range(L))
     assert not plan.depends_on_tp
@@ -68,7 +68,7 @@ def test_hybrid_lags_where_the_reader_is_a_ladder_layer(spec: str, first: int, l
     plan = resolve_plan(spec, L)
     for n, record in enumerate(plan.sublayers):
         lag = int(first <= n // 2 <= last)
-        assert record == Sublayer(("attention", "mlp")[n % 2], lag, lag)
+        assert record == SublayerRecord(("attention", "mlp")[n % 2], lag, lag)
     readers_lag = [*(record.own_lag for record in plan.sublayers[1:]), 0]
     assert plan.blocking == tuple(lag == 0 for lag in readers_lag)
     # An output in flight where ladder layers begin lands under the first of them, one where
@@ -86,7 +86,7 @@ def test_desync_keeps_each_nth_reduce(n: int) -> None:
     plan = resolve_plan(f"desync-{n}x", L)
     kept = {*range(n - 1, 2 * L, n), 2 * L - 1}
     for i, record in enumerate(plan.sublayers):
-        assert record == Sublayer(
+        assert record == SublayerRecord(
             ("attention", "mlp")[i % 2], reduce="residual" if i in kept else "none"
         )
         if n % 2 == 0 and record.reduce == "residual":

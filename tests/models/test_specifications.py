@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from ladder.models import ModelConfig, Plan, Sublayer, UserError, resolve_plan
+from ladder.models import ModelConfig, Plan, SublayerRecord, UserError, resolve_plan
 from tests.samples import PLANS, both, full_model, sample_tokens, small_config, virtual
 
 L = 6  # layers
@@ -62,11 +62,14 @@ def test_written_in_yaml() -> None:
         """
     )
     plan = resolve_plan(spec, L)
-    middle = [Sublayer("attention", reduce="none"), Sublayer("mlp", reduce="residual")] * 3
+    middle = [
+        SublayerRecord("attention", reduce="none"),
+        SublayerRecord("mlp", reduce="residual"),
+    ] * 3
     assert list(plan.sublayers) == [
         *both(own_lag=2, peer_lag=2) * 2,
         *middle,
-        Sublayer("attention+mlp", 1, 1),
+        SublayerRecord("attention+mlp", 1, 1),
     ]
     assert plan.name == "by hand"
     assert plan.layers == (0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5)
@@ -74,7 +77,7 @@ def test_written_in_yaml() -> None:
 
 def test_an_entry_may_leave_out_what_is_standard() -> None:
     plan = resolve_plan([{"layers": "0-5", "mlp": {"peer_lag": 1}}], L)
-    assert plan.sublayers == (Sublayer("attention"), Sublayer("mlp", peer_lag=1)) * L
+    assert plan.sublayers == (SublayerRecord("attention"), SublayerRecord("mlp", peer_lag=1)) * L
 
 
 def test_lag_two_blocks_once() -> None:
@@ -250,7 +253,7 @@ def test_numbers_that_yaml_reads_as_strings() -> None:
     """YAML's 1e-3 is a string, for it has no dot."""
     fields = yaml.safe_load("{own_scale: 1e-3}")
     plan = resolve_plan([{"layers": "0-5", "mlp": fields}], L)
-    assert plan.sublayers[1] == Sublayer("mlp", own_scale=1e-3)
+    assert plan.sublayers[1] == SublayerRecord("mlp", own_scale=1e-3)
     scaling = yaml.safe_load("{factor: 1e1, original_max_position_embeddings: '16'}")
     config = small_config(rope_scaling=scaling)
     assert config.rope_scaling is not None
@@ -263,7 +266,7 @@ def test_numbers_that_yaml_reads_as_strings() -> None:
 
 def test_sublayers_make_whole_layers() -> None:
     """Catches a plan whose records are as many as they should be but in another order."""
-    attention, mlp, both_ = (Sublayer(kind) for kind in ("attention", "mlp", "attention+mlp"))
+    attention, mlp, both_ = (SublayerRecord(kind) for kind in ("attention", "mlp", "attention+mlp"))
     for records in (
         (),
         (attention,),
@@ -282,13 +285,19 @@ def test_sublayers_make_whole_layers() -> None:
 @pytest.mark.parametrize(
     "records",
     [
-        [Sublayer("attention"), Sublayer("mlp", own_lag=1, reduce="residual")],
-        [Sublayer("attention"), Sublayer("mlp", peer_lag=1, reduce="residual")],
-        [Sublayer("attention", reduce="none"), Sublayer("mlp", own_lag=1, reduce="residual")],
-        [Sublayer("attention"), Sublayer("mlp", own_lag=9, peer_lag=9, reduce="residual")],
+        [SublayerRecord("attention"), SublayerRecord("mlp", own_lag=1, reduce="residual")],
+        [SublayerRecord("attention"), SublayerRecord("mlp", peer_lag=1, reduce="residual")],
+        [
+            SublayerRecord("attention", reduce="none"),
+            SublayerRecord("mlp", own_lag=1, reduce="residual"),
+        ],
+        [
+            SublayerRecord("attention"),
+            SublayerRecord("mlp", own_lag=9, peer_lag=9, reduce="residual"),
+        ],
     ],
 )
-def test_residual_reduce_needs_nothing_in_flight(records: list[Sublayer]) -> None:
+def test_residual_reduce_needs_nothing_in_flight(records: list[SublayerRecord]) -> None:
     """Outputs in flight would be summed T times, or lost."""
     with pytest.raises(UserError, match=r"sublayer 1 .*reduce=residual.*lag"):
         Plan(tuple(records))
@@ -296,8 +305,12 @@ def test_residual_reduce_needs_nothing_in_flight(records: list[Sublayer]) -> Non
 
 def test_residual_reduce_may_lag_where_all_has_landed() -> None:
     """At the start, and right after another one, a lag finds nothing in flight, so it lags not."""
-    lagging = Plan((Sublayer("attention", 3, 3, "residual"), Sublayer("mlp", 1, 2, "residual")))
-    at_once = Plan((Sublayer("attention", 0, 0, "residual"), Sublayer("mlp", 0, 0, "residual")))
+    lagging = Plan(
+        (SublayerRecord("attention", 3, 3, "residual"), SublayerRecord("mlp", 1, 2, "residual"))
+    )
+    at_once = Plan(
+        (SublayerRecord("attention", 0, 0, "residual"), SublayerRecord("mlp", 0, 0, "residual"))
+    )
     assert lagging.landings == at_once.landings
     models = [full_model(small_config(plan, 2, True, num_layers=1), 3)
               for plan in (lagging, at_once)]  # fmt: skip
