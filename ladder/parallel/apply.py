@@ -40,7 +40,7 @@ from ladder.parallel.sharded import sharded_refusal
 from ladder.parallel.sharding import shard_model
 
 aten = torch.ops.aten
-# What selective checkpointing keeps: computed once, at a price. The rest is elementwise.
+# The operations whose results selective checkpointing keeps. The others are elementwise, so cheap.
 KEPT = (
     aten.mm.default,
     aten.bmm.default,
@@ -49,7 +49,7 @@ KEPT = (
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
-KEPT_NAME = "torch_attn::_varlen_attn"  # registered when it is first used: ladder.models.documents
+KEPT_NAME = "torch_attn::_varlen_attn"  # registered on first use: see ladder.models.documents
 
 
 def make_model(
@@ -63,19 +63,19 @@ def make_model(
     compile: bool = False,
     reducer: str | type[AsyncReducer] = "auto",
 ) -> Transformer:
-    """The model on this mesh (see `make_mesh`), its parameters in float32, not yet filled.
+    """The model on this mesh (see `make_mesh`), with uninitialised float32 parameters.
 
     sequence_parallel: shards the residual by tokens over the TP ranks. activation_checkpointing:
-    a name in CHECKPOINTING: `full` keeps a sublayer's input and computes the rest again in the
-    backward pass, `selective` keeps the results of matrix products and attention too. compile:
-    each sublayer by torch.compile. reducer: see `training_reducer`; or a class, to measure.
+    a name in CHECKPOINTING: `full` keeps a sublayer's input and recomputes the rest in the backward
+    pass, `selective` also keeps the results of matrix products and attention. compile: compile each
+    sublayer. reducer: see `training_reducer`; or a class, for benchmarks.
 
-    Raises UserError where the plan, or the lack of TP, allows no sequence parallelism, and where
-    the reducer cannot train.
+    Raises UserError if the plan, or the lack of TP, does not allow sequence parallelism, and if the
+    reducer cannot train.
     """
     model = meta_model(config)
     shares = mesh is not None and data_parallel(mesh)[0] > 1
-    first = "meta" if shares else device  # no rank makes whole what it will hold a share of
+    first = "meta" if shares else device  # FSDP allocates only each rank's share
     tp = None if mesh is None else mesh["tp"]
     processes = 1 if tp is None else tp.size()
     if sequence_parallel:
@@ -84,8 +84,8 @@ def make_model(
         reducer = training_reducer(reducer, sequence_parallel)
     shard_model(model, tp, device=first, dtype=torch.float32, reducer=reducer)
     if compile:
-        # Attention and MLP, with and without gradients, whole and last batches: beyond the limit,
-        # 8 by default, torch would run them uncompiled.
+        # Attention and MLP are compiled with and without gradients, for full and last batches.
+        # Above the limit, 8 by default, torch would run them uncompiled.
         limits = torch._dynamo.config
         limits.recompile_limit = max(limits.recompile_limit, 64)
     runtime = replace(
@@ -105,7 +105,7 @@ def make_model(
 
 
 def check_sequence_parallel(config: ModelConfig, tp: int) -> None:
-    """Raise UserError where `tp` processes cannot shard the model's residual by tokens."""
+    """Raise UserError if `tp` processes cannot shard the model's residual by tokens."""
     held = (config.tp_degree or tp) // tp
     refusal = sharded_refusal(config.plan, Ranks(tp * held, 0, held))
     if refusal:
@@ -116,9 +116,9 @@ def check_sequence_parallel(config: ModelConfig, tp: int) -> None:
 
 
 def sublayer_call(model: Transformer, activation_checkpointing: str, compile: bool) -> Call | None:
-    """How a pass runs each sublayer: compiled, checkpointed, both, or (None) as it is.
+    """The function that runs each sublayer, compiled, checkpointed or both; None: neither.
 
-    FSDP2's hooks stay outside: they are around a sublayer's `forward`, which makes this call.
+    FSDP2's hooks stay outside of it, since they wrap a sublayer's `forward`, which calls it.
     """
     if activation_checkpointing not in CHECKPOINTING:
         raise unknown("activation_checkpointing", activation_checkpointing, CHECKPOINTING)
@@ -150,7 +150,7 @@ def _compiled(
     sublayer: Sublayer, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[Tensor, Context], Any]:
     """A sublayer's computation, wrapped and compiled: its parameters and tensors are the inputs."""
-    bare = copy.copy(sublayer)  # FSDP2's hooks, added later, must not be its hooks, too
+    bare = copy.copy(sublayer)  # without FSDP2's hooks, which are added later
     bare._forward_hooks, bare._forward_pre_hooks = OrderedDict(), OrderedDict()
 
     def compute(parameters: dict[str, Tensor], x: Tensor, tables: Tensor, mask: Any) -> Any:
@@ -167,7 +167,7 @@ def _compiled(
 
 
 def _on_local_parameters(sublayer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` of (parameters, arguments): plain tensors, for compiled code fails on DTensors."""
+    """A call of `forward` with plain tensors, since compiled code cannot take DTensors."""
 
     # Found once: FSDP2 puts other parameters in these places, and the host has little time.
     found = [

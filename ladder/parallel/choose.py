@@ -1,4 +1,4 @@
-"""The reducers by name, what each of them can do, and the one choice of a pass's reducer."""
+"""The registry of reducers with their capabilities, and the choice of a pass's reducer."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PHASES = ("train", "prefill", "decode")
 
 @dataclass(frozen=True)
 class Capabilities:
-    """A reducer and what it can do.
+    """A reducer and its capabilities.
 
-    make: the class. base: whether it is a model's own reducer, made from ranks and a group; others
-    are for some passes of a model that has a base. backward: gradients. peer_memory: it needs
-    access to the peers' memory. shards_residual: each rank holds the residual of its own tokens.
-    virtual_ranks: a process may hold several ranks.
+    make: the class. base: whether it can be a model's own reducer, made from ranks and a group;
+    other reducers are for some passes of a model with a base. backward: it has gradients.
+    peer_memory: it needs access to the peers' memory. shards_residual: each rank holds the residual
+    of its own tokens only. virtual_ranks: a process may hold several ranks.
     """
 
     make: Any
@@ -52,7 +52,7 @@ INFERENCE = tuple(n for n, each in REDUCERS.items() if each.base and not each.sh
 
 @dataclass(frozen=True)
 class Choice:
-    """A reducer's name, its transport where it has one, and why it was chosen."""
+    """A reducer's name, its transport (or ""), and the reason of the choice."""
 
     reducer: str
     transport: str = ""
@@ -75,8 +75,7 @@ def choose(
 
     phase: one of PHASES. token_bytes: the size of one token's partial. table: the dispatch table of
     this GPU and number of ranks; None: the ranks have no access to each other's memory. base: the
-    reducer that was asked for.
-    Raises UserError where the phase, the plan or the ranks do not allow `base`.
+    requested reducer. Raises UserError if the phase, the plan or the ranks do not allow `base`.
     """
     if phase not in PHASES:
         raise unknown("phase", phase, PHASES)
@@ -99,9 +98,9 @@ def choose(
 
 
 def training_reducer(reducer: str, sequence_parallel: bool) -> str:
-    """The base of a model that is trained: `reducer`, or for "auto" the one that fits.
+    """The base of a model for training: `reducer`, or for "auto" the one that fits.
 
-    Raises UserError where it has no backward pass, or shards the residual unlike sequence_parallel.
+    Raises UserError if it has no backward pass, or does not fit `sequence_parallel`.
     """
     check_name("train", reducer)
     fitting = [name for name in TRAINING if REDUCERS[name].shards_residual == sequence_parallel]
@@ -115,7 +114,7 @@ def training_reducer(reducer: str, sequence_parallel: bool) -> str:
 
 
 def check_base(phase: str, plan: Plan, ranks: Ranks, base: str, option: str = "reducer") -> None:
-    """Raise UserError where a model's own reducer cannot be `base` ("auto" always can)."""
+    """Raise UserError if `base` cannot be a model's own reducer; "auto" is always accepted."""
     check_name(phase, base, option)
     refusal = None
     if base != "auto" and REDUCERS[base].shards_residual:
@@ -128,7 +127,7 @@ def check_base(phase: str, plan: Plan, ranks: Ranks, base: str, option: str = "r
 
 
 def check_name(phase: str, base: str, option: str = "reducer") -> None:
-    """Raise UserError where `base` is neither "auto" nor a reducer of models for this phase."""
+    """Raise UserError unless `base` is "auto" or a model's own reducer for this phase."""
     names = TRAINING if phase == "train" else INFERENCE
     if base not in ("auto", *REDUCERS):
         raise unknown(option, base, ("auto", *names))
@@ -144,8 +143,8 @@ def check_name(phase: str, base: str, option: str = "reducer") -> None:
 
 
 def pick_reducer(processes: int) -> str:
-    """The fastest base for inference here: `push` where all ranks can run it, else `async`.
+    """The fastest base for inference here: `push` if all ranks can run it, else `async`.
 
-    All ranks must call it.
+    All ranks must call this.
     """
     return "async" if processes == 1 or common_push_refusal(processes) else "push"

@@ -1,22 +1,23 @@
-"""The pass of a decode step: products push partials, and landings and sends ride on products.
+"""The pass of a decode step: products push partials, and run landings and sends in extra programs.
 
-Its operators speak with it in two types of its own. What `read` gives, and `column` takes, is a
-`Read`: the residual before its norm, with the sums of its squares. What `row` gives, and `write`
-takes, is a `Product`, a matmul not yet done, because only `write` knows where its result must go.
+Its operators have two types of their own. `read` returns, and `column` takes, a `Read`: the
+residual before its norm, with the sums of its squares. `row` returns, and `write` takes, a
+`Product`: a matmul that has not run yet, since only `write` knows the target of its result.
 
-Where an output blocks, its product pushes it and its landing is launched alone. Where it does not,
-it is sent from within the next sublayer's first kernel, and landed within a last one, so that no
-rank waits for another's memory. Sublayer n, its first and its last kernel A and B:
+The product of a blocking output pushes it, and its landing is a kernel of its own. Other outputs
+are sent by extra programs of the next sublayer's first kernel, and landed by those of a last
+kernel, so that no kernel waits for another rank's memory. With A and B the first and the last
+kernel of sublayer n:
 
-    A(n)  carries the send of output n - 1, if that does not block
-    B(n)  carries the landing for read n + 1, if that needs nothing of sublayer n; output n is made
+    A(n)  runs the send of output n - 1, if that does not block
+    B(n)  runs the landing for read n + 1, if that does not need sublayer n; it computes output n
 
-Slots. Pushes and sends go to sets of slots in rotation. With a plan whose largest lag is L, and
-l = max(L, 1), output m has landed on a rank when B(m + l) has ended, so before that rank sends or
-pushes output m + l + 1. A rank has landed that one when its B(m + 2l + 1) has ended, so before it
-writes output m + 2l + 2. With 2l + 2 sets nobody writes to a set that another has not cleared.
-Between two passes the embedding's all-reduce keeps order: it ends only when every rank has begun
-its next pass. Sets are counted from 0 in each pass, so that a captured graph and eager passes mix.
+Slots: pushes and sends use sets of slots in rotation. Let L be the plan's largest lag and
+l = max(L, 1). Output m has landed on a rank when its B(m + l) has ended, so before that rank sends
+or pushes output m + l + 1. That output has landed on a rank when its B(m + 2l + 1) has ended, so
+before it writes output m + 2l + 2. So with 2l + 2 sets no rank writes to a set that another has not
+cleared. Between two passes the embedding's all-reduce keeps the order: it ends only when every rank
+has begun its next pass. Sets are counted from 0 in each pass, so graphs and eager passes can mix.
 """
 
 from __future__ import annotations
@@ -56,10 +57,9 @@ if TYPE_CHECKING:
 
 
 class Matrix(nn.Module):
-    """A weight [N, K] that is packed, or has a norm's folded in, and the products it is used for.
+    """A weight [N, K] that is packed or has a norm's weight folded in, and its products.
 
-    gated: its rows are a gate's and then as many of what it gates: the product is SwiGLU's
-    silu(gate) * up.
+    gated: its rows are those of gate and then of up, and the product is SwiGLU's silu(gate) * up.
     """
 
     def __init__(self, weight: Tensor, gated: bool = False) -> None:
@@ -67,7 +67,7 @@ class Matrix(nn.Module):
         self.weight, self.gated = weight.detach().contiguous(), gated
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, K] -> [B, S, N], or half of N where gated."""
+        """x [B, S, K] -> [B, S, N], or N / 2 if gated."""
         if x.shape[1] == 1 and len(x) <= MAX_ROWS:
             y = self.project(x[:, 0])
             assert y is not None
@@ -83,9 +83,9 @@ class Matrix(nn.Module):
 
 @dataclass
 class Read:
-    """What a sublayer reads: residual [M, D] before `norm`, whose weight is folded into matrices.
+    """A sublayer's input: residual [M, D] before `norm`, whose weight is folded into matrices.
 
-    squares: the residual's sums of squares, from its landing. rider: a send that may run within the
+    squares: the residual's sums of squares, from its landing. rider: a send that may run in the
     first product of this read.
     """
 
@@ -95,7 +95,7 @@ class Read:
     rider: SendJob | None = None
 
     def project(self, weight: Matrix) -> Tensor:
-        """The normed residual times `weight`: [M, 1, N], or half of N where it is gated."""
+        """The normed residual times `weight`: [M, 1, N], or N / 2 if it is gated."""
         rider = self.rider
         if rider is not None and rider.launched:
             rider = None
@@ -106,7 +106,7 @@ class Read:
 
 @dataclass
 class Product:
-    """A partial that is not yet computed: x [M, K] times weight [D, K], and other such to add."""
+    """A partial that is not yet computed: x [M, K] times weight [D, K], plus `others`."""
 
     x: Tensor
     weight: Tensor
@@ -119,9 +119,9 @@ class Product:
         self, add: Tensor | None = None, factor: float = 1.0, push: PushTarget | None = None,
         keep: bool = True, rider: LandingJob | None = None,
     ) -> Tensor | None:  # fmt: skip
-        """Compute it, with factor * `add` in what is pushed (but not in what is kept)."""
+        """Compute it; factor * `add` is added to the pushed result, but not to the kept one."""
         for n, other in enumerate(self.others):
-            assert not keep or push is None, "what is kept would lack the other products"
+            assert not keep or push is None, "the kept result would lack the other products"
             add = project(other.x, other.weight, add=add, factor=1.0 if n else factor)
             factor = 1.0
         return project(
@@ -130,10 +130,10 @@ class Product:
 
 
 class DecodeReducer:
-    """Makes the passes over one token of few sequences, through the fused modules.
+    """A maker of passes over one token of each of a few sequences, with the fused modules.
 
-    base: the reducer for everything else; where it pushes, so do the products here, and otherwise
-    it reduces what they make.
+    base: the reducer for everything else. If it is a PushReducer, the products push their results;
+    otherwise it reduces them.
     """
 
     def __init__(self, base: Reducer, plan: Plan) -> None:
@@ -149,9 +149,9 @@ class DecodeReducer:
         return DecodePass(runtime, self, plan, norms)
 
     def slots(self, like: Tensor) -> SymmetricTensor:
-        """Slots for residuals like this one, [sets, world, M, D].
+        """The slots for residuals like this one, [sets, world, M, D].
 
-        Made when first asked for, outside a graph capture, by all ranks alike.
+        They are made on first use, on all ranks and outside a graph capture.
         """
         rows, size = like.shape
         key = (rows, size, like.dtype)
@@ -165,10 +165,10 @@ class DecodeReducer:
 
 
 class DecodePass(Pass):
-    """A pass over one token of few sequences; its residual is [M, D], M of them.
+    """A pass over one token of each of M sequences; its residual is [M, D].
 
-    Where products push, what is in flight is this rank's slots, [world, M, D], which a landing's
-    kernel waits for.
+    If products push, an output in flight is this rank's slots, [world, M, D], for which a landing's
+    kernel waits.
     """
 
     def __init__(
@@ -178,8 +178,8 @@ class DecodePass(Pass):
         self.decode = decode
         self.turn = 0  # outputs pushed so far
         self.newest: Read | None = None
-        self.carried: LandingJob | None = None  # to be carried by a product
-        self.sending: SendJob | None = None  # of the newest output
+        self.carried: LandingJob | None = None  # the landing that the next product may run
+        self.sending: SendJob | None = None  # the send of the newest output
 
     # -- operators ------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class DecodePass(Pass):
         return Product(x.flatten(0, 1), weight.weight)
 
     def logits(self, head: nn.Module) -> Tensor:
-        if self.plan.final_mean:  # the mean is whole, and no Read
+        if self.plan.final_mean:  # the mean is a Tensor and not a Read
             logits: Tensor = head(self.read(len(self.plan.sublayers)))
             return logits
         return super().logits(head)
@@ -204,7 +204,7 @@ class DecodePass(Pass):
     def land(self, arrivals: Sequence[tuple[Landing, Output]], norm: Norm) -> InFlight[Landed]:
         assert isinstance(norm, RMSNorm)
         same = self.newest
-        if same is not None and not arrivals:  # nothing changes
+        if same is not None and not arrivals:  # the residual does not change
             return InFlight((), lambda _: self._read(same.residual, same.squares, norm))
         summed = [output.total for each, output in arrivals if each.summed]
         jobs: list[LandingJob] = []
@@ -215,7 +215,7 @@ class DecodePass(Pass):
         def finish(_: Landed) -> Landed:
             for job in jobs or self._jobs(arrivals):
                 if not job.launched:
-                    self._flush()  # it may be what the landing waits for
+                    self._flush()  # the landing may wait for this send
                     land(job)
                 newest = job
             self.carried = None
@@ -228,7 +228,7 @@ class DecodePass(Pass):
         return residual, self.newest
 
     def _flush(self) -> None:
-        """Send by itself what no product has carried."""
+        """Launch a send that no product has run as a kernel of its own."""
         if self.sending is not None and not self.sending.launched:
             send(self.sending)
         self.sending = None
@@ -240,7 +240,7 @@ class DecodePass(Pass):
         return self.reducer.sum(whole) / self.ranks.degree
 
     def _jobs(self, arrivals: Sequence[tuple[Landing, Output]]) -> list[LandingJob]:
-        """The landings of one read, each as much as a kernel takes, one after another."""
+        """The landings of one read, in order, divided to fit the kernel's limits."""
         residual = self.residual.reshape(-1, self.residual.shape[-1])
         jobs: list[LandingJob] = []
         sums: list[Tensor] = []
@@ -301,7 +301,7 @@ class DecodePass(Pass):
         start = chosen * slots[chosen].numel()
         push = PushTarget(memory.addresses, start, self.ranks.process, self.ranks.processes)
         arriving = InFlight(slots[chosen])
-        # Where the own part is kept and is a sum of products, it must be whole before it is sent.
+        # An own partial that is kept and is a sum of products must be complete before it is sent.
         if (blocking or add is not None) and not (keep_own and partial.others):
             return Output(arriving, partial.run(add, share, push, keep_own, rider))
         whole = partial.run(rider=rider)

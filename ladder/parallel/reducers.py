@@ -21,7 +21,7 @@ from ladder.parallel.dispatch import Dispatch, load_dispatch
 
 @dataclass
 class Exchange:
-    """One output's two all-reduces: forward of its partial, backward of its gradient."""
+    """The two all-reduces of one output: of its partial forward, of its gradient backward."""
 
     group: dist.ProcessGroup
     work: Any = None
@@ -38,8 +38,8 @@ class _Post(torch.autograd.Function):
     """Forward: start the all-reduce of the partial, in place. Backward: wait for the gradient's.
 
     Between `_Land.backward`, which starts the gradient's all-reduce, and this node's backward,
-    autograd runs whatever was created between the two in the forward pass: with a lag, the
-    backward of the sublayer that ran under the forward's reduce.
+    autograd runs the nodes created between the two in the forward pass: with a lag, the backward of
+    the sublayer that overlapped with the forward's reduce.
     """
 
     @staticmethod
@@ -57,7 +57,7 @@ class _Post(torch.autograd.Function):
 
 
 class _Land(torch.autograd.Function):
-    """Forward: wait for the all-reduce. Backward: start the gradient's, and return at once."""
+    """Forward: wait for the all-reduce. Backward: start the gradient's, without waiting."""
 
     @staticmethod
     def forward(ctx: Any, reduced: Tensor, exchange: Exchange) -> Tensor:
@@ -68,17 +68,17 @@ class _Land(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # A copy: the same gradient goes on along the residual stream.
+        # A copy, since the same gradient also flows along the residual.
         grad = grads[0].clone(memory_format=torch.contiguous_format)
         ctx.exchange.start(grad)
         return grad, None
 
 
 def _writable(partial: Tensor) -> Tensor:
-    """A tensor that may be reduced in place: contiguous, and no view.
+    """A tensor that can be reduced in place: contiguous and not a view.
 
-    In-place work on a view would have autograd copy the gradient before `_Post.backward` has
-    waited for it. Matmuls make no views; hooks on a module and some fused biases do.
+    For a view that was changed in place, autograd would copy the gradient before `_Post.backward`
+    has waited for it. Matmuls return no views, but module hooks and some fused biases do.
     """
     partial = partial.contiguous()
     return partial.clone() if partial._is_view() else partial
@@ -101,9 +101,9 @@ class _Gather(torch.autograd.Function):
 
 
 class AsyncReducer(Reducer):
-    """All-reduces by torch.distributed that are waited for where their output lands.
+    """Asynchronous all-reduces by torch.distributed; the wait is where an output lands.
 
-    On NCCL `wait` makes the current stream wait, on gloo the process.
+    With NCCL the current CUDA stream waits, with gloo the process.
     """
 
     def __init__(self, ranks: Ranks, group: dist.ProcessGroup) -> None:
@@ -130,12 +130,12 @@ class AsyncReducer(Reducer):
 class PushReducer(AsyncReducer):
     """All-reduces by our kernels over peer memory where they are faster, else NCCL. Inference only.
 
-    dispatch: which algorithm for which message size; None: the measured table for this GPU
-    (`ladder.parallel.dispatch`). What was chosen is in `picked`: message bytes -> algorithm.
+    dispatch: the algorithm for each message size; None: the measured table for this GPU
+    (`ladder.parallel.dispatch`). picked: message bytes -> the algorithm that was used.
 
-    A reduce that blocks runs on the current stream; one that does not runs on a stream of its own,
-    beneath what is launched next. Calls share slots, so they stay in one order: while one is in
-    flight on the reducer's stream, all go there.
+    A blocking reduce runs on the current stream; others run on a side stream, concurrently with the
+    kernels launched next. All calls share slots and must stay in order, so while a reduce is in
+    flight on the side stream, all reduces go there.
     """
 
     def __init__(
@@ -171,15 +171,15 @@ class PushReducer(AsyncReducer):
             self.in_flight -= 1
             return total
 
-        return InFlight(partial, arrive)  # the partial stays alive until then
+        return InFlight(partial, arrive)  # keeps the partial alive until then
 
     def note(self, size: int, name: str) -> None:
-        """Remember in `picked` what a message of `size` bytes took; several uses may differ."""
+        """Record in `picked` the algorithm for a message of `size` bytes; there may be several."""
         if name not in self.picked.setdefault(size, name).split(" and "):
             self.picked[size] += f" and {name}"
 
     def _kernel(self, partial: Tensor) -> PushAllReduce | TwoShotAllReduce | None:
-        """Our kernel for messages like `partial`, made when first asked for; None: NCCL's."""
+        """Our kernel for messages like `partial`, made on first use; None: use NCCL."""
         assert not partial.requires_grad, "the push reducer has no backward"
         size = partial.numel() * partial.element_size()
         name = self.dispatch.pick(size, partial.dtype)

@@ -1,14 +1,15 @@
-"""Training with the residual sharded by tokens: sequence parallelism, beside TP.
+"""Training with the residual sharded by tokens: sequence parallelism, together with TP.
 
-Each of T ranks keeps 1/T of the residual's rows (tokens), and of what its norms save for backward.
-A partial is reduce-scattered; landing adds the rank's rows to its own, norms them, and gathers the
-normed rows. Where the plan lags, all of that runs beneath a sublayer, on a stream of its own:
+Each of T ranks holds 1/T of the residual's rows (tokens), and of the activations that norms save
+for backward. A partial is reduce-scattered; a landing adds the rank's rows to its own, norms them,
+and gathers the normed rows. If the plan lags, all of that overlaps with a sublayer, on a side
+stream:
 
     side stream   | scatter n-1 | add, norm | gather for n+1 |
     main stream   | sublayer n ......................................... | sublayer n+1
 
-Backward it is the same in reverse: a scatter's gradient is gathered, a gather's is scattered, and
-the gradient of sublayer n-1's output is on its way while the gradients of sublayer n are computed.
+The backward pass is the same in reverse: a scatter's gradient is gathered, a gather's is scattered,
+and the gradient of sublayer n-1's output is in flight while sublayer n's gradients are computed.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from ladder.parallel.reducers import AsyncReducer
 if TYPE_CHECKING:
     from ladder.models.runtime import Runtime
 
-# Starts a collective on rows [M, D]: (what it will give, the handle to wait for).
+# Starts a collective on rows [M, D]; returns its future result, and the handle to wait for.
 Collective = Callable[[Tensor], tuple[Tensor, Any]]
 
 
 class Transfer:
-    """A collective under way; its gradient travels by the opposite one."""
+    """A collective in flight, and the collective of its gradient."""
 
     def __init__(self, forward: Collective, backward: Collective) -> None:
         self.forward, self.backward = forward, backward
@@ -51,12 +52,12 @@ class Transfer:
         return result
 
     def finish(self) -> Tensor:
-        """Have the current stream wait; returns the result."""
+        """Make the current stream wait; returns the result."""
         if self.work is not None:
             self.work.wait()
         for each in self.held if self.held[0].is_cuda else ():
-            # They were made on another stream perhaps, which may use their memory again only when
-            # this one, which has now waited for the collective, is done with it.
+            # Another stream may have allocated them; it must not reuse their memory before this
+            # stream, which has now waited for the collective, is done with them.
             each.record_stream(torch.cuda.current_stream())
         result, self.work, self.held = self.held[1], None, ()
         return result
@@ -77,7 +78,7 @@ class _Begin(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """Forward: wait for the transfer. Backward: start the gradient's, and return at once."""
+    """Forward: wait for the transfer. Backward: start the gradient's, without waiting."""
 
     @staticmethod
     def forward(ctx: Any, started: Tensor, transfer: Transfer) -> Tensor:
@@ -88,11 +89,11 @@ class _End(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         ctx.transfer.start(ctx.transfer.backward, grads[0].contiguous())
-        return grads[0], None  # of the right shape, and not looked at
+        return grads[0], None  # has the right shape; its values are not used
 
 
 def begin_transfer(value: Tensor, forward: Collective, backward: Collective) -> InFlight[Tensor]:
-    """Start `forward` on rows [M, D]; the gradient travels by `backward`."""
+    """Start the collective `forward` on rows [M, D]; `backward` is that of the gradient."""
     transfer = Transfer(forward, backward)
     started = _Begin.apply(value.contiguous(), transfer)
     return InFlight(started, lambda started: _End.apply(started, transfer))
@@ -103,13 +104,13 @@ def check_rows(sequences: int, length: int, tp: int) -> None:
     rows = sequences * length
     if rows % tp:
         raise UserError(
-            f"sequence_parallel=true cannot share {rows} tokens ({sequences} sequences of "
-            f"{length}) out over tp={tp} ranks; choose a seq_len that tp divides"
+            f"sequence_parallel=true cannot divide {rows} tokens ({sequences} sequences of "
+            f"{length}) among tp={tp} ranks; choose a seq_len that tp divides"
         )
 
 
 class SequenceReducer(AsyncReducer):
-    """For training, with plans whose residuals are equal on all ranks (`sharded_refusal`)."""
+    """The reducer of sequence parallelism, for plans with equal residuals (`sharded_refusal`)."""
 
     def __init__(self, ranks: Ranks, group: dist.ProcessGroup) -> None:
         super().__init__(ranks, group)
@@ -122,12 +123,12 @@ class SequenceReducer(AsyncReducer):
         return SequencePass(runtime, self, plan, norms, shape)
 
     def scatter(self, rows: Tensor) -> tuple[Tensor, Any]:
-        """Start to sum [M, D] over the ranks, each keeping its [M / T, D]."""
+        """Start to sum [M, D] over the ranks; each rank keeps its [M / T, D]."""
         mine = rows.new_empty(len(rows) // self.ranks.processes, *rows.shape[1:])
         return mine, reduce_scatter(mine, rows, group=self.group, async_op=True)
 
     def collect(self, rows: Tensor) -> tuple[Tensor, Any]:
-        """Start to join every rank's [M / T, D] into [M, D]."""
+        """Start to gather every rank's [M / T, D] into [M, D]."""
         whole = rows.new_empty(len(rows) * self.ranks.processes, *rows.shape[1:])
         return whole, all_gather(whole, rows, group=self.group, async_op=True)
 
@@ -146,7 +147,7 @@ class SequencePass(Pass):
 
     def select_last(self, last: Tensor) -> None:
         raise UserError(
-            "sequence_parallel=true is for training, which wants every position: leave out `last`, "
+            "sequence_parallel=true is for training, which needs every position: leave out `last`, "
             "or use reducer=async"
         )
 
@@ -177,9 +178,9 @@ class SequencePass(Pass):
         return gather.wait().unflatten(0, self.shape)
 
     def _stream(self, here: bool) -> AbstractContextManager:
-        """The CUDA stream to land on, after all that was launched so far on either of the two.
+        """The CUDA stream for a landing, after all earlier work on the main and side streams.
 
-        here: on the current one, since nothing would run there meanwhile.
+        here: use the current stream, since it has no other work meanwhile.
         """
         if not self.residual.is_cuda:
             return contextlib.nullcontext()

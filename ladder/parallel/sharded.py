@@ -1,13 +1,13 @@
-"""Prompts with the residual sharded by tokens: reduce-scatter, add, norm, all-gather.
+"""Prefill with the residual sharded by tokens: reduce-scatter, add, norm, all-gather.
 
-Each of T ranks keeps 1/T of the residual's rows (tokens). A partial is reduce-scattered as soon as
-it is there; landing adds a rank's pieces to its own rows, norms those, and gathers the normed rows:
+Each of T ranks holds 1/T of the residual's rows (tokens). A partial is reduce-scattered as soon as
+it is computed; a landing adds a rank's pieces to its rows, norms them, and gathers the normed rows:
 
     side stream   | scatter n-1 | add, norm | gather |
     main stream   | sublayer n: matrix products, one after another ... | sublayer n+1
 
-With a lag all of it runs beneath a sublayer; without one the main stream waits. Adding and norming
-cost 1/T of what they cost where every rank does all rows. Inference only.
+With a lag, all of that overlaps with a sublayer; without one, the main stream waits. Adding and
+norming cost 1/T of the work on all rows. Inference only.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def sharded_refusal(plan: Plan, ranks: Ranks) -> str | None:
-    """Why the residual of this plan cannot be sharded by tokens over these ranks, or None."""
+    """The reason why this plan's residual cannot be sharded by tokens over these ranks, or None."""
     if ranks.held > 1:
         return f"{ranks.held} virtual ranks in one process keep their residuals whole"
     if ranks.processes == 1:
@@ -55,11 +55,11 @@ def sharded_refusal(plan: Plan, ranks: Ranks) -> str | None:
 
 
 class ShardedReducer(AsyncReducer):
-    """For prompts, with plans whose residuals are equal on all ranks (`sharded_refusal`).
+    """The reducer of prefill, for plans with equal residuals on all ranks (`sharded_refusal`).
 
-    transport: a name in TRANSPORTS. What no sublayer waits for at once runs on a stream of its own,
-    of high priority, and in one order with what runs on the main stream. Embeddings, logits and
-    the few rows that are left after `narrow` are communicated as by AsyncReducer.
+    transport: a name in TRANSPORTS. Work that does not block a sublayer runs on a side stream of
+    high priority, in a fixed order with that of the main stream. Embeddings, logits and the few
+    rows left after `narrow` are communicated as by AsyncReducer.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class ShardedReducer(AsyncReducer):
 
 
 class ShardedPass(Pass):
-    """A pass whose residual is whole, [B, S, D], until the first output lands.
+    """A pass whose residual is sharded from the first landing on.
 
-    From then on it is this rank's rows of it, [rows, D], until the pass narrows. An output on its
-    way is (pieces, source): this rank's pieces, and the partial that they are taken from.
+    Before that it is whole, [B, S, D]; then it is this rank's rows, [rows, D], until the pass
+    narrows. An output in flight is (pieces, source): this rank's pieces and their partial.
     """
 
     reducer: ShardedReducer
@@ -97,10 +97,10 @@ class ShardedPass(Pass):
     ) -> None:
         super().__init__(runtime, reducer, plan, norms)
         self.transport = reducer.transport
-        self.shape: torch.Size | None = None  # [B, S, D], where the residual is sharded
+        self.shape: torch.Size | None = None  # [B, S, D], if the residual is sharded
         self.narrowed = False
-        self.newest: object = None  # on the side stream, unless the main one has waited for it
-        self.next_partial: Tensor | None = None  # the buffer that was handed out for it
+        self.newest: object = None  # newest work on the side stream, until the main one has waited
+        self.next_partial: Tensor | None = None  # the buffer given out for the next partial
 
     @property
     def operators(self) -> Operators:
@@ -110,8 +110,8 @@ class ShardedPass(Pass):
         return MATRIX_PRODUCTS.column(x, weights)
 
     def row(self, x: Tensor, weight: nn.Module) -> Tensor:
-        """As `MatrixProducts.row`, written where the transport sends it from, if that is free."""
-        # A single position is what a prefill ends with: it is not sent.
+        """`MatrixProducts.row`, written to the transport's buffer if that is free."""
+        # The single position at the end of a prefill is not sent by the transport.
         if x.shape[1] == 1 or getattr(weight, "bias", None) is not None:
             return MATRIX_PRODUCTS.row(x, weight)
         matrix = local(weight.weight).to(x.dtype)
@@ -122,12 +122,12 @@ class ShardedPass(Pass):
         return out
 
     def partial_buffer(self, shape: tuple[int, int, int], like: Tensor) -> Tensor | None:
-        """Where the next partial [B, S, D] may be written, once; or None.
+        """A buffer for the next partial [B, S, D], given out once; or None.
 
-        like: a tensor of its dtype and device. The partial must then be handed to `write` as it
-        is, or as part of a sum in a tensor of its own.
+        like: a tensor of its dtype and device. `write` must then get the partial itself, or a sum
+        with it in another tensor.
         """
-        if self.next_partial is not None:  # the first of two sublayers that share a reduce has it
+        if self.next_partial is not None:  # in use by the first of two sublayers with one reduce
             return None
         flat = self.transport.partial_buffer(shape[0] * shape[1], like.new_empty(0, shape[2]))
         if flat is not None:
@@ -150,7 +150,7 @@ class ShardedPass(Pass):
         return output
 
     def land(self, arrivals: Sequence[tuple[Landing, Output]], norm: Norm) -> InFlight[Landed]:
-        if self.narrowed or (self.shape is None and not arrivals):  # all rows are here
+        if self.narrowed or (self.shape is None and not arrivals):  # this rank has all rows
             return super().land(arrivals, norm)
         assert isinstance(norm, RMSNorm), norm
         if self.shape is None:
@@ -159,13 +159,13 @@ class ShardedPass(Pass):
             rows = torch.empty_like(source)
         else:
             source = rows = self.residual
-        # Made here, on the main stream, which reads the normed rows: then they are free for others
-        # once it has. The side stream waits for all that the main one did before.
+        # Allocated on the main stream, which reads the normed rows, so that their memory is reused
+        # only after that. The side stream waits for all earlier work of the main stream.
         full = self.transport.gather_buffer(len(rows), rows)
         mine = full.narrow(0, self.ranks.process * len(rows), len(rows))
         normed = full[: self.shape[0] * self.shape[1]].view(self.shape)
         here = any(self.plan.blocking[landing.output] for landing, _ in arrivals)
-        # What the landing reads, to stay alive until it is done.
+        # The landing's inputs, kept alive until it is done.
         landing = InFlight[Landed]((rows, normed))
         landed = [output.total.value for _, output in arrivals if output.total is not None]
         with self._stream(rows, here):
@@ -188,17 +188,17 @@ class ShardedPass(Pass):
     def _arrive(
         self, landing: InFlight[Landed], done: torch.cuda.Event, read: object, value: Landed
     ) -> Landed:
-        """Wait for a landing on the side stream; `read` is what it has read, alive until here."""
+        """Wait for a landing on the side stream. read: its inputs, kept alive until here."""
         torch.cuda.current_stream().wait_event(done)
         if self.newest is landing:
             self.newest = None
         return value
 
     def narrow(self, last: Tensor) -> None:
-        """As in Pass: each rank takes what it has of those rows, and an all-reduce joins them.
+        """`Pass.narrow`: an all-reduce collects the rows from the ranks that hold them.
 
-        That stands in for the last landing's meeting: whoever has passed it knows that all ranks
-        have read what their peers left for them in this pass.
+        It replaces the barrier of the last landing: after it, all ranks have read the data that
+        their peers wrote for them in this pass.
         """
         shape = self.residual.shape if self.shape is None else self.shape
         flat = torch.arange(len(last), device=last.device) * shape[1] + last
@@ -220,7 +220,7 @@ class ShardedPass(Pass):
             output.total = InFlight(total)
 
     def _share(self, rows: int) -> int:
-        """Rows of a rank, the last ones padded."""
+        """The rows per rank; the last rank's are padded."""
         return -(-rows // self.ranks.processes)
 
     def _own_rows(self, whole: Tensor) -> Tensor:
@@ -229,9 +229,9 @@ class ShardedPass(Pass):
         return F.pad(mine, (0, 0, 0, share - len(mine))) if len(mine) < share else mine
 
     def _stream(self, like: Tensor, here: bool) -> AbstractContextManager:
-        """The CUDA stream to launch on, after all that was launched so far on either of the two.
+        """The CUDA stream to launch on, after all earlier work on the main and side streams.
 
-        here: on the current one, since nothing would run there meanwhile.
+        here: use the current stream, since it has no other work meanwhile.
         """
         if not like.is_cuda:
             return contextlib.nullcontext()

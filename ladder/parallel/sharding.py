@@ -1,4 +1,4 @@
-"""Each parameter becomes the shard that its spec says: placement, local parts, shared gradients."""
+"""Sharding of parameters by their specs: local parts, initialisation, shared gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ladder.models.transformer import Transformer
 from ladder.parallel.choose import REDUCERS
 from ladder.parallel.reducers import AsyncReducer
 
-BEYOND_MEMORY = 4  # a CPU's weights of so many times its memory cannot be meant
+BEYOND_MEMORY = 4  # weights of more than this many times a CPU's memory are refused
 
 
 def shard_model(
@@ -34,9 +34,9 @@ def shard_model(
 ) -> None:
     """Replace a whole model's parameters by this process's shards of them, on `device`.
 
-    Shards are copied from the model, or uninitialised where it is on `meta`.
+    Shards are copied from the model, or uninitialised if it is on `meta`.
     mesh: one dimension, the TP processes; None for one process.
-    T = tp_degree where the plan depends on it (the rest are virtual ranks), else the mesh's size.
+    T is tp_degree if the plan depends on it (the rest are virtual ranks), else the mesh's size.
     reducer: a name in REDUCERS, or a class with the same arguments.
     dtensors: parameters are DTensors, for training loops of other libraries, which clip gradients
     and gather weights by them. Ours does without: DTensors cost the host a sixth of a step.
@@ -93,7 +93,7 @@ def _check_memory(model: Transformer, device: torch.device, dtype: torch.dtype |
     if device.type == "cuda":
         room = torch.cuda.get_device_properties(device).total_memory
     elif device.type == "cpu":
-        # Swap comes on top, and virtual machines have memory that is added when it is asked for.
+        # A generous limit: there may be swap, and virtual machines whose memory grows on demand.
         room = BEYOND_MEMORY * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
         return
@@ -112,7 +112,7 @@ def _check_memory(model: Transformer, device: torch.device, dtype: torch.dtype |
 
 def _replace_parameters(model: nn.Module, put: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
     """Replace every parameter by `put(name, parameter)`; tied ones stay tied."""
-    # By the old parameter itself, which is kept: an id alone may come again once it is gone.
+    # The keys are the old parameters, which stay alive: an id could be reused.
     done: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

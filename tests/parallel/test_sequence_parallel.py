@@ -242,7 +242,7 @@ def test_tokens_that_tp_does_not_divide_are_refused_before_the_run_begins(
         micro_batch_size=micro, eval_windows=windows,
     ).to_dict()  # fmt: skip
     for message in pools(2).run(odd, settings):
-        assert f"cannot share {words} out over tp=2" in message
+        assert f"cannot divide {words} among tp=2" in message
     assert not (tmp_path / "run").exists()
 
 
