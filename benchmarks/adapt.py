@@ -267,7 +267,7 @@ def run(options: argparse.Namespace) -> int:
     if run_all(first, gpus, until, expected_s, finished) or first:  # it failed, or was left out
         return 1
     if not options.no_tasks:
-        offline.build([options.data], options.out / OFFLINE)
+        offline.build_tasks([options.data], options.out / OFFLINE)
     found = next(record for record in records if record["name"] == SENSITIVITY)
     waiting = todo(named_points(options, points(options, recipe, choices(found))))
     failed = run_all(waiting, gpus, until, expected_s, finished)
@@ -321,7 +321,7 @@ def measure(options: argparse.Namespace) -> int:
     gc.collect()
     if options.offline is not None:
         result["tasks"] = tasks(model, folder, options)
-    curve = [e for e in metrics.read(options.model) if "loss" in e] if options.first else []
+    curve = [e for e in metrics.read_metrics(options.model) if "loss" in e] if options.first else []
     kept = ("step", "loss", "cross_entropy", "divergence")
     result |= {
         "make_s": round(made - since, 1),

@@ -24,7 +24,7 @@ from jobs import finish
 
 from ladder.bench import figures, results
 from ladder.bench.inference import page as inference
-from ladder.bench.inference.derive import by_case, derive, improvements
+from ladder.bench.inference.derive import by_case, derive_rows, improvements
 from ladder.bench.report import Link, PagePart, Text, page
 from ladder.cli import parse_words
 from ladder.files import make_folder, write_text
@@ -44,7 +44,7 @@ def latency() -> str:
     """Decode ms per token of an 8B by plan, beside the bounds."""
     members = [
         row
-        for row in derive(read(LATENCY))
+        for row in derive_rows(read(LATENCY))
         if row["point"].plan in ("standard", "ladder", "none")
         and (row["point"].model, row["point"].tp, row["point"].batch) == (MODEL, TP, BATCH)
     ]
@@ -61,7 +61,7 @@ def latency() -> str:
 
 def batches() -> str:
     """Tokens/s of a ladder over standard's, by batch size."""
-    rows = derive(read(BATCHES))
+    rows = derive_rows(read(BATCHES))
     names = {"push": "both with push", "async": "both with NCCL"}
     colours = {"push": figures.COLOURS["ladder"], "async": figures.COLOURS["hybrid"]}
     found = {reducer: improvements(rows, reducer) for reducer in names}
@@ -115,7 +115,7 @@ def quality_records() -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[
 
 
 def read(name: str) -> list[dict[str, Any]]:
-    return results.read(RESULTS / f"{name}.jsonl")
+    return results.read_results(RESULTS / f"{name}.jsonl")
 
 
 def machine(name: str) -> str:
@@ -150,7 +150,7 @@ def inference_pages(name: str, records: Sequence[dict[str, Any]]) -> list[Page]:
     for own, members in sittings.items():
         measured = [record for record in members if "check" in record]  # else of an older form
         started = [record for record in members if "cold" in record]
-        rows, machines = derive(measured), [record["machine"] for record in members]
+        rows, machines = derive_rows(measured), [record["machine"] for record in members]
         if (rows or started) and not repeats(members):
             text = inference.write_page(rows, started, machines)
             found.append(Page(own, inference.finding(rows, started), text))

@@ -187,7 +187,7 @@ def expected_s(each: Run, records: Sequence[dict[str, Any]]) -> float:
 
 def record(started: Started[Run]) -> dict[str, Any]:
     """The record of a finished run, from its metrics."""
-    each, found = started.job, metrics.read(started.job.folder)
+    each, found = started.job, metrics.read_metrics(started.job.folder)
     steps = [entry for entry in found if "loss" in entry]
     heldout = next(entry for entry in reversed(found) if "heldout_loss" in entry)
     parameters = sum(shape.numel() for shape in tensor_shapes(each.model).values())

@@ -10,9 +10,9 @@ from typing import Any
 
 from ladder.bench import figures
 from ladder.bench.inference.command import finished
-from ladder.bench.inference.derive import EXPLANATION, HEAD, by_case, cells, derive
+from ladder.bench.inference.derive import EXPLANATION, HEAD, by_case, cells, derive_rows
 from ladder.bench.inference.page import fastest
-from ladder.bench.inference.points import describe
+from ladder.bench.inference.points import describe_case
 from ladder.bench.report import NO_FIGURES, Aside, Figure, Heading, PagePart, Table, Text, page
 from ladder.models.errors import UserError
 
@@ -110,14 +110,14 @@ def latency_rows(
         raise UserError(f"no results at {file}; `ladder bench inference` writes inference.jsonl")
     wanted = (model, layers, T, 1, True)
     found, records = [], list(finished(file).values())
-    for row in derive(records):
+    for row in derive_rows(records):
         point = row["point"]
         same = (point.model, point.layers, point.tp, point.batch, point.p2p) == wanted
         if same and point.degree in (0, T):
             found.append(row)
     cases = by_case(found)
     if len(cases) != 1:
-        known = "; ".join(describe(case) for case in cases) or "none"
+        known = "; ".join(describe_case(case) for case in cases) or "none"
         raise UserError(
             f"{file} must hold one case of {model}, {layers} layers, TP {T}, batch 1; it holds "
             f"{known}: run `ladder bench inference --model {model} --nproc {T}` with a new --out"
@@ -136,7 +136,7 @@ def write_page(
     """
     groups, best = by_plan(records), fastest(latency)
     places = positions(groups, best)
-    step = describe(latency[0]["point"])
+    step = describe_case(latency[0]["point"])
     drawn: PagePart = NO_FIGURES
     if figures.available():
         what = "A dot a seed. Lower is better, left is faster."

@@ -123,7 +123,7 @@ def launch(
         kernel[grid](*args, PDL=dependent, num_warps=num_warps, launch_pdl=dependent, **meta)
 
 
-def check(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
     """Raise UserError unless `tensor` has that shape, is contiguous, and is on `like`'s device."""
     if tuple(tensor.shape) != shape:
         raise UserError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}")

@@ -33,7 +33,7 @@ def facts(gpu: str) -> dict[str, Any]:
     """The fields of every record: the machine, versions and command."""
     return {
         "gpu": gpu,
-        "driver": driver(),
+        "driver": driver_version(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "ladder": __version__,
@@ -46,7 +46,7 @@ def facts(gpu: str) -> dict[str, Any]:
     }
 
 
-def driver() -> str:
+def driver_version() -> str:
     """The NVIDIA driver's version, or `unknown`."""
     path = Path("/sys/module/nvidia/version")
     return path.read_text(encoding="utf-8").strip() if path.is_file() else "unknown"

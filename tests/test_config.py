@@ -11,7 +11,7 @@ import torch
 
 from ladder.config import apply_overrides, find, load_mapping, load_plan, model_config
 from ladder.data.tokenizer import train_tokenizer
-from ladder.infer.sampling import Sampling, choose, draws
+from ladder.infer.sampling import Sampling, choose_tokens, draws
 from ladder.models import UserError, resolve_plan
 from ladder.train import metrics
 
@@ -86,9 +86,9 @@ def test_a_damaged_line_of_metrics_is_named(tmp_path: Path, line: str) -> None:
     text = f'{{"step": 1}}\n{line}\n{{"step": 3}}\n'
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=r"metrics\.jsonl, line 2 is"):
-        metrics.read(tmp_path)
+        metrics.read_metrics(tmp_path)
     path.write_bytes(f'{{"step": 1}}\n{line}'.encode("latin-1"))  # torn: not an error
-    assert metrics.read(tmp_path) == [{"step": 1}]
+    assert metrics.read_metrics(tmp_path) == [{"step": 1}]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**43, 2**63 - 1])
@@ -102,7 +102,7 @@ def test_large_seeds_draw(seed: int) -> None:
 def test_chances_that_overflow_are_no_token() -> None:
     """The logits are finite; divided by the temperature they are not."""
     logits = torch.tensor([[1e37, 1.0, 0.0], [1.0, 2.0, 0.0]])
-    first, second = choose(logits, torch.zeros(2), Sampling(1e-5)).tolist()
+    first, second = choose_tokens(logits, torch.zeros(2), Sampling(1e-5)).tolist()
     assert (first, second) == (-1, 1)
 
 

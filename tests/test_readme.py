@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ladder.bench.inference.points import load_suite
+from ladder.bench.inference.points import load_option_sets
 from ladder.bench.training.points import parse_layout
 from ladder.cli import main, make_parser
 from ladder.parallel import launch
@@ -149,7 +149,7 @@ def test_every_command_is_parsed(
         if given[0] in TRAINING and not given[1].endswith(".json"):
             load_train_config(given[1], [word for word in given[2:] if re.match(r"[\w.]+=", word)])
         if "--suite" in given:
-            load_suite(given[given.index("--suite") + 1], {})
+            load_option_sets(given[given.index("--suite") + 1], {})
         if "--layouts" in given:
             rest = given[given.index("--layouts") + 1 :]
             for layout in rest[: next((i for i, w in enumerate(rest) if "--" in w), None)]:

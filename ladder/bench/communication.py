@@ -24,7 +24,7 @@ from ladder.comm.push import PushAllReduce, reference_all_reduce
 from ladder.comm.two_shot import TwoShotAllReduce
 from ladder.config import DTYPES
 from ladder.files import check_writable, make_folder
-from ladder.infer.graphs import record
+from ladder.infer.graphs import capture_graph
 from ladder.models.errors import UserError, unknown
 from ladder.parallel import launch
 from ladder.parallel.dispatch import Dispatch, derive, read_table, size_text, write_table
@@ -100,7 +100,7 @@ def candidates(
     return found
 
 
-def check(name: str, candidate: Candidate, group: Any) -> None:
+def check_sums(name: str, candidate: Candidate, group: Any) -> None:
     """Raise RuntimeError, on every rank, unless repeated sums in a graph are correct.
 
     Our sums must equal the float32 sum in rank order, rounded once. The others may differ from it
@@ -121,7 +121,7 @@ def check(name: str, candidate: Candidate, group: Any) -> None:
         source.copy_(partial)
         return candidate.call()
 
-    graph, total = record(work)
+    graph, total = capture_graph(work)
     wrong = torch.zeros((), device=source.device)
     for _ in range(3):
         total.fill_(torch.nan)
@@ -146,7 +146,7 @@ def measure(found: Mapping[str, Candidate], group: Any) -> dict[str, list[float]
 
         return work
 
-    graphs = {name: record(calls(candidate))[0] for name, candidate in found.items()}
+    graphs = {name: capture_graph(calls(candidate))[0] for name, candidate in found.items()}
     times: dict[str, list[float]] = {name: [] for name in found}
     for turn in range(ROUNDS + 1):  # the first warms up
         for name, graph in graphs.items():
@@ -244,7 +244,7 @@ def main(options: Any) -> int:
     for size in sorted(set(options.sizes)):
         found = candidates(size, dtype, group, device, two_shot)
         for name, candidate in found.items():
-            check(name, candidate, group)
+            check_sums(name, candidate, group)
         times = {}
         for name, each in measure(found, group).items():
             slowest = torch.tensor(each, dtype=torch.float64, device=device)

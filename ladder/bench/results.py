@@ -12,7 +12,7 @@ from ladder.models.errors import UserError
 RENAMED = {"dropped": "no_comm", "silent": "no_comm", "without_reduces": "no_comm"}
 
 
-def read(file: Path) -> list[dict[str, Any]]:
+def read_results(file: Path) -> list[dict[str, Any]]:
     """The records of a file. Raises UserError if a line is not JSON."""
     records = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):

@@ -113,7 +113,7 @@ class Overlap:
     top: tuple[tuple[str, int, float, float], ...]
 
 
-def kind_of(name: str) -> str:
+def kernel_kind(name: str) -> str:
     """The kind of a kernel: ours declare it (`ladder.jit.kernel`), others have it by KINDS."""
     if name in jit.KERNELS:
         return jit.KERNELS[name]
@@ -159,7 +159,7 @@ def overlap(events: Iterable[Kernel]) -> Overlap:
     by_kind: dict[str, list[Kernel]] = defaultdict(list)
     by_name: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
-        by_kind[kind_of(kernel.name)].append(kernel)
+        by_kind[kernel_kind(kernel.name)].append(kernel)
         by_name[kernel.name].append(kernel.end - kernel.start)
     times = {kind: [(k.start, k.end) for k in found] for kind, found in by_kind.items()}
     computing = union(times.get(COMPUTATION, []) + times.get(BOTH, []))
@@ -212,7 +212,7 @@ def kernels_of(trace: Iterable[Mapping[str, Any]], phase: str) -> list[Kernel]:
     ]
 
 
-def describe(phase: str, found: Overlap, steps: int = 1) -> str:
+def describe_trace(phase: str, found: Overlap, steps: int = 1) -> str:
     """The figures as lines of text, per step."""
     reduces, each = len(found.reduces), f" a step (mean of {steps})" if steps > 1 else ""
     lines = [
@@ -243,7 +243,7 @@ def describe(phase: str, found: Overlap, steps: int = 1) -> str:
     return "\n".join(lines)
 
 
-def record(
+def record_trace(
     phases: Mapping[str, Callable[[], object]],
     device: torch.device,
     file: Path | None,
@@ -311,17 +311,17 @@ def profile(
 ) -> tuple[str, dict[str, Overlap]]:
     """Trace the phases; every rank must call this.
 
-    steps: the number of steps in a phase, 1 by default. head_start: see `record`. out: the trace
-    that rank 0 writes, NAME.json.gz, for https://ui.perfetto.dev; NAME.figures.json beside it has
-    the `Overlap` of each phase. Returns the figures as text and by phase on rank 0, and empty ones
-    on the others. Raises UserError if the profiler saw no kernel.
+    steps: the number of steps in a phase, 1 by default. head_start: see `record_trace`. out: the
+    trace that rank 0 writes, NAME.json.gz, for https://ui.perfetto.dev; NAME.figures.json beside it
+    has the `Overlap` of each phase. Returns the figures as text and by phase on rank 0, and empty
+    ones on the others. Raises UserError if the profiler saw no kernel.
     """
     assert out.name.endswith(".json.gz"), out
     if launch.rank() != 0:
-        record(phases, device, None, head_start)
+        record_trace(phases, device, None, head_start)
         return "", {}
     make_folder(out.parent)
-    record(phases, device, out, head_start)
+    record_trace(phases, device, out, head_start)
     trace = read_trace(out)
     found = {phase: overlap(kernels_of(trace, phase)) for phase in phases}
     if not all(each.span for each in found.values()):
@@ -333,5 +333,5 @@ def profile(
     figures = {phase: {"steps": counts[phase], **asdict(each)} for phase, each in found.items()}
     figures_file = out.with_name(out.name.removesuffix(".json.gz") + ".figures.json")
     write_text(figures_file, json.dumps(figures, indent=1) + "\n")
-    lines = [describe(phase, each, counts[phase]) for phase, each in found.items()]
+    lines = [describe_trace(phase, each, counts[phase]) for phase, each in found.items()]
     return "\n".join([f"trace: {out}", *lines]), found

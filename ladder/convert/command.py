@@ -35,7 +35,7 @@ from ladder.checkpoint import (
     write_tensors,
 )
 from ladder.config import load_plan
-from ladder.convert.verify import cannot_compare, checksum, compare_logits, verify_checksums
+from ladder.convert.verify import cannot_compare, compare_logits, tensor_checksum, verify_checksums
 from ladder.convert.weights import make, recipes
 from ladder.data.tokenizer import TOKENIZER_CONFIG, load_tokenizer, tokenizer_file
 from ladder.files import check_writable, new_folder, refuse_inside, write_text
@@ -118,7 +118,7 @@ def convert(
         def fetcher(recipe: Any) -> Callable[[], Tensor]:
             def fetch() -> Tensor:
                 value = make(recipe, reader)
-                sums[recipe.name] = checksum(value)
+                sums[recipe.name] = tensor_checksum(value)
                 advance(recipe.name)
                 return value
 

@@ -25,7 +25,7 @@ ROWS = 1024  # vocabulary of the part that is compared of a larger model
 TOLERANCE = 1e-4  # relative to the largest logit, in float32
 
 
-def checksum(value: Tensor) -> str:
+def tensor_checksum(value: Tensor) -> str:
     """The SHA-256 of a tensor's type, shape and bytes."""
     found = hashlib.sha256(f"{value.dtype} {list(value.shape)} ".encode())
     found.update(value.contiguous().flatten().view(torch.uint8).numpy())
@@ -42,7 +42,7 @@ def verify_checksums(
     reader = TensorReader(folder, WEIGHTS)
     wrong = sorted(set(reader.files) ^ set(sums))
     for name in sums:
-        if name not in wrong and checksum(reader.whole(name)) != sums[name]:
+        if name not in wrong and tensor_checksum(reader.whole(name)) != sums[name]:
             wrong.append(name)
         reader.close()
         on_tensor(name)

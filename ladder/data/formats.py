@@ -65,7 +65,7 @@ class FilePart(NamedTuple):
     size: int = 0
 
 
-def size_of(source: Source) -> int:
+def file_size(source: Source) -> int:
     """The file's size in bytes. Raises UserError for a file that cannot be read."""
     with _readable(source.path):
         return source.path.stat().st_size
@@ -78,7 +78,7 @@ def cut(
 
     Returns the part, and the number of lines or rows before the next part (None: no next part).
     """
-    size = size_of(source)
+    size = file_size(source)
     with _readable(source.path):
         if source.path.suffix == ".jsonl":
             return _cut_lines(source, start, number, room, size)
@@ -87,7 +87,7 @@ def cut(
     return FilePart(source, size=size), None
 
 
-def read(part: FilePart, field: Field) -> Iterator[Document]:
+def read_documents(part: FilePart, field: Field) -> Iterator[Document]:
     """The documents of a part that are not empty, in order; one is in memory at a time.
 
     Raises UserError for a file that cannot be read, text that is not UTF-8, a broken line or row.

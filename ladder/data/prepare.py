@@ -32,7 +32,7 @@ import tokenizers
 
 from ladder.data import units as cutting
 from ladder.data.chat import EncodeChat
-from ladder.data.formats import Field, Source, size_of
+from ladder.data.formats import Field, Source, file_size
 from ladder.data.index import INDEX, STORED, TOKEN_BYTES, VERSION
 from ladder.data.shards import KEPT, Unfinished, unfinished
 from ladder.data.sources import SPLITS, Names, find_sources, heldout_below
@@ -110,7 +110,7 @@ def prepare(
         description.pop("text_field", None)
     if max_tokens is not None:
         description["max_tokens"] = max_tokens
-    sizes = [None if isinstance(source, Stream) else size_of(source) for source in sources]
+    sizes = [None if isinstance(source, Stream) else file_size(source) for source in sources]
     arguments = {
         **description,
         "shard_tokens": shard_tokens,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ladder.data.formats import Document, Field, FilePart, Source, read
+from ladder.data.formats import Document, Field, FilePart, Source, read_documents
 from ladder.data.streams import SCHEME, Stream, parse_stream
 from ladder.models.errors import UserError, unknown
 from ladder.progress import Progress
@@ -247,4 +247,4 @@ def _standard_library() -> list[Source]:
 def _read(sources: Iterable[Source], field: Field) -> Iterator[Document]:
     """The documents that are not empty, in order; one is in memory at a time."""
     for source in sources:
-        yield from read(FilePart(source), field)
+        yield from read_documents(FilePart(source), field)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ladder.data.formats import Document, Field, FilePart, Source, cut, read
+from ladder.data.formats import Document, Field, FilePart, Source, cut, read_documents
 from ladder.data.streams import Reader, Stream
 
 UNIT = 2**23  # bytes of text: seconds of work, which a process loses when it is interrupted
@@ -41,7 +41,7 @@ class Unit(NamedTuple):
     def read(self, field: Field) -> Iterator[Document]:
         yield from self.documents
         for part in self.parts:
-            yield from read(part, field)
+            yield from read_documents(part, field)
 
 
 def units(sources: Sequence[Source | Stream], field: Field, cursor: Cursor) -> Iterator[Unit]:

@@ -127,7 +127,9 @@ def _say(step: str, text: str) -> None:
 
 def _speed(run: Path) -> float:
     """The median training speed over the run's log intervals, in tokens/s."""
-    speeds = sorted(r["tokens_per_second"] for r in metrics.read(run) if "tokens_per_second" in r)
+    speeds = sorted(
+        r["tokens_per_second"] for r in metrics.read_metrics(run) if "tokens_per_second" in r
+    )
     return float(speeds[len(speeds) // 2])
 
 
@@ -181,7 +183,7 @@ def _page(
 ) -> str:
     lines = {}
     for plan in results:
-        records = [r for r in metrics.read(out / plan) if "loss" in r]
+        records = [r for r in metrics.read_metrics(out / plan) if "loss" in r]
         losses = [r["loss"] for r in records]
         smooth = [sum(losses[i : i + SMOOTH]) / SMOOTH for i in range(len(losses) - SMOOTH + 1)]
         lines[plan] = ([r["tokens"] for r in records[SMOOTH - 1 :]], smooth)

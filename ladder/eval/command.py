@@ -99,7 +99,7 @@ def _load_tasks(
     index = tasks = None
     if launch.rank() == 0:
         if data is not None:
-            index = offline.build(options.text, data, [each.task for each in chosen])
+            index = offline.build_tasks(options.text, data, [each.task for each in chosen])
         if index and index.get("definitions") == "the standard library":
             print("local_definitions: of the standard library; --text defines too few words")
         tasks = suites.load(chosen, data, options.include_path)

@@ -55,7 +55,7 @@ COPIES, LIST = 100, 10  # words of a list
 SUMS, SHOTS, LARGEST = 100, 4, 50
 
 
-def build(
+def build_tasks(
     paths: Sequence[str] | None, out: Path, tasks: Collection[str] = tuple(TASKS)
 ) -> dict[str, Any]:
     """Write the data of the `tasks` into the folder `out`, and return its index.
@@ -214,7 +214,7 @@ def _arithmetic() -> list[dict[str, Any]]:
 # ---- functions that the task configs refer to ------------------------------------------------
 
 
-def read(folder: str, file: str, **_: Any) -> dict[str, Any]:
+def read_task(folder: str, file: str, **_: Any) -> dict[str, Any]:
     """The data of a task for lm-evaluation-harness: one split, `test`."""
     import datasets
 

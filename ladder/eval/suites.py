@@ -94,8 +94,8 @@ def load(
 ) -> dict[str, dict[str, Any]]:
     """The tasks with their documents, as the argument of the harness's `evaluate`.
 
-    data: the folder that `ladder.eval.offline.build` wrote, for our own tasks. include: a folder of
-    further tasks, which replace tasks of the same names.
+    data: the folder that `ladder.eval.offline.build_tasks` wrote, for our own tasks. include: a
+    folder of further tasks, which replace tasks of the same names.
 
     Raises UserError for an unknown task, and for one that cannot be loaded or run.
     """

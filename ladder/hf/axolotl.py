@@ -25,9 +25,9 @@ from ladder.hf.axolotl_options import (
     CONFIG_CLASS,
     WITH_ADAPTERS,
     Planned,
-    check,
-    check_keys,
+    check_options,
     check_plugins,
+    check_yaml_keys,
 )
 from ladder.models.errors import UserError
 
@@ -71,8 +71,8 @@ class LadderPlugin(BasePlugin):
         """
         check_plugins(cfg.get("plugins") or [], PluginManager.get_instance().plugins)
         if "model_config_type" not in cfg:  # with ray, Axolotl has already added keys of its own
-            check_keys(cfg, [merge_input_args()[1]], _command_line())
-        check(cfg)
+            check_yaml_keys(cfg, [merge_input_args()[1]], _command_line())
+        check_options(cfg)
         if cfg.get("adapter"):
             cfg.update(WITH_ADAPTERS)
         setattr(transformers, CONFIG_CLASS, Planned.of(cfg))

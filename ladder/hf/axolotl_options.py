@@ -57,7 +57,7 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 WRAPPED = {"Attention", "MLP"}
 
 
-def check(options: Mapping[str, Any]) -> None:
+def check_options(options: Mapping[str, Any]) -> None:
     """Raise UserError for a YAML's missing keys, and for options that our models do not support."""
     if options.get("cls_model_config") != CONFIG_CLASS:
         raise UserError(
@@ -128,7 +128,7 @@ def check_plugins(named: Iterable[str], loaded: Mapping[str, Any]) -> None:
             )
 
 
-def check_keys(
+def check_yaml_keys(
     given: Mapping[str, Any], schemas: Sequence[Any], also: Collection[str] = (), where: str = ""
 ) -> None:
     """Raise UserError for a key that Axolotl would ignore, also in the entries of data sets.
@@ -149,7 +149,7 @@ def check_keys(
             inner = {each for s in schemas for each in _models(s.model_fields[key].annotation)}
             for i, entry in enumerate(value if isinstance(value, list) else [value]):
                 if isinstance(entry, Mapping):
-                    check_keys(entry, sorted(inner, key=str), where=f"{key}[{i}].")
+                    check_yaml_keys(entry, sorted(inner, key=str), where=f"{key}[{i}].")
 
 
 def _models(annotation: Any) -> set[Any]:

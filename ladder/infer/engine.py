@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ladder.infer.cache import Cache
 from ladder.infer.fused import InferenceTransformer, can_fuse, fuse
-from ladder.infer.graphs import record
+from ladder.infer.graphs import capture_graph
 from ladder.infer.load import load_for_inference
 from ladder.infer.sampling import Sampling, choose_greedily, choose_parallel, draws
 from ladder.kernels.choice import GreedyChoice
@@ -122,7 +122,7 @@ class Session:
             return
         if width not in self.prompt_graphs:
             inputs = torch.zeros_like(padded, device=self.tokens.device)
-            graph, _ = record(lambda: self._prefill(inputs))
+            graph, _ = capture_graph(lambda: self._prefill(inputs))
             self.prompt_graphs[width] = graph, inputs, self.logits
             self.counter.zero_()  # the warm-up took steps of its own
             self.positions.copy_(lengths)
@@ -191,7 +191,7 @@ class Session:
 
     def capture(self) -> None:
         """Record `step` in a CUDA graph; what the warm-up steps write is overwritten by prefill."""
-        self.graph, _ = record(self._step)
+        self.graph, _ = capture_graph(self._step)
         self.graph_logits = self.logits
 
 

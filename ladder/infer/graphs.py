@@ -13,7 +13,7 @@ WARM_UP_STEPS = 2  # runs before a capture, which load kernels and make NCCL's b
 Result = TypeVar("Result")
 
 
-def record(work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+def capture_graph(work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
     """A CUDA graph of `work`, captured after warm-up runs, and the result of `work`."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

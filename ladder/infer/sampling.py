@@ -95,7 +95,7 @@ def _draw(reached: Tensor, aim: Tensor) -> Tensor:
     return below.sum(-1)
 
 
-def choose(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
+def choose_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
     """The next token of each sequence: logits [B, V], uniforms [B] in [0, 1) -> [B] int64.
 
     The result is -1 where a sequence's logits or probabilities are not finite. The host does not
@@ -118,18 +118,18 @@ def choose_parallel(
     reducer: Reducer,
     vocab_size: int,
 ) -> Tensor:
-    """`choose` for vocabulary-parallel logits [B, V_local] from token `first` on; temperature > 0.
+    """`choose_tokens` for vocabulary-parallel logits [B, V_local] from token `first` on.
 
-    Every process returns the same tokens, [B] int64, and does not wait for its device. The
-    communication per sequence:
+    The temperature is above 0. Every process returns the same tokens, [B] int64, and does not wait
+    for its device. The communication per sequence:
     - with top_k, with or without top_p: one gather of the min(top_k, V_local) best of each process;
     - with neither: a gather of two numbers of each process, and an all-reduce of the token;
     - with top_p only: the same, after a maximum and 8 all-reduces of 256 sums (2 KiB each), which
       find the set of tokens to keep, for any size of it.
 
-    The tokens equal those of `choose` unless a random number is within rounding (about 1e-7) of the
-    border between two tokens, or top_p of that between kept and dropped tokens, since the sums have
-    another order.
+    The tokens equal those of `choose_tokens` unless a random number is within rounding (about 1e-7)
+    of the border between two tokens, or top_p of that between kept and dropped tokens, since the
+    sums have another order.
     """
     assert sampling.temperature > 0, "choose_greedily is for temperature 0"
     if 0 < sampling.top_k < vocab_size:
@@ -234,7 +234,7 @@ def _unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def choose_greedily(logits: Tensor, first: int, reducer: Reducer) -> Tensor:
-    """`choose` at temperature 0 for vocabulary-parallel logits [B, V_local] from token `first` on.
+    """`choose_tokens` at temperature 0 for vocabulary-parallel logits [B, V_local].
 
     Each process sends two numbers per sequence instead of its logits. Of equal logits the lowest
     token wins, as in one process.

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.jit import (
-    check,
     check_dtype,
+    check_tensor,
     gdc_launch_dependents,
     gdc_wait,
     interpreted,
@@ -252,7 +252,7 @@ def check_cache(keys: Tensor, values: Tensor, positions: Tensor, like: Tensor) -
             raise UserError(
                 f"{name} is on {cache.device}, the rest on {like.device}; move it there"
             )
-    check("positions", positions, (batch,), like)
+    check_tensor("positions", positions, (batch,), like)
     if positions.dtype != torch.int64:
         raise UserError(f"positions is {positions.dtype}; expected torch.int64")
 
@@ -266,7 +266,7 @@ def check_extras(
         named[f"gains[{n}]"] = gain, head_dim
     for name, (tensor, size) in named.items():
         check_dtype(like=like, **{name: tensor})
-        check(name, tensor, (size,), like)
+        check_tensor(name, tensor, (size,), like)
 
 
 @torch.no_grad()
@@ -295,7 +295,7 @@ def decode_attention(
     """
     batch, kv_heads, length, head_dim = keys.shape
     check_dtype(qkv=qkv, keys=keys, values=values)
-    check("qkv", qkv, (batch, (num_heads + 2 * kv_heads) * head_dim), qkv)
+    check_tensor("qkv", qkv, (batch, (num_heads + 2 * kv_heads) * head_dim), qkv)
     check_cache(keys, values, positions, qkv)
     if num_heads % kv_heads or head_dim % 2:
         raise UserError(
@@ -307,7 +307,7 @@ def decode_attention(
             f"table is {table.dtype} {tuple(table.shape)}; expected torch.float32 [>= {length}, "
             f"{head_dim}]"
         )
-    check("table", table, (table.shape[0], head_dim), qkv)
+    check_tensor("table", table, (table.shape[0], head_dim), qkv)
     if arrived.dtype != torch.int32 or arrived.numel() < batch * kv_heads:
         raise UserError(
             f"arrived is {arrived.dtype} {tuple(arrived.shape)}; expected torch.int32 "

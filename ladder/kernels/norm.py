@@ -8,7 +8,7 @@ from typing import no_type_check
 import torch
 from torch import Tensor
 
-from ladder.jit import begin, check, check_dtype, kernel, launch, on_triton, tl, triton
+from ladder.jit import begin, check_dtype, check_tensor, kernel, launch, on_triton, tl, triton
 from ladder.models.errors import UserError
 
 MAX_ADDENDS, MAX_SIZE = 8, 16384
@@ -73,14 +73,14 @@ def _check(residual: Tensor, addends: Addends, weight: Tensor, out: Pair | None)
         raise UserError(f"{len(addends)} addends; add at most {MAX_ADDENDS} at a time")
     shape = (residual.shape[0], residual.shape[1])
     check_dtype(residual=residual, weight=weight)
-    check("residual", residual, shape, residual)
-    check("weight", weight, shape[1:], residual)
+    check_tensor("residual", residual, shape, residual)
+    check_tensor("weight", weight, shape[1:], residual)
     for n, (addend, _) in enumerate(addends):
         check_dtype(addend=addend)
-        check(f"addends[{n}]", addend, shape, residual)
+        check_tensor(f"addends[{n}]", addend, shape, residual)
     for name, tensor in zip(("out[0]", "out[1]"), out or (), strict=False):
         check_dtype(residual=residual, out=tensor)
-        check(name, tensor, shape, residual)
+        check_tensor(name, tensor, shape, residual)
 
 
 @torch.no_grad()

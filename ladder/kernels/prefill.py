@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder.jit import begin, check, check_dtype, kernel, launch, on_triton, tl, triton
+from ladder.jit import begin, check_dtype, check_tensor, kernel, launch, on_triton, tl, triton
 from ladder.kernels.attention import check_extras
 from ladder.kernels.norm import MAX_SIZE, Pair
 from ladder.models.errors import UserError
@@ -122,10 +122,10 @@ def land_rows(
     named |= {f"copies[{n}]": copy for n, copy in enumerate(copies)}
     named |= dict(zip(("out[0]", "out[1]"), out or (), strict=False))
     check_dtype(residual=residual, weight=weight, **named)
-    check("residual", residual, (rows, size), residual)
-    check("weight", weight, (size,), residual)
+    check_tensor("residual", residual, (rows, size), residual)
+    check_tensor("weight", weight, (size,), residual)
     for name, tensor in named.items():
-        check(name, tensor, (rows, size), residual)
+        check_tensor(name, tensor, (rows, size), residual)
     if not on_triton(residual):
         return land_rows_reference(pieces, residual, weight, eps, out, copies)
     landed, normed = (
@@ -180,7 +180,7 @@ def swiglu(packed: Tensor) -> Tensor:
         raise UserError(f"packed has shape {tuple(packed.shape)}; expected [M, 2 H]")
     rows, inner = packed.shape[0], packed.shape[1] // 2
     check_dtype(packed=packed)
-    check("packed", packed, (rows, 2 * inner), packed)
+    check_tensor("packed", packed, (rows, 2 * inner), packed)
     if not on_triton(packed):
         return swiglu_reference(packed)
     out = torch.empty(rows, inner, dtype=packed.dtype, device=packed.device)
@@ -295,7 +295,7 @@ def rotary_prompt(
         )
     batch, length, _ = packed.shape
     check_dtype(packed=packed, keys=keys, values=values)
-    check("packed", packed, (batch, length, heads * head_dim), packed)
+    check_tensor("packed", packed, (batch, length, heads * head_dim), packed)
     for name, cache in (("keys", keys), ("values", values)):
         expected = (batch, num_kv_heads, keys.shape[2], head_dim)
         if tuple(cache.shape) != expected or cache.shape[2] < length:
@@ -312,7 +312,7 @@ def rotary_prompt(
             f"table is {table.dtype} {tuple(table.shape)}; expected torch.float32 [>= {length}, "
             f"{head_dim}]"
         )
-    check("table", table, (table.shape[0], head_dim), packed)
+    check_tensor("table", table, (table.shape[0], head_dim), packed)
     check_extras(None, gains, packed, 0, head_dim)
     if not on_triton(packed):
         return rotary_prompt_reference(

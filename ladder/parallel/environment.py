@@ -15,7 +15,7 @@ def most_processes() -> int:
     return max(64, 4 * (os.cpu_count() or 1))
 
 
-def number(name: str, default: int) -> int:
+def whole_number(name: str, default: int) -> int:
     """The value of a variable, a whole number of 0 or more. Raises UserError for anything else."""
     text = os.environ.get(name, "")
     if not text:
@@ -27,13 +27,13 @@ def number(name: str, default: int) -> int:
     return int(text)
 
 
-def check() -> None:
+def check_environment() -> None:
     """Raise UserError unless the environment describes a rank of a job, or none.
 
     A mistake would otherwise hang, or go unnoticed: two processes that both take rank 0, say.
     """
-    own, world = number("RANK", 0), number("WORLD_SIZE", 1)
-    number("LOCAL_RANK", 0)
+    own, world = whole_number("RANK", 0), whole_number("WORLD_SIZE", 1)
+    whole_number("LOCAL_RANK", 0)
     if "WORLD_SIZE" not in os.environ and own:
         raise UserError(f"the environment has RANK={own} without WORLD_SIZE; {ALONE}")
     if own >= world:
@@ -53,7 +53,7 @@ def check() -> None:
                 f"the environment has WORLD_SIZE={world} without {name}; set it ({meaning}), or "
                 f"unset WORLD_SIZE to run as one process"
             )
-    if not 0 < number("MASTER_PORT", 0) < 2**16:
+    if not 0 < whole_number("MASTER_PORT", 0) < 2**16:
         raise UserError(
             f"the environment has MASTER_PORT={os.environ['MASTER_PORT']}; give a port from 1 to "
             f"{2**16 - 1}"
@@ -70,7 +70,7 @@ def no_meeting(error: Exception) -> UserError:
             f"job; set another port, the same on every rank"
         )
     return UserError(
-        f"rank {number('RANK', 0)} of {number('WORLD_SIZE', 1)} did not connect to the others "
-        f"at MASTER_ADDR={address}, MASTER_PORT={port} ({reason}); give every rank the address and "
-        f"the port of rank 0's machine, and a RANK of its own"
+        f"rank {whole_number('RANK', 0)} of {whole_number('WORLD_SIZE', 1)} did not connect to the "
+        f"others at MASTER_ADDR={address}, MASTER_PORT={port} ({reason}); give every rank the "
+        f"address and the port of rank 0's machine, and a RANK of its own"
     )

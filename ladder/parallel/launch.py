@@ -58,12 +58,12 @@ def _joined() -> Any:
 
 def world_size() -> int:
     dist = _joined()
-    return dist.get_world_size() if dist else environment.number("WORLD_SIZE", 1)
+    return dist.get_world_size() if dist else environment.whole_number("WORLD_SIZE", 1)
 
 
 def rank() -> int:
     dist = _joined()
-    return dist.get_rank() if dist else environment.number("RANK", 0)
+    return dist.get_rank() if dist else environment.whole_number("RANK", 0)
 
 
 def check_nproc(nproc: int) -> None:
@@ -323,8 +323,8 @@ def join(device: str = "auto") -> torch.device:
     if device not in ("cpu", "cuda"):
         raise UserError(f"--device={device} must be auto, cpu or cuda")
     if not dist.is_initialized():
-        environment.check()
-    local = environment.number("LOCAL_RANK", 0)
+        environment.check_environment()
+    local = environment.whole_number("LOCAL_RANK", 0)
     chosen = torch.device(device)
     if device == "cuda":
         if local >= torch.cuda.device_count():

@@ -79,7 +79,7 @@ class Metrics:
         if not enabled:
             return
         path = run / FILE
-        kept = [record for record in read(run) if record["step"] <= resumed]
+        kept = [record for record in read_metrics(run) if record["step"] <= resumed]
         write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
         self.file = path.open("a", encoding="utf-8", buffering=1)
         if tensorboard:
@@ -136,7 +136,7 @@ class Metrics:
         )
 
 
-def read(run: Path) -> list[dict[str, Any]]:
+def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The records of a run's metrics.jsonl, without an incomplete last line; [] without a file."""
     path = run / FILE
     if not path.is_file():

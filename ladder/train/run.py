@@ -24,8 +24,7 @@ from ladder.parallel.data import data_parallel, size_of
 from ladder.train import state
 from ladder.train.config import TrainConfig, refuse_changes
 from ladder.train.evaluate import check_heldout
-from ladder.train.metrics import check_packages, connect
-from ladder.train.metrics import read as read_metrics
+from ladder.train.metrics import check_packages, connect, read_metrics
 from ladder.train.start import Start, starting_point
 
 

@@ -19,7 +19,7 @@ from ladder.bench.inference.points import (
     Settings,
     counterpart,
     expand,
-    load_suite,
+    load_option_sets,
     resolve,
 )
 from ladder.cli import main
@@ -166,7 +166,7 @@ def test_a_plan_without_reduces_keeps_its_own_lags(plan: str) -> None:
 
 @pytest.mark.parametrize("name", SUITES)
 def test_suites_resolve(name: str) -> None:
-    settings = load_suite(name)
+    settings = load_option_sets(name)
     points = []
     for p2p in (True, False):
         for ranks in (1, 2, 4, 8, 16):
@@ -185,27 +185,29 @@ def test_suites_resolve(name: str) -> None:
 def test_the_suites_are_the_papers() -> None:
     assert SUITES == ["figure2", "figure3", "figure4", "table1", "table2", "table6"]
     for name in SUITES:
-        for each in load_suite(name):
+        for each in load_option_sets(name):
             assert (each.prompt, each.new_tokens) == (1024, 512)
             assert "standard" in each.chosen_plans
-    assert load_suite("table6")[0].batch == (64,)
-    assert load_suite("figure3")[0].tp == (16,)
-    assert load_suite("table2")[0].p2p == (True, False)
+    assert load_option_sets("table6")[0].batch == (64,)
+    assert load_option_sets("figure3")[0].tp == (16,)
+    assert load_option_sets("table2")[0].p2p == (True, False)
 
 
 def test_a_suite_with_a_wrong_key_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump([{"model": "tiny", "batches": [1]}]))
     with pytest.raises(UserError, match=r"'batches'.*'batch'"):
-        load_suite(str(file))
+        load_option_sets(str(file))
     file.write_text("model: tiny")
     with pytest.raises(UserError, match="list of option sets"):
-        load_suite(str(file))
+        load_option_sets(str(file))
     short = {"model": "tiny", "prompt": 8, "new_tokens": 4}
     file.write_text(yaml.safe_dump([short, {"model": "tiny"}]))
     with pytest.raises(UserError, match=r"set 2 of suite .*max_seq_len|set 2 of suite .*context"):
-        load_suite(str(file))
-    assert [s.batch for s in load_suite(str(file), {"prompt": 4, "new_tokens": 4, "batch": 3})] == [
+        load_option_sets(str(file))
+    assert [
+        s.batch for s in load_option_sets(str(file), {"prompt": 4, "new_tokens": 4, "batch": 3})
+    ] == [
         (3,),
         (3,),
     ]

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ladder.bench.inference import cold, measure
-from ladder.bench.inference.build import build, random_model
+from ladder.bench.inference.build import build_model, random_model
 from ladder.bench.inference.points import InferencePoint, Settings, expand, resolve
-from ladder.bench.inference.verify import EngineCheck, check, forced, reference, sequences
+from ladder.bench.inference.verify import EngineCheck, check_session, forced, reference, sequences
 from ladder.checkpoint import model_entries, write_config, write_tensors
 from ladder.infer.engine import Engine
 from ladder.infer.sampling import Sampling
@@ -38,7 +38,7 @@ def engine_check(
     if spoil is not None:
         with torch.no_grad():
             spoil(model)
-    return check(Engine(model).session(3, 9 + STEPS, Sampling()), expected)
+    return check_session(Engine(model).session(3, 9 + STEPS, Sampling()), expected)
 
 
 @pytest.mark.parametrize("plan", ["standard", "parallel", "ladder", "desync-4x", "dtp-1", "none"])
@@ -85,7 +85,7 @@ def test_a_wrong_choice_of_the_token_is_refused() -> None:
         session.out[1] = (session.out[1] + 1) % config.vocab_size
 
     session._choose = wrongly  # type: ignore[method-assign]
-    found = check(session, reference(random_model(config, "async", 1, CPU), 2, 9, STEPS))
+    found = check_session(session, reference(random_model(config, "async", 1, CPU), 2, 9, STEPS))
     assert found.disagreements > 0
     assert not found.passes
 
@@ -104,7 +104,7 @@ def test_a_second_run_that_differs_is_refused() -> None:
         prefill(*arguments)
 
     session.prefill = changing  # type: ignore[method-assign]
-    found = check(session, reference(random_model(config, "async", 1, CPU), 2, 9, STEPS))
+    found = check_session(session, reference(random_model(config, "async", 1, CPU), 2, 9, STEPS))
     assert found.error <= 2 * found.plain_error
     assert not found.repeats
     assert not found.passes
@@ -130,7 +130,7 @@ def test_one_wrong_sequence_of_a_batch_is_refused() -> None:
         step()
 
     session.step = forgets  # type: ignore[method-assign]
-    assert not check(session, expected).passes
+    assert not check_session(session, expected).passes
 
 
 def test_no_error_allows_none() -> None:
@@ -211,13 +211,13 @@ def test_points_take_turns_and_wrong_ones_are_not_timed(monkeypatch: pytest.Monk
 
     built: dict[str, int] = {}
     monkeypatch.setattr(measure, "_round", noted)
-    monkeypatch.setattr(measure, "build", spoils)
+    monkeypatch.setattr(measure, "build_model", spoils)
     kept: list[Any] = []
 
     def busy(*_: Any) -> str:
         raise UserError("the profiler is busy")
 
-    monkeypatch.setattr(measure, "profile", busy)
+    monkeypatch.setattr(measure, "profile_session", busy)
     with pytest.raises(UserError, match="busy"):
         measure.measure(
             points, CPU, 1e12, 1e12, lambda _: Path("trace"), lambda *found: kept.append(found)
@@ -259,7 +259,7 @@ def checked_on_ranks(rank: int, world_size: int) -> tuple[list, EngineCheck, Eng
             with torch.no_grad():
                 model.model.layers[0].mlp.down_proj.weight.mul_(2)
         session = Engine(model).session(3, 9 + STEPS, Sampling())
-        found.append(check(session, expected))
+        found.append(check_session(session, expected))
     return shards(world_size), found[0], found[1]
 
 
@@ -299,7 +299,7 @@ def test_a_checkpoint_is_timed_with_its_own_plan(tmp_path: Path) -> None:
     ]
     assert resolve(points[0]).plan.sublayers == config.plan.sublayers
     alone = replace(points[0], tp=1)
-    built = {n: w for n, w, _ in local_parameters(build(alone, config, "async", CPU))}
+    built = {n: w for n, w, _ in local_parameters(build_model(alone, config, "async", CPU))}
     for name, parameter in model.named_parameters():
         assert torch.equal(built[name], parameter.detach().bfloat16()), name
     with pytest.raises(UserError, match="--layers"):
@@ -358,9 +358,9 @@ def test_a_wrong_fused_weight_is_refused() -> None:
     expected = reference(random_model(config, "async", 1, GPU), 2, 9, STEPS)
     model = random_model(config, "async", 1, GPU)
     session = Engine(model).session(3, 9 + STEPS, Sampling())
-    assert check(session, expected).passes
+    assert check_session(session, expected).passes
     model.model.layers[1].mlp.packed.mul_(1.5)
-    assert not check(session, expected).passes
+    assert not check_session(session, expected).passes
 
 
 @pytest.mark.gpu

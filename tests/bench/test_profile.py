@@ -12,7 +12,7 @@ import torch
 
 from ladder import jit
 from ladder.bench import trace as tracing
-from ladder.bench.inference.profile import DECODE_STEPS, profile
+from ladder.bench.inference.profile import DECODE_STEPS, profile_session
 from ladder.bench.trace import (
     BOTH,
     COMMUNICATION,
@@ -20,9 +20,9 @@ from ladder.bench.trace import (
     LANDING,
     TRANSFER,
     Kernel,
-    describe,
+    describe_trace,
+    kernel_kind,
     kernels_of,
-    kind_of,
     overlap,
     read_trace,
 )
@@ -60,12 +60,12 @@ NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul
     ],
 )
 def test_kernels_are_known_by_name(name: str, kind: str) -> None:
-    assert kind_of(name) == kind
+    assert kernel_kind(name) == kind
 
 
 def test_a_product_that_reduces_is_no_communication(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fused product counts as a computation, for any name of its kernel."""
-    assert kind_of("_gemm_all_reduce") == COMMUNICATION  # another's, told by its name
+    assert kernel_kind("_gemm_all_reduce") == COMMUNICATION  # another's, told by its name
     monkeypatch.setitem(jit.KERNELS, "_gemm_all_reduce", "both")
     found = overlap([Kernel("_gemm_all_reduce", 1, 0.0, 10.0), Kernel(NCCL, 2, 8.0, 12.0)])
     assert [(reduce.name, reduce.hidden) for reduce in found.reduces] == [(NCCL, 0.5)]
@@ -122,7 +122,7 @@ def test_fused_communication_is_reported_as_what_it_is() -> None:
         ]
     )
     assert (fused.reduces, fused.landing, fused.exposed) == ((), 3.0, 3.0)
-    text = describe("decode", fused, steps=2)
+    text = describe_trace("decode", fused, steps=2)
     assert "communication kernels: none" in text
     assert "landing kernels 1.5 us" in text
     assert "hidden" not in text
@@ -143,7 +143,7 @@ def test_the_lines_give_figures_per_step() -> None:
     found = overlap(
         [Kernel("gemm", 1, 0.0, 80.0), Kernel(NCCL, 2, 0.0, 40.0), Kernel(NCCL, 2, 60.0, 100.0)]
     )
-    lines = describe("decode", found, steps=4).splitlines()
+    lines = describe_trace("decode", found, steps=4).splitlines()
     assert lines[0] == "decode: 25.0 us a step (mean of 4), GPU idle 0.0 us, 2 streams"
     assert "0.5 communication kernels, 20.0 us, 75% of it under computation" in lines[1]
     assert "median 75%, least 50%, most 100%); exposed 5.0 us" in lines[1]
@@ -183,7 +183,7 @@ def test_a_real_trace(tmp_path: Path) -> None:
     session.step = lambda: (calls.append("step"), originals[1]())[1]  # type: ignore
     file = tmp_path / "trace.json.gz"
     with pytest.raises(UserError, match="no GPU kernels in"):
-        profile(session, prompts, uniforms, file)
+        profile_session(session, prompts, uniforms, file)
     assert calls == 2 * (["prefill"] + DECODE_STEPS * ["step"])
     trace = read_trace(file)
     assert kernels_of(trace, "prefill") == kernels_of(trace, "decode") == []
@@ -197,15 +197,15 @@ def test_a_real_trace(tmp_path: Path) -> None:
 
 
 def test_the_report_and_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = tracing.record
+    record = tracing.record_trace
 
     def recorded(*args: Any) -> None:
         record(*args)
         with_kernels(args[2])
 
-    monkeypatch.setattr(tracing, "record", recorded)
+    monkeypatch.setattr(tracing, "record_trace", recorded)
     out = tmp_path / "new" / "ladder-push.json.gz"
-    text = profile(*session_for(make("ladder", None)), out)
+    text = profile_session(*session_for(make("ladder", None)), out)
     assert text.startswith(f"trace: {out}\nprefill: 31.0 us, GPU idle 0.0 us, 2 streams\n")
     assert "decode: 7.8 us a step (mean of 4)" in text
     figures = json.loads((out.parent / "ladder-push.figures.json").read_text())
@@ -216,7 +216,7 @@ def test_the_report_and_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def on_rank(rank: int, world: int, folder: str) -> str:
     session, prompts, uniforms = session_for(make("ladder", None, tp_mesh(world)))
     try:
-        return profile(session, prompts, uniforms, Path(folder) / f"{rank}.json.gz")
+        return profile_session(session, prompts, uniforms, Path(folder) / f"{rank}.json.gz")
     except UserError as error:
         return str(error)
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from ladder.bench.inference.derive import derive, improvements, pareto, text_table
+from ladder.bench.inference.derive import derive_rows, improvements, pareto, text_table
 from ladder.bench.inference.page import write_page
-from ladder.bench.results import read
+from ladder.bench.results import read_results
 from tests.bench.records import POINT, record
 
 
 def rows(*records: Any) -> dict[tuple[str, str], Any]:
-    return {(row["point"].plan, row["point"].reducer): row for row in derive(records)}
+    return {(row["point"].plan, row["point"].reducer): row for row in derive_rows(records)}
 
 
 def test_ratios_by_hand() -> None:
@@ -60,12 +60,12 @@ def test_virtual_ranks_are_compared_with_their_own_kind() -> None:
     """T 4 on two ranks: not with what T 2 takes without communication, measured beside it."""
     virtual = replace(POINT, plan="ladder", tp=2, degree=4)
     pair = [replace(virtual, no_comm=True), replace(virtual, degree=0, no_comm=True)]
-    found = derive([record(virtual, 15.0), record(pair[0], 10.0), record(pair[1], 5.0)])
+    found = derive_rows([record(virtual, 15.0), record(pair[0], 10.0), record(pair[1], 5.0)])
     assert [row["prefill_exposed"] for row in found] == [pytest.approx(0.5)]
 
 
 def test_what_was_not_measured_is_left_blank() -> None:
-    (row,) = derive([record(replace(POINT, plan="ladder"))])
+    (row,) = derive_rows([record(replace(POINT, plan="ladder"))])
     for name in ("x_standard", "x_nccl", "x_none", "exposed", "ideal"):
         assert row[f"decode_{name}"] is None
     assert " - " in text_table([row])
@@ -76,7 +76,7 @@ def test_the_papers_figures_by_hand() -> None:
         point = replace(POINT, plan=plan, tp=tp, batch=batch, reducer=reducer)
         return record(point, total=total)
 
-    found = derive(
+    found = derive_rows(
         [
             case("standard", 4, 1, 100.0),
             case("standard", 4, 1, 150.0, "async"),
@@ -109,7 +109,7 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
         record(replace(POINT, batch=4, reducer="async"), decode=5.0, total=120.0),
         record(replace(POINT, batch=4, plan="ladder"), decode=4.0, total=90.0),
     ]
-    found = derive([*alone, *more])
+    found = derive_rows([*alone, *more])
     times = dict.fromkeys(("imports_s", "group_s", "weights_s", "capture_s", "prefill_s"), 2.0)
     started = [{"point": asdict(POINT), "cold": {**times, "total_s": 10.25}}]
     facts = {"gpu": "<none>", "gpus": 4, "command": "ladder bench"}
@@ -123,7 +123,7 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "10.25" in page
     assert "http" not in page.replace("http://www.w3.org", "")  # nothing is fetched
     assert page.count("<svg") == 3  # steps; best reducers; no case with NCCL alone; the frontier
-    assert write_page(derive(alone), [], []).count("<svg") == 1  # no curves of one batch size
+    assert write_page(derive_rows(alone), [], []).count("<svg") == 1  # no curves of one batch size
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     bare = write_page(found, [], [])
     assert "need matplotlib" in bare
@@ -138,8 +138,8 @@ def test_records_made_before_no_comm_had_its_name_are_read(tmp_path: Path) -> No
     old = json.dumps(new[0]).replace('"no_comm": ["', '"without_reduces": ["')
     file = tmp_path / "inference.jsonl"
     file.write_text(f"{old}\n{json.dumps(new[1])}\n".replace('"no_comm"', '"dropped"'))
-    assert read(file) == new
-    (row,) = derive(read(file))
+    assert read_results(file) == new
+    (row,) = derive_rows(read_results(file))
     assert row["prefill_exposed"] == pytest.approx(0.5)
     file.write_text('{"point": {"layout": "tp2", "silent": true}}\n')
-    assert read(file) == [{"point": {"layout": "tp2", "no_comm": True}}]
+    assert read_results(file) == [{"point": {"layout": "tp2", "no_comm": True}}]

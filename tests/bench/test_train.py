@@ -72,7 +72,7 @@ def calls(rank: int, world: int) -> dict[str, list[int]]:
             (point, *_) = points(options(layouts=[layout], plans=["ladder"]))
             point = TrainingPoint(**{**point.__dict__, "no_comm": no_comm})
             recipe = recipe_of(point)
-            model, _ = measure.build(point, recipe, 2, torch.device("cpu"))
+            model, _ = measure.training_model(point, recipe, 2, torch.device("cpu"))
             tokens = torch.randint(0, 100, (2, 64), generator=torch.Generator().manual_seed(1))
             with Dispatched() as mode:
                 model(tokens, tokens).mean().backward()
@@ -113,7 +113,7 @@ def test_a_trace_is_of_one_pass_forward_and_one_backward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With kernels put into the trace, as there is no GPU: what was hidden is said by pass."""
-    record = tracing.record
+    record = tracing.record_trace
 
     def recorded(phases: Any, device: Any, file: Path, head_start: float) -> None:
         record(phases, device, file, head_start)
@@ -129,9 +129,9 @@ def test_a_trace_is_of_one_pass_forward_and_one_backward(
                 ]
         file.write_bytes(gzip.compress(json.dumps(data).encode()))
 
-    monkeypatch.setattr(tracing, "record", recorded)
+    monkeypatch.setattr(tracing, "record_trace", recorded)
     (point,) = points(options(plans=["ladder"]))
-    live = measure.prepare(point, 4, torch.device("cpu"))
+    live = measure.prepare_point(point, 4, torch.device("cpu"))
     (result,) = measure.measure([live], 1, torch.device("cpu"))
     result["trace"] = measure.trace_passes(live, torch.device("cpu"), tmp_path)
     assert all(parameter.grad is None for parameter in live.model.parameters())

@@ -88,7 +88,7 @@ def test_points_are_made_measured_and_skipped(
     assert config.convert_layers == {"start_step": 0, "every": config.steps // 4}
     assert [len(each) for each in after["curve"]] == [4] * config.steps
     assert after["machine"]["command"].startswith(f"ladder finetune {standard}/recipe.json init=")
-    assert [e for e in metrics.read(run) if "heldout_loss" in e]
+    assert [e for e in metrics.read_metrics(run) if "heldout_loss" in e]
 
     for mark in out.glob("*.ran"):
         mark.unlink()

@@ -12,7 +12,7 @@ from ladder import checkpoint
 from ladder.cli import main
 from ladder.convert import verify
 from ladder.convert.command import convert
-from ladder.convert.verify import checksum, verify_checksums
+from ladder.convert.verify import tensor_checksum, verify_checksums
 from ladder.models import ModelConfig, UserError
 from tests.convert.folders import assert_refused, assert_same_bits, edit, save, tensors
 
@@ -127,7 +127,7 @@ def test_checksums_are_of_all_tensors_and_no_others(tmp_path: Path) -> None:
     """One more in the folder, one that is not there, one that was changed."""
     folder = save(tmp_path / "hf")
     whole = tensors(folder)
-    sums = {name: checksum(value) for name, value in whole.items()}
+    sums = {name: tensor_checksum(value) for name, value in whole.items()}
     told: list[str] = []
     verify_checksums(folder, sums, told.append)
     assert sorted(told) == sorted(whole)

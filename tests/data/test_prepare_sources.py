@@ -17,7 +17,7 @@ from ladder.cli import main
 from ladder.config import find
 from ladder.data import streams, units
 from ladder.data.config import load_prepare_config
-from ladder.data.formats import Field, cut, read
+from ladder.data.formats import Field, cut, read_documents
 from ladder.data.prepare import prepare
 from ladder.data.prepared import open_data
 from ladder.data.sources import Source, open_corpus
@@ -104,7 +104,7 @@ def test_no_more_than_some_rows_are_in_memory(tmp_path: Path) -> None:
     assert (part.start, part.stop, number) == (0, 1, 1)
     before = arrow.total_allocated_bytes()
     most = 0
-    for document in read(cut(source, Field("text"), 0, 0, 10**9)[0], Field("text")):
+    for document in read_documents(cut(source, Field("text"), 0, 0, 10**9)[0], Field("text")):
         most = max(most, arrow.total_allocated_bytes() - before)
         assert document.bytes == 500_000
     assert most < 2_000_000

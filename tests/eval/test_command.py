@@ -184,7 +184,7 @@ def test_data_that_a_task_cannot_use(
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "rows.jsonl").write_text(lines)
     (tmp_path / "rows.yaml").write_text(
-        "{task: rows, custom_dataset: !function ladder.eval.offline.read, dataset_kwargs: "
+        "{task: rows, custom_dataset: !function ladder.eval.offline.read_task, dataset_kwargs: "
         f"{{file: rows.jsonl, folder: {tmp_path}}}, test_split: test, output_type: loglikelihood, "
         "doc_to_text: 'Q: {{question}}', doc_to_target: '{{answer[:600]}}', metric_list: [{metric: "
         f"acc, aggregation: mean, higher_is_better: true}}], unsafe_code: {'UNSAFE' in lines}}}"

@@ -221,7 +221,7 @@ def test_the_harness_finds_what_it_does_in_transformers(
     reference = hugging_face(llama)
     expected = everything(reference)
     assert any(text for text in expected[2])
-    offline.build([str(texts)], tmp_path)
+    offline.build_tasks([str(texts)], tmp_path)
     their_figures = figures(reference, llama, tmp_path)
     assert len(their_figures) == 8
     for batch in (1, 3, 16):
@@ -242,7 +242,7 @@ def test_the_engine_finds_what_our_model_of_transformers_does(
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "model" / file).write_bytes((llama / file).read_bytes())
     data = tmp_path / "data"
-    offline.build([str(texts)], data)
+    offline.build_tasks([str(texts)], data)
     model = ours(tmp_path / "model", 3)
     assert model.model.config.plan.name == plan
     agree(everything(model), everything(reference))
@@ -273,7 +273,7 @@ def test_a_conversation_reads_as_in_transformers(llama: Path, texts: Path, tmp_p
     ):
         found = model.apply_chat_template(history, add_generation_prompt=prompt)
         assert found == reference.apply_chat_template(history, add_generation_prompt=prompt)
-    offline.build([str(texts)], tmp_path / "data", ["local_sums", "local_definitions"])
+    offline.build_tasks([str(texts)], tmp_path / "data", ["local_sums", "local_definitions"])
     tasks = suites.load([suites.SuiteTask("local_sums"), suites.SuiteTask("local_definitions")],
                         tmp_path / "data")  # fmt: skip
     found, expected = (
@@ -330,9 +330,9 @@ def test_every_model_sees_the_same_examples(llama: Path, texts: Path, tmp_path: 
     from lm_eval.tasks import TaskManager
 
     suites.require_lm_eval()
-    offline.build([str(texts)], tmp_path / "data")
+    offline.build_tasks([str(texts)], tmp_path / "data")
     (tmp_path / "task.yaml").write_text(
-        "{task: shots, custom_dataset: !function ladder.eval.offline.read, dataset_kwargs: "
+        "{task: shots, custom_dataset: !function ladder.eval.offline.read_task, dataset_kwargs: "
         "{file: arithmetic.jsonl}, test_split: test, fewshot_split: test, num_fewshot: 2, "
         "output_type: loglikelihood, doc_to_text: text, doc_to_target: answer, "
         "metric_list: [{metric: perplexity, aggregation: perplexity, higher_is_better: false}]}"

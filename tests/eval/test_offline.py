@@ -26,8 +26,8 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def test_the_offline_data_is_a_function_of_the_text(texts: Path, tmp_path: Path) -> None:
-    index = offline.build([str(texts)], tmp_path / "a")
-    assert offline.build([str(texts)], tmp_path / "b") == index
+    index = offline.build_tasks([str(texts)], tmp_path / "a")
+    assert offline.build_tasks([str(texts)], tmp_path / "b") == index
     assert index["documents"] == 4
     whole = {path.read_text(encoding="utf-8") for path in texts.iterdir()}
     assert {row["text"] for row in rows(tmp_path / "a", "heldout")} == {
@@ -62,7 +62,7 @@ def test_a_cloze_is_not_answered_by_length(tmp_path: Path) -> None:
         words = source.choices("abcdefghijklmnopqrstuvw", k=offline.PASSAGE // 2)
         words += [f"prolonged{source.randrange(1000)}" for _ in range(150)]
         (tmp_path / f"{i}.txt").write_text(" ".join(words) + "\n")
-    offline.build([str(tmp_path)], tmp_path / "out", ["local_cloze"])
+    offline.build_tasks([str(tmp_path)], tmp_path / "out", ["local_cloze"])
     found = rows(tmp_path / "out", "cloze")
     lengths = [[len(choice) for choice in row["choices"]] for row in found]
     longest = [
@@ -153,7 +153,7 @@ def test_a_text_is_asked_for_its_own_definitions(tmp_path: Path) -> None:
     said = "Return what number {} of all these functions was made to compute."
     code = "".join(f'def name{i:03}():\n    """{said.format(i + 500)}"""\n\n' for i in range(60))
     (tmp_path / "code.py").write_text(code)
-    index = offline.build([str(tmp_path)], tmp_path / "out", ["local_definitions"])
+    index = offline.build_tasks([str(tmp_path)], tmp_path / "out", ["local_definitions"])
     assert index["definitions"] == "the text"
     assert list(index["files"]) == ["definitions.jsonl"]
     assert len(rows(tmp_path / "out", "definitions")) == 60
@@ -165,7 +165,7 @@ def test_prepared_data_gives_its_held_out_documents(
     """Training documents, or text that is not the original's, would make the figures worthless."""
     prepare([texts], corpus, tmp_path / "data", heldout_fraction=0.5)
     held = open_corpus([texts], heldout_fraction=0.5).read("heldout")
-    offline.build([str(tmp_path / "data")], tmp_path / "out")
+    offline.build_tasks([str(tmp_path / "data")], tmp_path / "out")
     found = {row["text"] for row in rows(tmp_path / "out", "heldout")}
     assert found == {document.text[: offline.CHARACTERS] for document in held}
     assert 0 < len(found) < 4
@@ -174,7 +174,7 @@ def test_prepared_data_gives_its_held_out_documents(
 def test_too_little_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("a few words\n")
     with pytest.raises(UserError, match="holds too little text to build the task 'cloze'"):
-        offline.build([str(tmp_path / "short.txt")], tmp_path / "out")
+        offline.build_tasks([str(tmp_path / "short.txt")], tmp_path / "out")
 
 
 # ---- suites and tables --------------------------------------------------------------------------

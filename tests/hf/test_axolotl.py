@@ -20,7 +20,13 @@ pytest.importorskip("transformers")
 from ladder.checkpoint import load_model, read_config
 from ladder.config import load_plan
 from ladder.hf import LadderForCausalLM
-from ladder.hf.axolotl_options import WITH_ADAPTERS, Planned, check, check_keys, check_plugins
+from ladder.hf.axolotl_options import (
+    WITH_ADAPTERS,
+    Planned,
+    check_options,
+    check_plugins,
+    check_yaml_keys,
+)
 from ladder.models import UserError, resolve_plan
 from ladder.train.config import load_train_config
 from tests import ROOT
@@ -58,15 +64,19 @@ GOOD = {"cls_model_config": "LadderConfig", "attn_implementation": "sdpa", "micr
 )
 def test_what_axolotl_would_swallow_is_an_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check({**GOOD, **options})
+        check_options({**GOOD, **options})
 
 
 def test_what_is_for_our_models_is_none() -> None:
-    check(GOOD)
-    check({**GOOD, "tensor_parallel_size": 1, "adapter": None, "gradient_checkpointing": True})
-    check({**GOOD, "adapter": "lora", **WITH_ADAPTERS})
-    check({**GOOD, "model_type": "AutoModelForCausalLM", "model_config": {"eos_token_id": 3}})
-    check({**GOOD, "fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}})
+    check_options(GOOD)
+    check_options(
+        {**GOOD, "tensor_parallel_size": 1, "adapter": None, "gradient_checkpointing": True}
+    )
+    check_options({**GOOD, "adapter": "lora", **WITH_ADAPTERS})
+    check_options(
+        {**GOOD, "model_type": "AutoModelForCausalLM", "model_config": {"eos_token_id": 3}}
+    )
+    check_options({**GOOD, "fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}})
 
 
 def test_plugins_that_are_not_there_or_patch_other_models() -> None:
@@ -103,11 +113,11 @@ def test_keys_that_axolotl_would_ignore() -> None:
         datasets: list[DataSet | str] | None = None
 
     good = {"sample_packing": True, "model_type": "x", "fsdp_version": 2, "debug": False}
-    check_keys({**good, "datasets": [{"path": "x"}, "y"]}, [Schema], {"debug"})
+    check_yaml_keys({**good, "datasets": [{"path": "x"}, "y"]}, [Schema], {"debug"})
     with pytest.raises(UserError, match=r"sample_paking .* did you mean 'sample_packing'"):
-        check_keys({"sample_paking": True}, [Schema])
+        check_yaml_keys({"sample_paking": True}, [Schema])
     with pytest.raises(UserError, match=r"datasets\[0\]\.field_mesages .*'field_messages'"):
-        check_keys({"datasets": [{"field_mesages": "x"}]}, [Schema])
+        check_yaml_keys({"datasets": [{"field_mesages": "x"}]}, [Schema])
 
 
 def test_a_folder_under_the_yamls_plan(tmp_path: Path) -> None:
@@ -151,7 +161,7 @@ def test_adapters_are_for_plans_that_do_not_depend_on_t(tmp_path: Path) -> None:
 def test_the_papers_yaml() -> None:
     """As Ladder Residual 4.2.1, and as our own recipe of it."""
     options = yaml.safe_load(PAPER.read_text())
-    check(options)
+    check_options(options)
     ours = load_train_config("paper-sft", [])
     plans = [
         resolve_plan(load_plan(each), 32, None) for each in (options["ladder_plan"], ours.plan)

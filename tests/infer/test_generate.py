@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ladder.infer.engine import Completion, generate
-from ladder.infer.sampling import Sampling, choose, draws, probabilities
+from ladder.infer.sampling import Sampling, choose_tokens, draws, probabilities
 from ladder.models import UserError
 from tests.distributed import Pools, tp_mesh
 from tests.infer.engines import PLANS, make, prompts, without_cache
@@ -91,10 +91,10 @@ def test_probabilities_follow_their_definition() -> None:
 def test_draws_have_the_right_frequencies() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(4000, -1)
     uniforms = draws(Sampling(1.0, seed=1), 2, 4000)
-    chosen = choose(logits, uniforms[:, 0], Sampling(1.0))
+    chosen = choose_tokens(logits, uniforms[:, 0], Sampling(1.0))
     share = torch.bincount(chosen, minlength=4) / 4000
     assert (share - torch.tensor([0.5, 0.3, 0.15, 0.05])).abs().max() < 0.03  # 4 standard errors
-    only = choose(logits, uniforms[:, 1], Sampling(1.0, top_k=2))
+    only = choose_tokens(logits, uniforms[:, 1], Sampling(1.0, top_k=2))
     assert set(only.tolist()) == {0, 1}
 
 
@@ -102,14 +102,14 @@ def test_draws_at_the_edges_have_probability() -> None:
     """u = 0 must not pick a first token of probability 0, nor u near 1 such a last one."""
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).clamp(min=-1e4)
     for u, token in ((0.0, 1), (0.49, 1), (0.51, 2), (1 - 2**-24, 2)):
-        assert choose(logits, torch.tensor([u]), Sampling(1.0)).tolist() == [token]
+        assert choose_tokens(logits, torch.tensor([u]), Sampling(1.0)).tolist() == [token]
 
 
 def test_nan_never_becomes_a_token() -> None:
     """argmax of NaN is a token like any other; it must be an error."""
     logits = torch.tensor([[1.0, float("nan"), 0.0], [1.0, 2.0, 0.0]])
     for sampling in (Sampling(), Sampling(1.0), Sampling(1.0, top_k=2, top_p=0.9)):
-        first, second = choose(logits, torch.zeros(2), sampling).tolist()
+        first, second = choose_tokens(logits, torch.zeros(2), sampling).tolist()
         assert first == -1
         assert second >= 0
     model = make("ladder", None)

@@ -13,7 +13,7 @@ import torch
 
 from ladder.bench.inference.build import random_model
 from ladder.bench.inference.points import InferencePoint, resolve
-from ladder.bench.inference.verify import STEPS, check, reference
+from ladder.bench.inference.verify import STEPS, check_session, reference
 from ladder.config import build
 from ladder.infer.engine import Engine, Session, generate
 from ladder.infer.sampling import Sampling
@@ -210,7 +210,7 @@ def test_training_on_gpus_equals_the_cpu(
     there = settings | {"out": str(tmp_path / "gpu"), "tp": min(world, 2)}
     assert launch.run(train_on_gpus, (there,), nproc=world) == 0
     losses = [
-        [record["loss"] for record in metrics.read(tmp_path / run) if "loss" in record]
+        [record["loss"] for record in metrics.read_metrics(tmp_path / run) if "loss" in record]
         for run in ("cpu", "gpu")
     ]
     assert losses[1] == pytest.approx(losses[0], abs=1e-3)
@@ -300,7 +300,7 @@ def test_masked_training_on_a_gpu(corpus: Path, tmp_path: Path, wrapped: bool) -
             changes |= {"compile": True, "activation_checkpointing": "selective"}
         result = train(build(TrainConfig, settings | changes, "test recipe"), device=device)
         assert result is not None
-        records = [record for record in metrics.read(tmp_path / out) if "loss" in record]
+        records = [record for record in metrics.read_metrics(tmp_path / out) if "loss" in record]
         assert all(0 <= record["data_wait"] < 1 for record in records)
         found.append([*(record["loss"] for record in records), result.loss])
     assert found[1] == pytest.approx(found[0], rel=2e-2)
@@ -372,7 +372,7 @@ def check_on_gpus() -> int:
         with torch.inference_mode():
             for batch in (1, 3, 64):
                 expected = reference(exact, batch, 60, STEPS)
-                found = check(engine.session(batch, 60 + STEPS, Sampling()), expected)
+                found = check_session(engine.session(batch, 60 + STEPS, Sampling()), expected)
                 assert found.passes, (plan, batch, str(found))
                 assert found.compared == 2 * batch * (STEPS + 1)
     return 0

@@ -14,9 +14,9 @@ from ladder.infer.sampling import (
     _draw,
     _keys,
     _lowest_kept,
-    choose,
     choose_greedily,
     choose_parallel,
+    choose_tokens,
     draws,
     probabilities,
 )
@@ -78,8 +78,8 @@ def on_rank(rank: int, world: int, logits: Tensor, uniforms: Tensor) -> list[lis
 
 
 def assert_chosen(tokens: list[int], logits: Tensor, uniforms: Tensor, sampling: Sampling) -> None:
-    """`choose`'s tokens; where not, the draw lies on the border between the two."""
-    expected = choose(logits, uniforms, sampling).tolist()
+    """`choose_tokens`'s tokens; where not, the draw lies on the border between the two."""
+    expected = choose_tokens(logits, uniforms, sampling).tolist()
     chances = probabilities(logits.double(), sampling).double()
     ends = chances.cumsum(-1) / chances.sum(-1, keepdim=True)
     for b, (token, wanted, u) in enumerate(zip(tokens, expected, uniforms.tolist(), strict=True)):
@@ -99,10 +99,10 @@ def test_a_split_vocabulary_chooses_as_the_whole(pools: Pools, world: int) -> No
     if world > 1:
         answers = pools(world).run(on_rank, logits, uniforms)
     assert all(answer == answers[0] for answer in answers)  # bit for bit on every rank
-    assert answers[0][0] == choose(logits, uniforms, Sampling()).tolist()
+    assert answers[0][0] == choose_tokens(logits, uniforms, Sampling()).tolist()
     for tokens, sampling in zip(answers[0][1:], KINDS, strict=True):
         assert_chosen(tokens, logits, uniforms, sampling)
-        same = torch.tensor(tokens) == choose(logits, uniforms, sampling)
+        same = torch.tensor(tokens) == choose_tokens(logits, uniforms, sampling)
         assert same.sum() >= batch - 1, sampling  # no draw but one is near a border
 
 
@@ -194,7 +194,7 @@ def test_a_nucleus_that_is_met_exactly_takes_no_more() -> None:
         assert probabilities(logits, one)[0].tolist() == [0.5, 0.5, 0.0, 0.0]
     uniforms = torch.arange(8) / 8
     expected = [0] * 4 + [1] * 4
-    assert choose(logits, uniforms, sampling).tolist() == expected
+    assert choose_tokens(logits, uniforms, sampling).tolist() == expected
     found = choose_parallel(logits, 0, uniforms, sampling, Reducer(), 4)
     assert found.tolist() == expected
 
@@ -257,7 +257,7 @@ def test_of_equal_scores_top_k_keeps_the_lowest_tokens() -> None:
     zeros = torch.tensor([[-1.0, -0.0, 0.0, -0.0]])  # equal, though their bits are not
     for k, token in ((1, 1), (2, 2), (3, 3)):
         uniforms, sampling = torch.tensor([0.999]), Sampling(1.0, top_k=k)
-        assert choose(zeros, uniforms, sampling).tolist() == [token]
+        assert choose_tokens(zeros, uniforms, sampling).tolist() == [token]
         assert choose_parallel(zeros, 0, uniforms, sampling, Reducer(), 4).tolist() == [token]
 
 

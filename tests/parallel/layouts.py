@@ -29,7 +29,7 @@ Layouts = list[tuple[int, int, str]]
 
 
 def curve(run: Path) -> tuple[list[float], list[float]]:
-    found = [record for record in metrics.read(run) if "loss" in record]
+    found = [record for record in metrics.read_metrics(run) if "loss" in record]
     return [record["loss"] for record in found], [record["gradient_norm"] for record in found]
 
 

@@ -179,4 +179,4 @@ def test_compiled(corpus: Path, tmp_path: Path) -> None:
     train(compiled, device="cpu", resume=True)
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), abs=1e-4)
     assert weights(tmp_path / "compiled").keys() == weights(tmp_path / "plain").keys()
-    assert any("heldout_loss" in record for record in metrics.read(tmp_path / "compiled"))
+    assert any("heldout_loss" in record for record in metrics.read_metrics(tmp_path / "compiled"))

@@ -50,7 +50,7 @@ def recipe(corpus: Path, out: Path, **changes: Any) -> TrainConfig:
 
 
 def recorded(run: Path, name: str) -> list[float]:
-    return [record[name] for record in metrics.read(run) if name in record]
+    return [record[name] for record in metrics.read_metrics(run) if name in record]
 
 
 def losses(run: Path) -> list[float]:
@@ -61,7 +61,7 @@ def untimed(run: Path) -> list[dict[str, Any]]:
     """All that a run recorded, but for its speed, and when it saved."""
     records = [
         {name: value for name, value in record.items() if name not in TIMES}
-        for record in metrics.read(run)
+        for record in metrics.read_metrics(run)
     ]
     return [record for record in records if len(record) > 1]
 

@@ -81,7 +81,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(corpus: Path, tmp_path: 
     assert [each for each in events if each[0] == "step"] == [("step", n) for n in range(1, 5)]
     writes = [("writes", 2), ("writes", 2), ("writes", 4), ("writes", 4)]
     assert [each for each in events if each[0] == "writes"] == writes
-    found = {r["step"]: r["checkpoint_seconds"] for r in metrics.read(run) if len(r) == 2}
+    found = {r["step"]: r["checkpoint_seconds"] for r in metrics.read_metrics(run) if len(r) == 2}
     assert list(found) == [2, 4]
     assert found[4] > 0.2, "the second save did not wait"
     train(recipe(corpus, tmp_path / "short", steps=4), device="cpu", stop_after=2)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ladder.train.metrics import read
+from ladder.train.metrics import read_metrics
 from tests import ROOT
 from tests.distributed import PATIENCE
 from tests.train.runs import recipe
@@ -84,7 +84,7 @@ def test_a_job_that_is_preempted_goes_on(
     arguments = [str(tmp_path / "recipe.yaml"), "plan=ladder", f"out={run}"]
     job = start(arguments, slurm)
     limit = time.monotonic() + PATIENCE
-    while not (run / "metrics.jsonl").exists() or not read(run):
+    while not (run / "metrics.jsonl").exists() or not read_metrics(run):
         assert job.poll() is None, job.communicate()[0]
         assert time.monotonic() < limit
         time.sleep(0.05)
@@ -92,7 +92,7 @@ def test_a_job_that_is_preempted_goes_on(
     printed, _ = job.communicate(timeout=60)
     assert job.returncode == 0, printed
     assert "told to stop (SIGTERM)" in printed
-    steps = [record["step"] for record in read(run)]
+    steps = [record["step"] for record in read_metrics(run)]
     assert 0 < steps[-1] < 200
     assert (run / f"checkpoints/step-{steps[-1]:06d}").is_dir()
 
@@ -100,7 +100,7 @@ def test_a_job_that_is_preempted_goes_on(
     printed, _ = job.communicate(timeout=PATIENCE)
     assert job.returncode == 0, printed
     assert "held-out:" in printed
-    assert [r["step"] for r in read(run) if "heldout_loss" in r] == [200]
+    assert [r["step"] for r in read_metrics(run) if "heldout_loss" in r] == [200]
 
 
 def test_tasks_get_their_cores(tmp_path: Path, slurm: dict[str, str]) -> None:

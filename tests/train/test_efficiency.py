@@ -17,7 +17,7 @@ from ladder.models.errors import UserError
 from ladder.train.config import TrainConfig
 from ladder.train.efficiency import peak_flops
 from ladder.train.loop import train
-from ladder.train.metrics import Metrics, connect, read
+from ladder.train.metrics import Metrics, connect, read_metrics
 from tests.distributed import Pools
 
 
@@ -135,7 +135,7 @@ def test_the_speed_of_a_rank_is_recorded_everywhere(
         settings = {**SETTINGS, "data": str(corpus), "out": str(run), "tp": tp, "wandb": "mine",
                     "tensorboard": True}  # fmt: skip
         sent, _ = pools(2).run(recorded_everywhere, settings)
-        found = [record for record in read(run) if "loss" in record]
+        found = [record for record in read_metrics(run) if "loss" in record]
         assert len(found) == 2
         shares = [record[SHARE] for record in found]
         assert shares == [record["tokens_per_second"] / 2 for record in found]

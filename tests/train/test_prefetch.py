@@ -148,7 +148,7 @@ def test_the_share_of_waiting_is_recorded(
     monkeypatch.setattr(loop, "read_batch", slow)
     train(recipe(corpus, tmp_path / "slow", **settings), device="cpu")
     shares = {
-        name: [r["data_wait"] for r in metrics.read(tmp_path / name) if "data_wait" in r]
+        name: [r["data_wait"] for r in metrics.read_metrics(tmp_path / name) if "data_wait" in r]
         for name in ("fast", "slow")
     }
     assert all(0 <= share < 1 for each in shares.values() for share in each)

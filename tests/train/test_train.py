@@ -127,7 +127,11 @@ def test_parallel_training_equals_one_process(
     pools(world).run(run_on_ranks, settings, 3)
     assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "alone"), abs=1e-4)
     norms = [
-        [record["gradient_norm"] for record in metrics.read(tmp_path / run) if "loss" in record]
+        [
+            record["gradient_norm"]
+            for record in metrics.read_metrics(tmp_path / run)
+            if "loss" in record
+        ]
         for run in ("alone", "ranks")
     ]
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)
@@ -415,16 +419,21 @@ def test_a_host_that_is_a_step_ahead_trains_the_same(
     monkeypatch.setattr(loop, "take_step", told)
     assert train(run, device="cpu") is None
     assert [step for step, _ in checkpoints(tmp_path / "run")] == [4, 7]
-    assert [r["step"] for r in metrics.read(tmp_path / "run") if "loss" in r] == [2, 4, 6, 7]
+    assert [r["step"] for r in metrics.read_metrics(tmp_path / "run") if "loss" in r] == [
+        2,
+        4,
+        6,
+        7,
+    ]
     train(run, device="cpu", resume=True)
     found, whole = (
-        {r["step"]: r["loss"] for r in metrics.read(tmp_path / name) if "loss" in r}
+        {r["step"]: r["loss"] for r in metrics.read_metrics(tmp_path / name) if "loss" in r}
         for name in ("run", "whole")
     )
     assert found.pop(7)
     assert found == whole
     evaluated = [
-        [r["heldout_loss"] for r in metrics.read(tmp_path / name) if "heldout_loss" in r]
+        [r["heldout_loss"] for r in metrics.read_metrics(tmp_path / name) if "heldout_loss" in r]
         for name in ("run", "whole")
     ]
     assert evaluated[0] == evaluated[1]

@@ -66,7 +66,7 @@ def _fill(
         weight.normal_(0.0, scale, generator=generator)
 
 
-def build(
+def build_model(
     point: InferencePoint, config: ModelConfig, reducer: str, device: torch.device
 ) -> Transformer:
     """The model of a point in bfloat16; with a checkpoint's weights for the plan `checkpoint`."""

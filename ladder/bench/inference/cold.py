@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import torch
 
-from ladder.bench.inference.build import build
+from ladder.bench.inference.build import build_model
 from ladder.bench.inference.points import InferencePoint, resolve
 from ladder.comm.access import P2P_SWITCH
 from ladder.infer.engine import Engine
@@ -111,7 +111,7 @@ def child(point: InferencePoint, device_name: str = "cuda") -> int:
     device = launch.join(device_name)
     done("group")
     config = resolve(point)
-    model = build(point, config, point.reducer, device)
+    model = build_model(point, config, point.reducer, device)
     done("weights")
     with torch.inference_mode():
         engine = Engine(model)

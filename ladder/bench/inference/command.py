@@ -22,18 +22,18 @@ import torch
 
 from ladder.bench.floors import bandwidth, matrix_rate
 from ladder.bench.inference import cold
-from ladder.bench.inference.derive import EXPLANATION, by_point, derive, plain, text_table
+from ladder.bench.inference.derive import EXPLANATION, by_point, derive_rows, plain, text_table
 from ladder.bench.inference.measure import chunks, free_bytes, measure
 from ladder.bench.inference.page import write_page
 from ladder.bench.inference.points import (
     InferencePoint,
     Settings,
-    describe,
+    describe_case,
     expand,
-    load_suite,
+    load_option_sets,
     refuse_degree,
 )
-from ladder.bench.results import read
+from ladder.bench.results import read_results
 from ladder.comm.access import P2P_SWITCH, common_push_refusal, p2p_disabled
 from ladder.files import check_writable, make_folder, write_text
 from ladder.models.errors import UserError
@@ -119,7 +119,7 @@ def chosen(options: Any) -> list[Settings]:
     if "p2p" in given:
         given["p2p"] = [{"on": True, "off": False}[value] for value in given["p2p"]]
     if options.suite is not None:
-        return load_suite(options.suite, given)
+        return load_option_sets(options.suite, given)
     return [Settings.from_dict(given)]
 
 
@@ -161,11 +161,13 @@ def run_job(job: InferenceRun) -> int:
             if launch.from_first(time.time() > job.deadline):
                 _say(f"left out, the budget is spent: {'; '.join(map(str, part))}")
                 continue
-            _say(f"case {number} of {len(cases)}, {describe(case[0])}: {len(part)} side by side")
+            _say(
+                f"case {number} of {len(cases)}, {describe_case(case[0])}: {len(part)} side by side"
+            )
             keep = functools.partial(_keep, job, facts, done)
             _, refused = measure(part, device, speed, rate, traces, keep)
             wrong += refused
-        rows = derive([done[point] for point in case if point in done])
+        rows = derive_rows([done[point] for point in case if point in done])
         if rows and len(parts):
             _say(text_table(rows) + "\n")
     if launch.rank() == 0:
@@ -262,14 +264,14 @@ def finished(file: Path, kind: str = "check") -> dict[InferencePoint, dict[str, 
     """The finished points of a result file; records without `kind` are in an older format."""
     if not file.is_file():
         return {}
-    return by_point(record for record in read(file) if kind in record)
+    return by_point(record for record in read_results(file) if kind in record)
 
 
 def write_report(out: Path) -> None:
     """Write summary.json (derived rows) and the page from all records in the folder."""
     records = list(finished(out / RESULTS).values())
     started = list(finished(out / COLD, "cold").values())
-    rows = derive(records)
+    rows = derive_rows(records)
     machines = [record["machine"] for record in (*records, *started)]
     write_text(out / SUMMARY, json.dumps([plain(row) for row in rows], indent=1) + "\n")
     write_text(out / PAGE, write_page(rows, started, machines))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from ladder.bench.inference.points import InferencePoint, describe
+from ladder.bench.inference.points import InferencePoint, describe_case
 from ladder.plans import aligned
 
 Record = dict[str, Any]
@@ -30,7 +30,7 @@ def by_point(records: Iterable[Record]) -> dict[InferencePoint, Record]:
     return {InferencePoint(**record["point"]): record for record in records}
 
 
-def derive(records: Sequence[Record]) -> list[dict[str, Any]]:
+def derive_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     """One row for each point that is no counterpart, with its times and derived figures.
 
     Ratios to points that were not measured are None.
@@ -144,7 +144,7 @@ def by_case(rows: Iterable[dict[str, Any]]) -> dict[InferencePoint, list[dict[st
 def text_table(rows: Sequence[dict[str, Any]]) -> str:
     """A table of the rows of one case, as text."""
     lines = [HEAD, *(cells(row) for row in rows)]
-    shown = [describe(rows[0]["point"]), aligned(lines, left=2)]
+    shown = [describe_case(rows[0]["point"]), aligned(lines, left=2)]
     picked = [
         f"{row['point'].plan}, {row['point'].reducer} picked: "
         + ", ".join(f"{size} bytes {name}" for size, name in row["picked"].items())

@@ -15,10 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.bench.floors import prefill_floor_s
-from ladder.bench.inference.build import build
+from ladder.bench.inference.build import build_model
 from ladder.bench.inference.points import InferencePoint, counterpart, resolve
-from ladder.bench.inference.profile import profile
-from ladder.bench.inference.verify import STEPS, EngineCheck, Reference, check, reference, sequences
+from ladder.bench.inference.profile import profile_session
+from ladder.bench.inference.verify import (
+    STEPS,
+    EngineCheck,
+    Reference,
+    check_session,
+    reference,
+    sequences,
+)
 from ladder.costs import decode_bytes, inference_bytes
 from ladder.infer.engine import Engine, Session
 from ladder.infer.sampling import Sampling, draws
@@ -166,7 +173,7 @@ def measure(
         keep(records, refused)
     for timed in sessions if traces is not None else ():
         assert traces is not None
-        text = profile(
+        text = profile_session(
             timed.session, _prompts(timed, source), _uniforms(timed), traces(timed.point)
         )
         if text:  # on rank 0
@@ -188,7 +195,7 @@ def _references(
         key = _function(point)
         if key not in found:
             config = resolve(point)
-            model = build(point, config, "async", device)
+            model = build_model(point, config, "async", device)
             steps = min(STEPS, point.new_tokens)
             found[key] = reference(model, sequences(config, point), point.prompt, steps)
             del model
@@ -201,9 +208,9 @@ def _build(point: InferencePoint, expected: Reference, device: torch.device) -> 
     """The point's engine, captured, warmed up and checked."""
     free_bytes(device)  # frees the memory of earlier points
     config = resolve(point)
-    model = build(point, config, point.reducer, device)
+    model = build_model(point, config, point.reducer, device)
     session = Engine(model).session(point.batch, point.prompt + point.new_tokens, Sampling())
-    checked = check(session, expected)
+    checked = check_session(session, expected)
     torch.cuda.empty_cache()  # the memory of the check
     prompts = list(expected.tokens[torch.arange(point.batch) % len(expected.tokens)])
     session.prefill([prompt[: point.prompt] for prompt in prompts], torch.zeros((1, point.batch)))

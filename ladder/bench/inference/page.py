@@ -8,7 +8,7 @@ from typing import Any
 from ladder.bench import figures
 from ladder.bench.figures import COLOURS, MUTED, Bar
 from ladder.bench.inference.derive import EXPLANATION, HEAD, by_case, cells, improvements, pareto
-from ladder.bench.inference.points import InferencePoint, describe
+from ladder.bench.inference.points import InferencePoint, describe_case
 from ladder.bench.report import NO_FIGURES, Aside, Figure, Heading, PagePart, Table, page
 
 PAPER_HEAD = ("plan", "reducer", "prefill, NCCL", "decode, NCCL", "tokens/s, NCCL", "prefill, best",
@@ -27,7 +27,7 @@ def write_page(
     if rows:
         parts += [*_figures(rows), Heading("Every point"), Aside("Columns", EXPLANATION)]
     for case, members in by_case(rows).items():
-        parts.append(Table(HEAD, [cells(row) for row in members], describe(case)))
+        parts.append(Table(HEAD, [cells(row) for row in members], describe_case(case)))
     if rows:
         parts += _paper_tables(rows)
     if cold:
@@ -44,9 +44,8 @@ def finding(rows: Sequence[dict[str, Any]], cold: Sequence[dict[str, Any]]) -> s
         ways = {plan: row for plan, row in plans.items() if plan != "none"} or plans
         best = min(ways.values(), key=lambda row: float(row["decode_ms"]))
         plan, standard = best["point"].plan, ways.get("standard")
-        said = (
-            f"{describe(best['point'])}: {plan} is the fastest, {best['decode_ms']:.3f} ms a step"
-        )
+        case, ms = describe_case(best["point"]), best["decode_ms"]
+        said = f"{case}: {plan} is the fastest, {ms:.3f} ms a step"
         if plan == "standard" or standard is None:
             return f"{said}."
         ratio = standard["decode_ms"] / best["decode_ms"]
@@ -100,8 +99,8 @@ def _figures(rows: Sequence[dict[str, Any]]) -> list[PagePart]:
         return [NO_FIGURES]
     members = leading_case(rows)
     what = (
-        f"Decode, ms per step: {describe(members[0]['point'])}. x: speed relative to standard with "
-        f"NCCL's all-reduces; hatched: theoretical bounds."
+        f"Decode, ms per step: {describe_case(members[0]['point'])}. x: speed relative to standard "
+        f"with NCCL's all-reduces; hatched: theoretical bounds."
     )
     parts: list[PagePart] = [Figure(figures.bars(decode_bars(members), "ms"), what)]
     over: list[PagePart] = []
@@ -149,7 +148,7 @@ def _paper_tables(rows: Sequence[dict[str, Any]]) -> list[PagePart]:
     for case, members in by_case(rows).items():
         table = [_improved(row) for row in members if row["point"].plan != "standard"]
         if any(cell != "-" for line in table for cell in line[2:]):
-            parts.append(Table(PAPER_HEAD, table, describe(case)))
+            parts.append(Table(PAPER_HEAD, table, describe_case(case)))
     meaning = (
         "prefill, decode: one minus the ratio of the times; tokens/s: the increase.\n"
         "NCCL: over standard with NCCL, as in the paper; best: over standard with its best reducer."

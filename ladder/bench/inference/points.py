@@ -48,10 +48,10 @@ class InferencePoint:
     def __str__(self) -> str:
         plan = f"{self.plan} no_comm" if self.no_comm else self.plan
         virtual = f" of T {self.degree}" if self.degree > self.tp else ""
-        return f"{plan}{virtual}, reducer {self.reducer}, {describe(self)}"
+        return f"{plan}{virtual}, reducer {self.reducer}, {describe_case(self)}"
 
 
-def describe(case: InferencePoint) -> str:
+def describe_case(case: InferencePoint) -> str:
     """A case as text."""
     return (
         f"{case.model}, {case.layers} layers, TP {case.tp}, batch {case.batch}, prompt "
@@ -289,7 +289,7 @@ def _points(
     return list(dict.fromkeys(found))
 
 
-def load_suite(name: str, overrides: Mapping[str, Any] | None = None) -> list[Settings]:
+def load_option_sets(name: str, overrides: Mapping[str, Any] | None = None) -> list[Settings]:
     """The option sets of a suite from configs/bench (or of a YAML file).
 
     overrides: options that replace those of every set.

@@ -15,7 +15,9 @@ DECODE_STEPS = 4  # consecutive; the first aligns the ranks
 
 
 @torch.inference_mode()
-def profile(session: Session, prompts: Sequence[Sequence[int]], uniforms: Tensor, out: Path) -> str:
+def profile_session(
+    session: Session, prompts: Sequence[Sequence[int]], uniforms: Tensor, out: Path
+) -> str:
     """Trace a prefill and DECODE_STEPS decode steps of the session: see `trace.profile`."""
 
     def decode() -> None:

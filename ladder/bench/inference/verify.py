@@ -127,7 +127,7 @@ def forced(session: Session, tokens: Tensor, prompt: int) -> Iterator[Tensor]:
 
 
 @torch.inference_mode()
-def check(session: Session, expected: Reference) -> EngineCheck:
+def check_session(session: Session, expected: Reference) -> EngineCheck:
     """Compare a session's prefill and decode steps, twice, with the reference."""
     batch, distinct = len(session.tokens), len(expected.tokens)
     rows = torch.arange(batch) % distinct

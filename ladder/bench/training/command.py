@@ -18,7 +18,7 @@ import torch
 from ladder.bench.training.measure import (
     has_room,
     measure,
-    prepare,
+    prepare_point,
     release_memory,
     trace_passes,
 )
@@ -63,9 +63,9 @@ def main(options: Any) -> int:
     layouts = [point.layout for point in order]
     todo.sort(key=lambda p: (layouts.index(p.layout), is_virtual(p, options.tp_degree)))
     while todo:
-        steps = [prepare(todo.pop(0), options.tp_degree, device)]
+        steps = [prepare_point(todo.pop(0), options.tp_degree, device)]
         while todo and has_room(steps, todo[0], options.tp_degree, device):
-            steps.append(prepare(todo.pop(0), options.tp_degree, device))
+            steps.append(prepare_point(todo.pop(0), options.tp_degree, device))
         results = measure(steps, options.steps, device)
         try:
             for step, result in zip(steps, results, strict=True):

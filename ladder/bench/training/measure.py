@@ -45,7 +45,7 @@ ROOM = 1.5  # times the memory of the largest point must be free to add another 
 HEAD_START = 0.25  # seconds by which the host is ahead of the GPU in a traced pass, as in training
 
 
-def build(
+def training_model(
     point: TrainingPoint, recipe: TrainConfig, tp_degree: int, device: torch.device
 ) -> tuple[Transformer, DeviceMesh | None]:
     """The point's model with random weights, and its mesh."""
@@ -86,13 +86,13 @@ class TimedStep:
     reserved: int
 
 
-def prepare(point: TrainingPoint, tp_degree: int, device: torch.device) -> TimedStep:
+def prepare_point(point: TrainingPoint, tp_degree: int, device: torch.device) -> TimedStep:
     """The step of a point, with its model in memory and warmed up."""
     recipe = recipe_of(point)
     cuda, others = device.type == "cuda", (0, 0)
     if cuda:
         others = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    model, mesh = build(point, recipe, tp_degree, device)
+    model, mesh = training_model(point, recipe, tp_degree, device)
     optimizer = make_optimizer(model, recipe)
     source = torch.Generator().manual_seed(data_parallel(mesh)[1])
     shape = (point.batch, point.seq_len)
