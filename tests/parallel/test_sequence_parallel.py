@@ -261,7 +261,7 @@ def refusals(rank: int, world: int) -> list[str]:
             found.append(str(error))
     model = make_model(small_config("ladder"), torch.float32, mesh_of(4), torch.device("cpu"),
                        sequence_parallel=True)  # fmt: skip
-    with pytest.raises(UserError, match=r"3 tokens.*over tp=4"):
+    with pytest.raises(UserError, match=r"3 tokens.*among tp=4"):
         model(torch.zeros(1, 3, dtype=torch.long))
     return found
 
