@@ -185,7 +185,7 @@ def check_layers(plan: Plan, wished: int) -> list[int]:
     return free
 
 
-def measure(
+def measure_sensitivity(
     model: Transformer, data: TokenData, wished: int, seq_len: int, windows: int, batch: int
 ) -> SensitivityReport:
     """The costs of each layer, of each suffix, and of the `wished` cheapest layers together."""
@@ -258,7 +258,9 @@ def sensitivity_command(options: argparse.Namespace) -> int:
         raise UserError(f"--seq-len={seq_len} must be 1 to the model's max_seq_len={room}")
     check_layers(config.plan, options.layers)
     model = load_for_inference(folder, reducer="async", dtype=options.dtype, device=options.device)
-    report = measure(model, data, options.layers, seq_len, options.windows, options.batch)
+    report = measure_sensitivity(
+        model, data, options.layers, seq_len, options.windows, options.batch
+    )
     if launch.rank() == 0:
         print(text(report))
         if options.out is not None:

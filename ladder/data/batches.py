@@ -214,7 +214,7 @@ class PackedWindows(Windows):
         return [
             f"{split}: {len(found.starts):,} conversations in {len(self):,} windows of "
             f"{self.seq_len}, {used:.0%} filled; {found.targets.sum():,} tokens of answers; "
-            f"{found.truncated:,} conversations truncated, {found.silent:,} left out because "
+            f"{found.truncated:,} conversations truncated, {found.unanswered:,} left out because "
             f"their answers begin beyond a window"
         ]
 

@@ -19,14 +19,15 @@ class Conversations(NamedTuple):
 
     starts: the position of each one's first token. sizes: the positions that it takes in a window.
     targets: how many of those have a target. truncated: the number of conversations cut because
-    they are longer than a window. silent: the number left out because no answer begins within one.
+    they are longer than a window. unanswered: the number left out because no
+    answer begins within one.
     """
 
     starts: Integers
     sizes: Integers
     targets: Integers
     truncated: int
-    silent: int
+    unanswered: int
 
 
 def survey(read: Callable[[int, int], Integers], length: int, seq_len: int) -> Conversations:

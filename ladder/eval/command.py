@@ -144,7 +144,7 @@ def _compare(
     if main:
         dtypes = sorted({model["dtype"] for model in models.values()})
         facts = _facts(options, device, dtypes)
-        report(columns, tasks["group_map"], facts, models, index, out)
+        write_results(columns, tasks["group_map"], facts, models, index, out)
 
 
 def evaluate(
@@ -180,7 +180,7 @@ def evaluate(
     return results.metrics(found)
 
 
-def report(
+def write_results(
     columns: dict[str, list[results.Metric]],
     groups: dict[str, list[str]],
     facts: dict[str, Any],

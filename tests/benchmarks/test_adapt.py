@@ -13,7 +13,7 @@ import pytest
 
 from ladder.checkpoint import load_model, newest
 from ladder.cli import main as ladder
-from ladder.convert.sensitivity import measure as sensitivity
+from ladder.convert.sensitivity import measure_sensitivity as sensitivity
 from ladder.data.prepared import open_data
 from ladder.train import metrics
 from ladder.train.config import load_train_config

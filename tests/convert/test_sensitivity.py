@@ -20,7 +20,14 @@ from ladder.checkpoint import (
 )
 from ladder.cli import main
 from ladder.convert.command import convert
-from ladder.convert.sensitivity import costs, free_layers, measure, named, turned, worded
+from ladder.convert.sensitivity import (
+    costs,
+    free_layers,
+    measure_sensitivity,
+    named,
+    turned,
+    worded,
+)
 from ladder.data.prepared import heldout_windows, open_data
 from ladder.data.tokenizer import train_tokenizer
 from ladder.infer.load import load_for_inference
@@ -114,7 +121,7 @@ def test_costs_are_those_of_plain_probabilities(standard: Path, corpus: Path) ->
 def test_the_choice(standard: Path, corpus: Path) -> None:
     """Singles come cheapest first, the choice is of the cheapest, suffixes grow to the whole."""
     model = load_model(standard)
-    report = measure(model, open_data(corpus), 2, 16, 6, 3)
+    report = measure_sensitivity(model, open_data(corpus), 2, 16, 6, 3)
     divergences = [cost.divergence for cost in report.singles]
     assert divergences == sorted(divergences)
     assert sorted(cost.layers for cost in report.singles) == [(n,) for n in range(4)]
@@ -126,12 +133,13 @@ def test_the_choice(standard: Path, corpus: Path) -> None:
 
 def on_ranks(rank: int, world: int, folder: str, data: str) -> list[float]:
     model = load_for_inference(folder, reducer="async", dtype="float32", device="cpu")
-    return [c.divergence for c in measure(model, open_data(data), 2, 16, 4, 2).suffixes]
+    return [c.divergence for c in measure_sensitivity(model, open_data(data), 2, 16, 4, 2).suffixes]
 
 
 def test_two_ranks_measure_what_one_does(standard: Path, corpus: Path, pools: Pools) -> None:
     alone = [
-        c.divergence for c in measure(load_model(standard), open_data(corpus), 2, 16, 4, 2).suffixes
+        c.divergence
+        for c in measure_sensitivity(load_model(standard), open_data(corpus), 2, 16, 4, 2).suffixes
     ]
     for found in pools(2).run(on_ranks, str(standard), str(corpus)):
         assert found == pytest.approx(alone, rel=1e-3)

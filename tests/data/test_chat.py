@@ -174,7 +174,7 @@ def test_what_is_too_long_is_truncated_or_left_out_and_counted(
         *make_chats(4, longest=2),
     ]
     windows = windows_of(prepare_chats(tmp_path, tokenizer, chats, heldout_fraction=0), 64)
-    assert (windows.found.truncated, windows.found.silent) == (1, 1)
+    assert (windows.found.truncated, windows.found.unanswered) == (1, 1)
     assert len(windows.found.starts) == 5
     assert windows.found.sizes.max() == 64
     (note,) = windows.notes()
@@ -188,7 +188,7 @@ def test_a_conversation_that_just_fits_is_not_truncated() -> None:
         marked[0] = BEGINS | 7
         found = packing.survey(lambda start, stop, m=marked: m[start:stop], size, 4)
         assert (found.sizes.tolist(), found.targets.tolist()) == ([4], [4])
-        assert (found.truncated, found.silent) == (truncated, 0)
+        assert (found.truncated, found.unanswered) == (truncated, 0)
 
 
 def test_packing_is_dense_and_repeatable() -> None:
