@@ -1,8 +1,8 @@
-"""The inference engine: prefill of a padded batch, then a token at a time for all of it.
+"""The inference engine: prefill of a padded batch, then decoding, one token per sequence and step.
 
 On a GPU one decode step (the model, its reduces, the choice of the token) is one CUDA graph, whose
 output token is its next input: the host only reads the tokens, one step behind. On a CPU the same
-steps run in eager mode. Both run the one `Transformer`.
+steps run in eager mode. Both run the same `Transformer`.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from ladder.models.transformer import Transformer
 from ladder.parallel.reducers import PushReducer
 from ladder.parallel.sharding import local_tensor
 
-SESSIONS = 8  # that an engine keeps: each has a cache of its own
+SESSIONS = 8  # kept by an engine, each with its own cache
 CAPACITY_STEP = 256  # graphs are kept for cache lengths that are multiples of this
-GRAPHED_PROMPT_TOKENS = 16384  # beyond it a prefill keeps the GPU busy without a graph
-PROMPT_GRAPHS = 8  # widths that a session keeps one for: each holds all that a prefill takes
-# (up to this length, prompts are padded to a multiple of this): a graph for each width in use
+GRAPHED_PROMPT_TOKENS = 16384  # a longer prefill keeps the GPU busy without a graph
+PROMPT_GRAPHS = 8  # kept by a session, one per padded width; each holds the memory of a prefill
+# (length, multiple): prompts of up to this length are padded to this multiple, the graph's width
 PROMPT_STEPS = ((64, 16), (512, 64), (4096, 256), (math.inf, 1024))
 
-# cuDNN's, for one query under a mask, gives other bits from run to run (torch 2.11, H200).
+# Without cuDNN's attention, whose bits vary between runs for one masked query (torch 2.11, H200).
 REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-# The model that was made of each one that has been fused: another engine of that one shares it.
+# The fused model by its original: a second engine of the same original shares the fused model.
 FUSED: WeakKeyDictionary[Transformer, Transformer] = WeakKeyDictionary()
 
 
 @dataclass
 class Completion:
-    """What one prompt was continued with. reason: `stop`, `length`, or `context` (it is full)."""
+    """A prompt's continuation. reason: `stop`, `length`, or `context` (the context is full)."""
 
     tokens: list[int] = field(default_factory=list)
     reason: str = ""
@@ -59,10 +59,10 @@ class NotFiniteError(RuntimeError):
 class Session:
     """The state of one batch on the device, and the decode step that advances it.
 
-    tokens, positions: [B] int64, the newest token of each sequence and where it goes. uniforms:
-    [steps, B] float32, the randomness of each step. `out` holds the tokens that the last step
-    chose (-1: the logits were not finite), `logits` this process's part of what it chose them
-    from, [B, V_local], until the next step.
+    tokens, positions: [B] int64, the newest token of each sequence and its position. uniforms:
+    [steps, B] float32, the random numbers of each step. Until the next step, `out` holds the tokens
+    that the last step chose (-1: the logits were not finite) and `logits` [B, V_local] this
+    process's shard of the logits.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Session:
         graphs: bool,
     ) -> None:
         self.fused, self.graphs = fused, graphs
-        # of each width: the graph, the tokens that it reads, the logits that it writes
+        # by width: the graph, its input (the tokens) and its output (the logits)
         self.prompt_graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         device = local_tensor(model.model.embed_tokens.weight).device
         self.model, self.sampling, self.capacity = model, sampling, capacity
@@ -95,10 +95,10 @@ class Session:
             elif ranks.processes == 1:
                 self.greedy = GreedyChoice(*shape, None, device)
         self.logits = self.graph_logits = torch.empty(0, device=device)
-        self.left = 0  # decode steps until every sequence has filled its part of the cache
+        self.left = 0  # decode steps until every sequence has filled its row of the cache
 
     def prefill(self, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> None:
-        """Read the prompts and choose the first token of each; UserError where one is too long."""
+        """Run the prompts and choose the first new token of each; UserError if one is too long."""
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         if lengths.max() > self.capacity:
             raise UserError(
@@ -110,7 +110,7 @@ class Session:
         padded = torch.zeros((len(prompts), width), dtype=torch.int64)
         for row, prompt in zip(padded, prompts, strict=True):
             row[: len(prompt)] = torch.as_tensor(prompt)
-        if not self.fused:  # plain attention gives a weight of 0 to what is masked: NaN stays NaN
+        if not self.fused:  # plain attention multiplies masked values by 0, and 0 * NaN is NaN
             self.cache.keys.zero_()
             self.cache.values.zero_()
         self.uniforms[: len(uniforms)].copy_(uniforms)
@@ -124,14 +124,14 @@ class Session:
             inputs = torch.zeros_like(padded, device=self.tokens.device)
             graph, _ = capture_graph(lambda: self._prefill(inputs))
             self.prompt_graphs[width] = graph, inputs, self.logits
-            self.counter.zero_()  # the warm-up took steps of its own
+            self.counter.zero_()  # the warm-up runs advanced it
             self.positions.copy_(lengths)
         graph, inputs, self.logits = self.prompt_graphs[width]
         inputs.copy_(padded)
         graph.replay()
 
     def prompt_width(self, longest: int) -> int:
-        """Prompts are padded to this: what a graph is kept for, where there are graphs."""
+        """The width that prompts are padded to, so that few graphs serve all lengths."""
         if not self.graphs:
             return longest
         step = next(step for limit, step in PROMPT_STEPS if longest <= limit)
@@ -140,14 +140,14 @@ class Session:
     def _prefill(self, padded: Tensor) -> None:
         positions = torch.arange(padded.shape[1], device=padded.device).expand(len(padded), -1)
         self.cache.at(positions, padded.shape[1])
-        # A single position is the last one; fused modules take such inputs for a decode step's.
+        # A single position is the last one; fused modules treat such inputs as a decode step's.
         last = self.positions - 1 if padded.shape[1] > 1 else None
         self._choose(padded, None, positions=positions, cache=self.cache, last=last)
 
     def step(self) -> None:
-        """Decode one token of every sequence; a finished one goes on in place, unused.
+        """Decode one token of every sequence; the tokens of finished sequences are not used.
 
-        Raises UserError where all have filled their part of the cache.
+        Raises UserError when every sequence has filled its row of the cache.
         """
         if self.left == 0:
             raise UserError(
@@ -170,7 +170,7 @@ class Session:
             self._choose(self.tokens.unsqueeze(1), self.positions, **inputs)
 
     def _choose(self, tokens: Tensor, advance: Tensor | None, **inputs: Any) -> None:
-        """Run the model, choose the next token of each sequence, and move `advance` on by one."""
+        """Run the model, choose the next token of each sequence, and add 1 to `advance`."""
         reducer, vocab_size = self.model.reducer, self.model.config.vocab_size
         logits = self.model(tokens, gather=False, **inputs)[:, -1]
         first = vocabulary_start(vocab_size, reducer.ranks)
@@ -190,21 +190,21 @@ class Session:
             advance.add_(1).clamp_(max=self.capacity - 1)
 
     def capture(self) -> None:
-        """Record `step` in a CUDA graph; what the warm-up steps write is overwritten by prefill."""
+        """Record `step` in a CUDA graph; `prefill` overwrites the state that warm-up changes."""
         self.graph, _ = capture_graph(self._step)
         self.graph_logits = self.logits
 
 
 class Engine:
-    """Generates with a model on its device and ranks; every rank calls it alike.
+    """Generates with a model on its device and ranks; every rank makes the same calls.
 
-    model: one that is loaded, or a folder to load (`load_for_inference`, which `tp`, `reducer` and
-    `device` are for: processes, 0 for all that run; `async`, `push` or `auto`; `cpu`, `cuda` or
-    `auto`). graphs: whether decode steps are CUDA graphs; None: on GPUs. fused: whether to pack the
-    model's weights and decode with fused kernels (`ladder.infer.fused`, which takes the model
-    apart); None: on GPUs where these know the model. Sessions (a cache and a graph for a
-    batch size, a cache length and a kind of sampling) are kept for the next call, the SESSIONS
-    that were used last.
+    model: a loaded model, or a folder, which `load_for_inference` loads. tp, reducer, device: for a
+    folder only: the number of processes (0 for all that run); `async`, `push` or `auto`; `cpu`,
+    `cuda` or `auto`. graphs: run decode steps as CUDA graphs; None: on GPUs. fused: pack the
+    model's weights and decode with fused kernels (`ladder.infer.fused`, which empties the original
+    model); None: on GPUs, if the kernels support the model. The engine keeps the SESSIONS sessions
+    that were used last (a cache and a graph for a batch size, a cache length and a kind of
+    sampling).
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class Engine:
 
     @torch.inference_mode()
     def session(self, batch: int, length: int, sampling: Sampling) -> Session:
-        """A session for `batch` sequences of up to `length` tokens, captured where asked for."""
+        """A session for `batch` sequences of up to `length` tokens, with its graph if enabled."""
         context = self.model.config.max_seq_len
         if length > context:
             raise UserError(
@@ -259,9 +259,9 @@ class Engine:
         key = (batch, capacity, replace(sampling, seed=0))
         session = self.sessions.pop(key, None)
         if session is None:
-            if len(self.sessions) >= SESSIONS:  # before the next one takes its memory
+            if len(self.sessions) >= SESSIONS:  # free memory for the new one
                 if self.on_gpu:
-                    torch.cuda.synchronize()  # nothing of its graphs is running
+                    torch.cuda.synchronize()  # its graphs have finished
                 del self.sessions[next(iter(self.sessions))]
             session = Session(self.model, batch, capacity, sampling, self.fused, self.graphs)
             if self.graphs:
@@ -284,10 +284,10 @@ class Engine:
         """Continue each prompt (token ids; lengths may differ); every rank returns the same.
 
         stop: ids that end a sequence and are not part of it. on_token: called with (prompt index,
-        token) as each is known. ended: called with (prompt index, its tokens so far), it says
-        whether these are enough, alike on every rank. Raises UserError for an empty prompt and for
-        one that leaves no room in the model's context, NotFiniteError where the model's logits are
-        not finite.
+        token) for each new token. ended: called with (prompt index, its tokens so far); returns
+        whether the sequence is finished, the same on every rank. Raises UserError for an empty
+        prompt and for a prompt that fills the model's context, NotFiniteError if the model's logits
+        are not finite.
         """
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens={max_new_tokens} must be 1 or more")
@@ -305,7 +305,7 @@ class Engine:
         arrived = _to_host(session.out)
         for done in range(1, max(rooms) + 1):
             following: Callable[[], list[int]] | None = None
-            if self.graphs and done < max(rooms):  # one step ahead of what is looked at
+            if self.graphs and done < max(rooms):  # start the next step before reading the last
                 session.step()
                 following = _to_host(session.out)
             for i, token in enumerate(arrived()):

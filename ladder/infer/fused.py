@@ -1,8 +1,8 @@
 """The same model for inference on a GPU: weights packed once, fused kernels for decoding.
 
-`fuse` makes one of a placed model: attention, MLP, embedding and head of its own, with the norms'
-weights folded into the matrices that read them, and a Runtime that takes a `DecodeReducer` for the
-passes that decode. The loop, the plan and the function computed stay the Transformer's.
+`fuse` makes it from a model that is on its device: it replaces attention, MLP, embedding and head,
+folds the norms' weights into the matrices that read them, and sets a Runtime that decodes with a
+`DecodeReducer`. The loop, the plan and the function computed stay the Transformer's.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from ladder.parallel.sharded import ShardedReducer, sharded_refusal
 
 
 class FusedAttention(Sublayer):
-    """`Attention` with one packed matrix (and bias, perhaps) for queries, keys and values.
+    """`Attention` with one packed matrix (and an optional bias) for queries, keys and values.
 
-    A single token per sequence (decoding) needs no mask; longer inputs are prompts from position 0
-    on, through torch's attention. gain: the norm's weight, folded into the packed matrix. table:
-    the rotary table of all positions. arrived: the counters of attention's kernel.
+    A single token per sequence is a decode step and needs no mask; longer inputs are prompts that
+    start at position 0 and use torch's attention. gain: the norm's weight, folded into the packed
+    matrix. table: the rotary table of all positions. arrived: the attention kernel's counters.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class FusedAttention(Sublayer):
 
 
 class FusedMLP(Sublayer):
-    """`MLP` with one packed matrix for gate and up, and their product in the same kernel."""
+    """`MLP` with one packed matrix for gate and up, whose kernel also computes their product."""
 
     def __init__(self, config: ModelConfig, mlp: MLP, gain: Tensor) -> None:
         super().__init__(config, mlp.layer)
@@ -147,10 +147,10 @@ def fused_add_norm(
 
 
 def can_fuse(model: Transformer) -> bool:
-    """Whether `fuse` knows this model.
+    """Whether `fuse` supports this model.
 
-    Attention and SwiGLU in its slots, no virtual ranks, no biases of outputs or MLPs, no adapters,
-    weights of a type that the kernels know and compute in.
+    It must have attention and SwiGLU in its slots, no virtual ranks, no output or MLP biases, no
+    adapters, and weights of a dtype that the kernels support and the model computes in.
     """
     config, stored = model.config, model.model.embed_tokens.weight.dtype
     unknown = config.attention_bias or config.mlp_bias or model.adapted or stored not in DTYPES
@@ -163,20 +163,20 @@ def can_fuse(model: Transformer) -> bool:
 
 
 class InferenceTransformer(Transformer):
-    """What `fuse` makes."""
+    """A Transformer made by `fuse`."""
 
 
 @torch.no_grad()
 def fuse(model: Transformer) -> InferenceTransformer:
-    """The model for inference alone, of a placed one, which it takes apart: it is empty afterwards.
+    """The fused model, for inference only; `model` is empty afterwards.
 
-    So that the weights are in memory once: each matrix is freed when it is packed.
+    Each original matrix is freed when it is packed, so that the weights are in memory once.
     """
     assert can_fuse(model)
     config, plan, base = model.config, model.config.plan, model.reducer
     weight = local(model.model.embed_tokens.weight)
     table = _rotary_table(config, weight.device)
-    # Attention runs on one stream: all layers may count arrivals in the same place.
+    # All layers' attention runs on one CUDA stream, and can share these counters.
     arrived = torch.zeros(2**16, dtype=torch.int32, device=weight.device)
     layers = list(model.model.layers)
 
@@ -191,7 +191,7 @@ def fuse(model: Transformer) -> InferenceTransformer:
 
     def head(config: ModelConfig) -> nn.Module:
         whole = local(model.lm_head.weight)
-        # The mean over ranks is of normed residuals: with the weight.
+        # The final mean averages normed residuals over ranks: their norm keeps its weight.
         return Matrix(whole if plan.final_mean else fold(whole, _gain(model.model.norm)))
 
     embedding = FusedEmbedding(model.model.embed_tokens)
@@ -203,7 +203,7 @@ def fuse(model: Transformer) -> InferenceTransformer:
         fused.model.norm.weight.copy_(_gain(model.model.norm))
     runtime = replace(
         model.runtime,
-        rotary=lambda config, positions, dtype: table,  # the fused kernels know the positions
+        rotary=lambda config, positions, dtype: table,  # the fused kernels index it by position
         add_norm=fused_add_norm,
         pick=_reducers(base, plan, reduce_bytes(config, 1, weight.element_size())),
     )
@@ -212,7 +212,7 @@ def fuse(model: Transformer) -> InferenceTransformer:
 
 
 def _take(source: Sublayer, fused: Sublayer) -> Sublayer:
-    """`fused`; the memory of `source`, whose weights it has packed, is freed."""
+    """`fused`; frees the memory of `source`, whose weights `fused` has packed."""
     source.to_empty(device="meta")
     return fused
 
@@ -226,7 +226,7 @@ def _rotary_table(config: ModelConfig, device: torch.device) -> Tensor:
 
 
 def _reducers(base: Reducer, plan: Plan, token_bytes: int) -> Callable[[torch.Size], PassFactory]:
-    """What makes the pass over tokens of that shape [B, S]: see `ladder.parallel.choose`."""
+    """A function from the tokens' shape [B, S] to their PassFactory: `ladder.parallel.choose`."""
     push = base if isinstance(base, PushReducer) else None
     table, asked = (None, "async") if push is None else (push.dispatch, "push")
     makers: dict[tuple[str, str], PassFactory] = {("async", ""): base, ("push", ""): base}

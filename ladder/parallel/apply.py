@@ -1,8 +1,8 @@
 """The one function that makes a model parallel for training, and in which order.
 
 TP (or sequence parallelism) shards the parameters; activation checkpointing and compilation wrap
-each sublayer's forward; FSDP2 shards what is then there. Sublayers are the unit of all of them:
-tensors in, tensors out, with no communication inside.
+each sublayer's forward; FSDP2 shards the result over the data-parallel ranks. All of them work on
+sublayers: tensors in, tensors out, with no communication inside.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _compiled(
 def _on_local_parameters(sublayer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """A call of `forward` with plain tensors, since compiled code cannot take DTensors."""
 
-    # Found once: FSDP2 puts other parameters in these places, and the host has little time.
+    # The attributes are found once, to save host time: FSDP2 replaces the parameters in them.
     found = [
         (f"{prefix}.{name}" if prefix else name, module._parameters, name)
         for prefix, module in sublayer.named_modules()

@@ -38,12 +38,12 @@ PREFILL_TRANSPORTS = ("direct", "copy-kernels", "copy")
 
 @dataclass(frozen=True)
 class Prefill:
-    """Which transport of `ladder.comm.transports` a prefill takes whose residual is sharded.
+    """The transport of `ladder.comm.transports` for a prefill with a sharded residual.
 
-    direct: the largest partial in bytes that the landing's kernel itself copies, which takes SMs
-    from what runs meanwhile; direct_blocking: the same for a plan whose reduces all block, and run
-    beneath nothing. kernel_barrier: the most tokens for which a kernel makes the ranks meet;
-    beyond, memory operations of the streams do.
+    direct: the largest partial in bytes that the landing's kernel copies itself, on SMs that
+    concurrent kernels then lack; direct_blocking: the same for a plan whose reduces all block, with
+    no concurrent kernels. kernel_barrier: the most tokens for which a kernel synchronises the
+    ranks; beyond, the CUDA streams' memory operations do.
     """
 
     direct: int = 8 * 2**20

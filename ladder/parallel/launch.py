@@ -198,7 +198,7 @@ def _failure(folder: Path) -> tuple[int, str]:
 
 
 def _end(ranks: Sequence[BaseProcess]) -> None:
-    """End the ranks that still run: terminate them, and kill those that go on."""
+    """End the ranks that still run: terminate them, then kill any that remain."""
     for process in ranks:
         if process.is_alive():
             process.terminate()
@@ -362,9 +362,9 @@ def from_first(value: Any) -> Any:
 
 
 def on_first(action: Callable[[], Any]) -> Any:
-    """What `action` gives on rank 0, where alone it is done; elsewhere None.
+    """Run `action` on rank 0 only: its result there, None on the other ranks.
 
-    Raises UserError on every rank where it does.
+    If it raises UserError, every rank does.
     """
     found, failed = None, ""
     if rank() == 0:

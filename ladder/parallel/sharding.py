@@ -32,15 +32,15 @@ def shard_model(
     reducer: str | type[AsyncReducer] = "async",
     dtensors: bool = False,
 ) -> None:
-    """Replace a whole model's parameters by this process's shards of them, on `device`.
+    """Replace a whole model's parameters by this process's shards, on `device`.
 
-    Shards are copied from the model, or uninitialised if it is on `meta`.
+    Shards are copied from the model, or left uninitialised if the model is on `meta`.
     mesh: one dimension, the TP processes; None for one process.
     T is tp_degree if the plan depends on it (the rest are virtual ranks), else the mesh's size.
     reducer: a name in REDUCERS, or a class with the same arguments.
-    dtensors: parameters are DTensors, for training loops of other libraries, which clip gradients
-    and gather weights by them. Ours does without: DTensors cost the host a sixth of a step.
-    Raises UserError where the weights alone exceed the device's memory.
+    dtensors: make the parameters DTensors, by which other libraries' training loops clip gradients
+    and gather weights. Ladder's own loop does not use them: they take host time in every step.
+    Raises UserError if the weights alone exceed the device's memory.
     """
     for name in model.cut_parameters():
         raise ValueError(
@@ -137,10 +137,10 @@ def local_parameters(model: Transformer) -> Iterator[tuple[str, Tensor, tuple[sl
 def own_parts(
     model: Transformer, replica: int, replicas: int
 ) -> Iterator[tuple[str, tuple[slice, ...]]]:
-    """The (name, slices) that this process is to save: over all processes, each number once.
+    """The (name, slices) that this process saves; over all processes, each element once.
 
-    Replicas share out what they all hold, by size; what TP holds whole is its first process's. All
-    come to the same answer, and need not ask each other.
+    Parameters are divided among the replicas by size; the first TP process saves those that TP does
+    not shard. Every process computes the same division, without communication.
     """
     ranks = model.reducer.ranks
     loads = [0] * replicas
@@ -170,10 +170,10 @@ def initialise(model: Transformer, seed: int) -> None:
 
 @torch.no_grad()
 def sum_shared_gradients(model: Transformer) -> None:
-    """Sum the gradients of what the TP processes share whole (norms, output biases, K and V).
+    """Sum the gradients of the parameters that TP replicates (norms, output biases, K and V).
 
-    To be called once per step, after the last backward (see ladder.models.reducer); one
-    all-reduce. Shards' gradients are complete already.
+    Call it once per step, after the last backward (see ladder.models.reducer); it takes one
+    all-reduce. The gradients of sharded parameters are complete already.
     """
     reducer = model.reducer
     if reducer.ranks.processes == 1:
