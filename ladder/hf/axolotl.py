@@ -25,8 +25,8 @@ from ladder.hf.axolotl_options import (
     CONFIG_CLASS,
     WITH_ADAPTERS,
     Planned,
-    check_options,
     check_plugins,
+    check_yaml,
     check_yaml_keys,
 )
 from ladder.models.errors import UserError
@@ -72,7 +72,7 @@ class LadderPlugin(BasePlugin):
         check_plugins(cfg.get("plugins") or [], PluginManager.get_instance().plugins)
         if "model_config_type" not in cfg:  # with ray, Axolotl has already added keys of its own
             check_yaml_keys(cfg, [merge_input_args()[1]], _command_line())
-        check_options(cfg)
+        check_yaml(cfg)
         if cfg.get("adapter"):
             cfg.update(WITH_ADAPTERS)
         setattr(transformers, CONFIG_CLASS, Planned.of(cfg))

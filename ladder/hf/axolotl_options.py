@@ -57,7 +57,7 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 WRAPPED = {"Attention", "MLP"}
 
 
-def check_options(options: Mapping[str, Any]) -> None:
+def check_yaml(options: Mapping[str, Any]) -> None:
     """Raise UserError for a YAML's missing keys, and for options that our models do not support."""
     if options.get("cls_model_config") != CONFIG_CLASS:
         raise UserError(

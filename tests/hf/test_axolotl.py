@@ -23,8 +23,8 @@ from ladder.hf import LadderForCausalLM
 from ladder.hf.axolotl_options import (
     WITH_ADAPTERS,
     Planned,
-    check_options,
     check_plugins,
+    check_yaml,
     check_yaml_keys,
 )
 from ladder.models import UserError, resolve_plan
@@ -64,19 +64,15 @@ GOOD = {"cls_model_config": "LadderConfig", "attn_implementation": "sdpa", "micr
 )
 def test_what_axolotl_would_swallow_is_an_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_options({**GOOD, **options})
+        check_yaml({**GOOD, **options})
 
 
 def test_what_is_for_our_models_is_none() -> None:
-    check_options(GOOD)
-    check_options(
-        {**GOOD, "tensor_parallel_size": 1, "adapter": None, "gradient_checkpointing": True}
-    )
-    check_options({**GOOD, "adapter": "lora", **WITH_ADAPTERS})
-    check_options(
-        {**GOOD, "model_type": "AutoModelForCausalLM", "model_config": {"eos_token_id": 3}}
-    )
-    check_options({**GOOD, "fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}})
+    check_yaml(GOOD)
+    check_yaml({**GOOD, "tensor_parallel_size": 1, "adapter": None, "gradient_checkpointing": True})
+    check_yaml({**GOOD, "adapter": "lora", **WITH_ADAPTERS})
+    check_yaml({**GOOD, "model_type": "AutoModelForCausalLM", "model_config": {"eos_token_id": 3}})
+    check_yaml({**GOOD, "fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}})
 
 
 def test_plugins_that_are_not_there_or_patch_other_models() -> None:
@@ -161,7 +157,7 @@ def test_adapters_are_for_plans_that_do_not_depend_on_t(tmp_path: Path) -> None:
 def test_the_papers_yaml() -> None:
     """As Ladder Residual 4.2.1, and as our own recipe of it."""
     options = yaml.safe_load(PAPER.read_text())
-    check_options(options)
+    check_yaml(options)
     ours = load_train_config("paper-sft", [])
     plans = [
         resolve_plan(load_plan(each), 32, None) for each in (options["ladder_plan"], ours.plan)
