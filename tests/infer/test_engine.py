@@ -47,7 +47,7 @@ def _graphs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
             work()
         return Replay(work), None
 
-    monkeypatch.setattr("ladder.infer.engine.record", record)
+    monkeypatch.setattr("ladder.infer.engine.capture_graph", record)
 
 
 def engine_for(model: Transformer, graphs: bool, fused: bool = False) -> Engine:
