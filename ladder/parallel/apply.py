@@ -154,7 +154,9 @@ def _compiled(
     bare._forward_hooks, bare._forward_pre_hooks = OrderedDict(), OrderedDict()
 
     def compute(parameters: dict[str, Tensor], x: Tensor, tables: Tensor, mask: Any) -> Any:
-        return functional_call(bare, parameters, (x, Context(tables, mask)))
+        # Not left to the default: compilers know a global, and no default that is an object.
+        context = Context(tables, mask, operators=MATRIX_PRODUCTS)
+        return functional_call(bare, parameters, (x, context))
 
     forward = _on_local_parameters(sublayer, torch.compile(wrap(compute), dynamic=False))
 

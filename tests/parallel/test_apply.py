@@ -180,3 +180,24 @@ def test_compiled(corpus: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), abs=1e-4)
     assert weights(tmp_path / "compiled").keys() == weights(tmp_path / "plain").keys()
     assert any("heldout_loss" in record for record in metrics.read_metrics(tmp_path / "compiled"))
+
+
+@pytest.mark.parametrize("mode", CHECKPOINTING)
+def test_a_sublayer_is_compiled_whole_and_once(mode: str) -> None:
+    """Catches a graph break, after which torch runs the sublayer uncompiled, and compilation again
+    in every pass, each of which has objects of its own."""
+    counters = torch._dynamo.utils.counters
+    torch._dynamo.reset()
+    counters.clear()
+    model = make_model(
+        small_config("ladder"), torch.float32, None, torch.device("cpu"),
+        activation_checkpointing=mode, compile=True,
+    )  # fmt: skip
+    initialise(model, 0)
+    tokens = sample_tokens(model.config, seed=0)
+    graphs = []
+    for _ in range(3):
+        model(tokens, tokens).mean().backward()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [4, 4, 4]  # attention, the MLP, and the loss's two functions
+    assert not counters["graph_break"]
