@@ -1,4 +1,4 @@
-"""Memory operations of the CUDA driver: a stream writes or waits for a word without a kernel."""
+"""Memory operations of the CUDA driver: a CUDA stream writes or awaits a word without a kernel."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class MemoryOperation(ctypes.Structure):
 
     @classmethod
     def write(cls, address: int, value: int) -> MemoryOperation:
-        """Write `value` to the word, a peer's too; what the stream did before is seen first."""
+        """Write `value` to a word, also a peer's; the stream's earlier writes are seen first."""
         return cls(cls.WRITE, address, value)
 
     @classmethod
     def wait(cls, address: int, value: int) -> MemoryOperation:
-        """Hold the stream until the word is `value`. Nothing bounds the wait."""
+        """Make the stream wait until the word is `value`, without a time limit."""
         return cls(cls.WAIT, address, value, cls.EQUAL)
 
 
@@ -42,14 +42,14 @@ def driver() -> Any:
 
 
 def batch(operations: Sequence[MemoryOperation]) -> ctypes.Array[MemoryOperation]:
-    """Operations as `enqueue` takes them; made once, they are enqueued as often as needed."""
+    """The operations as an array for `enqueue`, which may be enqueued many times."""
     return (MemoryOperation * len(operations))(*operations)
 
 
 def enqueue(operations: ctypes.Array[MemoryOperation]) -> None:
-    """Enqueue a batch on the current stream, which runs it in order; also within a capture.
+    """Enqueue a batch on the current stream, which runs it in order; works in a capture, too.
 
-    Raises RuntimeError where the driver refuses it.
+    Raises RuntimeError if the driver returns an error.
     """
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     code = driver().cuStreamBatchMemOp_v2(stream, len(operations), operations, 0)

@@ -91,7 +91,7 @@ def recipes(source: ModelConfig, target: ModelConfig) -> list[Recipe]:
 
 
 def norms_read(model: Transformer, layers: Collection[int]) -> dict[str, str]:
-    """Each parameter of these layers that multiplies what a norm returns -> that norm's weight.
+    """Each parameter of these layers that multiplies a norm's output -> that norm's weight.
 
     By full names; the model has a norm for each sublayer.
     """

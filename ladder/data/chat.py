@@ -1,4 +1,4 @@
-"""Conversations as tokens; the tokens of answers are marked, since only those are learnt.
+"""Conversations as tokens; the tokens of answers are marked, since the loss counts only these.
 
 The tokenizer's chat template turns a conversation into text, which is cut where answers begin and
 end. Each piece is tokenised on its own, as at inference, where the prompt ends where the answer

@@ -144,9 +144,9 @@ class Names(NamedTuple):
 
 
 def heldout_below(fraction: float, names: Names | None = None) -> int:
-    """The hash threshold below which about `fraction` of the documents lie, which are held out.
+    """The hash threshold below which documents are held out: about `fraction` of all.
 
-    names: those of the documents, if known. Then each split has at least one of 2 or more
+    names: the documents' names, if known. Then each split has at least one of 2 or more
     documents. A fraction of 0 holds none out.
     """
     below = int(fraction * HASH_RANGE)

@@ -51,7 +51,7 @@ class Split:
         return tokens
 
     def read_marked(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens [start, stop) as stored; those of conversations have their marks."""
+        """Tokens [start, stop) as stored: in conversations, with their marks."""
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         tokens = np.empty(stop - start, np.int64)
         shard = int(np.searchsorted(self.starts, start, side="right")) - 1

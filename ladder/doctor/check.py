@@ -1,7 +1,7 @@
 """One check of `ladder doctor`: its result, and how it is run.
 
-A check runs the thing that it reports on, and reports any error that this raises. So this is the
-only place that catches every exception.
+A check runs the feature that it reports on, and reports any error. So only this module catches
+every exception.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 class DoctorCheck:
     """The result of one check, which is one line of the report.
 
-    status: `ok`, `missing` (not on this machine) or `failed` (there, but it does not work). detail:
-    one line; of what is missing, what it would unlock and how to get it; of a failure, the error.
+    status: `ok`, `missing` (not on this machine) or `failed` (installed, but does not work).
+    detail: one line; if missing, what needs it and how to install it; if failed, the error.
     core: whether ladder needs it on every machine.
     """
 

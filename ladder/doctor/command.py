@@ -18,7 +18,7 @@ from ladder.doctor.check import DoctorCheck, run_check, run_check_with_torch
 
 
 def examine() -> list[DoctorCheck]:
-    """Run every check. What a check finds is never raised.
+    """Run every check; errors are part of the results, and not raised.
 
     This process joins no process group, and runs one tiny model on each kind of device.
     """

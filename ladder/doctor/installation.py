@@ -22,8 +22,8 @@ PYTHON = (3, 11)
 class Package:
     """A Python package that ladder uses.
 
-    name: of the distribution. minimum: its lowest version. unlocks: what ladder needs it for.
-    module: what is imported; empty: `name`. install: how to install it; empty: by pip.
+    name: of the distribution. minimum: its lowest version. unlocks: the features that need it.
+    module: the module to import; empty: `name`. install: how to install it; empty: by pip.
     """
 
     name: str

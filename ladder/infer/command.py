@@ -46,7 +46,7 @@ class TokenPrinter:
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
-    """The text that `tokens` add to the prompt. Decoded alone, they may lose a first space."""
+    """The text that `tokens` add to the prompt; decoded alone, they may lose a leading space."""
     return str(tokenizer.decode(prompt + tokens))[len(tokenizer.decode(prompt)) :]
 
 

@@ -14,7 +14,7 @@ from ladder.bench.report import NO_FIGURES, Aside, Figure, Heading, PagePart, Ta
 PAPER_HEAD = ("plan", "reducer", "prefill, NCCL", "decode, NCCL", "tokens/s, NCCL", "prefill, best",
               "decode, best", "tokens/s, best")  # fmt: skip
 COLD_PARTS = ("imports_s", "group_s", "weights_s", "capture_s", "prefill_s", "total_s")
-REDUCER_NAMES = {"async": "NCCL"}  # what a figure calls a reducer
+REDUCER_NAMES = {"async": "NCCL"}  # the reducers' names in figures
 
 
 def write_page(
