@@ -1,0 +1,421 @@
+"""What later layers read of each sublayer's output: sizes, shares and gradients, by plan.
+
+    python benchmarks/residual.py run [key=value ...] [--plans PLAN ...] [--scales S ...]
+        [--tp-degree T] [--data FOLDER] [--out FOLDER] [--windows N]
+    python benchmarks/residual.py run --run FOLDER ... [--tp-degree T] [--data FOLDER]
+        [--out FOLDER] [--windows N]
+    python benchmarks/residual.py report FILE
+
+`run` trains a small model (recipe tiny, with key=value overrides) under each plan, or takes the
+folders of trained runs, and measures each model at its initialisation and as trained, on held-out
+windows, with all T ranks as virtual ranks of one process. A plan with unreduced partials is also
+trained with those multiplied by each of --scales (`own_scale`; by default 1, sqrt(T) and T).
+Measured are, by sublayer:
+
+- the coefficients with which each rank's partial is in the residual of each later read, by passing
+  unit vectors through the plan (`coefficients`), and how far the sums of partials with these
+  coefficients are from the residuals that the model computes (`error`);
+- the root mean square (RMS) of the residual, of the partials and of whole outputs; how far the
+  ranks' residuals are from their mean;
+- the share of the final residual x that an output wrote: <written, x> / <x, x>, the mean over
+  tokens; the shares of the embedding and all outputs add up to 1;
+- norms of the gradients of the residual, of the partials, and of the parameters.
+
+Lines go to `--out`/residual.jsonl, a table to residual.txt. A plan that is in that file is skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jobs import finish
+from quality import check_overrides
+from residual_report import describe, read
+from torch import Tensor
+
+from ladder.cli import parse_words
+from ladder.config import FILES, load_plan
+from ladder.data.mix import open_sources
+from ladder.files import make_folder, write_text
+from ladder.infer.load import load_for_inference
+from ladder.models import ModelConfig, Plan, Transformer, resolve_plan
+from ladder.models.errors import UserError
+from ladder.models.forward_pass import Norm, Pass
+from ladder.models.reducer import Ranks, Reducer
+from ladder.models.runtime import Runtime
+from ladder.parallel.sharding import initialise
+from ladder.records import append, facts
+from ladder.train import metrics
+from ladder.train.config import TrainConfig, load_train_config
+from ladder.train.loop import train
+
+RECIPE = "tiny"
+PLANS = ("standard", "ladder", "desync-4x")
+OWN = ("data", "out", "plan", "init", "tp", "tp_degree")  # keys of the recipe that are set here
+RESULTS, TABLE = "residual.jsonl", "residual.txt"
+INITIAL, TRAINED = "initial", "trained"
+DIGITS = 5  # of the recorded figures
+OUTPUTS = ("o_proj.weight", "down_proj.weight")  # the matrices that write to the residual
+
+
+# ---- measuring ------------------------------------------------------------------------------
+
+
+class WatchedPass(Pass):
+    """A pass that keeps the residual of each read, the partials, and later their gradients."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.residuals: list[Tensor] = []  # N + 1, [T, B, S, D]
+        self.partials: list[Tensor] = []  # N, [T, B, S, D]
+
+    def read(self, n: int) -> Any:
+        normed = super().read(n)
+        self.residuals.append(keep_gradient(self.residual))
+        return normed
+
+    def write(self, n: int, partial: Any) -> None:
+        self.partials.append(keep_gradient(partial))
+        super().write(n, partial)
+
+
+class WatchingReducer(Reducer):
+    """The reducer of one process that holds all ranks; `newest` is its newest pass."""
+
+    newest: WatchedPass
+
+    def begin(self, runtime: Runtime, plan: Plan, norms: Sequence[Norm], shape: torch.Size) -> Pass:
+        self.newest = WatchedPass(runtime, self, plan, norms)
+        return self.newest
+
+
+def keep_gradient(value: Tensor) -> Tensor:
+    if value.requires_grad:
+        value.retain_grad()
+    return value
+
+
+def observe(
+    model: Transformer, tokens: Tensor, targets: Tensor, degree: int
+) -> tuple[WatchedPass, float]:
+    """The pass of `model` over tokens and targets [B, S] on T virtual ranks, and its mean loss.
+
+    After it, the parameters, residuals and partials have the gradients of that loss. The model
+    keeps its new reducer.
+    """
+    reducer = WatchingReducer(Ranks(degree, 0, degree))
+    model.use(Runtime(reducer))
+    model.zero_grad(set_to_none=True)
+    loss = model(tokens, targets).sum() / (targets >= 0).sum()
+    loss.backward()
+    return reducer.newest, loss.item()
+
+
+def coefficients(plan: Plan, degree: int) -> Tensor:
+    """The coefficient of each partial in the residual of each read: [N + 1, T, N, T].
+
+    Entry [n, q, m, r] is how much of rank r's partial of sublayer m is in rank q's residual of
+    read n. A residual is linear in the partials: unit vectors that go through the same pass as a
+    model's partials measure the coefficients exactly.
+    """
+    count = len(plan.sublayers)
+    size = count * degree
+    reducer = WatchingReducer(Ranks(degree, 0, degree))
+    norms: list[Callable[[Tensor], Tensor]] = [lambda x: x] * (count + 1)
+    run = reducer.begin(Runtime(reducer), plan, norms, torch.Size((1, 1)))
+    run.start(torch.zeros(1, 1, size, dtype=torch.float64))
+    units = torch.eye(size, dtype=torch.float64).view(count, degree, 1, 1, size)
+    for n in range(count):
+        run.read(n)
+        run.write(n, units[n])
+    run.read(count)
+    return torch.stack(reducer.newest.residuals).view(count + 1, degree, count, degree)
+
+
+def arrivals(found: Tensor) -> list[int]:
+    """The first read that has each output alike on all ranks, N entries; else the final read.
+
+    found: what `coefficients` returns.
+    """
+    reads = []
+    for m in range(found.shape[2]):
+        alike = [
+            bool((each == each[0]).all() and (each != 0).all()) for each in found[:, :, m].unbind()
+        ]
+        reads.append(next((n for n, same in enumerate(alike) if same), len(found) - 1))
+    return reads
+
+
+def rms(value: Tensor) -> float:
+    return value.double().square().mean().sqrt().item()
+
+
+def norm(gradients: Sequence[Tensor | None]) -> float:
+    return math.sqrt(
+        sum(each.double().square().sum().item() for each in gradients if each is not None)
+    )
+
+
+def rebuilt(run: WatchedPass, found: Tensor, n: int) -> Tensor:
+    """The residual of read n, by coefficients: the embedding and the partials, [T, B, S, D]."""
+    total = run.residuals[0].detach()
+    for m, partial in enumerate(run.partials):
+        if found[n, :, m].any():
+            share = found[n, :, m].to(partial)
+            total = total + torch.einsum("qr,rbsd->qbsd", share, partial.detach())
+    return total
+
+
+@torch.no_grad()
+def measure(model: Transformer, tokens: Tensor, targets: Tensor, degree: int) -> dict[str, Any]:
+    """All that is measured of one model, as plain data. Shapes as for `observe`."""
+    with torch.enable_grad():
+        run, loss = observe(model, tokens, targets, degree)
+    plan, found = run.plan, coefficients(run.plan, degree)
+    count, reads = len(plan.sublayers), arrivals(found)
+    final = run.residuals[-1].mean(0)  # the ranks' mean, if they differ
+    square = final.square().sum(-1)
+
+    def share(written: Tensor) -> float:
+        return ((written * final).sum(-1) / square).mean().item()
+
+    sublayers = []
+    for m, (record, partial) in enumerate(zip(plan.sublayers, run.partials, strict=True)):
+        arrived = found[reads[m]].mean(0)[m]  # [T], the mean over the reading ranks
+        landed = next((n for n in range(m + 1, count + 1) if found[n, :, m].any()), count)
+        weights = found[count].mean(0)[m].to(partial)
+        written = torch.einsum("r,rbsd->bsd", weights, partial)
+        sublayers.append(
+            {
+                "sublayer": m,
+                "layer": plan.layers[m],
+                "kind": record.kind,
+                "reduce": record.reduce,
+                "own_scale": record.own_scale,
+                "partial_rms": [rms(each) for each in partial],
+                "output_rms": rms(partial.sum(0)),
+                "first_read": landed,
+                "own_coefficient": found[landed].diagonal(dim1=0, dim2=2)[m].mean().item(),
+                "equal_read": reads[m],
+                "coefficients": arrived.tolist(),
+                "written_rms": rms(written),
+                "share": share(written),
+                "partial_gradient": norm([partial.grad]) / math.sqrt(degree),
+            }
+        )
+    residuals = []
+    for n, residual in enumerate(run.residuals):
+        size = rms(residual)
+        residuals.append(
+            {
+                "read": n,
+                "layer": plan.layers[n] if n < count else None,
+                "rms": size,
+                "apart": rms(residual - residual.mean(0)) / size,
+                "gradient": norm([residual.grad.sum(0)]),  # of a common change of all ranks'
+                "error": rms(residual - rebuilt(run, found, n)) / size,
+            }
+        )
+    embedding = run.residuals[0].mean(0)
+    return rounded(
+        {
+            "loss": loss,
+            "error": max(each["error"] for each in residuals),
+            "embedding": {"rms": rms(embedding), "share": share(embedding)},
+            "residuals": residuals,
+            "sublayers": sublayers,
+            "parameters": list(parameters(model)),
+        }
+    )
+
+
+def parameters(model: Transformer) -> Iterator[dict[str, Any]]:
+    """Gradient norms of each slot's parameters, and of the matrix that writes to the residual."""
+    for n, slot in enumerate(model.slots):
+        (output,) = (w for name, w in slot.named_parameters() if name.endswith(OUTPUTS))
+        yield {
+            "layer": n // 2,
+            "kind": ("attention", "mlp")[n % 2],
+            "gradient": norm([each.grad for each in slot.parameters()]),
+            "output_gradient": norm([output.grad]),
+            "output_weight_rms": rms(output),
+        }
+    yield {"kind": "embedding", "gradient": norm([model.model.embed_tokens.weight.grad])}
+
+
+def rounded(value: Any) -> Any:
+    """Plain data with DIGITS significant digits."""
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+# ---- models ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to measure. config: to train it into `folder` first; None: it is there."""
+
+    name: str
+    folder: Path
+    config: TrainConfig | None = None
+
+
+def scaled(plan: Plan, scale: float) -> Plan:
+    """The plan with `own_scale` on all partials that are not reduced."""
+    records = tuple(
+        replace(each, own_scale=scale) if each.reduce == "none" else each for each in plan.sublayers
+    )
+    return Plan(records, plan.name if scale == 1 else f"{plan.name}-scale-{scale:g}")
+
+
+def variants(plan: Plan, scales: Sequence[float]) -> list[Plan]:
+    """The plan at each scale; alone, if it has no unreduced partials or scales of its own."""
+    free = any(each.reduce == "none" for each in plan.sublayers)
+    own = any(each.own_scale != 1 for each in plan.sublayers)
+    return [scaled(plan, scale) for scale in scales] if free and not own else [plan]
+
+
+def to_train(options: argparse.Namespace) -> list[Subject]:
+    check_overrides(options.overrides, OWN)
+    degree, data = options.tp_degree, options.data or Path("runs/data")
+    common = [*options.overrides, f"data={data}", f"out={options.out}", "tensorboard=false"]
+    recipe = load_train_config(RECIPE, common)
+    shape = recipe.model_config(open_sources(str(data)).vocab_size)
+    shape.check_divides(degree, "--tp-degree")
+    scales = options.scales or (1.0, math.sqrt(degree), float(degree))
+    found = []
+    for spec in options.plans:
+        plan = resolve_plan(load_plan(spec), shape.num_layers, degree)
+        name = Path(spec).stem if spec.endswith(FILES) else plan.name
+        for each in variants(Plan(plan.sublayers, name), scales):
+            folder = options.out / each.name
+            own = {"plan": each.to_dict(), "out": str(folder)}
+            if each.depends_on_tp:
+                own["tp_degree"] = degree
+            found.append(Subject(each.name, folder, replace(recipe, **own)))
+    return found
+
+
+def windows(recipe: TrainConfig, data: str, count: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets [count, seq_len] of the first held-out windows."""
+    heldout = open_sources(data).windows("heldout", recipe.seq_len)
+    return heldout.read(range(min(count, len(heldout))))
+
+
+def initial_model(config: ModelConfig, seed: int, device: torch.device) -> Transformer:
+    with device:
+        model = Transformer(config)
+    initialise(model, seed)
+    return model
+
+
+def measured(subject: Subject, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The records of a model: at its initialisation, and as trained."""
+    if subject.config is not None:
+        if (subject.folder / "recipe.json").exists():  # an interrupted training
+            shutil.rmtree(subject.folder)
+        train(subject.config)
+    file = subject.folder / "recipe.json"
+    if not file.is_file():
+        raise UserError(f"--run={subject.folder} is no run: {file} does not exist")
+    recipe = load_train_config(str(file), [])
+    model = load_for_inference(subject.folder, dtype="float32")
+    degree = model.config.tp_degree or options.tp_degree
+    model.config.check_divides(degree, "--tp-degree")
+    device = model.model.embed_tokens.weight.device
+    tokens, targets = windows(recipe, str(options.data or recipe.data), options.windows)
+    tokens, targets = tokens.to(device), targets.to(device)
+    heldout = [e for e in metrics.read_metrics(subject.folder) if "heldout_loss" in e]
+    gpu = torch.cuda.get_device_name(0) if device.type == "cuda" else "none"
+    about = {
+        "plan": subject.name,
+        "tp_degree": degree,
+        "parameters_count": sum(shape.numel() for shape in model.shapes.values()),
+        "tokens_measured": tokens.numel(),
+        "recipe": recipe.resolved(model.config),
+        "machine": {**facts(gpu), "command": " ".join(["python", *sys.argv])},
+    }
+    del about["recipe"]["plan"], about["recipe"]["out"]
+    models = {TRAINED: model}
+    if not recipe.init:  # else they were other weights than the seed's
+        models = {INITIAL: initial_model(model.config, recipe.seed, device), **models}
+    return [
+        {
+            **about,
+            "when": when,
+            "heldout_bits_per_byte": heldout[-1]["heldout_bits_per_byte"]
+            if heldout and when == TRAINED
+            else None,
+            **measure(each, tokens, targets, degree),
+        }
+        for when, each in models.items()
+    ]
+
+
+# ---- command line ---------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train and measure what is not measured yet."""
+    if options.run and options.overrides:
+        raise UserError(f"override {options.overrides[0]!r} with --run: leave one of them out")
+    if options.tp_degree < 2:
+        raise UserError(f"--tp-degree={options.tp_degree} must be 2 or more")
+    if options.windows < 1:
+        raise UserError(f"--windows={options.windows} must be 1 or more")
+    subjects = [Subject(folder.name, folder) for folder in options.run] or to_train(options)
+    make_folder(options.out)
+    file = options.out / RESULTS
+    done = {record["plan"] for record in read(file)} if file.is_file() else set()
+    for subject in subjects:
+        if subject.name not in done:
+            append(file, measured(subject, options))
+    text = describe(read(file))
+    write_text(options.out / TABLE, text)
+    print(f"{text}\n{file}")
+    return 0
+
+
+def report(options: argparse.Namespace) -> int:
+    print(describe(read(options.file)))
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="What later layers read of each output.")
+    verbs = parser.add_subparsers(metavar="COMMAND", required=True)
+    add = verbs.add_parser("run", help="train and measure, or measure trained runs")
+    add.set_defaults(verb=run)
+    add.add_argument("overrides", nargs="*", metavar="key=value", help="for the recipe tiny")
+    add.add_argument("--run", nargs="+", type=Path, default=[], help="folders of trained runs")
+    add.add_argument("--plans", nargs="+", default=PLANS, help="names, or YAML files")
+    add.add_argument("--scales", nargs="+", type=float, help="own_scale (1, sqrt(T) and T)")
+    add.add_argument("--tp-degree", type=int, default=4, help="T")
+    add.add_argument("--data", type=Path, help="(runs/data, or that of the run)")
+    add.add_argument("--out", type=Path, default=Path("runs/residual"))
+    add.add_argument("--windows", type=int, default=8, help="held-out windows to measure on")
+    add = verbs.add_parser("report", help="print the table of a file of results")
+    add.set_defaults(verb=report)
+    add.add_argument("file", type=Path)
+    return parse_words(parser, sys.argv[1:] if arguments is None else arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 0, or 2 for a user's mistake."""
+    return finish(parse(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
