@@ -14,7 +14,21 @@ from ladder.next_step import say_next
 if TYPE_CHECKING:
     from ladder.models.plan import Landing, Plan
 
-OVERVIEW = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x", "dtp-1", "none")
+OVERVIEW = (
+    "standard",
+    "parallel",
+    "ladder",
+    "hybrid",
+    "desync-2x",
+    "desync-4x",
+    "accumulate-4x",
+    "dtp-1",
+    "none",
+)
+ACCUMULATED = """\
+reduce accumulated: one sum of the plain partials of all sublayers since the last reduce. Until then
+a rank reads its own partials at once, times own_scale (sqrt(T) in the presets: about the size of a
+sum of T independent partials); the sum then replaces them, so nothing is scaled or averaged."""
 SHORT = {"attention": "attn", "mlp": "mlp", "attention+mlp": "attn+mlp"}
 
 
@@ -23,8 +37,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "plans",
         nargs="*",
         metavar="PLAN",
-        help="a preset (standard, parallel, ladder, hybrid, desync-4x, dtp-2, none), presets on "
-        "layers (ladder@16-31), or a YAML file; default: an overview of the presets",
+        help="a preset (standard, parallel, ladder, hybrid, desync-4x, accumulate-4x, dtp-2, "
+        "none), presets on layers (ladder@16-31), or a YAML file; default: an overview of the presets",
     )
     parser.add_argument("--model", help="a name from configs/models: take its number of layers")
     parser.add_argument("--layers", type=int, help="number of layers, without --model (32)")
@@ -113,6 +127,8 @@ def describe(plan: Plan, table: bool = True) -> str:
         f"of which block          {facts['blocking_collectives_per_token']}",
         "depends on T            " + ("yes: set tp_degree" if plan.depends_on_tp else "no"),
     ]
+    if any(record.reduce == "accumulated" for record in plan.sublayers):
+        lines += ["", ACCUMULATED]
     if plan.no_comm:
         lines.append("no communication (no_comm): for benchmarks, not a model")
     return "\n".join(lines)
@@ -159,11 +175,10 @@ def picture(plan: Plan, limit: int = 6) -> str:
         compute += f"[{SHORT[record.kind]} {plan.layers[n]}".ljust(width - 1) + "]"
         columns[n] = len(compute)
         if record.reduce != "none":
-            reduce_end[n] = len(compute) + width - 4
+            reduce_end[n] = len(compute) + max(width - 4, len(_bar(plan, n)) + 1)
     for n, end in reduce_end.items():
         start = columns[n]
-        word = "sync" if plan.sublayers[n].reduce == "residual" else "sum"
-        bar = f"<{word} {n}".ljust(end - start - 1, "-") + ">"
+        bar = _bar(plan, n).ljust(end - start - 1, "-") + ">"
         lane = next((i for i, text in enumerate(lanes) if len(text) <= start), None)
         if lane is None:
             lanes.append("")
@@ -174,6 +189,13 @@ def picture(plan: Plan, limit: int = 6) -> str:
     lines = ["compute  " + before + compute + after]
     lines += ["reduce   " + indent + lane for lane in lanes or ["(none)"]]
     return "\n".join(lines)
+
+
+def _bar(plan: Plan, n: int) -> str:
+    """The text at the start of the bar of sublayer n's reduce."""
+    begin = plan.group_begins[n]
+    summed = f"{n}" if begin in (None, n) else f"{begin}-{n}"
+    return f"<{'sync' if plan.sublayers[n].reduce == 'residual' else 'sum'} {summed}"
 
 
 def _waits(plan: Plan) -> dict[int, int]:
@@ -190,10 +212,13 @@ def _reads(plan: Plan, n: int) -> str:
     """The outputs that land before read n, in words."""
     if not plan.landings[n]:
         return "nothing new"
-    return ", ".join(_landing(each) for each in plan.landings[n])
+    return ", ".join(_landing(plan, each) for each in plan.landings[n])
 
 
-def _landing(landing: Landing) -> str:
+def _landing(plan: Plan, landing: Landing) -> str:
+    begin = plan.group_begins[landing.output]
+    if landing.replaces and begin is not None:
+        return f"{begin}-{landing.output} (in place of the own ones)"
     if landing.replaces:
         return f"{landing.output} (residuals made equal)"
     if not landing.summed:

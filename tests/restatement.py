@@ -264,6 +264,27 @@ def desync(weights: Weights, config: Any, tokens: Tensor, ranks: int, every: int
     return run.head(residuals)
 
 
+def accumulate(weights: Weights, config: Any, tokens: Tensor, ranks: int, every: int) -> Tensor:
+    """One all-reduce for each `every` sublayers, and the model's last, of their plain partials.
+
+    B + (sum over the group and the ranks of o_m^q) is the residual after it. Until then each rank
+    reads B + sqrt(T) times its own partials of the group.
+    """
+    run = Run(weights, config, tokens, ranks)
+    shared, group = run.embedding, list[list[Tensor]]()
+    count = 2 * config.num_layers
+    for n in range(count):
+        sublayer = run.mlp if n % 2 else run.attention
+        reads = [shared] * ranks
+        for partials in group:
+            reads = [x + math.sqrt(ranks) * p for p, x in zip(partials, reads, strict=True)]
+        group.append([sublayer(n // 2, reads[rank], rank) for rank in range(ranks)])
+        if len(group) == every or n + 1 == count:
+            shared = shared + sum_of([sum_of(partials) for partials in group])
+            group = []
+    return run.head([shared])
+
+
 def delayed(weights: Weights, config: Any, tokens: Tensor, ranks: int, delay: int) -> Tensor:
     """DTP-d, as DESIGN.md puts it.
 
@@ -307,8 +328,8 @@ def landed_before(records: Any) -> list[tuple[int, int, int]]:
     """For each sublayer, and for the final norm: (start, own, peers).
 
     The residual that it reads is the one that stands before output `start` (the embedding, or what
-    the last `residual` reduce left), plus this rank's outputs start..own-1 and the peers' outputs
-    start..peers-1. What has landed never leaves again, so own and peers never fall.
+    the last `residual` or `accumulated` reduce left), plus this rank's outputs start..own-1 and the
+    peers' outputs start..peers-1. What has landed never leaves again, so own and peers never fall.
     """
     out = []
     start = own = peers = 0
@@ -316,7 +337,7 @@ def landed_before(records: Any) -> list[tuple[int, int, int]]:
         own = max(own, n - record.own_lag)
         peers = max(peers, n - record.peer_lag)
         out.append((start, own, peers))
-        if record.reduce == "residual":
+        if record.reduce in ("residual", "accumulated"):
             start = own = peers = n + 1
     out.append((start, len(records), len(records)))
     return out
@@ -326,8 +347,10 @@ def from_records(weights: Weights, config: Any, tokens: Tensor, ranks: int) -> T
     """Any plan: the input of sublayer n is summed anew from the list of all outputs so far."""
     run = Run(weights, config, tokens, ranks)
     records = config.plan.sublayers
-    # outputs[n][rank]: the partial. base[rank]: the embedding, or the last residual reduce's result
+    # outputs[n][rank]: the partial. base[rank]: the embedding, or the last residual or accumulated
+    # reduce's result. reads[n][rank]: the residual that sublayer n read.
     outputs: list[list[Tensor]] = []
+    reads: list[list[Tensor]] = []
     base = [run.embedding] * ranks
 
     def read(start: int, own: int, peers: int, rank: int) -> Tensor:
@@ -345,6 +368,7 @@ def from_records(weights: Weights, config: Any, tokens: Tensor, ranks: int) -> T
     layer = {"attention": 0, "mlp": 0}
     for n, record in enumerate(records):
         residuals = [read(*marks[n], rank) for rank in range(ranks)]
+        reads.append(residuals)
         if record.kind == "attention":
             sublayer, index = run.attention, layer["attention"]
         elif record.kind == "mlp":
@@ -358,6 +382,12 @@ def from_records(weights: Weights, config: Any, tokens: Tensor, ranks: int) -> T
             pairs = zip(outputs[n], residuals, strict=True)
             summed = sum_of([record.own_scale * p + x / ranks for p, x in pairs])
             base = [summed] * ranks
+        if record.reduce == "accumulated":
+            first = n
+            while first and records[first - 1].reduce == "none":
+                first -= 1
+            everyone = sum_of([sum_of(outputs[m]) for m in range(first, n + 1)])
+            base = [x + everyone for x in reads[first]]
     residuals = [read(*marks[-1], rank) for rank in range(ranks)]
     if all(record.reduce == "none" for record in records):
         residuals = residuals[:1]  # see no_reduce
@@ -371,6 +401,8 @@ def named(name: str, config: Any) -> Callable[..., Tensor] | None:
         return simple[name]
     if match := re.fullmatch(r"desync-(\d+)x", name):
         return lambda *args: desync(*args, int(match[1]))
+    if match := re.fullmatch(r"accumulate-(\d+)x", name):
+        return lambda *args: accumulate(*args, int(match[1]))
     if match := re.fullmatch(r"dtp-(\d+)", name):
         return lambda *args: delayed(*args, int(match[1]))
     if name == "hybrid":

@@ -41,11 +41,26 @@ DEPENDS_ON_T: dict[str, PlanSpec] = {
     "desync-2x": "desync-2x",
     "desync-3x": "desync-3x",
     "desync-4x": "desync-4x",
+    "accumulate-4x": "accumulate-4x",
     "dtp-1": "dtp-1",
     "dtp-2": "dtp-2",
     "dtp-3": "dtp-3",
     "desync-2x then ladder": "desync-2x@0-1,ladder@2-3",
     "ladder then desync-4x": "ladder@0-1,desync-4x@2-3",
+    "ladder, then groups of 3 and of 1": [
+        {
+            "layers": 0,
+            "attention": {"own_lag": 1, "peer_lag": 1},
+            "mlp": {"own_lag": 1, "peer_lag": 1},
+        },
+        {
+            "layers": 1,
+            "attention": {"reduce": "none", "own_scale": 1.5},
+            "mlp": {"reduce": "none"},
+        },
+        {"layers": 2, "attention+mlp": {"reduce": "accumulated"}},
+        {"layers": 3, "attention": {"reduce": "accumulated"}, "mlp": {"own_lag": 1, "peer_lag": 2}},
+    ],
     "own at once, peers 1 later": [
         {"layers": "0-3", "attention": {"peer_lag": 1}, "mlp": {"peer_lag": 1}}
     ],
@@ -108,21 +123,30 @@ def random_plan(rng: random.Random, num_layers: int, stay_equal: bool = False) -
     """A valid plan: any kinds, lags 0 to 3, reduces and scales; `stay_equal`: one without T."""
     records: list[SublayerRecord] = []
     own = peers = 0  # outputs that have landed; `residual` is valid only where both are all
+    group = True  # whether an `accumulated` reduce is valid, if the next record has no lags
     for _ in range(num_layers):
         kinds = rng.choice((("attention", "mlp"), ("attention", "mlp"), ("attention+mlp",)))
+        together = group and not stay_equal and rng.random() < 0.5  # part of such a group
         for kind in kinds:
             n = len(records)
             own_lag, peer_lag = rng.choice((0, 0, 1, 1, 2, 3)), rng.choice((0, 0, 1, 1, 2, 3))
+            if together:
+                own_lag = peer_lag = 0
             if stay_equal:
                 peer_lag = own_lag
             own, peers = max(own, n - own_lag), max(peers, n - peer_lag)
             reduces = ("output", "output", "none", "residual")
             reduce = "output" if stay_equal else rng.choice(reduces)
+            if together:
+                reduce = rng.choice(("none", "accumulated"))
             if reduce == "residual" and (own < n or peers < n):
                 reduce = "output"
-            if reduce == "residual":
+            if reduce in ("residual", "accumulated"):
                 own = peers = n + 1
-            free = not stay_equal and reduce != "residual"
+                group = True
+            elif reduce == "output" or own_lag or peer_lag:
+                group = False
+            free = not stay_equal and reduce in ("output", "none")
             scale = rng.choice((1.0, 1.0, 0.5, 1.75)) if free else 1.0
             records.append(SublayerRecord(kind, own_lag, peer_lag, reduce, scale))
     return Plan(tuple(records), "random")

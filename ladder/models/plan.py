@@ -13,7 +13,7 @@ sum of the partials is the sublayer's output. Every architecture of this package
 Notation, used in this package throughout: sublayer n of N, rank r of T, residual X_r, partial
 o_n^r, sum over ranks S_n = sum_q o_n^q. Sources: Ladder Residual (arXiv 2501.06589), Equation 2 and
 Algorithm 1 for `ladder`, section 5 for `desync-nx`; Delayed Tensor Parallelism (Kog, 2026) for
-`dtp-d`; PaLM for `parallel`.
+`dtp-d`; PaLM for `parallel`. `accumulate-nx` is this project's own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from ladder.models.errors import UserError, check_keys, unknown
 
 KINDS = ("attention", "mlp", "attention+mlp")
-REDUCES = ("output", "residual", "none")
+REDUCES = ("output", "residual", "accumulated", "none")
 
 
 def number(value: Any) -> Any:
@@ -45,7 +45,9 @@ class SublayerRecord:
     own_lag: it reads the residual without this rank's newest `own_lag` outputs.
     peer_lag: the same for the other ranks' outputs.
     reduce: `output` sums its partial over the ranks; `residual` sums partial + X_r / T, which
-        makes the residuals equal again and lands at once; `none` leaves the partial on its rank.
+        makes the residuals equal again and lands at once; `accumulated` sums the partials of all
+        sublayers since the last reduce, which replace what the own ones added; `none` leaves the
+        partial on its rank.
     own_scale: factor on the own partial, as it joins this rank's own residual.
     """
 
@@ -81,20 +83,27 @@ class SublayerRecord:
             raise UserError(
                 f"own_scale={scale!r} of {where} must be a number above 0 and below 1e6"
             )
-        if self.reduce == "residual" and scale != 1:
+        if self.equalises and scale != 1:
+            what = "sums the whole residual" if self.reduce == "residual" else "sums plain partials"
             raise UserError(
-                f"own_scale={scale!r} of {where} must be 1 with reduce=residual, which sums "
-                f"the whole residual; use reduce=output"
+                f"own_scale={scale!r} of {where} must be 1 with reduce={self.reduce}, which "
+                f"{what}; use reduce=output"
             )
+
+    @property
+    def equalises(self) -> bool:
+        """Whether its sum lands at once and leaves equal residuals, whatever own parts differed."""
+        return self.reduce in ("residual", "accumulated")
 
 
 @dataclass(frozen=True)
 class Landing:
     """One output, or a part of it, joining the residual before a read.
 
-    The residual becomes X_r + summed * S + own * o^r, or S alone where `replaces` is set (S being
-    the sum of partial + X_r / T). So (True, 0) is the whole output, (False, 1) only this rank's
-    own partial, (True, -1) only its peers'.
+    The residual becomes X_r + summed * S + own * o^r. So (True, 0) is the whole output, (False, 1)
+    only this rank's own partial, (True, -1) only its peers'. Where `replaces` is set it becomes S
+    alone, the sum of partial + X_r / T, or for an `accumulated` reduce B + S, where B is the
+    residual that the first sublayer of its group read, and S the sum of the group's partials.
     """
 
     output: int
@@ -131,7 +140,14 @@ class Plan:
             expected = "mlp" if record.kind == "attention" else "attention"
         if expected == "mlp":
             raise UserError(f"plan {self.name!r} ends within a layer: its last kind is attention")
-        _ = self.landings  # refuses a `residual` reduce with outputs in flight
+        _ = self.landings  # refuses outputs in flight where there must be none
+        for n, begin in enumerate(self.group_begins):
+            if begin is not None and not self.equal_reads[begin]:
+                raise UserError(
+                    f"the ranks' residuals differ at sublayer {begin} of plan {self.name!r}, where "
+                    f"the group of sublayer {self._reduced_by(n)} (reduce=accumulated) begins; set "
+                    f"reduce=residual for sublayer {begin - 1}"
+                )
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -165,14 +181,14 @@ class Plan:
             if n < len(self.sublayers):
                 own_lag, peer_lag = self.sublayers[n].own_lag, self.sublayers[n].peer_lag
             own_to, peers_to = max(own, n - own_lag), max(peers, n - peer_lag)
-            if n and self.sublayers[n - 1].reduce == "residual":
+            if n and self.sublayers[n - 1].equalises:
                 own_to = peers_to = n
             landed = []
             for m in sorted({*range(own, own_to), *range(peers, peers_to)}):
                 record = self.sublayers[m]
                 own_lands = own <= m < own_to
                 peers_land = peers <= m < peers_to and record.reduce != "none"
-                if record.reduce == "residual":
+                if record.equalises:
                     landed.append(Landing(m, summed=True, replaces=True))
                 elif own_lands and peers_land:
                     landed.append(Landing(m, summed=True, own=record.own_scale - 1))
@@ -181,17 +197,42 @@ class Plan:
                 elif peers_land:
                     landed.append(Landing(m, summed=True, own=-1.0))
             own, peers = own_to, peers_to
-            if (
-                n < len(self.sublayers)
-                and self.sublayers[n].reduce == "residual"
-                and (own < n or peers < n)
-            ):
+            if self._needs_all(n) and (own < n or peers < n):
+                last = self._reduced_by(n)
+                has = f"has reduce={self.sublayers[n].reduce} with"
+                if n != last:
+                    has = f"is summed by sublayer {last} (reduce=accumulated) and has"
                 raise UserError(
-                    f"sublayer {n} of plan {self.name!r} has reduce=residual with outputs in "
+                    f"sublayer {n} of plan {self.name!r} {has} outputs in "
                     f"flight (own_lag={own_lag}, peer_lag={peer_lag}); its lags must be 0"
                 )
             reads.append(tuple(landed))
         return tuple(reads)
+
+    @cached_property
+    def group_begins(self) -> tuple[int | None, ...]:
+        """For each sublayer of an `accumulated` reduce's group where that begins, else None.
+
+        The group is every sublayer since the last reduce, with the one that reduces. N entries.
+        """
+        found: list[int | None] = [None] * len(self.sublayers)
+        begin = 0
+        for n, record in enumerate(self.sublayers):
+            if record.reduce == "accumulated":
+                found[begin : n + 1] = [begin] * (n + 1 - begin)
+            if record.reduce != "none":
+                begin = n + 1
+        return tuple(found)
+
+    def _needs_all(self, n: int) -> bool:
+        """Whether nothing may be in flight at read n, whose residual an equalising reduce needs."""
+        if n == len(self.sublayers):
+            return False
+        return self.sublayers[n].equalises or self.group_begins[n] is not None
+
+    def _reduced_by(self, n: int) -> int:
+        """The sublayer whose reduce is the next from sublayer n on."""
+        return next(m for m in range(n, len(self.sublayers)) if self.sublayers[m].reduce != "none")
 
     @cached_property
     def equal_reads(self) -> tuple[bool, ...]:

@@ -1,7 +1,8 @@
 """Resolving the specification of a plan, a name or records, to a Plan.
 
 A specification is one of
-- a preset's name: `standard`, `parallel`, `ladder`, `hybrid`, `desync-4x`, `dtp-2`, `none`;
+- a preset's name: `standard`, `parallel`, `ladder`, `hybrid`, `desync-4x`, `accumulate-4x`,
+  `dtp-2`, `none`;
 - presets on ranges of layers, standard elsewhere: `ladder@16-31`, `desync-2x@0-7,ladder@8-15`;
 - a list of ranges, each with a preset or with the records of its layers:
   `[{layers: 0-7, preset: desync-2x}, {layers: 8-15, attention: {own_lag: 2, peer_lag: 2}}]`;
@@ -20,7 +21,16 @@ from typing import Any
 from ladder.models.errors import UserError, check_keys, unknown
 from ladder.models.plan import Plan, SublayerRecord
 
-PRESETS = ("standard", "parallel", "ladder", "hybrid", "desync-Nx", "dtp-D", "none")
+PRESETS = (
+    "standard",
+    "parallel",
+    "ladder",
+    "hybrid",
+    "desync-Nx",
+    "accumulate-Nx",
+    "dtp-D",
+    "none",
+)
 
 MOST_LAYERS = 10_000  # of a model: a mistyped number would take endless time
 MOST_RANKS = 2**16
@@ -58,14 +68,16 @@ def resolve_plan(spec: PlanSpec, num_layers: int, tp_degree: int | None = None) 
 
 
 def _refuse_other_scales(plan: Plan, tp_degree: int | None) -> None:
-    """Raise UserError for records of `dtp-D` that were resolved for another T than `tp_degree`.
+    """Raise UserError if records of a preset were resolved for another T than `tp_degree`.
 
     They are not resolved again silently, since they may come with a model's weights.
     """
-    delay = re.fullmatch(r"dtp-(\d+)", plan.name)
-    if tp_degree is None or delay is None or int(delay[1]) >= len(plan.sublayers):
+    if tp_degree is None or not any(name in plan.name for name in ("dtp-", "accumulate-")):
         return
-    wanted = _preset(plan.name, range(plan.num_layers), plan.num_layers, tp_degree)
+    try:
+        wanted = _from_string(plan.name, plan.num_layers, tp_degree)
+    except UserError:
+        return  # a name of the user's own
     pairs = list(zip(plan.sublayers, wanted, strict=False))
     if any(replace(old, own_scale=new.own_scale) != new for old, new in pairs):
         return  # a custom plan of that name
@@ -184,7 +196,7 @@ def _preset(
     name: str, layers: range, num_layers: int, tp_degree: int | None
 ) -> list[SublayerRecord]:
     """The records of preset `name` on `layers`."""
-    number = re.fullmatch(r"desync-(\d+)x|dtp-(\d+)", name)
+    number = re.fullmatch(r"(?:desync|accumulate)-(\d+)x|dtp-(\d+)", name)
     if number and len(number[1] or number[2]) > DIGITS:
         raise UserError(f"plan {name!r} has a number of more than {DIGITS} digits; give a smaller")
     count = 2 * len(layers)
@@ -204,9 +216,16 @@ def _preset(
     if number and number[1]:
         n = int(number[1])
         if n < 2:
-            raise UserError(f"plan {name!r}: n must be 2 or more; desync-1x is `standard`")
+            raise UserError(
+                f"plan {name!r}: n must be 2 or more; {name[: -len(number[1]) - 1]}1x is `standard`"
+            )
+        accumulates = name.startswith("accumulate")
+        reduce = "accumulated" if accumulates else "residual"
+        scale = _root(name, tp_degree) if accumulates else 1.0
         return [
-            SublayerRecord(kind, reduce="residual" if i % n == 0 or i == count else "none")
+            SublayerRecord(kind, reduce=reduce)
+            if i % n == 0 or i == count
+            else SublayerRecord(kind, reduce="none", own_scale=scale)
             for i, kind in enumerate(kinds, start=1)
         ]
     if number and number[2]:
@@ -215,16 +234,22 @@ def _preset(
             raise UserError(
                 f"plan {name!r} delays by {delay} sublayers but the model has only {count}"
             )
-        if delay and tp_degree is None:
-            raise UserError(f"plan {name!r} depends on T: set tp_degree, for example tp_degree=4")
+        root = _root(name, tp_degree) if delay else 1.0
         return [
             SublayerRecord(
                 kind,
                 own_lag=0,
                 peer_lag=delay,
                 reduce="output" if n < count - delay else "none",
-                own_scale=math.sqrt(tp_degree or 1) if n < delay or n >= count - delay else 1.0,
+                own_scale=root if n < delay or n >= count - delay else 1.0,
             )
             for n, kind in enumerate(kinds)
         ]
     raise unknown("plan", name, PRESETS)
+
+
+def _root(name: str, tp_degree: int | None) -> float:
+    """sqrt(T), by which preset `name` scales."""
+    if tp_degree is None:
+        raise UserError(f"plan {name!r} depends on T: set tp_degree, for example tp_degree=4")
+    return math.sqrt(tp_degree)

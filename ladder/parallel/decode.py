@@ -259,7 +259,9 @@ class DecodePass(Pass):
             if landing.summed:
                 if landing.replaces:
                     assert not sums, "a residual is replaced with outputs in flight"
-                    owns, replaces = [], True
+                    assert not jobs
+                    owns, replaces = [], output.base is None
+                    residual = residual if output.base is None else output.base
                 assert output.total is not None
                 total = output.total.wait()
                 if self.decode.pushes:
@@ -280,17 +282,27 @@ class DecodePass(Pass):
         rider, self.carried = self.carried, None
         record, blocking = self.plan.sublayers[n], self.plan.blocking[n]
         keep_own = self.plan.own_needed[n]
+        group = self.group_of(n)
         if record.reduce == "none":
-            return Output(None, partial.run(rider=rider))
-        add = self.residual if record.reduce == "residual" else None
-        share = 1 / self.ranks.degree
+            own = partial.run(rider=rider)
+            if group is not None:
+                # One more kernel for each sublayer of the group but the first and the last (whose
+                # product adds the group's sum): none if every second sublayer reduces.
+                assert own is not None
+                group.add(own)
+            return Output(None, own)
+        add, share, base = None, 1.0, None
+        if record.reduce == "residual":
+            add, share = self.residual, 1 / self.ranks.degree
+        elif group is not None:
+            add, base = group.partial, group.base
         if not self.decode.pushes:
             whole = partial.run(add, share, rider=rider)
             assert whole is not None
             if self.ranks.processes == 1:
-                return Output(InFlight(whole), whole)
+                return Output(InFlight(whole), whole, base)
             own = whole.clone() if keep_own else None  # the base reduces in place
-            return Output(self.reducer.reduce(whole, blocking), own)
+            return Output(self.reducer.reduce(whole, blocking), own, base)
         assert isinstance(self.reducer, PushReducer)
         size = self.residual.numel() * self.residual.element_size()
         self.reducer.note(size, "pushed by the product")
@@ -303,7 +315,7 @@ class DecodePass(Pass):
         arriving = InFlight(slots[chosen])
         # An own partial that is kept and is a sum of products must be complete before it is sent.
         if (blocking or add is not None) and not (keep_own and partial.others):
-            return Output(arriving, partial.run(add, share, push, keep_own, rider))
+            return Output(arriving, partial.run(add, share, push, keep_own, rider), base)
         whole = partial.run(rider=rider)
         assert whole is not None
         self.sending = SendJob(whole, push)

@@ -23,6 +23,7 @@ PLANS = [
     ("ladder", None),
     ("hybrid", None),
     ("desync-4x", 4),
+    ("accumulate-4x", 4),
     ("dtp-1", 4),
 ]
 

@@ -50,6 +50,7 @@ PLANS: list[tuple[str, int | None]] = [
     ("ladder", None),
     ("hybrid", None),
     ("desync-4x", 4),
+    ("accumulate-4x", 4),
     ("dtp-1", 4),
 ]
 WORLDS = [world for world in (1, 2, 4) if world <= torch.cuda.device_count()]

@@ -49,6 +49,7 @@ NO_FUNCTION = (
     "lags 3, 1 and 0, some parallel",
     "desync-2x then ladder",
     "ladder then desync-4x",
+    "ladder, then groups of 3 and of 1",
     "own at once, peers 1 later",
     "own 2 later, peers at once",
     "a mix of everything",
@@ -307,7 +308,8 @@ class GrowingCache:
         return keys, values
 
 
-CACHED = [("standard", 1), ("parallel", 2), ("ladder", 4), ("desync-2x", 2), ("dtp-2", 4)]
+CACHED = [("standard", 1), ("parallel", 2), ("ladder", 4), ("desync-2x", 2), ("dtp-2", 4),
+          ("accumulate-4x", 2)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "ranks"), CACHED)

@@ -98,6 +98,25 @@ def test_desync_keeps_each_nth_reduce(n: int) -> None:
     assert not plan.final_mean
 
 
+@pytest.mark.parametrize("n", [2, 3, 4, 8, 99])
+@pytest.mark.parametrize("degree", [2, 4])
+def test_accumulate_sums_each_group_once(n: int, degree: int) -> None:
+    """Catches desync under another name, a reduce or a last one that is scaled, a group that goes
+    over a reduce, and a model whose last group is left unsummed where n does not divide 2 L."""
+    plan = resolve_plan(f"accumulate-{n}x", L, degree)
+    kept = {*range(n - 1, 2 * L, n), 2 * L - 1}
+    for i, record in enumerate(plan.sublayers):
+        reduce, scale = ("accumulated", 1.0) if i in kept else ("none", math.sqrt(degree))
+        kind = ("attention", "mlp")[i % 2]
+        assert record == SublayerRecord(kind, reduce=reduce, own_scale=scale)
+    assert plan.group_begins == tuple(i // n * n for i in range(2 * L))
+    assert plan.collectives == sum(plan.blocking) == len(kept)
+    assert plan.equal_reads == tuple(i == 0 or i - 1 in kept for i in range(2 * L + 1))
+    assert plan.own_needed == tuple(i not in kept for i in range(2 * L))
+    assert plan.depends_on_tp
+    assert not plan.final_mean
+
+
 @pytest.mark.parametrize("delay", [1, 2, 3, 6, 7, 11])
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_dtp_never_blocks(delay: int, degree: int) -> None:
@@ -135,11 +154,15 @@ def test_none_drops_every_reduce() -> None:
 # What follows from the records, against the definition played out
 
 
+EQUALISE = ("residual", "accumulated")
+
+
 def simulate(plan: Plan) -> tuple[list[set[int]], list[set[int]], list[bool]]:
     """Per read: this rank's outputs and the peers' that are in the residual, and whether equal.
 
     By DESIGN's words alone. Each rank's residual is a bag of (output, whose, factor); a `residual`
-    reduce makes all bags one, which is written here as emptying them.
+    reduce makes all bags one, which is written here as emptying them, and so does an `accumulated`
+    one, before which the bags differ by its group alone.
     """
     records = plan.sublayers
     own_seen: list[set[int]] = []
@@ -151,13 +174,13 @@ def simulate(plan: Plan) -> tuple[list[set[int]], list[set[int]], list[bool]]:
     for n in range(len(records) + 1):
         end = n == len(records)
         for m in range(n):
-            if end or m < n - records[n].own_lag or records[m].reduce == "residual":
+            if end or m < n - records[n].own_lag or records[m].reduce in EQUALISE:
                 own.add(m)
-            if end or m < n - records[n].peer_lag or records[m].reduce == "residual":
+            if end or m < n - records[n].peer_lag or records[m].reduce in EQUALISE:
                 peers.add(m)
             if records[m].reduce == "none" and m > synced:
                 peers.discard(m)
-        if n and records[n - 1].reduce == "residual":
+        if n and records[n - 1].reduce in EQUALISE:
             synced = n - 1
             own, peers = set(range(n)), set(range(n))
         own_seen.append(set(own))
@@ -192,7 +215,7 @@ def play_landings(plan: Plan) -> tuple[list[set[int]], list[set[int]]]:
         peers_seen.append(set(peers))
         assert set(peers.values()) <= {1}
         for m, factor in own.items():
-            m_synced = any(plan.sublayers[k].reduce == "residual" for k in range(m, n))
+            m_synced = any(plan.sublayers[k].reduce in EQUALISE for k in range(m, n))
             scale = 1.0 if m_synced else plan.sublayers[m].own_scale
             assert factor == pytest.approx(0.0 if m not in own_seen[-1] else scale)
     posted = {n for n, record in enumerate(plan.sublayers) if record.reduce != "none"}
@@ -218,7 +241,7 @@ def test_landings_play_out_the_definition(seed: int) -> None:
     assert resolve_plan(plan.to_dict(), plan.num_layers) == plan
     # In the end all is in the residual: own parts, and the peers' of what was reduced.
     count = len(records)
-    last_sync = max((n for n in range(count) if records[n].reduce == "residual"), default=-1)
+    last_sync = max((n for n in range(count) if records[n].reduce in EQUALISE), default=-1)
     assert own[-1] == set(range(count))
     assert peers[-1] == {n for n in range(count) if n <= last_sync or records[n].reduce != "none"}
     # A reduce blocks where it is first needed by the very next read.

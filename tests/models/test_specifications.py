@@ -152,6 +152,8 @@ def test_round_trip_of_all_that_a_config_holds() -> None:
         ("desync-0x", ["desync-0x"]),
         ("desync-x", ["plan 'desync-x'"]),
         ("dtp-2", ["tp_degree"]),
+        ("accumulate-4x", ["'accumulate-4x' depends on T", "tp_degree=4"]),
+        ("accumulate-1x", ["accumulate-1x is `standard`"]),
         ("dtp-12", ["dtp-12", "12"]),
         ("none@0-2", ["none", "whole model"]),
         ("hybrid@0-2", ["hybrid", "whole model"]),
@@ -201,7 +203,7 @@ def test_a_bad_specification_names_what_is_wrong(spec: Any, words: list[str]) ->
         ({"own_lag": 1.0}, ["own_lag=1.0"]),
         ({"own_lag": True}, ["own_lag=True"]),
         ({"peer_lag": "1"}, ["peer_lag='1'"]),
-        ({"reduce": "sum"}, ["reduce", "'sum'", "output, residual, none"]),
+        ({"reduce": "sum"}, ["reduce", "'sum'", "output, residual, accumulated, none"]),
         ({"reduce": None}, ["reduce", "None"]),
         ({"own_scale": 0}, ["own_scale=0"]),
         ({"own_scale": -1.0}, ["own_scale=-1.0"]),
@@ -210,6 +212,7 @@ def test_a_bad_specification_names_what_is_wrong(spec: Any, words: list[str]) ->
         ({"own_scale": "x"}, ["own_scale='x'"]),
         ({"own_scale": 1e6}, ["own_scale=1000000.0", "above 0 and below 1e6"]),
         ({"own_scale": 2.0, "reduce": "residual"}, ["own_scale=2.0", "residual"]),
+        ({"own_scale": 2.0, "reduce": "accumulated"}, ["own_scale=2.0", "accumulated"]),
     ],
 )
 def test_a_bad_record_names_its_field(record: dict[str, Any], words: list[str]) -> None:
@@ -247,6 +250,15 @@ def test_records_of_another_degree_are_refused() -> None:
     records[0]["peer_lag"] = 1
     own = small_config({"name": "dtp-2", "sublayers": records}, tp_degree=2)
     assert own.plan.sublayers[0].peer_lag == 1
+    small_config({"name": "my dtp-2", "sublayers": records}, tp_degree=2)
+
+
+@pytest.mark.parametrize("name", ["accumulate-4x", "ladder@0-1,accumulate-2x@2-3"])
+def test_accumulate_of_another_degree_is_refused(name: str) -> None:
+    old = small_config(name, tp_degree=4)
+    with pytest.raises(UserError, match=r"own_scale=2 where sqrt\(2\) .* set tp_degree=4"):
+        replace(old, tp_degree=2)
+    assert replace(old, plan=name, tp_degree=2) == small_config(name, tp_degree=2)
 
 
 def test_numbers_that_yaml_reads_as_strings() -> None:
@@ -301,6 +313,21 @@ def test_residual_reduce_needs_nothing_in_flight(records: list[SublayerRecord]) 
     """Outputs in flight would be summed T times, or lost."""
     with pytest.raises(UserError, match=r"sublayer 1 .*reduce=residual.*lag"):
         Plan(tuple(records))
+
+
+def test_groups_begin_with_equal_residuals_and_have_nothing_in_flight() -> None:
+    """The sum replaces what own parts added since its group began: what was in flight then would be
+    lost, and what only this rank had read before would stay."""
+    for fields, message in (
+        ({"attention": {}, "mlp": {"peer_lag": 1, "reduce": "accumulated"}},
+         r"sublayer 1 .* reduce=accumulated with .*\(own_lag=0, peer_lag=1\); its lags must be 0"),
+        ({"attention": {"own_lag": 2, "reduce": "none"}, "mlp": {"reduce": "accumulated"}},
+         r"sublayer 2 .* summed by sublayer 3 .*\(own_lag=2, peer_lag=0\); its lags must be 0"),
+        ({"attention": {"own_scale": 2.0}, "mlp": {"reduce": "accumulated"}},
+         r"differ at sublayer 3 .*group of sublayer 3 .*set reduce=residual for sublayer 2"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            resolve_plan([{"layers": 0}, {"layers": 1, **fields}], 2)
 
 
 def test_residual_reduce_may_lag_where_all_has_landed() -> None:

@@ -31,7 +31,7 @@ MOST_OF_4 = {2: [(2, 1, "TP")], 4: LAYOUTS[4]}
             pytest.param(plan, degree, LAYOUTS, marks=pytest.mark.parity)
             for degree, plans in (
                 (None, ("standard", "parallel", "ladder", "hybrid")),
-                (4, ("desync-2x", "desync-3x", "desync-4x", "dtp-1", "dtp-2")),
+                (4, ("desync-2x", "desync-3x", "desync-4x", "accumulate-4x", "dtp-1", "dtp-2")),
             )
             for plan in plans
         ),
