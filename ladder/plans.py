@@ -38,7 +38,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="PLAN",
         help="a preset (standard, parallel, ladder, hybrid, desync-4x, accumulate-4x, dtp-2, "
-        "none), presets on layers (ladder@16-31), or a YAML file; default: an overview of the presets",
+        "none), presets on layers (ladder@16-31), or a YAML file; default: an overview of the "
+        "presets",
     )
     parser.add_argument("--model", help="a name from configs/models: take its number of layers")
     parser.add_argument("--layers", type=int, help="number of layers, without --model (32)")

@@ -25,6 +25,7 @@ COLOURS = {
     "none": "#78808a",
     "desync-4x": "#9a5bc0",
     "desync-2x": "#c2508f",
+    "accumulate-4x": "#4f8a10",
     "dtp-1": "#94780f",
     "hybrid": "#168a94",
 }
