@@ -8,9 +8,9 @@
 
 `run` trains a small model (recipe tiny, with key=value overrides) under each plan, or takes the
 folders of trained runs, and measures each model at its initialisation and as trained, on held-out
-windows, with all T ranks as virtual ranks of one process. A plan with unreduced partials is also
-trained with those multiplied by each of --scales (`own_scale`; by default 1, sqrt(T) and T).
-Measured are, by sublayer:
+windows, with all T ranks as virtual ranks of one process. A plan whose partials wait for a later
+sublayer's reduce (desync, accumulate) is trained with each of --scales as their `own_scale`; by
+default 1, sqrt(T) and T. Measured are, by sublayer:
 
 - the coefficients with which each rank's partial is in the residual of each later read, by passing
   unit vectors through the plan (`coefficients`), and how far the sums of partials with these
@@ -58,7 +58,7 @@ from ladder.train.config import TrainConfig, load_train_config
 from ladder.train.loop import train
 
 RECIPE = "tiny"
-PLANS = ("standard", "ladder", "desync-4x")
+PLANS = ("standard", "ladder", "desync-4x", "accumulate-4x")
 OWN = ("data", "out", "plan", "init", "tp", "tp_degree")  # keys of the recipe that are set here
 RESULTS, TABLE = "residual.jsonl", "residual.txt"
 INITIAL, TRAINED = "initial", "trained"
@@ -273,18 +273,17 @@ class Subject:
 
 
 def scaled(plan: Plan, scale: float) -> Plan:
-    """The plan with `own_scale` on all partials that are not reduced."""
+    """The plan with `own_scale` on all partials that are not reduced at once."""
     records = tuple(
         replace(each, own_scale=scale) if each.reduce == "none" else each for each in plan.sublayers
     )
-    return Plan(records, plan.name if scale == 1 else f"{plan.name}-scale-{scale:g}")
+    return Plan(records, plan.name if records == plan.sublayers else f"{plan.name}-scale-{scale:g}")
 
 
 def variants(plan: Plan, scales: Sequence[float]) -> list[Plan]:
-    """The plan at each scale; alone, if it has no unreduced partials or scales of its own."""
-    free = any(each.reduce == "none" for each in plan.sublayers)
-    own = any(each.own_scale != 1 for each in plan.sublayers)
-    return [scaled(plan, scale) for scale in scales] if free and not own else [plan]
+    """The plan at each scale; alone, if all partials are reduced at once or some never are."""
+    waiting = any(each.reduce == "none" for each in plan.sublayers) and not plan.final_mean
+    return [scaled(plan, scale) for scale in scales] if waiting else [plan]
 
 
 def to_train(options: argparse.Namespace) -> list[Subject]:
@@ -401,7 +400,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add.add_argument("overrides", nargs="*", metavar="key=value", help="for the recipe tiny")
     add.add_argument("--run", nargs="+", type=Path, default=[], help="folders of trained runs")
     add.add_argument("--plans", nargs="+", default=PLANS, help="names, or YAML files")
-    add.add_argument("--scales", nargs="+", type=float, help="own_scale (1, sqrt(T) and T)")
+    add.add_argument(
+        "--scales", nargs="+", type=float, help="own_scale of waiting partials (1, sqrt(T) and T)"
+    )
     add.add_argument("--tp-degree", type=int, default=4, help="T")
     add.add_argument("--data", type=Path, help="(runs/data, or that of the run)")
     add.add_argument("--out", type=Path, default=Path("runs/residual"))

@@ -14,12 +14,14 @@ from ladder.bench import figures
 from ladder.plans import aligned
 
 Record = dict[str, Any]
-COLUMNS = ("plan", "bits per byte", "partial", "output", "written", "coefficient", "apart",
+COLUMNS = ("plan", "bits per byte", "partial", "output", "written", "own", "coefficient",
+           "apart",
            "attention", "mlp", "gradient", "error")  # fmt: skip
 MEANING = """\
 partial, output, written: RMS of a rank's partial, of its sum over the ranks, and of what the sum
-adds to the final residual, means over the sublayers that do not reduce / that do. coefficient: of
-a partial in the later layers' residual, likewise. apart: RMS of the difference of the ranks'
+adds to the final residual, means over the sublayers that do not reduce / that do. own: the
+coefficient with which a partial joins its own rank's residual; coefficient: that in later layers'
+residual, of all ranks. apart: RMS of the difference of the ranks'
 residuals from their mean, over the residual's, the largest of all reads. attention, mlp: their
 shares of the final residual; the rest is the embedding. gradient: of the loss by a rank's partial,
 x 1000, as for partials. error: the largest difference of a residual from the sum of the partials
@@ -84,6 +86,7 @@ def row(record: Record) -> list[str]:
         mean(record, lambda each: statistics.fmean(each["partial_rms"])),
         mean(record, lambda each: each["output_rms"]),
         mean(record, lambda each: each["written_rms"]),
+        mean(record, lambda each: each["own_coefficient"], ".3g"),
         mean(record, lambda each: statistics.fmean(each["coefficients"]), ".3g"),
         f"{max(each['apart'] for each in record['residuals']):.2f}",
         *(f"{share[kind]:.2f}" if kind in share else "-" for kind in ("attention", "mlp")),
