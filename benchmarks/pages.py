@@ -19,6 +19,7 @@ from typing import Any
 
 import adapt_report
 import bench_pages
+import quality_frontier
 import quality_report
 from jobs import finish
 
@@ -33,7 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 LATENCY = "2026-11-21-inference-h200x4"
 BATCHES = "2026-11-21-figures-h200x4"
-QUALITY, QUALITY_LATENCY = "2026-11-21-quality-h200", "2026-11-21-quality-latency-h200x4"
+QUALITY = ("2026-11-21-quality-h200", "2026-11-22-scaled-desync-h200x4")
+QUALITY_LATENCY = ("2026-11-21-quality-latency-h200x4", LATENCY, "2026-11-21-p2p-off-h200x4")
 MODEL, TP, BATCH = "llama-3-8b", 4, 1  # of the figures of inference
 
 
@@ -84,19 +86,21 @@ def batches() -> str:
 
 
 def quality_latency() -> str:
-    """Quality against latency, by plan."""
-    records, rows, _ = quality_records()
-    groups, best = quality_report.by_plan(records), inference.fastest(rows)
-    places = quality_report.positions(groups, best)
-    kept = [plan for plan in places if not quality_report.beaten(plan, places)]
-    title = f"{', '.join(kept)}: no other plan is both better and faster"
-    if len(kept) == 1:
-        title = f"The {kept[0]}: fastest of {len(places)} plans, and none beats its quality"
+    """Quality against latency, by plan, a panel for each link and batch that was measured."""
+    records, found = quality_records()
+    panels = [members for members in found.chosen.values() if members]
+    places = quality_frontier.places(quality_report.by_plan(records), panels[0])
+    kept = quality_frontier.frontier(places)
+    title = "Quality against latency: filled plans are beaten by none in both"
+    if len(panels) == 1:
+        title = f"{', '.join(kept)}: no other plan is both better and faster"
+        if len(kept) == 1:
+            title = f"The {kept[0]}: fastest of {len(places)} plans, and none beats its quality"
     subtitle = (
         f"{records[0]['parameters'] / 1e6:.0f}M parameters, {records[0]['tokens'] / 1e6:.0f}M "
-        f"tokens each; a dot is a seed; lower is better, left is faster"
+        f"tokens each; mean and range of n runs; lower is better, left is faster"
     )
-    return quality_report.figure(groups, best, title, subtitle)
+    return quality_frontier.figure(records, found, title, subtitle)
 
 
 FIGURES: dict[str, Callable[[], str]] = {
@@ -106,12 +110,13 @@ FIGURES: dict[str, Callable[[], str]] = {
 }
 
 
-def quality_records() -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
-    """Trainings, latencies, and the machines of these."""
-    records = quality_report.read(RESULTS / f"{QUALITY}.jsonl")
-    shape = records[0]["recipe"]["model"]
-    file = RESULTS / f"{QUALITY_LATENCY}.jsonl"
-    return (records, *quality_report.latency_rows(file, shape["name"], shape["num_layers"]))
+def quality_records(
+    model: str | None = None,
+) -> tuple[list[dict[str, Any]], quality_frontier.Latency]:
+    """Trainings, and the latency of their shape or of `model`."""
+    records = quality_report.read_all([RESULTS / f"{name}.jsonl" for name in QUALITY])
+    files = [RESULTS / f"{name}.jsonl" for name in QUALITY_LATENCY]
+    return records, quality_frontier.latencies(files, records, model)
 
 
 def read(name: str) -> list[dict[str, Any]]:
@@ -161,16 +166,16 @@ def repeats(records: Sequence[dict[str, Any]], key: str = "point") -> bool:
     return len({json.dumps(record[key]) for record in records}) < len(records)
 
 
-def quality_page() -> Page:
-    records, rows, machines = quality_records()
-    places = quality_report.positions(quality_report.by_plan(records), inference.fastest(rows))
-    text = quality_report.write_page(records, rows, machines)
-    return Page(QUALITY, quality_report.finding(places), text)
+def quality_page(model: str | None = None) -> Page:
+    records, found = quality_records(model)
+    name = QUALITY[0] + (f"-{model}" if model else "")
+    text = quality_frontier.write_page(records, found)
+    return Page(name, quality_frontier.finding(records, found), text)
 
 
 def pages() -> list[Page]:
     """A page for each file of results in a known form."""
-    found = [quality_page()]
+    found = [quality_page(), quality_page(MODEL)]
     for file in sorted(RESULTS.glob("*.jsonl")):
         records = read(file.stem)
         point = records[0].get("point", {})
@@ -188,7 +193,8 @@ def pages() -> list[Page]:
 def index(found: Sequence[Page]) -> str:
     parts: list[PagePart] = [Link(f"{each.name}.html", each.name, each.finding) for each in found]
     names = sorted(file.name for file in RESULTS.iterdir() if file.suffix in (".jsonl", ".txt"))
-    left = [name for name in names if not any(p.name.startswith(Path(name).stem) for p in found)]
+    shown = (*(each.name for each in found), *QUALITY, *QUALITY_LATENCY)
+    left = [name for name in names if not any(each.startswith(Path(name).stem) for each in shown)]
     parts.append(Text(f"Without a page: {', '.join(left)}; benchmarks/results/README.md says why."))
     said = "A page for each file of benchmarks/results, drawn from its records."
     return page("Recorded results", said, parts)

@@ -1,15 +1,23 @@
 """Quality at equal tokens: one small model under each plan, and its latency.
 
     python benchmarks/quality.py run [key=value ...] [--data FOLDER] [--out FOLDER] [--runs FOLDER]
-        [--gpus N] [--budget MINUTES] [--only PLAN[:SEED] ...]
-    python benchmarks/quality.py page --quality FILE --latency FILE [--out FILE]
+        [--gpus N] [--budget MINUTES] [--only SET|PLAN[:SEEDS[:T]] ...]
+    python benchmarks/quality.py plans [PLAN ...] [--layers N] [--tp-degree T] [--out FOLDER]
+    python benchmarks/quality.py page --quality FILE ... --latency FILE ... [--model NAME]
+        [--out FILE]
 
 `run` trains the recipe quality-100m by `ladder train`, one run on each GPU at a time (without GPUs
 one run at a time on the CPU), the longest first. Finished runs are lines in `--out`/quality.jsonl
 and are skipped when the command is started again; interrupted runs start again. PLAN is the name of
-a plan, or a YAML file with one, then named after the file. key=value overrides the recipe for all
-runs. The data is prepared by benchmarks/quality_data.py. `page` joins the results with the decode
-latency of the same shape: `ladder bench inference --model quality-100m --plans ... --nproc 4`.
+a plan; desync-Nx-sqrt (-root4, -full): desync whose unreduced partials are scaled by the square
+root of T (the fourth root, T); or a YAML file with a plan, then named after the file. SEEDS is a
+number or a range, as 0-2. The sets are in benchmarks/quality_plans.py. key=value overrides the
+recipe for all runs; eval_interval=50 records the curves that the comparison at equal training time
+needs. The data is prepared by benchmarks/quality_data.py.
+
+`plans` writes the files of scaled plans, for `ladder bench inference --plans FILE`. `page` joins
+the results with decode latencies, of the same shape or of `--model`: `ladder bench inference
+--model quality-100m --plans ... --batch 1 64 --p2p on off --nproc 4`.
 """
 
 from __future__ import annotations
@@ -27,14 +35,15 @@ from typing import Any
 
 import torch
 from jobs import Started, deadline, finish, run_all, visible_gpus
-from quality_report import COLUMNS, PLANS, T, caption, latency_rows, read, rows, write_page
+from quality_frontier import latencies, write_page
+from quality_plans import NAMED, T, called, chosen, depends_on_tp, written
+from quality_report import COLUMNS, KEYS, caption, read, read_all, rows
 
 from ladder.cli import parse_words
-from ladder.config import FILES, load_plan
 from ladder.data.mix import open_sources
 from ladder.data.prepared import TokenData
 from ladder.files import make_folder, write_text
-from ladder.models import ModelConfig, resolve_plan
+from ladder.models import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.transformer import tensor_shapes
 from ladder.plans import aligned
@@ -43,7 +52,6 @@ from ladder.train import metrics
 from ladder.train.config import TrainConfig, load_train_config
 
 RECIPE = "quality-100m"
-SEEDS = {"standard": (0, 1), "ladder": (0, 1)}  # the others: 0
 OWN = ("data", "out", "plan", "seed", "tp", "tp_degree")  # keys of the recipe that are set here
 PER_RUN = ("data", "out", "plan", "seed", "tp_degree")  # keys in which runs side by side differ
 RESULTS, TABLE = "quality.jsonl", "quality.txt"
@@ -61,7 +69,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        return f"{self.plan}-seed{self.seed}"
+        return self.folder.name
+
+    @property
+    def key(self) -> tuple[str, int, int | None]:
+        """The values of KEYS in its record."""
+        return self.plan, self.seed, self.model.tp_degree
 
     @property
     def folder(self) -> Path:
@@ -85,15 +98,16 @@ def run(options: argparse.Namespace) -> int:
     until = deadline(options.budget)
     gpus = visible_gpus(options.gpus)
     data = open_sources(str(options.data))
-    runs = [resolve(plan, seed, options, data) for plan, seed in chosen(options.only)]
+    wanted = [resolve(*names, options, data) for names in chosen(options.only)]
+    runs = list({each.key: each for each in wanted}.values())  # T makes no difference to some
     file = options.out / RESULTS
-    records = read(file) if file.is_file() else []
+    records = read(file, KEYS) if file.is_file() else []
     common = {"recipe": recipe_of(runs[0]), "data": summary(data)}
     check_common(records, common, file)
     for folder in (options.out, options.runs):
         make_folder(folder)
-    done = {(record["plan"], record["seed"]) for record in records}
-    waiting = [each for each in runs if (each.plan, each.seed) not in done]
+    done = {tuple(record[key] for key in KEYS) for record in records}
+    waiting = [each for each in runs if each.key not in done]
     # Virtual ranks make a run long; sorting keeps the order of the rest: a second seed is last.
     waiting.sort(key=lambda each: (each.seed, not each.model.plan.depends_on_tp))
     failed = train_all(waiting, gpus, until, records, file, common)
@@ -104,28 +118,19 @@ def run(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def chosen(only: Sequence[str] | None) -> list[tuple[str, int]]:
-    """(plan, seed) of all runs, or of those named: PLAN with all its seeds, or PLAN:SEED."""
-    found: dict[tuple[str, int], None] = {}
-    for name in only or PLANS:
-        plan, colon, seed = name.partition(":")
-        if colon and not seed.isdecimal():
-            raise UserError(f"--only={name}: the seed must be a whole number, as in {plan}:1")
-        for each in (int(seed),) if colon else SEEDS.get(plan, (0,)):
-            found[plan, each] = None
-    return list(found)
-
-
-def resolve(plan: str, seed: int, options: argparse.Namespace, data: TokenData) -> Run:
-    """The run of a plan and seed. Raises UserError where the plan or an override is wrong."""
+def resolve(plan: str, seed: int, degree: int, options: argparse.Namespace, data: TokenData) -> Run:
+    """The run of a plan, seed and T. Raises UserError where the plan or an override is wrong."""
     check_overrides(options.overrides, OWN)
-    name = Path(plan).stem if plan.endswith(FILES) else plan
-    folder = options.runs / f"{name}-seed{seed}"
-    shared = [*options.overrides, f"data={options.data}", f"out={folder}"]
+    name = called(plan)
+    at = "" if degree == T else f"-T{degree}"
+    shared = [*options.overrides, f"data={options.data}"]
     shape = load_train_config(RECIPE, shared).model_config(data.vocab_size)
-    own = [f"plan={plan}", f"seed={seed}"]
-    if resolve_plan(load_plan(plan), shape.num_layers, T).depends_on_tp:
-        own.append(f"tp_degree={T}")
+    own = [f"plan={written(plan, shape.num_layers, degree, options.runs / 'plans')}"]
+    if depends_on_tp(own[0].removeprefix("plan="), shape.num_layers):
+        own.append(f"tp_degree={degree}")
+    else:
+        at = ""
+    own += [f"seed={seed}", f"out={options.runs / f'{name}{at}-seed{seed}'}"]
     overrides = (*shared, *own)
     config = load_train_config(RECIPE, overrides)
     return Run(name, seed, config, config.model_config(data.vocab_size), overrides)
@@ -189,7 +194,8 @@ def record(started: Started[Run]) -> dict[str, Any]:
     """The record of a finished run, from its metrics."""
     each, found = started.job, metrics.read_metrics(started.job.folder)
     steps = [entry for entry in found if "loss" in entry]
-    heldout = next(entry for entry in reversed(found) if "heldout_loss" in entry)
+    curve = [entry for entry in found if "heldout_loss" in entry]
+    heldout = curve[-1]
     parameters = sum(shape.numel() for shape in tensor_shapes(each.model).values())
     on_gpu = torch.cuda.is_available()
     return {
@@ -205,6 +211,7 @@ def record(started: Started[Run]) -> dict[str, Any]:
         "mfu": statistics.median(e["mfu"] for e in steps) if "mfu" in steps[-1] else None,
         "memory_gib": steps[-1].get("memory_gib"),
         "losses": [[entry["step"], round(entry["loss"], 4)] for entry in steps],
+        "heldout": [[entry["step"], entry["heldout_bits_per_byte"]] for entry in curve],
         "machine": {
             **facts(torch.cuda.get_device_name(0) if on_gpu else "none"),
             "command": " ".join(["python", *each.command]),
@@ -216,14 +223,21 @@ def record(started: Started[Run]) -> dict[str, Any]:
 
 
 def page(options: argparse.Namespace) -> int:
-    records = read(options.quality)
-    if any(record["recipe"] != records[0]["recipe"] for record in records):
-        raise UserError(f"{options.quality} holds runs of several recipes; give one of one")
-    shape = records[0]["recipe"]["model"]
-    latency, machines = latency_rows(options.latency, shape["name"], shape["num_layers"])
+    records = read_all(options.quality)
+    latency = latencies(options.latency, records, options.model)
     make_folder(options.out.parent)
-    write_text(options.out, write_page(records, latency, machines))
+    write_text(options.out, write_page(records, latency))
     print(options.out)
+    return 0
+
+
+def plans(options: argparse.Namespace) -> int:
+    """Write the files of scaled plans."""
+    for name in options.plans:
+        if not NAMED.fullmatch(name):
+            raise UserError(f"{name!r} is no scaled plan; name one as desync-4x-sqrt")
+    for name in options.plans:
+        print(written(name, options.layers, options.tp_degree, options.out))
     return 0
 
 
@@ -238,11 +252,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add.add_argument("--runs", type=Path, help="for the trainings' folders (--out)")
     add.add_argument("--gpus", type=int, help="runs at a time, one a GPU (all)")
     add.add_argument("--budget", type=float, metavar="MINUTES", help="begin none that ends later")
-    add.add_argument("--only", nargs="+", metavar="PLAN[:SEED]", help="these runs, or others")
+    add.add_argument("--only", nargs="+", metavar="SET|PLAN[:SEEDS[:T]]", help="these runs (plans)")
+    add = verbs.add_parser("plans", help="write the files of scaled plans")
+    add.set_defaults(verb=plans)
+    add.add_argument("plans", nargs="+", metavar="PLAN", help="as desync-4x-sqrt")
+    add.add_argument("--layers", type=int, default=12, help="of the model (12)")
+    add.add_argument("--tp-degree", type=int, default=T, help=f"T ({T})")
+    add.add_argument("--out", type=Path, default=Path("runs/quality/plans"))
     add = verbs.add_parser("page", help="join the results with latency, in one HTML file")
     add.set_defaults(verb=page)
-    add.add_argument("--quality", type=Path, required=True, help="what `run` wrote")
-    add.add_argument("--latency", type=Path, required=True, help="inference.jsonl")
+    add.add_argument("--quality", type=Path, nargs="+", required=True, help="what `run` wrote")
+    add.add_argument("--latency", type=Path, nargs="+", required=True, help="inference.jsonl")
+    add.add_argument("--model", help="whose latency is drawn (the trained shape)")
     add.add_argument("--out", type=Path, default=Path("runs/quality/quality.html"))
     options = parse_words(parser, sys.argv[1:] if arguments is None else arguments)
     if options.verb is run:

@@ -1,57 +1,105 @@
-"""The table of benchmarks/quality.py, and its page, which adds latency."""
+"""The tables of benchmarks/quality.py: runs grouped by plan, at equal tokens and equal time."""
 
 from __future__ import annotations
 
 import json
 import statistics
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ladder.bench import figures
-from ladder.bench.inference.command import finished
-from ladder.bench.inference.derive import EXPLANATION, HEAD, by_case, cells, derive_rows
-from ladder.bench.inference.page import fastest
-from ladder.bench.inference.points import describe_case
-from ladder.bench.report import NO_FIGURES, Aside, Figure, Heading, PagePart, Table, Text, page
+from quality_plans import PLANS, T
+
 from ladder.models.errors import UserError
 
-PLANS = ("standard", "parallel", "ladder", "desync-2x", "desync-4x", "dtp-1")
-T = 4  # of the plans that depend on it, and of the latency beside their quality
+KEYS = ("plan", "seed", "tp_degree")  # of a run within a file of one recipe
 
 
 def read(
-    file: Path, keys: Sequence[str] = ("plan", "seed"), script: str = "quality.py"
+    file: Path, keys: Sequence[str] = KEYS, script: str = "quality.py"
 ) -> list[dict[str, Any]]:
     """The records of a result file that `script` writes, the newest of each value of `keys`."""
+    return list({tuple(r[key] for key in keys): r for r in _lines(file, keys, script)}.values())
+
+
+def read_all(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """The records of several files: a run that was repeated counts twice, a copied line once.
+
+    Raises UserError where they are not of one recipe and the same data.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for file in files:
+        for each in _lines(file, KEYS, "quality.py"):
+            first = next(iter(found.values()), each)
+            for key in ("recipe", "data"):
+                if different := _different(first[key], each[key]):
+                    raise UserError(
+                        f"{file} holds runs of another {key} than {files[0]}: {different} differs; "
+                        f"give files of one"
+                    )
+            found[json.dumps(each, sort_keys=True)] = each
+    return list(found.values())
+
+
+def _lines(file: Path, keys: Sequence[str], script: str) -> list[dict[str, Any]]:
     if not file.is_file():
         raise UserError(f"no results at {file}; `{script} run` writes them")
-    found = {}
+    found = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             each = json.loads(line)
-            found[tuple(each[key] for key in keys)] = each
+            _ = [each[key] for key in keys]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"line {number} of {file} is no record ({error}); remove the line"
             ) from error
-    return list(found.values())
+        found.append(each)
+    return found
+
+
+def _different(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """The first key of both whose values differ; '' if none does.
+
+    A key of one alone is of another version, and eval_interval changes no training.
+    """
+    for key in one:
+        if key in other and key != "eval_interval" and one[key] != other[key]:
+            nested = isinstance(one[key], dict) and isinstance(other[key], dict)
+            if not nested:
+                return key
+            if inner := _different(one[key], other[key]):
+                return f"{key}.{inner}"
+    return ""
 
 
 COLUMNS = ("plan", "T", "seeds", "bits per byte", "spread", "less standard", "tokens/s", "MFU",
            "GiB", "wall s")  # fmt: skip
 MEANING = """\
-bits per byte: of all held-out text, the mean over seeds. spread: the largest less the smallest of
-them. less standard: the mean less that of standard, below 0 is better. T: of plans that depend on
-it, which train on one GPU as that many virtual ranks. tokens/s, MFU: of training, medians. wall:
-a whole run, its start, evaluation and checkpoint included."""
+seeds: in brackets the runs, where a seed was run more than once. bits per byte: of all held-out
+text, the mean over the runs. spread: the largest less the smallest of them. less standard: the mean
+less that of standard, below 0 is better. T: of plans that depend on it, which train on one GPU as
+that many virtual ranks. tokens/s, MFU: of training, medians. wall: a whole run, its start,
+evaluation and checkpoint included."""
+
+
+def label(record: dict[str, Any]) -> str:
+    """The plan, with its T where that is not the usual one."""
+    degree = record["tp_degree"]
+    return record["plan"] if degree in (None, T) else f"{record['plan']} (T {degree})"
 
 
 def by_plan(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The records by plan, in the order of PLANS, then others."""
-    plans = dict.fromkeys([*PLANS, *(record["plan"] for record in records)])
-    found = {plan: [r for r in records if r["plan"] == plan] for plan in plans}
-    return {plan: members for plan, members in found.items() if members}
+    """The records by plan and T, in the order of PLANS, then others."""
+    names = dict.fromkeys([*PLANS, *(label(record) for record in records)])
+    found = {name: [r for r in records if label(r) == name] for name in names}
+    return {name: members for name, members in found.items() if members}
+
+
+def count(members: Sequence[dict[str, Any]]) -> str:
+    """The number of seeds, and of runs where that is another."""
+    seeds, runs = len({record["seed"] for record in members}), len(members)
+    return str(seeds) if seeds == runs else f"{seeds} ({runs} runs)"
 
 
 def mean(members: Sequence[dict[str, Any]], key: str = "heldout_bits_per_byte") -> float:
@@ -75,9 +123,9 @@ def rows(records: Sequence[dict[str, Any]]) -> list[list[str]]:
         known = members[0]["mfu"] is not None, members[0]["memory_gib"] is not None
         found.append(
             [
-                plan,
+                members[0]["plan"],
                 str(members[0]["tp_degree"] or "-"),
-                str(len(members)),
+                count(members),
                 *quality_cells(plan, groups),
                 f"{mean(members, 'tokens_per_second'):,.0f}",
                 f"{100 * mean(members, 'mfu'):.0f}%" if known[0] else "-",
@@ -98,130 +146,57 @@ def caption(records: Sequence[dict[str, Any]]) -> str:
     )
 
 
-JOINED = ("plan", "bits per byte", "spread", "less standard", "decode ms/token", "reducer",
-          "x faster than standard", "on the frontier")  # fmt: skip
+# ---- equal training time --------------------------------------------------------------------
+
+TIMED = ("plan", "seeds", "training s", "of standard's", "bits per byte then", "less standard",
+         "what it is")  # fmt: skip
+TIMED_MEANING = """\
+training s: tokens over the run's median tokens/s, without its start, evaluations and checkpoint.
+bits per byte then: when standard's training ends, on average; between two evaluations, interpolated
+in time. A run that ends earlier counts as it ended. The learning rate of a run that is cut there
+has not fallen to its end: one planned for that time would be better. Plans of T train as virtual
+ranks on one GPU, slower than on T GPUs: their time is not that of their training in parallel."""
 
 
-def latency_rows(
-    file: Path, model: str, layers: int
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows of decode latency at batch 1 by plan and reducer, and the machines of their records."""
-    if not file.is_file():
-        raise UserError(f"no results at {file}; `ladder bench inference` writes inference.jsonl")
-    wanted = (model, layers, T, 1, True)
-    found, records = [], list(finished(file).values())
-    for row in derive_rows(records):
-        point = row["point"]
-        same = (point.model, point.layers, point.tp, point.batch, point.p2p) == wanted
-        if same and point.degree in (0, T):
-            found.append(row)
-    cases = by_case(found)
-    if len(cases) != 1:
-        known = "; ".join(describe_case(case) for case in cases) or "none"
-        raise UserError(
-            f"{file} must hold one case of {model}, {layers} layers, TP {T}, batch 1; it holds "
-            f"{known}: run `ladder bench inference --model {model} --nproc {T}` with a new --out"
-        )
-    return found, [record["machine"] for record in records]
+def training_s(record: dict[str, Any]) -> float:
+    return float(record["tokens"] / record["tokens_per_second"])
 
 
-def write_page(
-    records: Sequence[dict[str, Any]],
-    latency: Sequence[dict[str, Any]],
-    machines: Sequence[dict[str, Any]],
-) -> str:
-    """The page as HTML: bits per byte against ms per token, then both tables.
-
-    machines: of the latencies.
-    """
-    groups, best = by_plan(records), fastest(latency)
-    places = positions(groups, best)
-    step = describe_case(latency[0]["point"])
-    drawn: PagePart = NO_FIGURES
-    if figures.available():
-        what = "A dot a seed. Lower is better, left is faster."
-        drawn = Figure(figure(groups, best), what)
-    parts: list[PagePart] = [
-        drawn,
-        Table(JOINED, [joined(plan, groups, best, places) for plan in groups]),
-        Text(
-            "On the frontier: no other plan is at once better and faster. Differences within the "
-            "spread between seeds are noise; of a plan with one seed the spread was not "
-            "measured: take that of the others."
-        ),
-        Text(f"Quality: {caption(records)}. One shape and one corpus; the residual plan differs."),
-        Text(
-            f"Latency: {step}, a decode step of the same shape with random weights, each plan with "
-            f"its fastest reducer."
-        ),
-        Heading("Quality"),
-        Table(COLUMNS, rows(records)),
-        Aside("Columns", MEANING),
-        Heading("Latency"),
-        Table(HEAD, [cells(row) for row in latency]),
-        Aside("Columns", EXPLANATION),
-    ]
-    ran = [*(record["machine"] for record in records), *machines]
-    return page("Quality against latency", finding(places), parts, ran)
+def bits_at(record: dict[str, Any], seconds: float) -> float | None:
+    """Held-out bits per byte after so many seconds of training; None where it is not recorded."""
+    if training_s(record) <= seconds:
+        return float(record["heldout_bits_per_byte"])
+    curve = record.get("heldout", [])
+    if not curve:
+        return None
+    step_s = training_s(record) / curve[-1][0]  # the last evaluation is after the last step
+    for (before, worse), (after, better) in pairwise(curve):
+        if before * step_s <= seconds <= after * step_s:
+            share = (seconds / step_s - before) / (after - before)
+            return float(worse + share * (better - worse))
+    return None
 
 
-def positions(
-    groups: dict[str, list[dict[str, Any]]], best: dict[str, dict[str, Any]]
-) -> dict[str, tuple[float, float]]:
-    """(ms per token, bits per byte) by plan, of plans with both."""
-    return {
-        plan: (best[plan]["decode_ms"], mean(members))
-        for plan, members in groups.items()
-        if plan in best
-    }
-
-
-def beaten(plan: str, places: dict[str, tuple[float, float]]) -> bool:
-    """Whether another plan is as good in both, and better in one."""
-    own = places[plan]
-    return any(
-        other != own and other[0] <= own[0] and other[1] <= own[1] for other in places.values()
-    )
-
-
-def finding(places: dict[str, tuple[float, float]]) -> str:
-    kept = [plan for plan in places if not beaten(plan, places)]
-    if len(kept) == 1:
-        ms, bits = places[kept[0]]
-        return (
-            f"{kept[0]} is the fastest of {len(places)} plans, {ms:.3f} ms a token, and none beats "
-            f"its quality, {bits:.4f} bits per byte."
-        )
-    return f"No other plan is at once better and faster than {', '.join(kept)}."
-
-
-def figure(
-    groups: dict[str, list[dict[str, Any]]], best: dict[str, dict[str, Any]], title: str = "",
-    subtitle: str = "",
-) -> str:  # fmt: skip
-    """A point for each plan; several seeds are points joined by a line."""
-    lines = {
-        plan: (
-            [best[plan]["decode_ms"]] * len(members),
-            sorted((record["heldout_bits_per_byte"] for record in members), reverse=True),
-        )
-        for plan, members in groups.items()
-        if plan in best
-    }
-    return figures.lines(
-        lines, f"decode, ms a token (TP {T}, batch 1)", "held-out bits per byte", title=title,
-        subtitle=subtitle,
-    )  # fmt: skip
-
-
-def joined(
-    plan: str, groups: dict[str, list[dict[str, Any]]], best: dict[str, dict[str, Any]],
-    places: dict[str, tuple[float, float]],
-) -> list[str]:  # fmt: skip
-    quality = [plan, *quality_cells(plan, groups)]
-    if plan not in best:
-        return [*quality, "-", "-", "-", "-"]
-    row, standard = best[plan], best.get("standard")
-    faster = f"{standard['decode_ms'] / row['decode_ms']:.3f}" if standard else "-"
-    kept = "no" if beaten(plan, places) else "yes"
-    return [*quality, f"{row['decode_ms']:.3f}", row["point"].reducer, faster, kept]
+def timed_rows(records: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """A row for each plan, under TIMED; none without standard."""
+    groups = by_plan(records)
+    if "standard" not in groups:
+        return []
+    standard = groups["standard"]
+    limit, reached = statistics.fmean(map(training_s, standard)), mean(standard)
+    found = [["standard", count(standard), f"{limit:.0f}", "1.00", f"{reached:.4f}", "-", "ended"]]
+    for name, members in groups.items():
+        if name == "standard":
+            continue
+        seconds = statistics.fmean(map(training_s, members))
+        row = [name, count(members), f"{seconds:.0f}", f"{seconds / limit:.2f}"]
+        values = [bits_at(record, limit) for record in members]
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
+            found.append([*row, "-", "-", "no curve recorded"])
+            continue
+        value = statistics.fmean(known)
+        cut = sum(training_s(record) > limit for record in members)
+        what = "ended" if not cut else f"{cut} of {len(members)} interpolated"
+        found.append([*row, f"{value:.4f}", f"{value - reached:+.4f}", what])
+    return found

@@ -1,4 +1,4 @@
-"""Figures as SVG: lines with their names at their ends, and labelled bars.
+"""Figures as SVG: lines with their names at their ends, labelled bars, and panels of points.
 
 Figures have a light background and real text. `inline` makes them follow the theme of a page. The
 same data and version of matplotlib (the `report` extra) give the same bytes.
@@ -44,6 +44,29 @@ class Bar:
     text: str
     colour: str = MUTED
     bound: bool = False
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A point of `panels`: a mean, drawn with the range from low to high. full: not hollow."""
+
+    name: str
+    text: str  # the label beside it
+    x: float
+    mean: float
+    low: float
+    high: float
+    full: bool = True
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel of `panels`. bound: a value of x and its name, drawn as a line."""
+
+    title: str
+    x_label: str
+    spots: Sequence[Spot]
+    bound: tuple[float, str] | None = None
 
 
 def available() -> bool:
@@ -147,6 +170,69 @@ def bars(
     return _svg(figure, said, title)
 
 
+def panels(
+    drawn: Sequence[Panel], y_label: str, *, title: str = "", subtitle: str = "",
+    top: float | None = None, row: int = 270,
+) -> str:  # fmt: skip
+    """Panels of points below each other, which share the y axis; full points are joined by steps.
+
+    A point whose mean is above `top` is a triangle at the upper edge, with its mean beside it.
+    """
+    figure, above = _headed(row * len(drawn) + 60, title, (subtitle, y_label))
+    height, measure = figure.get_figheight() * 72, _measure(figure)
+    spots = [spot for panel in drawn for spot in panel.spots]
+    inside = [spot for spot in spots if top is None or spot.mean <= top] or spots
+    low, high = min(s.low for s in inside), max(s.high for s in inside)
+    pad = 0.08 * (high - low) or 0.01
+    each, said = (height - above) / len(drawn), {}
+    names = dict.fromkeys(spot.name for spot in spots)
+    spare = iter(colour for name, colour in COLOURS.items() if name not in (*names, "none"))
+    known = {name: COLOURS.get(name) or next(spare, INK) for name in names}
+    for number, panel in enumerate(drawn):
+        axes = figure.add_subplot(len(drawn), 1, number + 1)
+        _style(axes)
+        axes.set_ylim(low - pad, high + 2 * pad)
+        axes.set_title(panel.title, loc="left", color=INK, size=FONT, weight="bold")
+        axes.set_xlabel(panel.x_label, loc="left")
+        axes.grid(axis="y", color=GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        ends, colours, texts = {}, {}, {}
+        if panel.bound:
+            grey = COLOURS["none"]
+            axes.axvline(panel.bound[0], color=grey, linewidth=1.2, dashes=(4, 3))
+            axes.set_title(f"dashed: {panel.bound[1]}", loc="right", color=grey, size=FONT - 1)
+        best = sorted((s.x, s.mean) for s in panel.spots if s.full and s in inside)
+        steps = [x for x, _ in best], [mean for _, mean in best]
+        axes.plot(*steps, ":", color=MUTED, linewidth=1, drawstyle="steps-post")
+        for i, spot in enumerate(panel.spots):
+            text, y, marker = spot.text, spot.mean, "o"
+            if spot not in inside:
+                text, y, marker = f"{spot.text}: {spot.mean:.4g}", high + 1.5 * pad, "^"
+            elif spot.low < spot.high:
+                axes.plot([spot.x] * 2, [spot.low, spot.high], "_-", color=known[spot.name], ms=9)
+            ends[text], colours[text] = (spot.x, y), known[spot.name]
+            texts[text] = _name(axes, text, ends[text], colours[text], spot.name)
+            gid, inner = f"spot-{number}-{i}", colours[text] if spot.full else PAPER
+            axes.plot(
+                spot.x, y, marker, color=colours[text], ms=7, gid=gid, markerfacecolor=inner
+            )  # fmt: skip
+            said[gid] = (
+                f"{spot.text}: {panel.x_label} {spot.x:.6g}, {y_label} {spot.mean:.6g} "
+                f"({spot.low:.6g} to {spot.high:.6g})"
+            )
+        axes.margins(x=0.1)
+        axes.set_xlim(axes.get_xlim())
+        axes.yaxis.get_major_formatter().set_useOffset(False)
+        width = {name: measure(text) for name, text in texts.items()}
+        figure.draw_without_rendering()
+        left = 12 + max(measure(label) for label in axes.get_yticklabels())
+        bottom = height - above - each * (number + 1) + 40
+        room = WIDTH - left - max(width.values()) - 14
+        axes.set_position((left / WIDTH, bottom / height, room / WIDTH, (each - 64) / height))
+        _spread_names(axes, texts, ends, width, colours)
+    return _svg(figure, said, title)
+
+
 def inline(svg: str) -> str:
     """The figure for a page, with the page's colours for text, grid and background."""
     names = {INK: "--ink", MUTED: "--muted", GRID: "--line", PAPER: "--paper"}
@@ -182,6 +268,14 @@ def _mean(values: Sequence[float]) -> float:
 
 def _canvas(height: int, title: str, below: Sequence[str]) -> tuple[Any, Any, float]:
     """A figure, its axes, and the height of its headings in points."""
+    figure, above = _headed(height, title, below)
+    axes = figure.subplots()
+    _style(axes)
+    return figure, axes, above
+
+
+def _headed(height: int, title: str, below: Sequence[str]) -> tuple[Any, float]:
+    """A figure without axes, and the height of its headings in points."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -197,7 +291,10 @@ def _canvas(height: int, title: str, below: Sequence[str]) -> tuple[Any, Any, fl
                 10 / WIDTH, 1 - above / height, text, size=size, weight=weight, color=colour
             )
             above += 6
-    axes = figure.subplots()
+    return figure, above + 4
+
+
+def _style(axes: Any) -> None:
     axes.set_facecolor("none")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -206,7 +303,6 @@ def _canvas(height: int, title: str, below: Sequence[str]) -> tuple[Any, Any, fl
     axes.tick_params(axis="y", length=0)
     axes.locator_params(axis="y", nbins=6)
     axes.xaxis.label.set(color=MUTED, size=FONT - 0.5)
-    return figure, axes, above + 4
 
 
 def _measure(figure: Any) -> Any:
@@ -234,20 +330,30 @@ def _name_ends(
     A thin line connects a moved name with its line's end.
     """
     measure = _measure(figure)
-    texts = {
-        name: axes.annotate(
-            name, ends[name], (9, 0), textcoords="offset points", va="center_baseline",
-            color=colours[name], fontsize=FONT, weight="bold" if name == "ladder" else "normal",
-            bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1, "alpha": 0.7},
-        )
-        for name in ends
-    }  # fmt: skip
+    texts = {name: _name(axes, name, ends[name], colours[name], name) for name in ends}
     width = {name: measure(text) for name, text in texts.items()}
     low, high = axes.get_ylim()
     axes.set_ylim(low, high)  # fixed, so that later drawing does not change it
     figure.draw_without_rendering()
     left = 12 + max((measure(label) for label in axes.get_yticklabels()), default=0)
     _set_margins(figure, left, max(width.values(), default=0) + 14, above, 40)
+    _spread_names(axes, texts, ends, width, colours)
+
+
+def _name(axes: Any, text: str, end: tuple[float, float], colour: str, plan: str) -> Any:
+    """A name beside a point."""
+    return axes.annotate(
+        text, end, (9, 0), textcoords="offset points", va="center_baseline",
+        color=colour, fontsize=FONT, weight="bold" if plan == "ladder" else "normal",
+        bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1, "alpha": 0.7},
+    )  # fmt: skip
+
+
+def _spread_names(
+    axes: Any, texts: Mapping[str, Any], ends: Mapping[str, tuple[float, float]],
+    width: Mapping[str, float], colours: Mapping[str, str],
+) -> None:  # fmt: skip
+    """Move names up or down where they would overlap."""
     positions = {name: axes.transData.transform(end) for name, end in ends.items()}
     box = axes.get_window_extent()
     for group in _beside(positions, width):

@@ -1,4 +1,4 @@
-"""benchmarks/quality.py: its queue, what it skips, its table, its page, its errors."""
+"""benchmarks/quality.py: its plans, its queue, what it skips, its errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import time
 from argparse import Namespace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,7 +23,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import jobs
 import quality
 import quality_data
+import quality_plans
 import quality_report
+from quality_plans import chosen
 
 SMALL = [
     "model=tiny", "model.hidden_size=32", "model.num_layers=2", "model.num_heads=4",
@@ -55,10 +56,12 @@ def call(corpus: Path, tmp_path: Path, *options: str) -> int:
     return quality.main(["run", *SMALL, *where, *options])
 
 
-def resolved(corpus: Path, tmp_path: Path, *pairs: tuple[str, int]) -> list[quality.Run]:
+def resolved(
+    corpus: Path, tmp_path: Path, *pairs: tuple[str, int], degree: int = 4
+) -> list[quality.Run]:
     options = Namespace(overrides=SMALL, data=corpus, runs=tmp_path)
     data = open_sources(str(corpus))
-    return [quality.resolve(plan, seed, options, data) for plan, seed in pairs]
+    return [quality.resolve(plan, seed, degree, options, data) for plan, seed in pairs]
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, failing: str = "") -> None:
@@ -83,17 +86,75 @@ def test_a_plan_in_a_file_is_called_by_its_name(corpus: Path, tmp_path: Path) ->
     (run,) = resolved(corpus, tmp_path, (str(file), 3))
     assert (run.plan, run.name) == ("mine", "mine-seed3")
     assert run.folder == tmp_path / "mine-seed3"
-    assert run.model.tp_degree == quality.T  # the plan depends on T
+    assert run.model.tp_degree == quality_plans.T  # the plan depends on T
 
 
-def test_the_plans_beside_the_benchmark_are_of_its_model() -> None:
-    files = sorted((Path(quality.__file__).parent / "plans").glob("*.yaml"))
-    assert len(files) >= 5
-    for file in files:
-        plan = resolve_plan(load_plan(str(file)), 12, quality.T)
-        every = int(file.stem.split("-")[1].removesuffix("x"))
-        assert plan.collectives == -(-24 // every)
-        assert {r.own_scale for r in plan.sublayers if r.reduce == "none"} == {quality.T**0.5}
+def test_scaled_plans_are_desync_with_a_factor_on_what_is_not_reduced(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Written as files that `ladder` reads, also for another T; the paper's plan keeps its name."""
+    for power, scale in (("root4", 2**0.5), ("sqrt", 2.0), ("full", 4.0)):
+        for every, reduces in ((2, 12), (4, 6), (8, 3), (16, 2), (24, 1)):
+            name = f"desync-{every}x-{power}"
+            assert quality.main(["plans", name, "--out", str(tmp_path)]) == 0
+            file = capsys.readouterr().out.strip()
+            assert quality_plans.called(file) == name
+            plan = resolve_plan(load_plan(file), 12, 4)
+            assert plan.name == name
+            assert [r.reduce for r in plan.sublayers] == [
+                r.reduce for r in resolve_plan(f"desync-{every}x", 12, 4).sublayers
+            ]
+            assert (plan.collectives, plan.final_mean) == (reduces, False)
+            for record in plan.sublayers:
+                wanted = scale if record.reduce == "none" else 1.0
+                assert record.own_scale == pytest.approx(wanted, rel=1e-12)
+    (run,) = resolved(corpus, tmp_path, ("desync-4x-sqrt", 1), degree=2)
+    assert run.key == ("desync-4x-sqrt", 1, 2)
+    assert run.name == "desync-4x-sqrt-T2-seed1"
+    assert {r.own_scale for r in run.model.plan.sublayers if r.reduce == "none"} == {2**0.5}
+    assert quality_plans.scaled("desync-4x", 12, 4) is None
+    assert quality.main(["plans", "desync-4x", "--out", str(tmp_path)]) == 2
+    assert "desync-4x-sqrt" in capsys.readouterr().err
+
+
+def test_runs_are_named_by_sets_seeds_and_t() -> None:
+    wanted = chosen(["ladder:0-2", "dtp-1:1:8", "standard", "ladder:1"])
+    assert wanted == [
+        *(("ladder", seed, 4) for seed in range(3)), ("dtp-1", 1, 8), ("standard", 0, 4),
+        ("standard", 1, 4),
+    ]  # fmt: skip
+    assert chosen(None) == chosen(quality_plans.PLANS)
+    scales = chosen(["scales"])
+    assert len(scales) == 2 + 5 * 4
+    frontier = chosen(["frontier"])
+    assert {seed for _, seed, _ in frontier} == {0, 1, 2}
+    assert {degree for plan, _, degree in frontier if plan == "desync-4x-sqrt"} == {2, 4}
+
+
+def test_the_sets_are_of_the_recipe(corpus: Path, tmp_path: Path) -> None:
+    options = Namespace(overrides=[], data=corpus, runs=tmp_path)
+    data = open_sources(str(corpus))
+    for plan, degree in {(p, d) for name in quality_plans.SETS for p, _, d in chosen([name])}:
+        run = quality.resolve(plan, 0, degree, options, data)
+        assert (run.model.hidden_size, run.plan) == (768, plan)
+
+
+def test_a_plan_is_trained_once_for_each_t(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And once in all where T makes no difference; a second command begins nothing again."""
+    stand_in(monkeypatch)
+    monkeypatch.setattr(quality, "visible_gpus", lambda count: ["0", "1", "2"])
+    only = ["--only", "desync-2x-sqrt:0", "desync-2x-sqrt:0:2", "ladder:0", "ladder:0:2"]
+    assert call(corpus, tmp_path, *only) == 0
+    records = quality_report.read(tmp_path / "out" / quality.RESULTS)
+    assert sorted((r["plan"], r["tp_degree"] or 0) for r in records) == [
+        ("desync-2x-sqrt", 2), ("desync-2x-sqrt", 4), ("ladder", 0),
+    ]  # fmt: skip
+    assert [record["heldout"] for record in records] == [[[1, 1.0]]] * 3
+    assert [row[0] for row in quality_report.rows(records)].count("desync-2x-sqrt") == 2
+    monkeypatch.setattr(jobs, "start", None)
+    assert call(corpus, tmp_path, *only) == 0
 
 
 def test_two_plans_are_trained_once(
@@ -188,6 +249,8 @@ def test_what_would_end_after_the_budget_is_not_begun(
         (["--only", "laddder"], ["'laddder'", "'ladder'"]),
         (["--only", "none"], ["'none'", "no_comm"]),
         (["--only", "ladder:x"], ["--only=ladder:x", "whole number"]),
+        (["--only", "ladder:2-1"], ["--only=ladder:2-1", "above"]),
+        (["--only", "ladder:0:1"], ["--only=ladder:0:1", "above 1"]),
         (["--only", "ladder", "--budget", "0"], ["--budget=0"]),
         (["--gpus", "99"], ["--gpus=99"]),
         (["plan=ladder"], ["'plan=ladder'", "set by the benchmark"]),
@@ -206,105 +269,6 @@ def test_a_mistake_is_one_line(
     for word in words:
         assert word in error
     assert not (tmp_path / "out").exists()
-
-
-# ---- table and page -------------------------------------------------------------------------
-
-
-def made_up(plan: str, seed: int, value: float) -> dict[str, Any]:
-    split = {"tokens": 500, "bytes": 1500, "documents": 3}
-    return {
-        "plan": plan, "seed": seed, "tp_degree": None, "parameters": 97_000_000, "tokens": 1000,
-        "heldout_bits_per_byte": value, "heldout_loss": 2.0, "wall_s": 180.0,
-        "tokens_per_second": 5e5, "mfu": 0.31, "memory_gib": 40.0, "losses": [],
-        "recipe": {"model": {"name": "quality-100m", "num_layers": 12}},
-        "data": {"train": split, "heldout": split}, "machine": {"gpu": "H200", "command": "c"},
-    }  # fmt: skip
-
-
-def latency(plan: str, reducer: str, milliseconds: float, **point: Any) -> dict[str, Any]:
-    names = {"model": "quality-100m", "plan": plan, "reducer": reducer, "tp": 4, "batch": 1,
-             "prompt": 1024, "new_tokens": 128, "layers": 12}  # fmt: skip
-    times = {"prefill_ms": 1.0, "decode_ms": milliseconds, "total_ms": 99.0, "decode_p99_ms": 1.0,
-             "prefill_floor_ms": 0.5, "floor_ms": 0.1, "memory_gib": 1.0, "picked": {}}  # fmt: skip
-    return {"point": names | point, "result": times, "check": {}, "without_reduces": None,
-            "machine": {"gpu": "H200", "nccl": "2.28"}}  # fmt: skip
-
-
-RECORDS = [
-    made_up("dtp-1", 0, 1.31), made_up("ladder", 0, 1.20), made_up("standard", 1, 1.10),
-    made_up("standard", 0, 1.14), made_up("ladder", 1, 1.22), made_up("parallel", 0, 1.25),
-]  # fmt: skip
-LATENCY = [
-    latency("standard", "async", 3.0), latency("standard", "push", 2.0),
-    latency("ladder", "push", 1.6), latency("dtp-1", "push", 1.8), latency("none", "push", 1.7),
-    latency("ladder", "push", 9.0, batch=64), latency("ladder", "push", 9.0, model="tiny"),
-]  # fmt: skip
-
-
-def write(file: Path, records: list[dict[str, Any]]) -> str:
-    file.write_text("".join(json.dumps(each) + "\n" for each in records))
-    return str(file)
-
-
-def test_the_table_has_means_spreads_and_differences() -> None:
-    found = [row[:6] for row in quality_report.rows(RECORDS)]
-    assert found == [
-        ["standard", "-", "2", "1.1200", "0.0400", "-"],
-        ["parallel", "-", "1", "1.2500", "-", "+0.1300"],
-        ["ladder", "-", "2", "1.2100", "0.0200", "+0.0900"],
-        ["dtp-1", "-", "1", "1.3100", "-", "+0.1900"],
-    ]
-
-
-def test_the_page_joins_quality_and_latency(tmp_path: Path) -> None:
-    """The fastest reducer of each plan, of this shape at batch 1; dtp-1 is beaten by ladder."""
-    found, times = write(tmp_path / "q.jsonl", RECORDS), write(tmp_path / "l.jsonl", LATENCY)
-    out = tmp_path / "new" / "page.html"
-    assert quality.main(["page", "--quality", found, "--latency", times, "--out", str(out)]) == 0
-    page = out.read_text()
-    assert page.count("<svg") == 1
-    assert "<td>NCCL 2.28</td>" in page  # what the latency was measured with
-    assert not any(word in page for word in ("<link", "src=", "@import"))  # it needs nothing else
-    assert "No other plan is at once better and faster than standard, ladder." in page
-
-    def row(*values: str) -> str:
-        return "<tr>" + "".join(f"<td>{value}</td>" for value in values) + "</tr>"
-
-    assert row("standard", "1.1200", "0.0400", "-", "2.000", "push", "1.000", "yes") in page
-    assert row("ladder", "1.2100", "0.0200", "+0.0900", "1.600", "push", "1.250", "yes") in page
-    assert row("dtp-1", "1.3100", "-", "+0.1900", "1.800", "push", "1.111", "no") in page
-    assert row("parallel", "1.2500", "-", "+0.1300", "-", "-", "-", "-") in page
-
-
-@pytest.mark.parametrize(
-    ("records", "times", "words"),
-    [
-        (None, LATENCY, ["no results", "quality.py run"]),
-        (RECORDS, None, ["no results", "ladder bench inference"]),
-        (RECORDS, [latency("ladder", "push", 1.0, tp=2)], ["TP 4", "none"]),
-        (
-            RECORDS,
-            [*LATENCY, latency("ladder", "push", 1.0, prompt=8)],
-            ["prompt 1024", "prompt 8"],
-        ),
-        ([*RECORDS, {"no": "plan"}], LATENCY, ["line 7", "remove"]),
-        ([*RECORDS, made_up("hybrid", 0, 1.0) | {"recipe": {}}], LATENCY, ["several recipes"]),
-    ],
-)
-def test_a_page_of_what_does_not_fit_is_refused(
-    records: Any, times: Any, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = [tmp_path / "q.jsonl", tmp_path / "l.jsonl"]
-    for file, content in zip(files, (records, times), strict=True):
-        if content is not None:
-            write(file, content)
-    options = ["--quality", str(files[0]), "--latency", str(files[1])]
-    assert quality.main(["page", *options, "--out", str(tmp_path / "p.html")]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    for word in words:
-        assert word in error
 
 
 # ---- data -----------------------------------------------------------------------------------
