@@ -237,8 +237,10 @@ class Engine:
             )
         if fused is False and isinstance(loaded, InferenceTransformer):
             raise UserError("fused=False needs a model that no engine has fused; load it again")
-        self.fused = on_gpu and can_fuse(loaded) if fused is None else fused
-        if self.fused and not isinstance(loaded, InferenceTransformer):
+        if fused is None:
+            fused = isinstance(loaded, InferenceTransformer) or (on_gpu and can_fuse(loaded))
+        self.fused = fused
+        if fused and not isinstance(loaded, InferenceTransformer):
             FUSED[loaded] = fused_model = fuse(loaded)
             loaded = fused_model
         self.model = loaded

@@ -23,6 +23,7 @@ from ladder.kernels.choice import embed
 from ladder.kernels.norm import MAX_ADDENDS, add_rms_norm
 from ladder.kernels.prefill import rotary_prompt
 from ladder.models.config import ModelConfig
+from ladder.models.errors import UserError
 from ladder.models.forward_pass import Norm, add_norm
 from ladder.models.layers import Embedding, RMSNorm, local, rotary_tables, vocabulary_start
 from ladder.models.plan import Plan
@@ -168,7 +169,7 @@ class InferenceTransformer(Transformer):
 
 @torch.no_grad()
 def fuse(model: Transformer) -> InferenceTransformer:
-    """The fused model, for inference only; `model` is empty afterwards.
+    """The fused model, for inference only; `model` is empty afterwards and refuses to run.
 
     Each original matrix is freed when it is packed, so that the weights are in memory once.
     """
@@ -208,7 +209,16 @@ def fuse(model: Transformer) -> InferenceTransformer:
         pick=_reducers(base, plan, reduce_bytes(config, 1, weight.element_size())),
     )
     fused.use(runtime)
+    model.lm_head.to_empty(device="meta")  # a tied one is another parameter than the embedding's
+    model.use(replace(model.runtime, pick=_refuse))
     return fused.eval()
+
+
+def _refuse(shape: torch.Size) -> PassFactory:
+    raise UserError(
+        "an engine has packed this model's weights, and it is empty: use the engine's `model`, "
+        "load the model again, or give the engine fused=False"
+    )
 
 
 def _take(source: Sublayer, fused: Sublayer) -> Sublayer:

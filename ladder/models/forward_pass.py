@@ -118,7 +118,8 @@ class Pass:
     `write(n, partial)` takes its output and starts the reduce. `read(N)` returns the head's input.
     A reducer with a pass of its own overrides `land`, `reduce` and `narrow`.
 
-    residual: [B, S, D] (or [held, B, S, D]), the residual of the newest read, before its norm.
+    residual: [B, S, D] (or [held, B, S, D]), the residual of the newest read, before its norm; None
+        after the last read.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class Pass:
         landing, self.landing = self.landing or self._begin(n), None
         self.residual, normed = landing.wait()
         if n == len(self.plan.sublayers):
+            self.residual = None  # its memory is free for the head's product
             return self._final(normed)
         if self.plan.early[n + 1] and not self._narrows(n):
             self.landing = self._begin(n + 1)
@@ -163,6 +165,8 @@ class Pass:
         """Take the output of sublayer n and start its reduce, without waiting."""
         if self._narrows(n):
             assert self.last is not None
+            kept = not isinstance(partial, Tensor) or partial.shape[-2] == 1
+            assert kept, f"sublayer {n} returns every position: see Sublayer.wanted"
             self.narrow(self.last)
         if isinstance(partial, Summed):
             self.outputs[n] = Output(partial.total, partial.own)
@@ -203,7 +207,8 @@ class Pass:
         """
 
         def finish(_: Landed) -> Landed:
-            residual, addends = self.residual, list[tuple[Tensor, float]]()
+            residual = self.residual
+            addends: list[tuple[Tensor, float]] = []  # not list[...](), which no compiler traces
             for landing, output in arrivals:
                 if landing.summed:
                     assert output.total is not None

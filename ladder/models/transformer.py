@@ -186,8 +186,11 @@ class Transformer(nn.Module):
         """
         if targets is not None:
             self._check_ids("targets", targets, torch.iinfo(targets.dtype).min)
-        run = self._run(tokens, positions, documents, cache, mask, last, plan or self.config.plan)
-        logits = run.logits(self.lm_head)
+        plan = plan or self.config.plan
+        # The pass has no name here, so that all of it is gone when the loss takes its memory.
+        logits = self._run(tokens, positions, documents, cache, mask, last, plan).logits(
+            self.lm_head
+        )
         if targets is not None:
             first = vocabulary_start(self.config.vocab_size, self.reducer.ranks)
             return token_losses(logits, targets, first, self.reducer, self.runtime.losses)

@@ -153,9 +153,11 @@ def _compiled(
     bare = copy.copy(sublayer)  # without FSDP2's hooks, which are added later
     bare._forward_hooks, bare._forward_pre_hooks = OrderedDict(), OrderedDict()
 
-    def compute(parameters: dict[str, Tensor], x: Tensor, tables: Tensor, mask: Any) -> Any:
+    def compute(
+        parameters: dict[str, Tensor], x: Tensor, tables: Tensor, mask: Any, last: Tensor | None
+    ) -> Any:
         # Not left to the default: compilers know a global, and no default that is an object.
-        context = Context(tables, mask, operators=MATRIX_PRODUCTS)
+        context = Context(tables, mask, last=last, operators=MATRIX_PRODUCTS)
         return functional_call(bare, parameters, (x, context))
 
     forward = _on_local_parameters(sublayer, torch.compile(wrap(compute), dynamic=False))
@@ -163,7 +165,7 @@ def _compiled(
     def run(x: Tensor, context: Context) -> Any:
         assert context.cache is None, "compiled sublayers are for training"
         assert context.operators is MATRIX_PRODUCTS, "compiled sublayers have their own products"
-        return forward(x, context.tables, context.mask)
+        return forward(x, context.tables, context.mask, context.last)
 
     return run
 

@@ -5,6 +5,7 @@ One process and gloo ranks, every plan. On GPUs the same is done with the kernel
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -91,6 +92,25 @@ def test_models_with_adapters_are_not_fused() -> None:
     layer = model.model.layers[1].mlp
     layer.up_proj = torch.nn.Sequential(layer.up_proj)
     assert not can_fuse(model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_fused_model_serves_every_engine_and_its_source_none(tied: bool) -> None:
+    """Catches a source that computes nonsense from its empty weights, or keeps the head's twice."""
+    config = small_config(tie_embeddings=tied)
+    plain, source = (full_model(config, 5, torch.float32) for _ in range(2))
+    expected = decode(plain, False)
+    embedding, head = source.model.embed_tokens.weight, weakref.ref(source.lm_head.weight)
+    assert decode(source, True) == expected
+    held = {name for name, each in source.named_parameters() if not each.is_meta}
+    assert not {name for name in held if "proj" in name or "head" in name}
+    assert (head() is embedding) == tied
+    for model in (source, Engine(source).model):  # another engine, by default
+        again = Engine(model)
+        assert again.fused
+        assert [each.tokens for each in again.generate(PROMPTS, max_new_tokens=12)] == expected
+    with pytest.raises(UserError, match=r"packed this model's weights.*load the model again"):
+        source(torch.tensor([PROMPTS[0]]))
 
 
 def test_prompts_of_one_token_and_no_way_back() -> None:

@@ -1,0 +1,150 @@
+"""The forward pass: what it leaves behind, and what a compiler traces of it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from ladder.infer.engine import Engine
+from ladder.models import Transformer
+from ladder.models.forward_pass import Pass
+from ladder.models.presets import PlanSpec
+from ladder.parallel.apply import make_model
+from ladder.parallel.reducers import AsyncReducer
+from ladder.parallel.sequence import SequenceReducer
+from ladder.parallel.sharded import ShardedReducer
+from ladder.parallel.sharding import shard_model
+from tests.distributed import Pools, tp_mesh
+from tests.samples import DEPENDS_ON_T, SAME_AT_ANY_T, full_model, sample_tokens, small_config
+
+PLANS: dict[str, PlanSpec] = {**SAME_AT_ANY_T, **DEPENDS_ON_T}
+LAST = torch.tensor([3, 6])
+
+
+@contextmanager
+def watched() -> Iterator[list[weakref.ref]]:
+    """Inside, the passes and what their reads give; the garbage collector is off."""
+    found: list[weakref.ref] = []
+    read = Pass.read
+
+    def watch(run: Pass, n: int) -> Any:
+        given = read(run, n)
+        found.extend(weakref.ref(each) for each in (run, given, run.residual) if each is not None)
+        return given
+
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        with mock.patch.object(Pass, "read", watch):
+            yield found
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def left(found: list[weakref.ref]) -> int:
+    """How many of them are alive; they are forgotten."""
+    assert len(found) > 8
+    count = sum(each() is not None for each in found)
+    found.clear()
+    return count
+
+
+def left_by(model: Transformer) -> list[int]:
+    """What passes without and with `last` leave, and one whose loss was sent back."""
+    tokens = sample_tokens(model.config, 1, 2, 8)
+    counts = []
+    with watched() as found:
+        for last in (None, LAST):
+            with torch.no_grad():
+                logits = model(tokens, last=last)
+            counts.append(left(found))
+            del logits
+        model(tokens, tokens).mean().backward()
+        counts.append(left(found))
+    return counts
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_pass_leaves_nothing_behind(name: str) -> None:
+    """Catches a cycle of a pass, its landing and its outputs: GPU memory until a collection."""
+    config = small_config(PLANS[name], 2 if name in DEPENDS_ON_T else 1, name in DEPENDS_ON_T)
+    assert left_by(full_model(config, 5, torch.float32)) == [0, 0, 0]
+
+
+def left_on_ranks(rank: int, world_size: int, plan: str) -> dict[str, list[int]]:
+    """In a worker: what the passes of each reducer leave behind."""
+    config = small_config(SAME_AT_ANY_T[plan])
+    model = full_model(config, 5, torch.float32)
+    shard_model(model, tp_mesh(world_size))
+    tokens = sample_tokens(config, 1, 2, 8)
+    base = model.reducer
+    assert isinstance(base, AsyncReducer)
+    counts = {"async": left_by(model)}
+    model.use(replace(model.runtime, reducer=SequenceReducer(base.ranks, base.group)))
+    with watched() as found:
+        model(tokens, tokens).mean().backward()
+        counts["sequence"] = [left(found)]
+    sharded = ShardedReducer(base.ranks, base.group, config.plan)
+    model.use(replace(model.runtime, reducer=sharded))
+    with watched() as found, torch.no_grad():
+        counts["sharded"] = []
+        for last in (None, LAST):
+            model(tokens, last=last)
+            counts["sharded"].append(left(found))
+    model.use(replace(model.runtime, reducer=base))
+    engine = Engine(model, fused=True)
+    with watched() as found:
+        engine.generate([[1, 2, 3], [4]], max_new_tokens=3)
+        counts["decode"] = [left(found)]
+    return counts
+
+
+def test_a_pass_of_each_reducer_leaves_nothing_behind(pools: Pools) -> None:
+    for counts in pools(2).run(left_on_ranks, "lags 3, 1 and 0, some parallel"):
+        assert counts == {"async": [0, 0, 0], "sequence": [0], "sharded": [0, 0], "decode": [0]}
+
+
+def test_the_whole_model_compiles_into_one_graph() -> None:
+    """Catches what a compiler cannot trace, which would cut the graph at every sublayer, and what
+    differs from pass to pass, which would compile it again."""
+    config = small_config(PLANS["a mix of everything"], 2, True)
+    model = full_model(config, 5, torch.float32)
+    tokens = sample_tokens(config, 1, 2, 8)
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    expected = model(tokens)  # also fills the plan's cached properties
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=count)
+    for _ in range(3):
+        assert torch.equal(compiled(tokens), expected)
+    assert len(graphs) == 1
+
+
+def test_compiled_sublayers_keep_the_last_positions_alone() -> None:
+    """What `last` selects is a part of what a sublayer computes."""
+    config = small_config("ladder")
+    found = []
+    for compile in (False, True):
+        with mock.patch.object(torch, "compile", lambda each, **_: each):  # no compiler needed
+            model = make_model(config, torch.float32, None, torch.device("cpu"), compile=compile)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0, 0.1)
+            found.append(model(sample_tokens(config, 1, 2, 8), last=LAST))
+    assert found[0].shape[1] == 1
+    assert torch.equal(*found)
