@@ -167,19 +167,22 @@ def test_two_plans_are_trained_once(
     left = tmp_path / "on" / "standard-seed0"
     left.mkdir(parents=True)
     (left / "recipe.json").write_text("{}")
-    assert call(corpus, tmp_path, "--only", "standard:0", "desync-2x") == 0
+    only = ["eval_interval=2", "--only", "standard:0", "desync-2x"]
+    assert call(corpus, tmp_path, *only) == 0
     records = quality_report.read(tmp_path / "out" / quality.RESULTS)
     assert [(r["plan"], r["tp_degree"]) for r in records] == [("desync-2x", 4), ("standard", None)]
     for each in records:
         assert each["tokens"] == 3 * 4 * 16
         assert 1 < each["heldout_bits_per_byte"] < 8
         assert [step for step, _ in each["losses"]] == [1, 2, 3]
+        assert [step for step, _ in each["heldout"]] == [2, 3]
+        assert each["heldout"][-1][1] == each["heldout_bits_per_byte"]
         assert each["machine"]["command"].startswith("python -m ladder train quality-100m model=")
         assert each["recipe"]["model"]["hidden_size"] == 32
     table = capsys.readouterr().out
 
     monkeypatch.setattr(jobs, "start", None)  # nothing may be started
-    assert call(corpus, tmp_path, "--only", "standard:0", "desync-2x") == 0
+    assert call(corpus, tmp_path, *only) == 0
     again = capsys.readouterr().out
     assert again.strip() == table[table.index("tiny,") :].strip()
     assert call(corpus, tmp_path, "steps=4", "--only", "standard:0") == 2  # not the same recipe
