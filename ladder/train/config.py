@@ -127,6 +127,7 @@ class TrainConfig:
     min_lr: float = 3e-5
     warmup_steps: int = 100
     betas: tuple[float, float] = (0.9, 0.95)
+    adam_eps: float = 1e-8
     weight_decay: float = 0.1
     grad_clip: float = 1.0
     dtype: str = "float32"
@@ -168,6 +169,7 @@ class TrainConfig:
             "keep_checkpoints",
             "weight_decay",
             "min_lr",
+            "adam_eps",
             "seed",
         )
         for name in positive:

@@ -25,7 +25,9 @@ def make_optimizer(model: Transformer, config: TrainConfig) -> torch.optim.AdamW
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": rest, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+    optimizer = torch.optim.AdamW(
+        groups, lr=config.lr, betas=config.betas, eps=config.adam_eps, fused=True
+    )
     # The flag by which torch's GradScaler makes a fused step do nothing, without a host sync.
     optimizer.found_inf = torch.zeros((), device=rest[0].device)
     return optimizer

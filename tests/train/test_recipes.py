@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ladder.config import load_plan
-from ladder.models import resolve_plan
+from ladder.models import ModelConfig, Transformer, resolve_plan
 from ladder.train.config import load_train_config
+from ladder.train.optim import make_optimizer
 from tests import ROOT
 
 RECIPES = sorted(path.stem for path in (ROOT / "configs/train").glob("*.yaml"))
@@ -24,13 +25,16 @@ def test_a_recipe_resolves_under_every_plan(name: str, plan: str) -> None:
 
 @pytest.mark.parametrize(("name", "dp_shard"), [("paper-1b", 1), ("paper-3b", 8)])
 def test_the_papers_recipe(name: str, dp_shard: int) -> None:
-    """Ladder Residual 4.1: tokens, batch, warm-up, schedule; DDP for the 1B, HSDP for the 3B."""
+    """Ladder Residual 4.1 and its authors' configs: batch, steps, warm-up, schedule, AdamW; DDP for
+    the 1B, HSDP for the 3B. 100B tokens and 8B of warm-up count 2048 x 2048 tokens as 4M."""
     config = load_train_config(name, [])
     assert (config.model, config.dp_shard) == (name, dp_shard)
     tokens = config.batch_size * config.seq_len
     assert tokens == 4 * 2**20
-    assert abs((config.steps - config.warmup_steps) * tokens - 92e9) < 2 * tokens
-    assert abs(config.warmup_steps * tokens - 8e9) < tokens
+    assert (config.steps * 4e6, config.warmup_steps * 4e6) == (100e9, 8e9)
+    assert config.model_config(49152).tie_embeddings
+    optimizer = make_optimizer(Transformer(ModelConfig(64, 32, 48, 1, 4, 4)), config)
+    assert {group["eps"] for group in optimizer.param_groups} == {1e-10}
     assert (config.lr, config.min_lr, config.betas) == (3e-4, 3e-5, (0.9, 0.95))
     assert (config.weight_decay, config.seq_len, config.dtype) == (0.1, 2048, "bfloat16")
     assert (config.checkpoint_interval, config.keep_checkpoints) == (500, 3)  # 48 saves fill a disk
