@@ -48,7 +48,9 @@ from ladder.files import make_folder, write_text
 from ladder.infer.load import load_for_inference
 from ladder.models import ModelConfig, Plan, Transformer, resolve_plan
 from ladder.models.errors import UserError
-from ladder.models.forward_pass import Norm, Pass
+from ladder.models.forward_pass import Landed, Norm, Output, Pass
+from ladder.models.in_flight import InFlight
+from ladder.models.plan import Landing
 from ladder.models.reducer import Ranks, Reducer
 from ladder.models.runtime import Runtime
 from ladder.parallel.sharding import initialise
@@ -77,10 +79,15 @@ class WatchedPass(Pass):
         self.residuals: list[Tensor] = []  # N + 1, [T, B, S, D]
         self.partials: list[Tensor] = []  # N, [T, B, S, D]
 
-    def read(self, n: int) -> Any:
-        normed = super().read(n)
-        self.residuals.append(keep_gradient(self.residual))
-        return normed
+    def land(self, arrivals: Sequence[tuple[Landing, Output]], norm: Norm) -> InFlight[Landed]:
+        landing = super().land(arrivals, norm)
+
+        def keep(_: Landed) -> Landed:
+            residual, normed = landing.wait()
+            self.residuals.append(keep_gradient(residual))
+            return residual, normed
+
+        return InFlight((), keep)
 
     def write(self, n: int, partial: Any) -> None:
         self.partials.append(keep_gradient(partial))
