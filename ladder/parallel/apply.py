@@ -33,7 +33,7 @@ from ladder.models.loss import LossFunctions, scaled_probabilities, sum_exp
 from ladder.models.reducer import Ranks
 from ladder.models.sublayers import Call, Context, Sublayer
 from ladder.models.transformer import Transformer, meta_model
-from ladder.parallel.choose import training_reducer
+from ladder.parallel.choose import choose
 from ladder.parallel.data import data_parallel, shard_over_data, size_of
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sharded import sharded_refusal
@@ -68,7 +68,7 @@ def make_model(
     sequence_parallel: shards the residual by tokens over the TP ranks. activation_checkpointing:
     a name in CHECKPOINTING: `full` keeps a sublayer's input and recomputes the rest in the backward
     pass, `selective` also keeps the results of matrix products and attention. compile: compile each
-    sublayer. reducer: see `training_reducer`; or a class, for benchmarks.
+    sublayer. reducer: see `choose`; or a class, for benchmarks.
 
     Raises UserError if the plan, or the lack of TP, does not allow sequence parallelism, and if the
     reducer cannot train.
@@ -81,7 +81,10 @@ def make_model(
     if sequence_parallel:
         check_sequence_parallel(config, processes)
     if isinstance(reducer, str):
-        reducer = training_reducer(reducer, sequence_parallel)
+        ranks = _ranks(config, processes)
+        reducer = choose(
+            "train", config.plan, ranks, base=reducer, sequence_parallel=sequence_parallel
+        ).reducer
     shard_model(model, tp, device=first, dtype=torch.float32, reducer=reducer)
     if compile:
         # Attention and MLP are compiled with and without gradients, for full and last batches.
@@ -106,13 +109,18 @@ def make_model(
 
 def check_sequence_parallel(config: ModelConfig, tp: int) -> None:
     """Raise UserError if `tp` processes cannot shard the model's residual by tokens."""
-    held = (config.tp_degree or tp) // tp
-    refusal = sharded_refusal(config.plan, Ranks(tp * held, 0, held))
+    refusal = sharded_refusal(config.plan, _ranks(config, tp))
     if refusal:
         raise UserError(
             f"sequence_parallel=true with tp={tp} and plan {config.plan.name!r}: {refusal}; set it "
             f"to false"
         )
+
+
+def _ranks(config: ModelConfig, processes: int) -> Ranks:
+    """The ranks of the first process; one is held where T is below `processes`, refused later."""
+    held = max(1, (config.tp_degree or processes) // processes)
+    return Ranks(processes * held, 0, held)
 
 
 def sublayer_call(model: Transformer, activation_checkpointing: str, compile: bool) -> Call | None:

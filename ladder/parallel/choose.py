@@ -66,24 +66,28 @@ def choose(
     phase: str,
     plan: Plan,
     ranks: Ranks,
-    shape: torch.Size | tuple[int, int],
-    token_bytes: int,
-    table: Dispatch | None,
+    shape: torch.Size | tuple[int, int] = (0, 0),
+    token_bytes: int = 0,
+    table: Dispatch | None = None,
     base: str = "auto",
+    *,
+    sequence_parallel: bool = False,
 ) -> Choice:
-    """The reducer of a pass over tokens of `shape` [B, S].
+    """The reducer of a pass over tokens of `shape` [B, S]; in training, that of all passes.
 
     phase: one of PHASES. token_bytes: the size of one token's partial. table: the dispatch table of
     this GPU and number of ranks; None: the ranks have no access to each other's memory. base: the
-    requested reducer. Raises UserError if the phase, the plan or the ranks do not allow `base`.
+    requested reducer. sequence_parallel: whether training shards the residual by tokens.
+    Raises UserError if the phase, the plan or the ranks do not allow `base`.
     """
     if phase not in PHASES:
         raise unknown("phase", phase, PHASES)
-    check_base(phase, plan, ranks, base)
     if phase == "train":
-        if base == "auto":
-            return Choice("async", why="the default")
-        return Choice(base, why="it was asked for")
+        chosen = training_reducer(base, sequence_parallel)
+        check_base(phase, plan, ranks, chosen)
+        default = f"the default with sequence_parallel={str(sequence_parallel).lower()}"
+        return Choice(chosen, why=default if base == "auto" else "it was asked for")
+    check_base(phase, plan, ranks, base)
     base = ("async" if table is None else "push") if base == "auto" else base
     if phase == "decode":
         if shape[0] <= MAX_ROWS and ranks.held == 1:

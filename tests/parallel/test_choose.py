@@ -25,7 +25,8 @@ FOUR = Ranks(4, 1, 1)
     ("phase", "plan", "shape", "options", "expected"),
     [
         ("train", "ladder", (1, 8), {}, ("async", "")),
-        ("train", "ladder", (1, 8), {"base": "sequence"}, ("sequence", "")),
+        ("train", "ladder", (1, 8), {"sequence_parallel": True}, ("sequence", "")),
+        ("train", "desync-2x", (1, 8), {"base": "async", "table": None}, ("async", "")),
         ("prefill", "ladder", (2, 5), {}, ("sharded", "direct")),
         ("prefill", "ladder", (2, 6), {}, ("sharded", "copy-kernels")),
         ("prefill", "standard", (2, 10), {}, ("sharded", "direct")),
@@ -81,6 +82,11 @@ def test_the_reducer_of_training() -> None:
     ):
         with pytest.raises(UserError, match=said):
             training_reducer(name, sharded)
+
+
+def test_training_cannot_shard_the_residual_of_this_plan() -> None:
+    with pytest.raises(UserError, match="reducer=sequence with tp=4 and plan 'desync-2x'"):
+        choose("train", resolve_plan("desync-2x", 4, 4), FOUR, sequence_parallel=True)
 
 
 def test_the_registry() -> None:
