@@ -137,7 +137,7 @@ def test_all_reduces_survive_provocation(which: str, programs: int, world: int) 
 
 
 def reduce_by_size() -> int:
-    """The push reducer over messages of all ranges, several in flight, virtual ranks too."""
+    """The push reducer over messages of all ranges, several in flight, of ranks and virtual ranks."""
     device = launch.join("cuda")
     world, rank = launch.world_size(), launch.rank()
     table = Dispatch(((64 * KIB, "push"), (4 * MIB, "two-shot")), "a test")
@@ -146,26 +146,25 @@ def reduce_by_size() -> int:
     for held in (1, 2):
         reducer = PushReducer(Ranks(held * world, held * rank, held), dist.group.WORLD, table)
         for turn in range(20):
-            handles = []
+            sums = []
             for size in expected:
-                shape = (held, 2, size // 4) if held > 1 else (2, size // 4)
-                partial = torch.randn(shape, generator=source, device=device).to(BF16)
+                partial = torch.randn(2, size // 4, generator=source, device=device).to(BF16)
                 if (turn + rank) % 3 == 0:
                     torch.cuda._sleep(200_000)
-                handles.append((size, partial.clone(), reducer.post(partial, turn % 2 == 0)))
+                in_flight = reducer.reduce(partial.clone(), turn % 2 == 0)
+                sums.append((size, partial, in_flight))
             mine = torch.randn(2, 4096, generator=source, device=device).to(BF16)
             check("sum", mine.flatten(), reducer.sum(mine.clone()).flatten())  # others in flight
-            for size, partial, handle in reversed(handles):
-                total = reducer.wait(handle)
-                assert total.shape == partial.shape[-2:]
-                whole = partial.sum(0) if held > 1 else partial
+            for size, partial, in_flight in reversed(sums):
+                total = in_flight.wait()
+                assert total.shape == partial.shape
                 if expected[size] == "nccl":
-                    parts = [torch.empty_like(whole) for _ in range(world)]
-                    dist.all_gather(parts, whole)
+                    parts = [torch.empty_like(partial) for _ in range(world)]
+                    dist.all_gather(parts, partial)
                     wanted = reference_all_reduce(parts)
                     torch.testing.assert_close(total, wanted, rtol=0.05, atol=0.1)
                 else:
-                    check(size, whole.flatten(), total.flatten())
+                    check(size, partial.flatten(), total.flatten())
         assert reducer.picked == {**expected, 16 * KIB: "push"}
         assert reducer.in_flight == 0
     return 0
