@@ -137,7 +137,7 @@ def test_all_reduces_survive_provocation(which: str, programs: int, world: int) 
 
 
 def reduce_by_size() -> int:
-    """The push reducer over messages of all ranges, several in flight, of ranks and virtual ranks."""
+    """The push reducer over messages of all ranges, several in flight; virtual ranks beside."""
     device = launch.join("cuda")
     world, rank = launch.world_size(), launch.rank()
     table = Dispatch(((64 * KIB, "push"), (4 * MIB, "two-shot")), "a test")
