@@ -17,7 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ladder.config import build
 from ladder.models import Transformer, UserError
 from ladder.parallel import choose
-from ladder.parallel.apply import CHECKPOINTING, make_model, sublayer_call
+from ladder.parallel.apply import (
+    CHECKPOINTING,
+    check_sequence_parallel,
+    make_model,
+    sublayer_call,
+)
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sharding import initialise
 from ladder.train import metrics
@@ -42,6 +47,13 @@ class Counted(TorchDispatchMode):
     ) -> Any:
         self.found[function.overloadpacket.__name__] += 1
         return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tp", [2, 4])  # as many as T, and more
+def test_sequence_parallelism_is_refused(tp: int) -> None:
+    config = small_config("dtp-1", 2, True)
+    with pytest.raises(UserError, match=rf"sequence_parallel=true with tp={tp} .*own_lag=0"):
+        check_sequence_parallel(config, tp)
 
 
 def step(model: Transformer) -> tuple[dict[str, Tensor], Counter[str]]:
