@@ -276,7 +276,7 @@ class Plan:
 
     @cached_property
     def blocking(self) -> tuple[bool, ...]:
-        """Whether each sublayer's reduce blocks: nothing was launched between post and wait."""
+        """Whether each reduce blocks: its sum is waited for before anything else is launched."""
         waited = {}
         for n, read in enumerate(self.landings):
             for landing in read:
