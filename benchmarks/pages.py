@@ -21,6 +21,7 @@ import adapt_report
 import bench_pages
 import quality_frontier
 import quality_report
+import residual_report
 from jobs import finish
 
 from ladder.bench import figures, results
@@ -36,6 +37,7 @@ LATENCY = "2026-11-21-inference-h200x4"
 BATCHES = "2026-11-21-figures-h200x4"
 QUALITY = ("2026-11-21-quality-h200", "2026-11-22-scaled-desync-h200x4")
 QUALITY_LATENCY = ("2026-11-21-quality-latency-h200x4", LATENCY, "2026-11-21-p2p-off-h200x4")
+RESIDUAL = "2026-11-22-residual-cpu"
 MODEL, TP, BATCH = "llama-3-8b", 4, 1  # of the figures of inference
 
 
@@ -103,10 +105,27 @@ def quality_latency() -> str:
     return quality_frontier.figure(records, found, title, subtitle)
 
 
+def written(when: str, title: str) -> str:
+    """What desync's sublayers add to later residuals, by scale."""
+    records = residual_report.read(RESULTS / f"{RESIDUAL}.jsonl")
+    shown = [each for each in records if each["plan"].startswith(("standard", "desync"))]
+    return residual_report.figure(shown, when, title)
+
+
+def written_initial() -> str:
+    return written("initial", "Desync adds three of four outputs to later residuals divided by T")
+
+
+def written_trained() -> str:
+    return written("trained", "Trained, these outputs have grown, and are still smaller")
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "latency.svg": latency,
     "batches.svg": batches,
     "quality-latency.svg": quality_latency,
+    "residual-initial.svg": written_initial,
+    "residual-trained.svg": written_trained,
 }
 
 

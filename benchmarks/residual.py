@@ -279,18 +279,22 @@ class Subject:
     config: TrainConfig | None = None
 
 
-def scaled(plan: Plan, scale: float) -> Plan:
-    """The plan with `own_scale` on all partials that are not reduced at once."""
+def scaled(plan: Plan, scale: float, degree: int) -> Plan:
+    """The plan with `own_scale` on all partials that are not reduced at once, named as quality.py
+    names it: -sqrt and -full for sqrt(T) and T."""
     records = tuple(
         replace(each, own_scale=scale) if each.reduce == "none" else each for each in plan.sublayers
     )
-    return Plan(records, plan.name if records == plan.sublayers else f"{plan.name}-scale-{scale:g}")
+    if records == plan.sublayers:
+        return plan
+    known = {float(degree): "full", math.sqrt(degree): "sqrt"}
+    return Plan(records, f"{plan.name}-{known.get(scale, f'scale-{scale:g}')}")
 
 
-def variants(plan: Plan, scales: Sequence[float]) -> list[Plan]:
+def variants(plan: Plan, scales: Sequence[float], degree: int) -> list[Plan]:
     """The plan at each scale; alone, if all partials are reduced at once or some never are."""
     waiting = any(each.reduce == "none" for each in plan.sublayers) and not plan.final_mean
-    return [scaled(plan, scale) for scale in scales] if waiting else [plan]
+    return [scaled(plan, scale, degree) for scale in scales] if waiting else [plan]
 
 
 def to_train(options: argparse.Namespace) -> list[Subject]:
@@ -305,7 +309,7 @@ def to_train(options: argparse.Namespace) -> list[Subject]:
     for spec in options.plans:
         plan = resolve_plan(load_plan(spec), shape.num_layers, degree)
         name = Path(spec).stem if spec.endswith(FILES) else plan.name
-        for each in variants(Plan(plan.sublayers, name), scales):
+        for each in variants(Plan(plan.sublayers, name), scales, degree):
             folder = options.out / each.name
             own = {"plan": each.to_dict(), "out": str(folder)}
             if each.depends_on_tp:

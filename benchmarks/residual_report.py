@@ -16,23 +16,32 @@ from ladder.plans import aligned
 Record = dict[str, Any]
 COLUMNS = ("plan", "bits per byte", "partial", "output", "written", "own", "coefficient",
            "apart",
-           "attention", "mlp", "gradient", "error")  # fmt: skip
+           "attention", "mlp", "balance", "gradient", "error")  # fmt: skip
 MEANING = """\
 partial, output, written: RMS of a rank's partial, of its sum over the ranks, and of what the sum
-adds to the final residual, means over the sublayers that do not reduce / that do. own: the
-coefficient with which a partial joins its own rank's residual; coefficient: that in later layers'
-residual, of all ranks. apart: RMS of the difference of the ranks'
-residuals from their mean, over the residual's, the largest of all reads. attention, mlp: their
-shares of the final residual; the rest is the embedding. gradient: of the loss by a rank's partial,
-x 1000, as for partials. error: the largest difference of a residual from the sum of the partials
-with their coefficients, over the residual's RMS."""
-COLOURS = {"ladder": figures.COLOURS["ladder"], "standard": figures.COLOURS["standard"]}
-SCALED = (figures.COLOURS["desync-4x"], figures.COLOURS["parallel"], figures.COLOURS["dtp-1"])
+adds to the final residual, % of the RMS of that; means over the sublayers that do not reduce / that
+do. own: the coefficient with which a partial joins its own rank's residual; coefficient: that in
+later layers' residual, of all ranks. apart: RMS of the difference of the ranks' residuals from
+their mean, over the residual's, the largest of all reads. attention, mlp: their shares of the final
+residual; the rest is the embedding. balance: what the sublayers that do not reduce add, over what
+the same sublayers of standard add, in geometric mean; divided by the same for those that reduce.
+gradient: of the loss by a rank's partial, x 1000, as for partials. error: the largest difference of
+a residual from the sum of the partials with their coefficients, over the residual's RMS. Below, all
+gradients are x 1000; inside a group of an accumulating plan, the residual's is that of what the
+group reads alone."""
+MOMENTS = {"initial": "at initialisation", "trained": "trained"}
+SCALED = ("#c2508f", "#94780f", "#168a94")  # of plans without a colour of their own
 
 
 def read(file: Path) -> list[Record]:
     """The records of a result file, the newest of each plan and moment."""
     return quality_report.read(file, ("plan", "when"), "residual.py")
+
+
+def plan(record: Record) -> str:
+    """The plan's name, without the seed that the folder of a run of quality.py names."""
+    name: str = record["plan"].partition("-seed")[0]
+    return name
 
 
 def moments(records: Sequence[Record]) -> list[str]:
@@ -49,7 +58,9 @@ def describe(records: Sequence[Record]) -> str:
     ]
     for when in moments(records):
         members = [record for record in records if record["when"] == when]
-        parts.append(f"{when}\n{aligned([COLUMNS, *map(row, members)], left=1)}")
+        standard = next((each for each in members if plan(each) == "standard"), None)
+        found = [row(each, standard) for each in members]
+        parts.append(f"{when}\n{aligned([COLUMNS, *found], left=1)}")
     parts.append(MEANING)
     for record in records:
         title = f"{record['plan']}, {record['when']}"
@@ -70,6 +81,12 @@ def mean(record: Record, value: Callable[[Record], float], form: str = ".3f") ->
     return " / ".join(format(each, form) for each in found)
 
 
+def percent(record: Record, value: Callable[[Record], float]) -> str:
+    """`mean` of an RMS, in percent of the final residual's."""
+    whole = record["residuals"][-1]["rms"] / 100
+    return mean(record, lambda each: value(each) / whole, ".1f")
+
+
 def shares(record: Record) -> dict[str, float]:
     """The share of each kind of sublayer in the final residual."""
     found: dict[str, float] = {"embedding": record["embedding"]["share"]}
@@ -78,18 +95,34 @@ def shares(record: Record) -> dict[str, float]:
     return found
 
 
-def row(record: Record) -> list[str]:
+def balance(record: Record, standard: Record) -> float | None:
+    """What unreduced outputs add to later residuals relative to reduced ones, standard being 1."""
+    if len(standard["sublayers"]) != len(record["sublayers"]) or len(groups(record)) < 2:
+        return None
+    kept, summed = (
+        statistics.geometric_mean(
+            each["written_rms"] / standard["sublayers"][each["sublayer"]]["written_rms"]
+            for each in group
+        )
+        for group in groups(record)
+    )
+    return kept / summed
+
+
+def row(record: Record, standard: Record | None) -> list[str]:
     quality, share = record["heldout_bits_per_byte"], shares(record)
+    found = None if standard is None else balance(record, standard)
     return [
         record["plan"],
         "-" if quality is None else f"{quality:.4f}",
-        mean(record, lambda each: statistics.fmean(each["partial_rms"])),
-        mean(record, lambda each: each["output_rms"]),
-        mean(record, lambda each: each["written_rms"]),
+        percent(record, lambda each: statistics.fmean(each["partial_rms"])),
+        percent(record, lambda each: each["output_rms"]),
+        percent(record, lambda each: each["written_rms"]),
         mean(record, lambda each: each["own_coefficient"], ".3g"),
         mean(record, lambda each: statistics.fmean(each["coefficients"]), ".3g"),
         f"{max(each['apart'] for each in record['residuals']):.2f}",
         *(f"{share[kind]:.2f}" if kind in share else "-" for kind in ("attention", "mlp")),
+        "-" if found is None else f"{found:.2f}",
         mean(record, lambda each: 1000 * each["partial_gradient"]),
         f"{record['error']:.0e}",
     ]
@@ -112,10 +145,10 @@ def sublayer_rows(record: Record) -> list[list[str]]:
                 each["reduce"],
                 f"{read['rms']:.3f}",
                 f"{read['apart']:.2f}",
-                f"{statistics.fmean(each['partial_rms']):.3f}",
-                f"{each['output_rms']:.3f}",
+                f"{statistics.fmean(each['partial_rms']):.3g}",
+                f"{each['output_rms']:.3g}",
                 f"{statistics.fmean(each['coefficients']):.3g}",
-                f"{each['written_rms']:.3f}",
+                f"{each['written_rms']:.3g}",
                 f"{each['share']:.3f}",
                 f"{1000 * each['partial_gradient']:.3f}",
                 f"{1000 * read['gradient']:.3f}",
@@ -129,22 +162,26 @@ def sublayer_rows(record: Record) -> list[list[str]]:
     return found
 
 
-def figure(records: Sequence[Record], when: str, title: str, subtitle: str) -> str:
-    """What each sublayer writes into the residual of later layers, by plan, as SVG."""
+def figure(records: Sequence[Record], when: str, title: str) -> str:
+    """What each sublayer adds to the residual of later layers, by plan, as SVG."""
     members = [record for record in records if record["when"] == when]
     spare = iter(SCALED)
-    colours = {each["plan"]: COLOURS.get(each["plan"]) or next(spare) for each in members}
-    lines = {
-        record["plan"]: (
-            [each["sublayer"] for each in record["sublayers"]],
-            [each["written_rms"] for each in record["sublayers"]],
-        )
-        for record in members
+    colours = {
+        each["plan"]: figures.COLOURS.get(plan(each)) or next(spare, figures.INK)
+        for each in members
     }
+    lines = {}
+    for record in members:
+        whole = record["residuals"][-1]["rms"] / 100
+        written = [each["written_rms"] / whole for each in record["sublayers"]]
+        lines[record["plan"]] = list(range(len(written))), written
     every = [value for _, values in lines.values() for value in values]
-    ticks = [2.0**power for power in range(math.floor(math.log2(min(every))),
-                                           math.ceil(math.log2(max(every))) + 1)]  # fmt: skip
+    low, high = math.floor(math.log2(min(every))), math.ceil(math.log2(max(every)))
+    first = members[0]
     return figures.lines(
-        lines, "sublayer (even: attention, odd: MLP)", "RMS of what it adds to later residuals",
-        y_ticks=ticks, title=title, subtitle=subtitle, colours=colours,
+        lines, "sublayer (even: attention, odd: MLP)",
+        "RMS of what a sublayer adds to the residual of later layers, % of the final residual's",
+        y_ticks=[2.0**power for power in range(low, high + 1)], title=title,
+        subtitle=f"{first['parameters_count'] / 1e6:.1f}M parameters, T {first['tp_degree']}, "
+        f"{MOMENTS[when]}; a reduce in every 4th sublayer of desync-4x", colours=colours,
     )  # fmt: skip

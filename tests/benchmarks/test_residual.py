@@ -36,7 +36,7 @@ SMALL = [
 
 
 def plan(scale: float) -> Plan:
-    return residual.scaled(resolve_plan("desync-2x", 2, T), scale)
+    return residual.scaled(resolve_plan("desync-2x", 2, T), scale, T)
 
 
 def by_hand(scale: float) -> Transformer:
@@ -148,14 +148,26 @@ def test_gradients_are_those_of_the_residual_and_the_partials() -> None:
 
 def test_scales_are_those_of_partials_that_wait_for_a_reduce() -> None:
     desync = resolve_plan("desync-2x", 2, 4)
-    names = [each.name for each in residual.variants(desync, (1.0, 2.0))]
-    assert names == ["desync-2x", "desync-2x-scale-2"]
-    assert [r.own_scale for r in residual.variants(desync, (2.0,))[0].sublayers] == [2, 1, 2, 1]
+    names = [each.name for each in residual.variants(desync, (1.0, 1.5, 2.0, 4.0), 4)]
+    assert names == ["desync-2x", "desync-2x-scale-1.5", "desync-2x-sqrt", "desync-2x-full"]
+    assert [r.own_scale for r in residual.variants(desync, (2.0,), 4)[0].sublayers] == [2, 1, 2, 1]
     accumulate = resolve_plan("accumulate-2x", 2, 4)
-    names = [each.name for each in residual.variants(accumulate, (1.0, 2.0))]
+    names = [each.name for each in residual.variants(accumulate, (1.0, 2.0), 4)]
     assert names == ["accumulate-2x-scale-1", "accumulate-2x"]  # sqrt(T) is its own
     for alone in (resolve_plan("standard", 2), resolve_plan("dtp-1", 2, 4)):
-        assert residual.variants(alone, (1.0, 2.0)) == [alone]
+        assert residual.variants(alone, (1.0, 2.0), 4) == [alone]
+
+
+def test_balance_compares_with_the_same_sublayers_of_standard() -> None:
+    def record(reduces: list[str], written: list[float]) -> dict[str, Any]:
+        pairs = enumerate(zip(reduces, written, strict=True))
+        keys = ("sublayer", "reduce", "written_rms")
+        return {"sublayers": [dict(zip(keys, (n, *each), strict=True)) for n, each in pairs]}
+
+    standard = record(["output"] * 4, [1.0, 2.0, 4.0, 8.0])
+    desync = record(["none", "residual"] * 2, [0.5, 6.0, 0.5, 24.0])  # 1/2, 3, 1/8, 3
+    assert residual_report.balance(desync, standard) == pytest.approx(1 / 4 / 3)
+    assert residual_report.balance(standard, standard) is None
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -172,16 +184,16 @@ def test_the_command_trains_and_measures_and_takes_finished_runs(
     found = records(tmp_path / "a")
     assert [(each["plan"], each["when"]) for each in found] == [
         ("standard", "initial"), ("standard", "trained"),
-        ("desync-2x-scale-2", "initial"), ("desync-2x-scale-2", "trained"),
+        ("desync-2x-full", "initial"), ("desync-2x-full", "trained"),
     ]  # fmt: skip
     assert found[0]["loss"] != found[1]["loss"]
     assert all(each["error"] < 1e-5 for each in found)
     table = (tmp_path / "a" / "residual.txt").read_text(encoding="utf-8")
-    assert "desync-2x-scale-2, trained" in table
+    assert "desync-2x-full, trained" in table
     assert table in capsys.readouterr().out
     assert residual.main(["run", *SMALL, *words, *own]) == 0  # all are there
     assert records(tmp_path / "a") == found
-    runs = ["--run", str(tmp_path / "a" / "desync-2x-scale-2"), "--out", str(tmp_path / "b")]
+    runs = ["--run", str(tmp_path / "a" / "desync-2x-full"), "--out", str(tmp_path / "b")]
     assert residual.main(["run", *runs, *words]) == 0
     again = records(tmp_path / "b")
     for old, new in zip(found[2:], again, strict=True):
