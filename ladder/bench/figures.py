@@ -19,16 +19,10 @@ from ladder.models.errors import UserError
 INK, MUTED, GRID, PAPER = "#1f2329", "#5f6975", "#d8dde3", "#fffffe"
 # Legible on light and dark pages. A plan has the same colour in every figure.
 COLOURS = {
-    "ladder": "#d4580b",
-    "standard": "#2f78c4",
-    "parallel": "#2a8a57",
-    "none": "#78808a",
-    "desync-4x": "#9a5bc0",
-    "desync-2x": "#c2508f",
-    "accumulate-4x": "#4f8a10",
-    "dtp-1": "#94780f",
-    "hybrid": "#168a94",
-}
+    "ladder": "#d4580b", "standard": "#2f78c4", "parallel": "#2a8a57", "none": "#78808a",
+    "desync-4x": "#9a5bc0", "desync-2x": "#c2508f", "accumulate-4x": "#4f8a10",
+    "dtp-1": "#94780f", "hybrid": "#168a94",
+}  # fmt: skip
 WIDTH, FONT = 640, 11  # points
 GAP = 15  # between the baselines of two labels
 FEW = 20  # a line of fewer points marks each point, with its value as a tooltip

@@ -356,10 +356,10 @@ def test_engines_are_checked_and_timed() -> None:
 def test_a_wrong_fused_weight_is_refused() -> None:
     config = resolve(replace(TINY, plan="ladder"))
     expected = reference(random_model(config, "async", 1, GPU), 2, 9, STEPS)
-    model = random_model(config, "async", 1, GPU)
-    session = Engine(model).session(3, 9 + STEPS, Sampling())
+    engine = Engine(random_model(config, "async", 1, GPU))
+    session = engine.session(3, 9 + STEPS, Sampling())
     assert check_session(session, expected).passes
-    model.model.layers[1].mlp.packed.mul_(1.5)
+    engine.model.model.layers[1].mlp.gate_up.weight.mul_(1.5)
     assert not check_session(session, expected).passes
 
 
