@@ -1,4 +1,4 @@
-"""benchmarks/residual.py: its figures against values computed by hand, and its command."""
+"""benchmarks/residual*.py: the figures against values computed by hand, and the command."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import residual
+import residual_measure
 import residual_report
 
 T = 2
@@ -71,7 +72,7 @@ def by_hand(scale: float) -> Transformer:
 def test_sizes_shares_and_coefficients_are_those_computed_by_hand(
     scale: float, residuals: list[tuple[int, int]], written: list[int]
 ) -> None:
-    found = residual.measure(by_hand(scale), TOKENS, TARGETS, T)
+    found = residual_measure.measure(by_hand(scale), TOKENS, TARGETS, T)
     final = residuals[-1][0]
     for read, (zero, one) in zip(found["residuals"], residuals, strict=True):
         size = math.sqrt((zero**2 + one**2) / 2)
@@ -106,8 +107,8 @@ def test_sizes_shares_and_coefficients_are_those_computed_by_hand(
 def test_a_partial_reaches_later_layers_divided_by_T(
     name: str, degree: int, expected: list[float]
 ) -> None:
-    found = residual.coefficients(resolve_plan(name, 4, degree), degree)
-    reads = residual.arrivals(found)
+    found = residual_measure.coefficients(resolve_plan(name, 4, degree), degree)
+    reads = residual_measure.arrivals(found)
     mean = [found[reads[m]].mean(0)[m].mean().item() for m in range(8)]
     assert mean == pytest.approx(expected)
 
@@ -117,7 +118,7 @@ def test_gradients_are_those_of_the_residual_and_the_partials() -> None:
     scale = 1.5
     model = Transformer(ModelConfig(**SHAPE, plan=plan(scale), tp_degree=T))
     initialise(model, seed=1)
-    run, loss = residual.observe(model, TOKENS, TARGETS, T)
+    run, loss = residual_measure.observe(model, TOKENS, TARGETS, T)
     logits = model(TOKENS)
     assert loss == pytest.approx(
         F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten(), ignore_index=-1).item(), rel=1e-5
@@ -132,7 +133,7 @@ def test_gradients_are_those_of_the_residual_and_the_partials() -> None:
         0, TOKENS.flatten(), residuals[0].sum(0).flatten(0, 1)
     )
     torch.testing.assert_close(weight, wanted)
-    found = residual.measure(model, TOKENS, TARGETS, T)
+    found = residual_measure.measure(model, TOKENS, TARGETS, T)
     assert found["loss"] == pytest.approx(loss, rel=1e-4)
     for each, wanted in zip(found["residuals"], residuals, strict=True):
         assert each["gradient"] == pytest.approx(wanted.sum(0).norm().item(), rel=1e-4)
