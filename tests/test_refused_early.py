@@ -35,7 +35,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("ladder.eval.offline.open_corpus", never)
     monkeypatch.setattr("ladder.data.sources.open_corpus", never)
-    monkeypatch.setattr("ladder.data.prepare._tokenise", never)
+    monkeypatch.setattr("ladder.data.tokenise.Tokenisation.run", never)
     monkeypatch.setattr("ladder.convert.command.write_tensors", never)
     monkeypatch.setattr("ladder.convert.command.refuse_damage", never)
     monkeypatch.setattr("ladder.convert.sensitivity.load_for_inference", never)

@@ -18,9 +18,7 @@ import hashlib
 import json
 import re
 import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,10 +33,11 @@ from ladder.data.chat import EncodeChat
 from ladder.data.formats import Field, Source, file_size
 from ladder.data.index import INDEX, STORED, TOKEN_BYTES, VERSION
 from ladder.data.shards import KEPT, Unfinished, unfinished
-from ladder.data.sources import SPLITS, Names, find_sources, heldout_below
+from ladder.data.sources import SPLITS, find_sources, heldout_below
 from ladder.data.streams import Stream
 from ladder.data.template import load_template
 from ladder.data.text import EncodeText
+from ladder.data.tokenise import NOTHING, Tokenisation
 from ladder.data.tokenizer import (
     FILE,
     TEMPLATE,
@@ -48,17 +47,9 @@ from ladder.data.tokenizer import (
     token_byte_lengths,
     tokenizer_file,
 )
-from ladder.data.units import Cursor, units
-from ladder.data.workers import in_order
 from ladder.files import check_writable, checksum, refuse_inside
 from ladder.models.errors import UserError
 from ladder.parallel.environment import most_processes
-from ladder.progress import Progress
-
-NOTHING = {  # the state of work of which nothing is done
-    "cursor": Cursor(), "read": 0, "names": Names(), "left_out": {}, "first_left_out": {},
-}  # fmt: skip
-ENOUGH = 1000  # conversations read before the share left out is checked
 
 OURS = re.compile(
     rf"{INDEX}|{FILE}|{TOKEN_BYTES}|{TOKENIZER_CONFIG}|{TEMPLATE}|({'|'.join(SPLITS)})-\d+\.bin"
@@ -110,38 +101,22 @@ def prepare(
         description.pop("text_field", None)
     if max_tokens is not None:
         description["max_tokens"] = max_tokens
-    sizes = [None if isinstance(source, Stream) else file_size(source) for source in sources]
-    arguments = {
-        **description,
-        "shard_tokens": shard_tokens,
-        "tokenizer_sha256": encoding.facts["tokenizer_sha256"],
-        "tokenizers": tokenizers.__version__,
-        "files": _fingerprint(sources),
-        "unit": cutting.UNIT,
-        **({"chat": encoding.beside} if encoding.beside else {}),
-    }
+    tokenisation = Tokenisation(
+        sources,
+        _size(sources),
+        encoding.encode,
+        heldout_fraction=heldout_fraction,
+        shard_tokens=shard_tokens,
+        max_left_out=max_left_out,
+        max_tokens=max_tokens,
+        workers=workers,
+    )
+    arguments = _arguments(description, encoding, sources, shard_tokens)
 
     with unfinished(out) as work:
         _check_free(out, overwrite)
         _go_on_or_start(work, arguments, heldout_below(heldout_fraction), encoding.dtype, overwrite)
-        total = None if None in sizes else sum(size or 0 for size in sizes)
-        goal = (total, "bytes") if max_tokens is None else (max_tokens, "tokens")
-        while True:
-            start = work.state["read"] if max_tokens is None else _tokens(work)
-            with Progress("tokenise", *goal, start=start) as progress:
-                for _ in _tokenise(
-                    work, sources, encoding.encode, workers, progress, max_tokens, shard_tokens
-                ):
-                    _check_left_out(work.state, max_left_out, ENOUGH)
-            _check_left_out(work.state, max_left_out)
-            names = Names(*work.state["names"])
-            names.check(paths)
-            below = heldout_below(heldout_fraction, names)
-            if below == work.state["heldout_below"]:
-                break
-            # With few documents a split was left empty. Now all names are known: start over with a
-            # threshold that gives each split at least one.
-            work.start({**work.state, **NOTHING, "heldout_below": below}, SPLITS)
+        tokenisation.run(work, paths)
         work.close_shards()
         index = {
             **encoding.facts,
@@ -248,6 +223,30 @@ def _open_encoding(
     return Encoding(definition, beside, eos_id, token_bytes, dtype, encode)
 
 
+def _size(sources: Sequence[Source | Stream]) -> int | None:
+    """The bytes of the sources; None if one is a stream, whose size is unknown."""
+    sizes = [None if isinstance(source, Stream) else file_size(source) for source in sources]
+    return None if None in sizes else sum(size or 0 for size in sizes)
+
+
+def _arguments(
+    description: Mapping[str, Any],
+    encoding: Encoding,
+    sources: Sequence[Source | Stream],
+    shard_tokens: int,
+) -> dict[str, Any]:
+    """All that determines the result: unfinished work resumes only where it is the same."""
+    return {
+        **description,
+        "shard_tokens": shard_tokens,
+        "tokenizer_sha256": encoding.facts["tokenizer_sha256"],
+        "tokenizers": tokenizers.__version__,
+        "files": _fingerprint(sources),
+        "unit": cutting.UNIT,
+        **({"chat": encoding.beside} if encoding.beside else {}),
+    }
+
+
 def _fingerprint(sources: Sequence[Source | Stream]) -> str:
     """A hash of the files' names, sizes and dates: resumed work needs unchanged files."""
     found = hashlib.sha256()
@@ -276,87 +275,6 @@ def _go_on_or_start(
             return
     state = {**NOTHING, "arguments": arguments, "heldout_below": below}
     work.start({**state, "itemsize": np.dtype(STORED[dtype]).itemsize}, SPLITS)
-
-
-def _tokenise(
-    work: Unfinished,
-    sources: Sequence[Source | Stream],
-    encode: EncodeText | EncodeChat,
-    workers: int,
-    progress: Progress,
-    max_tokens: int | None,
-    shard_tokens: int,
-) -> Iterator[None]:
-    """Append the remaining units to the shards, in order; yields after each."""
-    below = np.uint64(work.state["heldout_below"])
-    if max_tokens is not None and _tokens(work) >= max_tokens:
-        return
-    todo = units(sources, encode.field, Cursor(*work.state["cursor"]))
-    with closing(in_order(encode, todo, workers)) as results:
-        for unit, encoded in results:
-            if max_tokens is not None:
-                encoded = encoded.up_to(max_tokens - _tokens(work))
-            heldout = encoded.keys < below
-            for split, chosen in (("train", ~heldout), ("heldout", heldout)):
-                part = encoded.tokens[np.repeat(chosen, encoded.lengths)]
-                size = int(encoded.bytes[chosen].sum())
-                work.append(split, part, int(chosen.sum()), size, shard_tokens)
-            work.commit(
-                cursor=unit.after,
-                read=work.state["read"] + unit.size,
-                names=Names(*work.state["names"]).merge(encoded.names()),
-                left_out=dict(encoded.left_out + Counter(work.state["left_out"])),
-                first_left_out={**encoded.first, **work.state["first_left_out"]},
-            )
-            yield
-            _check_tokens(work, isinstance(encode, EncodeText))
-            read, tokens = work.state["read"], _tokens(work)
-            if max_tokens is None:
-                progress.update(read, f"{tokens:,} tokens")
-                continue
-            progress.update(tokens, f"{read:,} bytes")
-            if tokens >= max_tokens:
-                return
-
-
-def _check_left_out(state: Mapping[str, Any], most: float, enough: int = 1) -> None:
-    """Raise UserError if more than the share `most` of the conversations is left out.
-
-    enough: fewer conversations than that are not judged.
-    """
-    left_out = sum(state["left_out"].values())
-    total = left_out + Names(*state["names"]).documents
-    if total < enough or not (left_out > most * total or left_out == total > 0):
-        return
-    named = state["first_left_out"].items()
-    first = {reason: f", the first of them {name}" for reason, name in named}
-    reasons = "; ".join(
-        f"{count:,} {reason}{first.get(reason, '')}" for reason, count in state["left_out"].items()
-    )
-    remedy = "correct them, or choose another --chat-field or --chat-template"
-    if left_out == total:
-        raise UserError(f"no conversation can be used: {reasons}; {remedy}")
-    raise UserError(
-        f"{left_out:,} of {total:,} conversations cannot be used, more than max_left_out={most:g} "
-        f"of them: {reasons}; {remedy}, or leave them out with --max-left-out 1"
-    )
-
-
-def _check_tokens(work: Unfinished, ended: bool) -> None:
-    """Raise UserError if the tokenizer drops the text. ended: documents have an end token."""
-    documents = Names(*work.state["names"]).documents
-    tokens = _tokens(work) - ended * documents
-    if tokens < documents:
-        raise UserError(
-            f"the tokenizer makes {tokens:,} tokens of {documents:,} documents: it drops their "
-            f"text; look at the normalizer, pre_tokenizer and post_processor of its {FILE}, or use "
-            f"another"
-        )
-
-
-def _tokens(work: Unfinished) -> int:
-    """The number of tokens so far, in both splits."""
-    return sum(record["tokens"] for record in work.state["splits"].values())
 
 
 def _check_free(out: Path, overwrite: bool) -> None:

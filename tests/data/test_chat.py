@@ -348,7 +348,7 @@ def test_a_wrong_field_ends_early(
 ) -> None:
     """Not after all of a long file: as soon as there are enough to tell."""
     monkeypatch.setattr("ladder.data.units.UNIT", 2**10)
-    monkeypatch.setattr("ladder.data.prepare.ENOUGH", 20)
+    monkeypatch.setattr("ladder.data.tokenise.ENOUGH", 20)
     with pytest.raises(UserError, match="no conversation can be used") as error:
         prepare_chats(tmp_path, tokenizer, make_chats(200), chat_field="conversations")
     told = re.search(r"used: (\d+) without the field 'conversations'", str(error.value))

@@ -17,8 +17,9 @@ import pytest
 
 from ladder import files
 from ladder.data import shards, units
-from ladder.data.prepare import _check_left_out, prepare
+from ladder.data.prepare import prepare
 from ladder.data.sources import Names
+from ladder.data.tokenise import check_left_out
 from ladder.data.tokenizer import train_tokenizer
 from ladder.data.workers import in_order
 from ladder.lock import hold
@@ -240,7 +241,7 @@ def test_work_of_an_earlier_version_goes_on(
     assert _contents(out) == whole
     counted = {"left_out": {"without messages": 1}, "first_left_out": {}, "names": Names()}
     with pytest.raises(UserError, match="can be used: 1 without messages; correct"):
-        _check_left_out(counted, 0.1)
+        check_left_out(counted, 0.1)
 
 
 def test_other_arguments_do_not_go_on(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
