@@ -7,7 +7,6 @@ folds the norms' weights into the matrices that read them, and sets a Runtime th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +30,7 @@ from ladder.models.reducer import Reducer
 from ladder.models.runtime import PassFactory
 from ladder.models.sublayers import MLP, Attention, Context, Sublayer
 from ladder.models.transformer import Parts, Transformer
-from ladder.parallel.choose import choose
+from ladder.parallel.choose import Choice, choose
 from ladder.parallel.decode import DecodeReducer, Matrix
 from ladder.parallel.dispatch import PREFILL_TRANSPORTS
 from ladder.parallel.reducers import PushReducer
@@ -206,7 +205,7 @@ def fuse(model: Transformer) -> InferenceTransformer:
         model.runtime,
         rotary=lambda config, positions, dtype: table,  # the fused kernels index it by position
         add_norm=fused_add_norm,
-        pick=_reducers(base, plan, reduce_bytes(config, 1, weight.element_size())),
+        pick=PassReducers(base, plan, reduce_bytes(config, 1, weight.element_size())),
     )
     fused.use(runtime)
     model.lm_head.to_empty(device="meta")  # a tied one is another parameter than the embedding's
@@ -235,26 +234,34 @@ def _rotary_table(config: ModelConfig, device: torch.device) -> Tensor:
     return torch.cat((cos[:, :half], sin[:, :half]), dim=-1).contiguous()
 
 
-def _reducers(base: Reducer, plan: Plan, token_bytes: int) -> Callable[[torch.Size], PassFactory]:
-    """A function from the tokens' shape [B, S] to their PassFactory: `ladder.parallel.choose`."""
-    push = base if isinstance(base, PushReducer) else None
-    table, asked = (None, "async") if push is None else (push.dispatch, "push")
-    makers: dict[tuple[str, str], PassFactory] = {("async", ""): base, ("push", ""): base}
-    makers["decode", ""] = DecodeReducer(base, plan)
-    if push is not None and sharded_refusal(plan, base.ranks) is None:
-        for transport in PREFILL_TRANSPORTS:
-            sharded = ShardedReducer(base.ranks, push.group, plan, transport)
-            makers["sharded", transport] = sharded
+class PassReducers:
+    """The reducers of a fused model's passes: `choose` decides by the tokens' shape [B, S].
 
-    def pick(shape: torch.Size) -> PassFactory:
+    base: the model's own reducer. token_bytes: the size of one token's partial.
+    """
+
+    def __init__(self, base: Reducer, plan: Plan, token_bytes: int) -> None:
+        self.base, self.plan, self.token_bytes = base, plan, token_bytes
+        self.push = push = base if isinstance(base, PushReducer) else None
+        self.makers: dict[tuple[str, str], PassFactory] = {("async", ""): base, ("push", ""): base}
+        self.makers["decode", ""] = DecodeReducer(base, plan)
+        if push is not None and sharded_refusal(plan, base.ranks) is None:
+            for transport in PREFILL_TRANSPORTS:
+                sharded = ShardedReducer(base.ranks, push.group, plan, transport)
+                self.makers["sharded", transport] = sharded
+
+    def choice(self, shape: torch.Size) -> Choice:
+        """The choice for a pass over tokens of `shape`, with its reason."""
         phase = "decode" if shape[1] == 1 else "prefill"
-        choice = choose(phase, plan, base.ranks, shape, token_bytes, table, asked)
-        if push is not None and choice.transport:
-            size = shape.numel() * token_bytes
-            push.note(size, f"sharded by tokens, {choice.transport}")
-        return makers[choice.reducer, choice.transport]
+        table, asked = (None, "async") if self.push is None else (self.push.dispatch, "push")
+        return choose(phase, self.plan, self.base.ranks, shape, self.token_bytes, table, asked)
 
-    return pick
+    def __call__(self, shape: torch.Size) -> PassFactory:
+        choice = self.choice(shape)
+        if self.push is not None and choice.transport:
+            size = shape.numel() * self.token_bytes
+            self.push.note(size, f"sharded by tokens, {choice.transport}")
+        return self.makers[choice.reducer, choice.transport]
 
 
 def _gain(norm: nn.Module) -> Tensor:

@@ -95,7 +95,8 @@ def choose(
         return Choice(base, why=f"more than {MAX_ROWS} sequences, or virtual ranks")
     refusal = sharded_refusal(plan, ranks)
     if base != "push" or table is None or refusal is not None:
-        return Choice(base, why=refusal or "no access to the peers' memory was asked for")
+        alone = "without the peers' memory, the residual cannot be sharded by tokens"
+        return Choice(base, why=refusal or alone)
     tokens = shape[0] * shape[1]
     transport = table.prefill.transport(tokens, tokens * token_bytes, all(plan.blocking))
     return Choice("sharded", transport, f"{tokens} tokens of {token_bytes} bytes")

@@ -25,6 +25,7 @@ def record(
             "total_ms": total,
             "memory_gib": 1.5,
             "picked": {"8192": "push"},
+            "chosen": {"prefill": "sharded, copy (16 tokens)", "decode": "decode (2 sequences)"},
         },
         "check": {},
         "no_comm": None if bare is None else [bare.plan, bare.no_comm],

@@ -74,6 +74,21 @@ def test_a_wrong_weight_is_refused(spoil: Any) -> None:
     assert "allowed" in str(found)
 
 
+def test_the_reducers_of_a_fused_model_are_told_with_their_reasons() -> None:
+    """Of a plain model, all passes have the model's own reducer, and nothing is chosen."""
+    config, length = resolve(TINY), 9 + STEPS
+    engines = [Engine(random_model(config, "async", 1, CPU), fused=each) for each in (True, False)]
+    fused, plain = (engine.session(3, length, Sampling()) for engine in engines)
+    found = measure.choices(fused, 9)
+    assert found == {
+        "prefill": "async (there is one process, and nothing to shard over)",
+        "decode": "decode (up to 64 sequences; it reduces as async)",
+    }
+    crowd = engines[0].session(65, length, Sampling())
+    assert measure.choices(crowd, 9)["decode"].startswith("async (more than 64 sequences")
+    assert measure.choices(plain, 9) == {}
+
+
 def test_a_wrong_choice_of_the_token_is_refused() -> None:
     """The logits are right; what the engine returns is not."""
     config = resolve(TINY)

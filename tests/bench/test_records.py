@@ -53,6 +53,8 @@ def test_ratios_by_hand() -> None:
     assert "50.0%" in text  # exposed
     assert "1.250" in text  # x standard
     assert "8192 bytes push" in text
+    assert "ladder, push prefill: sharded, copy (16 tokens)" in text
+    assert "ladder, push decode: decode (2 sequences)" in text
     assert "no_comm" not in text
 
 
@@ -69,6 +71,13 @@ def test_what_was_not_measured_is_left_blank() -> None:
     for name in ("x_standard", "x_nccl", "x_none", "exposed", "ideal"):
         assert row[f"decode_{name}"] is None
     assert " - " in text_table([row])
+
+
+def test_one_process_reduces_nothing_and_old_records_hold_no_choice() -> None:
+    alone, old = record(replace(POINT, tp=1)), record(POINT)
+    del old["result"]["chosen"]
+    for each in (alone, old):
+        assert "decode (" not in text_table(derive_rows([each]))
 
 
 def test_the_papers_figures_by_hand() -> None:

@@ -60,6 +60,7 @@ def _row(
         "tokens_s_gpu": point.batch * point.new_tokens / seconds / point.tp,
         "memory_gib": result["memory_gib"],
         "picked": result["picked"],
+        "chosen": result.get("chosen", {}),  # older records lack it
     }
     for phase in PHASES:
         own = result[f"{phase}_ms"]
@@ -151,7 +152,13 @@ def text_table(rows: Sequence[dict[str, Any]]) -> str:
         for row in rows
         if row["picked"]
     ]
-    return "\n".join(shown + list(dict.fromkeys(picked)))
+    chosen = [
+        f"{row['point'].plan}, {row['point'].reducer} {phase}: {choice}"
+        for row in rows
+        for phase, choice in row["chosen"].items()
+        if row["point"].tp > 1
+    ]
+    return "\n".join(shown + list(dict.fromkeys(picked + chosen)))
 
 
 def plain(row: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from ladder.bench.inference.verify import (
 )
 from ladder.costs import decode_bytes, inference_bytes
 from ladder.infer.engine import Engine, Session
+from ladder.infer.fused import PassReducers
 from ladder.infer.sampling import Sampling, draws
 from ladder.models.config import ModelConfig
 from ladder.parallel import launch
@@ -46,7 +47,8 @@ class InferenceTimes:
     consecutive steps, median and p99 over all steps of all rounds; its floor is a step's bytes over
     the bandwidth. total: from the start of the prefill to the last of new_tokens tokens, in one go.
     memory: weights, KV cache and graphs, on the fullest rank. picked: message bytes -> the
-    algorithm that the reducer used; None if the reducer does not report it.
+    algorithm that the reducer used; None if the reducer does not report it. chosen: the reducer of
+    a prefill and of a decode step, and the reason, by phase (see `choices`).
     """
 
     prefill_ms: float
@@ -59,6 +61,7 @@ class InferenceTimes:
     total_ms: float
     memory_gib: float
     picked: dict[str, str] | None
+    chosen: dict[str, str]
 
 
 @dataclass
@@ -277,6 +280,19 @@ def _uniforms(timed: TimedSession) -> Tensor:
     return draws(Sampling(), timed.point.batch, timed.point.new_tokens)
 
 
+def choices(session: Session, prompt: int) -> dict[str, str]:
+    """The reducer of a prefill of `prompt` tokens and of a decode step, with the reason, by phase.
+
+    Empty for a model that is not fused: its own reducer runs all passes.
+    """
+    pick = session.model.runtime.pick
+    if not isinstance(pick, PassReducers):
+        return {}
+    lengths = {"prefill": session.prompt_width(prompt), "decode": 1}
+    batch = len(session.tokens)
+    return {name: str(pick.choice(torch.Size((batch, each)))) for name, each in lengths.items()}
+
+
 def _result(timed: TimedSession, timing: Timings, speed: float, rate: float) -> InferenceTimes:
     point, config = timed.point, timed.config
     context = point.prompt + point.new_tokens / 2  # halfway through the new tokens
@@ -294,4 +310,5 @@ def _result(timed: TimedSession, timing: Timings, speed: float, rate: float) -> 
         total_ms=statistics.median(timing.totals),
         memory_gib=timed.memory,
         picked=None if picked is None else {str(size): str(name) for size, name in picked.items()},
+        chosen=choices(timed.session, point.prompt),
     )
