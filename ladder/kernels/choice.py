@@ -80,7 +80,10 @@ def _choose_kernel(
 ):  # fmt: skip
     """The choice for one sequence: the best of this rank's parts, then of all ranks.
 
-    The slots are those of the push all-reduce: three rotating sets, the data is its own flag.
+    The slots are those of the push all-reduce: three rotating sets, the data is its own flag. The
+    wait is a loop of its own: it reads two words of each rank, the logit and its token, as vectors
+    over the ranks, of which the largest is chosen; `receive` and `receive_sum` of
+    ladder.comm.primitives read a vector of each rank, to be kept apart or added.
     """
     begin(PDL)
     b = tl.program_id(0)
