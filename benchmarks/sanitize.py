@@ -7,7 +7,7 @@
 Add `--error-exitcode 9` before `python` for an exit code that a script can check. Each tensor has
 its own allocation of exactly its size, so that memcheck sees an access beyond its end. What a
 kernel writes is also compared with its reference, so a launch that a sanitizer lost is an error.
-All-reduce kernels need peers and are not here: tests/infer/test_gpu.py provokes those.
+All-reduce kernels need peers and are not here: tests/infer/test_gpu_decode.py provokes those.
 
 A function that ladder.kernels exports must have a case: write a generator function of (dtype) that
 yields (found, wanted) pairs and decorate it with @case("name of the kernel's function").

@@ -10,6 +10,17 @@ from typing import Any
 from ladder.data.prepare import prepare
 from tests.corpus import WORDS
 
+CHATML = """{{ bos_token }}{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}
+{%- else %}{{ message['content'] | tojson }}{{ '<|im_end|>\\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""  # noqa: E501
+CHAT = [
+    {"role": "user", "content": "<one> & two?"},
+    {"role": "assistant", "content": " Three é"},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "no"},
+]
+
 TEMPLATE = """
 {%- for message in messages -%}
 {{ message['role'] }}: {{ message['content'] | trim }}

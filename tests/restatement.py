@@ -11,6 +11,8 @@ Weights are a state dict with Hugging Face Llama's names and full shapes; a norm
 residuals which differ between ranks has a weight [T, D]. Rank t of T owns the query heads
 [t H/T, (t+1) H/T) and the same share of the MLP's columns; query head h reads KV head h KV // H.
 Norms are computed in float32 or wider, rotary angles in float32, the rest in the weights' dtype.
+
+One file, so that an equation and all that it is computed by are read in one place.
 """
 
 from __future__ import annotations

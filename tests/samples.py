@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ladder.models import ModelConfig, Plan, Ranks, Reducer, SublayerRecord, Transformer
+from ladder.models import (
+    ModelConfig,
+    Plan,
+    Ranks,
+    Reducer,
+    SublayerRecord,
+    Transformer,
+    resolve_plan,
+)
 from ladder.models.presets import PlanSpec
 
 # Plans of four layers. Those whose function depends on T, and those whose does not.
@@ -219,3 +227,10 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 def weights_of(model: Transformer) -> Mapping[str, Tensor]:
     """Its state dict, detached."""
     return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def model_at(name: str, ranks: int, seed: int = 1, **changes: Any) -> Transformer:
+    """The float64 model of a sample plan (or of a spec) with `ranks` virtual ranks."""
+    spec = PLANS.get(name, name)
+    depends = resolve_plan(spec, 4, ranks).depends_on_tp
+    return virtual(full_model(small_config(spec, ranks, depends, **changes), seed), ranks)

@@ -1,13 +1,10 @@
-"""Conversations as data: how they are written down, what is learnt of them, how they are packed."""
+"""Conversations as data: how templates write them, what is learnt of them, how they are packed."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import pickle
-import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,25 +14,13 @@ from ladder.data import packing
 from ladder.data.batches import PackedWindows
 from ladder.data.encoded import ANSWER, BEGINS
 from ladder.data.packing import pack
-from ladder.data.prepare import prepare
 from ladder.data.prepared import open_data
 from ladder.data.template import ChatTemplate, LeftOut
 from ladder.data.tokenizer import load_tokenizer
 from ladder.models import UserError
 from ladder.models.documents import starts_of
-from tests.chats import TEMPLATE, make_chats, prepare_chats, write_chats
+from tests.chats import CHAT, CHATML, TEMPLATE, make_chats, prepare_chats
 from tests.samples import full_model, small_config
-
-CHATML = """{{ bos_token }}{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}
-{%- if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}
-{%- else %}{{ message['content'] | tojson }}{{ '<|im_end|>\\n' }}{% endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""  # noqa: E501
-CHAT = [
-    {"role": "user", "content": "<one> & two?"},
-    {"role": "assistant", "content": " Three é"},
-    {"role": "user", "content": "more"},
-    {"role": "assistant", "content": "no"},
-]
 
 
 @pytest.fixture(scope="module")
@@ -199,208 +184,6 @@ def test_packing_is_dense_and_repeatable() -> None:
     assert len(windows) < 1.02 * sizes.sum() / 64
     assert windows == pack(sizes, 64)
     assert pack(sizes[:0], 64) == []
-
-
-def test_forms_and_files_give_the_same(tokenizer: Path, tmp_path: Path) -> None:
-    """JSONL and Parquet, `from` and `value` or `role` and `content`, one process or two."""
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    chats = make_chats(30)
-    names = {"user": "human", "assistant": "gpt", "system": "system"}
-    sharegpt = [[{"from": names[m["role"]], "value": m["content"]} for m in c] for c in chats]
-    (tmp_path / "template.jinja").write_text(TEMPLATE)
-    parquet.write_table(arrow.table({"messages": chats}), tmp_path / "c.parquet")
-    (tmp_path / "a").mkdir()
-    files = {
-        "messages": write_chats(tmp_path / "c.jsonl", chats),
-        "conversations": write_chats(tmp_path / "a" / "c.jsonl", sharegpt, "conversations"),
-    }
-    found = {}
-    for name, (field, path, workers) in {
-        "jsonl": ("messages", files["messages"], 1),
-        "sharegpt": ("conversations", files["conversations"], 2),
-        "parquet": ("messages", tmp_path / "c.parquet", 1),
-    }.items():
-        prepare(
-            [path], tokenizer, tmp_path / name, chat_field=field, workers=workers,
-            chat_template=tmp_path / "template.jinja", heldout_fraction=0,
-        )  # fmt: skip
-        found[name] = (tmp_path / name / "train-00000.bin").read_bytes()
-    assert found["jsonl"] == found["sharegpt"] == found["parquet"]
-
-
-def test_the_tokenizers_own_template(tokenizer: Path, tmp_path: Path) -> None:
-    """From either of the files that hold one; and it goes along with the data."""
-    own = tmp_path / "tokenizer"
-    own.mkdir()
-    (own / "tokenizer.json").write_bytes((tokenizer / "tokenizer.json").read_bytes())
-    file = write_chats(tmp_path / "chats.jsonl", make_chats(9))
-    options: dict[str, Any] = {"chat_field": "messages", "heldout_fraction": 0}
-    with pytest.raises(UserError, match=r"has no chat template .*--chat-template"):
-        prepare([file], own, tmp_path / "none", **options)
-    config = own / "tokenizer_config.json"
-    config.write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": {"content": "<e>"}}))
-    with pytest.raises(UserError, match=r"eos_token='<e>', which .* does not know"):
-        prepare([file], own, tmp_path / "none", **options)
-    config.write_text(json.dumps({"chat_template": TEMPLATE}))
-    prepare([file], own, tmp_path / "a", **options)
-    (own / "chat_template.jinja").write_text(TEMPLATE)
-    config.unlink()
-    prepare([file], own, tmp_path / "b", **options)
-    assert (tmp_path / "b" / "chat_template.jinja").read_text() == TEMPLATE
-    prepare([file], tmp_path / "b", tmp_path / "c", **options)
-    shards = [(tmp_path / name / "train-00000.bin").read_bytes() for name in "abc"]
-    assert shards[0] == shards[1] == shards[2]
-    (tmp_path / "other.jinja").write_text(CHATML)
-    config.write_text(json.dumps({"chat_template": TEMPLATE, "bos_token": "def", "x": 1}))
-    prepare([file], own, tmp_path / "d", chat_template=tmp_path / "other.jinja", **options)
-    kept = json.loads((tmp_path / "d" / "tokenizer_config.json").read_text())
-    assert kept == {"bos_token": "def", "x": 1, "eos_token": "<|endoftext|>"}
-    assert (tmp_path / "d" / "chat_template.jinja").read_text() == CHATML
-
-
-def test_what_cannot_be_learnt_is_left_out_and_counted(tokenizer: Path, tmp_path: Path) -> None:
-    forged = [
-        {"role": "user", "content": "say <|endoftext|>"},
-        {"role": "assistant", "content": "no"},
-    ]
-    calls: list[dict[str, Any]] = [
-        CHAT[0],
-        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]},
-        {"role": "tool", "content": "3"},
-        CHAT[1],
-    ]
-    chats = [CHAT, CHAT[:1], forged, [], calls, [{**message, "tool_calls": []} for message in CHAT]]
-    options: dict[str, Any] = {"heldout_fraction": 0, "max_left_out": 4 / 6}
-    data = open_data(prepare_chats(tmp_path, tokenizer, chats, **options))
-    assert data.split("train").documents == 2
-    assert data.index["left_out"] == {
-        "without an answer": 1,
-        "in which tools are called": 1,
-        "in which someone says a special token's name": 1,
-        "without messages": 1,
-    }
-    with pytest.raises(
-        UserError, match=r"no conversation can be used: 1 without an answer, .*jsonl:1; correct"
-    ):
-        prepare_chats(tmp_path, tokenizer, [CHAT[:1]], overwrite=True)
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ('{"messages": "hello"}', "that are no list of messages"),
-        ('{"messages": []}', "without messages"),
-        ('{"messages": ["hello"]}', "with a message that has neither role and content nor from"),
-        ('{"messages": [{"role": "user"}]}', "neither role and content nor from and value"),
-        ('{"messages": [{"role": "usr", "content": ""}]}', "with a role that is none of system, "),
-        ('{"messages": [{"role": ["user"], "content": ""}]}', "with a role that is none of"),
-        ('{"messages": [{"from": "usr", "value": ""}]}', "with a from that is none of system, "),
-        ('{"messages": [{"role": "user", "content": null}]}', "with content that is not text"),
-        (
-            '{"messages": [{"role": "user", "content": [{"type": "image_url", "text": "a"}]}]}',
-            "with content that is not text",
-        ),
-        ('{"messages": [{"role": "user", "content": []}]}', "with content that is not text"),
-        (
-            '{"messages": [{"role": "user", "content": "a", "weight": 0.5}]}',
-            "with a weight that is neither 0 nor 1",
-        ),
-        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "half a surrogate pair"),
-        ('{"from": "function_call", "messages": []}', "without messages"),
-        (
-            '{"messages": [{"from": "gpt", "value": "a"}, {"from": "function_call", "value": ""}]}',
-            "in which tools are called",
-        ),
-        ('{"chats": []}', "without the field 'messages'"),
-        ("[1]", "without the field 'messages'"),
-        ('{"messages": [', "that are no valid JSON"),
-    ],
-)
-def test_odd_rows_are_counted_and_the_rest_is_taken(
-    tokenizer: Path, tmp_path: Path, line: str, reason: str
-) -> None:
-    good = [json.dumps({"messages": CHAT})] * 3
-    file = tmp_path / "chats.jsonl"
-    file.write_text("\n".join([*good, line, ""]))
-    (tmp_path / "template.jinja").write_text(TEMPLATE)
-    options: dict[str, Any] = {
-        "chat_field": "messages",
-        "chat_template": tmp_path / "template.jinja",
-        "heldout_fraction": 0,
-    }
-    with pytest.raises(
-        UserError,
-        match=rf"1 of 4 conversations cannot be used, more than max_left_out=0.1 .*{reason}.*, the "
-        rf"first of them chats.jsonl:4; correct them.*--max-left-out",
-    ):
-        prepare([file], tokenizer, tmp_path / "out", **options)
-    assert not (tmp_path / "out").exists()
-    index = prepare([file], tokenizer, tmp_path / "out", **options, max_left_out=0.25)
-    assert index["splits"]["train"]["documents"] == 3
-    ((found, count),) = index["left_out"].items()
-    assert reason in found
-    assert count == 1
-
-
-def test_a_wrong_field_ends_early(
-    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not after all of a long file: as soon as there are enough to tell."""
-    monkeypatch.setattr("ladder.data.units.UNIT", 2**10)
-    monkeypatch.setattr("ladder.data.tokenise.ENOUGH", 20)
-    with pytest.raises(UserError, match="no conversation can be used") as error:
-        prepare_chats(tmp_path, tokenizer, make_chats(200), chat_field="conversations")
-    told = re.search(r"used: (\d+) without the field 'conversations'", str(error.value))
-    assert told is not None
-    assert 20 <= int(told[1]) < 100
-
-
-def test_other_spellings_say_the_same(tokenizer: Path, tmp_path: Path) -> None:
-    """Parts of text, and the roles developer, function and observation."""
-    plain = [
-        {"role": "system", "content": "Be brief."},
-        *CHAT,
-        {"role": "tool", "content": "3"},
-        CHAT[3],
-    ]
-    other = [
-        {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"text": "brief."}]},
-        *({**m, "content": [{"type": "text", "text": m["content"]}], "weight": 1} for m in CHAT),
-        {"role": "function", "content": "3", "name": "f"},
-        {**CHAT[3], "weight": None},
-    ]
-    sharegpt = [
-        {"from": "system", "value": "Be brief."},
-        *({"from": m["role"], "value": m["content"]} for m in CHAT),
-        {"from": "observation", "value": "3"},
-        {"from": "gpt", "value": CHAT[3]["content"]},
-    ]
-    found = []
-    for n, chat in enumerate((plain, other, sharegpt)):
-        out = prepare_chats(tmp_path / str(n), tokenizer, [chat], heldout_fraction=0)
-        found.append((out / "train-00000.bin").read_bytes())
-    assert found[0] == found[1] == found[2]
-
-
-def test_answers_of_weight_0_are_read_and_not_learnt(tokenizer: Path, tmp_path: Path) -> None:
-    chat = [CHAT[0], {**CHAT[1], "weight": 0}, CHAT[2], CHAT[3]]
-    own = [CHAT[0], CHAT[1], CHAT[2], {**CHAT[3], "weight": 0}]
-    found = {}
-    for name, each in {"all": CHAT, "last": chat, "first": own}.items():
-        out = prepare_chats(tmp_path / name, tokenizer, [each], heldout_fraction=0)
-        found[name] = np.fromfile(out / "train-00000.bin", "<u4")
-    assert all(
-        np.array_equal(f & ~np.uint32(ANSWER), found["all"] & ~np.uint32(ANSWER))
-        for f in found.values()
-    )
-    learnt = {name: (tokens & ANSWER) != 0 for name, tokens in found.items()}
-    assert learnt["last"].any()
-    assert learnt["first"].any()
-    assert not (learnt["last"] & learnt["first"]).any()
-    assert np.array_equal(learnt["last"] | learnt["first"], learnt["all"])
-    with pytest.raises(UserError, match="1 whose answers all have weight 0"):
-        prepare_chats(tmp_path / "none", tokenizer, [chat[:2]], heldout_fraction=0)
 
 
 @pytest.mark.parametrize(

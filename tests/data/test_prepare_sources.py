@@ -1,12 +1,10 @@
-"""ladder data prepare: Parquet, streams and configs. Each test says what it would catch."""
+"""ladder data prepare: Parquet, limits and configs. Each test says what it would catch."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,7 @@ from ladder.data.prepared import open_data
 from ladder.data.sources import Source, open_corpus
 from ladder.data.tokenizer import load_tokenizer, train_tokenizer
 from ladder.models.errors import UserError
-
-TEXTS = [f"row {n} é中👩‍👦 says\r\n {'word ' * (n % 7)}" for n in range(60)]
-TEXTS[7] = ""  # empty rows are passed over, and counted
+from tests.data.rows import TEXTS, fails_with, shards_of, write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +45,6 @@ def _parquet(path: Path, columns: dict[str, Any], group: int = 11, **options: An
     return path
 
 
-def _jsonl(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
-
-
-def _shards(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
-
-
 # ---------------------------------------------------------------- Parquet
 
 
@@ -65,14 +52,14 @@ def test_parquet_equals_jsonl(tokenizer: Path, tmp_path: Path, small: None) -> N
     """Catches rows lost, doubled or out of order between row groups and units."""
     kept = {}
     for path in (
-        _jsonl(tmp_path / "a.jsonl", TEXTS),
+        write_jsonl(tmp_path / "a.jsonl", TEXTS),
         _parquet(tmp_path / "a.parquet", {"id": list(range(60)), "text": TEXTS}),
         _parquet(tmp_path / "one.parquet", {"text": TEXTS}, group=1000),
     ):
         out = tmp_path / f"{path.name}.data"
         index = prepare([path], tokenizer, out, heldout_fraction=0, shard_tokens=50)
         assert index["splits"]["train"]["documents"] == 59
-        kept[path.name] = _shards(out)
+        kept[path.name] = shards_of(out)
     assert kept["a.parquet"] == kept["a.jsonl"] == kept["one.parquet"]
     tokens = open_data(tmp_path / "a.parquet.data").split("train")
     text = load_tokenizer(tokenizer).decode(tokens.read(0, len(tokens)).tolist())
@@ -141,26 +128,7 @@ def test_broken_parquet_is_named(
     """Catches a library's exception, and nulls read as text or passed over."""
     pytest.importorskip("pyarrow")
     make(tmp_path / "a.parquet")
-    _fails(["data", "prepare", str(tmp_path / "a.parquet")], tokenizer, tmp_path, words, capsys)
-
-
-def _fails(
-    command: list[str],
-    tokenizer: Path,
-    tmp_path: Path,
-    words: list[str],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The command exits with 2 and one line that has the words, and leaves nothing."""
-    before = sorted(tmp_path.iterdir())
-    more = ["--tokenizer", str(tokenizer), "--out", str(tmp_path / "out")]
-    assert main([*command, *more]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    for word in words:
-        assert word in error
-    assert sorted(tmp_path.iterdir()) == before
+    fails_with(["data", "prepare", str(tmp_path / "a.parquet")], tokenizer, tmp_path, words, capsys)
 
 
 @pytest.mark.parametrize(
@@ -179,171 +147,10 @@ def test_missing_packages_are_named(
     monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     words = [path, f"needs {'pyarrow' if package == 'pyarrow' else 'the package datasets'}"]
-    _fails(
+    fails_with(
         ["data", "prepare", path], tokenizer, tmp_path, [*words, "pip install 'ladder[data]'"],
         capsys,
     )  # fmt: skip
-
-
-# ---------------------------------------------------------------- streams
-
-
-class _Rows:
-    """A replacement of the streams of `datasets`, as far as we use them."""
-
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self.rows, self.at = rows, 0
-        self.column_names = list(rows[0])
-
-    def select_columns(self, names: list[str]) -> _Rows:
-        return _Rows([{name: row[name] for name in names} for row in self.rows])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        while self.at < len(self.rows):
-            self.at += 1
-            yield self.rows[self.at - 1]
-
-
-def _load_dataset(path: str, **options: Any) -> _Rows:
-    if options != {"name": None, "split": "train", "revision": None, "streaming": True}:
-        raise ValueError(f"no such dataset: {options}")
-    lines = (Path(path) / "train.jsonl").read_text().splitlines()
-    return _Rows([json.loads(line) for line in lines])
-
-
-@pytest.fixture(params=["stand-in", "real"])
-def dataset(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-) -> str:
-    """A dataset of TEXTS in a folder, and `datasets` or a stand-in for it."""
-    if request.param == "real":
-        if importlib.util.find_spec("datasets") is None:
-            pytest.skip("needs the package datasets")
-        import datasets
-
-        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-    else:
-        module = types.ModuleType("datasets")
-        module.load_dataset = _load_dataset  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "datasets", module)
-    (tmp_path / "dataset").mkdir()
-    _jsonl(tmp_path / "dataset" / "train.jsonl", TEXTS)
-    return f"hf:{tmp_path / 'dataset'}"
-
-
-def test_a_stream_equals_its_file(
-    dataset: str, tokenizer: Path, tmp_path: Path, small: None
-) -> None:
-    """Catches rows lost, doubled or out of order between units."""
-    prepare([dataset], tokenizer, tmp_path / "a", heldout_fraction=0, shard_tokens=50)
-    file = tmp_path / "dataset" / "train.jsonl"
-    prepare([file], tokenizer, tmp_path / "b", heldout_fraction=0, shard_tokens=50)
-    assert _shards(tmp_path / "a") == _shards(tmp_path / "b")
-    stream = open_data(tmp_path / "a").index["source"]["streams"][0]
-    assert (stream["split"], stream["revision"]) == ("train", "")
-
-
-@pytest.mark.parametrize("row", [1, 7, 8, 30, 60])
-def test_a_stream_goes_on_where_it_was_left(dataset: str, row: int, small: None) -> None:
-    """Catches rows read twice or passed over, and a state that JSON cannot keep."""
-    stream = streams.parse_stream(dataset)
-    first = streams.Reader(stream, Field("text"), None, 0)
-    read = []
-    for document in first:
-        read.append(document)
-        if first.number >= row:
-            break
-    state = json.loads(json.dumps(first.state()))
-    rest = list(streams.Reader(stream, Field("text"), state, first.number))
-    numbers = [int(document.name.rpartition(":")[2]) for document in [*read, *rest]]
-    assert numbers == [n + 1 for n in range(60) if n != 7]
-    assert [document.text for document in [*read, *rest]] == [text for text in TEXTS if text]
-
-
-def test_streams_that_break_off_go_on(
-    dataset: str, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None
-) -> None:
-    """Catches a broken connection that costs what was done, or that is taken for the end."""
-    options: dict[str, Any] = {"heldout_fraction": 0.2, "shard_tokens": 50}
-    prepare([dataset], tokenizer, tmp_path / "whole", **options)
-    state_dict = streams.Reader.state
-    calls = []
-
-    def breaking(reader: streams.Reader) -> dict[str, Any]:
-        calls.append(reader.number)
-        if len(calls) in (4, 7):
-            raise UserError("broke off")
-        return state_dict(reader)
-
-    monkeypatch.setattr(streams.Reader, "state", breaking)
-    for _ in range(2):
-        with pytest.raises(UserError, match="broke off"):
-            prepare([dataset], tokenizer, tmp_path / "out", **options)
-    prepare([dataset], tokenizer, tmp_path / "out", **options)
-    assert calls[4] > calls[2]  # not from the start
-    for file in (tmp_path / "whole").iterdir():
-        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("end", "words"),
-    [
-        ("?split=nope", ["?split=nope", "cannot be opened", "split"]),
-        ("?nane=x", ["unknown option", "'nane'", "did you mean 'name'"]),
-        ("?name=", ["not of the form", "hf:OWNER/NAME?name=CONFIG"]),
-    ],
-)
-def test_stream_mistakes(
-    dataset: str,
-    tokenizer: Path,
-    tmp_path: Path,
-    end: str,
-    words: list[str],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Catches a mistake that is taken for something else, or a library's exception."""
-    _fails(["data", "prepare", dataset + end], tokenizer, tmp_path, words, capsys)
-
-
-def test_a_stream_without_the_column(
-    dataset: str, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["data", "prepare", dataset, "--text-field", "body"]
-    _fails(command, tokenizer, tmp_path, ["no column", "'body'", "columns: text"], capsys)
-
-
-def test_a_stream_is_not_for_training_tokenizers(
-    dataset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["tokenizer", "train", dataset, "--out", str(tmp_path / "t")]) == 2
-    assert "is a stream, too long to be read twice; give files" in capsys.readouterr().err
-
-
-def test_no_network_is_the_users_error(
-    tokenizer: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Catches minutes of retries, and a traceback of the HTTP library."""
-    hub = pytest.importorskip("huggingface_hub")
-    monkeypatch.setitem(sys.modules, "datasets", types.ModuleType("datasets"))
-
-    def refuse(*_: object, **__: object) -> None:
-        raise ConnectionError("Name or service\nnot known")
-
-    monkeypatch.setattr(hub.HfApi, "dataset_info", refuse)
-    words = ["hf:owner/name?name=x", "(ConnectionError: Name or service not known)", "network"]
-    _fails(["data", "prepare", "hf:owner/name?name=x"], tokenizer, tmp_path, words, capsys)
 
 
 # ---------------------------------------------------------------- how much, and configs
@@ -357,7 +164,7 @@ def test_max_tokens_ends_with_a_document(
 
     met: exactly, by the third document's last token.
     """
-    path = _jsonl(tmp_path / "a.jsonl", TEXTS)
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     encoder = load_tokenizer(tokenizer)
     lengths = [len(encoder.encode(text).ids) + 1 for text in TEXTS if text]
     ends = np.cumsum(lengths)
@@ -380,7 +187,7 @@ def test_few_documents_leave_no_split_empty(
     tokenizer: Path, tmp_path: Path, fraction: float, small: None
 ) -> None:
     """Catches another split than `open_corpus` makes, which reads everything beforehand."""
-    path = _jsonl(tmp_path / "a.jsonl", TEXTS)
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     index = prepare([path], tokenizer, tmp_path / "out", heldout_fraction=fraction)
     found = open_corpus([path], heldout_fraction=fraction)
     for split in ("train", "heldout"):
@@ -391,7 +198,7 @@ def test_a_config_and_options(
     tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches an option that a config overrides, and one that is lost."""
-    path = _jsonl(tmp_path / "a.jsonl", TEXTS)
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     config = tmp_path / "mine.yaml"
     config.write_text(f"paths: [{path}]\nheldout_fraction: 0\nmax_tokens: 9\ntokenizer: /no\n")
     words = ["--config", str(config), "--tokenizer", str(tokenizer)]

@@ -1,6 +1,6 @@
 """The fused modules and the decode reducer, by the kernels' references, against the plain path.
 
-One process and gloo ranks, every plan. On GPUs the same is done with the kernels: test_gpu.py.
+One process and gloo ranks, every plan. On GPUs with the kernels: test_gpu_decode.py.
 """
 
 from __future__ import annotations

@@ -19,6 +19,15 @@ from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests.commands import Command, Start
 
+LAG_2 = [
+    {
+        "layers": "0-1",
+        "attention": {"own_lag": 2, "peer_lag": 2},
+        "mlp": {"own_lag": 2, "peer_lag": 2},
+    }
+]
+DESYNC_THEN_LADDER = [{"layers": 0, "preset": "desync-2x"}, {"layers": 1, "preset": "ladder"}]
+
 SHAPE = {
     "name": "tiny",
     "hidden_size": 32,

@@ -1,0 +1,136 @@
+"""Decoding on GPUs through products that push: every plan, the heads' bits, late ranks."""
+
+from __future__ import annotations
+
+import random
+from unittest import mock
+
+import pytest
+import torch
+
+from ladder.bench.inference.build import random_model
+from ladder.bench.inference.points import InferencePoint, resolve
+from ladder.bench.inference.verify import STEPS, check_session, reference
+from ladder.infer.engine import Engine, Session, generate
+from ladder.infer.sampling import Sampling
+from ladder.kernels.decode import MAX_ROWS
+from ladder.parallel import launch
+from ladder.parallel.mesh import make_mesh
+from ladder.parallel.sharding import shard_model
+from tests import samples
+from tests.gpu import WORLDS
+from tests.infer.engines import fused_config, heads_agree, pushing_engine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def short_prompts(count: int, source: torch.Generator) -> list[list[int]]:
+    return [torch.randint(0, 67, (1 + n % 9,), generator=source).tolist() for n in range(count)]
+
+
+def decode_on_gpus() -> int:
+    """Every sample plan through fused products that push, in graphs, against the plain CPU."""
+    device = launch.join("cuda")
+    source = torch.Generator().manual_seed(6)
+    for name in samples.FUSED_PLANS:
+        oracle, engine = pushing_engine(name, device)
+        for count in (1, 2, 3, 12, 33, MAX_ROWS + 6):  # beyond the rows of the products
+            prompts = short_prompts(count, source)
+            expected = generate(oracle, prompts, max_new_tokens=10)
+            for _ in range(3):  # a graph replayed, slots used again
+                assert engine.generate(prompts, max_new_tokens=10) == expected, (name, count)
+    return 0
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_plan_decodes_through_pushing_products(world: int) -> None:
+    """Any lags, kinds, reduces and scales; several numbers of rows. A slot that is written before
+    it is clear, or landed twice or not at all, gives other tokens or a hang."""
+    assert launch.run(decode_on_gpus, (), nproc=world) == 0
+
+
+def heads_on_gpus() -> int:
+    """The heads of all ranks read the same bits, for every plan, in prefill and decode."""
+    device = launch.join("cuda")
+    world = launch.world_size()
+    mesh = make_mesh(device, world)
+    assert mesh is not None
+    source = torch.Generator().manual_seed(9)
+    for name in [name for name in samples.FUSED_PLANS if name not in samples.ADDED_APART]:
+        config = fused_config(name, world, vocab_size=68)  # which ranks cut evenly
+        for dtype in (torch.float32, torch.bfloat16):
+            model = samples.full_model(config, 5, dtype)
+            samples.share_head(model, world)
+            shard_model(model, mesh["tp"], device=device, reducer="push")
+            engine = Engine(model, fused=True)
+            for count in (1, 3, 33, MAX_ROWS + 6):
+                tokens = torch.randint(0, 68, (count, 30), generator=source)
+                assert all(heads_agree(engine, tokens, 20)), (name, dtype, count)
+    return 0
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_what_the_heads_read_is_the_same_on_all_gpus(world: int) -> None:
+    """An all-reduce that adds in another order on some rank shows in the last bits."""
+    assert launch.run(heads_on_gpus, (), nproc=world) == 0
+
+
+def check_on_gpus() -> int:
+    """The benchmark's check, before it times, of every plan at an 8B's width: bfloat16."""
+    device = launch.join("cuda")
+    world = launch.world_size()
+    reducer = "async" if world == 1 else "push"
+    for plan in ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x",
+                 "accumulate-4x", "dtp-1", "dtp-2", "none"):  # fmt: skip
+        config = resolve(
+            InferencePoint("llama-3-8b", plan, reducer, world, 64, 60, STEPS, layers=4)
+        )
+        exact = random_model(config, "async", world, device)
+        engine = Engine(random_model(config, reducer, world, device))
+        with torch.inference_mode():
+            for batch in (1, 3, 64):
+                expected = reference(exact, batch, 60, STEPS)
+                found = check_session(engine.session(batch, 60 + STEPS, Sampling()), expected)
+                assert found.passes, (plan, batch, str(found))
+                assert found.compared == 2 * batch * (STEPS + 1)
+    return 0
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_plan_passes_the_check_before_timing(world: int) -> None:
+    """Errors up to twice the plain path's, the reference's tokens, and every run the same bits."""
+    assert launch.run(check_on_gpus, (), nproc=world) == 0
+
+
+def decode_late(plans: list[str], turns: int) -> int:
+    """Sessions in turns, whose steps begin late on some rank: the tokens of one process."""
+    device = launch.join("cuda")
+    source, late = torch.Generator().manual_seed(8), random.Random(launch.rank())
+    undelayed = Session.step
+
+    def step(session: Session) -> None:
+        if late.random() < 0.2:
+            torch.cuda._sleep(late.randrange(400_000))
+        undelayed(session)
+
+    for name in plans:
+        oracle, engine = pushing_engine(name, device)
+        cases = [short_prompts(count, source) for count in (1, 33)]
+        expected = [generate(oracle, prompts, max_new_tokens=24) for prompts in cases]
+        with mock.patch.object(Session, "step", step):
+            for turn in range(turns):
+                for prompts, wanted in zip(cases, expected, strict=True):
+                    found = engine.generate(prompts, max_new_tokens=24)
+                    assert found == wanted, (name, len(prompts), turn)
+    return 0
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_decoding_survives_provocation(world: int) -> None:
+    """Thousands of replays, by graphs that share slots. A slot cleared too late or read too early
+    gives other tokens, or a hang."""
+    plans = ["standard", "ladder", "desync-2x", "dtp-2"]
+    assert launch.run(decode_late, (plans, 25), nproc=world) == 0

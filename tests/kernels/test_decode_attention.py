@@ -1,0 +1,141 @@
+"""The attention of a decode step, against float64: support.py says how it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ladder.kernels import decode_attention
+from ladder.models import ModelConfig
+from ladder.models.layers import rotary_tables, rotate
+from tests.kernels.support import DTYPES, _poisoned_memory, assert_close, on  # noqa: F401  (fixtures)
+
+CACHES = [  # batch, query heads, KV heads, length, head_dim
+    *(on("cpu", *s) for s in ((1, 8, 4, 100, 12), (3, 4, 1, 70, 80), (2, 2, 2, 130, 64))),
+    *(on("interpreter", *s) for s in ((1, 4, 2, 70, 12), (3, 4, 1, 40, 80), (2, 2, 2, 70, 64))),
+    *(on("cuda", *s) for s in ((1, 8, 4, 100, 12), (3, 4, 1, 70, 80), (2, 5, 1, 333, 96))),
+    *(on("cuda", *s) for s in ((1, 8, 2, 8192, 128), (1, 16, 2, 4096, 128), (64, 8, 2, 2048, 128))),
+    *(on("cuda", *s) for s in ((1, 8, 2, 32768, 64), (256, 8, 2, 512, 128), (4, 6, 6, 1000, 64))),
+    on("cuda", 2, 40, 1, 500, 128),
+    on("cuda", 2, 4, 2, 300, 256),
+]
+
+
+def some_positions(batch: int, length: int, device: str) -> list[Tensor]:
+    """[batch] each, two at least: the first and last place, the edges of blocks, and random ones.
+
+    All edges are met, so a small batch takes many.
+    """
+    edges = {n * block + side for n in (1, 2) for block in (16, 32, 64, 128) for side in (-1, 0)}
+    chosen = [0, length - 1, *(edge for edge in edges if edge < length)]
+    turns = max(2, -(-len(chosen) // batch))
+    chosen += torch.randint(length, (turns * batch - len(chosen),)).tolist()
+    return list(torch.tensor(chosen, device=device)[torch.randperm(len(chosen))].view(turns, batch))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    return ((q @ k.mT * scale).softmax(-1) @ v).squeeze(2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "biased and normed"])
+@pytest.mark.parametrize(("device", "batch", "heads", "kv", "length", "size"), CACHES)
+def test_decode_attention(
+    device: str, batch: int, heads: int, kv: int, length: int, size: int, dtype: torch.dtype,
+    extras: bool,
+) -> None:  # fmt: skip
+    """Memory from the token's place on is NaN before; the cache changes at that place only."""
+    shape = ModelConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=1,
+                        num_heads=heads, num_kv_heads=kv, head_dim=size)  # fmt: skip
+    places = torch.arange(length, device=device)
+    tables = rotary_tables(shape, places[None], torch.float32)  # the model's own
+    table = tables[:, 0, 0, :, : size // 2].transpose(0, 1).flatten(1).contiguous()
+    arrived = torch.zeros(batch * kv, dtype=torch.int32, device=device)
+    # A cache cut from a longer one, as a captured graph for short contexts may use it.
+    cache = torch.randn(2, batch, kv, length + 8, size, device=device).to(dtype)
+    for positions in some_positions(batch, length, device):
+        qkv = torch.randn(batch, (heads + 2 * kv) * size, device=device).to(dtype)
+        qkv[:, : heads * size] *= 2  # some keys weigh more than others
+        own = tables[:, 0, 0, positions][:, :, None, None]
+        bias, gains = None, None
+        if extras:
+            bias = torch.randn((heads + 2 * kv) * size, device=device).to(dtype)
+            gains = tuple(torch.rand(2, size, device=device).to(dtype) + 0.5)
+        more = (bias, gains, 1e-3)
+        results = []
+        for kind in (torch.float64, dtype):
+            whole = qkv.to(kind) if bias is None else qkv.to(kind) + bias.to(kind)
+            parts = whole.unflatten(1, (-1, 1, size)).split((heads, kv, kv), 1)
+            turned = []
+            for n, x in enumerate(parts[:2]):
+                if gains is not None:
+                    x = torch.nn.functional.rms_norm(x, (size,), gains[n].to(kind), 1e-3)
+                turned.append(rotate(x, own.to(kind)))
+            outs = []
+            for b, position in enumerate(positions.tolist()):
+                old = cache[:, b : b + 1, :, :position].to(kind)
+                k_all = torch.cat((old[0], turned[1][b : b + 1]), 2)
+                v_all = torch.cat((old[1], parts[2][b : b + 1]), 2)
+                outs.append(attend(turned[0][b : b + 1], k_all, v_all, size**-0.5))
+            results.append((torch.cat(outs).flatten(1), turned[1].squeeze(2), parts[2].squeeze(2)))
+        poisoned = cache.clone()
+        for b, position in enumerate(positions.tolist()):
+            poisoned[:, b, :, position:] = torch.nan
+        before = poisoned.clone()
+        keys, values = poisoned[0, :, :, :length], poisoned[1, :, :, :length]
+        found = decode_attention(
+            qkv, table, positions, keys, values, heads, size**-0.5, arrived, *more
+        )
+        rows = torch.arange(batch, device=device)
+        assert_close(found, results[0][0], results[1][0])
+        assert_close(keys[rows, :, positions], results[0][1], results[1][1])
+        if extras:
+            assert_close(values[rows, :, positions], results[0][2], results[1][2])
+        else:
+            assert torch.equal(values[rows, :, positions], results[1][2])
+        before[0][rows, :, positions] = keys[rows, :, positions]
+        before[1][rows, :, positions] = values[rows, :, positions]
+        assert torch.equal(before.nan_to_num(7.0), poisoned.nan_to_num(7.0)), "another place"
+        assert not arrived.any()
+        again = decode_attention(
+            qkv, table, positions, keys, values, heads, size**-0.5, arrived, *more
+        )
+        assert torch.equal(found, again)
+
+
+def test_attention_that_does_not_fit_is_refused() -> None:
+    fits: dict[str, Any] = {
+        "qkv": torch.randn(2, 8 * 4),
+        "table": torch.randn(8, 4),
+        "positions": torch.zeros(2, dtype=torch.int64),
+        "keys": torch.randn(2, 2, 8, 4),
+        "values": torch.randn(2, 2, 8, 4),
+        "num_heads": 4,
+        "scale": 0.5,
+        "arrived": torch.zeros(4, dtype=torch.int32),
+    }
+    decode_attention(**fits)
+    three, odd = torch.randn(2, 3, 8, 4), torch.randn(2, 2, 8, 3)
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("KV heads must divide", {"qkv": torch.randn(2, 10 * 4), "keys": three, "values": three}),
+        ("head_dim must be even", {"qkv": torch.randn(2, 8 * 3), "keys": odd, "values": odd}),
+        (r"qkv has shape \(2, 31\); expected \(2, 32\)", {"qkv": torch.randn(2, 31)}),
+        ("dtypes", {"values": fits["values"].half()}),
+        (r"positions is torch\.int32; expected torch\.int64", {"positions": torch.zeros(2).int()}),
+        ("values has shape", {"values": torch.randn(2, 2, 7, 4)}),
+        ("keys has strides", {"keys": torch.randn(2, 2, 4, 8).mT}),
+        (r"expected torch\.float32 \[>= 8", {"table": fits["table"].half()}),
+        (r"expected torch\.float32 \[>= 8", {"table": fits["table"][:7]}),
+        (r"arrived is torch\.int32 \(3,\); expected .* \[>= 4\]", {"arrived": fits["arrived"][:3]}),
+        (r"arrived is torch\.int64", {"arrived": fits["arrived"].long()}),
+        (r"bias has shape \(4,\); expected \(32,\)", {"bias": torch.randn(4)}),
+        (r"gains\[1\] has shape", {"gains": (torch.randn(4), torch.randn(8))}),
+        ("dtypes", {"gains": (torch.randn(4), torch.randn(4).half())}),
+    ]
+    for message, changed in cases:
+        with pytest.raises(ValueError, match=message):
+            decode_attention(**fits | changed)

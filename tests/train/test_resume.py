@@ -1,0 +1,223 @@
+"""Resuming: bitwise after any step, on other ranks too, and never over an earlier run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from ladder.checkpoint import newest
+from ladder.config import build
+from ladder.models import UserError
+from ladder.train import loop, metrics, shards
+from ladder.train.config import TrainConfig
+from ladder.train.loop import train
+from tests.distributed import Pools
+from tests.train.runs import (
+    DESYNC_THEN_LADDER,
+    LAG_2,
+    SHAPE,
+    losses,
+    recipe,
+    recorded,
+    run_on_ranks,
+    seal,
+    stored,
+    untimed,
+    weights,
+)
+
+
+@pytest.mark.parametrize(
+    ("plan", "degree"),
+    [("ladder", None), ("desync-2x", 2), (LAG_2, None), (DESYNC_THEN_LADDER, 2)],
+)
+def test_resume_is_bitwise(corpus: Path, tmp_path: Path, plan: Any, degree: int | None) -> None:
+    """After any step; a lost moment, step count, batch position or learning rate fails this."""
+    settings = {"plan": plan, "tp_degree": degree, "eval_interval": 3}
+    train(recipe(corpus, tmp_path / "whole", **settings), device="cpu")
+    for stop in (1, 4):
+        run = tmp_path / f"stopped-{stop}"
+        config = recipe(corpus, run, **settings)
+        assert train(config, device="cpu", stop_after=stop) is None or stop > 3
+        train(config, device="cpu", resume=True)
+        assert losses(run) == losses(tmp_path / "whole")
+        assert untimed(run) == untimed(tmp_path / "whole")
+        for name, value in weights(tmp_path / "whole").items():
+            assert torch.equal(value, weights(run)[name]), name
+        first = stored(newest(run), "optimizer")
+        for name, value in stored(newest(tmp_path / "whole"), "optimizer").items():
+            assert torch.equal(value, first[name]), name
+
+
+def test_a_torn_metrics_line_is_dropped_on_resume(corpus: Path, tmp_path: Path) -> None:
+    """A killed run leaves half a line, and lines of steps that will be done again."""
+    config = recipe(corpus, tmp_path / "run", checkpoint_interval=2)
+    train(config, device="cpu", stop_after=3)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000003")
+    with (tmp_path / "run" / metrics.FILE).open("a") as file:
+        file.write('{"step": 4, "lo')
+    train(config, device="cpu", resume=True)
+    train(recipe(corpus, tmp_path / "whole"), device="cpu")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_runs_are_never_overwritten(corpus: Path, tmp_path: Path) -> None:
+    config = recipe(corpus, tmp_path / "run")
+    with pytest.raises(UserError, match="has no checkpoint to resume from"):
+        train(config, device="cpu", resume=True)
+    train(config, device="cpu", stop_after=2)
+    before = weights(tmp_path / "run")
+    with pytest.raises(UserError, match="holds a run already; add --resume"):
+        train(config, device="cpu")
+    for changes, message in (
+        ({"plan": "standard"}, "plan='standard' differs"),
+        ({"lr": 5e-3}, "lr=0.005 differs"),
+        ({"seed": 1}, "seed=1 differs"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train(recipe(corpus, tmp_path / "run", **changes), device="cpu", resume=True)
+    for name, value in before.items():
+        assert torch.equal(value, weights(tmp_path / "run")[name])
+    train(config, device="cpu", resume=True)
+    with pytest.raises(UserError, match="has finished its steps=6"):
+        train(config, device="cpu", resume=True)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "train.json"])
+def test_truncated_checkpoints_are_refused(corpus: Path, tmp_path: Path, file: str) -> None:
+    config = recipe(corpus, tmp_path / "run")
+    train(config, device="cpu", stop_after=2)
+    path = newest(tmp_path / "run") / file
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(UserError, match=f"{file}.*damaged"):
+        train(config, device="cpu", resume=True)
+
+
+def test_a_checkpoint_of_another_plan_is_refused(corpus: Path, tmp_path: Path) -> None:
+    """Even where someone has edited the recipe to match."""
+    train(recipe(corpus, tmp_path / "run"), device="cpu", stop_after=2)
+    path = newest(tmp_path / "run") / "train.json"
+    path.write_text(path.read_text().replace('"ladder"', '"standard"'))
+    seal(path)
+    with pytest.raises(UserError, match="of another model: plan differ"):
+        train(recipe(corpus, tmp_path / "run", plan="standard"), device="cpu", resume=True)
+
+
+def test_a_run_that_never_saved_can_be_resumed(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is begun, so it is not overwritten; it has no checkpoint, so it starts at step 0. Catches
+    another run that takes its place, and a first save that was cut short taken for one lost."""
+    run = tmp_path / "run"
+    config = recipe(corpus, run)
+    break_off(config, 3)
+    assert len(losses(run)) == 2
+    with pytest.raises(UserError, match="add --resume"):
+        train(config, device="cpu")
+    for changes, message in (
+        ({"lr": 5e-3}, "lr=0.005 differs"),
+        ({"model": {**SHAPE, "num_layers": 3}}, "model.num_layers=3 differs"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train(recipe(corpus, run, **changes), device="cpu", resume=True)
+    assert len(losses(run)) == 2
+    full = mock.patch.object(shards, "write_file", side_effect=OSError(28, "No space left"))
+    with full, pytest.raises(UserError, match=r"step-000006 cannot be written .*with --resume"):
+        train(config, device="cpu", resume=True)
+    assert recorded(run, "checkpoint_seconds"), "which tells of no checkpoint"
+    capsys.readouterr()
+    train(config, device="cpu", resume=True)
+    assert "ended before its first checkpoint: it starts again" in capsys.readouterr().out
+    train(recipe(corpus, tmp_path / "whole"), device="cpu")
+    assert untimed(run) == untimed(tmp_path / "whole")
+
+
+def test_a_run_of_an_earlier_version_that_never_saved_can_be_resumed(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """A run of a version that had only Llama 3's rotary scaling, and did not name its type."""
+    scaling = {"original_max_position_embeddings": 16}
+    config = recipe(corpus, tmp_path / "run", model={**SHAPE, "rope_scaling": scaling})
+    break_off(config, 1)
+    path = tmp_path / "run/recipe.json"
+    data = json.loads(path.read_text())
+    assert data["model"]["rope_scaling"].pop("rope_type") == "llama3"
+    path.write_text(json.dumps(data))
+    train(config, device="cpu", resume=True, stop_after=1)
+
+
+def break_off(config: TrainConfig, step: int) -> None:
+    """Begin a run that an error ends in that step."""
+    take, taken = loop.take_step, []
+
+    def broken(*arguments: Any) -> Any:
+        taken.append(arguments)
+        if len(taken) == step:
+            raise RuntimeError("broken off")
+        return take(*arguments)
+
+    with mock.patch.object(loop, "take_step", broken), pytest.raises(RuntimeError, match="broken"):
+        train(config, device="cpu")
+
+
+@pytest.mark.parametrize("gone", ["checkpoints", "checkpoints/step-000002"])
+def test_a_run_whose_checkpoints_are_gone_is_not_started_again(
+    corpus: Path, tmp_path: Path, gone: str
+) -> None:
+    """They may have been moved: the metrics must not be truncated without the user's consent."""
+    run = tmp_path / "run"
+    config = recipe(corpus, run)
+    train(config, device="cpu", stop_after=2)
+    shutil.rmtree(run / gone)
+    before = (run / metrics.FILE).read_text()
+    with pytest.raises(
+        UserError, match=r"has no checkpoint, but had one, .*put it back, or remove"
+    ):
+        train(config, device="cpu", resume=True)
+    (run / "recipe.json").unlink()
+    with pytest.raises(UserError, match=r"neither a checkpoint nor recipe\.json"):
+        train(config, device="cpu", resume=True)
+    assert (run / metrics.FILE).read_text() == before
+
+
+def test_resuming_on_other_ranks_and_data_paths(
+    corpus: Path, tmp_path: Path, pools: Pools, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checkpoints hold full tensors and data is known by content: neither needs a refusal."""
+    run = tmp_path / "run"
+    pools(2).run(run_on_ranks, recipe(corpus, run, tp=2, steps=6).to_dict(), 3)
+    for folder in ("step-000006",):
+        shutil.rmtree(run / "checkpoints" / folder)
+    shutil.copytree(corpus, tmp_path / "elsewhere")
+    train(recipe(tmp_path / "elsewhere", run), device="cpu", resume=True)
+    assert "not bit for bit" in capsys.readouterr().out
+    train(recipe(corpus, tmp_path / "whole"), device="cpu")
+    assert losses(run) == pytest.approx(losses(tmp_path / "whole"), abs=1e-4)
+
+
+def resume_on_ranks(rank: int, world: int, settings: dict[str, Any]) -> None:
+    train(build(TrainConfig, settings, "test recipe"), device="cpu", resume=True)
+
+
+def test_resuming_with_other_micro_batches(
+    corpus: Path, tmp_path: Path, pools: Pools, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More ranks have smaller shares, which the old micro-batches may not fit."""
+    run = tmp_path / "run"
+    train(recipe(corpus, run, micro_batch_size=4), device="cpu", stop_after=2)
+    train(recipe(corpus, run), device="cpu", resume=True, stop_after=3)
+    assert "not bit for bit" not in capsys.readouterr().out  # all of its share is the same 4
+    train(recipe(corpus, run, micro_batch_size=1), device="cpu", resume=True, stop_after=4)
+    said = capsys.readouterr().out
+    assert "'micro_batch_size': 1} a run of {'tp': 1" in said
+    assert "not bit for bit" in said
+    pools(2).run(resume_on_ranks, recipe(corpus, run, micro_batch_size=2).to_dict())
+    train(recipe(corpus, tmp_path / "whole"), device="cpu")
+    assert losses(run) == pytest.approx(losses(tmp_path / "whole"), abs=1e-4)
