@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,10 @@ from ladder.data.prepare import prepare
 from ladder.data.sources import Names
 from ladder.data.tokenise import check_left_out
 from ladder.data.tokenizer import train_tokenizer
-from ladder.data.workers import in_order
 from ladder.lock import hold
 from ladder.models.errors import UserError
 from tests import ROOT
 from tests.distributed import PATIENCE
-from tests.items import die, refuse
 
 UNIT = 400  # bytes: the corpus has some thirty units
 OPTIONS: dict[str, Any] = {"heldout_fraction": 0.2, "shard_tokens": 333}
@@ -383,19 +381,3 @@ def _runs(process: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
-
-
-def test_a_worker_that_dies_or_fails() -> None:
-    """Catches a wait without end, and an error that depends on who was first."""
-    with pytest.raises(UserError, match="one of workers=2 processes was killed"):
-        list(in_order(die, range(9), 2))
-
-    def items(last: int) -> Iterator[int]:
-        yield from (0, 1, last)
-        raise UserError("no more items")
-
-    for last, match in ((2, "item 2 is broken"), (1, "no more items")):
-        results = in_order(refuse, items(last), 2)
-        assert [next(results), next(results)] == [(0, 0), (1, 1)]
-        with pytest.raises(UserError, match=match):
-            list(results)
