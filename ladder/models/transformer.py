@@ -165,24 +165,20 @@ class Transformer(nn.Module):
         gather: bool = True,
         plan: Plan | None = None,
     ) -> Tensor:
-        """Logits [B, S, vocab_size], or with `targets` the loss of each token.
+        """Logits [B, S, vocab_size], or with `targets` [B, S] each token's loss, [B, S] float32.
 
-        tokens: [B, S] int64. targets: [B, S] int64, negative for no loss; the result is then the
-            cross-entropy in nats, [B, S] float32, 0 for negative targets.
-        positions: [B or 1, S] int64; 0 .. S - 1 by default.
-        documents: int32 [N + 1], from `document_starts`: tokens attend only to their own document.
-            Not together with a cache. Positions do not restart with a document.
+        tokens: [B, S] int64. targets: int64, negative where the loss is 0; losses are in nats.
+        positions: [B or 1, S] int64; 0 .. S - 1 by default. documents: int32 [N + 1], from
+            `document_starts`: tokens attend within their document; not together with a cache.
         cache, mask: for generation; mask is [B, 1, S, keys], true where attended. Without a mask
             the tokens are prompts from position 0 on, which do not attend to the cache.
-        last: [B] int64, the one position of each sequence whose logits are returned, [B, 1,
-            vocab_size]. After the last attention only that position is computed.
-        gather: False returns only this process's part of the vocabulary, [B, S, V_local].
-        plan: replaces the config's plan for this pass; it must have the same sublayers and norms.
+        last: [B] int64, the one position of each sequence that is computed: [B, 1, vocab_size].
+        gather: False returns this process's part of the vocabulary only, [B, S, V_local].
+        plan: in place of the config's, for this pass; with the same sublayers and norms.
 
-        Raises UserError for a token or target outside the vocabulary, on a CPU. On a GPU, for which
-        the host does not wait, the result is then NaN, or a lookup fails on the device.
-        Every rank returns the same values. If every rank calls `backward` on the same function of
-        them, the gradients are those of that function, counted once.
+        Raises UserError for ids outside the vocabulary, on a CPU; a GPU is not waited for: there
+        the result is NaN, or a lookup fails. All ranks return the same values, and `backward` of
+        the same function of them on all ranks gives that function's gradients, counted once.
         """
         if targets is not None:
             self._check_ids("targets", targets, torch.iinfo(targets.dtype).min)
