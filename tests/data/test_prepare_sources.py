@@ -31,12 +31,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units of 300 bytes, so that a small corpus has many."""
-    monkeypatch.setattr(units, "UNIT", 300)
-
-
 def _parquet(path: Path, columns: dict[str, Any], group: int = 11, **options: Any) -> Path:
     arrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ladder.cli import main
-from ladder.data import streams, units
+from ladder.data import streams
 from ladder.data.formats import Field
 from ladder.data.prepare import prepare
 from ladder.data.prepared import open_data
@@ -27,12 +27,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tokenizer")
     train_tokenizer(TEXTS, 300, out)
     return out
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units of 300 bytes, so that a small corpus has many."""
-    monkeypatch.setattr(units, "UNIT", 300)
 
 
 class _Rows:

@@ -16,20 +16,11 @@ from ladder.parallel import launch
 from ladder.parallel.mesh import make_mesh
 from ladder.parallel.sharding import local_parameters, local_tensor, sum_shared_gradients
 from tests.gpu import WORLDS, batch, make
+from tests.infer.engines import PLANS
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-PLANS: list[tuple[str, int | None]] = [
-    ("standard", None),
-    ("parallel", None),
-    ("ladder", None),
-    ("hybrid", None),
-    ("desync-4x", 4),
-    ("accumulate-4x", 4),
-    ("dtp-1", 4),
 ]
 
 
