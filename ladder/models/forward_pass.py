@@ -168,7 +168,8 @@ class Pass:
             kept = not isinstance(partial, Tensor) or partial.shape[-2] == 1
             assert kept, f"sublayer {n} returns every position: see Sublayer.wanted"
             self.narrow(self.last)
-        if isinstance(partial, Summed):
+        if isinstance(partial, Summed):  # the operator knows no residual and no group
+            assert self.plan.sublayers[n].reduce == "output", self.plan.sublayers[n]
             self.outputs[n] = Output(partial.total, partial.own)
         else:
             self.outputs[n] = self.reduce(n, partial)

@@ -15,15 +15,24 @@ import torch
 
 from ladder.infer.engine import Engine
 from ladder.models import Transformer
-from ladder.models.forward_pass import Pass
+from ladder.models.forward_pass import MATRIX_PRODUCTS, Pass, Summed
 from ladder.models.presets import PlanSpec
+from ladder.models.reducer import Reducer
 from ladder.parallel.apply import make_model
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sequence import SequenceReducer
 from ladder.parallel.sharded import ShardedReducer
 from ladder.parallel.sharding import shard_model
 from tests.distributed import Pools, tp_mesh
-from tests.samples import DEPENDS_ON_T, SAME_AT_ANY_T, full_model, sample_tokens, small_config
+from tests.samples import (
+    DEPENDS_ON_T,
+    SAME_AT_ANY_T,
+    full_model,
+    relative_error,
+    sample_tokens,
+    small_config,
+    virtual,
+)
 
 PLANS: dict[str, PlanSpec] = {**SAME_AT_ANY_T, **DEPENDS_ON_T}
 LAST = torch.tensor([3, 6])
@@ -148,3 +157,49 @@ def test_compiled_sublayers_keep_the_last_positions_alone() -> None:
             found.append(model(sample_tokens(config, 1, 2, 8), last=LAST))
     assert found[0].shape[1] == 1
     assert torch.equal(*found)
+
+
+class Summing(Pass):
+    """A pass whose `row` has summed its product over the ranks when it returns."""
+
+    @property
+    def operators(self) -> Any:
+        return self
+
+    def column(self, x: Any, weights: Any) -> Any:
+        return MATRIX_PRODUCTS.column(x, weights)
+
+    def row(self, x: Any, weight: Any) -> Summed:
+        partial = weight(x)
+        return Summed(self.reducer.reduce(self.sum_held(partial)), partial)
+
+    def reduce(self, n: int, partial: Any) -> Any:
+        raise AssertionError("summed twice")
+
+
+class SummingReducer(Reducer):
+    def begin(self, runtime: Any, plan: Any, norms: Any, shape: Any) -> Pass:
+        return Summing(runtime, self, plan, norms)
+
+
+@pytest.mark.parametrize("name", ["standard", "ladder", "lag 2", "own at once, peers 1 later"])
+@pytest.mark.parametrize("last", [None, LAST])
+def test_a_row_may_have_summed_its_product(name: str, last: torch.Tensor | None) -> None:
+    """`write` then starts no reduce. Catches a sum over the ranks that is reduced again, and one
+    that lands at another read than the plan's."""
+    depends = name in DEPENDS_ON_T
+    config = small_config(PLANS[name], 2 if depends else 1, depends)
+    model = virtual(full_model(config, 5), 2)
+    tokens = sample_tokens(config, 1, 2, 8)
+    expected = model(tokens, last=last)
+    model.use(replace(model.runtime, reducer=SummingReducer(model.reducer.ranks)))
+    assert relative_error(model(tokens, last=last), expected) < 1e-12
+
+
+def test_a_row_that_sums_is_for_outputs_alone() -> None:
+    """Another reduce sums more than the partial, or nothing."""
+    config = small_config("desync-2x", 2, True)
+    model = virtual(full_model(config, 5), 2)
+    model.use(replace(model.runtime, reducer=SummingReducer(model.reducer.ranks)))
+    with pytest.raises(AssertionError, match="reduce='none'"):
+        model(sample_tokens(config, 1, 2, 8))
