@@ -241,12 +241,16 @@ def load_model(
     return model
 
 
-def fill(model: Transformer, reader: TensorReader) -> None:
-    """Copy the tensors into the model's parameters; each process reads only its own slices."""
+def fill(model: Transformer, reader: TensorReader, copied: Collection[str] = ()) -> None:
+    """Copy the tensors into the model's parameters; each process reads only its own slices.
+
+    copied: the parameters that have a copy of their tensor for each of the T ranks, [T, ...].
+    """
     with torch.no_grad():
         for name, local, part in local_parameters(model):
-            reader.check_shape(name, model.shapes[name])
-            local.copy_(reader.part(name, part))
+            own = 1 if name in copied else 0
+            reader.check_shape(name, model.shapes[name][own:])
+            local.copy_(reader.part(name, part[own:]))
 
 
 def check_model(folder: Path) -> None:

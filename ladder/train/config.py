@@ -66,8 +66,8 @@ class TrainConfig:
         is `standard`.
     init: a run's folder, a checkpoint or a Hugging Face Llama folder with the initial weights. It
         determines the model's shape, so `model` is left out. A plan of None is the folder's plan;
-        another is possible if it stores the same tensors (see ladder.train.start). Empty: random
-        weights.
+        another is possible if it stores the same tensors, but for norms with a weight for each rank
+        (see ladder.train.start). Empty: random weights.
     data: a folder made by `ladder data prepare`, of text or of conversations, or a list of
         several, each `{path, weight}`: sequences are drawn in the proportions of the weights. out:
         the run's folder.

@@ -2,12 +2,14 @@
 
 A plan decides when outputs reach the residual; no weight depends on that. So plans with the same
 kinds of sublayers, whose norms read equal residuals at the same reads, store the same tensors: a
-standard checkpoint also is one of a hybrid. Other plans need tensors that the checkpoint lacks
-(a norm weight per rank, one norm instead of two), which `ladder convert` makes.
+standard checkpoint also is one of a hybrid. Where ranks read residuals that differ (desync), each
+has a norm weight of its own, which begins as a copy of the checkpoint's. Other plans (`parallel`:
+one norm instead of two) need tensors that `ladder convert` makes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.plan import Plan
 from ladder.models.presets import resolve_plan
-from ladder.models.transformer import Transformer, tensor_shapes
+from ladder.models.transformer import Transformer, meta_model, tensor_shapes
 from ladder.parallel.sharding import initialise
 from ladder.train.config import TrainConfig
 from ladder.train.conversion import Schedule, make_schedule
@@ -28,11 +30,14 @@ from ladder.train.conversion import Schedule, make_schedule
 class Start:
     """The model to train, and the folder of its initial weights; None: random weights.
 
-    first: the plan before any conversion. schedule: the plans from the first to the model's own.
+    stored: the config of that folder. copied: the norms of which each rank gets a copy. first: the
+    plan before any conversion. schedule: the plans from the first to the model's own.
     """
 
     config: ModelConfig
     folder: Path | None
+    stored: ModelConfig
+    copied: Collection[str]
     first: Plan
     schedule: Schedule
 
@@ -49,9 +54,9 @@ class Start:
             initialise(model, seed)
         else:
             reader = TensorReader(self.folder, WEIGHTS)
-            reader.check(model)
+            reader.check(meta_model(self.stored))
             refuse_damage(reader, "start from another checkpoint of the run")
-            fill(model, reader)
+            fill(model, reader, self.copied)
 
 
 def starting_point(
@@ -69,7 +74,9 @@ def starting_point(
     """
     if not config.init:
         model = config.model_config(data.vocab_size)
-        return _scheduled(config, model, checkpoint, resolve_plan("standard", model.num_layers))
+        first = resolve_plan("standard", model.num_layers)
+        schedule = _schedule(config, model, first)
+        return Start(model, checkpoint, model, (), first, schedule)
     folder = checkpoint or newest(Path(config.init))
     stored = read_config(folder)
     model = stored
@@ -77,13 +84,14 @@ def starting_point(
         plan = stored.plan if config.plan is None else config.plan
         model = replace(stored, plan=plan, tp_degree=config.tp_degree)
     config.check_model(model)
-    check_same_tensors(stored, model, f"init={config.init}")
+    copied = norms_per_rank(stored, model)
+    check_same_tensors(stored, model, f"init={config.init}", copied)
     _check_vocabulary(config, model, data, folder)
     first = stored.plan if first_plan is None else resolve_plan(first_plan, model.num_layers)
-    return _scheduled(config, model, folder, first)
+    return Start(model, folder, stored, copied, first, _schedule(config, model, first))
 
 
-def _scheduled(config: TrainConfig, model: ModelConfig, folder: Path | None, first: Plan) -> Start:
+def _schedule(config: TrainConfig, model: ModelConfig, first: Plan) -> Schedule:
     schedule = make_schedule(config.convert_layers, first, model, config.steps)
     seen = set()
     for _, plan in schedule.plans:
@@ -91,15 +99,28 @@ def _scheduled(config: TrainConfig, model: ModelConfig, folder: Path | None, fir
         if stored not in seen:  # kinds and equal reads determine the tensors
             seen.add(stored)
             check_same_tensors(model, replace(model, plan=plan), "convert_layers")
-    return Start(model, folder, first, schedule)
+    return schedule
 
 
-def check_same_tensors(stored: ModelConfig, model: ModelConfig, where: str) -> None:
-    """Raise UserError unless the two configs have the same tensors."""
+def norms_per_rank(stored: ModelConfig, model: ModelConfig) -> list[str]:
+    """The norms of which the stored model has one weight, and the other one for each rank."""
     before, after = tensor_shapes(stored), tensor_shapes(model)
-    if before == after:
+    return [
+        name
+        for name, shape in after.items()
+        if len(shape) == 2 and name in before and before[name] == shape[1:]
+    ]
+
+
+def check_same_tensors(
+    stored: ModelConfig, model: ModelConfig, where: str, apart: Collection[str] = ()
+) -> None:
+    """Raise UserError unless the two configs have the same tensors, those of `apart` set aside."""
+    before, after = tensor_shapes(stored), tensor_shapes(model)
+    different = [n for n in {*before, *after} if before.get(n) != after.get(n) and n not in apart]
+    if not different:
         return
-    name = min(n for n in {*before, *after} if before.get(n) != after.get(n))
+    name = min(different)
     said = [str(list(found[name])) if name in found else "absent" for found in (before, after)]
     raise UserError(
         f"{where} has plan {stored.plan.name!r}, whose tensors are not those of plan="

@@ -60,6 +60,35 @@ def test_a_hybrid_starts_as_the_standard_model_that_it_was(
     assert losses(tmp_path / "run")[0] < losses(standard)[0] - 0.5
 
 
+def test_norms_of_each_rank_begin_as_the_folders(
+    corpus: Path, tmp_path: Path, standard: Path, pools: Pools
+) -> None:
+    """As if it had been converted first, to the bit; taught by a model that has no T. On ranks each
+    process fills its own virtual ranks' norms, or its slices of their rows."""
+    settings = {"plan": "desync-4x@0-1", "tp_degree": 4, "teacher": str(standard)}
+    direct = from_run(corpus, tmp_path / "direct", standard, **settings)
+    train(direct, device="cpu")
+    convert(newest(standard), tmp_path / "converted", "desync-4x@0-1", 4)
+    own = tmp_path / "own"
+    train(from_run(corpus, own, tmp_path / "converted", teacher=str(standard)), device="cpu")
+    assert untimed(tmp_path / "direct") == untimed(own)
+    before, after = weights(standard), weights(own)
+    for name, value in weights(tmp_path / "direct").items():
+        assert torch.equal(value, after[name]), name
+    norm = "model.layers.1.input_layernorm.weight"
+    assert (before[norm].shape, after[norm].shape) == ((32,), (4, 32))
+    assert not torch.equal(after[norm][0], after[norm][1])
+
+    stopped = from_run(corpus, tmp_path / "stopped", standard, **settings)
+    train(stopped, device="cpu", stop_after=2)
+    train(stopped, device="cpu", resume=True)
+    assert untimed(tmp_path / "stopped") == untimed(own)
+    for layout in ({"tp": 2}, {"dp_shard": 0}):
+        config = from_run(corpus, tmp_path / next(iter(layout)), standard, **settings, **layout)
+        pools(2).run(run_on_ranks, config.to_dict(), None)
+        assert losses(Path(config.out)) == pytest.approx(losses(own), abs=1e-4)
+
+
 def test_a_plan_left_out_is_the_folders(corpus: Path, tmp_path: Path) -> None:
     """With the T that it depends on."""
     before = recipe(corpus, tmp_path / "desync", plan="desync-2x", tp_degree=2, steps=3)
@@ -135,7 +164,10 @@ def test_a_trained_mistral_goes_back_as_one(corpus: Path, tmp_path: Path) -> Non
     [
         ({"model": "tiny"}, "model='tiny' beside init="),
         ({"plan": "parallel"}, r"post_attention_layernorm.weight: \[32\] there, absent here"),
-        ({"plan": "desync-2x", "tp_degree": 2}, r"\[32\] there, \[2, 32\] here.*`ladder convert`"),
+        (
+            {"plan": "desync-2x", "tp_degree": 2, "convert_layers": {"start_step": 1, "every": 1}},
+            "convert_layers with plan 'desync-2x', which depends on T",
+        ),
         ({"plan": "ladder", "tp_degree": 2}, "leave tp_degree out"),
         ({"init": "/nowhere"}, "/nowhere does not exist"),
         ({"seq_len": 4096}, "seq_len=4096 is longer than the model's max_seq_len=.*; lower it$"),
@@ -147,6 +179,14 @@ def test_what_does_not_fit_is_refused(
     with pytest.raises(UserError, match=message):
         train(from_run(corpus, tmp_path / "run", standard, **changes), device="cpu")
     assert not (tmp_path / "run").exists()
+
+
+def test_another_t_is_refused(corpus: Path, tmp_path: Path, standard: Path) -> None:
+    """Norms of two ranks are no norms of four."""
+    convert(newest(standard), tmp_path / "two", "desync-2x", 2)
+    config = from_run(corpus, tmp_path / "run", tmp_path / "two", plan="desync-2x", tp_degree=4)
+    with pytest.raises(UserError, match=r"\[2, 32\] there, \[4, 32\] here.*`ladder convert`"):
+        train(config, device="cpu")
 
 
 def test_damaged_weights_are_told_on_every_rank(
