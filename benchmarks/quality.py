@@ -1,19 +1,20 @@
 """Quality at equal tokens: one small model under each plan, and its latency.
 
-    python benchmarks/quality.py run [key=value ...] [--data FOLDER] [--out FOLDER] [--runs FOLDER]
-        [--gpus N] [--budget MINUTES] [--only SET|PLAN[:SEEDS[:T]] ...]
+    python benchmarks/quality.py run [key=value ...] [--recipe NAME] [--data FOLDER] [--out FOLDER]
+        [--runs FOLDER] [--gpus N] [--budget MINUTES] [--only SET|PLAN[:SEEDS[:T]] ...]
     python benchmarks/quality.py plans [PLAN ...] [--layers N] [--tp-degree T] [--out FOLDER]
     python benchmarks/quality.py page --quality FILE ... --latency FILE ... [--model NAME]
         [--out FILE]
 
-`run` trains the recipe quality-100m by `ladder train`, one run on each GPU at a time (without GPUs
-one run at a time on the CPU), the longest first. Finished runs are lines in `--out`/quality.jsonl
-and are skipped when the command is started again; interrupted runs start again. PLAN is the name of
-a plan; desync-Nx-sqrt (-root4, -full): desync whose unreduced partials are scaled by the square
-root of T (the fourth root, T); or a YAML file with a plan, then named after the file. SEEDS is a
-number or a range, as 0-2. The sets are in benchmarks/quality_plans.py. key=value overrides the
-recipe for all runs; eval_interval=50 records the curves that the comparison at equal training time
-needs. The data is prepared by benchmarks/quality_data.py.
+`run` trains the recipe quality-100m, or that of --recipe, by `ladder train`, one run on each GPU at
+a time (without GPUs one run at a time on the CPU), the longest first. Finished runs are lines in
+`--out`/quality.jsonl (runs/quality; of another recipe runs/NAME) and are skipped when the command
+is started again; interrupted runs start again. PLAN is the name of a plan; desync-Nx-sqrt (-root4,
+-full): desync whose unreduced partials are scaled by the square root of T (the fourth root, T); or
+a YAML file with a plan, then named after the file. SEEDS is a number or a range, as 0-2. The sets
+are in benchmarks/quality_plans.py. key=value overrides the recipe for all runs; eval_interval=50
+records the curves that the comparison at equal training time needs. The data is prepared by
+benchmarks/quality_data.py.
 
 `plans` writes the files of scaled plans, for `ladder bench inference --plans FILE`. `page` joins
 the results with decode latencies, of the same shape or of `--model`: `ladder bench inference
@@ -52,6 +53,7 @@ from ladder.train import metrics
 from ladder.train.config import TrainConfig, load_train_config
 
 RECIPE = "quality-100m"
+OUT = Path("runs/quality")  # of RECIPE
 OWN = ("data", "out", "plan", "seed", "tp", "tp_degree")  # keys of the recipe that are set here
 PER_RUN = ("data", "out", "plan", "seed", "tp_degree")  # keys in which runs side by side differ
 RESULTS, TABLE = "quality.jsonl", "quality.txt"
@@ -63,6 +65,7 @@ class Run:
 
     plan: str
     seed: int
+    recipe: str
     config: TrainConfig
     model: ModelConfig
     overrides: tuple[str, ...]
@@ -82,7 +85,7 @@ class Run:
 
     @property
     def command(self) -> list[str]:
-        return ["-m", "ladder", "train", RECIPE, *self.overrides]
+        return ["-m", "ladder", "train", self.recipe, *self.overrides]
 
     def clear(self) -> None:
         """Remove an interrupted run: its only checkpoint is written at the end."""
@@ -124,7 +127,7 @@ def resolve(plan: str, seed: int, degree: int, options: argparse.Namespace, data
     name = called(plan)
     at = "" if degree == T else f"-T{degree}"
     shared = [*options.overrides, f"data={options.data}"]
-    shape = load_train_config(RECIPE, shared).model_config(data.vocab_size)
+    shape = load_train_config(options.recipe, shared).model_config(data.vocab_size)
     own = [f"plan={written(plan, shape.num_layers, degree, options.runs / 'plans')}"]
     if depends_on_tp(own[0].removeprefix("plan="), shape.num_layers):
         own.append(f"tp_degree={degree}")
@@ -132,8 +135,8 @@ def resolve(plan: str, seed: int, degree: int, options: argparse.Namespace, data
         at = ""
     own += [f"seed={seed}", f"out={options.runs / f'{name}{at}-seed{seed}'}"]
     overrides = (*shared, *own)
-    config = load_train_config(RECIPE, overrides)
-    return Run(name, seed, config, config.model_config(data.vocab_size), overrides)
+    config = load_train_config(options.recipe, overrides)
+    return Run(name, seed, options.recipe, config, config.model_config(data.vocab_size), overrides)
 
 
 def recipe_of(each: Run) -> dict[str, Any]:
@@ -247,8 +250,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = verbs.add_parser("run", help="train what is not finished, and print the table")
     add.set_defaults(verb=run)
     add.add_argument("overrides", nargs="*", metavar="key=value", help="for the recipe of all runs")
+    add.add_argument("--recipe", default=RECIPE, help=f"a name from configs/train ({RECIPE})")
     add.add_argument("--data", type=Path, default=Path("runs/quality-data/data"))
-    add.add_argument("--out", type=Path, default=Path("runs/quality"), help="for the results")
+    add.add_argument("--out", type=Path, help=f"for the results ({OUT}; runs/RECIPE of another)")
     add.add_argument("--runs", type=Path, help="for the trainings' folders (--out)")
     add.add_argument("--gpus", type=int, help="runs at a time, one a GPU (all)")
     add.add_argument("--budget", type=float, metavar="MINUTES", help="begin none that ends later")
@@ -258,15 +262,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add.add_argument("plans", nargs="+", metavar="PLAN", help="as desync-4x-sqrt")
     add.add_argument("--layers", type=int, default=12, help="of the model (12)")
     add.add_argument("--tp-degree", type=int, default=T, help=f"T ({T})")
-    add.add_argument("--out", type=Path, default=Path("runs/quality/plans"))
+    add.add_argument("--out", type=Path, default=OUT / "plans")
     add = verbs.add_parser("page", help="join the results with latency, in one HTML file")
     add.set_defaults(verb=page)
     add.add_argument("--quality", type=Path, nargs="+", required=True, help="what `run` wrote")
     add.add_argument("--latency", type=Path, nargs="+", required=True, help="inference.jsonl")
     add.add_argument("--model", help="whose latency is drawn (the trained shape)")
-    add.add_argument("--out", type=Path, default=Path("runs/quality/quality.html"))
+    add.add_argument("--out", type=Path, default=OUT / "quality.html")
     options = parse_words(parser, sys.argv[1:] if arguments is None else arguments)
     if options.verb is run:
+        default = OUT if options.recipe == RECIPE else OUT.with_name(Path(options.recipe).stem)
+        options.out = options.out or default
         options.runs = options.runs or options.out
     return options
 

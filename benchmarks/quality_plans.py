@@ -16,6 +16,7 @@ from ladder.models.plan import Plan
 
 PLANS = ("standard", "parallel", "ladder", "desync-2x", "desync-4x", "dtp-1")
 T = 4  # of plans that depend on it, where nothing else is said
+SUMMED_OR_SCALED = (("accumulate", ""), ("desync", "-sqrt"))
 SEEDS = {"standard": (0, 1), "ladder": (0, 1)}  # the others: 0
 POWERS = {"root4": 0.25, "sqrt": 0.5, "full": 1.0}  # own_scale is T to this power
 NAMED = re.compile(r"(desync-\d+x)-(" + "|".join(POWERS) + ")")
@@ -35,6 +36,10 @@ SETS = {
         *(f"{plan}:0-2" for plan in ("standard", "parallel", "ladder", "desync-4x")),
         *(f"desync-{n}x-sqrt:0-2" for n in (4, 8, 24)),
         "desync-4x-sqrt:0-2:2",  # T = 8 does not divide this model's 12 heads
+    ),
+    "shapes": (  # for --recipe quality-30m and quality-300m
+        *(f"{plan}:0" for plan in ("standard", "ladder", "desync-4x")),
+        *(f"{plan}-{n}x{suffix}:0" for n in (4, 8) for plan, suffix in SUMMED_OR_SCALED),
     ),
 }
 

@@ -17,6 +17,8 @@ from ladder.config import load_plan
 from ladder.data.mix import open_sources
 from ladder.data.prepared import open_data
 from ladder.models import resolve_plan
+from ladder.models.transformer import tensor_shapes
+from ladder.train.config import load_train_config
 from tests import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -57,9 +59,10 @@ def call(corpus: Path, tmp_path: Path, *options: str) -> int:
 
 
 def resolved(
-    corpus: Path, tmp_path: Path, *pairs: tuple[str, int], degree: int = 4
-) -> list[quality.Run]:
-    options = Namespace(overrides=SMALL, data=corpus, runs=tmp_path)
+    corpus: Path, tmp_path: Path, *pairs: tuple[str, int], degree: int = 4,
+    recipe: str = quality.RECIPE,
+) -> list[quality.Run]:  # fmt: skip
+    options = Namespace(overrides=SMALL, recipe=recipe, data=corpus, runs=tmp_path)
     data = open_sources(str(corpus))
     return [quality.resolve(plan, seed, degree, options, data) for plan, seed in pairs]
 
@@ -131,12 +134,53 @@ def test_runs_are_named_by_sets_seeds_and_t() -> None:
     assert {degree for plan, _, degree in frontier if plan == "desync-4x-sqrt"} == {2, 4}
 
 
-def test_the_sets_are_of_the_recipe(corpus: Path, tmp_path: Path) -> None:
-    options = Namespace(overrides=[], data=corpus, runs=tmp_path)
+@pytest.mark.parametrize(
+    ("recipe", "sets"),
+    [
+        ("quality-100m", quality_plans.SETS),
+        ("quality-30m", ["shapes"]),
+        ("quality-300m", ["shapes"]),
+    ],
+)
+def test_the_sets_are_of_the_recipe(
+    recipe: str, sets: list[str], corpus: Path, tmp_path: Path
+) -> None:
+    options = Namespace(overrides=[], recipe=recipe, data=corpus, runs=tmp_path)
     data = open_sources(str(corpus))
-    for plan, degree in {(p, d) for name in quality_plans.SETS for p, _, d in chosen([name])}:
+    width = {"quality-30m": 384, "quality-100m": 768, "quality-300m": 1024}[recipe]
+    for plan, degree in {(p, d) for name in sets for p, _, d in chosen([name])}:
         run = quality.resolve(plan, 0, degree, options, data)
-        assert (run.model.hidden_size, run.plan) == (768, plan)
+        assert (run.model.hidden_size, run.plan) == (width, plan)
+        assert run.command[3] == recipe
+
+
+def test_a_recipe_has_results_of_its_own() -> None:
+    """Where nothing else is said; runs go beside the results."""
+    for recipe, folder in (("quality-100m", "quality"), ("quality-30m", "quality-30m")):
+        options = quality.parse(["run", "--recipe", recipe])
+        assert (options.out, options.runs) == (Path("runs", folder),) * 2
+    options = quality.parse(["run", "--recipe", "quality-30m", "--out", "here", "--runs", "there"])
+    assert (options.out, options.runs) == (Path("here"), Path("there"))
+
+
+def test_shapes_differ_from_quality_100m_by_a_rule(corpus: Path) -> None:
+    """The rate falls with the width; of tokens, those of a smaller model are in proportion."""
+    known = {}
+    for name in ("quality-30m", "quality-100m", "quality-300m"):
+        config = load_train_config(name, [f"data={corpus}"])
+        model = config.model_config(16384)
+        known[name] = config, sum(s.numel() for s in tensor_shapes(model).values())
+        assert config.lr * model.hidden_size == pytest.approx(1e-3 * 768)
+        assert config.min_lr == pytest.approx(config.lr / 10)
+        assert (config.batch_size, config.seq_len) == (128, 1024)
+        if name != "quality-100m":
+            model.check_divides(8, "T")
+    (small, few), (middle, some) = known["quality-30m"], known["quality-100m"]
+    assert small.steps / few == pytest.approx(middle.steps / some, rel=0.03)
+    assert known["quality-300m"][0].steps == middle.steps
+    half = load_train_config("quality-100m", ["model=quality-100m-16h"]).model_config(16384)
+    assert sum(s.numel() for s in tensor_shapes(half).values()) == some
+    half.check_divides(8, "T")
 
 
 def test_a_plan_is_trained_once_for_each_t(
@@ -258,6 +302,7 @@ def test_what_would_end_after_the_budget_is_not_begun(
         (["--gpus", "99"], ["--gpus=99"]),
         (["plan=ladder"], ["'plan=ladder'", "set by the benchmark"]),
         (["stepz=4"], ["stepz", "steps"]),
+        (["--recipe", "quality-10m"], ["'quality-10m'", "quality-100m"]),
         (["seq_len=4096"], ["seq_len=4096"]),
     ],
 )

@@ -28,7 +28,10 @@ OTHERS = {  # lowest and highest: the papers say 1B, 3B and 176B; the rest is ou
     "paper-3b": (2.9e9, 3.6e9),
     "bloom-176b": (176e9 * 0.98, 176e9 * 1.02),
     "2b-class": (1.9e9, 2.1e9),
+    "quality-30m": (0.27e8, 0.33e8),
     "quality-100m": (0.95e8, 1.05e8),
+    "quality-100m-16h": (0.95e8, 1.05e8),
+    "quality-300m": (2.9e8, 3.2e8),
     "half-8b": (3.9e9, 4.1e9),
     "tiny": (0.4e6, 0.6e6),
 }
