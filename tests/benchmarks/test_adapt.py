@@ -23,6 +23,7 @@ from tests.train.runs import recipe
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import adapt
+import adapt_points
 import adapt_report
 
 LAYERS = 4
@@ -63,7 +64,7 @@ def test_points_are_made_measured_and_skipped(
 ) -> None:  # fmt: skip
     """The zero-shot figures are those of the sensitivity; progressive ends with the whole plan."""
     monkeypatch.setattr(adapt, "run_all", in_this_process)
-    monkeypatch.setattr(adapt, "STEPS", 70)
+    monkeypatch.setattr(adapt_points, "STEPS", 70)
     out = tmp_path / "out"
     wanted = ["--share", "0.5", "--only", "original", "*-2-zero-shot", "*-2-progressive-distil"]
     assert call(standard, out, *wanted) == 0
