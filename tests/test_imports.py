@@ -13,7 +13,7 @@ import pytest
 from tests import ROOT
 
 SHARED = "config costs files hf_config lock models progress reader records"
-COMPUTED = "jit comm kernels parallel"  # and ops, between kernels and parallel, once there is one
+COMPUTED = "jit comm kernels ops parallel"
 JOBS = f"{SHARED} {COMPUTED} next_step checkpoint data plans"
 
 # Each part of ladder (a folder or a module), the lowest first, and the parts that it may import:
@@ -31,7 +31,8 @@ MAY_IMPORT = {
     "reader": "config models",
     "comm": "jit models",
     "kernels": "comm jit models",
-    "parallel": "kernels comm jit config files models",
+    "ops": "kernels comm jit config models",
+    "parallel": "ops kernels comm jit config files models",
     "next_step": "parallel",
     "plans": "config models next_step",
     "checkpoint": "files hf_config models parallel reader",

@@ -1,0 +1,1 @@
+"""Fused computation and communication: products, lookups and landings that also exchange rows."""
