@@ -46,7 +46,7 @@ class Point:
     def result(self) -> Path:
         return self.folder / "result.json"
 
-    def clear(self) -> None:
+    def prepare(self) -> None:
         if any((self.folder / name).exists() for name in ("model", "result.json")):
             shutil.rmtree(self.folder)
         make_folder(self.folder)

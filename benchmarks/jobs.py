@@ -32,8 +32,8 @@ class Job(Protocol):
     def command(self) -> list[str]:
         """The arguments of Python."""
 
-    def clear(self) -> None:
-        """Remove what an interrupted try has left in the folder."""
+    def prepare(self) -> None:
+        """Make ready to start; remove what an interrupted try has left in the folder."""
 
 
 J = TypeVar("J", bound=Job)
@@ -137,7 +137,7 @@ def on(gpu: str | None) -> str:
 
 
 def start(job: J, gpu: str | None) -> Started[J]:
-    job.clear()
+    job.prepare()
     log = job.folder.with_name(f"{job.folder.name}.log")
     stream = log.open("wb")
     package = Path(ladder.__file__).parents[1]

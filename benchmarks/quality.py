@@ -10,11 +10,12 @@
 a time (without GPUs one run at a time on the CPU), the longest first. Finished runs are lines in
 `--out`/quality.jsonl (runs/quality; of another recipe runs/NAME) and are skipped when the command
 is started again; interrupted runs start again. PLAN is the name of a plan; desync-Nx-sqrt (-root4,
--full): desync whose unreduced partials are scaled by the square root of T (the fourth root, T); or
-a YAML file with a plan, then named after the file. SEEDS is a number or a range, as 0-2. The sets
-are in benchmarks/quality_plans.py. key=value overrides the recipe for all runs; eval_interval=50
-records the curves that the comparison at equal training time needs. The data is prepared by
-benchmarks/quality_data.py.
+-full): desync whose unreduced partials are scaled by the square root of T (the fourth root, T);
+desync-Nx-init-sqrt (-root4, -full): desync whose output matrices of unreduced sublayers begin that
+much larger, and nothing else; or a YAML file with a plan, then named after the file. SEEDS is a
+number or a range, as 0-2. The sets are in benchmarks/quality_plans.py. key=value overrides the
+recipe for all runs; eval_interval=50 records the curves that the comparison at equal training time
+needs. The data is prepared by benchmarks/quality_data.py.
 
 `plans` writes the files of scaled plans, for `ladder bench inference --plans FILE`. `page` joins
 the results with decode latencies, of the same shape or of `--model`: `ladder bench inference
@@ -37,7 +38,8 @@ from typing import Any
 import torch
 from jobs import Started, deadline, finish, run_all, visible_gpus
 from quality_frontier import latencies, write_page
-from quality_plans import NAMED, T, called, chosen, depends_on_tp, written
+from quality_initial import write_initial
+from quality_plans import NAMED, T, called, chosen, depends_on_tp, initially, written
 from quality_report import COLUMNS, KEYS, caption, read, read_all, rows
 
 from ladder.cli import parse_words
@@ -54,7 +56,8 @@ from ladder.train.config import TrainConfig, load_train_config
 
 RECIPE = "quality-100m"
 OUT = Path("runs/quality")  # of RECIPE
-OWN = ("data", "out", "plan", "seed", "tp", "tp_degree")  # keys of the recipe that are set here
+# Keys of the recipe that are set here, or that a run may not have.
+OWN = ("data", "out", "plan", "seed", "init", "tp", "tp_degree")
 PER_RUN = ("data", "out", "plan", "seed", "tp_degree")  # keys in which runs side by side differ
 RESULTS, TABLE = "quality.jsonl", "quality.txt"
 
@@ -69,6 +72,7 @@ class Run:
     config: TrainConfig
     model: ModelConfig
     overrides: tuple[str, ...]
+    initial_scale: float = 1.0  # of the output matrices of unreduced sublayers
 
     @property
     def name(self) -> str:
@@ -85,12 +89,23 @@ class Run:
 
     @property
     def command(self) -> list[str]:
-        return ["-m", "ladder", "train", self.recipe, *self.overrides]
+        own = self.overrides
+        if self.initial_scale != 1:  # the shape is that of the weights
+            own = tuple(each for each in own if not each.startswith(("model=", "model.")))
+            own = (*own, f"init={self.initial}")
+        return ["-m", "ladder", "train", self.recipe, *own]
 
-    def clear(self) -> None:
+    @property
+    def initial(self) -> Path:
+        """The folder of its initial weights, if its command does not draw them."""
+        return self.folder.parent / "initial" / self.name
+
+    def prepare(self) -> None:
         """Remove an interrupted run: its only checkpoint is written at the end."""
         if (self.folder / "recipe.json").exists():
             shutil.rmtree(self.folder)
+        if self.initial_scale != 1:
+            write_initial(self.model, self.seed, self.initial_scale, self.initial)
 
 
 # ---- run ------------------------------------------------------------------------------------
@@ -128,6 +143,7 @@ def resolve(plan: str, seed: int, degree: int, options: argparse.Namespace, data
     at = "" if degree == T else f"-T{degree}"
     shared = [*options.overrides, f"data={options.data}"]
     shape = load_train_config(options.recipe, shared).model_config(data.vocab_size)
+    plan, initial_scale = initially(plan, degree)
     own = [f"plan={written(plan, shape.num_layers, degree, options.runs / 'plans')}"]
     if depends_on_tp(own[0].removeprefix("plan="), shape.num_layers):
         own.append(f"tp_degree={degree}")
@@ -136,7 +152,8 @@ def resolve(plan: str, seed: int, degree: int, options: argparse.Namespace, data
     own += [f"seed={seed}", f"out={options.runs / f'{name}{at}-seed{seed}'}"]
     overrides = (*shared, *own)
     config = load_train_config(options.recipe, overrides)
-    return Run(name, seed, options.recipe, config, config.model_config(data.vocab_size), overrides)
+    model = config.model_config(data.vocab_size)
+    return Run(name, seed, options.recipe, config, model, overrides, initial_scale)
 
 
 def recipe_of(each: Run) -> dict[str, Any]:
@@ -205,6 +222,7 @@ def record(started: Started[Run]) -> dict[str, Any]:
         "plan": each.plan,
         "seed": each.seed,
         "tp_degree": each.model.tp_degree,
+        "initial_scale": each.initial_scale,
         "parameters": parameters,
         "tokens": steps[-1]["tokens"],
         "heldout_bits_per_byte": heldout["heldout_bits_per_byte"],

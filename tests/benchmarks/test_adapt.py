@@ -44,7 +44,7 @@ def in_this_process(
 ) -> list[adapt.Point]:
     """A replacement of the queue, which tests/benchmarks/test_quality.py tests."""
     for point in waiting:
-        point.clear()
+        point.prepare()
         point.folder.with_name(f"{point.name}.ran").touch()
         words = point.command[1:]
         assert (adapt.main(words) if point.measured else ladder(words[1:])) == 0
