@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Generic, Protocol, TypeVar
+from typing import IO, Generic, Protocol, TypeVar, cast
 
 import torch
 
@@ -52,6 +52,11 @@ class Started(Generic[J]):
     def tail(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1] if lines else "it said nothing"
+
+    @property
+    def arguments(self) -> list[str]:
+        """Those of Python, as the process got them."""
+        return [str(each) for each in cast("list[str]", self.process.args)[1:]]
 
     @property
     def wall_s(self) -> float:

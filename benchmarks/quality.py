@@ -9,13 +9,14 @@
 `run` trains the recipe quality-100m, or that of --recipe, by `ladder train`, one run on each GPU at
 a time (without GPUs one run at a time on the CPU), the longest first. Finished runs are lines in
 `--out`/quality.jsonl (runs/quality; of another recipe runs/NAME) and are skipped when the command
-is started again; interrupted runs start again. PLAN is the name of a plan; desync-Nx-sqrt (-root4,
--full): desync whose unreduced partials are scaled by the square root of T (the fourth root, T);
-desync-Nx-init-sqrt (-root4, -full): desync whose output matrices of unreduced sublayers begin that
-much larger, and nothing else; or a YAML file with a plan, then named after the file. SEEDS is a
-number or a range, as 0-2. The sets are in benchmarks/quality_plans.py. key=value overrides the
-recipe for all runs; eval_interval=50 records the curves that the comparison at equal training time
-needs. The data is prepared by benchmarks/quality_data.py.
+is started again; interrupted runs start again, or with checkpoint_interval=N go on from their
+newest checkpoint. PLAN is the name of a plan; desync-Nx-sqrt (-root4, -full): desync whose
+unreduced partials are scaled by the square root of T (the fourth root, T); desync-Nx-init-sqrt
+(-root4, -full): desync whose output matrices of unreduced sublayers begin that much larger, and
+nothing else; or a YAML file with a plan, then named after the file. SEEDS is a number or a range,
+as 0-2. The sets are in benchmarks/quality_plans.py. key=value overrides the recipe for all runs;
+eval_interval=50 records the curves that the comparison at equal training time needs. The data is
+prepared by benchmarks/quality_data.py.
 
 `plans` writes the files of scaled plans, for `ladder bench inference --plans FILE`. `page` joins
 the results with decode latencies, of the same shape or of `--model`: `ladder bench inference
@@ -42,6 +43,7 @@ from quality_initial import write_initial
 from quality_plans import NAMED, T, called, chosen, depends_on_tp, initially, written
 from quality_report import COLUMNS, KEYS, caption, read, read_all, rows
 
+from ladder.checkpoint import checkpoints
 from ladder.cli import parse_words
 from ladder.data.mix import open_sources
 from ladder.data.prepared import TokenData
@@ -93,7 +95,14 @@ class Run:
         if self.initial_scale != 1:  # the shape is that of the weights
             own = tuple(each for each in own if not each.startswith(("model=", "model.")))
             own = (*own, f"init={self.initial}")
-        return ["-m", "ladder", "train", self.recipe, *own]
+        again = ["--resume"] if self.continues else []
+        return ["-m", "ladder", "train", self.recipe, *own, *again]
+
+    @property
+    def continues(self) -> bool:
+        """Whether an interrupted run of it left a checkpoint (with checkpoint_interval=N)."""
+        found = checkpoints(self.folder)
+        return bool(found) and found[-1][0] < self.config.steps
 
     @property
     def initial(self) -> Path:
@@ -101,7 +110,9 @@ class Run:
         return self.folder.parent / "initial" / self.name
 
     def prepare(self) -> None:
-        """Remove an interrupted run: its only checkpoint is written at the end."""
+        """Remove an interrupted run that has no checkpoint, and write the initial weights."""
+        if self.continues:
+            return
         if (self.folder / "recipe.json").exists():
             shutil.rmtree(self.folder)
         if self.initial_scale != 1:
@@ -227,7 +238,7 @@ def record(started: Started[Run]) -> dict[str, Any]:
         "tokens": steps[-1]["tokens"],
         "heldout_bits_per_byte": heldout["heldout_bits_per_byte"],
         "heldout_loss": heldout["heldout_loss"],
-        "wall_s": started.wall_s,
+        "wall_s": started.wall_s,  # of the last part, if it was continued
         "tokens_per_second": statistics.median(entry["tokens_per_second"] for entry in steps),
         "mfu": statistics.median(e["mfu"] for e in steps) if "mfu" in steps[-1] else None,
         "memory_gib": steps[-1].get("memory_gib"),
@@ -235,7 +246,7 @@ def record(started: Started[Run]) -> dict[str, Any]:
         "heldout": [[entry["step"], entry["heldout_bits_per_byte"]] for entry in curve],
         "machine": {
             **facts(torch.cuda.get_device_name(0) if on_gpu else "none"),
-            "command": " ".join(["python", *each.command]),
+            "command": " ".join(["python", *started.arguments]),
         },
     }
 

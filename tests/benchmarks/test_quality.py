@@ -21,6 +21,7 @@ from ladder.models import Transformer, resolve_plan
 from ladder.models.transformer import tensor_shapes
 from ladder.parallel.sharding import initialise
 from ladder.train.config import load_train_config
+from ladder.train.loop import train
 from tests import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -138,7 +139,7 @@ def test_a_scale_by_initialisation_is_the_plain_plan_from_larger_matrices(
         scale = 4 if name.endswith("self_attn.o_proj.weight") else 1
         assert torch.equal(begun[name], scale * parameter), name
     assert ladder(run.command[2:]) == 0
-    found = quality.record(Namespace(job=run, wall_s=1.0))
+    found = quality.record(Namespace(job=run, wall_s=1.0, arguments=[]))
     assert found["initial_scale"] == 4.0
     assert found["parameters"] == sum(each.numel() for each in drawn.parameters())
 
@@ -148,8 +149,23 @@ def test_a_scale_by_initialisation_is_the_plain_plan_from_larger_matrices(
     losses = []
     for each in (run, plain):
         assert ladder(each.command[2:]) == 0
-        losses.append(quality.record(Namespace(job=each, wall_s=1.0))["losses"])
+        losses.append(quality.record(Namespace(job=each, wall_s=1.0, arguments=[]))["losses"])
     assert losses[0] == losses[1] != found["losses"]
+
+
+def test_an_interrupted_run_goes_on_from_its_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    """With the losses of a run that was not interrupted; a finished or an empty one begins again."""
+    losses = []
+    for where, stop in (("whole", None), ("parts", 2)):
+        (run,) = resolved(corpus, tmp_path / where, ("desync-2x-init-sqrt", 0))
+        run.prepare()
+        train(load_train_config(run.recipe, run.command[4:]), stop_after=stop, device="cpu")
+        assert run.continues == (stop is not None)
+        run.prepare()
+        assert ("--resume" in run.command) == run.folder.exists() == run.continues
+        assert ladder(run.command[2:]) == 0
+        losses.append(quality.record(Namespace(job=run, wall_s=1.0, arguments=[]))["losses"])
+    assert losses[0] == losses[1]
 
 
 def test_unreduced_sublayers_are_those_of_the_plan() -> None:
