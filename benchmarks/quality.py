@@ -216,7 +216,11 @@ def train_all(
 
 
 def expected_s(each: Run, records: Sequence[dict[str, Any]]) -> float:
-    """The longest time of a run with as many virtual ranks; 0 before one has ended."""
+    """The longest time of a run with as many virtual ranks; 0 before one has ended.
+
+    0, too, for a run that can be interrupted."""
+    if each.config.checkpoint_interval:
+        return 0.0
     alike = [r["wall_s"] for r in records if r["tp_degree"] == each.model.tp_degree]
     return max(alike, default=0.0)
 

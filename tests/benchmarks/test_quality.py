@@ -154,7 +154,7 @@ def test_a_scale_by_initialisation_is_the_plain_plan_from_larger_matrices(
 
 
 def test_an_interrupted_run_goes_on_from_its_checkpoint(corpus: Path, tmp_path: Path) -> None:
-    """With the losses of a run that was not interrupted; a finished or an empty one begins again."""
+    """With the losses of a run that was not interrupted; a finished one begins again."""
     losses = []
     for where, stop in (("whole", None), ("parts", 2)):
         (run,) = resolved(corpus, tmp_path / where, ("desync-2x-init-sqrt", 0))
