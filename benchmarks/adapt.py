@@ -1,8 +1,9 @@
 """Post-training adaptation: a small standard model converted to hybrids, and recovered.
 
     python benchmarks/adapt.py run --standard RUN [key=value ...] [--data FOLDER] [--out FOLDER]
-        [--runs FOLDER] [--share 0.05] [--rates FACTOR ...] [--windows N] [--limit N | --no-tasks]
-        [--gpus N] [--budget MINUTES] [--only NAME ...]
+        [--wiring PLAN ...] [--tp-degree T] [--choices half|all] [--runs FOLDER] [--share 0.05]
+        [--rates FACTOR ...] [--windows N] [--limit N | --no-tasks] [--gpus N] [--budget MINUTES]
+        [--only NAME ...]
     python benchmarks/adapt.py report FILE
 
 `run` takes a standard model from `ladder train` (benchmarks/quality.py trains one) and wires half
@@ -12,6 +13,9 @@ text, with `--share` of the model's training tokens: by plain training, by disti
 original model, and by either while layers are converted one after another in the first half of the
 steps. Controls: each choice before any training, the original model, and the original model trained
 for as many more tokens. `--rates` also trains the first choice at multiples of the learning rate.
+
+`--wiring` puts other plans on the last half of the layers, as `--wiring ladder desync-4x-sqrt
+accumulate-4x`: each is measured zero-shot, distilled and trained plainly, with the same controls.
 
 Every point is measured in float32 on held-out text: bits per byte, divergence from the original
 model, and the tasks of `ladder eval --tasks offline`. key=value overrides the recipe of the

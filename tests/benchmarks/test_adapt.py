@@ -276,5 +276,12 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("zero-shot", "+1.0000", "-", "0.500"),
         ("plain", "+0.2000", "80 %", "-"),
     ]
+    records.append(made_up("plain", [2, 3], 1.01, plan="desync-4x@2-3"))
+    assert adapt_report.recovered(records[-1], records) is None  # the ladder's cost is another
+    assert "recovers 90 %" in adapt_report.write_page(records[:-1])[0]
+    machine = {"gpu": "none", "date": "d", "commit": "c"}
+    finding, text = adapt_report.write_page([each | {"machine": machine} for each in records])
+    assert finding == "plain2 (desync-4x@2-3) is nearest to the original: +0.0100 bits per byte."
+    assert "<td>desync-4x@2-3</td>" in text
     assert adapt.main(["report", str(tmp_path / "none.jsonl")]) == 2
     assert "adapt.py run" in capsys.readouterr().err
