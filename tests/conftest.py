@@ -76,7 +76,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     ]
     if reports:
         ran = [dict(report.user_properties).get("kernels", []) for report in reports]
-        every = set(itertools.chain(*ran))
+        every = interpreter.kernels().intersection(*[itertools.chain(*ran)])
         terminalreporter.write_line(
             f"Triton's interpreter ran {len(every)} of {len(interpreter.kernels())} kernels in "
             f"{sum(map(bool, ran))} tests"

@@ -1,44 +1,186 @@
-"""Triton functions for kernels that access peers, with slots whose data is its own flag.
+"""Triton functions for kernels that access peers: what every fused kernel is made of.
 
-A rank writes directly into a *slot* in another rank's memory. An empty slot holds EMPTY, which is
-never sent; a reader polls the slot until it holds something else, and clears it afterwards. There
-are no flags and no barriers. Each user shows why no slot is written before it is clear:
-`ladder.comm.push`, `ladder.comm.two_shot`, `ladder.parallel.decode`.
+A rank hands data to another in one of two ways.
 
-buffers: int64 [world], the addresses of each rank's slots (`SymmetricTensor.addresses`).
+- *Signals.* `store`, `put_tile` or `atomic_add` write to a peer's memory, then `signal` sets a flag
+  there; the peer calls `wait`, and reads by `load`. Programs of one GPU count themselves by
+  `arrive`. These are for large data, and for copy engines, which can wait for such a word, and set
+  it (`ladder.comm.driver`).
+- *Slots, whose data is its own flag*, for small data. An empty slot holds EMPTY, which is never
+  sent (`sendable`); a reader polls the slot until it holds something else (`receive`,
+  `receive_sum`), and clears it afterwards (`clear`). There are no flags and no barriers. Each user
+  shows why no slot is written before it is clear: `ladder.comm.push`, `ladder.comm.two_shot`,
+  `ladder.parallel.decode`.
 
-Idea: the Lamport protocol of NCCL's LL and of TensorRT-LLM's one-shot all-reduce.
+*Memory ordering.* Plain accesses of a program have no order that another GPU can rely on. Only a
+release (`signal`, `arrive`) orders all accesses of the program before it, and only an acquire
+(`wait`, `arrive`) that reads what the release wrote orders those after it; a slot orders nothing
+but the word that it is. Each function below says what it is.
+
+buffers: int64 [world], the addresses of each rank's memory (`SymmetricTensor.addresses`). inside:
+which elements are accessed. All functions run in Triton's interpreter, too, where programs run one
+after the other: there must be other processes to wait for.
+
+Idea: the Lamport protocol of NCCL's LL and of TensorRT-LLM's one-shot all-reduce; device-side
+communication functions for Triton, as in fused computation-collective operations (Punniyamurthy et
+al., 2024), III-D.
 """
 
 from __future__ import annotations
 
 from typing import no_type_check
 
-from ladder.jit import jit, tl
+from ladder.jit import INTERPRETED, jit, tl
 
 # The content of an empty slot, by element size in bytes: the bits of -0.0.
 EMPTY = {2: -(2**15), 4: -(2**31)}
 SPIN_LIMIT = 1 << 27  # polls of an empty slot, over a minute, before the kernel traps
+# Whether these functions are compiled: Triton's interpreter has no assembly.
+ASSEMBLY = None if tl is None else tl.constexpr(not INTERPRETED)
+
+
+@jit
+@no_type_check
+def rotate(i, rank, WORLD: tl.constexpr, PER: tl.constexpr = 1):
+    """The i-th of WORLD x PER tiles in the order of `rank`: the PER tiles of shard `rank` first.
+
+    By default the i-th rank: rank, rank + 1, ... So each rank sends to a different peer at any
+    time, which balances the links. With `rank` + 1 the own shard comes last, and what must be sent
+    first. It accesses no memory.
+    """
+    return (rank + i // PER) % WORLD * PER + i % PER
 
 
 @jit
 @no_type_check
 def peer(buffers, rank, BITS: tl.constexpr):
-    """A pointer of type BITS to the slots of `rank`; aligned for 16-byte accesses."""
+    """A pointer of type BITS to the memory of `rank`; aligned for 16-byte accesses.
+
+    A weak load of the table, which the host wrote before the launch.
+    """
     return tl.multiple_of(tl.load(buffers + rank).to(tl.pointer_type(BITS)), 16)
 
 
 @jit
 @no_type_check
 def peers(buffers, rank, WORLD: tl.constexpr):
-    """Pointers to the slots of `rank`, rank + 1, ..., as 32-bit words; a tuple.
-
-    In this order each rank pushes to a different peer first, which balances the links.
-    """
+    """Pointers to the memory of `rank`, rank + 1, ..., as 32-bit words; a tuple."""
     found = ()
     for i in tl.static_range(WORLD):
-        found += (peer(buffers, (rank + i) % WORLD, tl.int32),)
+        found += (peer(buffers, rotate(i, rank, WORLD), tl.int32),)
     return found
+
+
+@jit
+@no_type_check
+def load(pointers, inside, other):
+    """Load what peers or copy engines have written to own memory, from L2 and not a stale L1 line.
+
+    A weak load: it is ordered by a `wait` or `arrive` before it, and by nothing else.
+    """
+    return tl.load(pointers, mask=inside, other=other, cache_modifier=".cg")
+
+
+@jit
+@no_type_check
+def store(pointers, values, inside):
+    """Store to own memory or a peer's.
+
+    A weak store: others see it after a `signal` or `arrive` of this program, in no order before.
+    Accesses of 16 bytes a thread are as fast as a copy; masks and addresses of unknown alignment
+    silently narrow them.
+    """
+    tl.store(pointers, values, mask=inside)
+
+
+@jit
+@no_type_check
+def put_tile(matrix, tile, row, column, rows, columns, stride):
+    """Store `tile` [BM, BN] at (row, column) of a rows x columns matrix, own or a peer's.
+
+    stride: elements between its rows. What is outside is left out. `column`, `columns` and `stride`
+    that are known to be multiples of 16 give accesses of 16 bytes. Weak stores: see `store`.
+    """
+    m, n = row + tl.arange(0, tile.shape[0]), column + tl.arange(0, tile.shape[1])
+    at = m.to(tl.int64)[:, None] * stride + n[None, :]
+    inside = (m < rows)[:, None] & (n < columns)[None, :]
+    store(matrix + at, tile.to(matrix.dtype.element_ty), inside)
+
+
+@jit
+@no_type_check
+def atomic_add(pointers, values, inside):
+    """Add to own memory or a peer's, each element at once, in no order.
+
+    Relaxed, in the scope of the system: no element is lost, but nothing is ordered; `signal`
+    afterwards, as for `store`. Sums of floats depend on the order of arrival.
+    """
+    tl.atomic_add(pointers, values, mask=inside, sem="relaxed", scope="sys")
+
+
+@jit
+@no_type_check
+def signal(flag, value):
+    """Set `flag`, one int32 word, own or a peer's, after all accesses of this program.
+
+    A barrier of the program's threads, and a release in the scope of the system: who sees the value
+    by `wait` sees everything that this program has written. TMA stores need a `flush` before.
+    """
+    tl.debug_barrier()  # every thread's stores come before the release, which one thread does
+    tl.atomic_xchg(flag, value, sem="release", scope="sys")
+
+
+@jit
+@no_type_check
+def wait(flag, value, SPIN_LIMIT: tl.constexpr, TMA: tl.constexpr = False):
+    """Wait until `flag`, one int32 word of own memory, is at least `value`.
+
+    One thread polls, by an acquire in the scope of the system, and the others follow it through a
+    barrier: all accesses of the program after this see what was written before the `signal` or
+    `arrive` that set the value. After SPIN_LIMIT polls the kernel traps. TMA: so do TMA loads.
+    """
+    spins = 0
+    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < value:
+        spins = count_spin(spins, SPIN_LIMIT)
+    if TMA:
+        _fence_tma()
+
+
+@jit
+@no_type_check
+def arrive(counter, count, SCOPE: tl.constexpr = "gpu"):
+    """Add 1 to `counter`, an int32 word; whether this program is the last of `count` to arrive.
+
+    A barrier of the program's threads, then acquire and release: the last one sees everything that
+    the others wrote before they arrived; who runs later and is not the last sees some of it.
+    SCOPE: gpu if all programs, and who waits, are on this GPU; sys for a counter of a peer, or one
+    for which a copy engine waits. Whoever acts on the full count sets it back to 0.
+    """
+    tl.debug_barrier()  # every thread's stores come before the release, which one thread does
+    return tl.atomic_add(counter, 1, sem="acq_rel", scope=SCOPE) == count - 1
+
+
+@jit
+@no_type_check
+def flush():
+    """Complete this program's TMA stores, so that a `signal` or `arrive` that follows orders them.
+
+    It waits until they are written, not only read from shared memory, and orders TMA's accesses
+    and the threads' own (a proxy fence).
+    """
+    if ASSEMBLY:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], tl.int32, False, 1
+        )
+    _fence_tma()
+
+
+@jit
+@no_type_check
+def _fence_tma():
+    """Order this thread's accesses by TMA and by itself, before and after."""
+    if ASSEMBLY:
+        tl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, 0;", "=r", [], tl.int32, False, 1)
 
 
 @jit
@@ -56,12 +198,11 @@ def push_to_slots(
 ):  # fmt: skip
     """Store `bits`, integers of type BITS, at start + offsets of every rank's slots, also its own.
 
-    FIRST: the rank whose slots are written first.
+    FIRST: the rank whose slots are written first. Weak stores; each word is its own flag.
     """
     bits = sendable(bits, EMPTY)
     for i in tl.static_range(WORLD):
-        slots = peer(buffers, (FIRST + i) % WORLD, BITS)
-        tl.store(slots + start + offsets, bits, mask=inside)
+        store(peer(buffers, rotate(i, FIRST, WORLD), BITS) + start + offsets, bits, inside)
 
 
 @jit
@@ -69,7 +210,7 @@ def push_to_slots(
 def clear(slots, stride, offsets, inside, rank, WORLD: tl.constexpr, EMPTY: tl.constexpr):
     """Set `offsets` of every rank's part of this rank's slots to EMPTY, except the part of `rank`.
 
-    rank: -1 for no exception.
+    rank: -1 for no exception. Weak stores to own memory.
     """
     for other in tl.static_range(WORLD):
         tl.store(slots + other * stride + offsets, EMPTY, mask=inside & (rank != other))
@@ -102,7 +243,8 @@ def receive(
 ):
     """Wait for every peer's words; return all ranks' words, a tuple by rank.
 
-    All peers' words are read before any is compared, so that the reads overlap.
+    All peers' words are read before any is compared, so that the reads overlap. Volatile loads, in
+    no order: a word that has arrived says nothing of any other memory.
     """
     words = ()
     for _ in tl.static_range(WORLD):
@@ -140,7 +282,10 @@ def receive_sum(
     EMPTY: tl.constexpr,
     SPIN_LIMIT: tl.constexpr,
 ):
-    """Wait for every rank's part, of type `kind`; return `total` plus all, added in rank order."""
+    """Wait for every rank's part, of type `kind`; return `total` plus all, added in rank order.
+
+    Volatile loads, as in `receive`.
+    """
     arrived = total
     spins = 0
     missing = 1

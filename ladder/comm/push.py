@@ -27,6 +27,7 @@ from ladder.comm.primitives import (
     peers,
     receive,
     sendable,
+    store,
 )
 from ladder.jit import begin, kernel, launch, tl, triton
 
@@ -70,7 +71,7 @@ def _push_all_reduce(
     inside = offsets < words
     value = sendable(tl.load(partial + offsets, mask=inside, other=0), EMPTY)
     for i in tl.static_range(1, WORLD):
-        tl.store(bases[i] + current + rank * words + offsets, value, mask=inside)
+        store(bases[i] + current + rank * words + offsets, value, inside)
     clear(own + previous, words, offsets, inside, rank, WORLD, EMPTY)
     arrived = receive(own + current, words, offsets, inside, rank, value, WORLD, EMPTY, SPIN_LIMIT)
     tl.store(out + offsets, add_up(arrived, WORLD, PACKED), mask=inside)

@@ -35,7 +35,9 @@ from ladder.comm.primitives import (
     clear,
     peers,
     receive,
+    rotate,
     sendable,
+    store,
 )
 from ladder.comm.push import DTYPES
 from ladder.jit import begin, kernel, launch, tl, triton
@@ -85,12 +87,12 @@ def _two_shot_all_reduce(
             inside = offsets < shard
             parts = ()
             for i in tl.static_range(1, WORLD):
-                index = ((rank + i) % WORLD) * shard + offsets
+                index = rotate(i, rank, WORLD) * shard + offsets
                 value = tl.load(partial + index, mask=inside & (index < words), other=0)
                 parts += (sendable(value, EMPTY),)
             for i in tl.static_range(1, WORLD):
                 slot = bases[i] + scatter + rank * stride + offsets
-                tl.store(slot, parts[i - 1], mask=inside)
+                store(slot, parts[i - 1], inside)
         if (step >= AHEAD) & (step < chunks + AHEAD):  # sum this rank's shard, and gather
             offsets = (program + (step - AHEAD) * programs) * BLOCK + tl.arange(0, BLOCK)
             inside = offsets < shard
@@ -102,7 +104,7 @@ def _two_shot_all_reduce(
             )
             total = sendable(add_up(arrived, WORLD, PACKED), EMPTY)
             for i in tl.static_range(1, WORLD):
-                tl.store(bases[i] + gather + rank * stride + offsets, total, mask=inside)
+                store(bases[i] + gather + rank * stride + offsets, total, inside)
             tl.store(out + index, total, mask=inside & (index < words))
             clear(own + scatter, stride, offsets, inside, rank, WORLD, EMPTY)
         if step >= 2 * AHEAD:  # the peers' shards

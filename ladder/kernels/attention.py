@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ladder.comm.primitives import arrive
 from ladder.jit import (
     check_dtype,
     check_tensor,
@@ -210,10 +211,8 @@ def _attention_kernel(
             tl.store(part + slot[:, None] * HD + d[None, :], total, mask=inside)
             tl.store(stat + slot * 2, high, mask=g < G)
             tl.store(stat + slot * 2 + 1, weight, mask=g < G)
-    if SPLITS > 1:
-        tl.debug_barrier()  # every thread's stores come before thread 0's release
-        before = tl.atomic_add(arrived + row, 1, sem="acq_rel", scope="gpu")
-        if before == SPLITS - 1:
+    if SPLITS > 1:  # noqa: SIM102  (known when this is compiled)
+        if arrive(arrived + row, SPLITS):
             tl.debug_barrier()
             # [split, query head, element]: every load before the first use.
             s = tl.arange(0, SPLITS)[:, None, None]

@@ -1,8 +1,8 @@
 """Every kernel compiled for GPUs of compute capability 9.0, on any machine.
 
-`python -m tests.kernels.compiled` prints a JSON object: `kinds`, of each kernel, and `ptx`, of each
-launch, called "kernel: case". It is a process of its own, as tests import the kernels for Triton's
-interpreter.
+`python -m tests.kernels.compiled` prints a JSON object: `kinds`, of each kernel, `ptx`, of each
+launch, called "kernel: case", and `primitives`, of the kernels of tests.primitives. It is a process
+of its own, as tests import the kernels for Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -126,12 +126,14 @@ def main() -> None:
     with mock.patch.object(torch.backends.cuda, "is_built", return_value=True):
         found = launches()
     from ladder import jit
+    from tests import primitives as one_each
 
     ptx = {
         f"{kernel.__name__}: {case}": compile_launch(kernel, args, meta)
         for case, kernel, args, meta in found
     }
-    json.dump({"kinds": jit.KERNELS, "ptx": ptx}, sys.stdout)
+    primitives = {name: compile_launch(*launch) for name, launch in one_each.launches().items()}
+    json.dump({"kinds": jit.KERNELS, "ptx": ptx, "primitives": primitives}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -16,13 +17,42 @@ from tests.commands import PATIENCE
 STORES = r"\bst\.global\.(\S+)"
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-def test_kernels_compile_for_a_gpu() -> None:
-    """What only the interpreter takes, a wait without an end, a push in narrow stores: all fail."""
+# What each primitive is to a GPU, in order: see the docstrings of ladder.comm.primitives.
+BARRIER, LOAD, STORE = r"bar\.sync", r"ld\.global\.cg\.v4", r"st\.global\.v4\.b32"
+RELEASE = (BARRIER, r"atom\.global\.sys\.release\.exch")
+ACQUIRE = (r"(?:ld|atom)\.global\.sys\.acquire", BARRIER, r"trap;")
+READ, WRITTEN = r"cp\.async\.bulk\.tensor\.2d\.shared", r"cp\.async\.bulk\.tensor\.2d\.global"
+FLUSH = (r"cp\.async\.bulk\.wait_group 0;", r"fence\.proxy\.async;")
+
+
+def last(scope: str) -> tuple[str, ...]:
+    """`arrive`, and what the last one does."""
+    arrives = rf"atom\.global\.{scope}\.acq_rel\.add"
+    return (STORE, BARRIER, arrives, BARRIER, LOAD, r"(?:red|atom)\.global\.sys\.relaxed\.add")
+
+
+PRIMITIVES = {
+    "send": (STORE, *RELEASE),
+    "receive": (*ACQUIRE, LOAD),
+    "tma": (*ACQUIRE, r"fence\.proxy\.async;", READ, WRITTEN, *FLUSH, *RELEASE),
+    "sum": last("gpu"),
+    "sum for a peer": last("sys"),
+    "tile": (STORE,),
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """What tests.kernels.compiled prints."""
     code = [sys.executable, "-m", "tests.kernels.compiled"]
     run = subprocess.run(code, capture_output=True, cwd=ROOT, timeout=PATIENCE, check=False)
     assert run.returncode == 0, run.stderr.decode()
-    found = json.loads(run.stdout)
+    return json.loads(run.stdout)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_kernels_compile_for_a_gpu(found: dict[str, Any]) -> None:
+    """What only the interpreter takes, a wait without an end, a push in narrow stores: all fail."""
     assert {launch.split(":")[0] for launch in found["ptx"]} == set(found["kinds"])
     for launch, ptx in found["ptx"].items():
         waits = "ld.volatile" in ptx
@@ -35,3 +65,23 @@ def test_kernels_compile_for_a_gpu() -> None:
             assert "v4.b32" in re.findall(STORES, ptx), launch
         if waits and kind != "both":
             assert "ld.volatile.global.v4.b32" in ptx, launch
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("name", PRIMITIVES)
+def test_primitives_order_memory_as_they_say(name: str, found: dict[str, Any]) -> None:
+    """A release, an acquire, a barrier or a fence that is weakened, moved or left out fails.
+
+    Nothing is read before the wait, and nothing written after the signal. Accesses have 16 bytes.
+    """
+    ptx, wanted = found["primitives"][name], PRIMITIVES[name]
+    assert re.search(".*?".join(wanted), ptx, flags=re.DOTALL), name
+    if ACQUIRE[0] in wanted:
+        before, after = re.split(ACQUIRE[0], ptx, maxsplit=1)
+        assert not re.search(f"ld.global|{READ}", before)
+        assert "trap;" in after
+    if RELEASE[1] in wanted:
+        after = re.split(RELEASE[1], ptx)[-1]
+        assert not re.search(f"st.global|{WRITTEN}", after)
+    if name == "tile":
+        assert set(re.findall(STORES, ptx)) == {"v4.b32"}
