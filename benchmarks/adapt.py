@@ -1,8 +1,9 @@
 """Post-training adaptation: a small standard model converted to hybrids, and recovered.
 
     python benchmarks/adapt.py run --standard RUN [key=value ...] [--data FOLDER] [--out FOLDER]
-        [--runs FOLDER] [--share 0.05] [--rates FACTOR ...] [--windows N] [--limit N | --no-tasks]
-        [--gpus N] [--budget MINUTES] [--only NAME ...]
+        [--wiring PLAN ...] [--tp-degree T] [--choices half|all] [--runs FOLDER] [--share 0.05]
+        [--rates FACTOR ...] [--windows N] [--limit N | --no-tasks] [--gpus N] [--budget MINUTES]
+        [--only NAME ...]
     python benchmarks/adapt.py report FILE
 
 `run` takes a standard model from `ladder train` (benchmarks/quality.py trains one) and wires half
@@ -12,6 +13,9 @@ text, with `--share` of the model's training tokens: by plain training, by disti
 original model, and by either while layers are converted one after another in the first half of the
 steps. Controls: each choice before any training, the original model, and the original model trained
 for as many more tokens. `--rates` also trains the first choice at multiples of the learning rate.
+
+`--wiring` puts other plans on the last half of the layers, as `--wiring ladder desync-4x-sqrt
+accumulate-4x`: each is measured zero-shot, distilled and trained plainly, with the same controls.
 
 Every point is measured in float32 on held-out text: bits per byte, divergence from the original
 model, and the tasks of `ladder eval --tasks offline`. key=value overrides the recipe of the
@@ -36,20 +40,23 @@ from typing import Any
 
 import torch
 from adapt_points import (
+    LADDER,
     OFFLINE,
     RATE,
     RATES,
     SENSITIVITY,
     Point,
     choices,
+    last_half,
     points,
     recovery,
     sensitivity,
     sizes,
 )
-from adapt_report import COLUMNS, caption, markdown, read, rows
+from adapt_report import caption, markdown, read, tables
 from jobs import Started, deadline, finish, run_all, visible_gpus
 from quality import check_common, summary
+from quality_plans import T
 
 from ladder.checkpoint import newest, read_config
 from ladder.cli import main as ladder
@@ -74,10 +81,13 @@ RESULTS, TABLE = "adapt.jsonl", "adapt.txt"
 def run(options: argparse.Namespace) -> int:
     """Make and measure the points that are not finished; 1 if one failed."""
     until, gpus, recipe = deadline(options.budget), visible_gpus(options.gpus), recovery(options)
-    layers = len(free_layers(read_config(newest(options.standard)).plan))
+    original = read_config(newest(options.standard))
+    layers = free_layers(original.plan)
+    half = options.choices == "half"
     hows = ("last", "cheapest", "both")  # which of them, the sensitivity says
-    possible = [[(how, (*range(size),)) for size in sizes(layers)] for how in hows]
-    named_points(options, [p for each in possible for p in points(options, recipe, each)])
+    possible = [[(how, (*range(size),)) for size in sizes(len(layers))] for how in hows]
+    possible = [last_half(layers)] if half else possible
+    named_points(options, [p for each in possible for p in points(options, recipe, each, original)])
     if not options.no_tasks:
         suites.require_lm_eval()
     data = open_sources(options.data)
@@ -122,15 +132,16 @@ def run(options: argparse.Namespace) -> int:
         done = {record["name"] for record in records}
         return [point for point in points if point.name not in done]
 
-    first = todo([sensitivity(options, recipe.before.seq_len)])
+    first = [] if half else todo([sensitivity(options, recipe.before.seq_len)])
     if run_all(first, gpus, until, expected_s, finished) or first:  # it failed, or was left out
         return 1
     if not options.no_tasks:
         offline.build_tasks([options.data], options.out / OFFLINE)
-    found = next(record for record in records if record["name"] == SENSITIVITY)
-    waiting = todo(named_points(options, points(options, recipe, choices(found))))
+    found = next((record for record in records if record["name"] == SENSITIVITY), {})
+    chosen = last_half(layers) if half else choices(found)
+    waiting = todo(named_points(options, points(options, recipe, chosen, original)))
     failed = run_all(waiting, gpus, until, expected_s, finished)
-    text = f"{caption(records)}\n{aligned([list(COLUMNS), *rows(records)])}"
+    text = "\n\n".join([caption(records), *map(aligned, tables(records))])
     write_text(options.out / TABLE, text + "\n")
     print(f"\n{text}\n\n{file}")
     return 1 if failed else 0
@@ -171,6 +182,7 @@ def measure(options: argparse.Namespace) -> int:
     )
     result = {
         "plan": model.config.plan.name,
+        "reduces": model.config.plan.collectives,
         "bits_per_byte": cost.bits_per_byte,
         "divergence": cost.divergence,
         "heldout_tokens": tokens,
@@ -211,8 +223,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add.add_argument("--runs", type=Path, help="for the models (--out)")
     add.add_argument("--share", type=float, default=0.05, help="of the pretraining tokens")
     add.add_argument("--rate", type=float, default=RATE, help="of the standard model's peak rate")
-    add.add_argument("--rates", type=float, nargs="*", default=RATES, metavar="FACTOR",
+    add.add_argument("--rates", type=float, nargs="*", metavar="FACTOR",
                      help="of that rate, for the smallest choice as well")  # fmt: skip
+    add.add_argument("--wiring", nargs="+", metavar="PLAN",
+                     help="ladder (the default), desync-4x-sqrt, accumulate-4x, ...")  # fmt: skip
+    add.add_argument("--tp-degree", type=int, default=T, help=f"T of plans that need it ({T})")
+    add.add_argument("--choices", choices=("half", "all"),
+                     help="of layers: the last half, or all four (half with --wiring)")  # fmt: skip
     add.add_argument("--windows", type=int, default=512, help="held-out windows; 0: all")
     add.add_argument("--limit", type=int, help="examples of each task (all)")
     add.add_argument("--no-tasks", action="store_true", help="without the offline tasks (lm_eval)")
@@ -240,6 +257,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parse_words(parser, sys.argv[1:] if arguments is None else arguments)
     if options.verb is run:
         options.runs = options.runs or options.out
+        options.choices = options.choices or ("half" if options.wiring else "all")
+        options.wiring = list(dict.fromkeys(options.wiring or [LADDER]))
+        if options.rates is None:
+            options.rates = () if options.choices == "half" else RATES
     return options
 
 

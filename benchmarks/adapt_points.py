@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from quality import check_overrides
+from quality_plans import T, scaled
 
-from ladder.convert.sensitivity import named
-from ladder.files import make_folder
+from ladder.convert.sensitivity import named, ranges
+from ladder.files import make_folder, write_text
+from ladder.models import ModelConfig, resolve_plan
 from ladder.models.errors import UserError
+from ladder.models.plan import Plan
 from ladder.train.config import TrainConfig, load_train_config
 
 SIZES = (0.5, 0.625)  # of the layers: 16 and 20 of 32 in the paper's Table 4
-WAYS = ("zero-shot", "plain", "distil", "progressive", "progressive-distil")
+WAYS = ("plain", "distil", "progressive", "progressive-distil")
+FEW_WAYS = ("distil", "plain")  # of the last half alone, the better one first
+LADDER, UNSCALED = "ladder", "-one"
 OWN = ("init", "data", "out", "plan", "model", "teacher", "convert_layers", "steps", "epochs", "lr",
        "tp", "tp_degree")  # fmt: skip
 SCRIPT = Path(__file__).with_name("adapt.py")
@@ -26,15 +32,23 @@ SENSITIVITY, OFFLINE = "sensitivity", "offline"
 RATE, RATES, WEIGHT, STEPS = 0.1, (0.25, 0.5, 2.0), 0.8, 250  # see benchmarks/README.md
 
 
+Choice = tuple[str, tuple[int, ...]]  # how the layers were chosen, and which
+
+
 @dataclass(frozen=True)
 class Point:
-    """A model to make with a `ladder` command, and to measure."""
+    """A model to make with a `ladder` command, and to measure.
+
+    measured: the words of `measure`; none: the command measures itself. plan: written to a file
+    that the command names.
+    """
 
     name: str
     folder: Path
     words: tuple[str, ...]
-    measured: tuple[str, ...]  # the words of `measure`; none: the command measures itself
+    measured: tuple[str, ...]
     about: dict[str, Any]
+    plan: Plan | None = None
 
     @property
     def command(self) -> list[str]:
@@ -46,10 +60,16 @@ class Point:
     def result(self) -> Path:
         return self.folder / "result.json"
 
-    def clear(self) -> None:
+    def prepare(self) -> None:
         if any((self.folder / name).exists() for name in ("model", "result.json")):
             shutil.rmtree(self.folder)
         make_folder(self.folder)
+        if self.plan is not None:
+            write_text(plan_file(self.folder, self.plan), json.dumps(self.plan.to_dict()) + "\n")
+
+
+def plan_file(folder: Path, plan: Plan) -> Path:
+    return folder / f"{plan.name}.json"
 
 
 @dataclass(frozen=True)
@@ -106,10 +126,15 @@ def sizes(layers: int) -> list[int]:
     return list({math.floor(share * layers + 0.5): None for share in SIZES})
 
 
-def choices(found: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
-    """(how chosen, layers): the last layers, and the cheapest where these differ."""
+def last_half(layers: Sequence[int]) -> list[Choice]:
+    """The paper's choice alone, for which no sensitivity is measured."""
+    return [("last", tuple(layers[-sizes(len(layers))[0] :]))]
+
+
+def choices(found: dict[str, Any]) -> list[Choice]:
+    """The last layers, and the cheapest where these differ."""
     ranked = [cost["layers"][0] for cost in found["singles"]]
-    chosen = []
+    chosen: list[Choice] = []
     for size in sizes(len(ranked)):
         last = tuple(sorted(ranked)[-size:])
         cheapest = tuple(sorted(ranked[:size]))
@@ -119,10 +144,44 @@ def choices(found: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
     return chosen
 
 
+def wired(wiring: str, layers: Sequence[int], original: ModelConfig, degree: int) -> ModelConfig:
+    """The original model with some layers wired as `wiring`, the others as `standard`.
+
+    wiring: a preset, a plan of benchmarks/quality_plans.py, or either with `-one`, whose own
+    partials are not scaled. degree: T, where the plan depends on it.
+    """
+    base = wiring.removesuffix(UNSCALED)
+    try:
+        records = list(resolve_plan("standard", original.num_layers).sublayers)
+        for first, last in ranges(layers):
+            plan = scaled(base, last + 1 - first, degree)
+            found = () if plan is None else plan.sublayers
+            if plan is None:
+                plan = resolve_plan(f"{base}@{first}-{last}", original.num_layers, degree)
+                found = tuple(
+                    record
+                    for layer, record in zip(plan.layers, plan.sublayers, strict=True)
+                    if first <= layer <= last
+                )
+            if len(found) != 2 * (last + 1 - first):
+                raise UserError("it merges the norms of a layer, and so is no plan to recover")
+            if base != wiring:
+                found, before = tuple(replace(each, own_scale=1.0) for each in found), found
+                if found == before:
+                    raise UserError(f"{base} has no scale that {UNSCALED} would leave out")
+            records[2 * first : 2 * last + 2] = found
+        plan = Plan(tuple(records), named(layers, wiring))
+        if plan.sublayers == original.plan.sublayers:
+            raise UserError("it is the plan that the model has already")
+        return replace(original, plan=plan, tp_degree=degree if plan.depends_on_tp else None)
+    except UserError as error:
+        raise UserError(f"--wiring={wiring}: {error}") from error
+
+
 def points(
-    options: argparse.Namespace, recipe: Recovery, chosen: Sequence[tuple[str, tuple[int, ...]]]
+    options: argparse.Namespace, recipe: Recovery, chosen: Sequence[Choice], original: ModelConfig
 ) -> list[Point]:
-    """All points, the most informative first."""
+    """All points, the most informative first. original: the standard model."""
     measured = ["--original", options.standard, "--data", options.data, "--windows",
                 options.windows, "--seq-len", recipe.before.seq_len]  # fmt: skip
     if not options.no_tasks:
@@ -130,37 +189,50 @@ def points(
         measured += [] if options.limit is None else ["--limit", options.limit]
     found = []
 
-    def add(how: str, layers: tuple[int, ...], way: str, factor: float = 1) -> None:
-        name = f"{how}-{len(layers)}-{way}" if layers else way
-        name += f"-x{factor:g}" if factor != 1 else ""
+    def add(way: str, choice: Choice = ("-", ()), wiring: str = "", factor: float = 1) -> None:
+        how, layers = choice
+        parts = [how, str(len(layers))] if layers else []
+        config = wired(wiring, layers, original, options.tp_degree) if layers else original
+        if wiring not in ("", LADDER):
+            degree = config.tp_degree
+            parts += [wiring, *([f"T{degree}"] if degree not in (None, T) else [])]
+        name = "-".join([*parts, way, *([f"x{factor:g}"] if factor != 1 else [])])
         folder = options.runs / name
         model = folder / "model" if way != "original" else options.standard
         about = {"name": name, "chosen": how, "layers": list(layers), "way": way, "lr": None,
-                 "tokens": 0}  # fmt: skip
+                 "tokens": 0, "tp_degree": config.tp_degree}  # fmt: skip
+        written = config.plan if config.tp_degree else None
+        plan = str(plan_file(folder, config.plan)) if written else config.plan.name
         words: list[str] = []
         if way == "zero-shot":
-            words = ["convert", str(options.standard), "--plan", named(layers), "--out", str(model)]
+            words = ["convert", str(options.standard), "--plan", plan, "--out", str(model)]
+            words += ["--tp-degree", str(config.tp_degree)] if written else []
         elif way != "original":
             lr = f"{factor * recipe.lr:g}"
             about |= {"lr": float(lr), "tokens": recipe.tokens}
             words = [*recipe.words, f"lr={lr}", f"out={model}"]
-            words += [f"plan={named(layers)}"] if layers else []
+            words += [f"plan={plan}"] if layers else []
+            words += [f"tp_degree={config.tp_degree}"] if written else []
             words += [f"teacher={options.standard}"] if way.endswith("distil") else []
             if way.startswith("progressive"):
+                if written:  # refused: see ladder.train.conversion
+                    return
                 every = max(1, recipe.steps // 2 // len(layers))
                 words.append(f"convert_layers={{start_step: 0, every: {every}}}")
         own = tuple(map(str, [model, *measured, "--out", folder / "result.json"]))
-        found.append(Point(name, folder, tuple(words), own, about))
+        found.append(Point(name, folder, tuple(words), own, about, written))
 
-    add("-", (), "original")
-    for how, layers in chosen:
-        add(how, layers, "zero-shot")
-    add("-", (), "trained-on")
-    for way in WAYS[1:]:
-        for how, layers in chosen:
-            add(how, layers, way)
+    kinds = [(choice, wiring) for choice in chosen for wiring in options.wiring]
+    add("original")
+    for choice, wiring in kinds:
+        add("zero-shot", choice, wiring)
+    add("trained-on")
+    for way in FEW_WAYS if options.choices == "half" else WAYS:
+        for choice, wiring in kinds:
+            add(way, choice, wiring)
     for factor in options.rates:
-        for way in ("plain", "distil"):
-            add(*chosen[0], way, factor)
-        add("-", (), "trained-on", factor)
+        for wiring in options.wiring:
+            for way in ("plain", "distil"):
+                add(way, chosen[0], wiring, factor)
+        add("trained-on", factor=factor)
     return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,18 @@ TASKS = {
 }
 COLUMNS = ("layers", "chosen", "way", "rate", "bits per byte", "more", "KL", "recovered", *TASKS,
            "s")  # fmt: skip
+WAYS = ("original", "zero-shot", "trained-on", "plain", "distil", "progressive",
+        "progressive-distil")  # fmt: skip
+SHORT = {"zero-shot": "zero-shot", "plain": "plain", "distil": "distilled"}
+BESIDE = ("layers", "reduces", *SHORT.values())
+FACTOR = re.compile(r"-x[\d.e+-]+")  # ends the name of a point at another learning rate
 MEANING = """\
 more: bits per byte above the original's. KL: nats a token of the divergence from it. recovered: of
-what the choice of layers costs before any training, in bits per byte; above 100 % the model is
-better than the original was, as more training makes that too (trained-on). chosen: the last layers,
-or the cheapest by `ladder convert sensitivity`; both: they are the same. rate: the peak. s: of
-conversion or training, with its start."""
+what the changed layers cost before any training, in bits per byte; above 100 % the model is better
+than the original was, as more training makes that too (trained-on; none: the original, trained for
+as many tokens). reduces: all-reduces a token. chosen: the last layers, or the cheapest by `ladder
+convert sensitivity`; both: they are the same. rate: the peak. s: of conversion or training, with
+its start."""
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -36,7 +43,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 def recovered(record: dict[str, Any], records: Sequence[dict[str, Any]]) -> float | None:
     """(zero-shot - after) / (zero-shot - original) in bits per byte, of the same layers."""
     original = _bits(records, way="original")
-    before = _bits(records, way="zero-shot", layers=record["layers"])
+    before = _bits(records, way="zero-shot", layers=record["layers"], plan=record["plan"])
     if original is None or before is None or before == original or not record["tokens"]:
         return None
     return (before - float(record["bits_per_byte"])) / (before - original)
@@ -50,9 +57,7 @@ def _bits(records: Sequence[dict[str, Any]], **wanted: Any) -> float | None:
 
 def rows(records: Sequence[dict[str, Any]]) -> list[list[str]]:
     """A row for each point, under COLUMNS: the original, the controls, then each choice."""
-    points = [record for record in records if "way" in record]
-    original = _bits(points, way="original")
-    points.sort(key=lambda r: (len(r["layers"]), r["chosen"] == "cheapest"))
+    original, points = _bits(records, way="original"), _sorted(records)
     found = []
     for each in points:
         share = recovered(each, points)
@@ -75,6 +80,47 @@ def rows(records: Sequence[dict[str, Any]]) -> list[list[str]]:
     return found
 
 
+def _sorted(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The points, those of the same layers and plan side by side, in the order of WAYS."""
+    points = [record for record in records if "way" in record]
+    plans = list(dict.fromkeys(each["plan"] for each in points))
+    return sorted(
+        points,
+        key=lambda each: (
+            len(each["layers"]), each["chosen"] == "cheapest",
+            plans.index(each["plan"]) if each["layers"] else 0, WAYS.index(each["way"]),
+        ),
+    )  # fmt: skip
+
+
+def beside(records: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """A row for each plan, under BESIDE: bits per byte above the original's, share recovered."""
+    original, lines = _bits(records, way="original"), {}
+    for each in _sorted(records):
+        kind = "plain" if each["way"] == "trained-on" else each["way"]
+        if kind not in SHORT or original is None or FACTOR.search(each["name"]):
+            continue
+        name = each["plan"] if each["layers"] else "none, trained as long"
+        line = lines.setdefault(name, dict.fromkeys(BESIDE, "-") | {"layers": name})
+        share = recovered(each, records)
+        said = "" if share is None else f" ({100 * share:.0f} %)"
+        line[SHORT[kind]] = f"{each['bits_per_byte'] - original:+.4f}{said}"
+        line["reduces"] = str(each.get("reduces", "-"))
+    return [list(line.values()) for line in lines.values()]
+
+
+def tables(records: Sequence[dict[str, Any]]) -> list[list[list[str]]]:
+    """The plans side by side, and every point; without columns of which nothing is known."""
+    found = [[list(BESIDE), *beside(records)], [list(COLUMNS), *rows(records)]]
+    kept = [[n for n, cells in enumerate(zip(*table, strict=True)) if {*cells[1:]} - {"-"}]
+            for table in found]  # fmt: skip
+    return [
+        [[row[n] for n in columns] for row in table]
+        for table, columns in zip(found, kept, strict=True)
+        if columns
+    ]
+
+
 def caption(records: Sequence[dict[str, Any]]) -> str:
     first = next((record for record in records if "way" in record), None)
     if first is None:
@@ -90,36 +136,79 @@ def caption(records: Sequence[dict[str, Any]]) -> str:
 
 
 def markdown(records: Sequence[dict[str, Any]]) -> str:
-    cells = [list(COLUMNS), ["---"] * len(COLUMNS), *rows(records)]
-    table = "\n".join("| " + " | ".join(row) + " |" for row in cells)
-    return f"{caption(records)}\n\n{table}\n\n{MEANING}"
+    found = [caption(records)]
+    for head, *body in tables(records):
+        cells = [head, ["---"] * len(head), *body]
+        found.append("\n".join("| " + " | ".join(row) + " |" for row in cells))
+    return "\n\n".join([*found, MEANING])
 
 
 def write_page(records: Sequence[dict[str, Any]]) -> tuple[str, str]:
     """The main result in a sentence, and the page."""
-    points = [record for record in records if "way" in record]
-    shares = {
-        f"{each['name']} ({each['plan']})": share
-        for each in points
-        if (share := recovered(each, points)) is not None
-    }
-    finding = "No loss was recovered: the points have no zero-shot model beside them."
-    drawn: PagePart = NO_FIGURES
-    if shares:
-        best = max(shares, key=lambda name: shares[name])
-        finding = (
-            f"{best} recovers {100 * shares[best]:.0f} % of the bits per byte that turning its "
-            f"layers into a ladder costs."
-        )
-        if figures.available():
-            bars = [
-                Bar(name, 100 * share, f"{100 * share:.0f} %",
-                    COLOURS["ladder"] if "distil" in name else MUTED)
-                for name, share in sorted(shares.items(), key=lambda each: -each[1])
-            ]  # fmt: skip
-            said = "Share of the zero-shot loss that is recovered; coloured: by distillation."
-            drawn = Figure(figures.bars(bars, "%"), said)
-    parts: list[PagePart] = [drawn] if shares else []
-    parts += [Table(COLUMNS, rows(records), caption(records)), Aside("Columns", MEANING)]
+    points = [record for record in records if "way" in record and record["layers"]]
+    wirings = {record["plan"].partition("@")[0] for record in points}
+    finding, figure = _by_wiring(records) if len(wirings) > 1 else _by_share(records)
+    drawn: list[PagePart] = [] if figure is None else [NO_FIGURES]
+    if figure is not None and figures.available():
+        drawn = [figure()]
+    parts: list[PagePart] = [*drawn]
+    parts += [Table(head, body, caption(records)) for head, *body in tables(records)]
+    parts.append(Aside("Columns", MEANING))
     machines = [record["machine"] for record in records if "machine" in record]
-    return finding, page("A trained model turned into a ladder", finding, parts, machines)
+    title = "under another plan" if len(wirings) > 1 else "turned into a ladder"
+    return finding, page(f"A trained model {title}", finding, parts, machines)
+
+
+def _named(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {f"{each['name']} ({each['plan']})": each for each in records if "way" in each}
+
+
+def _by_share(records: Sequence[dict[str, Any]]) -> tuple[str, Callable[[], Figure] | None]:
+    """The finding, and what draws its figure: which way recovers most of what the plan costs."""
+    found = {name: recovered(each, records) for name, each in _named(records).items()}
+    shares = {name: share for name, share in found.items() if share is not None}
+    if not shares:
+        return "No loss was recovered: the points have no zero-shot model beside them.", None
+    best = max(shares, key=lambda name: shares[name])
+    finding = (
+        f"{best} recovers {100 * shares[best]:.0f} % of the bits per byte that turning its layers "
+        f"into a ladder costs."
+    )
+
+    def draw() -> Figure:
+        bars = [
+            _bar(name, 100 * share, f"{100 * share:.0f} %")
+            for name, share in sorted(shares.items(), key=lambda each: -each[1])
+        ]
+        said = "Share of the zero-shot loss that is recovered; coloured: by distillation."
+        return Figure(figures.bars(bars, "%"), said)
+
+    return finding, draw
+
+
+def _by_wiring(records: Sequence[dict[str, Any]]) -> tuple[str, Callable[[], Figure] | None]:
+    """The same: which plan ends nearest to the original. Shares are of a loss of its own."""
+    original = _bits(records, way="original")
+    if original is None:
+        return "The original was not measured beside these points.", None
+    more = {
+        name: float(each["bits_per_byte"]) - original
+        for name, each in _named(records).items()
+        if each["layers"]
+    }
+    best = min(more, key=lambda name: more[name])
+    finding = f"{best} is nearest to the original: {more[best]:+.4f} bits per byte."
+
+    def draw() -> Figure:
+        bars = [
+            _bar(name, max(value, 0.0), f"{value:+.4f}")
+            for name, value in sorted(more.items(), key=lambda each: each[1])
+        ]
+        said = "Bits per byte above the original's; coloured: distilled."
+        return Figure(figures.bars(bars, "bits per byte"), said)
+
+    return finding, draw
+
+
+def _bar(name: str, value: float, text: str) -> Bar:
+    return Bar(name, value, text, COLOURS["ladder"] if "distil" in name else MUTED)

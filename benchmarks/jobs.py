@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Generic, Protocol, TypeVar
+from typing import IO, Generic, Protocol, TypeVar, cast
 
 import torch
 
@@ -32,8 +32,8 @@ class Job(Protocol):
     def command(self) -> list[str]:
         """The arguments of Python."""
 
-    def clear(self) -> None:
-        """Remove what an interrupted try has left in the folder."""
+    def prepare(self) -> None:
+        """Make ready to start; remove what an interrupted try has left in the folder."""
 
 
 J = TypeVar("J", bound=Job)
@@ -52,6 +52,11 @@ class Started(Generic[J]):
     def tail(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1] if lines else "it said nothing"
+
+    @property
+    def arguments(self) -> list[str]:
+        """Those of Python, as the process got them."""
+        return [str(each) for each in cast("list[str]", self.process.args)[1:]]
 
     @property
     def wall_s(self) -> float:
@@ -137,7 +142,7 @@ def on(gpu: str | None) -> str:
 
 
 def start(job: J, gpu: str | None) -> Started[J]:
-    job.clear()
+    job.prepare()
     log = job.folder.with_name(f"{job.folder.name}.log")
     stream = log.open("wb")
     package = Path(ladder.__file__).parents[1]

@@ -9,12 +9,14 @@
 `run` trains the recipe quality-100m, or that of --recipe, by `ladder train`, one run on each GPU at
 a time (without GPUs one run at a time on the CPU), the longest first. Finished runs are lines in
 `--out`/quality.jsonl (runs/quality; of another recipe runs/NAME) and are skipped when the command
-is started again; interrupted runs start again. PLAN is the name of a plan; desync-Nx-sqrt (-root4,
--full): desync whose unreduced partials are scaled by the square root of T (the fourth root, T); or
-a YAML file with a plan, then named after the file. SEEDS is a number or a range, as 0-2. The sets
-are in benchmarks/quality_plans.py. key=value overrides the recipe for all runs; eval_interval=50
-records the curves that the comparison at equal training time needs. The data is prepared by
-benchmarks/quality_data.py.
+is started again; interrupted runs start again, or with checkpoint_interval=N go on from their
+newest checkpoint. PLAN is the name of a plan; desync-Nx-sqrt (-root4, -full): desync whose
+unreduced partials are scaled by the square root of T (the fourth root, T); desync-Nx-init-sqrt
+(-root4, -full): desync whose output matrices of unreduced sublayers begin that much larger, and
+nothing else; or a YAML file with a plan, then named after the file. SEEDS is a number or a range,
+as 0-2. The sets are in benchmarks/quality_plans.py. key=value overrides the recipe for all runs;
+eval_interval=50 records the curves that the comparison at equal training time needs. The data is
+prepared by benchmarks/quality_data.py.
 
 `plans` writes the files of scaled plans, for `ladder bench inference --plans FILE`. `page` joins
 the results with decode latencies, of the same shape or of `--model`: `ladder bench inference
@@ -37,9 +39,11 @@ from typing import Any
 import torch
 from jobs import Started, deadline, finish, run_all, visible_gpus
 from quality_frontier import latencies, write_page
-from quality_plans import NAMED, T, called, chosen, depends_on_tp, written
+from quality_initial import write_initial
+from quality_plans import NAMED, T, called, chosen, depends_on_tp, initially, written
 from quality_report import COLUMNS, KEYS, caption, read, read_all, rows
 
+from ladder.checkpoint import checkpoints
 from ladder.cli import parse_words
 from ladder.data.mix import open_sources
 from ladder.data.prepared import TokenData
@@ -54,7 +58,8 @@ from ladder.train.config import TrainConfig, load_train_config
 
 RECIPE = "quality-100m"
 OUT = Path("runs/quality")  # of RECIPE
-OWN = ("data", "out", "plan", "seed", "tp", "tp_degree")  # keys of the recipe that are set here
+# Keys of the recipe that are set here, or that a run may not have.
+OWN = ("data", "out", "plan", "seed", "init", "tp", "tp_degree")
 PER_RUN = ("data", "out", "plan", "seed", "tp_degree")  # keys in which runs side by side differ
 RESULTS, TABLE = "quality.jsonl", "quality.txt"
 
@@ -69,6 +74,7 @@ class Run:
     config: TrainConfig
     model: ModelConfig
     overrides: tuple[str, ...]
+    initial_scale: float = 1.0  # of the output matrices of unreduced sublayers
 
     @property
     def name(self) -> str:
@@ -85,12 +91,32 @@ class Run:
 
     @property
     def command(self) -> list[str]:
-        return ["-m", "ladder", "train", self.recipe, *self.overrides]
+        own = self.overrides
+        if self.initial_scale != 1:  # the shape is that of the weights
+            own = tuple(each for each in own if not each.startswith(("model=", "model.")))
+            own = (*own, f"init={self.initial}")
+        again = ["--resume"] if self.continues else []
+        return ["-m", "ladder", "train", self.recipe, *own, *again]
 
-    def clear(self) -> None:
-        """Remove an interrupted run: its only checkpoint is written at the end."""
+    @property
+    def continues(self) -> bool:
+        """Whether an interrupted run of it left a checkpoint (with checkpoint_interval=N)."""
+        found = checkpoints(self.folder)
+        return bool(found) and found[-1][0] < self.config.steps
+
+    @property
+    def initial(self) -> Path:
+        """The folder of its initial weights, if its command does not draw them."""
+        return self.folder.parent / "initial" / self.name
+
+    def prepare(self) -> None:
+        """Remove an interrupted run that has no checkpoint, and write the initial weights."""
+        if self.continues:
+            return
         if (self.folder / "recipe.json").exists():
             shutil.rmtree(self.folder)
+        if self.initial_scale != 1:
+            write_initial(self.model, self.seed, self.initial_scale, self.initial)
 
 
 # ---- run ------------------------------------------------------------------------------------
@@ -128,6 +154,7 @@ def resolve(plan: str, seed: int, degree: int, options: argparse.Namespace, data
     at = "" if degree == T else f"-T{degree}"
     shared = [*options.overrides, f"data={options.data}"]
     shape = load_train_config(options.recipe, shared).model_config(data.vocab_size)
+    plan, initial_scale = initially(plan, degree)
     own = [f"plan={written(plan, shape.num_layers, degree, options.runs / 'plans')}"]
     if depends_on_tp(own[0].removeprefix("plan="), shape.num_layers):
         own.append(f"tp_degree={degree}")
@@ -136,7 +163,8 @@ def resolve(plan: str, seed: int, degree: int, options: argparse.Namespace, data
     own += [f"seed={seed}", f"out={options.runs / f'{name}{at}-seed{seed}'}"]
     overrides = (*shared, *own)
     config = load_train_config(options.recipe, overrides)
-    return Run(name, seed, options.recipe, config, config.model_config(data.vocab_size), overrides)
+    model = config.model_config(data.vocab_size)
+    return Run(name, seed, options.recipe, config, model, overrides, initial_scale)
 
 
 def recipe_of(each: Run) -> dict[str, Any]:
@@ -188,7 +216,11 @@ def train_all(
 
 
 def expected_s(each: Run, records: Sequence[dict[str, Any]]) -> float:
-    """The longest time of a run with as many virtual ranks; 0 before one has ended."""
+    """The longest time of a run with as many virtual ranks; 0 before one has ended.
+
+    0, too, for a run that can be interrupted."""
+    if each.config.checkpoint_interval:
+        return 0.0
     alike = [r["wall_s"] for r in records if r["tp_degree"] == each.model.tp_degree]
     return max(alike, default=0.0)
 
@@ -205,11 +237,12 @@ def record(started: Started[Run]) -> dict[str, Any]:
         "plan": each.plan,
         "seed": each.seed,
         "tp_degree": each.model.tp_degree,
+        "initial_scale": each.initial_scale,
         "parameters": parameters,
         "tokens": steps[-1]["tokens"],
         "heldout_bits_per_byte": heldout["heldout_bits_per_byte"],
         "heldout_loss": heldout["heldout_loss"],
-        "wall_s": started.wall_s,
+        "wall_s": started.wall_s,  # of the last part, if it was continued
         "tokens_per_second": statistics.median(entry["tokens_per_second"] for entry in steps),
         "mfu": statistics.median(e["mfu"] for e in steps) if "mfu" in steps[-1] else None,
         "memory_gib": steps[-1].get("memory_gib"),
@@ -217,7 +250,7 @@ def record(started: Started[Run]) -> dict[str, Any]:
         "heldout": [[entry["step"], entry["heldout_bits_per_byte"]] for entry in curve],
         "machine": {
             **facts(torch.cuda.get_device_name(0) if on_gpu else "none"),
-            "command": " ".join(["python", *each.command]),
+            "command": " ".join(["python", *started.arguments]),
         },
     }
 

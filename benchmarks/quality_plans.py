@@ -20,6 +20,7 @@ SUMMED_OR_SCALED = (("accumulate", ""), ("desync", "-sqrt"))
 SEEDS = {"standard": (0, 1), "ladder": (0, 1)}  # the others: 0
 POWERS = {"root4": 0.25, "sqrt": 0.5, "full": 1.0}  # own_scale is T to this power
 NAMED = re.compile(r"(desync-\d+x)-(" + "|".join(POWERS) + ")")
+INITIAL = re.compile(r"(desync-\d+x)-init-(" + "|".join(POWERS) + ")")
 # For 12 layers, whose 24th sublayer is the last: desync-24x reduces once, at the end.
 SETS = {
     "plans": PLANS,
@@ -37,6 +38,7 @@ SETS = {
         *(f"desync-{n}x-sqrt:0-2" for n in (4, 8, 24)),
         "desync-4x-sqrt:0-2:2",  # T = 8 does not divide this model's 12 heads
     ),
+    "initial": tuple(f"desync-{n}x-init-{power}:0" for n in (4, 8) for power in ("sqrt", "full")),
     "shapes": (  # for --recipe quality-30m and quality-300m
         *(f"{plan}:0" for plan in ("standard", "ladder", "desync-4x")),
         *(f"{plan}-{n}x{suffix}:0" for n in (4, 8) for plan, suffix in SUMMED_OR_SCALED),
@@ -79,6 +81,15 @@ def scaled(name: str, layers: int, degree: int) -> Plan | None:
     return Plan(
         tuple(replace(r, own_scale=scale) if r.reduce == "none" else r for r in records), name
     )
+
+
+def initially(plan: str, degree: int) -> tuple[str, float]:
+    """A plan as it is trained, and the scale of its unreduced output matrices at the beginning.
+
+    desync-Nx-init-sqrt is desync-Nx with matrices sqrt(T) times larger; 1 for other plans.
+    """
+    match = INITIAL.fullmatch(plan)
+    return (plan, 1.0) if match is None else (match[1], degree ** POWERS[match[2]])
 
 
 def written(plan: str, layers: int, degree: int, folder: Path) -> str:

@@ -287,6 +287,30 @@ def accumulate(weights: Weights, config: Any, tokens: Tensor, ranks: int, every:
     return run.head([shared])
 
 
+def accumulate_late(
+    weights: Weights, config: Any, tokens: Tensor, ranks: int, every: int, lag: int
+) -> Tensor:
+    """`accumulate`, but each group's sum is read `lag` sublayers late, but for the final norm.
+
+    Sublayer n of rank r reads E + (sum over groups that ended before sublayer n - lag, and over all
+    ranks q, of o_m^q) + sqrt(T) (sum over all other sublayers m < n of o_m^r).
+    """
+    run = Run(weights, config, tokens, ranks)
+    count = 2 * config.num_layers
+    partials: list[list[Tensor]] = []
+    for n in range(count):
+        ended = max(0, (n - lag) // every * every)
+        sublayer = run.mlp if n % 2 else run.attention
+        shared = sum_of([run.embedding, *(sum_of(each) for each in partials[:ended])])
+        own = [
+            [math.sqrt(ranks) * each[rank] for each in partials[ended:]] for rank in range(ranks)
+        ]
+        partials.append(
+            [sublayer(n // 2, sum_of([shared, *own[rank]]), rank) for rank in range(ranks)]
+        )
+    return run.head([sum_of([run.embedding, *map(sum_of, partials)])])
+
+
 def delayed(weights: Weights, config: Any, tokens: Tensor, ranks: int, delay: int) -> Tensor:
     """DTP-d, as DESIGN.md puts it.
 
@@ -330,8 +354,8 @@ def landed_before(records: Any) -> list[tuple[int, int, int]]:
     """For each sublayer, and for the final norm: (start, own, peers).
 
     The residual that it reads is the one that stands before output `start` (the embedding, or what
-    the last `residual` or `accumulated` reduce left), plus this rank's outputs start..own-1 and the
-    peers' outputs start..peers-1. What has landed never leaves again, so own and peers never fall.
+    the last `residual` reduce left), plus this rank's outputs start..own-1 and the peers' outputs
+    start..peers-1. What has landed never leaves again, so own and peers never fall.
     """
     out = []
     start = own = peers = 0
@@ -339,28 +363,42 @@ def landed_before(records: Any) -> list[tuple[int, int, int]]:
         own = max(own, n - record.own_lag)
         peers = max(peers, n - record.peer_lag)
         out.append((start, own, peers))
-        if record.reduce in ("residual", "accumulated"):
+        if record.reduce == "residual":
             start = own = peers = n + 1
     out.append((start, len(records), len(records)))
     return out
+
+
+def reduced_by(records: Any) -> dict[int, int]:
+    """For each sublayer of an `accumulated` reduce's group: the sublayer that reduces it."""
+    found = {}
+    for last, record in enumerate(records):
+        if record.reduce == "accumulated":
+            found[last] = first = last
+            while first and records[first - 1].reduce == "none":
+                first -= 1
+                found[first] = last
+    return found
 
 
 def from_records(weights: Weights, config: Any, tokens: Tensor, ranks: int) -> Tensor:
     """Any plan: the input of sublayer n is summed anew from the list of all outputs so far."""
     run = Run(weights, config, tokens, ranks)
     records = config.plan.sublayers
-    # outputs[n][rank]: the partial. base[rank]: the embedding, or the last residual or accumulated
-    # reduce's result. reads[n][rank]: the residual that sublayer n read.
+    groups = reduced_by(records)
+    # outputs[n][rank]: the partial. base[rank]: the embedding, or the last residual reduce's sum.
     outputs: list[list[Tensor]] = []
-    reads: list[list[Tensor]] = []
     base = [run.embedding] * ranks
 
     def read(start: int, own: int, peers: int, rank: int) -> Tensor:
         x = base[rank]
-        for m in range(start, own):
-            x = x + records[m].own_scale * outputs[m][rank]
-        for m in range(start, peers):
-            if records[m].reduce != "none":
+        for m in range(start, len(outputs)):
+            if m in groups and groups[m] < peers:  # the sum over the ranks, own part included
+                x = x + sum_of(outputs[m])
+                continue
+            if m < own:
+                x = x + records[m].own_scale * outputs[m][rank]
+            if m < peers and records[m].reduce == "output":
                 for peer in range(ranks):
                     if peer != rank:
                         x = x + outputs[m][peer]
@@ -370,7 +408,6 @@ def from_records(weights: Weights, config: Any, tokens: Tensor, ranks: int) -> T
     layer = {"attention": 0, "mlp": 0}
     for n, record in enumerate(records):
         residuals = [read(*marks[n], rank) for rank in range(ranks)]
-        reads.append(residuals)
         if record.kind == "attention":
             sublayer, index = run.attention, layer["attention"]
         elif record.kind == "mlp":
@@ -384,12 +421,6 @@ def from_records(weights: Weights, config: Any, tokens: Tensor, ranks: int) -> T
             pairs = zip(outputs[n], residuals, strict=True)
             summed = sum_of([record.own_scale * p + x / ranks for p, x in pairs])
             base = [summed] * ranks
-        if record.reduce == "accumulated":
-            first = n
-            while first and records[first - 1].reduce == "none":
-                first -= 1
-            everyone = sum_of([sum_of(outputs[m]) for m in range(first, n + 1)])
-            base = [x + everyone for x in reads[first]]
     residuals = [read(*marks[-1], rank) for rank in range(ranks)]
     if all(record.reduce == "none" for record in records):
         residuals = residuals[:1]  # see no_reduce
@@ -405,6 +436,8 @@ def named(name: str, config: Any) -> Callable[..., Tensor] | None:
         return lambda *args: desync(*args, int(match[1]))
     if match := re.fullmatch(r"accumulate-(\d+)x", name):
         return lambda *args: accumulate(*args, int(match[1]))
+    if match := re.fullmatch(r"accumulate-(\d+)x-lag(\d+)", name):
+        return lambda *args: accumulate_late(*args, int(match[1]), int(match[2]))
     if match := re.fullmatch(r"dtp-(\d+)", name):
         return lambda *args: delayed(*args, int(match[1]))
     if name == "hybrid":

@@ -19,6 +19,7 @@ from ladder.models import (
     Reducer,
     SublayerRecord,
     Transformer,
+    UserError,
     resolve_plan,
 )
 from ladder.models.presets import PlanSpec
@@ -50,6 +51,8 @@ DEPENDS_ON_T: dict[str, PlanSpec] = {
     "desync-3x": "desync-3x",
     "desync-4x": "desync-4x",
     "accumulate-4x": "accumulate-4x",
+    "accumulate-2x-lag1": "accumulate-2x-lag1",
+    "accumulate-1x-lag3": "accumulate-1x-lag3",
     "dtp-1": "dtp-1",
     "dtp-2": "dtp-2",
     "dtp-3": "dtp-3",
@@ -68,6 +71,27 @@ DEPENDS_ON_T: dict[str, PlanSpec] = {
         },
         {"layers": 2, "attention+mlp": {"reduce": "accumulated"}},
         {"layers": 3, "attention": {"reduce": "accumulated"}, "mlp": {"own_lag": 1, "peer_lag": 2}},
+    ],
+    "ladder, then groups of 3 in flight, then standard": [
+        {"layers": 0, "preset": "ladder"},
+        {"layers": "1-2", "preset": "accumulate-3x-lag2"},
+        {"layers": 3, "preset": "standard"},
+    ],
+    "a ladder that sums every second output": [
+        {
+            "layers": "0-3",
+            "attention": {"own_lag": 1, "peer_lag": 1, "reduce": "none"},
+            "mlp": {"own_lag": 1, "peer_lag": 1, "reduce": "accumulated"},
+        }
+    ],
+    "groups in flight under own parts of others": [
+        {"layers": 0, "attention+mlp": {"reduce": "accumulated", "own_scale": 1.5}},
+        {
+            "layers": 1,
+            "attention": {"reduce": "none", "own_scale": 0.5, "own_lag": 1, "peer_lag": 3},
+            "mlp": {"reduce": "accumulated", "own_scale": 2.0, "own_lag": 1, "peer_lag": 2},
+        },
+        {"layers": "2-3", "attention": {"peer_lag": 2}, "mlp": {"peer_lag": 3}},
     ],
     "own at once, peers 1 later": [
         {"layers": "0-3", "attention": {"peer_lag": 1}, "mlp": {"peer_lag": 1}}
@@ -102,7 +126,11 @@ FUSED_PLANS: dict[str, PlanSpec] = {
 }
 
 # Ranks add their own outputs and their peers' at different times: equal but for rounding.
-ADDED_APART = ("own at once, peers 1 later", "own 2 later, peers at once")
+ADDED_APART = (
+    "own at once, peers 1 later",
+    "own 2 later, peers at once",
+    "groups in flight under own parts of others",
+)
 
 
 def small_config(
@@ -128,35 +156,36 @@ def both(**fields: Any) -> list[SublayerRecord]:
 
 
 def random_plan(rng: random.Random, num_layers: int, stay_equal: bool = False) -> Plan:
-    """A valid plan: any kinds, lags 0 to 3, reduces and scales; `stay_equal`: one without T."""
+    """A valid plan: any kinds, lags 0 to 3, reduces and scales; `stay_equal`: one without T.
+
+    Layers are drawn again where a plan may not continue with them; half are drawn as part of an
+    `accumulated` reduce's group, with lags of their own.
+    """
     records: list[SublayerRecord] = []
-    own = peers = 0  # outputs that have landed; `residual` is valid only where both are all
-    group = True  # whether an `accumulated` reduce is valid, if the next record has no lags
-    for _ in range(num_layers):
+    while not records or Plan(tuple(records)).num_layers < num_layers:
         kinds = rng.choice((("attention", "mlp"), ("attention", "mlp"), ("attention+mlp",)))
-        together = group and not stay_equal and rng.random() < 0.5  # part of such a group
+        together = not stay_equal and rng.random() < 0.5
+        layer = []
         for kind in kinds:
-            n = len(records)
             own_lag, peer_lag = rng.choice((0, 0, 1, 1, 2, 3)), rng.choice((0, 0, 1, 1, 2, 3))
+            reduce = rng.choice(("output", "output", "none", "residual"))
             if together:
-                own_lag = peer_lag = 0
-            if stay_equal:
-                peer_lag = own_lag
-            own, peers = max(own, n - own_lag), max(peers, n - peer_lag)
-            reduces = ("output", "output", "none", "residual")
-            reduce = "output" if stay_equal else rng.choice(reduces)
-            if together:
+                peer_lag = max(own_lag, peer_lag)
                 reduce = rng.choice(("none", "accumulated"))
-            if reduce == "residual" and (own < n or peers < n):
-                reduce = "output"
-            if reduce in ("residual", "accumulated"):
-                own = peers = n + 1
-                group = True
-            elif reduce == "output" or own_lag or peer_lag:
-                group = False
+            if stay_equal:
+                peer_lag, reduce = own_lag, "output"
             free = not stay_equal and reduce in ("output", "none")
             scale = rng.choice((1.0, 1.0, 0.5, 1.75)) if free else 1.0
-            records.append(SublayerRecord(kind, own_lag, peer_lag, reduce, scale))
+            layer.append(SublayerRecord(kind, own_lag, peer_lag, reduce, scale))
+        try:
+            Plan((*records, *layer))
+        except UserError:
+            continue
+        records += layer
+    apart = Plan(tuple(records)).own_needed
+    for n, record in enumerate(records):
+        if record.reduce == "accumulated" and apart[n]:
+            records[n] = replace(record, own_scale=rng.choice((1.0, 0.5, 1.75)))
     return Plan(tuple(records), "random")
 
 

@@ -74,15 +74,21 @@ def turned(plan: Plan, layers: Iterable[int]) -> Plan:
     return replace(plan, sublayers=records, name=f"{plan.name}, {named(layers)}")
 
 
-def named(layers: Iterable[int]) -> str:
-    """The text of a plan in which `layers` are a ladder: ladder@3-5,ladder@9."""
-    parts: list[list[int]] = []
+def ranges(layers: Iterable[int]) -> list[tuple[int, int]]:
+    """The first and the last layer of each run of layers that follow one another."""
+    found: list[tuple[int, int]] = []
     for layer in sorted(layers):
-        if parts and layer == parts[-1][1] + 1:
-            parts[-1][1] = layer
+        if found and layer == found[-1][1] + 1:
+            found[-1] = found[-1][0], layer
         else:
-            parts.append([layer, layer])
-    return ",".join(f"ladder@{a}" if a == b else f"ladder@{a}-{b}" for a, b in parts)
+            found.append((layer, layer))
+    return found
+
+
+def named(layers: Iterable[int], preset: str = "ladder") -> str:
+    """The text of a plan in which `layers` are that preset: ladder@3-5,ladder@9."""
+    parts = (str(a) if a == b else f"{a}-{b}" for a, b in ranges(layers))
+    return ",".join(f"{preset}@{part}" for part in parts)
 
 
 def worded(plan: Plan, layers: Iterable[int]) -> str:

@@ -79,36 +79,10 @@ MATRIX_PRODUCTS = MatrixProducts()
 
 @dataclass
 class Output:
-    """A sublayer's output: its sum over the ranks, and this rank's own partial if needed.
-
-    base: the residual to which the sum is added, if that is not the newest one: for an
-    `accumulated` reduce, the residual at the start of its group.
-    """
+    """A sublayer's output: its sum over the ranks, and this rank's own partial if needed."""
 
     total: InFlight[Any] | None
     own: Tensor | None = None
-    base: Tensor | None = None
-
-
-@dataclass
-class Group:
-    """The group of an `accumulated` reduce: sublayers whose plain partials are summed at once.
-
-    base: the residual at its start. partial: the sum of this rank's partials so far, which is kept
-    because a difference of residuals would have the rounding errors of the residual.
-    """
-
-    base: Tensor
-    partial: Tensor | None = None
-
-    def add(self, partial: Tensor) -> Tensor:
-        self.partial = partial if self.partial is None else self.partial + partial
-        return self.partial
-
-    def narrow(self, last: Tensor) -> None:
-        self.base = select_positions(self.base, last)
-        if self.partial is not None:
-            self.partial = select_positions(self.partial, last)
 
 
 class Pass:
@@ -120,6 +94,10 @@ class Pass:
 
     residual: [B, S, D] (or [held, B, S, D]), the residual of the newest read, before its norm; None
         after the last read.
+    base: its part that is equal on all ranks, while a group is open or its sum in flight: the
+        residual without the own parts of such groups. It is never computed as a difference, which
+        would have rounding errors that differ from rank to rank.
+    group: the sum of this rank's plain partials in the open group, if there is one.
     """
 
     def __init__(
@@ -130,7 +108,8 @@ class Pass:
         self.residual: Any = None
         self.outputs: dict[int, Output] = {}
         self.landing: InFlight[Landed] | None = None  # the landing of the next read, started early
-        self.group: Group | None = None  # an open one, which has not been reduced
+        self.base: Any = None
+        self.group: Any = None
         self.last: Tensor | None = None
 
     @property
@@ -154,6 +133,10 @@ class Pass:
         """
         landing, self.landing = self.landing or self._begin(n), None
         self.residual, normed = landing.wait()
+        if not self.plan.base_needed[n]:
+            self.base = None
+        elif self.plan.equal_reads[n]:
+            self.base = self.residual
         if n == len(self.plan.sublayers):
             self.residual = None  # its memory is free for the head's product
             return self._final(normed)
@@ -187,18 +170,18 @@ class Pass:
     def reduce(self, n: int, partial: Any) -> Output:
         """Start the sum over all ranks of sublayer n's partial, [B, S, D] or [held, B, S, D]."""
         record = self.plan.sublayers[n]
-        own, base = partial if self.plan.own_needed[n] else None, None
-        group = self.group_of(n)
-        if group is not None:
-            partial, base = group.add(partial), group.base
+        own = partial if self.plan.own_needed[n] else None
+        if self.plan.group_begins[n] is not None:
+            partial = partial if self.group is None else self.group + partial
+            self.group = partial if record.reduce == "none" else None
         if record.reduce == "none":
             return Output(None, own)
         if record.reduce == "residual":
             partial = torch.add(partial, self.residual, alpha=1 / self.ranks.degree)
-        elif own is not None and self.ranks.held == 1:
+        elif own is not None and partial is own and self.ranks.held == 1:
             partial = partial.clone()  # the reduce may overwrite its input
         total = self.reducer.reduce(self.sum_held(partial), self.plan.blocking[n])
-        return Output(total, own, base)
+        return Output(total, own)
 
     def land(self, arrivals: Sequence[tuple[Landing, Output]], norm: Norm) -> InFlight[Landed]:
         """Start to add `arrivals` to the residual, and to norm it.
@@ -210,12 +193,15 @@ class Pass:
         def finish(_: Landed) -> Landed:
             residual = self.residual
             addends: list[tuple[Tensor, float]] = []  # not list[...](), which no compiler traces
-            for landing, output in arrivals:
+            for i, (landing, output) in enumerate(arrivals):
                 if landing.summed:
                     assert output.total is not None
                     total, output.total = output.total.wait(), None  # `own` may land later
-                    if landing.replaces and output.base is not None:
-                        residual, addends = output.base, [(total, 1.0)]
+                    if landing.on_base and i + 1 < len(arrivals):
+                        residual = self.base = self.base + total
+                        addends = []
+                    elif landing.on_base:  # the result is the base, too
+                        residual, addends = self.base, [(total, 1.0)]
                     elif landing.replaces:
                         residual, addends = total.expand_as(residual), []
                     else:
@@ -238,22 +224,16 @@ class Pass:
                 output.total = InFlight(select_positions(output.total.wait(), last))
             if output.own is not None:
                 output.own = select_positions(output.own, last)
+        if self.base is not None:
+            self.base = select_positions(self.base, last)
         if self.group is not None:
-            self.group.narrow(last)
+            self.group = select_positions(self.group, last)
 
     # -- shared ----------------------------------------------------------------------------------
 
     def sum_held(self, partial: Tensor) -> Tensor:
         """Sum over the virtual ranks held here: [held, B, S, D] -> [B, S, D]."""
         return partial.sum(0) if self.ranks.held > 1 else partial
-
-    def group_of(self, n: int) -> Group | None:
-        """The group to which sublayer n's partial is to be added, if any. Its reduce closes it."""
-        begin = self.plan.group_begins[n]
-        group = Group(self.residual) if begin == n else self.group
-        ends = begin is None or self.plan.sublayers[n].reduce != "none"
-        self.group = None if ends else group
-        return None if begin is None else group
 
     def _narrows(self, n: int) -> bool:
         return self.last is not None and n == self.plan.last_attention

@@ -46,8 +46,9 @@ class SublayerRecord:
     peer_lag: the same for the other ranks' outputs.
     reduce: `output` sums its partial over the ranks; `residual` sums partial + X_r / T, which
         makes the residuals equal again and lands at once; `accumulated` sums the partials of all
-        sublayers since the last reduce, which replace what the own ones added; `none` leaves the
-        partial on its rank.
+        sublayers since the last reduce, its group, and replaces what their own parts had added,
+        at the read whose `peer_lag` lets this sublayer's output land; `none` leaves the partial on
+        its rank.
     own_scale: factor on the own partial, as it joins this rank's own residual.
     """
 
@@ -83,17 +84,11 @@ class SublayerRecord:
             raise UserError(
                 f"own_scale={scale!r} of {where} must be a number above 0 and below 1e6"
             )
-        if self.equalises and scale != 1:
-            what = "sums the whole residual" if self.reduce == "residual" else "sums plain partials"
+        if self.reduce == "residual" and scale != 1:
             raise UserError(
-                f"own_scale={scale!r} of {where} must be 1 with reduce={self.reduce}, which "
-                f"{what}; use reduce=output"
+                f"own_scale={scale!r} of {where} must be 1 with reduce=residual, which sums the "
+                f"whole residual; use reduce=output"
             )
-
-    @property
-    def equalises(self) -> bool:
-        """Whether its sum lands at once and leaves equal residuals, whatever own parts differed."""
-        return self.reduce in ("residual", "accumulated")
 
 
 @dataclass(frozen=True)
@@ -101,15 +96,19 @@ class Landing:
     """One output, or a part of it, joining the residual before a read.
 
     The residual becomes X_r + summed * S + own * o^r. So (True, 0) is the whole output, (False, 1)
-    only this rank's own partial, (True, -1) only its peers'. Where `replaces` is set it becomes S
-    alone, the sum of partial + X_r / T, or for an `accumulated` reduce B + S, where B is the
-    residual that the first sublayer of its group read, and S the sum of the group's partials.
+    only this rank's own partial, (True, -1) only its peers'.
+
+    replaces: it becomes S alone, the sum of partial + X_r / T.
+    on_base: it becomes B + S, and so does B: S is the sum of an `accumulated` reduce, and B, the
+        base, is the residual without the own parts of groups that have not landed. Own parts of
+        later sublayers, which B lacks, are landed again by the landings that follow in this read.
     """
 
     output: int
     summed: bool
     own: float = 0.0
     replaces: bool = False
+    on_base: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,13 +140,26 @@ class Plan:
         if expected == "mlp":
             raise UserError(f"plan {self.name!r} ends within a layer: its last kind is attention")
         _ = self.landings  # refuses outputs in flight where there must be none
-        for n, begin in enumerate(self.group_begins):
-            if begin is not None and not self.equal_reads[begin]:
-                raise UserError(
-                    f"the ranks' residuals differ at sublayer {begin} of plan {self.name!r}, where "
-                    f"the group of sublayer {self._reduced_by(n)} (reduce=accumulated) begins; set "
-                    f"reduce=residual for sublayer {begin - 1}"
-                )
+        for n, record in enumerate(self.sublayers):
+            if record.reduce == "accumulated":
+                self._validate_group(n)
+
+    def _validate_group(self, last: int) -> None:
+        """Raise UserError if the group of sublayer `last` begins with residuals that differ by more
+        than the own parts of groups in flight, or if an own_scale has no meaning."""
+        begin, scale = self.group_begins[last], self.sublayers[last].own_scale
+        assert begin is not None
+        if any(self.group_begins[m] is None for m in self._apart[begin]):
+            raise UserError(
+                f"the ranks' residuals differ at sublayer {begin} of plan {self.name!r}, where "
+                f"the group of sublayer {last} (reduce=accumulated) begins; set reduce=residual "
+                f"for sublayer {begin - 1}"
+            )
+        if scale != 1 and not self.own_needed[last]:
+            raise UserError(
+                f"own_scale={scale!r} of sublayer {last} of plan {self.name!r} must be 1: no "
+                f"sublayer reads its own part apart from the sum (reduce=accumulated)"
+            )
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -172,7 +184,8 @@ class Plan:
         """What lands before each read, in the order of the outputs; N + 1 entries.
 
         Outputs are counted in order, and what has landed never leaves: read n takes all but the
-        newest `lag`, or as many as had landed before. Before the final norm everything lands.
+        newest `lag`, or as many as had landed before. Before the final norm everything lands. The
+        sum of a group lands with the peers' part of the group's last output.
         """
         reads: list[tuple[Landing, ...]] = []
         own = peers = 0  # how many outputs have landed, this rank's part and its peers' part
@@ -181,14 +194,24 @@ class Plan:
             if n < len(self.sublayers):
                 own_lag, peer_lag = self.sublayers[n].own_lag, self.sublayers[n].peer_lag
             own_to, peers_to = max(own, n - own_lag), max(peers, n - peer_lag)
-            if n and self.sublayers[n - 1].equalises:
+            if n and self.sublayers[n - 1].reduce == "residual":
                 own_to = peers_to = n
             landed = []
+            for m in range(peers, peers_to):
+                if self.sublayers[m].reduce == "accumulated":
+                    if own_to <= m:
+                        raise UserError(
+                            f"sublayer {n} of plan {self.name!r} reads the sum of sublayer {m} "
+                            f"(reduce=accumulated) before the own part that it replaces (own_lag="
+                            f"{own_lag}, peer_lag={peer_lag}); own_lag must not be above peer_lag"
+                        )
+                    landed.append(Landing(m, summed=True, on_base=True))
+                    own = peers = m + 1  # on the base, own parts from there on land anew
             for m in sorted({*range(own, own_to), *range(peers, peers_to)}):
                 record = self.sublayers[m]
                 own_lands = own <= m < own_to
                 peers_land = peers <= m < peers_to and record.reduce != "none"
-                if record.equalises:
+                if record.reduce == "residual":
                     landed.append(Landing(m, summed=True, replaces=True))
                 elif own_lands and peers_land:
                     landed.append(Landing(m, summed=True, own=record.own_scale - 1))
@@ -197,17 +220,33 @@ class Plan:
                 elif peers_land:
                     landed.append(Landing(m, summed=True, own=-1.0))
             own, peers = own_to, peers_to
-            if self._needs_all(n) and (own < n or peers < n):
-                last = self._reduced_by(n)
-                has = f"has reduce={self.sublayers[n].reduce} with"
-                if n != last:
-                    has = f"is summed by sublayer {last} (reduce=accumulated) and has"
-                raise UserError(
-                    f"sublayer {n} of plan {self.name!r} {has} outputs in "
-                    f"flight (own_lag={own_lag}, peer_lag={peer_lag}); its lags must be 0"
-                )
+            self._refuse_in_flight(n, range(min(own, peers), n))
             reads.append(tuple(landed))
         return tuple(reads)
+
+    def _refuse_in_flight(self, n: int, outputs: range) -> None:
+        """Raise UserError if one of `outputs`, in flight at read n, must have landed there.
+
+        A `residual` reduce, which sums the residual, allows none. A sublayer of a group allows
+        those of groups alone: the base has no place for others.
+        """
+        if n == len(self.sublayers):
+            return
+        record, begin = self.sublayers[n], self.group_begins[n]
+        others = [m for m in outputs if begin is None or self.group_begins[m] is None]
+        if record.reduce == "residual" and outputs:
+            has = "has reduce=residual with outputs in flight"
+        elif begin is not None and others:
+            has = (
+                f"is in the group that sublayer {self._reduced_by(n)} sums (reduce=accumulated), "
+                f"with output {others[0]}, of no such group, in flight"
+            )
+        else:
+            return
+        raise UserError(
+            f"sublayer {n} of plan {self.name!r} {has} (own_lag={record.own_lag}, "
+            f"peer_lag={record.peer_lag}); its lags must be 0"
+        )
 
     @cached_property
     def group_begins(self) -> tuple[int | None, ...]:
@@ -224,15 +263,23 @@ class Plan:
                 begin = n + 1
         return tuple(found)
 
-    def _needs_all(self, n: int) -> bool:
-        """Whether nothing may be in flight at read n, whose residual an equalising reduce needs."""
-        if n == len(self.sublayers):
-            return False
-        return self.sublayers[n].equalises or self.group_begins[n] is not None
-
     def _reduced_by(self, n: int) -> int:
         """The sublayer whose reduce is the next from sublayer n on."""
         return next(m for m in range(n, len(self.sublayers)) if self.sublayers[m].reduce != "none")
+
+    @cached_property
+    def _apart(self) -> tuple[frozenset[int], ...]:
+        """The outputs of which each read has an own part beside, or without, the sum; N + 1."""
+        own: dict[int, float] = {}  # factor of o^r beyond S, of each landed output
+        found = []
+        for read in self.landings:
+            for landing in read:
+                if landing.replaces or landing.on_base:
+                    own.clear()
+                elif factor := own.pop(landing.output, 0.0) + landing.own:
+                    own[landing.output] = factor
+            found.append(frozenset(own))
+        return tuple(found)
 
     @cached_property
     def equal_reads(self) -> tuple[bool, ...]:
@@ -240,16 +287,17 @@ class Plan:
 
         A norm that reads residuals that differ has its own weight on each rank.
         """
-        own: dict[int, float] = {}  # factor of o^r beyond S, of each landed output
-        equal = []
-        for read in self.landings:
-            for landing in read:
-                if landing.replaces:
-                    own.clear()
-                elif factor := own.pop(landing.output, 0.0) + landing.own:
-                    own[landing.output] = factor
-            equal.append(not own)
-        return tuple(equal)
+        return tuple(not apart for apart in self._apart)
+
+    @cached_property
+    def base_needed(self) -> tuple[bool, ...]:
+        """Whether a group is open, or its sum in flight, after each read: N + 1 entries."""
+        found = [False] * len(self.landings)
+        for read, landings in enumerate(self.landings):
+            for begin in (self.group_begins[each.output] for each in landings if each.on_base):
+                assert begin is not None
+                found[begin:read] = [True] * (read - begin)
+        return tuple(found)
 
     @property
     def depends_on_tp(self) -> bool:
@@ -305,6 +353,9 @@ class Plan:
     def done(self) -> tuple[tuple[int, ...], ...]:
         """Of which outputs nothing is left to land after each read, N + 1 entries."""
         last = {landing.output: n for n, read in enumerate(self.landings) for landing in read}
+        for output, begin in enumerate(self.group_begins):
+            if begin is not None:  # some own parts land with the sum alone
+                last.setdefault(output, last[self._reduced_by(output)])
         found: list[list[int]] = [[] for _ in self.landings]
         for output, read in last.items():
             found[read].append(output)

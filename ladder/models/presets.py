@@ -2,7 +2,7 @@
 
 A specification is one of
 - a preset's name: `standard`, `parallel`, `ladder`, `hybrid`, `desync-4x`, `accumulate-4x`,
-  `dtp-2`, `none`;
+  `accumulate-8x-lag4`, `dtp-2`, `none`;
 - presets on ranges of layers, standard elsewhere: `ladder@16-31`, `desync-2x@0-7,ladder@8-15`;
 - a list of ranges, each with a preset or with the records of its layers:
   `[{layers: 0-7, preset: desync-2x}, {layers: 8-15, attention: {own_lag: 2, peer_lag: 2}}]`;
@@ -28,6 +28,7 @@ PRESETS = (
     "hybrid",
     "desync-Nx",
     "accumulate-Nx",
+    "accumulate-Nx-lagK",
     "dtp-D",
     "none",
 )
@@ -197,7 +198,9 @@ def _preset(
 ) -> list[SublayerRecord]:
     """The records of preset `name` on `layers`."""
     number = re.fullmatch(r"(?:desync|accumulate)-(\d+)x|dtp-(\d+)", name)
-    if number and len(number[1] or number[2]) > DIGITS:
+    lagging = re.fullmatch(r"accumulate-(\d+)x-lag(\d+)", name)
+    numbers = [each for match in (number, lagging) if match for each in match.groups() if each]
+    if any(len(each) > DIGITS for each in numbers):
         raise UserError(f"plan {name!r} has a number of more than {DIGITS} digits; give a smaller")
     count = 2 * len(layers)
     kinds = ("attention", "mlp") * len(layers)
@@ -228,6 +231,8 @@ def _preset(
             else SublayerRecord(kind, reduce="none", own_scale=scale)
             for i, kind in enumerate(kinds, start=1)
         ]
+    if lagging:
+        return _accumulate_late(name, int(lagging[1]), int(lagging[2]), layers, tp_degree)
     if number and number[2]:
         delay = int(number[2])
         if delay >= count:
@@ -246,6 +251,26 @@ def _preset(
             for n, kind in enumerate(kinds)
         ]
     raise unknown("plan", name, PRESETS)
+
+
+def _accumulate_late(
+    name: str, every: int, lag: int, layers: range, tp_degree: int | None
+) -> list[SublayerRecord]:
+    """The records of `accumulate-Nx-lagK`, N = `every` and K = `lag`."""
+    if every < 1 or lag < 1:
+        raise UserError(f"plan {name!r}: both numbers must be 1 or more")
+    root, count = _root(name, tp_degree), 2 * len(layers)
+    return [
+        SublayerRecord(
+            kind,
+            # The first sublayer of a range takes all that the layers below have in flight.
+            peer_lag=lag if n or layers.start == 0 else 0,
+            reduce="accumulated" if (n + 1) % every == 0 or n + 1 == count else "none",
+            # The layer above may read the last sum at once, and with it the own part.
+            own_scale=root if n + 1 < count else 1.0,
+        )
+        for n, kind in enumerate(("attention", "mlp") * len(layers))
+    ]
 
 
 def _root(name: str, tp_degree: int | None) -> float:

@@ -1,1 +1,10 @@
-"""Fused computation and communication: products, lookups and landings that also exchange rows."""
+"""Fused computation and communication: products, lookups and landings that also exchange rows.
+
+The operators are `torch.ops.ladder.*`, which importing this package defines: docs/operators.md.
+`explain` says which implementation runs a call and why, `use` insists on one.
+"""
+
+from ladder.ops import products
+from ladder.ops.registry import Choice, explain, use
+
+__all__ = ["Choice", "explain", "products", "use"]

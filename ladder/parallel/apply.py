@@ -27,10 +27,11 @@ from torch.utils.checkpoint import (
 from ladder.config import CHECKPOINTING
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
-from ladder.models.forward_pass import MATRIX_PRODUCTS
-from ladder.models.layers import local
+from ladder.models.forward_pass import MATRIX_PRODUCTS, Norm, add_norm
+from ladder.models.layers import RMSNorm, local
 from ladder.models.loss import LossFunctions, scaled_probabilities, sum_exp
 from ladder.models.reducer import Ranks
+from ladder.models.runtime import AddNorm
 from ladder.models.sublayers import Call, Context, Sublayer
 from ladder.models.transformer import Transformer, meta_model
 from ladder.parallel.choose import choose
@@ -68,7 +69,7 @@ def make_model(
     sequence_parallel: shards the residual by tokens over the TP ranks. activation_checkpointing:
     a name in CHECKPOINTING: `full` keeps a sublayer's input and recomputes the rest in the backward
     pass, `selective` also keeps the results of matrix products and attention. compile: compile each
-    sublayer. reducer: see `choose`; or a class, for benchmarks.
+    sublayer, landing and norm. reducer: see `choose`; or a class, for benchmarks.
 
     Raises UserError if the plan, or the lack of TP, does not allow sequence parallelism, and if the
     reducer cannot train.
@@ -95,6 +96,7 @@ def make_model(
         model.runtime,
         compute_dtype=compute_dtype,
         call=sublayer_call(model, activation_checkpointing, compile),
+        add_norm=_compiled_add_norm(config) if compile else model.runtime.add_norm,
         losses=_compiled_losses() if compile else model.runtime.losses,
     )
     if mesh is not None and shares:
@@ -152,6 +154,29 @@ def _compiled_losses() -> LossFunctions:
         torch.compile(sum_exp, dynamic=False),
         torch.compile(scaled_probabilities, dynamic=False),
     )
+
+
+def _compiled_add_norm(config: ModelConfig) -> AddNorm:
+    """`add_norm`, compiled: with virtual ranks, most of a step's bytes are those of landings."""
+    bare = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def compute(
+        weight: Tensor, residual: Tensor, values: list[Tensor], factors: list[float]
+    ) -> tuple[Tensor, Tensor]:
+        addends = list(zip(values, factors, strict=True))
+        return add_norm(residual, addends, lambda x: functional_call(bare, {"weight": weight}, x))
+
+    compiled = torch.compile(compute, dynamic=False)
+
+    def run(
+        residual: Tensor, addends: list[tuple[Tensor, float]], norm: Norm
+    ) -> tuple[Tensor, Tensor]:
+        if not isinstance(norm, RMSNorm):
+            return add_norm(residual, addends, norm)
+        values, factors = [value for value, _ in addends], [factor for _, factor in addends]
+        return compiled(local(norm.weight), residual, values, factors)
+
+    return run
 
 
 def _compiled(

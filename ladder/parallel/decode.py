@@ -210,7 +210,7 @@ class DecodePass(Pass):
         jobs: list[LandingJob] = []
         if all(total is not None and total.here for total in summed):
             jobs = self._jobs(arrivals)
-            self.carried = jobs[0] if len(jobs) == 1 else None
+            self.carried = jobs[0]
 
         def finish(_: Landed) -> Landed:
             for job in jobs or self._jobs(arrivals):
@@ -241,39 +241,50 @@ class DecodePass(Pass):
 
     def _jobs(self, arrivals: Sequence[tuple[Landing, Output]]) -> list[LandingJob]:
         """The landings of one read, in order, divided to fit the kernel's limits."""
-        residual = self.residual.reshape(-1, self.residual.shape[-1])
+        start = self._rows(self.residual)
         jobs: list[LandingJob] = []
         sums: list[Tensor] = []
         owns: list[tuple[Tensor, float]] = []
         replaces = False
 
         def close() -> None:
-            nonlocal sums, owns, replaces
-            start = jobs[-1].out if jobs else residual
+            nonlocal start, sums, owns, replaces
             jobs.append(new_landing(start, sums=sums, owns=owns, replaces=replaces))
-            sums, owns, replaces = [], [], False
+            start, sums, owns, replaces = jobs[-1].out, [], [], False
 
-        for landing, output in arrivals:
-            if len(sums) == MAX_SUMS or len(owns) >= MAX_OWNS - 1:
+        for i, (landing, output) in enumerate(arrivals):
+            pushed = landing.summed and self.decode.pushes
+            more = int(landing.summed and not pushed) + int(landing.own != 0)
+            if len(sums) + pushed > MAX_SUMS or len(owns) + more > MAX_OWNS:
                 close()
+            if landing.replaces:
+                assert not jobs
+                assert not sums, "a residual is replaced with outputs in flight"
+                owns, replaces = [], True
+            if landing.on_base:  # these are the first of a read
+                assert not sums
+                assert not owns
+                start = self._rows(self.base)
             if landing.summed:
-                if landing.replaces:
-                    assert not sums, "a residual is replaced with outputs in flight"
-                    assert not jobs
-                    owns, replaces = [], output.base is None
-                    residual = residual if output.base is None else output.base
                 assert output.total is not None
                 total = output.total.wait()
-                if self.decode.pushes:
+                if pushed:
                     sums.append(total)
                 else:
-                    owns.append((total.view(residual.shape), 1.0))
+                    owns.append((total.view(start.shape), 1.0))
             if landing.own:
                 assert output.own is not None
-                owns.append((output.own.view(residual.shape), landing.own))
+                owns.append((output.own.view(start.shape), landing.own))
+            if landing.on_base and i + 1 < len(arrivals):
+                close()
+                self.base = start
         if sums or owns or not jobs:
             close()
         return jobs
+
+    def _rows(self, whole: Tensor) -> Tensor:
+        """A residual [M, D] or [M, 1, D] as [M, D]."""
+        return whole.reshape(-1, whole.shape[-1])
 
     # -- outputs ------------------------------------------------------------------------------
 
@@ -282,27 +293,39 @@ class DecodePass(Pass):
         rider, self.carried = self.carried, None
         record, blocking = self.plan.sublayers[n], self.plan.blocking[n]
         keep_own = self.plan.own_needed[n]
-        group = self.group_of(n)
+        before = self.group  # of a group, which is closed or goes on
+        self.group = None
         if record.reduce == "none":
             own = partial.run(rider=rider)
-            if group is not None:
+            if self.plan.group_begins[n] is not None:
                 # One more kernel for each sublayer of the group but the first and the last (whose
                 # product adds the group's sum): none if every second sublayer reduces.
-                assert own is not None
-                group.add(own)
+                self.group = own if before is None else before + own
             return Output(None, own)
-        add, share, base = None, 1.0, None
+        add, share = before, 1.0
         if record.reduce == "residual":
             add, share = self.residual, 1 / self.ranks.degree
-        elif group is not None:
-            add, base = group.partial, group.base
-        if not self.decode.pushes:
-            whole = partial.run(add, share, rider=rider)
-            assert whole is not None
-            if self.ranks.processes == 1:
-                return Output(InFlight(whole), whole, base)
-            own = whole.clone() if keep_own else None  # the base reduces in place
-            return Output(self.reducer.reduce(whole, blocking), own, base)
+        # A product may push its result plus `add` and keep it without, if it is not one of several.
+        apart = keep_own and add is not None
+        if self.decode.pushes:
+            arriving, push = self._new_slots()
+            if (blocking or apart) and not (keep_own and partial.others):
+                return Output(arriving, partial.run(add, share, push, keep_own, rider))
+        own = whole = partial.run(None if apart else add, share, rider=rider)
+        assert whole is not None
+        if apart:
+            whole = whole + add
+        if self.decode.pushes:
+            self.sending = SendJob(whole, push)
+            return Output(arriving, own if keep_own else None)
+        if self.ranks.processes == 1:
+            return Output(InFlight(whole), own)
+        if not apart:  # the base reduces in place
+            own = whole.clone() if keep_own else None
+        return Output(self.reducer.reduce(whole, blocking), own)
+
+    def _new_slots(self) -> tuple[InFlight[Tensor], PushTarget]:
+        """This rank's slots for the next output, and all ranks' as a target."""
         assert isinstance(self.reducer, PushReducer)
         size = self.residual.numel() * self.residual.element_size()
         self.reducer.note(size, "pushed by the product")
@@ -312,11 +335,4 @@ class DecodePass(Pass):
         self.turn += 1
         start = chosen * slots[chosen].numel()
         push = PushTarget(memory.addresses, start, self.ranks.process, self.ranks.processes)
-        arriving = InFlight(slots[chosen])
-        # An own partial that is kept and is a sum of products must be complete before it is sent.
-        if (blocking or add is not None) and not (keep_own and partial.others):
-            return Output(arriving, partial.run(add, share, push, keep_own, rider), base)
-        whole = partial.run(rider=rider)
-        assert whole is not None
-        self.sending = SendJob(whole, push)
-        return Output(arriving, whole if keep_own else None)
+        return InFlight(slots[chosen]), push

@@ -86,7 +86,7 @@ class TrainConfig:
         with sequence_parallel; `auto` takes the one that fits.
     activation_checkpointing: the activations kept for the backward pass: all (`none`), those of
         matrix products and attention (`selective`), or only each sublayer's input (`full`).
-    compile: torch.compile of each sublayer.
+    compile: torch.compile of each sublayer, landing and norm.
     epochs: passes over the data, in place of `steps`; 0: `steps` counts.
     batch_size: sequences per step over all ranks; micro_batch_size: sequences per forward pass on
         one rank (0: the rank's whole share at once).

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import gzip
 import json
+import shutil
 import sys
-import tarfile
 import time
 from argparse import Namespace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
+from ladder.checkpoint import load_model
+from ladder.cli import main as ladder
 from ladder.config import load_plan
 from ladder.data.mix import open_sources
-from ladder.data.prepared import open_data
-from ladder.models import resolve_plan
+from ladder.models import Transformer, resolve_plan
 from ladder.models.transformer import tensor_shapes
+from ladder.parallel.sharding import initialise
 from ladder.train.config import load_train_config
+from ladder.train.loop import train
 from tests import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import jobs
 import quality
-import quality_data
+import quality_initial
 import quality_plans
 import quality_report
 from quality_plans import chosen
@@ -80,9 +83,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, failing: str = "") -> None:
     monkeypatch.setattr(quality.Run, "command", property(command))
 
 
-# ---- trainings ------------------------------------------------------------------------------
-
-
 def test_a_plan_in_a_file_is_called_by_its_name(corpus: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("layers: [{layers: 0-1, attention: {reduce: none}, mlp: {reduce: residual}}]")
@@ -118,6 +118,61 @@ def test_scaled_plans_are_desync_with_a_factor_on_what_is_not_reduced(
     assert quality_plans.scaled("desync-4x", 12, 4) is None
     assert quality.main(["plans", "desync-4x", "--out", str(tmp_path)]) == 2
     assert "desync-4x-sqrt" in capsys.readouterr().err
+
+
+def test_a_scale_by_initialisation_is_the_plain_plan_from_larger_matrices(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """desync-2x: attention is never reduced, and alone begins larger; the seed's draws are kept.
+
+    The record has the recipe of the other runs, and the scale."""
+    (run,) = resolved(corpus, tmp_path, ("desync-2x-init-full", 1))
+    (plain,) = resolved(corpus, tmp_path, ("desync-2x", 1))
+    assert (run.plan, run.initial_scale) == ("desync-2x-init-full", 4.0)
+    assert (run.model, quality.recipe_of(run)) == (plain.model, quality.recipe_of(plain))
+    run.prepare()
+    model = load_model(run.initial)
+    drawn = Transformer(run.model)
+    initialise(drawn, 1)
+    begun = dict(model.named_parameters())
+    for name, parameter in drawn.named_parameters():
+        scale = 4 if name.endswith("self_attn.o_proj.weight") else 1
+        assert torch.equal(begun[name], scale * parameter), name
+    assert ladder(run.command[2:]) == 0
+    found = quality.record(Namespace(job=run, wall_s=1.0, arguments=[]))
+    assert found["initial_scale"] == 4.0
+    assert found["parameters"] == sum(each.numel() for each in drawn.parameters())
+
+    # The way itself changes nothing: with a scale of 1, the losses are those of plain desync.
+    quality_initial.write_initial(run.model, 1, 1.0, run.initial)
+    shutil.rmtree(run.folder)
+    losses = []
+    for each in (run, plain):
+        assert ladder(each.command[2:]) == 0
+        losses.append(quality.record(Namespace(job=each, wall_s=1.0, arguments=[]))["losses"])
+    assert losses[0] == losses[1] != found["losses"]
+
+
+def test_an_interrupted_run_goes_on_from_its_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    """With the losses of a run that was not interrupted; a finished one begins again."""
+    losses = []
+    for where, stop in (("whole", None), ("parts", 2)):
+        (run,) = resolved(corpus, tmp_path / where, ("desync-2x-init-sqrt", 0))
+        run.prepare()
+        train(load_train_config(run.recipe, run.command[4:]), stop_after=stop, device="cpu")
+        assert run.continues == (stop is not None)
+        run.prepare()
+        assert ("--resume" in run.command) == run.folder.exists() == run.continues
+        assert ladder(run.command[2:]) == 0
+        losses.append(quality.record(Namespace(job=run, wall_s=1.0, arguments=[]))["losses"])
+    assert losses[0] == losses[1]
+
+
+def test_unreduced_sublayers_are_those_of_the_plan() -> None:
+    plan = resolve_plan("desync-4x@0-1,parallel@2", 3, 4)
+    assert quality_initial.unreduced(plan) == [
+        "model.layers.0.self_attn", "model.layers.0.mlp", "model.layers.1.self_attn",
+    ]  # fmt: skip
 
 
 def test_runs_are_named_by_sets_seeds_and_t() -> None:
@@ -317,56 +372,3 @@ def test_a_mistake_is_one_line(
     for word in words:
         assert word in error
     assert not (tmp_path / "out").exists()
-
-
-# ---- data -----------------------------------------------------------------------------------
-
-
-def test_a_manual_page_loses_its_navigation_and_keeps_its_code() -> None:
-    html = """<div class="sidebar"><p>Search</p></div><div class="body" role="main"><div><h1>Locks
-      <a class="headerlink" href="#x">P</a></h1><p>Take <em>one</em>
-      lock.</p><pre>a:\n    b &lt; 1\n</pre></div><p>End.</p></div><div><p>Footer</p></div>"""
-    lines = [line for line in quality_data.Page.text(html).splitlines() if line]
-    assert [" ".join(line.split()) for line in lines[:2]] == ["Locks", "Take one lock."]
-    assert lines[2:] == ["a:", "    b < 1", "End."]
-
-
-def test_the_archive_holds_prepared_data_and_follows_from_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The page stands in for a source that quotes code; translations and pictures are left out."""
-    monkeypatch.setattr(quality_data, "python", lambda: iter(["import os\n" * 9] * 9))
-    call = ["--root", str(tmp_path), "--out", str(tmp_path / "out"), "--vocab-size", "300"]
-    call += ["--heldout-fraction", "0.3", "--archive"]
-    assert quality_data.main([*call, str(tmp_path / "none.tar.xz")]) == 2
-    assert "install linux-doc-6.1" in capsys.readouterr().err
-
-    linux = tmp_path / quality_data.LINUX
-    for name, text in {
-        "Documentation/api.rst.gz": ".. kernel-doc:: lib/list.c\n",
-        "Documentation/plain.rst": "Plain words.\n",
-        "Documentation/translations/it/plain.rst": "Parole.\n",
-        "Documentation/picture.svg": "<svg/>\n",
-        "html/api.html": '<div role="main"><p>A list is doubly linked.</p></div>',
-    }.items():
-        file = linux / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
-    entry = "Word\n   Its meaning, and more of it.\n"
-    file = tmp_path / quality_data.GCIDE
-    file.parent.mkdir(parents=True)
-    file.write_bytes(gzip.compress((entry * 1000).encode() + b"\x92"))
-    for name in ("a.tar.xz", "b.tar.xz"):
-        assert quality_data.main([*call, str(tmp_path / name)]) == 0
-    assert (tmp_path / "a.tar.xz").read_bytes() == (tmp_path / "b.tar.xz").read_bytes()
-
-    lines = (tmp_path / "out/texts/linux.jsonl").read_text().splitlines()
-    texts = [json.loads(line)["text"].strip() for line in lines]
-    assert texts == ["A list is doubly linked.", "Plain words."]
-    lines = (tmp_path / "out/texts/gcide.jsonl").read_text().splitlines()
-    assert len(lines) == 3
-    assert all(json.loads(line)["text"].startswith(entry) for line in lines)
-    with tarfile.open(tmp_path / "a.tar.xz") as tar:
-        tar.extractall(tmp_path / "unpacked", filter="data")
-    data = open_data(tmp_path / "unpacked" / "data")
-    assert sum(split.documents for split in data.splits.values()) == 9 + 2 + 3

@@ -123,10 +123,13 @@ def test_a_pass_of_each_reducer_leaves_nothing_behind(pools: Pools) -> None:
         assert counts == {"async": [0, 0, 0], "sequence": [0], "sharded": [0, 0], "decode": [0]}
 
 
-def test_the_whole_model_compiles_into_one_graph() -> None:
+@pytest.mark.parametrize(
+    "name", ["a mix of everything", "groups in flight under own parts of others"]
+)
+def test_the_whole_model_compiles_into_one_graph(name: str) -> None:
     """Catches what a compiler cannot trace, which would cut the graph at every sublayer, and what
     differs from pass to pass, which would compile it again."""
-    config = small_config(PLANS["a mix of everything"], 2, True)
+    config = small_config(PLANS[name], 2, True)
     model = full_model(config, 5, torch.float32)
     tokens = sample_tokens(config, 1, 2, 8)
     graphs = []

@@ -154,46 +154,55 @@ def test_none_drops_every_reduce() -> None:
 # What follows from the records, against the definition played out
 
 
-EQUALISE = ("residual", "accumulated")
+def groups_of(plan: Plan) -> dict[int, range]:
+    """For each `accumulated` reduce the sublayers that it sums: it and those since the last one."""
+    found, begin = {}, 0
+    for n, record in enumerate(plan.sublayers):
+        if record.reduce == "accumulated":
+            found[n] = range(begin, n + 1)
+        if record.reduce != "none":
+            begin = n + 1
+    return found
 
 
 def simulate(plan: Plan) -> tuple[list[set[int]], list[set[int]], list[bool]]:
     """Per read: this rank's outputs and the peers' that are in the residual, and whether equal.
 
-    By DESIGN's words alone. Each rank's residual is a bag of (output, whose, factor); a `residual`
-    reduce makes all bags one, which is written here as emptying them, and so does an `accumulated`
-    one, before which the bags differ by its group alone.
+    By the definition alone. Each rank's residual is a bag of (output, whose, factor). A `residual`
+    reduce makes all bags one, and a group's sum, which has the factor 1 of each rank's part, makes
+    them one as to the group's outputs: these are settled.
     """
     records = plan.sublayers
     own_seen: list[set[int]] = []
     peers_seen: list[set[int]] = []
     equal: list[bool] = []
     own: set[int] = set()
-    peers: set[int] = set()
-    synced = -1  # the last residual reduce: it and what came before it are on every rank alike
+    due: set[int] = set()  # the peers' parts that lags do not keep out
+    settled: set[int] = set()
     for n in range(len(records) + 1):
         end = n == len(records)
-        for m in range(n):
-            if end or m < n - records[n].own_lag or records[m].reduce in EQUALISE:
-                own.add(m)
-            if end or m < n - records[n].peer_lag or records[m].reduce in EQUALISE:
-                peers.add(m)
-            if records[m].reduce == "none" and m > synced:
-                peers.discard(m)
-        if n and records[n - 1].reduce in EQUALISE:
-            synced = n - 1
-            own, peers = set(range(n)), set(range(n))
+        own |= {m for m in range(n) if end or m < n - records[n].own_lag}
+        due |= {m for m in range(n) if end or m < n - records[n].peer_lag}
+        if n and records[n - 1].reduce == "residual":
+            own, due, settled = set(range(n)), set(range(n)), set(range(n))
+        for last, group in groups_of(plan).items():
+            if last in due:
+                settled |= set(group)
+        own |= settled
+        peers = {m for m in due if records[m].reduce in ("output", "residual")} | settled
         own_seen.append(set(own))
-        peers_seen.append(set(peers))
-        since = [m for m in own | peers if m > synced]
+        peers_seen.append(peers)
+        since = (own | peers) - settled
         equal.append(all(m in own and m in peers and records[m].own_scale == 1 for m in since))
     return own_seen, peers_seen, equal
 
 
 def play_landings(plan: Plan) -> tuple[list[set[int]], list[set[int]]]:
-    """The same sets as `Plan.landings` would build them; asserts that nothing lands twice."""
+    """The same sets as a pass would build them; asserts that nothing is summed twice."""
     own: dict[int, float] = {}  # output -> factor of this rank's own partial in its residual
     peers: dict[int, int] = {}  # output -> times its peers' partials are in the residual
+    base: dict[int, int] | None = None  # output -> times it is in the base
+    groups = groups_of(plan)
     waited: set[int] = set()
     own_seen, peers_seen = [], []
     for n, read in enumerate(plan.landings):
@@ -205,18 +214,33 @@ def play_landings(plan: Plan) -> tuple[list[set[int]], list[set[int]]]:
                 assert m not in waited, "waited for twice"
                 assert plan.sublayers[m].reduce != "none"
                 waited.add(m)
+            if landing.on_base:
+                assert base is not None, "no base is kept"
+                for k in groups[m]:
+                    base[k] = base.get(k, 0) + 1
+                own, peers = {k: float(count) for k, count in base.items()}, dict(base)
+                continue
             if landing.replaces:
                 own, peers = dict.fromkeys(range(m + 1), 1.0), dict.fromkeys(range(m + 1), 1)
                 continue
             own[m] = own.get(m, 0.0) + landing.own + landing.summed
             if landing.summed:
                 peers[m] = peers.get(m, 0) + 1
+        if not plan.base_needed[n]:
+            base = None
+        elif plan.equal_reads[n]:
+            assert base is None or base == peers, "a base that another read gave"
+            base = dict(peers)
         own_seen.append({m for m, factor in own.items() if factor})
         peers_seen.append(set(peers))
         assert set(peers.values()) <= {1}
         for m, factor in own.items():
-            m_synced = any(plan.sublayers[k].reduce in EQUALISE for k in range(m, n))
-            scale = 1.0 if m_synced else plan.sublayers[m].own_scale
+            settled = m in peers and any(
+                record.reduce == "residual" or (record.reduce == "accumulated" and m in groups[k])
+                for k, record in enumerate(plan.sublayers[:n])
+                if k >= m
+            )
+            scale = 1.0 if settled else plan.sublayers[m].own_scale
             assert factor == pytest.approx(0.0 if m not in own_seen[-1] else scale)
     posted = {n for n, record in enumerate(plan.sublayers) if record.reduce != "none"}
     assert waited == posted, "a reduce that nobody waits for"
@@ -241,13 +265,32 @@ def test_landings_play_out_the_definition(seed: int) -> None:
     assert resolve_plan(plan.to_dict(), plan.num_layers) == plan
     # In the end all is in the residual: own parts, and the peers' of what was reduced.
     count = len(records)
-    last_sync = max((n for n in range(count) if records[n].reduce in EQUALISE), default=-1)
+    last_sync = max((n for n in range(count) if records[n].reduce == "residual"), default=-1)
+    grouped = {n for group in groups_of(plan).values() for n in group}
     assert own[-1] == set(range(count))
-    assert peers[-1] == {n for n in range(count) if n <= last_sync or records[n].reduce != "none"}
+    assert peers[-1] == {
+        n for n in range(count) if n <= last_sync or n in grouped or records[n].reduce != "none"
+    }
     # A reduce blocks where it is first needed by the very next read.
     for n in range(count):
         needed = n in peers[n + 1] and records[n].reduce != "none"
         assert plan.blocking[n] == needed
+
+
+def test_random_plans_have_sums_in_flight() -> None:
+    """What the tests of random plans rest on: groups under way at once, and own parts kept."""
+    kept = under_way = 0
+    for seed in range(200):
+        plan = random_plan(random.Random(seed), 5)
+        sums = {m: read for read, each in enumerate(plan.landings) for m in
+                (landing.output for landing in each if landing.on_base)}  # fmt: skip
+        kept += any(
+            landing.on_base and len(read) > k + 1 and read[k + 1].own and not read[k + 1].summed
+            for read in plan.landings for k, landing in enumerate(read)
+        )  # fmt: skip
+        under_way += any(m < k < sums[m] - 1 for m in sums for k in sums)
+    assert kept > 40
+    assert under_way > 20
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -306,9 +306,9 @@ def test_groups_begin_with_equal_residuals_and_have_nothing_in_flight() -> None:
     lost, and what only this rank had read before would stay."""
     for fields, message in (
         ({"attention": {}, "mlp": {"peer_lag": 1, "reduce": "accumulated"}},
-         r"sublayer 3 .* reduce=accumulated with .*\(own_lag=0, peer_lag=1\); its lags must be 0"),
+         r"sublayer 3 .*3 sums .*output 2, .*\(own_lag=0, peer_lag=1\); its lags must be 0"),
         ({"attention": {"own_lag": 2, "reduce": "none"}, "mlp": {"reduce": "accumulated"}},
-         r"sublayer 2 .* summed by sublayer 3 .*\(own_lag=2, peer_lag=0\); its lags must be 0"),
+         r"sublayer 2 .*3 sums .*output 1, .*\(own_lag=2, peer_lag=0\); its lags must be 0"),
         ({"attention": {"own_scale": 2.0}, "mlp": {"reduce": "accumulated"}},
          r"differ at sublayer 3 .*group of sublayer 3 .*set reduce=residual for sublayer 2"),
     ):  # fmt: skip

@@ -1,0 +1,49 @@
+"""Running an operator's call, and the shapes of its results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ladder.ops import registry
+from ladder.ops.checks import check_backend, resolve
+from ladder.ops.registry import Call, device_name
+
+
+def rows_of(shape: Sequence[int]) -> int:
+    """The rows of [..., columns]."""
+    rows = 1
+    for length in shape[:-1]:
+        rows *= length
+    return rows
+
+
+def execute(op: str, group_name: str, like: Tensor, shapes: tuple[Any, ...], *args: Any) -> Any:
+    """Run `op` on arguments that have been checked. shapes: for the operator's `measure`."""
+    group = resolve(group_name)
+    check_backend(group_name, group, like.device)
+    ranks = dist.get_world_size(group)
+    sizes = registry.bucket(registry.OPERATORS[op].measure(ranks, *shapes))
+    return registry.run(Call(op, device_name(like.device), like.dtype, ranks, sizes), group, *args)
+
+
+def size_of(group_name: str) -> int:
+    return dist.get_world_size(resolve(group_name))
+
+
+def gathered(x: Tensor, dim: int, ranks: int) -> Tensor:
+    """An empty tensor in the shape of every rank's `x`, joined along `dim`."""
+    shape = list(x.shape)
+    shape[dim] *= ranks
+    return x.new_empty(shape)
+
+
+def scattered(x: Tensor, dim: int, ranks: int, columns: int | None = None) -> Tensor:
+    """An empty tensor in the shape of one of `ranks` pieces of `x` along `dim`."""
+    shape = list(x.shape)
+    shape[dim] //= ranks
+    shape[-1] = shape[-1] if columns is None else columns
+    return x.new_empty(shape)

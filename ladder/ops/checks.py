@@ -1,0 +1,87 @@
+"""Checks of the operators' arguments, for real tensors and for those of tracing alike."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from ladder.models.errors import UserError
+from ladder.ops.registry import DTYPES
+
+
+def resolve(group_name: str) -> dist.ProcessGroup:
+    """The process group of this name, as torch's symmetric-memory operators find it."""
+    try:
+        return _resolve_process_group(group_name)
+    except RuntimeError as error:
+        raise UserError(
+            f"group_name={group_name!r} names no process group; call "
+            f"torch.distributed.init_process_group first and give a group's group_name"
+        ) from error
+
+
+def check_backend(group_name: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise UserError unless the group can communicate tensors on `device`."""
+    try:
+        group._get_backend(device)
+    except RuntimeError as error:
+        raise UserError(
+            f"group_name={group_name!r} has no backend for tensors on {device}; give tensors on "
+            f"its device, or make the group with backend='cpu:gloo,cuda:nccl'"
+        ) from error
+
+
+def check_like(first: str, like: Tensor, **others: Tensor) -> None:
+    """Raise UserError unless all have a dtype in DTYPES, the same one, and are on one device."""
+    if like.dtype not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise UserError(f"{first} is {like.dtype}; expected {names}")
+    for name, tensor in others.items():
+        if tensor.dtype != like.dtype:
+            raise UserError(f"{name} is {tensor.dtype} and {first} {like.dtype}; convert one")
+        if tensor.device != like.device:
+            raise UserError(f"{name} is on {tensor.device} and {first} on {like.device}; move it")
+
+
+def check_matrix(name: str, matrix: Tensor, like_name: str, like: Tensor, dim: int = 0) -> None:
+    """Raise UserError unless it has two dimensions, of which `dim` is as long as `like`'s last."""
+    check_rows(like_name, like)
+    if matrix.dim() != 2 or matrix.shape[dim] != like.shape[-1]:
+        expected = f"[{like.shape[-1]}, n]" if dim == 0 else f"[n, {like.shape[-1]}]"
+        raise UserError(
+            f"{name} has shape {list(matrix.shape)}; expected {expected}, since {like_name} has "
+            f"shape {list(like.shape)}"
+        )
+
+
+def check_rows(name: str, x: Tensor) -> None:
+    if x.dim() < 2:
+        raise UserError(f"{name} has shape {list(x.shape)}; expected two dimensions or more")
+
+
+def check_shape(name: str, tensor: Tensor, expected: list[int], why: str) -> None:
+    if list(tensor.shape) != expected:
+        raise UserError(f"{name} has shape {list(tensor.shape)}; expected {expected}, {why}")
+
+
+def check_dim(name: str, dim: int, tensor_name: str, tensor: Tensor) -> None:
+    """Raise UserError unless `dim` is a dimension of the rows, that is any but the last."""
+    if not 0 <= dim < tensor.dim() - 1:
+        raise UserError(
+            f"{name}={dim} of {tensor_name} {list(tensor.shape)}; expected 0 to {tensor.dim() - 2}"
+        )
+
+
+def check_divisible(name: str, length: int, dim: int, ranks: int) -> None:
+    if length % ranks:
+        raise UserError(
+            f"{name} has {length} rows in dimension {dim}, which {ranks} ranks do not divide; pad "
+            f"it"
+        )
+
+
+def check_reduce_op(reduce_op: str) -> None:
+    if reduce_op not in ("sum", "avg"):
+        raise UserError(f"reduce_op={reduce_op!r}; expected 'sum' or 'avg'")

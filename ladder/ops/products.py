@@ -1,0 +1,287 @@
+"""Matrix products that gather what they read, or sum what they write, over the ranks of a group.
+
+T is the number of ranks. Every rank calls with the same shapes and dtypes. bfloat16, float16 and
+float32; float64 for gradcheck. A product is accumulated in float32 (on CUDA as torch's settings for
+products say) and rounded to its dtype; partials are summed in rank order in float32 and rounded
+once. docs/operators.md says what each operator computes.
+
+Gradients follow the project's one rule (ladder.models.reducer): a rank's gradient is that of its
+own copy, and the loss is counted once over all ranks. So a gather's adjoint is a reduce-scatter, a
+reduce-scatter's a gather, and an all-reduce is its own adjoint: backward, it sums the gradients of
+the copies. All ranks must need the same gradients, since the backward pass communicates, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import custom_op
+
+from ladder.ops import exchange
+from ladder.ops.calls import execute, gathered, rows_of, scattered, size_of
+from ladder.ops.checks import (
+    check_dim,
+    check_divisible,
+    check_like,
+    check_matrix,
+    check_reduce_op,
+    check_rows,
+)
+from ladder.ops.collectives import (
+    all_gather,
+    all_reduce,
+    averaged,
+    reduce_scatter,
+    staged_all_gather,
+    staged_reduce_scatter,
+)
+from ladder.ops.registry import define, implement
+
+
+def transposed_product(x: Tensor, grad: Tensor) -> Tensor:
+    """x^T grad over all rows: the gradient of the matrix in x @ matrix."""
+    return x.flatten(0, -2).t() @ grad.flatten(0, -2)
+
+
+# -- all_gather_matmul ------------------------------------------------------------------------
+
+define(
+    "all_gather_matmul",
+    ("m", "n", "k"),
+    lambda ranks, A, Bs: (ranks * rows_of(A), sum(B[1] for B in Bs), A[-1]),
+)
+
+
+@implement("all_gather_matmul", "staged")
+def staged_all_gather_matmul(
+    group: dist.ProcessGroup, A: Tensor, Bs: list[Tensor], gather_dim: int, return_A: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    whole = staged_all_gather(group, A, gather_dim)
+    return whole if return_A else None, [whole @ B for B in Bs]
+
+
+def _check_all_gather_matmul(A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str) -> int:
+    check_rows("A", A)
+    check_like("A", A, **{f"Bs[{n}]": B for n, B in enumerate(Bs)})
+    for n, B in enumerate(Bs):
+        check_matrix(f"Bs[{n}]", B, "A", A)
+    check_dim("gather_dim", gather_dim, "A", A)
+    return size_of(group_name)
+
+
+@custom_op(
+    "ladder::all_gather_matmul",
+    mutates_args=(),
+    schema="(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A=True)"
+    " -> (Tensor?, Tensor[])",
+)
+def all_gather_matmul(
+    A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
+) -> tuple[Tensor | None, list[Tensor]]:
+    _check_all_gather_matmul(A, Bs, gather_dim, group_name)
+    shapes = A.shape, [B.shape for B in Bs]
+    return execute("all_gather_matmul", group_name, A, shapes, A, Bs, gather_dim, return_A)
+
+
+@all_gather_matmul.register_fake
+def _(
+    A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
+) -> tuple[Tensor | None, list[Tensor]]:
+    ranks = _check_all_gather_matmul(A, Bs, gather_dim, group_name)
+    whole = gathered(A, gather_dim, ranks)
+    outs = [whole.new_empty((*whole.shape[:-1], B.shape[1])) for B in Bs]
+    return whole if return_A else None, outs
+
+
+def _all_gather_matmul_setup(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
+) -> None:
+    A, Bs, ctx.dim, ctx.group = inputs
+    ctx.whole = keyword_only_inputs["return_A"]  # else it is gathered again, to save memory
+    ctx.save_for_backward(output[0] if ctx.whole else A, *Bs)
+    ctx.set_materialize_grads(False)
+
+
+def _all_gather_matmul_backward(ctx: Any, grad_A: Any, grads: list[Any]) -> tuple[Any, ...]:
+    A, *Bs = ctx.saved_tensors
+    needs_A, needs_Bs = ctx.needs_input_grad[:2]
+    grads = [
+        grad if grad is not None else _zeros(ctx, A, B) for grad, B in zip(grads, Bs, strict=True)
+    ]
+    own: Tensor | None = None
+    if needs_A:
+        joined, matrix = torch.cat(grads, -1), torch.cat(Bs, 1).t()
+        if grad_A is None:
+            own = matmul_reduce_scatter(joined, matrix, "sum", ctx.dim, ctx.group)
+        else:
+            own = reduce_scatter(joined @ matrix + grad_A, "sum", ctx.dim, ctx.group)
+    of_Bs: list[Tensor | None] = [None for _ in Bs]
+    if any(needs_Bs):
+        whole = A if ctx.whole else all_gather(A, ctx.dim, ctx.group)
+        of_Bs = [
+            transposed_product(whole, grad) if needed else None
+            for grad, needed in zip(grads, needs_Bs, strict=True)
+        ]
+    return own, of_Bs, None, None
+
+
+def _zeros(ctx: Any, A: Tensor, B: Tensor) -> Tensor:
+    shape = list(A.shape)
+    shape[ctx.dim] *= 1 if ctx.whole else size_of(ctx.group)
+    return A.new_zeros((*shape[:-1], B.shape[1]))
+
+
+all_gather_matmul.register_autograd(
+    _all_gather_matmul_backward, setup_context=_all_gather_matmul_setup
+)
+
+
+# -- matmul_reduce_scatter --------------------------------------------------------------------
+
+define("matmul_reduce_scatter", ("m", "n", "k"), lambda ranks, A, B: (rows_of(A), B[1], A[-1]))
+
+
+@implement("matmul_reduce_scatter", "staged")
+def staged_matmul_reduce_scatter(
+    group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int
+) -> Tensor:
+    return staged_reduce_scatter(group, A @ B, reduce_op, scatter_dim)
+
+
+def _check_matmul_reduce_scatter(
+    A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str
+) -> int:
+    check_like("A", A, B=B)
+    check_matrix("B", B, "A", A)
+    check_dim("scatter_dim", scatter_dim, "A", A)
+    check_reduce_op(reduce_op)
+    ranks = size_of(group_name)
+    check_divisible("A", A.shape[scatter_dim], scatter_dim, ranks)
+    return ranks
+
+
+@custom_op("ladder::matmul_reduce_scatter", mutates_args=())
+def matmul_reduce_scatter(
+    A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str
+) -> Tensor:
+    _check_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+    shapes = A.shape, B.shape
+    return execute("matmul_reduce_scatter", group_name, A, shapes, A, B, reduce_op, scatter_dim)
+
+
+@matmul_reduce_scatter.register_fake
+def _(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
+    ranks = _check_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+    return scattered(A, scatter_dim, ranks, B.shape[1])
+
+
+def _matmul_reduce_scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    A, B, ctx.reduce_op, ctx.dim, ctx.group = inputs
+    ctx.save_for_backward(A, B)
+
+
+def _matmul_reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return *gather_backward(ctx, averaged(ctx, grad), *ctx.saved_tensors), None, None, None
+
+
+def gather_backward(
+    ctx: Any, grad: Tensor, A: Tensor, B: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of A and B from that of this rank's rows of the sum of all A @ B."""
+    needs_A, needs_B = ctx.needs_input_grad[:2]
+    whole: Tensor | None = None
+    grad_A: Tensor | None = None
+    if needs_A:
+        whole, (grad_A,) = all_gather_matmul(grad, [B.t()], ctx.dim, ctx.group, return_A=needs_B)
+    elif needs_B:
+        whole = all_gather(grad, ctx.dim, ctx.group)
+    return grad_A, None if whole is None else transposed_product(A, whole)
+
+
+matmul_reduce_scatter.register_autograd(
+    _matmul_reduce_scatter_backward, setup_context=_matmul_reduce_scatter_setup
+)
+
+
+# -- matmul_all_reduce, linear_all_reduce -----------------------------------------------------
+
+define("matmul_all_reduce", ("m", "n", "k"), lambda ranks, A, B: (rows_of(A), B[1], A[-1]))
+define("linear_all_reduce", ("m", "n", "k"), lambda ranks, x, weight: (rows_of(x), *weight))
+
+
+@implement("matmul_all_reduce", "staged")
+def staged_matmul_all_reduce(group: dist.ProcessGroup, A: Tensor, B: Tensor) -> Tensor:
+    return exchange.sum_everywhere(A @ B, group)
+
+
+@implement("linear_all_reduce", "staged")
+def staged_linear_all_reduce(group: dist.ProcessGroup, x: Tensor, weight: Tensor) -> Tensor:
+    # One gather and a sum on each rank: for a few rows, latency matters and not the traffic.
+    return exchange.sum_in_order(exchange.gather(F.linear(x, weight), group)).to(x.dtype)
+
+
+def _check_matmul_all_reduce(A: Tensor, B: Tensor, group_name: str) -> None:
+    check_like("A", A, B=B)
+    check_matrix("B", B, "A", A)
+    size_of(group_name)
+
+
+@custom_op("ladder::matmul_all_reduce", mutates_args=())
+def matmul_all_reduce(A: Tensor, B: Tensor, group_name: str) -> Tensor:
+    _check_matmul_all_reduce(A, B, group_name)
+    return execute("matmul_all_reduce", group_name, A, (A.shape, B.shape), A, B)
+
+
+@matmul_all_reduce.register_fake
+def _(A: Tensor, B: Tensor, group_name: str) -> Tensor:
+    _check_matmul_all_reduce(A, B, group_name)
+    return A.new_empty((*A.shape[:-1], B.shape[1]))
+
+
+def _save_both(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    A, B, ctx.group = inputs
+    ctx.save_for_backward(A, B)
+
+
+def _matmul_all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    A, B = ctx.saved_tensors
+    total = all_reduce(grad, ctx.group)
+    needs_A, needs_B, _ = ctx.needs_input_grad
+    grad_B = transposed_product(A, total) if needs_B else None
+    return total @ B.t() if needs_A else None, grad_B, None
+
+
+matmul_all_reduce.register_autograd(_matmul_all_reduce_backward, setup_context=_save_both)
+
+
+def _check_linear_all_reduce(x: Tensor, weight: Tensor, group_name: str) -> None:
+    check_like("x", x, weight=weight)
+    check_matrix("weight", weight, "x", x, dim=1)
+    size_of(group_name)
+
+
+@custom_op("ladder::linear_all_reduce", mutates_args=())
+def linear_all_reduce(x: Tensor, weight: Tensor, group_name: str) -> Tensor:
+    _check_linear_all_reduce(x, weight, group_name)
+    return execute("linear_all_reduce", group_name, x, (x.shape, weight.shape), x, weight)
+
+
+@linear_all_reduce.register_fake
+def _(x: Tensor, weight: Tensor, group_name: str) -> Tensor:
+    _check_linear_all_reduce(x, weight, group_name)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _linear_all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    x, weight = ctx.saved_tensors
+    total = all_reduce(grad, ctx.group)
+    needs_x, needs_weight, _ = ctx.needs_input_grad
+    grad_weight = transposed_product(total, x) if needs_weight else None
+    return total @ weight if needs_x else None, grad_weight, None
+
+
+linear_all_reduce.register_autograd(_linear_all_reduce_backward, setup_context=_save_both)

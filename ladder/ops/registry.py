@@ -1,0 +1,296 @@
+"""The implementations behind each operator, and the choice among them.
+
+An operator (`define`) has one or several implementations (`implement`), all of which compute the
+same. A table says which is the fastest for a call; `staged`, which every operator has, runs the
+calls that the table does not name. Nothing is chosen that has not been measured.
+
+A table is a JSON list of entries:
+
+    [{"op": "matmul_reduce_scatter", "device": "NVIDIA H200", "dtype": "bfloat16", "ranks": 4,
+      "sizes": [4096, 16384, 16384], "implementation": "staged", "options": {}, "source": "..."}]
+
+device: the name of a GPU, or "cpu". sizes: those of the operator, in the order of `define`, each
+rounded up to a power of two: an entry is for all calls in that bucket. options: keyword arguments
+of the implementation (tile shapes, chunks). table.json, beside this file, has the measurements so
+far. A file of the user, named by the environment variable LADDER_OPS_TABLE, takes precedence.
+
+All ranks of a group must choose alike, since implementations exchange data in different ways. So
+sizes are only such that are equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ladder.config import parse_json
+from ladder.models.errors import UserError, check_keys, unknown
+
+VARIABLE = "LADDER_OPS_TABLE"
+PACKAGED = Path(__file__).with_name("table.json")
+DEFAULT = "staged"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+KEYS = {
+    "op": str, "device": str, "dtype": str, "ranks": int, "sizes": list, "implementation": str,
+    "options": dict, "source": str,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is known of a call before it runs. sizes: rounded up to powers of two."""
+
+    op: str
+    device: str
+    dtype: torch.dtype
+    ranks: int
+    sizes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        named = zip(OPERATORS[self.op].sizes, self.sizes, strict=True)
+        dtype = str(self.dtype).removeprefix("torch.")
+        sizes = ", ".join(f"{name} {size}" for name, size in named)
+        return f"{self.device}, {dtype}, {self.ranks} ranks, {sizes}"
+
+
+def always(call: Call) -> str | None:
+    """The refusal of an implementation that runs every call: there is none."""
+    return None
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an operator.
+
+    run: called as run(group, *arguments of the operator without group_name, **options). refusal:
+    the reason why it cannot run a call on this machine, with the remedy, or None; it must be the
+    same on all ranks. options: the names of its options.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    refusal: Callable[[Call], str | None] = always
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator. sizes: the names of what `measure(ranks, *shapes)` returns."""
+
+    name: str
+    sizes: tuple[str, ...]
+    measure: Callable[..., tuple[int, ...]]
+    implementations: dict[str, Implementation] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation of a call, its options, and why. others: name -> why not that one."""
+
+    call: Call
+    implementation: str
+    why: str
+    options: tuple[tuple[str, Any], ...] = ()
+    others: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        options = "".join(f" {name}={value}" for name, value in self.options)
+        lines = [f"{self.call.op}: {self.implementation}{options} ({self.why})"]
+        return "\n".join([*lines, *(f"  not {name}: {why}" for name, why in self.others)])
+
+
+OPERATORS: dict[str, Operator] = {}
+_asked: dict[str, str] = {}  # operator -> the implementation that `use` insists on
+
+
+def define(name: str, sizes: tuple[str, ...], measure: Callable[..., tuple[int, ...]]) -> None:
+    """Declare an operator. measure(ranks, *shapes) gives its sizes from shapes of its arguments."""
+    assert name not in OPERATORS, name
+    OPERATORS[name] = Operator(name, sizes, measure)
+
+
+def implement(
+    op: str,
+    name: str,
+    refusal: Callable[[Call], str | None] = always,
+    options: tuple[str, ...] = (),
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a function that computes the operator `op`: see `Implementation`."""
+
+    def register(run: Callable[..., Any]) -> Callable[..., Any]:
+        found = OPERATORS[op].implementations
+        assert name not in found, (op, name)
+        found[name] = Implementation(name, run, refusal, options)
+        _choose.cache_clear()
+        return run
+
+    return register
+
+
+@contextlib.contextmanager
+def use(op: str, implementation: str) -> Iterator[None]:
+    """Within this context, run `op` by this implementation. All ranks must enter it.
+
+    Raises UserError if there is no such operator or implementation. A call that the implementation
+    cannot run raises UserError, too: it says why.
+    """
+    _implementation(op, implementation)
+    before = _asked.get(op)
+    _asked[op] = implementation
+    try:
+        yield
+    finally:
+        if before is None:
+            del _asked[op]
+        else:
+            _asked[op] = before
+
+
+def explain(
+    op: str,
+    shapes: Sequence[Any],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    ranks: int | None = None,
+    device: str | None = None,
+    **arguments: Any,
+) -> Choice:
+    """Which implementation runs a call, and why; printable.
+
+    shapes: those of the operator's tensors in their order; for a list of tensors, a list of shapes.
+    arguments: what else the operator's sizes depend on (`capacity`). ranks: the size of the group;
+    None: that of the default group. device: the name of a GPU, or "cpu"; None: this machine's.
+    """
+    operator = _operator(op)
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, map(str, DTYPES))
+    if ranks is None:
+        if not dist.is_initialized():
+            raise UserError("ranks=None without a process group; give the number of ranks")
+        ranks = dist.get_world_size()
+    if device is None:
+        device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        inspect.signature(operator.measure).bind(ranks, *shapes, **arguments)
+        sizes = operator.measure(ranks, *shapes, **arguments)
+    except (TypeError, IndexError) as error:
+        wanted = ", ".join(list(inspect.signature(operator.measure).parameters)[1:])
+        raise UserError(f"shapes={shapes!r} of {op}: give the shapes of {wanted}") from error
+    return choose(Call(op, device, dtype, ranks, bucket(sizes)))
+
+
+def choose(call: Call) -> Choice:
+    """The implementation for a call. Raises UserError if one is insisted on that cannot run it."""
+    return _choose(call, _asked.get(call.op), os.environ.get(VARIABLE) or None)
+
+
+def run(call: Call, group: dist.ProcessGroup, *arguments: Any) -> Any:
+    """Run the operator by the chosen implementation."""
+    choice = choose(call)
+    chosen = OPERATORS[call.op].implementations[choice.implementation]
+    return chosen.run(group, *arguments, **dict(choice.options))
+
+
+def bucket(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Each size rounded up to a power of two; 0 stays 0."""
+    return tuple(1 << (int(size) - 1).bit_length() if size > 0 else 0 for size in sizes)
+
+
+@functools.cache
+def device_name(device: torch.device) -> str:
+    """The name of a device in tables: "cpu", or the GPU's."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@functools.cache
+def _choose(call: Call, asked: str | None, file: str | None) -> Choice:
+    implementations = OPERATORS[call.op].implementations
+    refusals = {name: each.refusal(call) for name, each in implementations.items()}
+    options: Mapping[str, Any] = {}
+    if asked is not None:
+        picked, why = asked, "it was asked for"
+        if refusals[asked] is not None:
+            raise UserError(f"{call.op} by {asked!r} cannot run here: {refusals[asked]}")
+    else:
+        picked, why = DEFAULT, f"no measurement for {call}"
+        path, entry = _entry(call, file)
+        if entry is not None:
+            picked, options, why = entry["implementation"], entry["options"], entry["source"]
+            why = f"{path.name}: {why}"
+            if refusals[picked] is not None:
+                why = f"{path.name} has {picked!r}, which cannot run here: {refusals[picked]}"
+                picked, options = DEFAULT, {}
+    others = tuple(
+        (name, refusals[name] or ("not measured as faster" if asked is None else "not asked for"))
+        for name in implementations
+        if name != picked
+    )
+    return Choice(call, picked, why, tuple(options.items()), others)
+
+
+def _entry(call: Call, file: str | None) -> tuple[Path, dict[str, Any] | None]:
+    """The entry for a call, and the file that has it."""
+    wanted = (call.op, call.device, call.dtype, call.ranks, list(call.sizes))
+    for path in [PACKAGED] if file is None else [Path(file), PACKAGED]:
+        for entry in read_table(path):
+            dtype = DTYPE_NAMES[entry["dtype"]]
+            found = (entry["op"], entry["device"], dtype, entry["ranks"], entry["sizes"])
+            if found == wanted:
+                return path, entry
+    return PACKAGED, None
+
+
+@functools.cache
+def read_table(path: Path) -> list[dict[str, Any]]:
+    """The entries of a table. Raises UserError if the file is not a valid table."""
+    try:
+        entries = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot read the table of operators {path}: {error}; unset {VARIABLE}, or correct it"
+        ) from error
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise UserError(f"the table of operators {path} must be a list of entries, each with keys")
+    for entry in entries:
+        _check_entry(f"the table of operators {path}", entry)
+    return entries
+
+
+def _check_entry(where: str, entry: dict[str, Any]) -> None:
+    check_keys(where, entry, KEYS)
+    for key, kind in KEYS.items():
+        if not isinstance(entry.get(key), kind):
+            raise UserError(f"{where}: {key}={entry.get(key)!r} is no {kind.__name__}")
+    implementation = _implementation(entry["op"], entry["implementation"], f" in {where}")
+    check_keys(f"options in {where}", entry["options"], implementation.options)
+    if entry["dtype"] not in DTYPE_NAMES:
+        raise unknown(f"dtype in {where}", entry["dtype"], DTYPE_NAMES)
+    sizes, names = entry["sizes"], OPERATORS[entry["op"]].sizes
+    whole = all(type(size) is int and size >= 0 for size in sizes)
+    if len(sizes) != len(names) or not whole or bucket(sizes) != tuple(sizes):
+        text = json.dumps(sizes)
+        raise UserError(f"{where}: sizes={text} must be powers of two, [{', '.join(names)}]")
+
+
+def _operator(op: str, where: str = "") -> Operator:
+    if op not in OPERATORS:
+        raise unknown(f"operator{where}", op, OPERATORS)
+    return OPERATORS[op]
+
+
+def _implementation(op: str, name: str, where: str = "") -> Implementation:
+    found = _operator(op, where).implementations
+    if name not in found:
+        raise unknown(f"implementation of {op}{where}", name, found)
+    return found[name]

@@ -1,0 +1,190 @@
+"""Products that gather or sum over the ranks, on gloo ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ladder.ops  # noqa: F401  (defines the operators)
+from ladder.ops.checks import check_backend
+from tests.distributed import Pools, mesh
+from tests.ops.everyone import (
+    TOLERANCE,
+    check_gradients,
+    check_operator,
+    check_refused,
+    in_order,
+    random,
+    world,
+)
+from tests.samples import relative_error
+
+OPS = torch.ops.ladder
+
+
+def exact(found: Tensor, expected: Tensor) -> None:
+    """Bit for bit, in shape, dtype and layout."""
+    assert found.is_contiguous()
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def values(rank: int, world_size: int, dtype: torch.dtype, group: str | None = None) -> None:
+    """Every product against float64, and bit for bit against the sum that the page promises.
+
+    With 4 ranks, a sum in another order or with a rounding between differs in some element.
+    """
+    name, T = group or world(), world_size
+    # Each rank's rows and its slices of K; odd sizes, and inputs that are not contiguous.
+    rows = [random(3, 2, 9, seed=q, dtype=dtype).transpose(0, 1) for q in range(T)]  # [2, 3, 9]
+    Bs = [random(9, n, seed=n, dtype=dtype) for n in (5, 1)]
+    for dim in (0, 1):
+        whole = torch.cat(rows, dim)
+        for return_A in (True, False):
+            A, outs = OPS.all_gather_matmul(rows[rank], Bs, dim, name, return_A=return_A)
+            assert (A is not None) == return_A
+            if A is not None:
+                exact(A, whole)
+            for out, B in zip(outs, Bs, strict=True):
+                exact(out, whole.contiguous() @ B)
+                assert relative_error(out, whole.double() @ B.double()) < TOLERANCE[dtype]
+        exact(OPS.all_gather(rows[rank], dim, name), whole.contiguous())
+
+    As = [random(7, 2 * T, 33, seed=q, dtype=dtype).transpose(0, 1) for q in range(T)]
+    Ws = [random(6, 33, seed=10 + q, dtype=dtype).t() for q in range(T)]
+    partials = [A @ B for A, B in zip(As, Ws, strict=True)]  # [2 T, 7, 6]
+    total = in_order(partials)
+    reference = sum(A.double() @ B.double() for A, B in zip(As, Ws, strict=True))
+    mine = total.chunk(T)[rank]
+    A, B = As[rank], Ws[rank]
+    exact(OPS.matmul_reduce_scatter(A, B, "sum", 0, name), mine.to(dtype))
+    exact(OPS.matmul_reduce_scatter(A, B, "avg", 0, name), (mine / T).to(dtype))
+    assert relative_error(mine.to(dtype), reference.chunk(T)[rank]) < TOLERANCE[dtype]
+    turned = OPS.matmul_reduce_scatter(A.transpose(0, 1), B, "sum", 1, name)
+    exact(turned, mine.transpose(0, 1).to(dtype).contiguous())
+    exact(OPS.reduce_scatter(partials[rank], "sum", 0, name), mine.to(dtype))
+    # 14 T x 6 elements are a multiple of T, 7 x 6 of none but 2.
+    for cut in (2 * T, 1):
+        exact(OPS.matmul_all_reduce(A[:cut], B, name), total[:cut].to(dtype))
+    few = A[0, :3]
+    exact(OPS.linear_all_reduce(few, B.t(), name), total[0, :3].to(dtype))
+    exact(OPS.all_reduce(partials[rank], name), total.to(dtype))
+
+
+def in_half(rank: int, world_size: int) -> None:
+    """In a group of every second pair of ranks."""
+    group = mesh(2, 2)["tp"].get_group()
+    values(rank % 2, 2, torch.float32, group.group_name)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_values(pools: Pools, dtype: torch.dtype) -> None:
+    pools(2).run(values, dtype)
+
+
+def test_values_on_four_ranks(pools: Pools) -> None:
+    pools(4).run(values, torch.bfloat16)
+    pools(4).run(in_half)
+
+
+def gradients(rank: int, world_size: int) -> None:
+    """Every adjoint in float64; a backward that leaves out a collective fails this."""
+    T, name = world_size, world()
+    A, B, C = random(T, 2, 2, 3), random(T, 3, 2, seed=1), random(T, 3, 1, seed=2)
+    for return_A in (True, False):
+
+        def gather(a: Tensor, b: Tensor, c: Tensor, return_A: bool = return_A) -> Any:
+            whole, (x, y) = OPS.all_gather_matmul(a, [b, c], 1, name, return_A=return_A)
+            return (x, y, whole) if return_A else (x, y)
+
+        check_gradients(gather, A, B, C)
+    for op in ("sum", "avg"):
+        check_gradients(lambda a, b, op=op: OPS.matmul_reduce_scatter(a, b, op, 0, name), A, B)
+    check_gradients(lambda a, b: OPS.matmul_all_reduce(a, b, name), A, B)
+    check_gradients(lambda a, b: OPS.linear_all_reduce(a, b, name), A, B.transpose(1, 2))
+    check_gradients(lambda a: OPS.all_gather(a, 0, name), A)
+    check_gradients(lambda a: OPS.reduce_scatter(a, "avg", 1, name), A)
+    check_gradients(lambda a: OPS.all_reduce(a, name), A)
+
+
+def needed(rank: int, world_size: int) -> None:
+    """Gradients of some inputs alone: as when all are needed."""
+    name = world()
+    A, B = random(2, 3, seed=rank), random(3, 2, seed=9 + rank)
+
+    def run(op: Any, needs: tuple[bool, bool]) -> list[Tensor | None]:
+        a, b = (x.clone().requires_grad_(n) for x, n in zip((A, B), needs, strict=True))
+        op(a, b).square().sum().backward()
+        return [a.grad, b.grad]
+
+    for op in (
+        lambda a, b: OPS.all_gather_matmul(a, [b], 0, name, return_A=False)[1][0],
+        lambda a, b: OPS.matmul_reduce_scatter(a, b, "sum", 0, name),
+        lambda a, b: OPS.matmul_all_reduce(a, b, name),
+        lambda a, b: OPS.linear_all_reduce(a, b.t(), name),
+    ):
+        every = run(op, (True, True))
+        for needs in ((True, False), (False, True)):
+            for grad, wanted, need in zip(run(op, needs), every, needs, strict=True):
+                assert (grad is not None) == need
+                if grad is not None:
+                    torch.testing.assert_close(grad, wanted, rtol=1e-12, atol=0)
+
+
+def checked(rank: int, world_size: int) -> None:
+    """opcheck of every operator, with inputs that need gradients."""
+    name = world()
+    A = random(2, 3, seed=rank, dtype=torch.float32).requires_grad_()
+    B = random(3, 4, seed=1, dtype=torch.float32).requires_grad_()
+    for return_A in (True, False):
+        check_operator(OPS.all_gather_matmul, A, [B, B], 0, name, return_A=return_A)
+    check_operator(OPS.matmul_reduce_scatter, A, B, "sum", 0, name)
+    check_operator(OPS.matmul_all_reduce, A, B, name)
+    check_operator(OPS.linear_all_reduce, A, B.detach().t(), name)
+    check_operator(OPS.all_gather, A, 0, name)
+    check_operator(OPS.reduce_scatter, A, "avg", 0, name)
+    check_operator(OPS.all_reduce, A, name)
+
+
+def refused(rank: int, world_size: int) -> None:
+    """What is wrong is refused by its name, on every rank, before anything is sent."""
+    name = world()
+    A, B = torch.ones(4, 3), torch.ones(3, 5)
+    gather, scatter = OPS.all_gather_matmul, OPS.matmul_reduce_scatter
+    check_refused(r"group_name='none' names no process group", gather, A, [B], 0, "none")
+    check_refused(r"Bs\[1\] has shape \[5, 3\]; expected \[3, n\]", gather, A, [B, B.t()], 0, name)
+    check_refused(
+        r"Bs\[0\] is torch.bfloat16 and A torch.float32", gather, A, [B.bfloat16()], 0, name
+    )
+    check_refused(r"gather_dim=1 of A \[4, 3\]; expected 0 to 0", gather, A, [B], 1, name)
+    check_refused(r"A is torch.int64; expected bfloat16", gather, A.long(), [B.long()], 0, name)
+    check_refused(r"A has shape \[3\]; expected two dimensions", gather, A[0], [B], 0, name)
+    check_refused(r"B is on meta and A on cpu", scatter, A, B.to("meta"), "sum", 0, name)
+    check_refused(r"reduce_op='max'; expected 'sum' or 'avg'", scatter, A, B, "max", 0, name)
+    check_refused(r"scatter_dim=-1 of A", scatter, A, B, "sum", -1, name)
+    check_refused(r"A has 3 rows in dimension 0, which 2 ranks", scatter, A[:3], B, "sum", 0, name)
+    check_refused(r"B has shape \[5, 3\]", OPS.matmul_all_reduce, A, B.t(), name)
+    check_refused(
+        r"weight has shape \[3, 5\]; expected \[n, 3\]", OPS.linear_all_reduce, A, B, name
+    )
+    check_refused(
+        rf"group_name='{name}' has no backend for tensors on mps", check_backend, name,
+        dist.group.WORLD, torch.device("mps"),
+    )  # fmt: skip
+
+
+def test_gradients(pools: Pools) -> None:
+    pools(2).run(gradients)
+    pools(2).run(needed)
+
+
+def test_torch_accepts_the_operators(pools: Pools) -> None:
+    pools(2).run(checked)
+
+
+def test_wrong_arguments_are_refused_by_name(pools: Pools) -> None:
+    pools(2).run(refused)

@@ -1,0 +1,174 @@
+"""Which implementation runs a call: the table, `use`, `explain`, and what they refuse."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import ladder.ops
+from ladder.models.errors import UserError
+from ladder.ops import explain, registry, use
+from ladder.ops.registry import OPERATORS, VARIABLE, Call, bucket, read_table
+from tests.distributed import Pools
+from tests.ops.everyone import world
+
+ENTRY: dict[str, Any] = {
+    "op": "all_reduce", "device": "H", "dtype": "bfloat16", "ranks": 4, "sizes": [4096],
+    "implementation": "fast", "options": {"chunk": 3}, "source": "a test",
+}  # fmt: skip
+SHAPE = [(4, 1000)]  # 4000 elements: the bucket 4096
+
+
+def refusal(call: Call) -> str | None:
+    return "it has no 8; take 4" if call.ranks == 8 else None
+
+
+def fast(group: Any, x: Tensor, chunk: int = 1) -> Tensor:
+    return x * 0 + chunk
+
+
+@contextlib.contextmanager
+def registered() -> Iterator[None]:
+    """`all_reduce` has a second implementation, `fast`."""
+    more = {"fast": registry.Implementation("fast", fast, refusal, ("chunk",))}
+    with mock.patch.dict(OPERATORS["all_reduce"].implementations, more):
+        yield
+    registry._choose.cache_clear()
+
+
+@pytest.fixture
+def _fast() -> Iterator[None]:
+    with registered():
+        yield
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that LADDER_OPS_TABLE names."""
+    path = tmp_path / "table.json"
+    monkeypatch.setenv(VARIABLE, str(path))
+    return path
+
+
+def test_every_operator_has_staged_and_the_shipped_table_is_valid() -> None:
+    read_table(registry.PACKAGED)
+    for operator in OPERATORS.values():
+        assert registry.DEFAULT in operator.implementations, operator.name
+        assert hasattr(torch.ops.ladder, operator.name)
+
+
+def test_sizes_are_rounded_up_to_powers_of_two() -> None:
+    assert bucket((0, 1, 2, 3, 4, 5, 1024, 1025)) == (0, 1, 2, 4, 4, 8, 1024, 2048)
+    choice = explain("all_gather_matmul", [(3, 8), [(8, 5), (8, 6)]], ranks=3, device="H")
+    assert choice.call.sizes == (16, 16, 8)  # 9 rows, 11 columns
+
+
+@pytest.mark.usefixtures("_fast")
+def test_the_table_decides_and_explain_says_why(table: Path) -> None:
+    table.write_text(json.dumps([ENTRY, {**ENTRY, "ranks": 8}]))
+    picked = explain("all_reduce", SHAPE, ranks=4, device="H")
+    assert (picked.implementation, dict(picked.options)) == ("fast", {"chunk": 3})
+    assert str(picked) == (
+        "all_reduce: fast chunk=3 (table.json: a test)\n  not staged: not measured as faster"
+    )
+    for other in (
+        {"ranks": 2}, {"device": "cpu"}, {"dtype": torch.float16},
+    ):  # fmt: skip
+        left = explain("all_reduce", SHAPE, **{"ranks": 4, "device": "H", **other})
+        assert left.implementation == "staged", other
+        assert "no measurement for" in left.why
+        assert left.others == (("fast", "not measured as faster"),)
+    assert explain("all_reduce", [(4097,)], ranks=4, device="H").implementation == "staged"
+    # What the table picks and this machine cannot run is said, and not run.
+    eight = explain("all_reduce", SHAPE, ranks=8, device="H")
+    assert eight.implementation == "staged"
+    assert eight.why == "table.json has 'fast', which cannot run here: it has no 8; take 4"
+
+
+@pytest.mark.usefixtures("_fast")
+def test_what_is_insisted_on_runs_or_is_refused(table: Path) -> None:
+    table.write_text(json.dumps([ENTRY]))
+    with use("all_reduce", "staged"):
+        with use("all_reduce", "fast"):
+            assert explain("all_reduce", SHAPE, ranks=2, device="H").implementation == "fast"
+            with pytest.raises(UserError, match=r"all_reduce by 'fast' cannot run here: it has no"):
+                explain("all_reduce", SHAPE, ranks=8, device="H")
+        assert explain("all_reduce", SHAPE, ranks=4, device="H").why == "it was asked for"
+    assert explain("all_reduce", SHAPE, ranks=4, device="H").implementation == "fast"
+    with pytest.raises(UserError, match=r"unknown implementation of all_reduce 'fastt'.*'fast'"):
+        use("all_reduce", "fastt").__enter__()
+    with pytest.raises(UserError, match="unknown operator 'reduce'"):
+        use("reduce", "fast").__enter__()
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"op": "all_redduce"}, "unknown operator in the table .*'all_redduce'.*'all_reduce'"),
+        ({"implementation": "fused"}, "unknown implementation of all_reduce in the table"),
+        ({"options": {"chunks": 1}}, "unknown key of options in the table.*did you mean 'chunk'"),
+        ({"dtype": "int8"}, "unknown dtype in the table"),
+        ({"sizes": [4000]}, r"sizes=\[4000\] must be powers of two, \[elements\]"),
+        ({"sizes": [4096, 1]}, r"sizes=\[4096, 1\] must be powers of two"),
+        ({"sizes": ["a"]}, r"must be powers of two"),
+        ({"ranks": "4"}, "ranks='4' is no int"),
+        ({"rank": 4}, "unknown key of the table"),
+    ],
+)
+@pytest.mark.usefixtures("_fast")
+def test_a_wrong_table_is_refused(table: Path, entry: dict[str, Any], words: str) -> None:
+    table.write_text(json.dumps([{**ENTRY, **entry}]))
+    with pytest.raises(UserError, match=words) as raised:
+        explain("all_reduce", SHAPE, ranks=4, device="H")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_table_that_is_none_is_refused(table: Path) -> None:
+    for text in (None, "[", "{}", "[1]"):
+        if text is not None:
+            table.write_text(text)
+        with pytest.raises(UserError, match="the table of operators"):
+            explain("all_reduce", SHAPE, ranks=4, device="H")
+        read_table.cache_clear()
+
+
+def test_wrong_questions_are_refused() -> None:
+    for options, words in (
+        ({"op": "matmul"}, "unknown operator 'matmul'"),
+        ({"shapes": [(4, 5)]}, "give the shapes of A, B"),
+        ({"shapes": [(), (3,)]}, "give the shapes of A, B"),
+        ({"dtype": torch.int8}, "unknown dtype"),
+        ({"ranks": None}, "ranks=None without a process group"),
+    ):
+        given: dict[str, Any] = {"op": "matmul_all_reduce", "shapes": [(4, 3), (3, 2)], "ranks": 2}
+        with pytest.raises(UserError, match=words):
+            explain(**{**given, **options})
+
+
+def called(rank: int, world_size: int, path: str) -> None:
+    x = torch.ones(8, 512)
+    call = torch.ops.ladder.all_reduce
+    with registered(), mock.patch.dict("os.environ", {VARIABLE: path}):
+        assert torch.equal(call(x, world()), x * 7)  # the table's, with its option
+        with use("all_reduce", "staged"):
+            assert torch.equal(call(x, world()), x * 2)
+    assert torch.equal(call(x, world()), x * 2)
+
+
+def test_operators_run_what_is_picked(pools: Pools, tmp_path: Path) -> None:
+    cpu = {**ENTRY, "device": "cpu", "dtype": "float32", "ranks": 2, "options": {"chunk": 7}}
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps([cpu]))
+    pools(2).run(called, str(path))
+
+
+def test_the_package_offers_what_it_says() -> None:
+    assert set(ladder.ops.__all__) <= set(vars(ladder.ops))
