@@ -199,7 +199,7 @@ def gather_backward(
         whole, (grad_A,) = all_gather_matmul(grad, [B.t()], ctx.dim, ctx.group, return_A=needs_B)
     elif needs_B:
         whole = all_gather(grad, ctx.dim, ctx.group)
-    return grad_A, None if whole is None else transposed_product(A, whole)
+    return grad_A, None if whole is None or not needs_B else transposed_product(A, whole)
 
 
 matmul_reduce_scatter.register_autograd(

@@ -1,0 +1,188 @@
+"""Products whose sum over the ranks is added to the residual and normed: a landing in one operator.
+
+As in `ladder.kernels.prefill.land_rows`, the partials are summed in rank order in float32, then the
+residual is added; that sum is rounded once, to the new residual, and the norm is computed from it
+before the rounding. Gradients: see ladder.ops.products; the backward pass norms the rounded
+residual again instead of keeping the sum in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.library import custom_op
+
+from ladder.ops import exchange
+from ladder.ops.calls import execute, rows_of, scattered, size_of
+from ladder.ops.checks import (
+    check_dim,
+    check_divisible,
+    check_like,
+    check_matrix,
+    check_shape,
+)
+from ladder.ops.collectives import all_reduce, scatter_wide
+from ladder.ops.products import gather_backward, transposed_product
+from ladder.ops.registry import define, implement
+
+SIZES = ("m", "n", "k")
+
+
+def _measure(ranks: int, A: Any, B: Any, residual: Any = (), weight: Any = ()) -> tuple[int, ...]:
+    return rows_of(A), B[1], A[-1]
+
+
+define("matmul_reduce_scatter_add_rms_norm", SIZES, _measure)
+define("matmul_all_reduce_add_rms_norm", SIZES, _measure)
+
+
+def add_rms_norm(
+    total: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(new residual, normed) from a sum that is not rounded; `total` is overwritten."""
+    total += residual
+    scale = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps)
+    normed = total * scale * weight.to(total.dtype)
+    return total.to(residual.dtype), normed.to(residual.dtype)
+
+
+def norm_backward(
+    ctx: Any, landed: Tensor, weight: Tensor, grad_landed: Tensor, grad_normed: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the sum and of the norm's weight."""
+    wide = exchange.wide(landed.dtype)
+    x, grad = landed.to(wide), grad_normed.to(wide)
+    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + ctx.eps)
+    unit, scaled = x * scale, grad * weight.to(wide)
+    of_sum = scale * (scaled - unit * (scaled * unit).mean(-1, keepdim=True))
+    of_weight = (grad * unit).flatten(0, -2).sum(0)
+    return (of_sum + grad_landed).to(landed.dtype), of_weight.to(weight.dtype)
+
+
+@implement("matmul_reduce_scatter_add_rms_norm", "staged")
+def staged_scatter(
+    group: dist.ProcessGroup, A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float,
+    scatter_dim: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return add_rms_norm(scatter_wide(group, A @ B, "sum", scatter_dim), residual, weight, eps)
+
+
+@implement("matmul_all_reduce_add_rms_norm", "staged")
+def staged_everywhere(
+    group: dist.ProcessGroup, A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    # The sums are gathered in float32, since each rank still adds its own copy of the residual.
+    total = exchange.sum_everywhere(A @ B, group, rounded=False)
+    return add_rms_norm(total, residual, weight, eps)
+
+
+def _check(A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, rows: list[int]) -> None:
+    check_like("A", A, B=B, residual=residual, weight=weight)
+    check_matrix("B", B, "A", A)
+    shape = [*rows, B.shape[1]]
+    check_shape("residual", residual, shape, "the shape of the sum's rows on this rank")
+    check_shape("weight", weight, shape[-1:], "the columns of B")
+
+
+def _check_scatter(
+    A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, scatter_dim: int, group_name: str
+) -> int:
+    check_matrix("B", B, "A", A)
+    check_dim("scatter_dim", scatter_dim, "A", A)
+    ranks = size_of(group_name)
+    check_divisible("A", A.shape[scatter_dim], scatter_dim, ranks)
+    rows = list(A.shape[:-1])
+    rows[scatter_dim] //= ranks
+    _check(A, B, residual, weight, rows)
+    return ranks
+
+
+@custom_op("ladder::matmul_reduce_scatter_add_rms_norm", mutates_args=())
+def matmul_reduce_scatter_add_rms_norm(
+    A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float, scatter_dim: int,
+    group_name: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _check_scatter(A, B, residual, weight, scatter_dim, group_name)
+    return execute(
+        "matmul_reduce_scatter_add_rms_norm", group_name, A, (A.shape, B.shape),
+        A, B, residual, weight, eps, scatter_dim,
+    )  # fmt: skip
+
+
+@matmul_reduce_scatter_add_rms_norm.register_fake
+def _(
+    A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float, scatter_dim: int,
+    group_name: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ranks = _check_scatter(A, B, residual, weight, scatter_dim, group_name)
+    landed = scattered(A, scatter_dim, ranks, B.shape[1])
+    return landed, torch.empty_like(landed)
+
+
+def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    A, B, _, weight, ctx.eps, ctx.dim, ctx.group = inputs
+    ctx.save_for_backward(A, B, output[0], weight)
+
+
+def _scatter_backward(ctx: Any, grad_landed: Tensor, grad_normed: Tensor) -> tuple[Any, ...]:
+    A, B, landed, weight = ctx.saved_tensors
+    of_sum, of_weight = norm_backward(ctx, landed, weight, grad_landed, grad_normed)
+    return *gather_backward(ctx, of_sum, A, B), of_sum, of_weight, None, None, None
+
+
+matmul_reduce_scatter_add_rms_norm.register_autograd(
+    _scatter_backward, setup_context=_scatter_setup
+)
+
+
+def _check_everywhere(
+    A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, group_name: str
+) -> None:
+    _check(A, B, residual, weight, list(A.shape[:-1]))
+    size_of(group_name)
+
+
+@custom_op("ladder::matmul_all_reduce_add_rms_norm", mutates_args=())
+def matmul_all_reduce_add_rms_norm(
+    A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
+) -> tuple[Tensor, Tensor]:
+    _check_everywhere(A, B, residual, weight, group_name)
+    return execute(
+        "matmul_all_reduce_add_rms_norm", group_name, A, (A.shape, B.shape),
+        A, B, residual, weight, eps,
+    )  # fmt: skip
+
+
+@matmul_all_reduce_add_rms_norm.register_fake
+def _(
+    A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
+) -> tuple[Tensor, Tensor]:
+    _check_everywhere(A, B, residual, weight, group_name)
+    landed = A.new_empty((*A.shape[:-1], B.shape[1]))
+    return landed, torch.empty_like(landed)
+
+
+def _everywhere_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    A, B, _, weight, ctx.eps, ctx.group = inputs
+    ctx.save_for_backward(A, B, output[0], weight)
+
+
+def _everywhere_backward(ctx: Any, grad_landed: Tensor, grad_normed: Tensor) -> tuple[Any, ...]:
+    A, B, landed, weight = ctx.saved_tensors
+    of_sum, of_weight = norm_backward(ctx, landed, weight, grad_landed, grad_normed)
+    needs_A, needs_B = ctx.needs_input_grad[:2]
+    of_A: Tensor | None = None
+    of_B: Tensor | None = None
+    if needs_A or needs_B:
+        total = all_reduce(of_sum, ctx.group)
+        of_A = total @ B.t() if needs_A else None
+        of_B = transposed_product(A, total) if needs_B else None
+    return of_A, of_B, of_sum, of_weight, None, None
+
+
+matmul_all_reduce_add_rms_norm.register_autograd(
+    _everywhere_backward, setup_context=_everywhere_setup
+)
