@@ -85,3 +85,11 @@ def check_divisible(name: str, length: int, dim: int, ranks: int) -> None:
 def check_reduce_op(reduce_op: str) -> None:
     if reduce_op not in ("sum", "avg"):
         raise UserError(f"reduce_op={reduce_op!r}; expected 'sum' or 'avg'")
+
+
+def check_whole(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    """Raise UserError unless it has whole numbers and is on `like`'s device."""
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise UserError(f"{name} is {tensor.dtype}; expected int32 or int64")
+    if tensor.device != like.device:
+        raise UserError(f"{name} is on {tensor.device} and {like_name} on {like.device}; move it")

@@ -22,7 +22,7 @@ from torch.library import custom_op
 from ladder.models.errors import UserError
 from ladder.ops import exchange
 from ladder.ops.calls import execute, size_of
-from ladder.ops.checks import check_like, check_shape
+from ladder.ops.checks import check_like, check_shape, check_whole
 from ladder.ops.registry import define, implement
 
 Sent = tuple[Tensor, Tensor, Tensor]  # rows [T, capacity, D], counts [T], overflow []
@@ -122,7 +122,7 @@ def owned(owners: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _check_owners(owners: Tensor, rows: int, like_name: str, like: Tensor) -> None:
-    _check_whole("owners", owners, like_name, like)
+    check_whole("owners", owners, like_name, like)
     check_shape("owners", owners, [rows], f"one for each row of {like_name}")
 
 
@@ -137,14 +137,6 @@ def _check_owner_values(owners: Tensor, group_name: str) -> None:
             f"owners has a {int(owners.max())}; expected ranks of the group, 0 to {ranks - 1}, or "
             f"-1 for a row that is not sent"
         )
-
-
-def _check_whole(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
-    """Raise UserError unless it has whole numbers and is on `like`'s device."""
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise UserError(f"{name} is {tensor.dtype}; expected int32 or int64")
-    if tensor.device != like.device:
-        raise UserError(f"{name} is on {tensor.device} and {like_name} on {like.device}; move it")
 
 
 def _check_capacity(capacity: int) -> None:
@@ -240,7 +232,7 @@ def _check_experts(h: Tensor, W: Tensor, offsets: Tensor, owners: Tensor) -> Non
     _check_dims("h", h, 2)
     _check_dims("W", W, 3)
     check_shape("W", W, [W.shape[0], h.shape[1], W.shape[2]], "[experts, columns of h, n]")
-    _check_whole("offsets", offsets, "h", h)
+    check_whole("offsets", offsets, "h", h)
     check_shape("offsets", offsets, [W.shape[0] + 1], "one more than W has experts")
     _check_owners(owners, h.shape[0], "h", h)
 

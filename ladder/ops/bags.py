@@ -1,0 +1,244 @@
+"""Embedding bags of tables that are split over the ranks, pooled for the rank that owns the sample.
+
+The model-parallel half of a DLRM: a rank holds whole tables, looks up the bags of all samples in
+them, and sends each sample's pooled rows to the rank that computes on that sample.
+
+Bags are in the layout of FBGEMM, table by table: the indices of table t and sample b are
+indices[offsets[t B + b] : offsets[t B + b + 1]]. They may have any length; an empty bag gives 0.
+Pooled in float32 in the order of the indices, and rounded once. The gradient of a row is summed in
+the order of `indices`, too, so that it is the same in every run.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import custom_op
+
+from ladder.models.errors import UserError
+from ladder.ops import exchange
+from ladder.ops.calls import execute, size_of
+from ladder.ops.checks import check_like, check_whole, resolve
+from ladder.ops.registry import define, implement
+
+MODES = ("sum", "mean")
+SIZES = ("batch", "tables", "dim")
+
+
+def _measure(ranks: int, weights: Any, offsets: Any, table_counts: Any = None) -> tuple[int, ...]:
+    tables = ranks * len(weights) if table_counts is None else sum(table_counts)
+    return (offsets[0] - 1) // len(weights), tables, weights[0][1]
+
+
+# The lengths of the bags differ between ranks, so they are no sizes.
+define("embedding_bag_all_to_all", SIZES, _measure)
+define(
+    "embedding_bag_all_to_all_backward",
+    ("batch", "columns"),
+    lambda ranks, grad: (ranks * grad[0], grad[1]),
+)
+
+
+# -- staged -----------------------------------------------------------------------------------
+
+
+def pool(weight: Tensor, indices: Tensor, offsets: Tensor, mode: str) -> Tensor:
+    """The bags of one table, in its dtype. offsets: [bags + 1], from 0 to the end of `indices`."""
+    if weight.is_cuda or weight.dtype in (torch.float32, torch.float64):
+        return F.embedding_bag(indices, weight, offsets, mode=mode, include_last_offset=True)
+    # On a CPU, torch's own bags of 16 bits round as they go.
+    looked_up = weight[indices].float()
+    at = torch.arange(len(indices), dtype=offsets.dtype)
+    pooled = F.embedding_bag(at, looked_up, offsets, mode=mode, include_last_offset=True)
+    return pooled.to(weight.dtype)
+
+
+def spread(grad: Tensor, indices: Tensor, offsets: Tensor, rows: int, mode: str) -> Tensor:
+    """The gradient of a table [rows, dim] from that of its bags: each row sums its bags.
+
+    It is a lookup again: a row's bag has the bags in which the row is, in the order of `indices`.
+    """
+    lengths = offsets.diff()
+    if mode == "mean":
+        grad = grad.to(exchange.wide(grad.dtype)) / lengths.clamp(min=1).unsqueeze(1)
+    bag = torch.repeat_interleave(lengths, output_size=len(indices))
+    row, order = indices.sort(stable=True)
+    starts = torch.searchsorted(row, torch.arange(rows + 1, device=row.device, dtype=row.dtype))
+    return pool(grad, bag[order], starts.to(bag.dtype), "sum")
+
+
+@implement("embedding_bag_all_to_all", "staged")
+def staged(
+    group: dist.ProcessGroup, weights: list[Tensor], indices: Tensor, offsets: Tensor, mode: str,
+    counts: list[int],
+) -> Tensor:  # fmt: skip
+    ranks, tables, dim = len(counts), len(weights), weights[0].shape[1]
+    pooled = torch.stack(
+        [
+            pool(weight, own, ends, mode)
+            for weight, (own, ends) in zip(weights, by_table(indices, offsets, tables), strict=True)
+        ],
+        dim=1,
+    )  # [B, tables, dim]
+    share = len(pooled) // ranks
+    pieces = list(pooled.split(share))
+    sizes = [share * count * dim for count in counts]
+    parts = exchange.all_to_all_uneven(pieces, sizes, group)
+    return torch.cat([part.view(share, -1) for part in parts], dim=1)
+
+
+@implement("embedding_bag_all_to_all_backward", "staged")
+def staged_backward(
+    group: dist.ProcessGroup, grad: Tensor, indices: Tensor, offsets: Tensor, rows: list[int],
+    mode: str, counts: list[int],
+) -> list[Tensor]:  # fmt: skip
+    dim, tables = grad.shape[1] // sum(counts), len(rows)
+    pieces = list(grad.split([count * dim for count in counts], dim=1))
+    parts = exchange.all_to_all_uneven(pieces, [len(grad) * tables * dim] * len(counts), group)
+    of_bags = torch.cat(parts).view(-1, tables, dim)  # [B, tables, dim]
+    return [
+        spread(of_bags[:, table].contiguous(), own, ends, rows[table], mode).to(grad.dtype)
+        for table, (own, ends) in enumerate(by_table(indices, offsets, tables))
+    ]
+
+
+def by_table(indices: Tensor, offsets: Tensor, tables: int) -> list[tuple[Tensor, Tensor]]:
+    """Each table's indices and offsets, which start at 0; the host waits for the device here."""
+    batch = (len(offsets) - 1) // tables
+    bounds = offsets[::batch].tolist()
+    return [
+        (indices[start:end], offsets[t * batch : (t + 1) * batch + 1] - start)
+        for t, (start, end) in enumerate(pairwise(bounds))
+    ]
+
+
+# -- the operators ----------------------------------------------------------------------------
+
+
+def _check(
+    weights: list[Tensor], indices: Tensor, offsets: Tensor, mode: str, group_name: str,
+    table_counts: list[int] | None,
+) -> list[int]:  # fmt: skip
+    """The number of tables of each rank."""
+    if not weights:
+        raise UserError("weights is empty; give every rank a table or more")
+    first = weights[0]
+    check_like("weights[0]", first, **{f"weights[{n}]": each for n, each in enumerate(weights)})
+    for n, each in enumerate(weights):
+        if each.dim() != 2 or each.shape[1] != first.shape[-1]:
+            raise UserError(
+                f"weights[{n}] has shape {list(each.shape)}; expected [rows, {first.shape[-1]}]"
+            )
+    for name, tensor in (("indices", indices), ("offsets", offsets)):
+        check_whole(name, tensor, "weights[0]", first)
+        if tensor.dim() != 1:
+            raise UserError(f"{name} has shape {list(tensor.shape)}; expected one dimension")
+    if offsets.dtype != indices.dtype:
+        raise UserError(f"offsets is {offsets.dtype} and indices {indices.dtype}; convert one")
+    if mode not in MODES:
+        raise UserError(f"mode={mode!r}; expected 'sum' or 'mean'")
+    ranks, tables = size_of(group_name), len(weights)
+    bags = offsets.shape[0] - 1
+    if bags < 1 or bags % (tables * ranks):
+        raise UserError(
+            f"offsets has shape {list(offsets.shape)}; expected {tables} tables x B + 1, with a B "
+            f"that {ranks} ranks divide"
+        )
+    counts = [tables] * ranks if table_counts is None else list(table_counts)
+    if len(counts) != ranks or min(counts) < 1:
+        raise UserError(f"table_counts={counts}; expected {ranks} numbers of 1 or more")
+    return counts
+
+
+def _check_values(
+    weights: list[Tensor], indices: Tensor, offsets: Tensor, counts: list[int], group_name: str
+) -> None:
+    """Raise UserError for values that are out of range, on a CPU; a GPU's host would wait."""
+    own = counts[dist.get_rank(resolve(group_name))]
+    if own != len(weights):
+        raise UserError(f"table_counts={counts} has {own} for this rank with {len(weights)} tables")
+    if indices.device.type != "cpu":
+        return
+    bounds = int(offsets[0]), int(offsets[-1])
+    if bounds != (0, len(indices)) or bool((offsets.diff() < 0).any()):
+        raise UserError(f"offsets must ascend from 0 to the {len(indices)} indices")
+    for n, (mine, _) in enumerate(by_table(indices, offsets, len(weights))):
+        if len(mine) and not 0 <= int(mine.min()) <= int(mine.max()) < len(weights[n]):
+            raise UserError(
+                f"indices of weights[{n}] are {int(mine.min())} to {int(mine.max())}; expected "
+                f"its rows, 0 to {len(weights[n]) - 1}"
+            )
+
+
+@custom_op("ladder::embedding_bag_all_to_all", mutates_args=())
+def embedding_bag_all_to_all(
+    weights: list[Tensor], indices: Tensor, offsets: Tensor, mode: str, group_name: str,
+    *, table_counts: list[int] | None = None,
+) -> Tensor:  # fmt: skip
+    counts = _check(weights, indices, offsets, mode, group_name, table_counts)
+    _check_values(weights, indices, offsets, counts, group_name)
+    shapes = [each.shape for each in weights], offsets.shape, counts
+    return execute(
+        "embedding_bag_all_to_all", group_name, weights[0], shapes,
+        weights, indices, offsets, mode, counts,
+    )  # fmt: skip
+
+
+@embedding_bag_all_to_all.register_fake
+def _(
+    weights: list[Tensor], indices: Tensor, offsets: Tensor, mode: str, group_name: str,
+    *, table_counts: list[int] | None = None,
+) -> Tensor:  # fmt: skip
+    counts = _check(weights, indices, offsets, mode, group_name, table_counts)
+    share = (offsets.shape[0] - 1) // len(weights) // len(counts)
+    return weights[0].new_empty(share, sum(counts) * weights[0].shape[1])
+
+
+@custom_op("ladder::embedding_bag_all_to_all_backward", mutates_args=())
+def embedding_bag_all_to_all_backward(
+    grad: Tensor, indices: Tensor, offsets: Tensor, rows: list[int], mode: str, group_name: str,
+    *, table_counts: list[int] | None = None,
+) -> list[Tensor]:  # fmt: skip
+    counts = _counts(rows, group_name, table_counts)
+    return execute(
+        "embedding_bag_all_to_all_backward", group_name, grad,
+        (grad.shape,), grad, indices, offsets, rows, mode, counts,
+    )  # fmt: skip
+
+
+def _counts(rows: list[int], group_name: str, table_counts: list[int] | None) -> list[int]:
+    return [len(rows)] * size_of(group_name) if table_counts is None else list(table_counts)
+
+
+@embedding_bag_all_to_all_backward.register_fake
+def _(
+    grad: Tensor, indices: Tensor, offsets: Tensor, rows: list[int], mode: str, group_name: str,
+    *, table_counts: list[int] | None = None,
+) -> list[Tensor]:  # fmt: skip
+    dim = grad.shape[1] // sum(_counts(rows, group_name, table_counts))
+    return [grad.new_empty(each, dim) for each in rows]
+
+
+def _setup(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
+) -> None:
+    weights, indices, offsets, ctx.mode, ctx.group = inputs
+    ctx.counts = keyword_only_inputs["table_counts"]
+    ctx.rows = [each.shape[0] for each in weights]
+    ctx.save_for_backward(indices, offsets)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    indices, offsets = ctx.saved_tensors
+    found = embedding_bag_all_to_all_backward(
+        grad, indices, offsets, ctx.rows, ctx.mode, ctx.group, table_counts=ctx.counts
+    )
+    return found, None, None, None, None
+
+
+embedding_bag_all_to_all.register_autograd(_backward, setup_context=_setup)
