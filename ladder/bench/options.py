@@ -143,7 +143,9 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         "--activation-checkpointing", default="none", help="none, selective or full"
     )
     parser.add_argument(
-        "--compile", action="store_true", help="compile sublayers, landings and norms (torch.compile)"
+        "--compile",
+        action="store_true",
+        help="compile sublayers, landings and norms (torch.compile)",
     )
     parser.add_argument("--steps", type=int, default=10, help="steps to time")
     parser.add_argument(
