@@ -25,7 +25,7 @@ WAYS = ("original", "zero-shot", "trained-on", "plain", "distil", "progressive",
         "progressive-distil")  # fmt: skip
 SHORT = {"zero-shot": "zero-shot", "plain": "plain", "distil": "distilled"}
 BESIDE = ("layers", "reduces", *SHORT.values())
-FACTOR = re.compile(r"-x[\d.e+-]+")  # ends the name of a point at another learning rate
+FACTOR = re.compile(r"-(x[\d.e+-]+)$")  # ends the name of a point at another learning rate
 MEANING = """\
 more: bits per byte above the original's. KL: nats a token of the divergence from it. recovered: of
 what the changed layers cost before any training, in bits per byte; above 100 % the model is better
@@ -152,21 +152,21 @@ def write_page(records: Sequence[dict[str, Any]]) -> tuple[str, str]:
     if figure is not None and figures.available():
         drawn = [figure()]
     parts: list[PagePart] = [*drawn]
-    parts += [Table(head, body, caption(records)) for head, *body in tables(records)]
+    for n, (head, *body) in enumerate(tables(records)):
+        parts.append(Table(head, body, caption(records) if n == 0 else ""))
     parts.append(Aside("Columns", MEANING))
     machines = [record["machine"] for record in records if "machine" in record]
     title = "under another plan" if len(wirings) > 1 else "turned into a ladder"
     return finding, page(f"A trained model {title}", finding, parts, machines)
 
 
-def _named(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {f"{each['name']} ({each['plan']})": each for each in records if "way" in each}
-
-
 def _by_share(records: Sequence[dict[str, Any]]) -> tuple[str, Callable[[], Figure] | None]:
     """The finding, and what draws its figure: which way recovers most of what the plan costs."""
-    found = {name: recovered(each, records) for name, each in _named(records).items()}
-    shares = {name: share for name, share in found.items() if share is not None}
+    shares = {
+        f"{each['name']} ({each['plan']})": share
+        for each in records
+        if "way" in each and (share := recovered(each, records)) is not None
+    }
     if not shares:
         return "No loss was recovered: the points have no zero-shot model beside them.", None
     best = max(shares, key=lambda name: shares[name])
@@ -191,10 +191,10 @@ def _by_wiring(records: Sequence[dict[str, Any]]) -> tuple[str, Callable[[], Fig
     original = _bits(records, way="original")
     if original is None:
         return "The original was not measured beside these points.", None
+    points = [each for each in records if "way" in each and each["layers"]]
     more = {
-        name: float(each["bits_per_byte"]) - original
-        for name, each in _named(records).items()
-        if each["layers"]
+        f"{each['plan']} {each['way']}{_factor(each)}": float(each["bits_per_byte"]) - original
+        for each in points
     }
     best = min(more, key=lambda name: more[name])
     finding = f"{best} is nearest to the original: {more[best]:+.4f} bits per byte."
@@ -208,6 +208,12 @@ def _by_wiring(records: Sequence[dict[str, Any]]) -> tuple[str, Callable[[], Fig
         return Figure(figures.bars(bars, "bits per byte"), said)
 
     return finding, draw
+
+
+def _factor(record: dict[str, Any]) -> str:
+    """What a point at another learning rate has in its name."""
+    found = FACTOR.search(record["name"])
+    return "" if found is None else f" {found[1]}"
 
 
 def _bar(name: str, value: float, text: str) -> Bar:

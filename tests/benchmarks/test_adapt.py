@@ -281,7 +281,7 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "recovers 90 %" in adapt_report.write_page(records[:-1])[0]
     machine = {"gpu": "none", "date": "d", "commit": "c"}
     finding, text = adapt_report.write_page([each | {"machine": machine} for each in records])
-    assert finding == "plain2 (desync-4x@2-3) is nearest to the original: +0.0100 bits per byte."
+    assert finding == "desync-4x@2-3 plain is nearest to the original: +0.0100 bits per byte."
     assert "<td>desync-4x@2-3</td>" in text
     assert adapt.main(["report", str(tmp_path / "none.jsonl")]) == 2
     assert "adapt.py run" in capsys.readouterr().err
