@@ -16,8 +16,9 @@ Slots: pushes and sends use sets of slots in rotation. Let L be the plan's large
 l = max(L, 1). Output m has landed on a rank when its B(m + l) has ended, so before that rank sends
 or pushes output m + l + 1. That output has landed on a rank when its B(m + 2l + 1) has ended, so
 before it writes output m + 2l + 2. So with 2l + 2 sets no rank writes to a set that another has not
-cleared. Between two passes the embedding's all-reduce keeps the order: it ends only when every rank
-has begun its next pass. Sets are counted from 0 in each pass, so graphs and eager passes can mix.
+cleared; where not every sublayer sends, sets come round later still. Between two passes the
+embedding's all-reduce keeps the order: it ends only when every rank has begun its next pass. Sets
+are counted from 0 in each pass, so graphs and eager passes can mix.
 """
 
 from __future__ import annotations
@@ -180,6 +181,7 @@ class DecodePass(Pass):
         self.newest: Read | None = None
         self.carried: LandingJob | None = None  # the landing that the next product may run
         self.sending: SendJob | None = None  # the send of the newest output
+        self.partials: list[Tensor] = []  # of the open group, on this rank
 
     # -- operators ------------------------------------------------------------------------------
 
@@ -215,7 +217,8 @@ class DecodePass(Pass):
         def finish(_: Landed) -> Landed:
             for job in jobs or self._jobs(arrivals):
                 if not job.launched:
-                    self._flush()  # the landing may wait for this send
+                    if job.sums:  # it may wait for this send
+                        self._flush()
                     land(job)
                 newest = job
             self.carried = None
@@ -293,16 +296,14 @@ class DecodePass(Pass):
         rider, self.carried = self.carried, None
         record, blocking = self.plan.sublayers[n], self.plan.blocking[n]
         keep_own = self.plan.own_needed[n]
-        before = self.group  # of a group, which is closed or goes on
-        self.group = None
         if record.reduce == "none":
             own = partial.run(rider=rider)
+            assert own is not None
             if self.plan.group_begins[n] is not None:
-                # One more kernel for each sublayer of the group but the first and the last (whose
-                # product adds the group's sum): none if every second sublayer reduces.
-                self.group = own if before is None else before + own
+                self.partials.append(own)
             return Output(None, own)
-        add, share = before, 1.0
+        add, share = self._sum(self.partials) if self.partials else None, 1.0
+        self.partials = []
         if record.reduce == "residual":
             add, share = self.residual, 1 / self.ranks.degree
         # A product may push its result plus `add` and keep it without, if it is not one of several.
@@ -313,8 +314,8 @@ class DecodePass(Pass):
                 return Output(arriving, partial.run(add, share, push, keep_own, rider))
         own = whole = partial.run(None if apart else add, share, rider=rider)
         assert whole is not None
-        if apart:
-            whole = whole + add
+        if keep_own and add is not None:
+            whole = self._sum([add, whole])
         if self.decode.pushes:
             self.sending = SendJob(whole, push)
             return Output(arriving, own if keep_own else None)
@@ -323,6 +324,15 @@ class DecodePass(Pass):
         if not apart:  # the base reduces in place
             own = whole.clone() if keep_own else None
         return Output(self.reducer.reduce(whole, blocking), own)
+
+    def _sum(self, partials: Sequence[Tensor]) -> Tensor:
+        """The sum of a group's partials, in as few kernels as it takes."""
+        total = partials[0]
+        for i in range(1, len(partials), MAX_OWNS):
+            job = new_landing(total, owns=[(each, 1.0) for each in partials[i : i + MAX_OWNS]])
+            land(job)
+            total = job.out
+        return total
 
     def _new_slots(self) -> tuple[InFlight[Tensor], PushTarget]:
         """This rank's slots for the next output, and all ranks' as a target."""

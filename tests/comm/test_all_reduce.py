@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ladder.comm import symmetric
 from ladder.comm.push import PushAllReduce, reference_all_reduce
-from ladder.comm.symmetric import SymmetricTensor
 from ladder.comm.two_shot import TwoShotAllReduce, shard_words
+from tests.comm.mapped import mapped
 from tests.distributed import Pools
-from tests.interpreter import addresses, interpreting
+from tests.interpreter import interpreting
 from tests.kernels.support import on
 
 KEYS = [(64, torch.bfloat16), (2056, torch.bfloat16), (1500, torch.float32), (8, torch.bfloat16)]
@@ -50,18 +50,6 @@ def provoke(
     """Calls of changing sizes by ranks that come late; how many totals are wrong, what ran."""
     from triton.runtime import interpreter
 
-    numbers = itertools.count()
-
-    def mapped(
-        shape: tuple[int], dtype: torch.dtype, group: Any, device: torch.device, bits: int
-    ) -> SymmetricTensor:
-        number = next(numbers)
-        files = [str(Path(folder) / f"slots{number}-{each}") for each in range(world)]
-        torch.from_file(files[rank], shared=True, size=shape[0], dtype=dtype).fill_(bits)
-        dist.barrier()
-        slots = [torch.from_file(file, True, shape[0], dtype=dtype) for file in files]
-        return SymmetricTensor(rank, slots, addresses(slots))
-
     def late(builder: Any, *args: Any) -> Any:  # any store of any rank may come late
         if sleeps.random() < 0.05:
             time.sleep(0.01)
@@ -80,7 +68,7 @@ def provoke(
         interpreting() as ran,
         mock.patch.object(interpreter.InterpreterBuilder, "create_masked_load", patient),
         mock.patch.object(interpreter.InterpreterBuilder, "create_masked_store", late),
-        mock.patch.object(symmetric, "allocate", mapped),
+        mock.patch.object(symmetric, "allocate", mapped(folder, rank, world)),
         mock.patch.object(PushAllReduce, "BLOCK", 512),
         mock.patch.object(TwoShotAllReduce, "SMALL", (64, 4)),
         mock.patch.object(TwoShotAllReduce, "LARGE", (128, 4)),

@@ -201,7 +201,7 @@ def two_norms(weights: dict[str, Tensor], config: Any, tokens: Tensor, ranks: in
 PLANS = (
     ("standard", None), ("ladder", None), ("hybrid", None), ("ladder@1-3", None),
     ("parallel", None), ("desync-2x", 2), ("desync-4x", 2), ("accumulate-4x", 2),
-    ("dtp-1", 2),
+    ("accumulate-2x-lag1", 2), ("dtp-1", 2),
 )  # fmt: skip
 
 

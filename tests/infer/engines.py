@@ -24,6 +24,7 @@ PLANS = [
     ("hybrid", None),
     ("desync-4x", 4),
     ("accumulate-4x", 4),
+    ("accumulate-4x-lag2", 4),
     ("dtp-1", 4),
 ]
 

@@ -84,7 +84,7 @@ def check_on_gpus() -> int:
     world = launch.world_size()
     reducer = "async" if world == 1 else "push"
     for plan in ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x",
-                 "accumulate-4x", "dtp-1", "dtp-2", "none"):  # fmt: skip
+                 "accumulate-4x", "accumulate-4x-lag2", "dtp-1", "dtp-2", "none"):  # fmt: skip
         config = resolve(
             InferencePoint("llama-3-8b", plan, reducer, world, 64, 60, STEPS, layers=4)
         )

@@ -46,7 +46,7 @@ class GrowingCache:
 
 
 CACHED = [("standard", 1), ("parallel", 2), ("ladder", 4), ("desync-2x", 2), ("dtp-2", 4),
-          ("accumulate-4x", 2)]  # fmt: skip
+          ("accumulate-4x", 2), ("accumulate-2x-lag1", 2)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "ranks"), CACHED)

@@ -16,6 +16,8 @@ from tests.parallel.layouts import LAYOUTS, Layouts, compare
 # Of a plan, every layout at one number of ranks, and at the other what differs most: TP is at both.
 MOST_OF_2 = {2: LAYOUTS[2], 4: [(4, 1, "TP")]}
 MOST_OF_4 = {2: [(2, 1, "TP")], 4: LAYOUTS[4]}
+DEPEND_ON_T = ("desync-2x", "desync-3x", "desync-4x", "accumulate-4x", "accumulate-2x-lag1",
+               "dtp-1", "dtp-2")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -31,7 +33,7 @@ MOST_OF_4 = {2: [(2, 1, "TP")], 4: LAYOUTS[4]}
             pytest.param(plan, degree, LAYOUTS, marks=pytest.mark.parity)
             for degree, plans in (
                 (None, ("standard", "parallel", "ladder", "hybrid")),
-                (4, ("desync-2x", "desync-3x", "desync-4x", "accumulate-4x", "dtp-1", "dtp-2")),
+                (4, DEPEND_ON_T),
             )
             for plan in plans
         ),
