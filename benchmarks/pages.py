@@ -100,7 +100,8 @@ def quality_latency() -> str:
             title = f"The {kept[0]}: fastest of {len(places)} plans, and none beats its quality"
     subtitle = (
         f"{records[0]['parameters'] / 1e6:.0f}M parameters, {records[0]['tokens'] / 1e6:.0f}M "
-        f"tokens each; mean and range of n runs; lower is better, left is faster"
+        f"tokens each; mean and range of n runs, {quality_frontier.usual_runs(records, found)} if "
+        f"no n is given; lower is better, left is faster"
     )
     return quality_frontier.figure(records, found, title, subtitle)
 

@@ -41,7 +41,7 @@ from jobs import Started, deadline, finish, run_all, visible_gpus
 from quality_frontier import latencies, write_page
 from quality_initial import write_initial
 from quality_plans import NAMED, T, called, chosen, depends_on_tp, initially, written
-from quality_report import COLUMNS, KEYS, caption, read, read_all, rows
+from quality_report import COLUMNS, KEYS, LOGGED, caption, different, read, read_all, rows
 
 from ladder.checkpoint import checkpoints
 from ladder.cli import parse_words
@@ -185,10 +185,18 @@ def check_overrides(overrides: Sequence[str], own: Sequence[str]) -> None:
 def check_common(records: Sequence[dict[str, Any]], common: dict[str, Any], file: Path) -> None:
     """Raise UserError where a file's records have another recipe or data than the new ones."""
     for record in records:
-        if any(record[key] != value for key, value in common.items()):
-            raise UserError(
-                f"{file} holds runs of another recipe or of other data; choose another --out"
-            )
+        for key, value in common.items():
+            if trained(record[key]) != trained(value):
+                name = f"{key}.{different(record[key], value)}".rstrip(".")
+                raise UserError(
+                    f"{file} holds runs of another recipe or of other data ({name} differs); "
+                    f"choose another --out"
+                )
+
+
+def trained(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a recipe that change what is trained."""
+    return {key: value for key, value in recipe.items() if key not in LOGGED}
 
 
 def summary(data: TokenData) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quality_plans import T, called
+from quality_plans import T, called, initially
 from quality_report import (
     COLUMNS,
     MEANING,
@@ -24,16 +24,16 @@ from quality_report import (
 )
 
 from ladder.bench import figures
-from ladder.bench.figures import Panel, Spot
 from ladder.bench.inference.derive import EXPLANATION, HEAD, by_case, by_point, cells, derive_rows
 from ladder.bench.inference.page import fastest
 from ladder.bench.inference.points import describe_case, load_shape
+from ladder.bench.panels import Panel, Spot, panels
 from ladder.bench.report import NO_FIGURES, Aside, Figure, Heading, PagePart, Table, Text, page
 from ladder.bench.results import read_results
 from ladder.models.errors import UserError
 
 PANELS = ((True, 1), (True, 64), (False, 1), (False, 64))  # P2P, batch
-FAR = 0.07  # bits per byte above standard from which a plan is drawn at a figure's edge
+FAR = 0.04  # bits per byte above standard from which a plan is drawn at a figure's edge
 
 
 @dataclass(frozen=True)
@@ -126,15 +126,20 @@ def best(members: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {called(plan): row for plan, row in fastest(members).items()}
 
 
+def row_of(plan: str, known: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """A plan's row of `best`; of desync-Nx-init-sqrt that of desync-Nx, which it is."""
+    return known.get(plan) or known.get(initially(plan, T)[0])
+
+
 def places(
     groups: dict[str, list[dict[str, Any]]], members: Sequence[dict[str, Any]]
 ) -> dict[str, Place]:
     """By plan, of plans with both quality and latency, the fastest first."""
     known, found = best(members), {}
     for plan, runs in groups.items():
-        if plan in known:
+        if row := row_of(plan, known):
             bits = [record["heldout_bits_per_byte"] for record in runs]
-            ms = float(known[plan]["decode_ms"])
+            ms = float(row["decode_ms"])
             found[plan] = Place(ms, statistics.fmean(bits), min(bits), max(bits), len(bits))
     return dict(sorted(found.items(), key=lambda item: (item[1].ms, item[1].mean)))
 
@@ -194,27 +199,33 @@ def missing(latency: Latency) -> list[str]:
     return [panel_name(panel) for panel, members in latency.chosen.items() if not members]
 
 
+def usual_runs(records: Sequence[dict[str, Any]], latency: Latency) -> int:
+    """The number of runs that most marks of the figure have; it names another one."""
+    groups = by_plan(records)
+    drawn = [places(groups, members) for members in latency.chosen.values() if members]
+    return statistics.mode(own.runs for found in drawn for own in found.values())
+
+
 def figure(
     records: Sequence[dict[str, Any]], latency: Latency, title: str = "", subtitle: str = ""
 ) -> str:
     """The panels that were measured, as SVG."""
     groups, drawn = by_plan(records), []
+    usual = usual_runs(records, latency)
     for panel, members in latency.chosen.items():
         if not members:
             continue
         found = places(groups, members)
         kept, none = frontier(found), best(members).get("none")
-        spots = [
-            Spot(plan, f"{plan}, n = {own.runs}", own.ms, own.mean, own.low, own.high, plan in kept)
-            for plan, own in found.items()
-        ]
+        spots = []
+        for plan, own in found.items():
+            text = plan if own.runs == usual else f"{plan}, n = {own.runs}"
+            spots.append(Spot(plan, text, own.ms, own.mean, own.low, own.high, plan in kept))
         case = describe_case(members[0]["point"])
         bound = (float(none["decode_ms"]), "no communication") if none else None
         drawn.append(Panel(panel_name(panel), f"decode, ms a token ({case})", spots, bound))
     top = mean(groups["standard"]) + FAR if "standard" in groups else None
-    return figures.panels(
-        drawn, "held-out bits per byte", title=title, subtitle=subtitle, top=top
-    )  # fmt: skip
+    return panels(drawn, "held-out bits per byte", title=title, subtitle=subtitle, top=top)
 
 
 JOINED = ("plan", "seeds", "bits per byte", "spread", "less standard", "decode ms/token", "reducer",
@@ -232,7 +243,9 @@ def joined(
         faster = f"{standard['decode_ms'] / own.ms:.3f}" if standard else "-"
         bound = f"{own.ms / none['decode_ms']:.3f}" if none else "-"
         quality = [plan, count(groups[plan]), *quality_cells(plan, groups)]
-        reducer = known[plan]["point"].reducer
+        row = row_of(plan, known)
+        assert row is not None, plan  # it has a place
+        reducer = row["point"].reducer
         table.append(
             [*quality, f"{own.ms:.3f}", reducer, faster, bound, standing(plan, found)]
         )  # fmt: skip
@@ -269,8 +282,9 @@ def write_page(records: Sequence[dict[str, Any]], latency: Latency) -> str:
     drawn: PagePart = NO_FIGURES
     if figures.available():
         what = (
-            "A mark is the mean of n runs, the bar from the lowest to the highest of them; filled: "
-            "on the frontier. Lower is better, left is faster. Triangles are above the figure."
+            f"A mark is the mean of n runs, {usual_runs(records, latency)} where no other n is "
+            f"given, the bar from the lowest to the highest of them; filled: on the frontier. "
+            f"Lower is better, left is faster. Triangles are above the figure."
         )
         drawn = Figure(figure(records, latency), what)
     parts: list[PagePart] = [drawn, Heading("Equal tokens")]
@@ -282,7 +296,7 @@ def write_page(records: Sequence[dict[str, Any]], latency: Latency) -> str:
         case = describe_case(members[0]["point"])
         parts.append(Table(JOINED, joined(groups, members), f"{panel_name(panel)}: {case}"))
         known = best(members)
-        if lacking := ", ".join(plan for plan in groups if plan not in known):
+        if lacking := ", ".join(plan for plan in groups if not row_of(plan, known)):
             parts.append(Text(f"Latency not measured in this panel: {lacking}."))
     parts += [
         Text(

@@ -14,6 +14,8 @@ from quality_plans import PLANS, T
 from ladder.models.errors import UserError
 
 KEYS = ("plan", "seed", "tp_degree")  # of a run within a file of one recipe
+# Keys of a recipe that change no training.
+LOGGED = ("eval_interval", "log_interval", "checkpoint_interval", "keep_checkpoints")
 
 
 def read(
@@ -33,9 +35,9 @@ def read_all(files: Sequence[Path]) -> list[dict[str, Any]]:
         for each in _lines(file, KEYS, "quality.py"):
             first = next(iter(found.values()), each)
             for key in ("recipe", "data"):
-                if different := _different(first[key], each[key]):
+                if name := different(first[key], each[key]):
                     raise UserError(
-                        f"{file} holds runs of another {key} than {files[0]}: {different} differs; "
+                        f"{file} holds runs of another {key} than {files[0]}: {name} differs; "
                         f"give files of one"
                     )
             found[json.dumps(each, sort_keys=True)] = each
@@ -58,17 +60,17 @@ def _lines(file: Path, keys: Sequence[str], script: str) -> list[dict[str, Any]]
     return found
 
 
-def _different(one: dict[str, Any], other: dict[str, Any]) -> str:
+def different(one: dict[str, Any], other: dict[str, Any]) -> str:
     """The first key of both whose values differ; '' if none does.
 
-    A key of one alone is of another version, and eval_interval changes no training.
+    A key of one alone is of another version, and those in LOGGED change no training.
     """
     for key in one:
-        if key in other and key != "eval_interval" and one[key] != other[key]:
+        if key in other and key not in LOGGED and one[key] != other[key]:
             nested = isinstance(one[key], dict) and isinstance(other[key], dict)
             if not nested:
                 return key
-            if inner := _different(one[key], other[key]):
+            if inner := different(one[key], other[key]):
                 return f"{key}.{inner}"
     return ""
 

@@ -1,4 +1,4 @@
-"""Figures as SVG: lines with their names at their ends, labelled bars, and panels of points.
+"""Figures as SVG: lines with their names at their ends, and labelled bars. Panels: panels.py.
 
 Figures have a light background and real text. `inline` makes them follow the theme of a page. The
 same data and version of matplotlib (the `report` extra) give the same bytes.
@@ -38,29 +38,6 @@ class Bar:
     text: str
     colour: str = MUTED
     bound: bool = False
-
-
-@dataclass(frozen=True)
-class Spot:
-    """A point of `panels`: a mean, drawn with the range from low to high. full: not hollow."""
-
-    name: str
-    text: str  # the label beside it
-    x: float
-    mean: float
-    low: float
-    high: float
-    full: bool = True
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One panel of `panels`. bound: a value of x and its name, drawn as a line."""
-
-    title: str
-    x_label: str
-    spots: Sequence[Spot]
-    bound: tuple[float, str] | None = None
 
 
 def available() -> bool:
@@ -118,15 +95,14 @@ def lines(
             axis.set_major_formatter("{x:,.0f}")
         else:
             axis.get_major_formatter().set_useOffset(False)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
+    grid(axes)
     axes.set_xlabel(x_label, loc="left")
     ends = {name: (float(x[-1]), float(y[-1])) for name, (x, y) in series.items() if len(x)}
     if zero:
         axes.set_xlim(axes.get_xlim())
         ends[zero], drawn[zero] = (float(axes.get_xlim()[1]), 0.0), COLOURS["none"]
     _name_ends(figure, axes, ends, drawn, above)
-    return _svg(figure, said, title)
+    return to_svg(figure, said, title)
 
 
 def bars(
@@ -151,7 +127,7 @@ def bars(
     axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)
     axes.tick_params(length=0, labelsize=FONT, labelcolor=INK)
-    measure = _measure(figure)
+    measure = text_measure(figure)
     left = max(measure(label) for label in axes.get_yticklabels()) + 16
     room = WIDTH - left
     # The largest scale at which every bar and its label fit.
@@ -161,70 +137,7 @@ def bars(
     )
     axes.set_xlim(0, room / scale)
     _set_margins(figure, left, 0, above, 8)
-    return _svg(figure, said, title)
-
-
-def panels(
-    drawn: Sequence[Panel], y_label: str, *, title: str = "", subtitle: str = "",
-    top: float | None = None, row: int = 270,
-) -> str:  # fmt: skip
-    """Panels of points below each other, which share the y axis; full points are joined by steps.
-
-    A point whose mean is above `top` is a triangle at the upper edge, with its mean beside it.
-    """
-    figure, above = _headed(row * len(drawn) + 60, title, (subtitle, y_label))
-    height, measure = figure.get_figheight() * 72, _measure(figure)
-    spots = [spot for panel in drawn for spot in panel.spots]
-    inside = [spot for spot in spots if top is None or spot.mean <= top] or spots
-    low, high = min(s.low for s in inside), max(s.high for s in inside)
-    pad = 0.08 * (high - low) or 0.01
-    each, said = (height - above) / len(drawn), {}
-    names = dict.fromkeys(spot.name for spot in spots)
-    spare = iter(colour for name, colour in COLOURS.items() if name not in (*names, "none"))
-    known = {name: COLOURS.get(name) or next(spare, INK) for name in names}
-    for number, panel in enumerate(drawn):
-        axes = figure.add_subplot(len(drawn), 1, number + 1)
-        _style(axes)
-        axes.set_ylim(low - pad, high + 2 * pad)
-        axes.set_title(panel.title, loc="left", color=INK, size=FONT, weight="bold")
-        axes.set_xlabel(panel.x_label, loc="left")
-        axes.grid(axis="y", color=GRID, linewidth=0.8)
-        axes.set_axisbelow(True)
-        ends, colours, texts = {}, {}, {}
-        if panel.bound:
-            grey = COLOURS["none"]
-            axes.axvline(panel.bound[0], color=grey, linewidth=1.2, dashes=(4, 3))
-            axes.set_title(f"dashed: {panel.bound[1]}", loc="right", color=grey, size=FONT - 1)
-        best = sorted((s.x, s.mean) for s in panel.spots if s.full and s in inside)
-        steps = [x for x, _ in best], [mean for _, mean in best]
-        axes.plot(*steps, ":", color=MUTED, linewidth=1, drawstyle="steps-post")
-        for i, spot in enumerate(panel.spots):
-            text, y, marker = spot.text, spot.mean, "o"
-            if spot not in inside:
-                text, y, marker = f"{spot.text}: {spot.mean:.4g}", high + 1.5 * pad, "^"
-            elif spot.low < spot.high:
-                axes.plot([spot.x] * 2, [spot.low, spot.high], "_-", color=known[spot.name], ms=9)
-            ends[text], colours[text] = (spot.x, y), known[spot.name]
-            texts[text] = _name(axes, text, ends[text], colours[text], spot.name)
-            gid, inner = f"spot-{number}-{i}", colours[text] if spot.full else PAPER
-            axes.plot(
-                spot.x, y, marker, color=colours[text], ms=7, gid=gid, markerfacecolor=inner
-            )  # fmt: skip
-            said[gid] = (
-                f"{spot.text}: {panel.x_label} {spot.x:.6g}, {y_label} {spot.mean:.6g} "
-                f"({spot.low:.6g} to {spot.high:.6g})"
-            )
-        axes.margins(x=0.1)
-        axes.set_xlim(axes.get_xlim())
-        axes.yaxis.get_major_formatter().set_useOffset(False)
-        width = {name: measure(text) for name, text in texts.items()}
-        figure.draw_without_rendering()
-        left = 12 + max(measure(label) for label in axes.get_yticklabels())
-        bottom = height - above - each * (number + 1) + 40
-        room = WIDTH - left - max(width.values()) - 14
-        axes.set_position((left / WIDTH, bottom / height, room / WIDTH, (each - 64) / height))
-        _spread_names(axes, texts, ends, width, colours)
-    return _svg(figure, said, title)
+    return to_svg(figure, said, title)
 
 
 def inline(svg: str) -> str:
@@ -262,13 +175,13 @@ def _mean(values: Sequence[float]) -> float:
 
 def _canvas(height: int, title: str, below: Sequence[str]) -> tuple[Any, Any, float]:
     """A figure, its axes, and the height of its headings in points."""
-    figure, above = _headed(height, title, below)
+    figure, above = headed(height, title, below)
     axes = figure.subplots()
-    _style(axes)
+    style_axes(axes)
     return figure, axes, above
 
 
-def _headed(height: int, title: str, below: Sequence[str]) -> tuple[Any, float]:
+def headed(height: int, title: str, below: Sequence[str]) -> tuple[Any, float]:
     """A figure without axes, and the height of its headings in points."""
     require_matplotlib()
     from matplotlib.figure import Figure
@@ -288,7 +201,7 @@ def _headed(height: int, title: str, below: Sequence[str]) -> tuple[Any, float]:
     return figure, above + 4
 
 
-def _style(axes: Any) -> None:
+def style_axes(axes: Any) -> None:
     axes.set_facecolor("none")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -299,7 +212,12 @@ def _style(axes: Any) -> None:
     axes.xaxis.label.set(color=MUTED, size=FONT - 0.5)
 
 
-def _measure(figure: Any) -> Any:
+def grid(axes: Any) -> None:
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def text_measure(figure: Any) -> Any:
     """A function that returns a text's width in points."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -323,7 +241,7 @@ def _name_ends(
 
     A thin line connects a moved name with its line's end.
     """
-    measure = _measure(figure)
+    measure = text_measure(figure)
     texts = {name: _name(axes, name, ends[name], colours[name], name) for name in ends}
     width = {name: measure(text) for name, text in texts.items()}
     low, high = axes.get_ylim()
@@ -377,7 +295,7 @@ def _beside(
     return groups
 
 
-def _svg(figure: Any, said: Mapping[str, str], title: str) -> str:
+def to_svg(figure: Any, said: Mapping[str, str], title: str) -> str:
     """The figure's SVG without an XML head. said: tooltips, by the id of their element."""
     import matplotlib
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ladder.bench import figures
-from ladder.bench.figures import Bar, Panel, Spot, bars, lines, panels, spread
+from ladder.bench.figures import Bar, bars, lines, spread
 from tests import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -86,29 +86,6 @@ def test_bars_have_room_for_what_stands_at_their_ends() -> None:
     (slow,) = (place for text, place in found.items() if text.startswith("ss"))
     assert slow[0] + 40 * 5 < figures.WIDTH
     assert found["b"][1] > found["a"][1]
-
-
-def test_panels_share_the_y_axis_and_a_point_far_above_stands_at_the_edge() -> None:
-    spots = [
-        Spot("ladder", "ladder, n = 3", 1.0, 0.92, 0.91, 0.93),
-        Spot("standard", "standard, n = 1", 2.0, 0.94, 0.94, 0.94, full=False),
-        Spot("mine", "mine, n = 1", 2.01, 1.5, 1.5, 1.5, full=False),
-    ]
-    chosen = [Panel("first", "ms", spots, (1.5, "nothing")), Panel("second", "s", spots[:2])]
-    svg = panels(chosen, "bits", title="All", top=1.0)
-    assert values(svg) == [
-        "All",
-        "ladder, n = 3: ms 1, bits 0.92 (0.91 to 0.93)",
-        "standard, n = 1: ms 2, bits 0.94 (0.94 to 0.94)",
-        "mine, n = 1: ms 2.01, bits 1.5 (1.5 to 1.5)",
-        "ladder, n = 3: s 1, bits 0.92 (0.91 to 0.93)",
-        "standard, n = 1: s 2, bits 0.94 (0.94 to 0.94)",
-    ]
-    found = labels(svg)
-    assert {"first", "second", "dashed: nothing", "mine, n = 1: 1.5"} <= set(found)
-    edge, near = found["mine, n = 1: 1.5"][1], found["first"][1]
-    assert near < edge < near + 40
-    assert all(x + figures.FONT / 2 * len(text) < figures.WIDTH for text, (x, _) in found.items())
 
 
 @pytest.fixture(scope="module")

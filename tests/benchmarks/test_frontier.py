@@ -201,6 +201,23 @@ def test_a_panel_has_one_case_and_the_newest_of_points_measured_again(tmp_path: 
     assert "several commits: bbb, aaa" in note
 
 
+def test_a_plan_that_differs_in_its_beginning_has_the_latency_of_the_plain_one(
+    tmp_path: Path,
+) -> None:
+    records = [*RECORDS, made_up("desync-4x-init-sqrt", 0, 1.15, tp_degree=4)]
+    times = [*LATENCY, latency("desync-4x", "push", 1.7)]
+    page = page_of(tmp_path, [records], [times])
+    assert row("desync-4x-init-sqrt", "1", "1.1500", "-", "+0.0300", "1.700", "push", "1.176",
+               "1.360", "yes; one run") in page  # fmt: skip
+
+
+def test_a_figure_names_the_number_of_runs_where_it_is_unusual(tmp_path: Path) -> None:
+    page = page_of(tmp_path, [RECORDS], [LATENCY])
+    assert "2 where no other n is given" in page
+    texts = re.findall(r"<text [^>]*>([^<]*)</text>", page)
+    assert {"standard", "ladder: 1.210", "dtp-1, n = 1: 1.310"} <= set(texts)  # far above it
+
+
 def test_latency_of_another_model_is_said_to_be_so(tmp_path: Path) -> None:
     times = [
         *LATENCY,

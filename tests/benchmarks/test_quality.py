@@ -284,8 +284,9 @@ def test_two_plans_are_trained_once(
     assert call(corpus, tmp_path, *only) == 0
     again = capsys.readouterr().out
     assert again.strip() == table[table.index("tiny,") :].strip()
+    assert call(corpus, tmp_path, "eval_interval=1", *only[1:]) == 0  # the same training
     assert call(corpus, tmp_path, "steps=4", "--only", "standard:0") == 2  # not the same recipe
-    assert "another recipe" in capsys.readouterr().err
+    assert "another recipe or of other data (recipe.steps differs)" in capsys.readouterr().err
 
 
 def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
