@@ -51,7 +51,7 @@ def pool(weight: Tensor, indices: Tensor, offsets: Tensor, mode: str) -> Tensor:
     """The bags of one table, in its dtype. offsets: [bags + 1], from 0 to the end of `indices`."""
     if weight.is_cuda or weight.dtype in (torch.float32, torch.float64):
         return F.embedding_bag(indices, weight, offsets, mode=mode, include_last_offset=True)
-    # On a CPU, torch's own bags of 16 bits round as they go.
+    # On a CPU, torch's own means of 16 bits are divided after the sum has been rounded.
     looked_up = weight[indices].float()
     at = torch.arange(len(indices), dtype=offsets.dtype)
     pooled = F.embedding_bag(at, looked_up, offsets, mode=mode, include_last_offset=True)

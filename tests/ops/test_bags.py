@@ -102,15 +102,16 @@ def values(rank: int, world_size: int, dtype: torch.dtype) -> None:
 
 
 def rounded_once(rank: int, world_size: int) -> None:
-    """A bag and a gradient of 300 ones: bfloat16 has no 257, and stays at 256."""
-    ones = torch.ones(1, 2, dtype=torch.bfloat16, requires_grad=True)
-    indices = torch.zeros(300 * world_size, dtype=torch.int64)
-    offsets = torch.arange(world_size + 1) * 300
-    out = OPS.embedding_bag_all_to_all([ones], indices, offsets, "sum", world())
-    assert (out == 300).all()
-    out.sum().backward()
-    assert ones.grad is not None
-    assert (ones.grad == 300 * world_size).all()
+    """Sums and means of ones: bfloat16 stops counting at 256, and rounds a sum of 257 to 256."""
+    for mode, length, value in (("sum", 300, 300), ("mean", 257, 1)):
+        ones = torch.ones(1, 2, dtype=torch.bfloat16, requires_grad=True)
+        indices = torch.zeros(length * world_size, dtype=torch.int64)
+        offsets = torch.arange(world_size + 1) * length
+        out = OPS.embedding_bag_all_to_all([ones], indices, offsets, mode, world())
+        assert (out == value).all()
+        out.sum().backward()
+        assert ones.grad is not None
+        assert (ones.grad == value * world_size).all()
 
 
 def gradients(rank: int, world_size: int) -> None:
