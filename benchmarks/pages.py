@@ -35,7 +35,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 LATENCY = "2026-11-21-inference-h200x4"
 BATCHES = "2026-11-21-figures-h200x4"
-QUALITY = ("2026-11-21-quality-h200", "2026-11-22-scaled-desync-h200x4")
+QUALITY = (
+    "2026-11-21-quality-h200",
+    "2026-11-22-scaled-desync-h200x4",
+    "2026-11-22-quality-h200x2",
+)
 QUALITY_LATENCY = ("2026-11-21-quality-latency-h200x4", LATENCY, "2026-11-21-p2p-off-h200x4")
 RESIDUAL = "2026-11-22-residual-cpu"
 MODEL, TP, BATCH = "llama-3-8b", 4, 1  # of the figures of inference
