@@ -26,9 +26,10 @@ OVERVIEW = (
     "none",
 )
 ACCUMULATED = """\
-reduce accumulated: one sum of the plain partials of all sublayers since the last reduce. Until then
-a rank reads its own partials at once, times own_scale (sqrt(T) in the presets: about the size of a
-sum of T independent partials); the sum then replaces them, so nothing is scaled or averaged."""
+reduce accumulated: one sum of the plain partials of all sublayers since the last reduce, read as
+late as peer_lag says. Until then a rank reads its own partials, times own_scale (sqrt(T) in the
+presets: about the size of a sum of T independent partials); the sum then replaces them, so nothing
+is scaled or averaged in the end."""
 SHORT = {"attention": "attn", "mlp": "mlp", "attention+mlp": "attn+mlp"}
 
 
@@ -148,8 +149,9 @@ def picture(plan: Plan, limit: int = 6) -> str:
     """A time line of `limit` sublayers, with the reduces in flight below them.
 
     A blocking reduce leaves a gap (`....`) in the upper line; one that overlaps with the next
-    sublayer leaves none. The picture starts at the layer before the first one that differs from
-    layer 0, so that it shows where a hybrid changes.
+    sublayers leaves none, and its bar has the time until a sublayer reads the sum. The picture
+    starts at the layer before the first one that differs from layer 0, so that it shows where a
+    hybrid changes; or, with one more sublayer, at the layer of a group's first sum in flight.
     """
     by_layer = [
         [plan.sublayers[n] for n in numbers]
@@ -157,12 +159,15 @@ def picture(plan: Plan, limit: int = 6) -> str:
     ]
     differs = next((i for i, records in enumerate(by_layer) if records != by_layer[0]), 0)
     from_layer = differs - 1 if 1 < differs < len(by_layer) - 1 else 0
+    waits = _waits(plan)
+    groups = [n for n, begin in enumerate(plan.group_begins) if begin not in (None, n)]
+    if (late := next((n for n in groups if waits.get(n, 0) > n + 1), None)) is not None:
+        from_layer, limit = plan.layers[late], limit + 1
     first = plan.layers.index(from_layer)
     shown = range(first, min(first + limit, len(plan.sublayers)))
     width = 12
     lanes: list[str] = []
     compute = ""
-    waits = _waits(plan)
     columns: dict[int, int] = {}  # the column at which each sublayer's box ends
     reduce_end: dict[int, int] = {}
     for n in shown:
@@ -179,7 +184,12 @@ def picture(plan: Plan, limit: int = 6) -> str:
             reduce_end[n] = len(compute) + max(width - 4, len(_bar(plan, n)) + 1)
     for n, end in reduce_end.items():
         start = columns[n]
-        bar = _bar(plan, n).ljust(end - start - 1, "-") + ">"
+        # A sum in flight for several sublayers has the time of all that are shown.
+        until = min(waits[n], shown[-1] + 1) - 1
+        cut = until > n + 1 and waits[n] > shown[-1] + 1
+        if until > n + 1:
+            end = columns[until] if cut else max(end, columns[until] - 4)
+        bar = _bar(plan, n).ljust(end - start - 1, "-") + ("-" if cut else ">")
         lane = next((i for i, text in enumerate(lanes) if len(text) <= start), None)
         if lane is None:
             lanes.append("")
@@ -211,14 +221,21 @@ def _waits(plan: Plan) -> dict[int, int]:
 
 def _reads(plan: Plan, n: int) -> str:
     """The outputs that land before read n, in words."""
-    if not plan.landings[n]:
-        return "nothing new"
-    return ", ".join(_landing(plan, each) for each in plan.landings[n])
+    # On the base own parts land again, which is nothing new.
+    new = [
+        each
+        for each in plan.landings[n]
+        if each.summed
+        or all(
+            each.output != old.output for read in plan.landings[each.output + 1 : n] for old in read
+        )
+    ]
+    return ", ".join(_landing(plan, each) for each in new) or "nothing new"
 
 
 def _landing(plan: Plan, landing: Landing) -> str:
     begin = plan.group_begins[landing.output]
-    if landing.replaces and begin is not None:
+    if landing.on_base:
         return f"{begin}-{landing.output} (in place of the own ones)"
     if landing.replaces:
         return f"{landing.output} (residuals made equal)"

@@ -27,6 +27,7 @@ from ladder.models.errors import UserError, check_keys, unknown
 
 KINDS = ("attention", "mlp", "attention+mlp")
 REDUCES = ("output", "residual", "accumulated", "none")
+MOST_KEPT = 64  # own parts that a landing on the base adds again: each costs time and memory
 
 
 def number(value: Any) -> Any:
@@ -149,7 +150,7 @@ class Plan:
         than the own parts of groups in flight, or if an own_scale has no meaning."""
         begin, scale = self.group_begins[last], self.sublayers[last].own_scale
         assert begin is not None
-        if any(self.group_begins[m] is None for m in self._apart[begin]):
+        if not self._equal[begin][1]:
             raise UserError(
                 f"the ranks' residuals differ at sublayer {begin} of plan {self.name!r}, where "
                 f"the group of sublayer {last} (reduce=accumulated) begins; set reduce=residual "
@@ -196,17 +197,14 @@ class Plan:
             own_to, peers_to = max(own, n - own_lag), max(peers, n - peer_lag)
             if n and self.sublayers[n - 1].reduce == "residual":
                 own_to = peers_to = n
-            landed = []
-            for m in range(peers, peers_to):
-                if self.sublayers[m].reduce == "accumulated":
-                    if own_to <= m:
-                        raise UserError(
-                            f"sublayer {n} of plan {self.name!r} reads the sum of sublayer {m} "
-                            f"(reduce=accumulated) before the own part that it replaces (own_lag="
-                            f"{own_lag}, peer_lag={peer_lag}); own_lag must not be above peer_lag"
-                        )
-                    landed.append(Landing(m, summed=True, on_base=True))
-                    own = peers = m + 1  # on the base, own parts from there on land anew
+            landed = [
+                Landing(m, summed=True, on_base=True)
+                for m in range(peers, peers_to)
+                if self.sublayers[m].reduce == "accumulated"
+            ]
+            if landed:
+                own = peers = landed[-1].output + 1  # on the base, own parts from there land anew
+                self._refuse_sum(n, own - 1, own_to)
             for m in sorted({*range(own, own_to), *range(peers, peers_to)}):
                 record = self.sublayers[m]
                 own_lands = own <= m < own_to
@@ -220,26 +218,41 @@ class Plan:
                 elif peers_land:
                     landed.append(Landing(m, summed=True, own=-1.0))
             own, peers = own_to, peers_to
-            self._refuse_in_flight(n, range(min(own, peers), n))
+            self._refuse_in_flight(n, min(own, peers))
             reads.append(tuple(landed))
         return tuple(reads)
 
-    def _refuse_in_flight(self, n: int, outputs: range) -> None:
-        """Raise UserError if one of `outputs`, in flight at read n, must have landed there.
+    def _refuse_sum(self, n: int, m: int, own_to: int) -> None:
+        """Raise UserError if read n, which lands the own parts before `own_to`, must not land the
+        sum of the group of sublayer m."""
+        if own_to <= m:
+            raise UserError(
+                f"sublayer {n} of plan {self.name!r} reads the sum of sublayer {m} "
+                f"(reduce=accumulated) before the own part that it replaces; its own_lag must not "
+                f"be above its peer_lag"
+            )
+        if own_to - m - 1 > MOST_KEPT:
+            raise UserError(
+                f"sublayer {n} of plan {self.name!r} reads the sum of sublayer {m} "
+                f"(reduce=accumulated) with {own_to - m - 1} newer own parts, of at most "
+                f"{MOST_KEPT}; lower its peer_lag"
+            )
 
-        A `residual` reduce, which sums the residual, allows none. A sublayer of a group allows
-        those of groups alone: the base has no place for others.
+    def _refuse_in_flight(self, n: int, first: int) -> None:
+        """Raise UserError if an output, of those from `first` on, must not be in flight at read n.
+
+        A `residual` reduce, which sums the residual, allows none. Where a group begins, those of
+        other groups alone may be: the base has no place for others.
         """
-        if n == len(self.sublayers):
+        if n == len(self.sublayers) or first == n:
             return
         record, begin = self.sublayers[n], self.group_begins[n]
-        others = [m for m in outputs if begin is None or self.group_begins[m] is None]
-        if record.reduce == "residual" and outputs:
+        if record.reduce == "residual":
             has = "has reduce=residual with outputs in flight"
-        elif begin is not None and others:
+        elif begin == n and self.group_begins[n - 1] is None:
             has = (
-                f"is in the group that sublayer {self._reduced_by(n)} sums (reduce=accumulated), "
-                f"with output {others[0]}, of no such group, in flight"
+                f"begins the group that sublayer {self._reduced_by(n)} sums (reduce=accumulated), "
+                f"with output {n - 1}, which is of no such group, in flight"
             )
         else:
             return
@@ -268,36 +281,44 @@ class Plan:
         return next(m for m in range(n, len(self.sublayers)) if self.sublayers[m].reduce != "none")
 
     @cached_property
-    def _apart(self) -> tuple[frozenset[int], ...]:
-        """The outputs of which each read has an own part beside, or without, the sum; N + 1."""
-        own: dict[int, float] = {}  # factor of o^r beyond S, of each landed output
-        found = []
-        for read in self.landings:
-            for landing in read:
-                if landing.replaces or landing.on_base:
-                    own.clear()
-                elif factor := own.pop(landing.output, 0.0) + landing.own:
-                    own[landing.output] = factor
-            found.append(frozenset(own))
-        return tuple(found)
-
-    @cached_property
     def equal_reads(self) -> tuple[bool, ...]:
         """Whether all ranks read the same residual, N + 1 entries.
 
         A norm that reads residuals that differ has its own weight on each rank.
         """
-        return tuple(not apart for apart in self._apart)
+        return tuple(equal for equal, _ in self._equal)
+
+    @cached_property
+    def _equal(self) -> tuple[tuple[bool, bool], ...]:
+        """Whether each read's residuals are equal, and whether they are but for groups; N + 1."""
+        grouped: dict[int, float] = {}  # factor of o^r beyond S, of each landed output of a group
+        others: dict[int, float] = {}  # and of the others
+        found = []
+        for read in self.landings:
+            for landing in read:
+                own = others if self.group_begins[landing.output] is None else grouped
+                if landing.replaces or landing.on_base:
+                    grouped.clear()
+                    others.clear()
+                elif factor := own.pop(landing.output, 0.0) + landing.own:
+                    own[landing.output] = factor
+            found.append((not grouped and not others, not others))
+        return tuple(found)
 
     @cached_property
     def base_needed(self) -> tuple[bool, ...]:
         """Whether a group is open, or its sum in flight, after each read: N + 1 entries."""
         found = [False] * len(self.landings)
-        for read, landings in enumerate(self.landings):
-            for begin in (self.group_begins[each.output] for each in landings if each.on_base):
-                assert begin is not None
-                found[begin:read] = [True] * (read - begin)
+        for n, read in enumerate(self.landings):
+            for landing in (each for each in read if each.on_base):
+                begin = self._lands(landing).start
+                found[begin:n] = [True] * (n - begin)
         return tuple(found)
+
+    def _lands(self, landing: Landing) -> range:
+        """The outputs of which `landing` lands a part, or the sum."""
+        begin = self.group_begins[landing.output] if landing.on_base else None
+        return range(landing.output if begin is None else begin, landing.output + 1)
 
     @property
     def depends_on_tp(self) -> bool:
@@ -352,10 +373,8 @@ class Plan:
     @cached_property
     def done(self) -> tuple[tuple[int, ...], ...]:
         """Of which outputs nothing is left to land after each read, N + 1 entries."""
-        last = {landing.output: n for n, read in enumerate(self.landings) for landing in read}
-        for output, begin in enumerate(self.group_begins):
-            if begin is not None:  # some own parts land with the sum alone
-                last.setdefault(output, last[self._reduced_by(output)])
+        reads = enumerate(self.landings)
+        last = {m: n for n, read in reads for each in read for m in self._lands(each)}
         found: list[list[int]] = [[] for _ in self.landings]
         for output, read in last.items():
             found[read].append(output)
