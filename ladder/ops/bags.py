@@ -180,6 +180,14 @@ def embedding_bag_all_to_all(
     weights: list[Tensor], indices: Tensor, offsets: Tensor, mode: str, group_name: str,
     *, table_counts: list[int] | None = None,
 ) -> Tensor:  # fmt: skip
+    """The pooled rows of this rank's samples in all tables: [B / T, tables x dim].
+
+    weights: this rank's tables, [rows_t, dim] each, with one dim on all ranks. indices: [lookups]
+    and offsets: [tables x B + 1], int32 or int64, the bags of all B samples in them. mode: "sum" or
+    "mean". table_counts: the number of tables of each rank; None: as many as this one has. Columns
+    are in the order of ranks, then tables. Adjoint: an all-to-all, then each row sums the gradients
+    of its bags; the gradient of a table is dense.
+    """
     counts = _check(weights, indices, offsets, mode, group_name, table_counts)
     _check_values(weights, indices, offsets, counts, group_name)
     shapes = [each.shape for each in weights], offsets.shape, counts
@@ -204,6 +212,7 @@ def embedding_bag_all_to_all_backward(
     grad: Tensor, indices: Tensor, offsets: Tensor, rows: list[int], mode: str, group_name: str,
     *, table_counts: list[int] | None = None,
 ) -> list[Tensor]:  # fmt: skip
+    """The gradients of this rank's tables, of `rows` rows each."""
     counts = _counts(rows, group_name, table_counts)
     return execute(
         "embedding_bag_all_to_all_backward", group_name, grad,

@@ -56,6 +56,7 @@ def _check_all_gather(x: Tensor, gather_dim: int, group_name: str) -> int:
 
 @custom_op("ladder::all_gather", mutates_args=())
 def all_gather(x: Tensor, gather_dim: int, group_name: str) -> Tensor:
+    """Every rank's x, joined along gather_dim (not the last one). Adjoint: reduce_scatter."""
     _check_all_gather(x, gather_dim, group_name)
     return execute("all_gather", group_name, x, (x.shape,), x, gather_dim)
 
@@ -88,6 +89,10 @@ def _check_reduce_scatter(x: Tensor, reduce_op: str, scatter_dim: int, group_nam
 
 @custom_op("ladder::reduce_scatter", mutates_args=())
 def reduce_scatter(x: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
+    """This rank's piece, along scatter_dim, of the ranks' sum or average of x. Adjoint: all_gather.
+
+    reduce_op: "sum" or "avg", which divides the sum before it is rounded.
+    """
     _check_reduce_scatter(x, reduce_op, scatter_dim, group_name)
     return execute("reduce_scatter", group_name, x, (x.shape,), x, reduce_op, scatter_dim)
 
@@ -116,6 +121,7 @@ reduce_scatter.register_autograd(_reduce_scatter_backward, setup_context=_reduce
 
 @custom_op("ladder::all_reduce", mutates_args=())
 def all_reduce(x: Tensor, group_name: str) -> Tensor:
+    """The sum of the ranks' x, on every rank. Adjoint: itself (see ladder.ops.products)."""
     check_like("x", x)
     return execute("all_reduce", group_name, x, (x.shape,), x)
 

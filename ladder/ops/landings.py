@@ -105,6 +105,11 @@ def matmul_reduce_scatter_add_rms_norm(
     A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float, scatter_dim: int,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(residual + sum of the ranks' A @ B, its RMSNorm), this rank's rows of both.
+
+    A, B, scatter_dim: as for matmul_reduce_scatter. residual: [..., m / T, ..., n], this rank's
+    rows. weight: [n], of the norm. eps: added to the mean square.
+    """
     _check_scatter(A, B, residual, weight, scatter_dim, group_name)
     return execute(
         "matmul_reduce_scatter_add_rms_norm", group_name, A, (A.shape, B.shape),
@@ -149,6 +154,11 @@ def _check_everywhere(
 def matmul_all_reduce_add_rms_norm(
     A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
 ) -> tuple[Tensor, Tensor]:
+    """(residual + sum of the ranks' A @ B, its RMSNorm), both whole on every rank.
+
+    A: [..., k]. B: [k, n]. residual: [..., n], equal on all ranks; its gradient and that of weight
+    [n] are those of this rank's copy.
+    """
     _check_everywhere(A, B, residual, weight, group_name)
     return execute(
         "matmul_all_reduce_add_rms_norm", group_name, A, (A.shape, B.shape),

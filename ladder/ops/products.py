@@ -82,6 +82,14 @@ def _check_all_gather_matmul(A: Tensor, Bs: list[Tensor], gather_dim: int, group
 def all_gather_matmul(
     A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[Tensor | None, list[Tensor]]:
+    """(A of all ranks, its product with each B).
+
+    A: [..., m / T at gather_dim, ..., k], this rank's rows; gather_dim is any dimension but the
+    last. Bs: [k, n_i]. Returns ([..., m, ..., k] or None, [..., m, ..., n_i] for each B). return_A:
+    also return the gathered A; it is then kept for the backward pass, which otherwise gathers it
+    again. Adjoint: matmul_reduce_scatter for A; for a B, the gathered A transposed times the
+    gradient.
+    """
     _check_all_gather_matmul(A, Bs, gather_dim, group_name)
     shapes = A.shape, [B.shape for B in Bs]
     return execute("all_gather_matmul", group_name, A, shapes, A, Bs, gather_dim, return_A)
@@ -168,6 +176,12 @@ def _check_matmul_reduce_scatter(
 def matmul_reduce_scatter(
     A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> Tensor:
+    """This rank's rows of the sum of the ranks' A @ B.
+
+    A: [..., m at scatter_dim, ..., k], this rank's columns; T divides m; scatter_dim is any
+    dimension but the last. B: [k, n]. Returns [..., m / T, ..., n]. reduce_op: "sum" or "avg".
+    Adjoint: all_gather_matmul of the gradient with B transposed.
+    """
     _check_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
     shapes = A.shape, B.shape
     return execute("matmul_reduce_scatter", group_name, A, shapes, A, B, reduce_op, scatter_dim)
@@ -232,6 +246,12 @@ def _check_matmul_all_reduce(A: Tensor, B: Tensor, group_name: str) -> None:
 
 @custom_op("ladder::matmul_all_reduce", mutates_args=())
 def matmul_all_reduce(A: Tensor, B: Tensor, group_name: str) -> Tensor:
+    """The sum of the ranks' A @ B, [..., n], on every rank. A: [..., k], any rows. B: [k, n].
+
+    Adjoint: the ranks' gradients are summed, then multiplied. A rank's gradient is that of its own
+    copy of the result, and the loss is counted once over all ranks (ladder.models.reducer): where
+    every rank computes the whole loss from its copy, each divides it by T.
+    """
     _check_matmul_all_reduce(A, B, group_name)
     return execute("matmul_all_reduce", group_name, A, (A.shape, B.shape), A, B)
 
@@ -266,6 +286,10 @@ def _check_linear_all_reduce(x: Tensor, weight: Tensor, group_name: str) -> None
 
 @custom_op("ladder::linear_all_reduce", mutates_args=())
 def linear_all_reduce(x: Tensor, weight: Tensor, group_name: str) -> Tensor:
+    """matmul_all_reduce for few rows, as in decoding: x [..., k] times weight [n, k] transposed.
+
+    Any number of rows is right; implementations are made for few. Adjoint: as matmul_all_reduce.
+    """
     _check_linear_all_reduce(x, weight, group_name)
     return execute("linear_all_reduce", group_name, x, (x.shape, weight.shape), x, weight)
 

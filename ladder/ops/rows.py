@@ -168,6 +168,14 @@ def _check_dims(name: str, tensor: Tensor, dims: int) -> None:
 def all_to_all_rows(
     x: Tensor, owners: Tensor, capacity: int, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Send each row of x to its owner: (rows, counts, overflow).
+
+    x: [m, D]; m may differ between ranks. owners: [m] int32 or int64, a rank of the group, or -1
+    for a row that is not sent. capacity: the room for rows of each rank, the same on all.
+    rows: [T, capacity, D], piece q from rank q in its order, zeros behind. counts: [T] int64, the
+    rows that rank q had for this one, also those that did not fit. overflow: [] int64, how many of
+    this rank's rows did not fit. Adjoint: return_rows.
+    """
     _check_all_to_all_rows(x, owners, capacity, group_name)
     _check_owner_values(owners, group_name)
     return execute("all_to_all_rows", group_name, x, (x.shape, capacity), x, owners, capacity)
@@ -203,6 +211,11 @@ def _check_return_rows(rows: Tensor, owners: Tensor, group_name: str) -> None:
 
 @custom_op("ladder::return_rows", mutates_args=())
 def return_rows(rows: Tensor, owners: Tensor, group_name: str) -> Tensor:
+    """Bring rows back to where all_to_all_rows took them from: [m, D].
+
+    rows: [T, capacity, D]. owners: [m], as they were given there. A row that was not sent, or did
+    not fit, is 0. Adjoint: all_to_all_rows.
+    """
     _check_return_rows(rows, owners, group_name)
     _check_owner_values(owners, group_name)
     return execute("return_rows", group_name, rows, (rows.shape,), rows, owners)
@@ -249,6 +262,13 @@ def _check_matmul_all_to_all(
 def matmul_all_to_all(
     h: Tensor, W: Tensor, offsets: Tensor, owners: Tensor, capacity: int, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Multiply each expert's rows by its matrix, and send them to their owners.
+
+    h: [m, k], sorted by expert. W: [experts, k, n], this rank's experts, as many on each rank.
+    offsets: [experts + 1] int32 or int64: rows offsets[e] to offsets[e + 1] - 1 are of expert e;
+    rows from offsets[-1] on are of none and not sent. owners, capacity, and what is returned: as
+    for all_to_all_rows. Adjoint: return_rows, then the products' gradients.
+    """
     _check_matmul_all_to_all(h, W, offsets, owners, capacity, group_name)
     _check_owner_values(owners, group_name)
     return execute(
@@ -269,6 +289,7 @@ def _(
 def matmul_all_to_all_backward(
     grad: Tensor, h: Tensor, W: Tensor, offsets: Tensor, owners: Tensor, group_name: str
 ) -> tuple[Tensor, Tensor]:
+    """The gradients of h and W from that of the rows that matmul_all_to_all returned."""
     shapes = grad.shape, h.shape, W.shape
     return execute(
         "matmul_all_to_all_backward", group_name, grad, shapes, grad, h, W, offsets, owners
