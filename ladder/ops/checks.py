@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,14 +37,18 @@ def check_backend(group_name: str, group: dist.ProcessGroup, device: torch.devic
 
 def check_like(first: str, like: Tensor, **others: Tensor) -> None:
     """Raise UserError unless all have a dtype in DTYPES, the same one, and are on one device."""
-    if like.dtype not in DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise UserError(f"{first} is {like.dtype}; expected {names}")
+    check_dtype(first, like, DTYPES)
     for name, tensor in others.items():
         if tensor.dtype != like.dtype:
             raise UserError(f"{name} is {tensor.dtype} and {first} {like.dtype}; convert one")
         if tensor.device != like.device:
             raise UserError(f"{name} is on {tensor.device} and {first} on {like.device}; move it")
+
+
+def check_dtype(name: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> None:
+    if tensor.dtype not in allowed:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        raise UserError(f"{name} is {tensor.dtype}; expected {names}")
 
 
 def check_matrix(name: str, matrix: Tensor, like_name: str, like: Tensor, dim: int = 0) -> None:
@@ -89,7 +95,6 @@ def check_reduce_op(reduce_op: str) -> None:
 
 def check_whole(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
     """Raise UserError unless it has whole numbers and is on `like`'s device."""
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise UserError(f"{name} is {tensor.dtype}; expected int32 or int64")
+    check_dtype(name, tensor, (torch.int32, torch.int64))
     if tensor.device != like.device:
         raise UserError(f"{name} is on {tensor.device} and {like_name} on {like.device}; move it")

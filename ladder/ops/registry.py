@@ -40,7 +40,8 @@ VARIABLE = "LADDER_OPS_TABLE"
 PACKAGED = Path(__file__).with_name("table.json")
 DEFAULT = "staged"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+MOVABLE = (*DTYPES, torch.int32, torch.int64)  # of rows that are only moved
+DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in MOVABLE}
 KEYS = {
     "op": str, "device": str, "dtype": str, "ranks": int, "sizes": list, "implementation": str,
     "options": dict, "source": str,
@@ -173,8 +174,8 @@ def explain(
     None: that of the default group. device: the name of a GPU, or "cpu"; None: this machine's.
     """
     operator = _operator(op)
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, map(str, DTYPES))
+    if dtype not in MOVABLE:
+        raise unknown("dtype", dtype, map(str, MOVABLE))
     if ranks is None:
         if not dist.is_initialized():
             raise UserError("ranks=None without a process group; give the number of ranks")

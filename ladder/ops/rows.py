@@ -22,8 +22,8 @@ from torch.library import custom_op
 from ladder.models.errors import UserError
 from ladder.ops import exchange
 from ladder.ops.calls import execute, size_of
-from ladder.ops.checks import check_like, check_shape, check_whole
-from ladder.ops.registry import define, implement
+from ladder.ops.checks import check_dtype, check_like, check_shape, check_whole
+from ladder.ops.registry import MOVABLE, define, implement
 
 Sent = tuple[Tensor, Tensor, Tensor]  # rows [T, capacity, D], counts [T], overflow []
 
@@ -151,7 +151,7 @@ def _received(ranks: int, capacity: int, columns: int, like: Tensor) -> Sent:
 
 
 def _check_all_to_all_rows(x: Tensor, owners: Tensor, capacity: int, group_name: str) -> int:
-    check_like("x", x)
+    check_dtype("x", x, MOVABLE)
     _check_dims("x", x, 2)
     _check_capacity(capacity)
     ranks = size_of(group_name)
@@ -170,11 +170,11 @@ def all_to_all_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Send each row of x to its owner: (rows, counts, overflow).
 
-    x: [m, D]; m may differ between ranks. owners: [m] int32 or int64, a rank of the group, or -1
-    for a row that is not sent. capacity: the room for rows of each rank, the same on all.
-    rows: [T, capacity, D], piece q from rank q in its order, zeros behind. counts: [T] int64, the
-    rows that rank q had for this one, also those that did not fit. overflow: [] int64, how many of
-    this rank's rows did not fit. Adjoint: return_rows.
+    x: [m, D], of int32 or int64 as well; m may differ between ranks. owners: [m] int32 or int64, a
+    rank of the group, or -1 for a row that is not sent. capacity: the room for rows of each rank,
+    the same on all. rows: [T, capacity, D], piece q from rank q in its order, zeros behind. counts:
+    [T] int64, the rows that rank q had for this one, also those that did not fit. overflow: []
+    int64, how many of this rank's rows did not fit. Adjoint: return_rows.
     """
     _check_all_to_all_rows(x, owners, capacity, group_name)
     _check_owner_values(owners, group_name)
@@ -201,7 +201,7 @@ all_to_all_rows.register_autograd(_all_to_all_rows_backward, setup_context=_all_
 
 
 def _check_return_rows(rows: Tensor, owners: Tensor, group_name: str) -> None:
-    check_like("rows", rows)
+    check_dtype("rows", rows, MOVABLE)
     _check_dims("rows", rows, 3)
     ranks = size_of(group_name)
     check_shape("rows", rows, [ranks, *rows.shape[1:]], f"a piece for each of {ranks} ranks")

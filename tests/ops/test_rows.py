@@ -127,7 +127,7 @@ def mixture(rank: int, world_size: int) -> None:
     rows, counts, overflow = OPS.all_to_all_rows(x[token], owners, capacity, name)
     kinds, _, _ = OPS.all_to_all_rows((expert % each).double().unsqueeze(1), owners, capacity, name)
     here = torch.arange(capacity) < counts.unsqueeze(1)
-    kind = torch.where(here, kinds.squeeze(2).long(), each).flatten()  # the last: no row
+    kind = torch.where(here, kinds.squeeze(2), each).flatten()  # the last: no row
     kind, arrived = kind.sort(stable=True)
     offsets = torch.searchsorted(kind, torch.arange(each + 1))
     source = torch.where(kind < each, arrived // capacity, -1)
@@ -183,6 +183,9 @@ def checked(rank: int, world_size: int) -> None:
     check_refused(r"owners has shape \[4\]; expected \[3\]", send, x[:3], owners, 2, name)
     check_refused(r"owners is torch.float32", send, x, owners.float(), 2, name)
     check_refused(r"owners has a 2; expected .* 0 to 1, or -1", send, x, owners + 1, 2, name)
+    check_refused(
+        "x is torch.int8; expected .*float64, int32, int64", send, x.char(), owners, 2, name
+    )
     check_refused(r"x has shape \[4\]; expected 2 dimensions", send, x[:, 0], owners, 2, name)
     check_refused(r"rows has shape \[1, 2, 3\]; expected \[2, 2, 3\]", back, rows[:1], owners, name)
     check_refused(r"owners is on meta and rows on cpu", back, rows, owners.to("meta"), name)
