@@ -22,6 +22,7 @@ OVERVIEW = (
     "desync-2x",
     "desync-4x",
     "accumulate-4x",
+    "accumulate-8x-lag4",
     "dtp-1",
     "none",
 )
@@ -38,9 +39,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "plans",
         nargs="*",
         metavar="PLAN",
-        help="a preset (standard, parallel, ladder, hybrid, desync-4x, accumulate-4x, dtp-2, "
-        "none), presets on layers (ladder@16-31), or a YAML file; default: an overview of the "
-        "presets",
+        help="a preset (standard, parallel, ladder, hybrid, desync-4x, accumulate-4x, "
+        "accumulate-8x-lag4, dtp-2, none), presets on layers (ladder@16-31), or a YAML file; "
+        "default: an overview of the presets",
     )
     parser.add_argument("--model", help="a name from configs/models: take its number of layers")
     parser.add_argument("--layers", type=int, help="number of layers, without --model (32)")

@@ -116,6 +116,16 @@ def test_plans_prints_pictures_tables_and_json(
     assert "attn 0    ]........[mlp 0" in text  # standard waits
     assert "attn 0    ][mlp 0" in text  # ladder does not
     assert "one final mean" in text
+    assert main(["plans", "accumulate-4x-lag2", "dtp-2", "--layers", "6"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first, second = (n for n, line in enumerate(lines) if line.startswith("compute"))
+    for n, bar, begin, end in (
+        (first, "<sum 0-3-", "[attn 2", "[attn 3"),
+        (second, "<sum 0-", "[mlp 0", "[mlp 1"),
+    ):
+        boxes, bars = lines[n : n + 2]  # a sum in flight has the time of two sublayers
+        assert bars.index(bar) == boxes.index(begin)
+        assert boxes.index("[", bars.index(">")) == boxes.index(end)
     assert main(["plans", str(trained / "lag2.yaml"), "--layers", "2", "--json"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)
     assert plan["name"] == "lag2"

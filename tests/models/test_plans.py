@@ -117,6 +117,45 @@ def test_accumulate_sums_each_group_once(n: int, degree: int) -> None:
     assert not plan.final_mean
 
 
+@pytest.mark.parametrize(("n", "lag"), [(1, 1), (1, 3), (2, 1), (3, 2), (4, 4), (8, 4), (4, 99)])
+@pytest.mark.parametrize("degree", [2, 4])
+def test_accumulate_reads_each_sum_late(n: int, lag: int, degree: int) -> None:
+    """Catches a lag of own parts, a last sum whose own part is scaled although nothing reads it
+    apart, and a sum that blocks, or that lands a sublayer too early or too late."""
+    plan = resolve_plan(f"accumulate-{n}x-lag{lag}", L, degree)
+    kept = sorted({*range(n - 1, 2 * L, n), 2 * L - 1})
+    for i, record in enumerate(plan.sublayers):
+        reduce = "accumulated" if i in kept else "none"
+        scale = math.sqrt(degree) if i < 2 * L - 1 else 1.0
+        assert record == SublayerRecord(("attention", "mlp")[i % 2], 0, lag, reduce, scale)
+    lands = {x.output: k for k, read in enumerate(plan.landings) for x in read if x.on_base}
+    assert lands == {m: min(m + lag + 1, 2 * L) for m in kept}
+    assert plan.blocking == tuple(i == 2 * L - 1 for i in range(2 * L))
+    assert plan.equal_reads == (True, *[False] * (2 * L - 1), True)
+    assert plan.longest_flight == min(lag, max(2 * L - 1 - m for m in kept))
+
+
+def test_ranges_whose_sums_are_in_flight() -> None:
+    """The range takes at once what the layers below have in flight, and its own last sum is read as
+    late as the layers above say. Catches an output of another kind that is lost on the base."""
+    plan = resolve_plan("ladder@0-1,accumulate-2x-lag1@2-3,ladder@4", L, 2)
+    assert [record.peer_lag for record in plan.sublayers] == [1] * 4 + [0, 1, 1, 1] + [1, 1, 0, 0]
+    outputs = [[(x.output, x.on_base) for x in read] for read in plan.landings]
+    assert outputs[4:10] == [
+        [(2, False), (3, False)],  # the range's first read
+        [(4, False)],
+        [(5, False)],
+        [(5, True), (6, False)],  # the sum of 4 and 5, and the own part of 6
+        [],  # a ladder's read, which leaves output 7 out
+        [(7, True)],  # the sum of 6 and 7, while output 8 is in flight
+    ]
+    assert plan.equal_reads == tuple(n not in (5, 6, 7, 8) for n in range(2 * L + 1))
+    assert plan.base_needed == tuple(4 <= n < 9 for n in range(2 * L + 1))
+    standard = resolve_plan("accumulate-2x-lag1@0-1", L, 2)
+    assert [x.output for x in standard.landings[4]] == [3]
+    assert standard.equal_reads[4:] == (True,) * (2 * L - 3)
+
+
 @pytest.mark.parametrize("delay", [1, 2, 3, 6, 7, 11])
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_dtp_never_blocks(delay: int, degree: int) -> None:

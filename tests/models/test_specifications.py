@@ -140,6 +140,11 @@ def test_plans_saved_when_residual_was_called_stream() -> None:
         ("dtp-2", ["tp_degree"]),
         ("accumulate-4x", ["'accumulate-4x' depends on T", "tp_degree=4"]),
         ("accumulate-1x", ["accumulate-1x is `standard`"]),
+        ("accumulate-4x-lag1", ["'accumulate-4x-lag1' depends on T", "tp_degree=4"]),
+        ("accumulate-4x-lag0", ["'accumulate-4x-lag0'", "1 or more"]),
+        ("accumulate-0x-lag1", ["'accumulate-0x-lag1'", "1 or more"]),
+        ("accumulate-4x-lag", ["plan 'accumulate-4x-lag'", "did you mean"]),
+        ("accumulate-4x-lag9999999999", ["more than 9 digits"]),
         ("dtp-12", ["dtp-12", "12"]),
         ("none@0-2", ["none", "whole model"]),
         ("hybrid@0-2", ["hybrid", "whole model"]),
@@ -239,7 +244,8 @@ def test_records_of_another_degree_are_refused() -> None:
     small_config({"name": "my dtp-2", "sublayers": records}, tp_degree=2)
 
 
-@pytest.mark.parametrize("name", ["accumulate-4x", "ladder@0-1,accumulate-2x@2-3"])
+@pytest.mark.parametrize("name", ["accumulate-4x", "ladder@0-1,accumulate-2x@2-3",
+                                  "accumulate-2x-lag1"])  # fmt: skip
 def test_accumulate_of_another_degree_is_refused(name: str) -> None:
     old = small_config(name, tp_degree=4)
     with pytest.raises(UserError, match=r"own_scale=2 where sqrt\(2\) .* set tp_degree=4"):
@@ -314,6 +320,34 @@ def test_groups_begin_with_equal_residuals_and_have_nothing_in_flight() -> None:
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
             resolve_plan([{"layers": 0}, {"layers": 1, **fields}], 2)
+
+
+def test_sums_in_flight_that_have_no_meaning() -> None:
+    """Each is refused with the sublayer, the option and the remedy."""
+    late = {"reduce": "accumulated", "own_scale": 2.0}
+    for fields, message in (
+        # A sum has the own parts, which this read leaves out.
+        ([{"layers": 0, "attention": {"reduce": "none"}, "mlp": {"reduce": "accumulated"}},
+          {"layers": 1, "attention": {"own_lag": 1}}],
+         r"sublayer 2 .* sum of sublayer 1 .* before the own part .* own_lag must not be above"),
+        # Nothing reads output 1, or 3, before the sum.
+        ([{"layers": 0, "mlp": late}, {"layers": 1}],
+         r"own_scale=2\.0 of sublayer 1 .* must be 1: no sublayer reads"),
+        ([{"layers": 0}, {"layers": 1, "mlp": late}],
+         r"own_scale=2\.0 of sublayer 3 .* must be 1"),
+        # An output in flight that is of no group, behind one that is.
+        ([{"layers": 0, "mlp": late},
+          {"layers": 1, "attention": {"peer_lag": 2}, "mlp": {"peer_lag": 2, **late}}],
+         r"sublayer 3 .*output 2, which is of no such group, in flight .*peer_lag=2.*must be 0"),
+        ([{"layers": 0, "mlp": late}, {"layers": 1, "mlp": {"reduce": "residual", "peer_lag": 1},
+                                       "attention": {"peer_lag": 2}}],
+         r"sublayer 3 .*reduce=residual with outputs in flight"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            resolve_plan(fields, 2)
+    with pytest.raises(UserError, match=r"sublayer 66 .* sum of sublayer 0 .*65 newer .*peer_lag"):
+        resolve_plan("accumulate-1x-lag65", 40, 2)
+    assert resolve_plan("accumulate-1x-lag64", 40, 2).longest_flight == 64
 
 
 def test_residual_reduce_may_lag_where_all_has_landed() -> None:
