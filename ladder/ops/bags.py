@@ -53,7 +53,7 @@ def pool(weight: Tensor, indices: Tensor, offsets: Tensor, mode: str) -> Tensor:
         return F.embedding_bag(indices, weight, offsets, mode=mode, include_last_offset=True)
     # On a CPU, torch's own means of 16 bits are divided after the sum has been rounded.
     looked_up = weight[indices].float()
-    at = torch.arange(len(indices), dtype=offsets.dtype)
+    at = torch.arange(len(indices), dtype=offsets.dtype, device=indices.device)
     pooled = F.embedding_bag(at, looked_up, offsets, mode=mode, include_last_offset=True)
     return pooled.to(weight.dtype)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.models.errors import UserError
+from ladder.parallel import launch
 
 # The largest error of a result, in units of the largest exact value: a few roundings.
 TOLERANCE = {
@@ -21,6 +22,27 @@ TOLERANCE = {
 }
 
 
+Work = tuple[Callable[..., None], tuple[Any, ...]]  # called as function(rank, world_size, *args)
+
+
+def gpus(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that calls `on_ranks` on two GPUs."""
+    few = torch.cuda.device_count() < 2
+    return pytest.mark.gpu(pytest.mark.skipif(few, reason="needs two CUDA devices")(test))
+
+
+def on_ranks(*work: Work, device: str = "cuda") -> None:
+    """Do `work` on two ranks of their own, whose default device is a GPU."""
+    assert launch.run(_do, (device, *work), nproc=2) == 0
+
+
+def _do(name: str, *work: Work) -> int:
+    with launch.join(name):
+        for function, args in work:
+            function(dist.get_rank(), dist.get_world_size(), *args)
+    return 0
+
+
 def world() -> str:
     """The name of the group of all ranks."""
     assert dist.group.WORLD is not None
@@ -28,9 +50,10 @@ def world() -> str:
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Random numbers that all ranks share."""
+    """Random numbers that all ranks share, on the default device."""
     generator = torch.Generator().manual_seed(seed + 1000 * len(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return numbers.to(torch.get_default_device(), dtype)
 
 
 def in_order(pieces: Sequence[Tensor]) -> Tensor:

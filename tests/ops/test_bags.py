@@ -15,6 +15,8 @@ from tests.ops.everyone import (
     check_gradients,
     check_operator,
     check_refused,
+    gpus,
+    on_ranks,
     random,
     world,
 )
@@ -177,3 +179,10 @@ def test_gradients(pools: Pools) -> None:
 
 def test_torch_accepts_the_operators_and_wrong_arguments_are_refused(pools: Pools) -> None:
     pools(2).run(checked)
+
+
+@gpus
+def test_on_gpus() -> None:
+    on_ranks(
+        (values, (torch.bfloat16,)), (values, (torch.float32,)), (rounded_once, ()), (gradients, ())
+    )

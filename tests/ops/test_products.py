@@ -18,7 +18,9 @@ from tests.ops.everyone import (
     check_gradients,
     check_operator,
     check_refused,
+    gpus,
     in_order,
+    on_ranks,
     random,
     world,
 )
@@ -191,3 +193,13 @@ def test_torch_accepts_the_operators(pools: Pools) -> None:
 
 def test_wrong_arguments_are_refused_by_name(pools: Pools) -> None:
     pools(2).run(refused)
+
+
+@gpus
+def test_on_gpus() -> None:
+    on_ranks(
+        (values, (torch.bfloat16,)),
+        (values, (torch.float16,)),
+        (values, (torch.float32,)),
+        (gradients, ()),
+    )

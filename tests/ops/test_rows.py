@@ -15,6 +15,8 @@ from tests.ops.everyone import (
     check_gradients,
     check_operator,
     check_refused,
+    gpus,
+    on_ranks,
     random,
     world,
 )
@@ -119,7 +121,8 @@ def mixture(rank: int, world_size: int) -> None:
     capacity = 2 * tokens
     x = random(tokens, size, seed=rank)
     generator = torch.Generator().manual_seed(rank)
-    topk = torch.stack([torch.randperm(T * each, generator=generator)[:2] for _ in range(tokens)])
+    scores = torch.rand(tokens, T * each, generator=generator, device="cpu")
+    topk = scores.topk(2).indices.to(x.device)
     factors = random(tokens, 2, seed=50 + rank)
     Ws = random(T, each, size, size, seed=60)
     expert, order = topk.flatten().sort(stable=True)
@@ -218,3 +221,10 @@ def test_gradients(pools: Pools) -> None:
 
 def test_torch_accepts_the_operators_and_wrong_arguments_are_refused(pools: Pools) -> None:
     pools(2).run(checked)
+
+
+@gpus
+def test_on_gpus() -> None:
+    on_ranks(
+        (values, (torch.bfloat16,)), (products, (torch.bfloat16,)), (mixture, ()), (gradients, ())
+    )
