@@ -6,8 +6,9 @@ residual before its norm, with the sums of its squares. `row` returns, and `writ
 
 The product of a blocking output pushes it, and its landing is a kernel of its own. Other outputs
 are sent by extra programs of the next sublayer's first kernel, and landed by those of a last
-kernel, so that no kernel waits for another rank's memory. With A and B the first and the last
-kernel of sublayer n:
+kernel, so that no kernel waits for another rank's memory. A product that keeps its own part beside
+the sum of its group pushes that sum. The sum lands on the base, and a kernel after it adds the own
+parts that the base lacks. With A and B the first and the last kernel of sublayer n:
 
     A(n)  runs the send of output n - 1, if that does not block
     B(n)  runs the landing for read n + 1, if that does not need sublayer n; it computes output n
