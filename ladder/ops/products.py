@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
+from ladder.models.errors import UserError
 from ladder.ops import exchange
 from ladder.ops.calls import execute, gathered, rows_of, scattered, size_of
 from ladder.ops.checks import (
@@ -66,6 +67,8 @@ def staged_all_gather_matmul(
 
 def _check_all_gather_matmul(A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str) -> int:
     check_rows("A", A)
+    if not Bs:
+        raise UserError("Bs is empty; give a matrix or more, or call all_gather")
     check_like("A", A, **{f"Bs[{n}]": B for n, B in enumerate(Bs)})
     for n, B in enumerate(Bs):
         check_matrix(f"Bs[{n}]", B, "A", A)

@@ -165,6 +165,7 @@ def refused(rank: int, world_size: int) -> None:
     check_refused(
         r"Bs\[0\] is torch.bfloat16 and A torch.float32", gather, A, [B.bfloat16()], 0, name
     )
+    check_refused("Bs is empty", gather, A, [], 0, name)
     check_refused(r"gather_dim=1 of A \[4, 3\]; expected 0 to 0", gather, A, [B], 1, name)
     check_refused(r"A is torch.int64; expected bfloat16", gather, A.long(), [B.long()], 0, name)
     check_refused(r"A has shape \[3\]; expected two dimensions", gather, A[0], [B], 0, name)
