@@ -28,7 +28,8 @@ from torch import Tensor
 
 MODULES = (
     *(f"ladder.kernels.{name}" for name in ("attention", "choice", "decode", "landing", "norm")),
-    *("ladder.kernels.prefill", "ladder.comm.push", "ladder.comm.two_shot"),
+    *("ladder.kernels.gemm", "ladder.kernels.prefill"),
+    *("ladder.comm.push", "ladder.comm.two_shot"),
     "tests.primitives",
 )
 

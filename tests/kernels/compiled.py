@@ -40,6 +40,9 @@ def compile_launch(kernel: Any, args: tuple, meta: dict[str, Any]) -> str:
             types[name], constants[name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             types[name] = POINTERS[value.dtype]
+        elif hasattr(value, "block_shape"):  # a descriptor for TMA
+            shape = ",".join(map(str, value.block_shape))
+            types[name] = f"tensordesc<{POINTERS[value.base.dtype][1:]}[{shape}]>"
         elif isinstance(value, int):
             types[name], aligned = "i32", value % 16 == 0
         else:
@@ -54,7 +57,7 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
     """(case, kernel, arguments, constants and options) of a call of everything that launches."""
     from ladder import comm, kernels
     from ladder.comm import push, symmetric, two_shot
-    from ladder.kernels import choice
+    from ladder.kernels import choice, gemm
 
     for package in (comm, kernels):  # a kernel without a case is to be seen
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
@@ -118,6 +121,23 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
         positions = torch.zeros(2, dtype=torch.int64)
         kernels.decode_attention(heads[:, 0].contiguous(), table, positions, keys, values, 2, 1.0,
                                  arrived)  # fmt: skip
+        m, n, k = WORLD * 256, 512, 256
+        order, table = torch.zeros(32, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+        track = gemm.Track(order, order, order, table, torch.zeros(WORLD + 1, dtype=torch.int64),
+                           buffers)  # fmt: skip
+        for case, extras, weight in (  # noqa: B007  (`launch` reads it)
+            ("plain", {}, torch.zeros(n, k, dtype=BF16).t()),
+            ("plain, [K, N]", {}, torch.zeros(k, n, dtype=BF16)),
+            ("plain, without TMA", {}, torch.zeros(n, k + 1, dtype=BF16).t()[:k]),
+            (
+                "waiting",
+                {"arrivals": gemm.Arrivals(table, RANK)},
+                torch.zeros(n, k, dtype=BF16).t(),
+            ),
+            ("tracking", {"track": track}, torch.zeros(n, k, dtype=BF16).t()),
+        ):
+            x = torch.zeros(m, k, dtype=BF16)
+            gemm.gemm(x, weight, order[: (m // 128) * (n // 256)], shards=WORLD, **extras)
     return found
 
 

@@ -55,7 +55,7 @@ def test_kernels_compile_for_a_gpu(found: dict[str, Any]) -> None:
     """What only the interpreter takes, a wait without an end, a push in narrow stores: all fail."""
     assert {launch.split(":")[0] for launch in found["ptx"]} == set(found["kinds"])
     for launch, ptx in found["ptx"].items():
-        waits = "ld.volatile" in ptx
+        waits = "ld.volatile" in ptx or re.search(ACQUIRE[0], ptx) is not None
         assert waits == ("trap;" in ptx), launch  # a dead peer ends it
         kind = found["kinds"][launch.split(":")[0]]
         assert not (waits and kind == "computation"), launch
@@ -85,3 +85,31 @@ def test_primitives_order_memory_as_they_say(name: str, found: dict[str, Any]) -
         assert not re.search(f"st.global|{WRITTEN}", after)
     if name == "tile":
         assert set(re.findall(STORES, ptx)) == {"v4.b32"}
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize(
+    "case", ["plain", "plain, [K, N]", "plain, without TMA", "waiting", "tracking"]
+)
+def test_a_gemm_uses_the_tensor_cores(case: str, found: dict[str, Any]) -> None:
+    """Warp-group products from shared memory that TMA fills, no spills, stores of 16 bytes.
+
+    Waiting is an acquire before the first read of a tile's rows; tracking a release after its
+    stores; neither is in a plain product.
+    """
+    ptx = found["ptx"][f"_gemm_kernel: {case}"]
+    assert "wgmma.mma_async" in ptx
+    assert (re.search(READ, ptx) is not None) == ("without" not in case)
+    assert set(re.findall(STORES, ptx)) == {"v4.b32"}
+    assert ".local" not in ptx
+    counts = re.search(r"atom\.global\.sys\.acq_rel\.add", ptx)
+    assert (counts is not None) == (case == "tracking")
+    assert (re.search(ACQUIRE[0], ptx) is not None) == (case == "waiting")
+    if case == "waiting":
+        before = re.split(ACQUIRE[0], ptx)[0]
+        assert not re.search(READ, before)
+        assert re.search(".*?".join((*ACQUIRE, r"fence\.proxy\.async;", READ)), ptx, re.DOTALL)
+    if counts is not None:
+        stores = [found.end() for found in re.finditer(STORES, ptx)]
+        assert max(stores) < counts.start()
+        assert re.search(BARRIER, ptx[max(stores) : counts.start()])

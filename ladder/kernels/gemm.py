@@ -1,0 +1,249 @@
+"""A persistent matrix product that can wait for its rows and count, or send away, its tiles.
+
+As many programs as the GPU runs at once take tile after tile, in an order that the host gives. Two
+things can be added, each compiled in only where it is used:
+
+- *Waiting* (`Arrivals`): the rows lie in shards, which peers or copy engines bring. Before a tile
+  of a shard, a program waits for the shard's flag (an acquire: `ladder.comm.primitives.wait`).
+- *Tracking* (`Track`): a tile goes to the place that a table names, in own memory or a peer's, and
+  then counts itself (a release in the scope of the system), so that a copy engine can wait until a
+  block of tiles is full. The tables are those of `ladder.ops.track`.
+
+A rank's rows are `shards` pieces of equal length, and a tile has rows of one piece only, whatever
+the length: what lies beyond a piece, or beyond the columns, is computed but not written.
+
+Operands are read by TMA where that can be (compute capability 9, rows at multiples of 16 bytes),
+otherwise by plain loads. Products are accumulated in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, no_type_check
+
+import torch
+from torch import Tensor
+
+from ladder.comm.primitives import SPIN_LIMIT, arrive, peer, put_tile, wait
+from ladder.jit import begin, interpreted, kernel, launch, on_triton, tl
+from ladder.models.errors import UserError
+
+GEMM_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The shape of a tile, rows x columns, in steps of `depth` columns of the first operand.
+
+    stages: steps in flight. halves: the tile is rounded and written in two halves of its columns,
+    which takes fewer registers.
+    """
+
+    rows: int = 128
+    columns: int = 256
+    depth: int = 64
+    stages: int = 3
+    warps: int = 8
+    halves: bool = True
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Shards that come while the product runs: shard q's rows are there when flags[q] is 1.
+
+    flags: int32 [shards], of this rank's memory. rank: the shard that is not waited for, since it
+    is this rank's own.
+    """
+
+    flags: Tensor
+    rank: int
+
+
+@dataclass(frozen=True)
+class Track:
+    """Where tiles go, and what they count: tables of a Program of `ladder.ops.track`.
+
+    target, counter, chunk: int32 [tiles]. owner: int32 [chunks], the rank that gets a chunk.
+    bases: int64 [ranks + 1], the addresses of each rank's slots, then that of the own product.
+    counters: int64 [ranks], the addresses of each rank's counters, int32.
+    """
+
+    target: Tensor
+    counter: Tensor
+    chunk: Tensor
+    owner: Tensor
+    bases: Tensor
+    counters: Tensor
+
+
+def gemm_reference(a: Tensor, b: Tensor) -> Tensor:
+    return (a.float() @ b.float()).to(a.dtype)
+
+
+@kernel("both")
+@no_type_check
+def _gemm_kernel(
+    a, b, out,  # descriptors of a and b with TMA, else pointers
+    order,  # int32 [tiles]
+    flags, rank, target, counter, chunk, owner, bases, counters,
+    rows,  # of a shard
+    tiles, N, K, a_stride, b_stride, last,  # a's rows, of all shards
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr,
+    PROGRAMS: tl.constexpr, WORLD: tl.constexpr, TMA: tl.constexpr, TURNED: tl.constexpr,
+    WAITS: tl.constexpr, TRACKS: tl.constexpr, KIND: tl.constexpr, SPIN_LIMIT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """TURNED: b is [N, K] in memory, as a weight of nn.Linear; otherwise [K, N]."""
+    begin(PDL)
+    across = tl.cdiv(N, BN)
+    high = tl.cdiv(rows, BM)  # rows of tiles of a shard
+    for at in tl.range(tl.program_id(0), tiles, PROGRAMS):
+        tile = tl.load(order + at)
+        line = tile // across
+        column = tile % across * BN
+        shard = line // high
+        row = shard * rows + line % high * BM
+        if WAITS:  # noqa: SIM102  (known when this is compiled; `shard` is not)
+            if shard != rank:
+                wait(flags + shard, 1, SPIN_LIMIT, TMA)
+        total = tl.zeros([BM, BN], tl.float32)
+        for k in range(0, K, BK):
+            if TMA:
+                x = a.load([row, k])
+                y = tl.trans(b.load([column, k])) if TURNED else b.load([k, column])
+            else:
+                m, i = row + tl.arange(0, BM), k + tl.arange(0, BK)
+                n = column + tl.arange(0, BN)
+                place = m.to(tl.int64)[:, None] * a_stride + i[None, :]
+                # Past L1: other GPUs may have written these rows.
+                x = tl.load(a + place, mask=(m < last)[:, None] & (i < K)[None, :], other=0,
+                            cache_modifier=".cg")  # fmt: skip
+                if TURNED:
+                    place = n.to(tl.int64)[None, :] * b_stride + i[:, None]
+                else:
+                    place = i.to(tl.int64)[:, None] * b_stride + n[None, :]
+                y = tl.load(b + place, mask=(i < K)[:, None] & (n < N)[None, :], other=0)
+            # Rows behind the shard may not have arrived: they reach no row that is written.
+            total = tl.dot(x.to(KIND), y.to(KIND), total, input_precision="ieee")
+        matrix = out
+        if TRACKS:
+            to = tl.load(owner + tl.load(chunk + tile))
+            position = tl.load(target + tile)
+            away = position >= tiles  # to a slot, and not to the place in the own product
+            line = tl.where(away, position - tiles, position) // across
+            shard = line // high
+            row = shard * rows + line % high * BM
+            matrix = peer(bases, tl.where(away, to, WORLD), out.dtype.element_ty)
+        end = (shard + 1) * rows
+        if HALVES:
+            halves = tl.permute(tl.reshape(total, (BM, 2, BN // 2)), (0, 2, 1))
+            left, right = tl.split(halves)
+            put_tile(matrix, left, row, column, end, N, N)
+            put_tile(matrix, right, row, column + BN // 2, end, N, N)
+        else:
+            put_tile(matrix, total, row, column, end, N, N)
+        if TRACKS:
+            arrive(peer(counters, to, tl.int32) + tl.load(counter + tile), -1, "sys")
+
+
+def tiles_of(m: int, n: int, shards: int, tiling: Tiling) -> tuple[int, int]:
+    """Rows and columns of tiles of a product of m x n, m in equal shards."""
+    return shards * -(-(m // shards) // tiling.rows), -(-n // tiling.columns)
+
+
+def _readable(matrix: Tensor) -> tuple[Tensor, bool]:
+    """The matrix, or a copy, and whether its columns and not its rows lie densely."""
+    if matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]:
+        return matrix, False
+    if matrix.stride(0) == 1 and matrix.stride(1) >= matrix.shape[0]:
+        return matrix.t(), True
+    return matrix.contiguous(), False
+
+
+def has_tma(*matrices: Tensor) -> bool:
+    """Whether TMA can read them: it needs rows at multiples of 16 bytes, and a Hopper GPU."""
+    cuda = [each.device for each in matrices if each.is_cuda]
+    if any(torch.cuda.get_device_capability(device) < (9, 0) for device in cuda):
+        return False
+    return all(
+        each.data_ptr() % 16 == 0 and each.stride(0) * each.element_size() % 16 == 0
+        for each in matrices
+    )
+
+
+def _programs(tiles: int, device: torch.device) -> int:
+    if device.type == "cpu":
+        return min(tiles, 3)
+    return min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@torch.no_grad()
+def gemm(
+    a: Tensor, b: Tensor, order: Tensor, *, tiling: Tiling | None = None, shards: int = 1,
+    out: Tensor | None = None, arrivals: Arrivals | None = None, track: Track | None = None,
+) -> Tensor:  # fmt: skip
+    """a [M, K] times b [K, N]: [M, N], bfloat16 or float16, accumulated in float32.
+
+    order: int32 [tiles] on a's device, the tiles in the order in which they are computed; tile i is
+    in row i // columns of tiles, where each of the `shards` equal pieces of the rows has rows of
+    tiles of its own (`tiles_of`). out: a contiguous [M, N] for the result. arrivals, track: see
+    there; with `track`, tiles that go to slots are not in the result. Not differentiable.
+    """
+    tiling = tiling or Tiling()
+    (m, size), n = a.shape, b.shape[1]
+    down, across = tiles_of(m, n, shards, tiling)
+    _check(a, b, order, down * across, shards, out)
+    if not on_triton(a):
+        assert arrivals is None, "only GPUs share memory"
+        assert track is None, "only GPUs share memory"
+        found = gemm_reference(a, b)
+        return found if out is None else out.copy_(found)
+    if out is None:
+        out = torch.empty(m, n, dtype=a.dtype, device=a.device)
+    if a.stride(1) != 1 or a.stride(0) < size:
+        assert arrivals is None, "a copy of what has not arrived"
+        a = a.contiguous()
+    b, turned = _readable(b)
+    tma = has_tma(a, b)
+    first, second = a, b
+    if tma:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        block = [tiling.columns, tiling.depth] if turned else [tiling.depth, tiling.columns]
+        first = TensorDescriptor.from_tensor(a, [tiling.rows, tiling.depth])
+        second = TensorDescriptor.from_tensor(b, block)
+    one = order  # an address for what is not used
+    named = ("target", "counter", "chunk", "owner", "bases", "counters")
+    tables: list[Any] = [one if track is None else getattr(track, name) for name in named]
+    # The interpreter has no products of 16 bits.
+    kind = tl.float32 if interpreted() else getattr(tl, str(a.dtype).removeprefix("torch."))
+    launch(
+        _gemm_kernel, (_programs(down * across, a.device),), a.device,
+        first, second, out, order, one if arrivals is None else arrivals.flags,
+        -1 if arrivals is None else arrivals.rank, *tables,
+        m // shards, down * across, n, size, a.stride(0), b.stride(0), m,
+        BM=tiling.rows, BN=tiling.columns, BK=tiling.depth, HALVES=tiling.halves,
+        PROGRAMS=_programs(down * across, a.device),
+        WORLD=0 if track is None else track.bases.numel() - 1, TMA=tma, TURNED=turned,
+        WAITS=arrivals is not None, TRACKS=track is not None, KIND=kind, SPIN_LIMIT=SPIN_LIMIT,
+        num_warps=tiling.warps, num_stages=tiling.stages, dependent=False,
+    )  # fmt: skip
+    return out
+
+
+def _check(
+    a: Tensor, b: Tensor, order: Tensor, tiles: int, shards: int, out: Tensor | None
+) -> None:
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or 0 in (*a.shape, *b.shape):
+        raise UserError(f"shapes {list(a.shape)}, {list(b.shape)}; expected [M, K] and [K, N]")
+    if a.dtype not in GEMM_DTYPES or b.dtype != a.dtype:
+        raise UserError(f"dtypes {a.dtype}, {b.dtype}; expected bfloat16 or float16 for both")
+    if a.shape[0] % shards:
+        raise UserError(f"{a.shape[0]} rows in {shards} shards; expected shards of equal length")
+    if order.dtype != torch.int32 or order.numel() != tiles:
+        raise UserError(f"order is {order.dtype} {list(order.shape)}; expected int32 [{tiles}]")
+    if out is not None and (tuple(out.shape) != (a.shape[0], b.shape[1]) or out.dtype != a.dtype):
+        raise UserError(
+            f"out is {out.dtype} {list(out.shape)}; expected {a.dtype} [{a.shape[0]}, {b.shape[1]}]"
+        )
+    assert out is None or out.is_contiguous()

@@ -1,0 +1,162 @@
+"""The persistent product: alone, waiting for its rows, and sending its tiles away."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from ladder.kernels.gemm import Arrivals, Tiling, Track, gemm, tiles_of
+from ladder.models import UserError
+from ladder.ops.track_maps import direct_reduce_scatter, rotated
+from tests.interpreter import addresses
+from tests.kernels.support import _poisoned_memory, assert_close, on  # noqa: F401  (a fixture)
+
+SMALL = Tiling(16, 32, 16)
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def operands(device: str, m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    a, b = torch.randn(m, k, device=device), torch.randn(k, n, device=device)
+    return a.to(dtype), b.to(dtype)
+
+
+def order_of(m: int, n: int, shards: int, tiling: Tiling, first: int, device: str) -> Tensor:
+    """The tiles from shard `first` on."""
+    order = rotated(*tiles_of(m, n, shards, tiling), shards, 1, first - 1)
+    return torch.tensor(order, dtype=torch.int32, device=device)
+
+
+def check(device: str, a: Tensor, b: Tensor, shards: int = 1, tiling: Tiling | None = None) -> None:
+    tiling = tiling or (Tiling() if device == "cuda" else SMALL)
+    around = torch.full((a.shape[0] + 2, b.shape[1]), 7.0, dtype=a.dtype, device=device)
+    order = order_of(a.shape[0], b.shape[1], shards, tiling, shards - 1, device)
+    out = gemm(a, b, order, tiling=tiling, shards=shards, out=around[1:-1])
+    assert_close(out, a.double() @ b.double(), a @ b)
+    assert (around[[0, -1]] == 7.0).all()
+    assert torch.equal(gemm(a, b, order, tiling=tiling, shards=shards), out)
+
+
+@pytest.mark.parametrize(
+    "device", [on("cpu"), on("interpreter"), on("cuda")]
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "shards"),
+    [(16, 32, 16, 1), (33, 72, 40, 1), (36, 64, 48, 4), (50, 40, 24, 2), (3, 8, 200, 3)],
+)
+def test_gemm(device: str, dtype: torch.dtype, m: int, n: int, k: int, shards: int) -> None:
+    """A tile left out, taken twice or in a neighbour's place; rows of the next shard; steps lost.
+
+    Ragged in every dimension, by TMA (all rows are multiples of 16 bytes) and with b both ways.
+    """
+    a, b = operands(device, m, n, k, dtype)
+    check(device, a, b, shards)
+    check(device, a, b.t().contiguous().t(), shards)
+
+
+@pytest.mark.parametrize("device", [on("interpreter"), on("cuda")])
+def test_gemm_without_tma_and_in_whole_tiles(device: str) -> None:
+    """Rows at odd addresses; operands that are views; the epilogue in one piece."""
+    a, b = operands(device, 21, 35, 19, BF16)
+    whole = Tiling(32, 32, 32, halves=False)
+    for x, y in ((a, b), (a.t().contiguous().t(), b), (a[:, 1:], b[1:]), (a, b[:, ::2])):
+        check(device, x, y)
+        check(device, x, y, 3, whole)
+
+
+@pytest.mark.parametrize("device", [on("interpreter")])
+def test_a_waiting_gemm_reads_what_has_arrived(device: str) -> None:
+    """A shard's rows come with its flag: who does not wait reads NaN. The own shard has no flag."""
+    from triton.runtime import interpreter
+
+    shards, rank = 4, 2
+    a, b = operands(device, 4 * 20, 40, 24, BF16)
+    here, flags = a.clone(), torch.zeros(shards, dtype=torch.int32)
+    for q in range(shards):
+        if q != rank:
+            here[q * 20 : (q + 1) * 20] = torch.nan
+    polls: list[int] = []
+    access = interpreter.InterpreterBuilder.create_atomic_rmw
+
+    def arriving(*args: Any) -> Any:
+        at = (int(args[2].data.flat[0]) - flags.data_ptr()) // 4
+        polls.append(at)
+        if polls.count(at) == 3:
+            here[at * 20 : (at + 1) * 20] = a[at * 20 : (at + 1) * 20]
+            flags[at] = 1
+        return access(*args)
+
+    order = order_of(80, 40, shards, SMALL, rank, device)
+    with mock.patch.object(interpreter.InterpreterBuilder, "create_atomic_rmw", arriving):
+        out = gemm(here, b, order, tiling=SMALL, shards=shards, arrivals=Arrivals(flags, rank))
+    assert_close(out, a.double() @ b.double(), a @ b)
+    assert list(dict.fromkeys(polls)) == [3, 0, 1]
+
+
+@pytest.mark.parametrize("device", [on("interpreter"), on("cuda")])
+@pytest.mark.parametrize("dma", [True, False])
+@pytest.mark.parametrize(("m", "pieces"), [(4 * 20, 1), (4 * 40, 2)])
+def test_a_tracked_gemm_fills_places_and_counts(
+    device: str, dma: bool, m: int, pieces: int
+) -> None:
+    """Each chunk where the map says, in own memory or the peer's, and every counter at its count.
+
+    dma: peers' chunks stay, and a copy engine would move them; otherwise tiles go to the peers.
+    """
+    world, rank, n, tiling = 4, 1, 72, SMALL
+    a, b = operands(device, m, n, 24, BF16)
+    down, across = tiles_of(m, n, world, tiling)
+    program = direct_reduce_scatter(down, across, world, pieces, dma).compile(rank)
+    on_device = {k: v.to(device) for k, v in vars(program).items() if isinstance(v, Tensor)}
+    slots = [torch.full((m, n), torch.nan, dtype=BF16, device=device) for _ in range(world)]
+    product = torch.full_like(slots[0], torch.nan)
+    counts = torch.zeros(world, 64, dtype=torch.int32, device=device)
+    track = Track(
+        on_device["target"], on_device["counter"], on_device["chunk"], on_device["peer"],
+        addresses([*slots, product]).to(device), addresses(list(counts)).to(device),
+    )  # fmt: skip
+    out = gemm(a, b, on_device["order"], tiling=tiling, shards=world, out=product, track=track)
+    exact, plain = a.double() @ b.double(), a @ b
+    shard = m // world
+    for owner in range(world):
+        mine = slice(owner * shard, (owner + 1) * shard)
+        in_slot = not dma or owner == rank
+        place, other = slots[owner][rank * shard : (rank + 1) * shard], out[mine]
+        if not in_slot:
+            place, other = other, place
+        assert_close(place, exact[mine], plain[mine])
+        assert other.isnan().all()
+        assert int(slots[owner].isnan().all(1).sum()) == m - shard * in_slot
+    if dma:
+        found = counts[rank, : len(program.count)].cpu()
+        own = [block.count > 0 and not block.flags for block in program.blocks]
+        assert torch.equal(found[own], program.count[own])
+    assert int(counts.sum()) == down * across
+
+
+def test_wrong_arguments_are_refused() -> None:
+    a, b = operands("cpu", 8, 8, 8, BF16)
+    order = torch.zeros(1, dtype=torch.int32)
+    for call, words in (
+        (lambda: gemm(a, b[:4], order), r"shapes \[8, 8\], \[4, 8\]"),
+        (lambda: gemm(a.float(), b.float(), order), "expected bfloat16 or float16"),
+        (lambda: gemm(a, b, order, shards=3), "8 rows in 3 shards"),
+        (lambda: gemm(a, b, order.long()), r"order is torch.int64 \[1\]; expected int32 \[1\]"),
+        (lambda: gemm(a, b, order, out=a[:4]), r"out is torch.bfloat16 \[4, 8\]; expected"),
+    ):
+        with pytest.raises(UserError, match=words):
+            call()
+
+
+def test_any_shape() -> None:
+    source = random.Random(3)
+    for _ in range(20):
+        m, n = source.randint(1, 9) * 4, source.randint(1, 90)
+        down, across = tiles_of(m, n, 4, SMALL)
+        order = rotated(down, across, 4, 1, 0)
+        assert sorted(order) == list(range(down * across))
