@@ -373,11 +373,13 @@ class Plan:
     @cached_property
     def done(self) -> tuple[tuple[int, ...], ...]:
         """Of which outputs nothing is left to land after each read, N + 1 entries."""
-        reads = enumerate(self.landings)
-        last = {m: n for n, read in reads for each in read for m in self._lands(each)}
+        last = {landing.output: n for n, read in enumerate(self.landings) for landing in read}
+        for n, read in enumerate(self.landings):
+            for m in (m for landing in read for m in self._lands(landing)):
+                last.setdefault(m, n)  # its own part lands with the sum of its group alone
         found: list[list[int]] = [[] for _ in self.landings]
-        for output, read in last.items():
-            found[read].append(output)
+        for output, n in last.items():
+            found[n].append(output)
         return tuple(map(tuple, found))
 
     @cached_property

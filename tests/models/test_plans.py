@@ -310,6 +310,12 @@ def test_landings_play_out_the_definition(seed: int) -> None:
     assert peers[-1] == {
         n for n in range(count) if n <= last_sync or n in grouped or records[n].reduce != "none"
     }
+    # Each output is let go once, not before its last landing nor later than a group's sum.
+    assert sorted(m for done in plan.done for m in done) == list(range(count))
+    lands = {x.output: n for n, read in enumerate(plan.landings) for x in read}
+    sums = {m: lands[last] for last, group in groups_of(plan).items() for m in group}
+    for n, done in enumerate(plan.done):
+        assert all(n == lands.get(m, sums.get(m)) for m in done)
     # A reduce blocks where it is first needed by the very next read.
     for n in range(count):
         needed = n in peers[n + 1] and records[n].reduce != "none"
