@@ -16,7 +16,6 @@ from ladder.models.plan import Plan
 
 PLANS = ("standard", "parallel", "ladder", "desync-2x", "desync-4x", "dtp-1")
 T = 4  # of plans that depend on it, where nothing else is said
-SUMMED_OR_SCALED = (("accumulate", ""), ("desync", "-sqrt"))
 SEEDS = {"standard": (0, 1), "ladder": (0, 1)}  # the others: 0
 POWERS = {"root4": 0.25, "sqrt": 0.5, "full": 1.0}  # own_scale is T to this power
 NAMED = re.compile(r"(desync-\d+x)-(" + "|".join(POWERS) + ")")
@@ -36,12 +35,14 @@ SETS = {
     "frontier": (
         *(f"{plan}:0-2" for plan in ("standard", "parallel", "ladder", "desync-4x")),
         *(f"desync-{n}x-sqrt:0-2" for n in (4, 8, 24)),
+        *(f"{plan}:0-2" for plan in ("accumulate-8x", "accumulate-8x-lag4")),
         "desync-4x-sqrt:0-2:2",  # T = 8 does not divide this model's 12 heads
     ),
     "initial": tuple(f"desync-{n}x-init-{power}:0" for n in (4, 8) for power in ("sqrt", "full")),
     "shapes": (  # for --recipe quality-30m and quality-300m
         *(f"{plan}:0" for plan in ("standard", "ladder", "desync-4x")),
-        *(f"{plan}-{n}x{suffix}:0" for n in (4, 8) for plan, suffix in SUMMED_OR_SCALED),
+        *(f"desync-{n}x-sqrt:0" for n in (4, 8)),
+        *(f"{plan}:0" for plan in ("accumulate-4x", "accumulate-8x", "accumulate-8x-lag4")),
     ),
 }
 

@@ -186,6 +186,7 @@ def test_runs_are_named_by_sets_seeds_and_t() -> None:
     assert len(scales) == 2 + 5 * 4
     frontier = chosen(["frontier"])
     assert {seed for _, seed, _ in frontier} == {0, 1, 2}
+    assert (len(frontier), len(chosen(["shapes"]))) == (30, 8)
     assert {degree for plan, _, degree in frontier if plan == "desync-4x-sqrt"} == {2, 4}
 
 
