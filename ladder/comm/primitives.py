@@ -41,7 +41,7 @@ ASSEMBLY = None if tl is None else tl.constexpr(not INTERPRETED)
 
 @jit
 @no_type_check
-def rotate(i, rank, WORLD: tl.constexpr, PER: tl.constexpr = 1):
+def rotate(i, rank, WORLD: tl.constexpr, PER=1):
     """The i-th of WORLD x PER tiles in the order of `rank`: the PER tiles of shard `rank` first.
 
     By default the i-th rank: rank, rank + 1, ... So each rank sends to a different peer at any

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from ladder.comm import symmetric
 from ladder.comm.symmetric import INTEGERS, SymmetricTensor
 from tests.interpreter import addresses
+
+SLOW = 100  # accesses to memory by a rank that is slow for a while
 
 
 def mapped(folder: str, rank: int, world: int) -> Callable[..., SymmetricTensor]:
@@ -20,14 +28,58 @@ def mapped(folder: str, rank: int, world: int) -> Callable[..., SymmetricTensor]
     numbers = itertools.count()
 
     def allocate(
-        shape: tuple[int, ...], dtype: torch.dtype, group: Any, device: torch.device, bits: int
-    ) -> SymmetricTensor:
+        shape: tuple[int, ...], dtype: torch.dtype, group: Any, device: torch.device,
+        bits: int | None = None,
+    ) -> SymmetricTensor:  # fmt: skip
         number = next(numbers)
         files = [str(Path(folder) / f"slots{number}-{each}") for each in range(world)]
         whole = [torch.from_file(files[rank], True, math.prod(shape), dtype=dtype)]
-        whole[0].view(INTEGERS[dtype.itemsize]).fill_(bits)
+        if bits is None:  # what nobody initialises
+            whole[0].fill_(torch.nan)
+        else:
+            whole[0].view(INTEGERS[dtype.itemsize]).fill_(bits)
         dist.barrier()
         slots = [torch.from_file(file, True, math.prod(shape), dtype=dtype) for file in files]
         return SymmetricTensor(rank, [each.view(shape) for each in slots], addresses(slots))
 
     return allocate
+
+
+@contextlib.contextmanager
+def shared_memory(rank: int, world: int, folder: str) -> Iterator[None]:
+    """Symmetric memory is files in `folder`; every rank of the pool calls this.
+
+    Any store may come late, at random, and any rank is slow for a while, so that the others get
+    ahead of it as far as they can.
+    """
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+
+    def changed(access: Any, late: float) -> Any:
+        def delayed(*args: Any) -> Any:
+            nonlocal slow
+            slow = slow - 1 if slow else SLOW * (source.random() < 0.002)
+            if slow:
+                time.sleep(0.002)
+            elif source.random() < late:
+                time.sleep(0.01)
+            else:
+                os.sched_yield()  # there are fewer cores than ranks that wait
+            return access(*args)
+
+        return delayed
+
+    source, slow = random.Random(rank), 0
+    with contextlib.ExitStack() as patched:
+        allocate = mapped(folder, rank, world)
+        patched.enter_context(mock.patch.object(symmetric, "allocate", allocate))
+        for name, late in (
+            ("create_masked_load", 0.0),
+            ("create_masked_store", 0.05),
+            ("create_atomic_rmw", 0.0),
+        ):
+            access = changed(getattr(builder, name), late)
+            patched.enter_context(mock.patch.object(builder, name, access))
+        yield
+        dist.barrier()  # every rank's memory stays mapped until all have read theirs

@@ -1,17 +1,13 @@
 """Our all-reduce kernels in real processes, through Triton's interpreter on a CPU.
 
-Each rank's slots lie in a file that all ranks map, in place of symmetric memory.
+Symmetric memory is files that all ranks map: see tests.comm.mapped.
 tests/comm/test_gpu.py provokes the compiled kernels.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-import random
-import time
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ladder.comm import symmetric
 from ladder.comm.push import PushAllReduce, reference_all_reduce
 from ladder.comm.two_shot import TwoShotAllReduce, shard_words
-from tests.comm.mapped import mapped
+from tests.comm.mapped import shared_memory
 from tests.distributed import Pools
 from tests.interpreter import interpreting
 from tests.kernels.support import on
@@ -48,27 +43,11 @@ def provoke(
     rank: int, world: int, folder: str, which: str, turns: int
 ) -> tuple[int, list[str]]:  # fmt: skip
     """Calls of changing sizes by ranks that come late; how many totals are wrong, what ran."""
-    from triton.runtime import interpreter
-
-    def late(builder: Any, *args: Any) -> Any:  # any store of any rank may come late
-        if sleeps.random() < 0.05:
-            time.sleep(0.01)
-        return store(builder, *args)
-
-    def patient(builder: Any, *args: Any) -> Any:  # there are fewer cores than ranks that wait
-        os.sched_yield()
-        return load(builder, *args)
-
-    load = interpreter.InterpreterBuilder.create_masked_load
-    store = interpreter.InterpreterBuilder.create_masked_store
-    sleeps = random.Random(rank)
     device, group = torch.device("cpu"), dist.group.WORLD
     wrong = 0
     with (
         interpreting() as ran,
-        mock.patch.object(interpreter.InterpreterBuilder, "create_masked_load", patient),
-        mock.patch.object(interpreter.InterpreterBuilder, "create_masked_store", late),
-        mock.patch.object(symmetric, "allocate", mapped(folder, rank, world)),
+        shared_memory(rank, world, folder),
         mock.patch.object(PushAllReduce, "BLOCK", 512),
         mock.patch.object(TwoShotAllReduce, "SMALL", (64, 4)),
         mock.patch.object(TwoShotAllReduce, "LARGE", (128, 4)),
@@ -86,7 +65,6 @@ def provoke(
             parts = [partial_of(turn, *key, each) for each in range(world)]
             wrong += not torch.equal(totals[turn], reference_all_reduce(parts))
             wrong += not torch.equal(partials[turn], parts[rank])
-        dist.barrier()  # every rank's slots stay mapped until all have read theirs
     return wrong, ran
 
 

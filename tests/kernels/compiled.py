@@ -1,8 +1,8 @@
 """Every kernel compiled for GPUs of compute capability 9.0, on any machine.
 
 `python -m tests.kernels.compiled` prints a JSON object: `kinds`, of each kernel, `ptx`, of each
-launch, called "kernel: case", and `primitives`, of the kernels of tests.primitives. It is a process
-of its own, as tests import the kernels for Triton's interpreter.
+launch, called "kernel: case", that of docs/primitives.md too, and `primitives`, of the kernels of
+tests.primitives. It is a process of its own, as tests import the kernels for Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import importlib
 import json
 import pkgutil
 import sys
+import tempfile
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+
+from tests import ROOT, pages
 
 BF16, FP32 = torch.bfloat16, torch.float32
 POINTERS = {BF16: "*bf16", FP32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
@@ -59,6 +62,10 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
     from ladder.comm import push, symmetric, two_shot
     from ladder.kernels import choice, gemm
 
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        pages.write_files(pages.parse((ROOT / "docs" / "primitives.md").read_text("utf-8")))
+        with mock.patch.object(sys, "path", [folder, *sys.path]):
+            page = importlib.import_module("matmul_reduce_scatter")
     for package in (comm, kernels):  # a kernel without a case is to be seen
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
@@ -79,7 +86,7 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
     buffers = torch.zeros(WORLD, dtype=torch.int64)
     with contextlib.ExitStack() as patched:
         for name, module in list(sys.modules.items()):
-            if name.startswith(("ladder.kernels.", "ladder.comm.")):
+            if name.startswith(("ladder.kernels.", "ladder.comm.")) or module is page:
                 for attribute, stand_in in (("launch", launch), ("on_triton", lambda _: True)):
                     if hasattr(module, attribute):
                         patched.enter_context(mock.patch.object(module, attribute, stand_in))
@@ -106,6 +113,8 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
             case += ", a send"
             kernels.project(h, weight, rider=kernels.SendJob(x, target))
         case = "bfloat16"
+        x, weight = torch.zeros(WORLD * 128, 64, dtype=BF16), torch.zeros(64, 256, dtype=BF16)
+        page.MatmulReduceScatter(128, 256, BF16, group, device)(x, weight)
         tokens = [torch.zeros(ROWS, dtype=torch.int64) for _ in range(3)]
         choice.embed(tokens[0], torch.zeros(64, SIZE, dtype=BF16), 0)
         logits = torch.zeros(ROWS, 2048, dtype=BF16)
