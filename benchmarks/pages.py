@@ -27,6 +27,7 @@ from jobs import finish
 from ladder.bench import figures, results
 from ladder.bench.inference import page as inference
 from ladder.bench.inference.derive import by_case, derive_rows, improvements
+from ladder.bench.ops import page as ops
 from ladder.bench.report import Link, PagePart, Text, page
 from ladder.cli import parse_words
 from ladder.files import make_folder, write_text
@@ -207,6 +208,8 @@ def pages() -> list[Page]:
             found += inference_pages(file.stem, records)
         elif "layout" in point:
             found.append(Page(file.stem, *bench_pages.train_page(records)))
+        elif "way" in point:
+            found.append(Page(file.stem, ops.finding(records), ops.write_page(records)))
         elif "algorithm" in point:
             found.append(Page(file.stem, *bench_pages.comm_page(records)))
         elif "settings" in records[0] and not repeats(records, "name"):

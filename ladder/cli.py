@@ -119,6 +119,13 @@ VERBS = (
         bench.run_comm,
     ),
     Verb(
+        "bench ops",
+        "time operators that compute and communicate, against their parts",
+        bench.add_ops_options,
+        bench.run_ops,
+        modules=("ladder.bench.ops.command",),
+    ),
+    Verb(
         "bench train",
         "time training steps, plan by plan",
         bench.add_train_options,

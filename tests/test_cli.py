@@ -239,6 +239,7 @@ def test_mistakes_on_ranks(
         ["bench", "inference"],
         ["bench", "inference", "--cold", "--prompt", "0"],
         ["bench", "comm"],
+        ["bench", "ops"],
         ["bench", "train"],
     ],
     ids=" ".join,

@@ -1,4 +1,4 @@
-"""The options of `ladder bench inference`, `ladder bench comm` and `ladder bench train`."""
+"""The options of the commands `ladder bench`."""
 
 from __future__ import annotations
 
@@ -107,6 +107,65 @@ def add_comm_options(parser: argparse.ArgumentParser) -> None:
 
 def run_comm(options: argparse.Namespace) -> int:
     from ladder.bench.communication import main
+
+    code = main(options)
+    if not code:
+        say_next("bench", "inference", "--nproc", options.nproc)
+    return code
+
+
+def add_ops_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ops", nargs="+", help="operators (all that the shapes have)")
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        help="flux-gpt3, flux-llama2-70b, a name from configs/models (its four products), dlrm "
+        "(embedding bags), mixtral-8x7b, qwen3-30b-a3b, deepseek-v3 (experts) (flux-gpt3; on CPUs "
+        "tiny)",
+    )
+    parser.add_argument(
+        "--m",
+        type=int,
+        nargs="+",
+        help="rows of the whole product; tokens a rank, of experts; samples of embedding bags (64 "
+        "to 8192; of linear_all_reduce 1 to 64)",
+    )
+    parser.add_argument(
+        "--tables", type=int, nargs="+", default=[256], help="tables a rank, of dlrm (256)"
+    )
+    parser.add_argument(
+        "--pooling", type=int, nargs="+", default=[70], help="rows a bag, of dlrm (70)"
+    )
+    parser.add_argument("--dtype", help="of all (bfloat16; float32 for dlrm and on CPUs)")
+    parser.add_argument(
+        "--implementations",
+        nargs="+",
+        metavar="NAME[:KEY=VALUE,...]",
+        help="those to time, with their options; staged is always there (all)",
+    )
+    parser.add_argument(
+        "--budget", type=float, metavar="MINUTES", help="start no point after this many minutes"
+    )
+    parser.add_argument(
+        "--write-table",
+        type=Path,
+        metavar="FILE",
+        help="add the fastest implementation of each call to this table",
+    )
+    parser.add_argument(
+        "--out", default="runs/bench", help="folder; results are added to its ops.jsonl"
+    )
+    parser.set_defaults(check=_check_ops)
+
+
+def _check_ops(options: argparse.Namespace) -> None:
+    from ladder.bench.ops.command import check
+
+    check(options)
+
+
+def run_ops(options: argparse.Namespace) -> int:
+    from ladder.bench.ops.command import main
 
     code = main(options)
     if not code:

@@ -112,7 +112,8 @@ class Choice:
 
 
 OPERATORS: dict[str, Operator] = {}
-_asked: dict[str, str] = {}  # operator -> the implementation that `use` insists on
+# operator -> the implementation that `use` insists on, and its options
+_asked: dict[str, tuple[str, tuple[tuple[str, Any], ...]]] = {}
 
 
 def define(name: str, sizes: tuple[str, ...], measure: Callable[..., tuple[int, ...]]) -> None:
@@ -140,15 +141,17 @@ def implement(
 
 
 @contextlib.contextmanager
-def use(op: str, implementation: str) -> Iterator[None]:
+def use(op: str, implementation: str, **options: Any) -> Iterator[None]:
     """Within this context, run `op` by this implementation. All ranks must enter it.
 
-    Raises UserError if there is no such operator or implementation. A call that the implementation
-    cannot run raises UserError, too: it says why.
+    options: those of the implementation, as a table's entry has them. Raises UserError if there is
+    no such operator, implementation or option. A call that the implementation cannot run raises
+    UserError, too: it says why.
     """
-    _implementation(op, implementation)
+    found = _implementation(op, implementation)
+    check_keys(f"options of {op} by {implementation!r}", options, found.options)
     before = _asked.get(op)
-    _asked[op] = implementation
+    _asked[op] = implementation, tuple(options.items())
     try:
         yield
     finally:
@@ -215,14 +218,17 @@ def device_name(device: torch.device) -> str:
 
 
 @functools.cache
-def _choose(call: Call, asked: str | None, file: str | None) -> Choice:
+def _choose(
+    call: Call, asked: tuple[str, tuple[tuple[str, Any], ...]] | None, file: str | None
+) -> Choice:
     implementations = OPERATORS[call.op].implementations
     refusals = {name: each.refusal(call) for name, each in implementations.items()}
     options: Mapping[str, Any] = {}
     if asked is not None:
-        picked, why = asked, "it was asked for"
-        if refusals[asked] is not None:
-            raise UserError(f"{call.op} by {asked!r} cannot run here: {refusals[asked]}")
+        (picked, given), why = asked, "it was asked for"
+        options = dict(given)
+        if refusals[picked] is not None:
+            raise UserError(f"{call.op} by {picked!r} cannot run here: {refusals[picked]}")
     else:
         picked, why = DEFAULT, f"no measurement for {call}"
         path, entry = _entry(call, file)

@@ -103,6 +103,10 @@ def test_what_is_insisted_on_runs_or_is_refused(table: Path) -> None:
                 explain("all_reduce", SHAPE, ranks=8, device="H")
         assert explain("all_reduce", SHAPE, ranks=4, device="H").why == "it was asked for"
     assert explain("all_reduce", SHAPE, ranks=4, device="H").implementation == "fast"
+    with use("all_reduce", "fast", chunk=5):
+        assert explain("all_reduce", SHAPE, ranks=4, device="H").options == (("chunk", 5),)
+    with pytest.raises(UserError, match=r"unknown key of options of all_reduce by 'fast'.*'chunk'"):
+        use("all_reduce", "fast", chunks=5).__enter__()
     with pytest.raises(UserError, match=r"unknown implementation of all_reduce 'fastt'.*'fast'"):
         use("all_reduce", "fastt").__enter__()
     with pytest.raises(UserError, match="unknown operator 'reduce'"):

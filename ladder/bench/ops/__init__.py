@@ -1,0 +1,1 @@
+"""`ladder bench ops`: products and lookups that also exchange rows, against their parts."""

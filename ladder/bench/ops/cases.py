@@ -1,0 +1,245 @@
+"""What `ladder bench ops` compares at a point: the calls, their exact result, the link's bytes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ladder.bench.ops.points import (
+    BAGS,
+    COLUMNS,
+    DIM,
+    EXPERTS,
+    FEW,
+    TABLE_ROWS,
+    OpPoint,
+)
+from ladder.comm import collectives
+from ladder.ops import exchange
+from ladder.ops.registry import DTYPE_NAMES
+
+EPS = 1e-5
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """The calls of a point, each on the same inputs.
+
+    arguments: the operator's, without group_name. shapes: for `ladder.ops.explain`. alone: the
+    product or lookup without communication, in several forms. collective: the fastest plain form,
+    then the backend's collective. outputs: the tensors to check among what a call returns.
+    expected: their exact values. link_bytes: what each rank must receive.
+    """
+
+    point: OpPoint
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    shapes: tuple[Any, ...]
+    alone: dict[str, Call]
+    collective: Call
+    outputs: Callable[[Any], list[Tensor]]
+    expected: list[Tensor]
+    link_bytes: float
+    group: dist.ProcessGroup
+
+    def operator(self) -> Any:
+        """Call torch.ops.ladder.<op>, which runs the implementation that is in use."""
+        op = getattr(torch.ops.ladder, self.point.op)
+        return op(*self.arguments, self.group.group_name, **self.keywords)
+
+
+def make_case(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Case:
+    """Random inputs of this rank, and the calls on them; all ranks must call this."""
+    torch.manual_seed(1 + dist.get_rank(group))
+    if point.op == BAGS:
+        return _bags(point, group, device)
+    if point.op == EXPERTS:
+        return _experts(point, group, device)
+    return _columns(point, group, device) if point.op in COLUMNS else _rows(point, group, device)
+
+
+def _first(result: Any) -> list[Tensor]:
+    return [result]
+
+
+def _random(point: OpPoint, device: torch.device, *shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape, device=device) * scale).to(DTYPE_NAMES[point.dtype])
+
+
+def _products(x: Tensor, weight: Tensor, out: Tensor) -> dict[str, Call]:
+    """x by the transposed weight [n, k], and by a copy [k, n]: cuBLAS may prefer either."""
+    copied = weight.t().contiguous()
+    return {
+        "alone": lambda: torch.mm(x, weight.t(), out=out),
+        "alone, B contiguous": lambda: torch.mm(x, copied, out=out),
+    }
+
+
+def _columns(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Case:
+    ranks = point.ranks
+    shard = _random(point, device, point.m // ranks, point.k)
+    weight = _random(point, device, point.n // ranks, point.k, scale=point.k**-0.5)
+    whole, out = shard.new_empty(point.m, point.k), shard.new_empty(point.m, len(weight))
+    collectives.all_gather(whole, shard, group=group)
+
+    def collective() -> Tensor:
+        collectives.all_gather(whole, shard, group=group)
+        return torch.mm(whole, weight.t(), out=out)
+
+    read = whole.clone()  # not `whole`, which is written while others are timed
+    return Case(
+        point, (shard, [weight.t()], 0), {"return_A": False},
+        (shard.shape, [weight.t().shape]), _products(read, weight, torch.empty_like(out)),
+        collective, _gathered_product, [whole.double() @ weight.double().t()],
+        (ranks - 1) * shard.nbytes, group,
+    )  # fmt: skip
+
+
+def _gathered_product(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result[1])
+
+
+def _rows(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Case:
+    ranks, scattered = point.ranks, "reduce_scatter" in point.op
+    x = _random(point, device, point.m, point.k // ranks)
+    weight = _random(point, device, point.n, x.shape[1], scale=point.k**-0.5)
+    partial = x.new_empty(point.m, point.n)
+    own = x.new_empty(point.m // ranks if scattered else point.m, point.n)
+    exact = x.double() @ weight.double().t()
+    dist.all_reduce(exact, group=group)
+    if scattered:
+        exact = exact.chunk(ranks)[dist.get_rank(group)]
+
+    def summed() -> Tensor:
+        torch.mm(x, weight.t(), out=partial)
+        if scattered:
+            collectives.reduce_scatter(own, partial, group=group)
+            return own
+        dist.all_reduce(partial, group=group)
+        return partial
+
+    arguments: tuple[Any, ...] = (x, weight if point.op == FEW else weight.t())
+    shapes: tuple[Any, ...] = tuple(each.shape for each in arguments)
+    link = (1 if scattered else 2) * (ranks - 1) / ranks * partial.nbytes
+    alone = _products(x, weight, torch.empty_like(partial))
+    if not point.op.endswith("add_rms_norm"):
+        arguments += ("sum", 0) if scattered else ()
+        return Case(
+            point, arguments, {}, shapes, alone, summed, _first, [exact], link, group,
+        )  # fmt: skip
+    torch.manual_seed(0)  # where there is no scatter, all ranks hold the same residual
+    residual, gain = _random(point, device, *own.shape), _random(point, device, point.n)
+    exact += residual
+    scale = torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + EPS)
+
+    def landed() -> tuple[Tensor, Tensor]:
+        total = summed() + residual
+        return total, F.rms_norm(total, (point.n,), gain, EPS)
+
+    arguments += (residual, gain, EPS, *((0,) if scattered else ()))
+    return Case(
+        point, arguments, {}, shapes, alone, landed, list,
+        [exact, exact * scale * gain.double()], link, group,
+    )  # fmt: skip
+
+
+def _bags(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Case:
+    ranks, tables, batch, pooling = point.ranks, point.tables, point.m, point.pooling
+    joined = _random(point, device, tables * TABLE_ROWS, DIM)
+    weights = list(joined.split(TABLE_ROWS))
+    looked = torch.randint(TABLE_ROWS, (tables, batch, pooling), device=device)
+    indices = looked.reshape(-1)
+    offsets = torch.arange(tables * batch + 1, device=device) * pooling
+    # In the order of samples, one lookup in all tables gives [batch, tables, DIM] without a copy.
+    first = torch.arange(tables, device=device).view(tables, 1, 1) * TABLE_ROWS
+    by_sample = (looked + first).transpose(0, 1).reshape(-1)
+    received = joined.new_empty(ranks, batch // ranks, tables * DIM)
+
+    def lookup() -> Tensor:
+        return F.embedding_bag(
+            by_sample, joined, offsets, mode="sum", include_last_offset=True
+        ).view(batch, tables * DIM)
+
+    def by_table() -> list[Tensor]:
+        return [
+            F.embedding_bag(rows, weight, mode="sum")
+            for rows, weight in zip(looked, weights, strict=True)
+        ]
+
+    def collective() -> Tensor:
+        dist.all_to_all_single(received.view(batch, -1), lookup(), group=group)
+        return received.transpose(0, 1).reshape(batch // ranks, -1)
+
+    exact = torch.stack(
+        [
+            F.embedding_bag(rows, weight.double(), mode="sum")
+            for rows, weight in zip(looked, weights, strict=True)
+        ],
+        dim=1,
+    )
+    parts = exchange.all_to_all(exact.view(ranks, batch // ranks, tables * DIM), group)
+    return Case(
+        point, (weights, indices, offsets, "sum"), {},
+        ([each.shape for each in weights], offsets.shape),
+        {"alone": lookup, "alone, by table": by_table}, collective, _first,
+        [parts.transpose(0, 1).reshape(batch // ranks, -1)],
+        (ranks - 1) / ranks * received.nbytes, group,
+    )  # fmt: skip
+
+
+def _experts(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Case:
+    """As many rows of each expert, and as many for each rank."""
+    ranks, experts, capacity = point.ranks, point.experts // point.ranks, point.m // point.ranks
+    h = _random(point, device, point.m, point.k)
+    W = _random(point, device, experts, point.k, point.n, scale=point.k**-0.5)
+    each = point.m // experts
+    offsets = torch.arange(experts + 1, device=device) * each
+    owners = torch.arange(point.m, device=device)[torch.randperm(point.m, device=device)] % ranks
+    order = owners.argsort(stable=True)
+    y, received = h.new_empty(point.m, point.n), h.new_empty(point.m, point.n)
+
+    def one_by_one() -> None:
+        for n in range(experts):
+            torch.mm(h[n * each : (n + 1) * each], W[n], out=y[n * each : (n + 1) * each])
+
+    batched = functools.partial(
+        torch.bmm, h.view(experts, each, -1), W, out=y.view(experts, each, -1)
+    )
+
+    def collective() -> tuple[Tensor]:
+        batched()
+        dist.all_to_all_single(received, y[order], group=group)
+        return (received.view(ranks, capacity, -1),)
+
+    exact = torch.bmm(h.view(experts, each, -1).double(), W.double()).view(point.m, -1)[order]
+    return Case(
+        point, (h, W, offsets, owners, capacity), {}, (h.shape, W.shape, capacity),
+        {"alone": batched, "alone, one by one": one_by_one}, collective,
+        lambda result: [result[0]], [exchange.all_to_all(exact.view(ranks, capacity, -1), group)],
+        (ranks - 1) / ranks * received.nbytes, group,
+    )  # fmt: skip
+
+
+def torch_calls(case: Case) -> dict[str, Call]:
+    """torch's own fused operators for a case, which need CUDA and symmetric memory."""
+    import torch.distributed._symmetric_memory
+
+    name, ops = case.group.group_name, torch.ops.symm_mem
+    if case.point.op == "all_gather_matmul":
+        shard, weights, _ = case.arguments
+        return {
+            "torch fused": lambda: ops.fused_all_gather_matmul(shard, weights, 0, name),
+            "torch native": lambda: ops.fused_all_gather_matmul(shard, weights, 0, name),
+        }
+    if case.point.op == "matmul_reduce_scatter":
+        x, weight, _, _ = case.arguments
+        return {"torch fused": lambda: ops.fused_matmul_reduce_scatter(x, weight, "sum", 0, name)}
+    return {}

@@ -1,0 +1,161 @@
+"""`ladder bench ops`: the operators that compute and communicate, beside their parts.
+
+At each point, the product or lookup alone, then with the backend's collective, every implementation
+of the operator and torch's own fused operators are checked against an exact result, and then timed
+in turns. Records are appended to ops.jsonl after each point; the page is made from that file.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ladder.bench.ops import derive
+from ladder.bench.ops.cases import make_case
+from ladder.bench.ops.derive import Measured, Timed
+from ladder.bench.ops.measure import link_rate, measure, pick, prepare, ways
+from ladder.bench.ops.page import write_page
+from ladder.bench.ops.points import OpPoint, check_options, expand, variants
+from ladder.bench.results import read_results
+from ladder.comm.access import common_push_refusal
+from ladder.files import check_writable, make_folder, write_text
+from ladder.models.errors import UserError
+from ladder.ops import registry
+from ladder.parallel import launch
+from ladder.records import append, facts
+
+RESULTS, PAGE = "ops.jsonl", "ops.html"
+
+
+def check(options: Any) -> None:
+    """Raise UserError for wrong options, before ranks are started."""
+    launch.check_nproc(options.nproc)
+    check_options(options)
+    table = options.write_table
+    if table is not None and not table.parent.is_dir():
+        raise UserError(f"--write-table={table}: its folder does not exist; create it first")
+    if table is not None and table.is_file():
+        registry.read_table(table)  # an invalid table is an error now, not at the end
+
+
+@torch.inference_mode()
+def main(options: Any) -> int:
+    """Run the benchmark on this rank; rank 0 prints and writes.
+
+    Returns the exit status: 1 if something was wrong and not timed.
+    """
+    check(options)
+    if max(options.nproc, launch.world_size()) < 2:
+        raise UserError("--nproc=1: a rank alone has nothing to exchange; start 2 or more")
+    device = launch.join(options.device)
+    launch.agree(vars(options))
+    group = dist.group.WORLD
+    assert group is not None
+    world, head, out = launch.world_size(), launch.rank() == 0, Path(options.out)
+    points, left_out = expand(options, world, device.type == "cpu")
+    if head:
+        check_writable(out / RESULTS)
+        if options.write_table is not None:
+            check_writable(options.write_table, "--write-table")
+    make_folder(out)
+    refusal = common_push_refusal(world)
+    if refusal:
+        left_out.append(f"torch's fused operators, which need peer memory: {refusal}")
+    rate = link_rate(group, device, not refusal)
+    about = _machine(device, world, rate)
+    _say(f"link: {rate / 1e9:.1f} GB/s into each rank, all at once")
+    _left_out(left_out)
+    deadline = float("inf") if options.budget is None else time.time() + 60 * options.budget
+    asked = variants(options.implementations, options.ops or [point.op for point in points])
+    measured: list[Measured] = []
+    made: list[dict[str, Any]] = []
+    wrong: list[str] = []
+    for number, point in enumerate(points, start=1):
+        if launch.from_first(time.time() > deadline):
+            _left_out([f"the budget is spent: {each}" for each in points[number - 1 :]])
+            break
+        found, lines, errors = measure_point(point, device, group, asked, rate, not refusal)
+        _left_out(line for line in lines if line not in left_out)
+        left_out += lines
+        wrong += errors
+        measured.append(found)
+        if head:
+            new = derive.records(point, found[1], about)
+            append(out / RESULTS, new)
+            made += new
+            for line in errors:
+                print(f"error: {line}", file=sys.stderr, flush=True)
+        _say(f"{number} of {len(points)}: {point}")
+    if head:
+        _finish(options, measured, made, about)
+    return 1 if wrong else 0
+
+
+def measure_point(
+    point: OpPoint, device: torch.device, group: dist.ProcessGroup, asked: Any, rate: float,
+    fused: bool,
+) -> tuple[Measured, list[str], list[str]]:  # fmt: skip
+    """The results of a point, lines of what is left out, and errors of what is wrong."""
+    case = make_case(point, group, device)
+    choice = pick(case, device)
+    backend = {"cpu": "gloo", "cuda": "NCCL"}[device.type]
+    each, left_out = ways(case, choice, asked, backend, fused)
+    ready, more, wrong = prepare(case, each, device)
+    times = measure(ready, device)
+    chosen = choice.implementation, choice.options
+    timed = [
+        Timed(
+            one.way.name, one.way.role, one.mode, times[one.way.name, one.mode], one.error,
+            (variant := one.way.variant) is not None and (variant.name, variant.options) == chosen,
+            variant,
+        )
+        for one in ready
+    ]  # fmt: skip
+    found = derive.summarise(timed, case.link_bytes / rate * 1e6)
+    return (choice.call, found), [*left_out, *more], wrong
+
+
+def _finish(
+    options: Any, measured: list[Measured], made: list[dict[str, Any]], about: dict[str, Any]
+) -> None:
+    """Write the page and the registry's table, and print the tables."""
+    out = Path(options.out)
+    if made:
+        write_text(out / PAGE, write_page(read_results(out / RESULTS)))
+        print(f"\n{derive.text_table(made)}\n\n{derive.EXPLANATION}\n{out / PAGE}", flush=True)
+    else:
+        print("nothing was measured", flush=True)
+    if options.write_table is not None:
+        gpu = "CPU" if about["gpu"] == "none" else about["gpu"]
+        where = f"{gpu} x{about['ranks']}, torch {about['torch']}, {about['date']}"
+        new = derive.entries(measured, f"`ladder bench ops`, {where}")
+        derive.write_table(options.write_table, new)
+        faster = sum(entry["implementation"] != registry.DEFAULT for entry in new)
+        print(
+            f"{options.write_table}: {len(new)} entries, {faster} faster than staged; set "
+            f"{registry.VARIABLE} to it to use the table",
+            flush=True,
+        )
+
+
+def _machine(device: torch.device, world: int, rate: float) -> dict[str, Any]:
+    about = {"ranks": world, "link_gb_s": round(rate / 1e9, 1)}
+    if device.type == "cpu":
+        return {**facts("none"), **about}
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return {**facts(torch.cuda.get_device_name(device)), "nccl": nccl, **about}
+
+
+def _say(text: str) -> None:
+    if launch.rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _left_out(lines: Any) -> None:
+    for line in lines:
+        _say(f"left out: {line}")

@@ -1,0 +1,221 @@
+"""From times to ECT, overlap efficiency and floors; tables of them, and entries of the registry.
+
+ECT, the effective communication time, and E, the overlap efficiency, are those of FLUX (arXiv
+2406.06858, section 2.3): ECT = time - product alone; E = 1 - ECT / ECT of product, then collective.
+E is 0 for that baseline, 1 where communication costs nothing, and negative for what is slower.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ladder.bench.ops.points import BAGS, OpPoint, Variant
+from ladder.files import write_text
+from ladder.ops import registry
+from ladder.ops.registry import DEFAULT, Call
+from ladder.plans import aligned
+
+EXPLANATION = """\
+alone: the fastest plain product or lookup. link: bytes received over the measured rate. floor: the
+larger of the two. In brackets, E: the share of the communication's cost that is hidden; 0: product,
+then NCCL (on a CPU gloo); 1: nothing is left. * is what runs when nothing is insisted on."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Microseconds a call on the slowest rank: median, 10th and 90th percentile, and derived ones.
+
+    efficiency: None where the baseline is not slower than the product. error: the largest, in units
+    of the largest exact value. picked: this is what `ladder.ops.explain` names.
+    """
+
+    us: float
+    low_us: float
+    high_us: float
+    ect_us: float
+    efficiency: float | None
+    link_us: float
+    floor_us: float
+    of_floor: float
+    error: float
+    picked: bool
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A way's name, role, mode, error and times; picked, variant: see `Result` and `Way`."""
+
+    name: str
+    role: str
+    mode: str
+    times: Sequence[float]
+    error: float
+    picked: bool = False
+    variant: Variant | None = None
+
+
+def ect_us(us: float, alone_us: float) -> float:
+    """The effective communication time."""
+    return us - alone_us
+
+
+def efficiency(us: float, alone_us: float, collective_us: float) -> float | None:
+    """The overlap efficiency, or None where the collective costs nothing."""
+    baseline = ect_us(collective_us, alone_us)
+    return 1 - ect_us(us, alone_us) / baseline if baseline > 0 else None
+
+
+def summarise(timed: Sequence[Timed], link_us: float) -> list[tuple[Timed, Result]]:
+    """The results of a point. Each mode has a product and a collective of its own.
+
+    A mode in which either is missing, because it was wrong, has none.
+    """
+    found = []
+    for mode in dict.fromkeys(each.mode for each in timed):
+        members = [each for each in timed if each.mode == mode]
+        alone = [statistics.median(each.times) for each in members if each.role == "alone"]
+        staged = [statistics.median(each.times) for each in members if each.role == "collective"]
+        if not alone or not staged:
+            continue
+        product, floor = min(alone), max(min(alone), link_us)
+        for each in members:
+            us = statistics.median(each.times)
+            tenths = statistics.quantiles(each.times, n=10, method="inclusive")
+            e = None if each.role == "alone" else efficiency(us, product, staged[0])
+            found.append((each, Result(
+                us, tenths[0], tenths[-1], ect_us(us, product), e, link_us, floor, us / floor,
+                each.error, each.picked,
+            )))  # fmt: skip
+    return found
+
+
+def records(
+    point: OpPoint, found: Sequence[tuple[Timed, Result]], about: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "point": {**asdict(point), "way": each.name, "role": each.role, "mode": each.mode},
+            "result": asdict(result),
+            "machine": about,
+        }
+        for each, result in found
+    ]
+
+
+# -- tables -----------------------------------------------------------------------------------
+
+
+def groups(found: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, list[Any]]]:
+    """(operator, mode) -> point as JSON -> its records."""
+    grouped: dict[tuple[str, str], dict[str, list[Any]]] = {}
+    for record in found:
+        point = dict(record["point"])
+        key = point["op"], point.pop("mode")
+        point.pop("way"), point.pop("role")
+        grouped.setdefault(key, {}).setdefault(json.dumps(point), []).append(record)
+    return grouped
+
+
+def rows(points: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[list[str]]:
+    """Head and cells of a table of one operator in one mode; alone and the link are the bounds."""
+    ways: dict[str, None] = {}
+    for members in points.values():
+        ways |= dict.fromkeys(r["point"]["way"] for r in members if r["point"]["role"] != "alone")
+    table = [["shape", "m", "alone", "link", *ways]]
+    for text, members in points.items():
+        point = json.loads(text)
+        by_way = {record["point"]["way"]: record for record in members}
+        alone = min(r["result"]["us"] for r in members if r["point"]["role"] == "alone")
+        cells = [_cell(by_way[way]) if way in by_way else "-" for way in ways]
+        link = members[0]["result"]["link_us"]
+        table.append([sizes(point), str(point["m"]), f"{alone:.1f}", f"{link:.1f}", *cells])
+    return table
+
+
+def sizes(point: Mapping[str, Any]) -> str:
+    """A point's shape in a few words, without m."""
+    if point["op"] == BAGS:
+        return f"{point['shape']}, {point['tables']} tables, pooling {point['pooling']}"
+    return str(point["shape"])
+
+
+def _cell(record: Mapping[str, Any]) -> str:
+    result = record["result"]
+    e = "" if result["efficiency"] is None else f" ({result['efficiency']:.2f})"
+    bare = record["point"]["role"] == "collective"
+    return f"{result['us']:.1f}{'' if bare else e}{'*' if result['picked'] else ''}"
+
+
+def text_table(found: Sequence[Mapping[str, Any]]) -> str:
+    """The records as text: a table for each operator and mode."""
+    parts = []
+    for (op, mode), points in groups(found).items():
+        point = next(iter(points.values()))[0]["point"]
+        head = f"{op}, {mode}, {point['dtype']}, {point['ranks']} ranks, microseconds (E)"
+        parts.append(f"{head}\n{aligned(rows(points), left=1)}")
+    return "\n\n".join(parts)
+
+
+# -- the registry's table ---------------------------------------------------------------------
+
+Measured = tuple[Call, Sequence[tuple[Timed, Result]]]  # a point's
+
+
+def entries(measured: Sequence[Measured], source: str) -> list[dict[str, Any]]:
+    """An entry for each call: the fastest implementation, `staged` unless another is faster.
+
+    An implementation counts only where it was measured at every point of the call's sizes, in every
+    mode in which `staged` was, and was slower than `staged` in none.
+    """
+    by_call: dict[Call, list[dict[str, dict[Variant, float]]]] = {}
+    for call, found in measured:
+        times: dict[str, dict[Variant, float]] = {}
+        for each, result in found:
+            if each.variant is not None:
+                times.setdefault(each.mode, {})[each.variant] = result.us
+        by_call.setdefault(call, []).append(times)
+    made = []
+    staged = Variant(DEFAULT)
+    for call, points in by_call.items():
+        modes = [mode for point in points for mode in point.values()]
+        if not modes or not all(staged in mode for mode in modes):
+            continue  # staged was wrong: nothing is known to be as fast
+        able = [
+            variant
+            for variant in modes[0]
+            if all(variant in mode and mode[variant] <= mode[staged] for mode in modes)
+        ]
+        firsts = [next(iter(point.values())) for point in points]  # captured, if any is
+        best = min(able, key=lambda variant: (sum(f[variant] for f in firsts), variant != staged))
+        said = "; ".join(_times(first, best) for first in firsts)
+        made.append({
+            "op": call.op, "device": call.device, "dtype": str(call.dtype).removeprefix("torch."),
+            "ranks": call.ranks, "sizes": list(call.sizes), "implementation": best.name,
+            "options": dict(best.options), "source": f"{source}: {said}",
+        })  # fmt: skip
+    return made
+
+
+def _times(times: Mapping[Variant, float], best: Variant) -> str:
+    staged = Variant(DEFAULT)
+    beside = "" if best == staged else f", staged {times[staged]:.1f}"
+    return f"{times[best]:.1f} us{beside}"
+
+
+KEY = ("op", "device", "dtype", "ranks", "sizes")
+
+
+def write_table(path: Path, new: Sequence[Mapping[str, Any]]) -> None:
+    """Add entries to the table `path`; each replaces the one of the same calls."""
+    keys = [[entry[key] for key in KEY] for entry in new]
+    registry.read_table.cache_clear()
+    kept = registry.read_table(path) if path.is_file() else []
+    kept = [entry for entry in kept if [entry[key] for key in KEY] not in keys]
+    lines = ",\n".join(f" {json.dumps(entry)}" for entry in (*kept, *new))
+    write_text(path, f"[\n{lines}\n]\n")
+    registry.read_table.cache_clear()

@@ -1,0 +1,284 @@
+"""Checking and timing the ways of computing a point, in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ladder.bench.ops.cases import Case, torch_calls
+from ladder.bench.ops.points import Variant, accepts
+from ladder.comm import symmetric
+from ladder.infer.graphs import capture_graph
+from ladder.ops import explain, use
+from ladder.ops.registry import DEFAULT, DTYPE_NAMES, OPERATORS, Choice, device_name
+from ladder.parallel import launch
+
+NATIVE = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
+CHECKS = 3  # calls that are compared with the exact result
+ROUNDS, TURNS = 7, 3  # rounds over all ways; timed turns of a way in each
+MANY, FEW_CALLS = 20, 4  # calls in a turn of small and large products on a GPU
+LARGE = 1e11  # floating-point operations from which a product is large
+LINK_BYTES = 2**26
+# The largest error, in units of the largest exact value: a few roundings of partial sums.
+TOLERANCE = {"bfloat16": 1.6e-2, "float16": 2e-3, "float32": 1e-5, "float64": 1e-13}
+ROLES = ("alone", "collective", "operator", "torch")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute a point. role: of ROLES. within: the context in which it is called."""
+
+    name: str
+    role: str
+    call: Callable[[], Any]
+    within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    variant: Variant | None = None
+
+
+def pick(case: Case, device: torch.device) -> Choice:
+    """What runs the case when nothing is insisted on."""
+    return explain(
+        case.point.op, case.shapes, dtype=DTYPE_NAMES[case.point.dtype], ranks=case.point.ranks,
+        device=device_name(device),
+    )  # fmt: skip
+
+
+def ways(
+    case: Case, choice: Choice, asked: Sequence[Variant] | None, backend: str, fused: bool
+) -> tuple[list[Way], list[str]]:
+    """All ways of a case, and a line for each that cannot run.
+
+    asked: implementations; None: all of the registry. `staged` and what is picked are always there.
+    fused: whether torch's own operators can run.
+    """
+    op, found, left_out = case.point.op, [], []
+    for name, call in case.alone.items():
+        found.append(Way(name, "alone", call))
+    found.append(Way(backend, "collective", case.collective))
+    known = OPERATORS[op].implementations
+    wanted = [Variant(DEFAULT), Variant(choice.implementation, choice.options)]
+    wanted += [Variant(name) for name in known] if asked is None else asked
+    for variant in dict.fromkeys(wanted):
+        if variant.name not in known or not accepts(known[variant.name], variant):
+            continue  # of another operator
+        if refusal := known[variant.name].refusal(choice.call):
+            left_out.append(f"{op} by {variant.name}: {refusal}")
+            continue
+        found.append(Way(str(variant), "operator", case.operator, _using(op, variant), variant))
+    for name, call in torch_calls(case).items() if fused else ():
+        found.append(Way(name, "torch", call, _native if name == "torch native" else _not_native))
+    return found, left_out
+
+
+def _using(op: str, variant: Variant) -> Callable[[], AbstractContextManager[None]]:
+    return lambda: use(op, variant.name, **dict(variant.options))
+
+
+@contextlib.contextmanager
+def _native(value: str | None = "1") -> Iterator[None]:
+    """torch's native all-gather and product, which an environment variable asks for."""
+    before = os.environ.pop(NATIVE, None)
+    if value is not None:
+        os.environ[NATIVE] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(NATIVE, None)
+        if before is not None:
+            os.environ[NATIVE] = before
+
+
+def _not_native() -> AbstractContextManager[None]:
+    return _native(None)
+
+
+# -- checks -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Ready:
+    """A way that is correct, to be timed. work: a turn of `calls` calls. error: see `compare`."""
+
+    way: Way
+    mode: str  # eager, or captured in a CUDA graph
+    work: Callable[[], Any]
+    calls: int
+    error: float
+
+
+def compare(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest error in units of the largest exact value; infinite for NaN or other shapes."""
+    worst = 0.0
+    for tensor, exact in zip(found, expected, strict=True):
+        if tensor.shape != exact.shape:
+            return float("inf")
+        error = (tensor.double() - exact).abs().max() / exact.abs().max()
+        worst = max(worst, float(error.nan_to_num(nan=float("inf"))))
+    return worst
+
+
+def prepare(
+    case: Case, each: Sequence[Way], device: torch.device
+) -> tuple[list[Ready], list[str], list[str]]:
+    """The ways that are correct, lines for those that cannot run, and errors of wrong ones.
+
+    Every way is compared with the exact result, on every rank and in each mode, and only then is
+    it made ready to be timed.
+    """
+    ready, left_out, wrong = [], [], []
+    for way in each:
+        for mode in ("captured", "eager") if device.type == "cuda" else ("eager",):
+            about = f"{case.point} by {way.name}, {mode}"
+            made: Ready | None = None
+            reason = ""
+            try:
+                made = _ready(case, way, mode)
+            except RuntimeError as error:
+                # torch's own operators, and what waits for the device, cannot always be captured.
+                if way.role != "torch" and "synchronizing" not in str(error):
+                    raise
+                reason = str(error).splitlines()[0]
+            reasons = [said for said in launch.gathered(reason) if said]
+            if made is None or reasons:
+                left_out.append(f"{about}: {reasons[0]}")
+                continue
+            made.error = max(launch.gathered(made.error))
+            if made.error > TOLERANCE[case.point.dtype]:
+                wrong.append(
+                    f"{about}: its error is {made.error:.1g} of the largest value, above "
+                    f"{TOLERANCE[case.point.dtype]:g}; it is not timed"
+                )
+            else:
+                ready.append(made)
+    return ready, left_out, wrong
+
+
+def _ready(case: Case, way: Way, mode: str) -> Ready:
+    """The way's error over CHECKS calls, and a turn to time."""
+    flops = 2 * case.point.m * case.point.n * case.point.k / case.point.ranks
+    calls = FEW_CALLS if flops > LARGE or case.point.tables else MANY
+    if not case.expected[0].is_cuda:
+        calls = 1
+    outputs = case.outputs if way.role != "alone" else lambda result: []
+    expected = case.expected if way.role != "alone" else []
+    error = 0.0
+    with way.within():
+        if mode == "eager":
+            for _ in range(CHECKS):
+                error = max(error, compare(outputs(way.call()), expected))
+        else:
+            with _no_waits():
+                way.call()
+            graph, result = capture_graph(way.call)
+            for _ in range(CHECKS):
+                for tensor in outputs(result):
+                    tensor.fill_(torch.nan)
+                graph.replay()
+                error = max(error, compare(outputs(result), expected))
+
+    def repeated() -> None:
+        for _ in range(calls):
+            way.call()
+
+    if mode == "captured":
+        with way.within():
+            return Ready(way, mode, capture_graph(repeated)[0].replay, calls, error)
+
+    def turn() -> None:
+        with way.within():
+            repeated()
+
+    return Ready(way, mode, turn, calls, error)
+
+
+@contextlib.contextmanager
+def _no_waits() -> Iterator[None]:
+    """Raise RuntimeError if the host waits for the device, which no graph can hold."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+# -- times ------------------------------------------------------------------------------------
+
+
+def clock(work: Callable[[], Any], device: torch.device) -> list[float]:
+    """Microseconds of each of TURNS turns on this rank, after one that aligns the ranks."""
+    if device.type != "cuda":
+        times = []
+        for _ in range(TURNS):
+            dist.barrier()
+            start = time.perf_counter()
+            work()
+            times.append((time.perf_counter() - start) * 1e6)
+        return times
+    torch.cuda.synchronize()
+    dist.barrier()
+    work()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(TURNS + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        work()
+        mark.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) * 1e3 for a, b in pairwise(marks)]
+
+
+def slowest(times: Sequence[float], device: torch.device) -> list[float]:
+    """Each time on the rank where it was the longest."""
+    found = torch.tensor(times, dtype=torch.float64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.tolist()
+
+
+def measure(ready: Sequence[Ready], device: torch.device) -> Mapping[tuple[str, str], list[float]]:
+    """Microseconds a call of the slowest rank, by (way, mode); the ways take turns."""
+    times: dict[tuple[str, str], list[float]] = {(e.way.name, e.mode): [] for e in ready}
+    for number in range(ROUNDS + 1):  # the first warms up
+        for each in ready:
+            found = clock(each.work, device)
+            if number:
+                times[each.way.name, each.mode] += [us / each.calls for us in found]
+    return {key: slowest(own, device) for key, own in times.items()}
+
+
+def link_rate(group: dist.ProcessGroup, device: torch.device, peers: bool) -> float:
+    """Bytes per second that every rank receives at once: the best of the transports.
+
+    NCCL's or gloo's all-to-all, and copy engines into the others' memory (peers: it is accessible).
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    size = LINK_BYTES if device.type == "cuda" else LINK_BYTES // 64
+    source = torch.zeros(ranks, size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    transports: list[Callable[[], Any]] = [
+        lambda: dist.all_to_all_single(target, source, group=group)
+    ]
+    if peers:
+        shared = symmetric.allocate((ranks, size), torch.uint8, group, device)
+
+        def copies() -> None:
+            for step in range(1, ranks):
+                peer = (rank + step) % ranks
+                shared.by_rank[peer][rank].copy_(source[peer], non_blocking=True)
+
+        transports.append(copies)
+    best = 0.0
+    for transport in transports:
+        clock(transport, device)
+        us = min(slowest(clock(transport, device), device))
+        best = max(best, (ranks - 1) * size / us * 1e6)
+    return best

@@ -1,0 +1,132 @@
+"""The page of `ladder bench ops`: figures like those of FLUX and of the fused operators' paper."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ladder.bench import figures
+from ladder.bench.figures import COLOURS, MUTED, Bar
+from ladder.bench.ops.derive import EXPLANATION, groups, rows, sizes
+from ladder.bench.ops.points import BAGS
+from ladder.bench.report import NO_FIGURES, Aside, Figure, Heading, PagePart, Table, page
+
+Records = Sequence[Mapping[str, Any]]
+ROLE_COLOURS = {"collective": COLOURS["standard"], "torch": COLOURS["hybrid"]}
+
+
+def write_page(records: Records) -> str:
+    """The page of records, of which newer ones of the same point replace older ones."""
+    latest = [*{json.dumps(record["point"]): record for record in records}.values()]
+    parts: list[PagePart] = []
+    for (op, mode), points in groups(latest).items():
+        members = [record for each in points.values() for record in each]
+        point = members[0]["point"]
+        parts.append(Heading(f"{op}, {mode}"))
+        if figures.available():
+            parts += _figures(op, points)
+        head, *cells = rows(points)
+        about = f"Microseconds (E), {point['dtype']}, {point['ranks']} ranks"
+        parts.append(Table(head, cells, about))
+    parts.append(Aside("Columns", EXPLANATION))
+    if not figures.available():
+        parts = [NO_FIGURES, *parts]
+    machines = [record["machine"] for record in latest]
+    return page("Fused computation and communication", finding(latest), parts, machines)
+
+
+def finding(records: Records) -> str:
+    """The range of E of what is picked, by operator, and how often it is negative."""
+    found: dict[str, list[float]] = {}
+    for record in records:
+        if record["result"]["picked"] and record["result"]["efficiency"] is not None:
+            found.setdefault(record["point"]["op"], []).append(record["result"]["efficiency"])
+    if not found:
+        return "No overlap efficiency of what is picked has been measured."
+    parts = []
+    for op, each in found.items():
+        worse = sum(e < 0 for e in each)
+        behind = f", {worse} of {len(each)} slower than the collective" if worse else ""
+        parts.append(f"{op} {min(each):.2f} to {max(each):.2f}{behind}")
+    return f"Overlap efficiency of what is picked: {'; '.join(parts)}."
+
+
+def _figures(op: str, points: Mapping[str, Records]) -> list[PagePart]:
+    """E by m for each shape with several m; bars of the largest m, or of all embedding bags."""
+    if op == BAGS:
+        bars = [bar for text, members in points.items() for bar in _normalised(text, members)]
+        what = "Time over that of lookup, then collective; hatched: the floor."
+        return [Figure(figures.bars(bars, "x"), what)]
+    parts: list[PagePart] = []
+    by_shape: dict[str, dict[int, Records]] = {}
+    for text, members in points.items():
+        point = json.loads(text)
+        by_shape.setdefault(sizes(point), {})[point["m"]] = members
+    for shape, by_m in by_shape.items():
+        lines = _lines(by_m)
+        if len(by_m) > 1 and lines:
+            drawn = figures.lines(
+                lines, "m", "E, % of the communication's cost that is hidden", ticks=sorted(by_m),
+                zero="product, then collective",
+            )  # fmt: skip
+            parts.append(Figure(drawn, f"{shape}: overlap efficiency"))
+        largest = max(by_m)
+        what = f"{shape}, m {largest}: time a call; hatched: bounds"
+        parts.append(Figure(figures.bars(_bars(by_m[largest]), "us"), what))
+    return parts
+
+
+def _lines(by_m: Mapping[int, Records]) -> dict[str, tuple[list[float], list[float]]]:
+    """E by m of each way but the baseline."""
+    found: dict[str, dict[int, float]] = {}
+    for m in sorted(by_m):
+        for record in by_m[m]:
+            e, role = record["result"]["efficiency"], record["point"]["role"]
+            if e is not None and role in ("operator", "torch"):
+                found.setdefault(record["point"]["way"], {})[m] = 100 * e
+    return {way: ([*each], [*each.values()]) for way, each in found.items()}
+
+
+def _bars(records: Records) -> list[Bar]:
+    """The ways of a point, the slowest first, then its product and its link."""
+    found = []
+    for record in sorted(records, key=lambda record: -record["result"]["us"]):
+        point, result = record["point"], record["result"]
+        if point["role"] == "alone":
+            continue
+        e = result["efficiency"]
+        said = f"{result['us']:.0f} us" + ("" if e is None else f", E {e:.2f}")
+        found.append(Bar(_name(record), result["us"], said, _colour(record)))
+    alone = min(r["result"]["us"] for r in records if r["point"]["role"] == "alone")
+    link = records[0]["result"]["link_us"]
+    bounds = [Bar("alone", alone, f"{alone:.0f} us", MUTED, bound=True)]
+    return [*found, *bounds, Bar("link", link, f"{link:.0f} us", MUTED, bound=True)]
+
+
+def _normalised(text: str, records: Records) -> list[Bar]:
+    """The operator's ways over the baseline, labelled {batch | tables} as in the paper."""
+    point = json.loads(text)
+    label = f"{{{point['m']} | {point['tables']}}}, pooling {point['pooling']}"
+    times = [r["result"]["us"] for r in records if r["point"]["role"] == "collective"]
+    found = [
+        Bar(
+            f"{label}: {_name(record)}", record["result"]["us"] / times[0],
+            f"{record['result']['us'] / times[0]:.2f} x", _colour(record),
+        )
+        for record in records
+        if record["point"]["role"] in ("operator", "torch")
+    ]  # fmt: skip
+    floor = records[0]["result"]["floor_us"] / times[0]
+    return [*found, Bar(f"{label}: floor", floor, f"{floor:.2f} x", MUTED, bound=True)]
+
+
+def _name(record: Mapping[str, Any]) -> str:
+    name = record["point"]["way"]
+    if record["point"]["role"] == "collective":
+        name = f"{'lookup' if record['point']['op'] == BAGS else 'product'}, then {name}"
+    return f"{name} (picked)" if record["result"]["picked"] else name
+
+
+def _colour(record: Mapping[str, Any]) -> str:
+    return ROLE_COLOURS.get(record["point"]["role"], COLOURS["ladder"])

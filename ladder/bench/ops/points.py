@@ -1,0 +1,229 @@
+"""The points of `ladder bench ops`: operators, shapes and numbers of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ladder.config import configs_folder, model_config
+from ladder.models.errors import UserError, unknown
+from ladder.ops.registry import DTYPE_NAMES, OPERATORS, Implementation
+
+COLUMNS = ("all_gather_matmul",)  # of a matrix that is split by columns
+ROWS = (
+    "matmul_reduce_scatter", "matmul_all_reduce", "linear_all_reduce",
+    "matmul_reduce_scatter_add_rms_norm", "matmul_all_reduce_add_rms_norm",
+)  # fmt: skip
+BAGS, EXPERTS = "embedding_bag_all_to_all", "matmul_all_to_all"
+OPS = (*COLUMNS, *ROWS, BAGS, EXPERTS)
+SCATTERED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_reduce_scatter_add_rms_norm")
+FEW = "linear_all_reduce"  # for so few rows that its all-reduce is one message
+FEW_ROWS = (1, 8, 64)
+PRODUCT_ROWS = (64, 512, 1024, 2048, 4096, 8192)  # m of FLUX's figures
+TOKENS = (1024, 4096)  # tokens of a rank, of a mixture of experts
+BATCHES = (512, 1024, 2048)  # samples over all ranks, of embedding bags
+DIM, TABLE_ROWS = 256, 10_000
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight [k, n] before it is split, by columns or by rows. name: "" if its shape has one."""
+
+    name: str
+    n: int
+    k: int
+    columns: bool
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The second matrices [k, n] of all experts; a token goes to `top` of them."""
+
+    n: int
+    k: int
+    experts: int
+    top: int
+
+
+# Beside these, every name in configs/models is a shape: its four products.
+SHAPES: dict[str, tuple[Matrix | Experts, ...]] = {
+    "flux-gpt3": (Matrix("", 49152, 12288, True), Matrix("", 12288, 49152, False)),
+    "flux-llama2-70b": (Matrix("", 57344, 8192, True), Matrix("", 8192, 28672, False)),
+    "mixtral-8x7b": (Experts(4096, 14336, 8, 2),),
+    "qwen3-30b-a3b": (Experts(2048, 768, 128, 8),),
+    "deepseek-v3": (Experts(7168, 2048, 256, 8),),
+    "dlrm": (),
+}
+
+
+@dataclass(frozen=True)
+class OpPoint:
+    """One call of an operator.
+
+    m, n, k: rows, columns and depth of the whole product, before it is split over the ranks. Of
+    experts: m rows on each rank, and experts on all. Of bags: m samples on all ranks, n columns of
+    a result, k columns of a table, `tables` on each rank, `pooling` rows a bag.
+    """
+
+    op: str
+    shape: str
+    m: int
+    n: int
+    k: int
+    ranks: int
+    dtype: str
+    experts: int = 0
+    tables: int = 0
+    pooling: int = 0
+
+    def __str__(self) -> str:
+        sizes = f"m {self.m}, n {self.n}, k {self.k}"
+        if self.op == BAGS:
+            sizes = f"batch {self.m}, {self.tables} tables a rank, pooling {self.pooling}"
+        return f"{self.op}, {self.shape}, {sizes}, {self.dtype}, {self.ranks} ranks"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An implementation that the user asked for, with its options."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        said = ",".join(f"{key}={value}" for key, value in self.options)
+        return f"{self.name}:{said}" if said else self.name
+
+
+def models() -> list[str]:
+    return sorted(path.stem for path in (configs_folder() / "models").glob("*.yaml"))
+
+
+def matrices(shape: str) -> tuple[Matrix | Experts, ...]:
+    """What a shape multiplies by; () for embedding bags."""
+    if shape in SHAPES:
+        return SHAPES[shape]
+    config = model_config(shape)
+    heads, width = config.num_heads * config.head_dim, config.hidden_size
+    both = 2 * config.num_kv_heads * config.head_dim
+    return (
+        Matrix("qkv", heads + both, width, True),
+        Matrix("o", width, heads, False),
+        Matrix("gate-up", 2 * config.intermediate_size, width, True),
+        Matrix("down", width, config.intermediate_size, False),
+    )
+
+
+def check_options(options: Any) -> None:
+    """Raise UserError for a wrong value of an option, whatever the machine."""
+    for op in options.ops or ():
+        if op not in OPS:
+            raise unknown("--ops", op, OPS)
+    for shape in options.shapes or ():
+        if shape not in (known := [*SHAPES, *models()]):
+            raise unknown("--shapes", shape, known)
+    for name in ("m", "tables", "pooling"):
+        for value in getattr(options, name) or ():
+            if value < 1:
+                raise UserError(f"--{name}={value} must be 1 or more")
+    if options.dtype is not None and options.dtype not in DTYPE_NAMES:
+        raise unknown("--dtype", options.dtype, DTYPE_NAMES)
+    variants(options.implementations, options.ops or OPS)
+    if options.budget is not None and not options.budget > 0:
+        raise UserError(f"--budget={options.budget} must be above 0 minutes")
+
+
+def variants(words: Sequence[str] | None, ops: Sequence[str]) -> list[Variant] | None:
+    """The implementations of NAME or NAME:key=value,... ; None: all that there are."""
+    return None if words is None else [_variant(word, ops) for word in words]
+
+
+def _variant(word: str, ops: Sequence[str]) -> Variant:
+    name, _, rest = word.partition(":")
+    found = [OPERATORS[op].implementations for op in ops]
+    if not any(name in each for each in found):
+        raise unknown("--implementations", name, dict.fromkeys(n for each in found for n in each))
+    known = {key for each in found if name in each for key in each[name].options}
+    options = []
+    for part in filter(None, rest.split(",")):
+        key, _, value = part.partition("=")
+        if key not in known or not value:
+            wanted = ", ".join(f"{each}=VALUE" for each in sorted(known)) or "none"
+            raise UserError(f"--implementations={word}: {part!r} is no option; {name} has {wanted}")
+        options.append((key, _value(value)))
+    return Variant(name, tuple(options))
+
+
+def _value(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def accepts(implementation: Implementation, variant: Variant) -> bool:
+    return {key for key, _ in variant.options} <= set(implementation.options)
+
+
+def expand(options: Any, ranks: int, cpu: bool) -> tuple[list[OpPoint], list[str]]:
+    """The points of the options, and a line for each that cannot run on so many ranks.
+
+    On a CPU the default shape is the tiny model's, and the default dtype float32.
+    """
+    shapes = options.shapes or (["tiny"] if cpu else ["flux-gpt3"])
+    found: dict[OpPoint, str | None] = {}
+    for shape in shapes:
+        for point in _of_shape(shape, options, ranks, cpu):
+            found[point] = _refusal(point)
+    left_out = [f"{point}: {why}" for point, why in found.items() if why]
+    points = [point for point, why in found.items() if not why]
+    if not points:
+        said = "; ".join(left_out) or f"--shapes {' '.join(shapes)} has none of --ops"
+        raise UserError(f"nothing to measure: {said}")
+    return points, left_out
+
+
+def _of_shape(shape: str, options: Any, ranks: int, cpu: bool) -> list[OpPoint]:
+    ops = options.ops or OPS
+    dtype = options.dtype or ("float32" if cpu else "bfloat16")
+    points = []
+    for matrix in matrices(shape):
+        name, n, k = shape, matrix.n, matrix.k
+        if isinstance(matrix, Experts):
+            for m in (options.m or TOKENS) if EXPERTS in ops else ():
+                rows = m * matrix.top
+                points.append(OpPoint(EXPERTS, name, rows, n, k, ranks, dtype, matrix.experts))
+            continue
+        name = f"{shape} {matrix.name}".rstrip()
+        for op in COLUMNS if matrix.columns else ROWS:
+            for m in (options.m or (FEW_ROWS if op == FEW else PRODUCT_ROWS)) if op in ops else ():
+                points.append(OpPoint(op, name, m, n, k, ranks, dtype))
+    if shape == "dlrm" and BAGS in ops:
+        dtype = options.dtype or "float32"
+        points += [
+            OpPoint(BAGS, shape, m, ranks * tables * DIM, DIM, ranks, dtype, 0, tables, pooling)
+            for m in options.m or BATCHES
+            for tables in options.tables
+            for pooling in options.pooling
+        ]
+    return points
+
+
+def _refusal(point: OpPoint) -> str | None:
+    """Why so many ranks cannot share the call, with the remedy."""
+    split = {"n": point.n} if point.op in COLUMNS else {"k": point.k}
+    if point.op in (BAGS, EXPERTS):
+        split = {"experts": point.experts}
+    if point.op in (*SCATTERED, BAGS, EXPERTS):
+        split["m"] = point.m
+    for name, size in split.items():
+        if size % point.ranks:
+            return f"{point.ranks} ranks do not divide {name} {size}; give another --nproc or --m"
+    if point.op == EXPERTS and point.m * point.ranks % point.experts:
+        return (
+            f"{point.experts} experts do not share {point.m} rows a rank evenly; give another --m"
+        )
+    return None

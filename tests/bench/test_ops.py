@@ -1,0 +1,317 @@
+"""`ladder bench ops`: its arithmetic, its checks, the table that it writes, and a whole run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ladder.bench import figures
+from ladder.bench.ops import measure
+from ladder.bench.ops.cases import make_case
+from ladder.bench.ops.command import measure_point
+from ladder.bench.ops.derive import Timed, entries, records, summarise, write_table
+from ladder.bench.ops.page import finding, write_page
+from ladder.bench.ops.points import BAGS, EXPERTS, OPS, OpPoint, Variant
+from ladder.cli import main
+from ladder.ops import explain, registry, use
+from ladder.ops.registry import OPERATORS, VARIABLE, Call
+from tests.commands import Start
+from tests.distributed import Pools
+
+CPU = torch.device("cpu")
+OP = "matmul_all_reduce"
+POINT = OpPoint(OP, "tiny o", 6, 8, 4, 2, "float32")
+STAGED, FAST = Variant("staged"), Variant("fast", (("chunk", 3),))
+
+
+# -- ECT and E --------------------------------------------------------------------------------
+
+
+def timed(name: str, role: str, us: float, mode: str = "eager", **more: Any) -> Timed:
+    return Timed(name, role, mode, [us - 1, us, us + 1], 0.0, **more)
+
+
+def test_ect_efficiency_and_floor() -> None:
+    """By hand: the collective costs 160 - 100 = 60 us; of that, ours leaves 115 - 100 = 15."""
+    captured = [
+        timed("alone", "alone", 110.0), timed("alone, B contiguous", "alone", 100.0),
+        timed("NCCL", "collective", 160.0), timed("ours", "operator", 115.0),
+        timed("slow", "operator", 175.0), timed("free", "torch", 100.0),
+    ]  # fmt: skip
+    # Another mode has a product and a collective of its own.
+    eager = [
+        timed("alone", "alone", 200.0, "other"), timed("NCCL", "collective", 300.0, "other"),
+        timed("ours", "operator", 280.0, "other"),
+    ]  # fmt: skip
+    found = {(e.name, e.mode): result for e, result in summarise([*captured, *eager], 40.0)}
+    assert [found[name, "eager"].ect_us for name in ("NCCL", "ours", "slow")] == [60, 15, 75]
+    e = [found[name, "eager"].efficiency for name in ("NCCL", "ours", "slow", "free")]
+    assert e == [0.0, 0.75, -0.25, 1.0]
+    assert found["ours", "other"].efficiency == pytest.approx(0.2)
+    assert (found["ours", "eager"].floor_us, found["ours", "eager"].of_floor) == (100.0, 1.15)
+    linked = {each.name: result for each, result in summarise(captured, 130.0)}
+    assert (linked["ours"].link_us, linked["ours"].floor_us) == (130.0, 130.0)
+    # A collective that costs nothing leaves nothing to hide.
+    idle = [timed("alone", "alone", 100.0), timed("NCCL", "collective", 100.0)]
+    assert [result.efficiency for _, result in summarise(idle, 40.0)] == [None, None]
+    assert summarise(captured[2:], 40.0) == []  # no product: it was wrong
+
+
+# -- the table --------------------------------------------------------------------------------
+
+
+def call(m: int, op: str = OP) -> Call:
+    return Call(op, "H", torch.bfloat16, 4, (m, 8, 8))
+
+
+def measured(m: int, **modes: dict[Variant, float]) -> Any:
+    each = [timed("alone", "alone", 1.0, mode) for mode in modes]
+    each += [timed("NCCL", "collective", 50.0, mode) for mode in modes]
+    each += [
+        timed(str(variant), "operator", us, mode, variant=variant)
+        for mode, times in modes.items()
+        for variant, us in times.items()
+    ]
+    return call(m), summarise(each, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("points", "picked"),
+    [
+        ([{"captured": {STAGED: 9, FAST: 8}, "eager": {STAGED: 19, FAST: 18}}], FAST),
+        ([{"captured": {STAGED: 9, FAST: 9}}], STAGED),
+        ([{"captured": {STAGED: 9, FAST: 10}}], STAGED),
+        # Slower in one mode, at one m of the same bucket, or not there: it is not taken.
+        ([{"captured": {STAGED: 9, FAST: 2}, "eager": {STAGED: 19, FAST: 20}}], STAGED),
+        ([{"captured": {STAGED: 9}, "eager": {STAGED: 19, FAST: 2}}], STAGED),
+        ([{"eager": {STAGED: 9, FAST: 2}}, {"eager": {STAGED: 9, FAST: 10}}], STAGED),
+        ([{"eager": {STAGED: 9, FAST: 2}}, {"eager": {STAGED: 9}}], STAGED),
+        ([{"eager": {STAGED: 9, FAST: 10}}, {"eager": {STAGED: 9, FAST: 2}}], STAGED),
+        ([{"eager": {FAST: 2}}], None),  # staged was wrong, so nothing is known to be as fast
+    ],
+)
+def test_nothing_slower_than_staged_enters_the_table(points: Any, picked: Variant | None) -> None:
+    found = entries([measured(64, **point) for point in points], "a test")
+    assert [(each["implementation"], each["options"]) for each in found] == (
+        [] if picked is None else [(picked.name, dict(picked.options))]
+    )
+
+
+@contextlib.contextmanager
+def registered(name: str, run: Any) -> Iterator[None]:
+    more = {name: registry.Implementation(name, run, options=("chunk",))}
+    with mock.patch.dict(OPERATORS[OP].implementations, more):
+        registry._choose.cache_clear()
+        yield
+    registry._choose.cache_clear()
+
+
+def test_the_table_is_extended_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "table.json"
+    shapes = [(64, 8), (8, 8)]
+    with registered("fast", None):
+        first = entries([measured(64, eager={STAGED: 9, FAST: 10}), measured(
+            128, eager={STAGED: 9})], "one")  # fmt: skip
+        write_table(file, first)
+        second = entries([measured(64, eager={STAGED: 9, FAST: 5})], "two")
+        write_table(file, second)
+        assert registry.read_table(file) == [first[1], *second]
+        monkeypatch.setenv(VARIABLE, str(file))
+        choice = explain(OP, shapes, ranks=4, device="H")
+        assert (choice.implementation, dict(choice.options)) == ("fast", {"chunk": 3})
+        assert choice.why == "table.json: two: 5.0 us, staged 9.0"
+    assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
+
+
+# -- checks and times -------------------------------------------------------------------------
+
+
+def refused(rank: int, world_size: int) -> None:
+    """What is wrong on one rank, in one element, is called for its check alone."""
+    calls = 0
+
+    def wrong(group: Any, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        with torch.no_grad():
+            total = A @ B
+            dist.all_reduce(total, group=group)
+        if rank == 1:
+            total[3, 5] += 1.0
+        return total
+
+    assert dist.group.WORLD is not None
+    with registered("wrong", wrong), mock.patch.object(measure, "ROUNDS", 1):
+        (_, found), _, errors = measure_point(POINT, CPU, dist.group.WORLD, None, 1e9, False)
+    assert calls == measure.CHECKS
+    (error,) = errors
+    assert error.startswith(f"{POINT} by wrong, eager: its error is 0.")
+    assert error.endswith("above 1e-05; it is not timed")
+    names = [each.name for each, _ in found]
+    assert names == ["alone", "alone, B contiguous", "gloo", "staged"]
+    assert [each.name for each, result in found if result.picked] == ["staged"]
+    assert all(result.us > 0 and each.error < 1e-5 for each, result in found)
+
+
+def test_a_wrong_implementation_is_not_timed(pools: Pools) -> None:
+    pools(2).run(refused)
+
+
+def test_errors_that_hide() -> None:
+    exact = torch.tensor([1.0, -4.0], dtype=torch.float64)
+    assert measure.compare([exact + 0.5], [exact]) == 0.125
+    assert measure.compare([torch.tensor([float("nan"), -4.0])], [exact]) == float("inf")
+    assert measure.compare([exact[None]], [exact]) == float("inf")
+
+
+def timed_by_rank(rank: int, world_size: int) -> Any:
+    """Ranks whose turns take 1, 20 and 3, and 10, 2 and 30 us, of two calls each."""
+    turns = iter([[1.0, 20.0, 3.0], [10.0, 2.0, 30.0]][rank] for _ in range(99))
+    ready = measure.Ready(measure.Way("ours", "operator", int), "eager", int, 2, 0.0)
+    with mock.patch.object(measure, "clock", side_effect=lambda work, device: next(turns)):
+        return measure.measure([ready], CPU)
+
+
+def test_the_slowest_rank_counts(pools: Pools) -> None:
+    for times in pools(2).run(timed_by_rank):
+        assert times == {("ours", "eager"): [5.0, 10.0, 15.0] * measure.ROUNDS}
+
+
+def test_the_ways_take_turns_after_a_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(measure.dist, "barrier", lambda: order.append("|"))
+    monkeypatch.setattr(measure, "slowest", lambda times, device: times)
+    monkeypatch.setattr(measure, "TURNS", 1)
+    monkeypatch.setattr(measure, "ROUNDS", 1)
+    ready = [
+        measure.Ready(measure.Way(n, "operator", int), "eager", lambda n=n: order.append(n), 1, 0.0)
+        for n in "ab"
+    ]
+    measure.measure(ready, CPU)
+    assert "".join(order) == "|a|b" * 2  # the first round warms up
+
+
+def correct(rank: int, world_size: int, dtype: str) -> None:
+    """Of every operator: the baseline and `staged` are right, and the product runs alone."""
+    group, T = dist.group.WORLD, world_size
+    assert group is not None
+    for op in OPS:
+        point = OpPoint(op, "x", 4 * T, 3 * T, 5 * T, T, dtype)
+        if op == BAGS:
+            point = OpPoint(op, "x", 2 * T, 2 * T * 256, 256, T, dtype, 0, 2, 3)
+        elif op == EXPERTS:
+            point = OpPoint(op, "x", 4 * T, 6, 5, T, dtype, 2 * T)
+        case = make_case(point, group, CPU)
+        for way, _ in [(case.collective, "gloo"), (case.operator, "staged")]:
+            with use(op, "staged"):
+                error = measure.compare(case.outputs(way()), case.expected)
+            assert error < measure.TOLERANCE[dtype], (op, error)
+        for form in case.alone.values():
+            form()
+        assert case.link_bytes > 0
+        assert measure.pick(case, CPU).implementation == "staged"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_operator_has_a_case(pools: Pools, dtype: str) -> None:
+    pools(2).run(correct, dtype)
+
+
+# -- the command ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--ops", "matmul"], "unknown --ops 'matmul'; known: all_gather_matmul, "),
+        (["--shapes", "llama-3-9b"], "unknown --shapes 'llama-3-9b' (did you mean 'llama-3-8b'?)"),
+        (["--m", "64", "0"], "--m=0 must be 1 or more"),
+        (["--tables", "-1"], "--tables=-1 must be 1 or more"),
+        (["--dtype", "int8"], "unknown --dtype 'int8'; known: bfloat16"),
+        (["--implementations", "stagedd"], "unknown --implementations 'stagedd' (did you mean"),
+        (["--implementations", "staged:x=1"], "'x=1' is no option; staged has none"),
+        (["--budget", "0"], "--budget=0.0 must be above 0 minutes"),
+        (["--write-table", "{}/no/table.json"], "its folder does not exist; create it first"),
+        (["--write-table", __file__], "cannot read the table of operators"),
+        ([], "--nproc=1: a rank alone has nothing to exchange; start 2 or more"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [word.format(tmp_path) for word in arguments]
+    out = str(tmp_path / "out")
+    assert main(["bench", "ops", "--device", "cpu", "--out", out, *given]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_whole_run(start: Start, tmp_path: Path) -> None:
+    """Two ranks, from the command to the page: a table, records, the registry's table."""
+    table, out = tmp_path / "table.json", tmp_path / "out"
+    command = start(main, [
+        "bench", "ops", "--nproc", "2", "--device", "cpu", "--shapes", "tiny", "dlrm",
+        "--ops", "all_gather_matmul", "linear_all_reduce", BAGS, "--m", "7", "8", "--tables", "2",
+        "--pooling", "3", "--out", str(out), "--write-table", str(table),
+    ])  # fmt: skip
+    result = command.result()
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("left out: ") == 4  # torch's own, and m 7 three times
+    assert "2 ranks do not divide m 7; give another --nproc or --m" in result.stderr
+    assert "torch's fused operators, which need peer memory: it needs GPUs" in result.stderr
+    *_, said, following = result.stdout.splitlines()
+    # m 7 and 8 of linear_all_reduce are of the same entry.
+    assert said.startswith(f"{table}: 5 entries, 0 faster than staged; set {VARIABLE} to it")
+    assert following == "next: ladder bench inference --nproc 2"
+    assert "all_gather_matmul, eager, float32, 2 ranks, microseconds (E)" in result.stdout
+    found = [json.loads(line) for line in (out / "ops.jsonl").read_text().splitlines()]
+    ways = {(r["point"]["op"], r["point"]["way"]) for r in found}
+    assert {way for op, way in ways if op == BAGS} == {
+        "alone", "alone, by table", "gloo", "staged"
+    }  # fmt: skip
+    assert len(found) == 7 * 4
+    assert all(r["result"]["us"] > 0 and r["machine"]["ranks"] == 2 for r in found)
+    assert {entry["implementation"] for entry in registry.read_table(table)} == {"staged"}
+    assert "Fused computation and communication" in (out / "ops.html").read_text()
+
+
+def several() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for op, tables in ((OP, 0), (BAGS, 2)):
+        for m, us in ((64, 115.0), (128, 175.0)):
+            point = OpPoint(op, "x", m, 8, 8, 2, "float32", 0, tables, tables)
+            each = [
+                timed("alone", "alone", 100.0), timed("NCCL", "collective", 160.0),
+                timed("staged", "operator", us, picked=True),
+            ]  # fmt: skip
+            found += records(point, summarise(each, 40.0), {"ranks": 2, "gpu": "H"})
+    return found
+
+
+def test_the_page_has_figures_and_says_what_lost() -> None:
+    found = several()
+    said = (
+        "Overlap efficiency of what is picked: matmul_all_reduce -0.25 to 0.75, 1 of 2 slower than "
+        "the collective; embedding_bag_all_to_all -0.25 to 0.75, 1 of 2 slower than the collective."
+    )
+    assert finding(found) == said
+    page = write_page(found)
+    assert said in page
+    assert "115.0 (0.75)*" in page
+    if figures.available():
+        assert page.count("<figure>") == 3  # E by m, bars of the largest m, and all bags
+        assert "{128 | 2}, pooling 2: product" not in page
+        assert "{128 | 2}, pooling 2: staged (picked)" in page
+    newer = summarise([timed("alone", "alone", 90.0), timed("NCCL", "collective", 160.0)], 40.0)
+    again = records(OpPoint(OP, "x", 64, 8, 8, 2, "float32"), newer, {"ranks": 2, "gpu": "H"})
+    assert write_page([*found, *again]).count("90.0") == 1  # a newer record replaces the older
