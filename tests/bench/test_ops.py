@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,8 +20,9 @@ from ladder.bench.ops.cases import make_case
 from ladder.bench.ops.command import measure_point
 from ladder.bench.ops.derive import Timed, entries, records, summarise, write_table
 from ladder.bench.ops.page import finding, write_page
-from ladder.bench.ops.points import BAGS, EXPERTS, OPS, OpPoint, Variant
+from ladder.bench.ops.points import BAGS, EXPERTS, OPS, OpPoint, Variant, expand, variants
 from ladder.cli import main
+from ladder.models.errors import UserError
 from ladder.ops import explain, registry, use
 from ladder.ops.registry import OPERATORS, VARIABLE, Call
 from tests.commands import Start
@@ -95,6 +97,9 @@ def measured(m: int, **modes: dict[Variant, float]) -> Any:
         ([{"eager": {STAGED: 9, FAST: 2}}, {"eager": {STAGED: 9, FAST: 10}}], STAGED),
         ([{"eager": {STAGED: 9, FAST: 2}}, {"eager": {STAGED: 9}}], STAGED),
         ([{"eager": {STAGED: 9, FAST: 10}}, {"eager": {STAGED: 9, FAST: 2}}], STAGED),
+        # No graph holds staged; in eager mode there is a comparison.
+        ([{"captured": {FAST: 2}, "eager": {STAGED: 19, FAST: 3}}], FAST),
+        ([{"captured": {FAST: 2}, "eager": {STAGED: 19, FAST: 20}}], STAGED),
         ([{"eager": {FAST: 2}}], None),  # staged was wrong, so nothing is known to be as fast
     ],
 )
@@ -225,6 +230,43 @@ def test_every_operator_has_a_case(pools: Pools, dtype: str) -> None:
     pools(2).run(correct, dtype)
 
 
+# -- points -----------------------------------------------------------------------------------
+
+
+def options(**changes: Any) -> Any:
+    given = dict.fromkeys(("ops", "shapes", "m", "dtype"))
+    return SimpleNamespace(**{**given, "tables": [256], "pooling": [70], **changes})
+
+
+def test_points() -> None:
+    """FLUX's shapes before they are split; what a model multiplies by; dtypes and default rows."""
+    points, left_out = expand(options(), 4, cpu=False)
+    flux = {(p.op, p.m, p.n, p.k) for p in points}
+    assert ("all_gather_matmul", 8192, 49152, 12288) in flux
+    assert ("matmul_reduce_scatter", 64, 12288, 49152) in flux
+    assert {p.m for p in points if p.op == "linear_all_reduce"} == {1, 8, 64}
+    assert not left_out
+    llama, _ = expand(options(shapes=["llama-3-8b"], m=[1, 64]), 4, cpu=False)
+    gather = [(p.shape, p.m, p.n, p.k) for p in llama if p.op == "all_gather_matmul"]
+    assert gather == [("llama-3-8b qkv", 64, 6144, 4096), ("llama-3-8b gate-up", 64, 28672, 4096)]
+    assert {p.k for p in llama if p.op == OP} == {4096, 14336}
+    ((bags, *_), _) = expand(options(shapes=["dlrm"]), 4, cpu=False)
+    assert (bags.m, bags.n, bags.tables, bags.dtype) == (512, 4 * 256 * 256, 256, "float32")
+    ((moe, *_), _) = expand(options(shapes=["mixtral-8x7b"]), 4, cpu=False)
+    assert (moe.m, moe.experts, moe.dtype) == (2048, 8, "bfloat16")
+    with pytest.raises(UserError, match=r"nothing to measure: matmul_all_to_all.*give another"):
+        expand(options(shapes=["deepseek-v3"], m=[3]), 4, cpu=False)
+    with pytest.raises(UserError, match="--shapes dlrm has none of --ops"):
+        expand(options(shapes=["dlrm"], ops=[OP]), 4, cpu=False)
+
+
+def test_options_of_implementations() -> None:
+    with registered("fast", None):
+        words = ["fast", "fast:chunk=3", "fast:chunk=0.5", "fast:chunk=true", "fast:chunk=128x64"]
+        values = [dict(each.options).get("chunk") for each in variants(words, [OP]) or ()]
+        assert values == [None, 3, 0.5, True, "128x64"]
+
+
 # -- the command ------------------------------------------------------------------------------
 
 
@@ -235,7 +277,7 @@ def test_every_operator_has_a_case(pools: Pools, dtype: str) -> None:
         (["--shapes", "llama-3-9b"], "unknown --shapes 'llama-3-9b' (did you mean 'llama-3-8b'?)"),
         (["--m", "64", "0"], "--m=0 must be 1 or more"),
         (["--tables", "-1"], "--tables=-1 must be 1 or more"),
-        (["--dtype", "int8"], "unknown --dtype 'int8'; known: bfloat16"),
+        (["--dtype", "int8"], "unknown --dtype 'int8'; known: bfloat16, float16, float32, float64"),
         (["--implementations", "stagedd"], "unknown --implementations 'stagedd' (did you mean"),
         (["--implementations", "staged:x=1"], "'x=1' is no option; staged has none"),
         (["--budget", "0"], "--budget=0.0 must be above 0 minutes"),

@@ -18,12 +18,12 @@ from ladder.bench.ops.points import (
     DIM,
     EXPERTS,
     FEW,
+    FLOATS,
     TABLE_ROWS,
     OpPoint,
 )
 from ladder.comm import collectives
 from ladder.ops import exchange
-from ladder.ops.registry import DTYPE_NAMES
 
 EPS = 1e-5
 Call = Callable[[], Any]
@@ -71,7 +71,7 @@ def _first(result: Any) -> list[Tensor]:
 
 
 def _random(point: OpPoint, device: torch.device, *shape: int, scale: float = 1.0) -> Tensor:
-    return (torch.randn(shape, device=device) * scale).to(DTYPE_NAMES[point.dtype])
+    return (torch.randn(shape, device=device) * scale).to(FLOATS[point.dtype])
 
 
 def _products(x: Tensor, weight: Tensor, out: Tensor) -> dict[str, Call]:

@@ -170,7 +170,7 @@ def entries(measured: Sequence[Measured], source: str) -> list[dict[str, Any]]:
     """An entry for each call: the fastest implementation, `staged` unless another is faster.
 
     An implementation counts only where it was measured at every point of the call's sizes, in every
-    mode in which `staged` was, and was slower than `staged` in none.
+    mode in which `staged` was (there are calls that no graph can hold), and was slower in none.
     """
     by_call: dict[Call, list[dict[str, dict[Variant, float]]]] = {}
     for call, found in measured:
@@ -182,15 +182,16 @@ def entries(measured: Sequence[Measured], source: str) -> list[dict[str, Any]]:
     made = []
     staged = Variant(DEFAULT)
     for call, points in by_call.items():
-        modes = [mode for point in points for mode in point.values()]
-        if not modes or not all(staged in mode for mode in modes):
+        beside = [[mode for mode in point.values() if staged in mode] for point in points]
+        if not all(beside):
             continue  # staged was wrong: nothing is known to be as fast
+        modes = [mode for point in beside for mode in point]
         able = [
             variant
             for variant in modes[0]
             if all(variant in mode and mode[variant] <= mode[staged] for mode in modes)
         ]
-        firsts = [next(iter(point.values())) for point in points]  # captured, if any is
+        firsts = [point[0] for point in beside]  # captured, if it can be
         best = min(able, key=lambda variant: (sum(f[variant] for f in firsts), variant != staged))
         said = "; ".join(_times(first, best) for first in firsts)
         made.append({

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.bench.ops.cases import Case, torch_calls
-from ladder.bench.ops.points import Variant, accepts
+from ladder.bench.ops.points import FLOATS, Variant, accepts
 from ladder.comm import symmetric
 from ladder.infer.graphs import capture_graph
 from ladder.ops import explain, use
-from ladder.ops.registry import DEFAULT, DTYPE_NAMES, OPERATORS, Choice, device_name
+from ladder.ops.registry import DEFAULT, OPERATORS, Choice, device_name
 from ladder.parallel import launch
 
 NATIVE = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
@@ -48,7 +48,7 @@ class Way:
 def pick(case: Case, device: torch.device) -> Choice:
     """What runs the case when nothing is insisted on."""
     return explain(
-        case.point.op, case.shapes, dtype=DTYPE_NAMES[case.point.dtype], ranks=case.point.ranks,
+        case.point.op, case.shapes, dtype=FLOATS[case.point.dtype], ranks=case.point.ranks,
         device=device_name(device),
     )  # fmt: skip
 
@@ -177,6 +177,7 @@ def _ready(case: Case, way: Way, mode: str) -> Ready:
             for _ in range(CHECKS):
                 error = max(error, compare(outputs(way.call()), expected))
         else:
+            way.call()  # the first call may compile, and make buffers
             with _no_waits():
                 way.call()
             graph, result = capture_graph(way.call)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ladder.config import configs_folder, model_config
+from ladder.config import configs_folder, model_config, parse_json
 from ladder.models.errors import UserError, unknown
-from ladder.ops.registry import DTYPE_NAMES, OPERATORS, Implementation
+from ladder.ops.registry import DTYPES, OPERATORS, Implementation
 
 COLUMNS = ("all_gather_matmul",)  # of a matrix that is split by columns
 ROWS = (
@@ -24,6 +24,7 @@ PRODUCT_ROWS = (64, 512, 1024, 2048, 4096, 8192)  # m of FLUX's figures
 TOKENS = (1024, 4096)  # tokens of a rank, of a mixture of experts
 BATCHES = (512, 1024, 2048)  # samples over all ranks, of embedding bags
 DIM, TABLE_ROWS = 256, 10_000
+FLOATS = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,8 @@ def check_options(options: Any) -> None:
         for value in getattr(options, name) or ():
             if value < 1:
                 raise UserError(f"--{name}={value} must be 1 or more")
-    if options.dtype is not None and options.dtype not in DTYPE_NAMES:
-        raise unknown("--dtype", options.dtype, DTYPE_NAMES)
+    if options.dtype is not None and options.dtype not in FLOATS:
+        raise unknown("--dtype", options.dtype, FLOATS)
     variants(options.implementations, options.ops or OPS)
     if options.budget is not None and not options.budget > 0:
         raise UserError(f"--budget={options.budget} must be above 0 minutes")
@@ -151,17 +152,17 @@ def _variant(word: str, ops: Sequence[str]) -> Variant:
         if key not in known or not value:
             wanted = ", ".join(f"{each}=VALUE" for each in sorted(known)) or "none"
             raise UserError(f"--implementations={word}: {part!r} is no option; {name} has {wanted}")
-        options.append((key, _value(value)))
+        options.append((key, _option(value)))
     return Variant(name, tuple(options))
 
 
-def _value(text: str) -> Any:
-    if text in ("true", "false"):
-        return text == "true"
+def _option(text: str) -> Any:
+    """A number or true or false, as a table's entry has them; else the text."""
     try:
-        return int(text)
+        value = parse_json(text)
     except ValueError:
         return text
+    return value if isinstance(value, bool | int | float) else text
 
 
 def accepts(implementation: Implementation, variant: Variant) -> bool:
