@@ -74,7 +74,8 @@ def dma_map(
 
     It moves blocks of `tiles` tiles (None: the whole chunk), each as soon as each of its tiles has
     had `updates` updates: the own product's, and those that peers send to this place. The copies of
-    a rank start in the order of its maps.
+    a rank start in the order of its maps. op: a GPU's copy engine can only "store"; with "add", the
+    map is for memory that can update itself, as in T3, or for a kernel that moves the blocks.
     """
     return ChunkMap(chunk, peer, op, chunk if at is None else at, True, updates, tiles)
 
