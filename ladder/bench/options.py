@@ -120,8 +120,8 @@ def add_ops_options(parser: argparse.ArgumentParser) -> None:
         "--shapes",
         nargs="+",
         help="flux-gpt3, flux-llama2-70b, a name from configs/models (its four products), dlrm "
-        "(embedding bags), mixtral-8x7b, qwen3-30b-a3b, deepseek-v3 (experts) (flux-gpt3; on CPUs "
-        "tiny)",
+        "(embedding bags), mixtral-8x7b, qwen3-30b-a3b, deepseek-v3 (experts), gemv (flux-gpt3; on "
+        "CPUs tiny)",
     )
     parser.add_argument(
         "--m",

@@ -19,7 +19,7 @@ from ladder.bench.ops import derive
 from ladder.bench.ops.cases import make_case
 from ladder.bench.ops.derive import Measured, Timed
 from ladder.bench.ops.measure import link_rate, measure, pick, prepare, ways
-from ladder.bench.ops.page import write_page
+from ladder.bench.ops.page import picked_ranges, write_page
 from ladder.bench.ops.points import OpPoint, check_options, expand, variants
 from ladder.bench.results import read_results
 from ladder.comm.access import common_push_refusal
@@ -63,7 +63,7 @@ def main(options: Any) -> int:
         if options.write_table is not None:
             check_writable(options.write_table, "--write-table")
     make_folder(out)
-    refusal = common_push_refusal(world)
+    refusal = common_push_refusal(world) if device.type == "cuda" else "it needs GPUs"
     if refusal:
         left_out.append(f"torch's fused operators, which need peer memory: {refusal}")
     rate = link_rate(group, device, not refusal)
@@ -127,7 +127,8 @@ def _finish(
     out = Path(options.out)
     if made:
         write_text(out / PAGE, write_page(read_results(out / RESULTS)))
-        print(f"\n{derive.text_table(made)}\n\n{derive.EXPLANATION}\n{out / PAGE}", flush=True)
+        print(f"\n{derive.text_table(made)}\n\n{derive.EXPLANATION}\n")
+        print("E of what is picked:", *picked_ranges(made), out / PAGE, sep="\n", flush=True)
     else:
         print("nothing was measured", flush=True)
     if options.write_table is not None:

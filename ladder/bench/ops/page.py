@@ -37,19 +37,25 @@ def write_page(records: Records) -> str:
 
 
 def finding(records: Records) -> str:
-    """The range of E of what is picked, by operator, and how often it is negative."""
+    """The main result in a sentence."""
+    ranges = picked_ranges(records)
+    if not ranges:
+        return "No overlap efficiency of what is picked has been measured."
+    return f"Overlap efficiency of what is picked: {'; '.join(ranges)}."
+
+
+def picked_ranges(records: Records) -> list[str]:
+    """By operator, the range of E of what is picked, and how often it is below 0."""
     found: dict[str, list[float]] = {}
     for record in records:
         if record["result"]["picked"] and record["result"]["efficiency"] is not None:
             found.setdefault(record["point"]["op"], []).append(record["result"]["efficiency"])
-    if not found:
-        return "No overlap efficiency of what is picked has been measured."
-    parts = []
+    ranges = []
     for op, each in found.items():
-        worse = sum(e < 0 for e in each)
-        behind = f", {worse} of {len(each)} slower than the collective" if worse else ""
-        parts.append(f"{op} {min(each):.2f} to {max(each):.2f}{behind}")
-    return f"Overlap efficiency of what is picked: {'; '.join(parts)}."
+        lost = sum(e < 0 for e in each)
+        behind = f" (below 0, slower than the baseline: {lost} of {len(each)})" if lost else ""
+        ranges.append(f"{op} {min(each):.2f} to {max(each):.2f}{behind}")
+    return ranges
 
 
 def _figures(op: str, points: Mapping[str, Records]) -> list[PagePart]:

@@ -29,12 +29,12 @@ FLOATS = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight [k, n] before it is split, by columns or by rows. name: "" if its shape has one."""
+    """A weight [k, n] before it is split, and its operators. name: "" if its shape has one."""
 
     name: str
     n: int
     k: int
-    columns: bool
+    ops: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,9 @@ class Experts:
 
 # Beside these, every name in configs/models is a shape: its four products.
 SHAPES: dict[str, tuple[Matrix | Experts, ...]] = {
-    "flux-gpt3": (Matrix("", 49152, 12288, True), Matrix("", 12288, 49152, False)),
-    "flux-llama2-70b": (Matrix("", 57344, 8192, True), Matrix("", 8192, 28672, False)),
+    "flux-gpt3": (Matrix("", 49152, 12288, COLUMNS), Matrix("", 12288, 49152, ROWS)),
+    "flux-llama2-70b": (Matrix("", 57344, 8192, COLUMNS), Matrix("", 8192, 28672, ROWS)),
+    "gemv": tuple(Matrix(f"{n}", n, 8192, (FEW,)) for n in (8192, 16384, 32768, 65536)),
     "mixtral-8x7b": (Experts(4096, 14336, 8, 2),),
     "qwen3-30b-a3b": (Experts(2048, 768, 128, 8),),
     "deepseek-v3": (Experts(7168, 2048, 256, 8),),
@@ -109,10 +110,10 @@ def matrices(shape: str) -> tuple[Matrix | Experts, ...]:
     heads, width = config.num_heads * config.head_dim, config.hidden_size
     both = 2 * config.num_kv_heads * config.head_dim
     return (
-        Matrix("qkv", heads + both, width, True),
-        Matrix("o", width, heads, False),
-        Matrix("gate-up", 2 * config.intermediate_size, width, True),
-        Matrix("down", width, config.intermediate_size, False),
+        Matrix("qkv", heads + both, width, COLUMNS),
+        Matrix("o", width, heads, ROWS),
+        Matrix("gate-up", 2 * config.intermediate_size, width, COLUMNS),
+        Matrix("down", width, config.intermediate_size, ROWS),
     )
 
 
@@ -199,8 +200,8 @@ def _of_shape(shape: str, options: Any, ranks: int, cpu: bool) -> list[OpPoint]:
                 points.append(OpPoint(EXPERTS, name, rows, n, k, ranks, dtype, matrix.experts))
             continue
         name = f"{shape} {matrix.name}".rstrip()
-        for op in COLUMNS if matrix.columns else ROWS:
-            for m in (options.m or (FEW_ROWS if op == FEW else PRODUCT_ROWS)) if op in ops else ():
+        for op in matrix.ops if options.ops is None else [op for op in matrix.ops if op in ops]:
+            for m in options.m or (FEW_ROWS if op == FEW else PRODUCT_ROWS):
                 points.append(OpPoint(op, name, m, n, k, ranks, dtype))
     if shape == "dlrm" and BAGS in ops:
         dtype = options.dtype or "float32"
