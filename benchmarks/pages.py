@@ -41,7 +41,12 @@ QUALITY = (
     "2026-11-22-scaled-desync-h200x4",
     "2026-11-22-quality-h200x2",
 )
-QUALITY_LATENCY = ("2026-11-21-quality-latency-h200x4", LATENCY, "2026-11-21-p2p-off-h200x4")
+QUALITY_LATENCY = (
+    "2026-11-21-quality-latency-h200x4",
+    LATENCY,
+    "2026-11-21-p2p-off-h200x4",
+    "2026-11-22-rare-reduces-half-8b-h200x2",
+)
 RESIDUAL = "2026-11-22-residual-cpu"
 MODEL, TP, BATCH = "llama-3-8b", 4, 1  # of the figures of inference
 
@@ -93,16 +98,28 @@ def batches() -> str:
 
 
 def quality_latency() -> str:
-    """Quality against latency, by plan, a panel for each link and batch that was measured."""
+    """Quality against latency of the trained shape, a panel for each link and batch measured."""
     records, found = quality_records()
-    panels = [members for members in found.chosen.values() if members]
-    places = quality_frontier.places(quality_report.by_plan(records), panels[0])
+    members = next(each for each in found.chosen.values() if each)
+    places = quality_frontier.places(quality_report.by_plan(records), members)
     kept = quality_frontier.frontier(places)
-    title = "Quality against latency: filled plans are beaten by none in both"
-    if len(panels) == 1:
-        title = f"{', '.join(kept)}: no other plan is both better and faster"
-        if len(kept) == 1:
-            title = f"The {kept[0]}: fastest of {len(places)} plans, and none beats its quality"
+    title = f"{', '.join(kept)}: no other plan is both better and faster"
+    if len(kept) == 1:
+        title = f"The {kept[0]}: fastest of {len(places)} plans, and none beats its quality"
+    return frontier_figure(records, found, title)
+
+
+def quality_no_nvlink() -> str:
+    """The same quality against the latency of an 8B's ranks without NVLink."""
+    records, found = quality_records("half-8b", 2)
+    return frontier_figure(
+        records, found, "Without NVLink: filled plans are beaten by none in both"
+    )
+
+
+def frontier_figure(
+    records: list[dict[str, Any]], found: quality_frontier.Latency, title: str
+) -> str:
     subtitle = (
         f"{records[0]['parameters'] / 1e6:.0f}M parameters, {records[0]['tokens'] / 1e6:.0f}M "
         f"tokens each; mean and range of n runs, {quality_frontier.usual_runs(records, found)} if "
@@ -130,18 +147,19 @@ FIGURES: dict[str, Callable[[], str]] = {
     "latency.svg": latency,
     "batches.svg": batches,
     "quality-latency.svg": quality_latency,
+    "quality-no-nvlink.svg": quality_no_nvlink,
     "residual-initial.svg": written_initial,
     "residual-trained.svg": written_trained,
 }
 
 
 def quality_records(
-    model: str | None = None,
+    model: str | None = None, tp: int = quality_frontier.T
 ) -> tuple[list[dict[str, Any]], quality_frontier.Latency]:
-    """Trainings, and the latency of their shape or of `model`."""
+    """Trainings, and the latency of their shape or of `model`, at TP `tp`."""
     records = quality_report.read_all([RESULTS / f"{name}.jsonl" for name in QUALITY])
     files = [RESULTS / f"{name}.jsonl" for name in QUALITY_LATENCY]
-    return records, quality_frontier.latencies(files, records, model)
+    return records, quality_frontier.latencies(files, records, model, tp)
 
 
 def read(name: str) -> list[dict[str, Any]]:
@@ -191,8 +209,8 @@ def repeats(records: Sequence[dict[str, Any]], key: str = "point") -> bool:
     return len({json.dumps(record[key]) for record in records}) < len(records)
 
 
-def quality_page(model: str | None = None) -> Page:
-    records, found = quality_records(model)
+def quality_page(model: str | None = None, tp: int = quality_frontier.T) -> Page:
+    records, found = quality_records(model, tp)
     name = QUALITY[0] + (f"-{model}" if model else "")
     text = quality_frontier.write_page(records, found)
     return Page(name, quality_frontier.finding(records, found), text)
@@ -200,7 +218,7 @@ def quality_page(model: str | None = None) -> Page:
 
 def pages() -> list[Page]:
     """A page for each file of results in a known form."""
-    found = [quality_page(), quality_page(MODEL)]
+    found = [quality_page(), quality_page(MODEL), quality_page("half-8b", 2)]
     for file in sorted(RESULTS.glob("*.jsonl")):
         records = read(file.stem)
         point = records[0].get("point", {})

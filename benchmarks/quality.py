@@ -4,7 +4,7 @@
         [--runs FOLDER] [--gpus N] [--budget MINUTES] [--only SET|PLAN[:SEEDS[:T]] ...]
     python benchmarks/quality.py plans [PLAN ...] [--layers N] [--tp-degree T] [--out FOLDER]
     python benchmarks/quality.py page --quality FILE ... --latency FILE ... [--model NAME]
-        [--out FILE]
+        [--tp N] [--out FILE]
 
 `run` trains the recipe quality-100m, or that of --recipe, by `ladder train`, one run on each GPU at
 a time (without GPUs one run at a time on the CPU), the longest first. Finished runs are lines in
@@ -19,8 +19,8 @@ eval_interval=50 records the curves that the comparison at equal training time n
 prepared by benchmarks/quality_data.py.
 
 `plans` writes the files of scaled plans, for `ladder bench inference --plans FILE`. `page` joins
-the results with decode latencies, of the same shape or of `--model`: `ladder bench inference
---model quality-100m --plans ... --batch 1 64 --p2p on off --nproc 4`.
+the results with decode latencies, of the same shape or of `--model`, at TP 4 or `--tp`:
+`ladder bench inference --model quality-100m --plans ... --batch 1 64 --p2p on off --nproc 4`.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def record(started: Started[Run]) -> dict[str, Any]:
 
 def page(options: argparse.Namespace) -> int:
     records = read_all(options.quality)
-    latency = latencies(options.latency, records, options.model)
+    latency = latencies(options.latency, records, options.model, options.tp)
     make_folder(options.out.parent)
     write_text(options.out, write_page(records, latency))
     print(options.out)
@@ -309,6 +309,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add.add_argument("--quality", type=Path, nargs="+", required=True, help="what `run` wrote")
     add.add_argument("--latency", type=Path, nargs="+", required=True, help="inference.jsonl")
     add.add_argument("--model", help="whose latency is drawn (the trained shape)")
+    add.add_argument("--tp", type=int, default=T, help=f"TP degree of that latency ({T})")
     add.add_argument("--out", type=Path, default=OUT / "quality.html")
     options = parse_words(parser, sys.argv[1:] if arguments is None else arguments)
     if options.verb is run:

@@ -44,6 +44,7 @@ class Latency:
     """
 
     model: str
+    tp: int
     chosen: dict[tuple[bool, int], list[dict[str, Any]]]
     machines: list[dict[str, Any]]
     left_out: list[str] = field(default_factory=list)
@@ -69,9 +70,12 @@ class Place:
 
 
 def latencies(
-    files: Sequence[Path], records: Sequence[dict[str, Any]], model: str | None = None
+    files: Sequence[Path],
+    records: Sequence[dict[str, Any]],
+    model: str | None = None,
+    tp: int = T,
 ) -> Latency:
-    """The decode latency at TP 4 of the trained shape, or of `model`, from several files.
+    """The decode latency at TP `tp` of the trained shape, or of `model`, from several files.
 
     Of a point that was measured again, the newest; of several cases (prompts, new tokens) of a
     panel, the one with the most of the plans whose quality is known, and of these the last.
@@ -90,35 +94,34 @@ def latencies(
     known, found, left = set(by_plan(records)), {}, []
     every = list(by_point(measured).values())
     for panel in PANELS:
-        same = [
-            row
-            for row in derive_rows([each for each in every if in_panel(each, name, layers, panel)])
-            if row["point"].degree in (0, T)
-        ]
+        inside = [each for each in every if in_panel(each, name, layers, tp, panel)]
+        same = [row for row in derive_rows(inside) if row["point"].degree in (0, tp)]
         cases = list(by_case(same).values())
         cases.sort(key=lambda members: len(known & set(best(members))))
         found[panel] = cases[-1] if cases and known & set(best(cases[-1])) else []
         left += [describe_case(members[0]["point"]) for members in cases[:-1]]
     if not any(found.values()):
         raise UserError(
-            f"{', '.join(map(str, files))}: no decode step of {name}, {layers} layers, TP {T}, at "
-            f"batch 1 or 64, under a plan that was trained: run `{command(name, True, 1)}`"
+            f"{', '.join(map(str, files))}: no decode step of {name}, {layers} layers, TP {tp}, at "
+            f"batch 1 or 64, under a plan that was trained: run `{command(name, tp, True, 1)}`"
         )
     shown = {row["point"] for members in found.values() for row in members}
     machines = [r["machine"] for point, r in by_point(measured).items() if point in shown]
-    return Latency(name, found, machines, left)
+    return Latency(name, tp, found, machines, left)
 
 
-def in_panel(record: dict[str, Any], model: str, layers: int, panel: tuple[bool, int]) -> bool:
+def in_panel(
+    record: dict[str, Any], model: str, layers: int, tp: int, panel: tuple[bool, int]
+) -> bool:
     point = {"p2p": True, **record["point"]}
     own = (point["model"], point["layers"], point["tp"], point["p2p"], point["batch"])
-    return own == (model, layers, T, *panel)
+    return own == (model, layers, tp, *panel)
 
 
-def command(model: str, p2p: bool, batch: int) -> str:
+def command(model: str, tp: int, p2p: bool, batch: int) -> str:
     """The command that measures a panel."""
     off = "" if p2p else " --p2p off"
-    return f"ladder bench inference --model {model} --nproc {T} --batch {batch}{off} --plans ..."
+    return f"ladder bench inference --model {model} --nproc {tp} --batch {batch}{off} --plans ..."
 
 
 def best(members: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -290,8 +293,8 @@ def write_page(records: Sequence[dict[str, Any]], latency: Latency) -> str:
     parts: list[PagePart] = [drawn, Heading("Equal tokens")]
     for panel, members in latency.chosen.items():
         if not members:
-            lacking = f"{panel_name(panel)}: not measured; `{command(latency.model, *panel)}` does."
-            parts.append(Text(lacking))
+            words = command(latency.model, latency.tp, *panel)
+            parts.append(Text(f"{panel_name(panel)}: not measured; `{words}` does."))
             continue
         case = describe_case(members[0]["point"])
         parts.append(Table(JOINED, joined(groups, members), f"{panel_name(panel)}: {case}"))
