@@ -13,6 +13,7 @@ import pytest
 from ladder.bench import figures
 from ladder.bench.figures import Bar, bars, lines, spread
 from tests import ROOT
+from tests.bench.drawing import labels, values
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import pages
@@ -25,17 +26,6 @@ def test_positions_are_apart_in_order_and_near() -> None:
     assert spread([99.0, 100.0], 10, 0, 100) == [90.0, 100.0]  # not above the top
     assert spread([0.0, 1.0], 10, 0, 100) == [0.0, 10.0]
     assert spread([], 10, 0, 100) == []
-
-
-def labels(svg: str) -> dict[str, tuple[float, float]]:
-    """The position of each text."""
-    found = re.findall(r'<text [^>]*x="([-\d.]+)" y="([-\d.]+)"[^>]*>([^<]*)</text>', svg)
-    return {text: (float(x), float(y)) for x, y, text in found}
-
-
-def values(svg: str) -> list[str]:
-    """The texts of a figure: its title, and the tooltips of points and bars."""
-    return re.findall(r"<title>([^<]*)</title>", svg)
 
 
 def test_names_stand_where_lines_end_and_do_not_overlap() -> None:

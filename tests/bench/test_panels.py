@@ -10,7 +10,7 @@ import pytest
 from ladder.bench import figures
 from ladder.bench.labels import crosses, intersect, overlap, place, within
 from ladder.bench.panels import Panel, Spot, colour, panels
-from tests.bench.test_figures import labels, values
+from tests.bench.drawing import labels, values
 
 
 def test_panels_share_the_y_axis_and_a_point_far_above_stands_at_the_edge() -> None:
