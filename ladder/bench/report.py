@@ -131,7 +131,9 @@ def _versions(facts: Mapping[str, Any]) -> str:
 
 def _rates(facts: Mapping[str, Any]) -> str:
     """The rates that floors are computed from."""
-    names = {"bandwidth_tb_s": "TB/s", "matrix_tflop_s": "TFLOP/s"}
+    names = {
+        "bandwidth_tb_s": "TB/s", "matrix_tflop_s": "TFLOP/s", "link_gb_s": "GB/s of the link",
+    }  # fmt: skip
     return ", ".join(f"{facts[key]:g} {unit}" for key, unit in names.items() if facts.get(key))
 
 

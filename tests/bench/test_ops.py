@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ladder.bench import figures
-from ladder.bench.ops import measure
+from ladder.bench.ops import command, measure
 from ladder.bench.ops.cases import make_case
 from ladder.bench.ops.command import measure_point
 from ladder.bench.ops.derive import Timed, entries, records, summarise, write_table
@@ -153,11 +153,18 @@ def refused(rank: int, world_size: int) -> None:
             total[3, 5] += 1.0
         return total
 
+    def broken(group: Any, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such kernel\nat line 3")
+
     assert dist.group.WORLD is not None
-    with registered("wrong", wrong), mock.patch.object(measure, "ROUNDS", 1):
+    with (
+        registered("wrong", wrong), registered("broken", broken),
+        mock.patch.object(measure, "ROUNDS", 1),
+    ):  # fmt: skip
         (_, found), _, errors = measure_point(POINT, CPU, dist.group.WORLD, None, 1e9, False)
     assert calls == measure.CHECKS
-    (error,) = errors
+    error, failed = errors
+    assert failed == f"{POINT} by broken, eager: no such kernel; it is not timed"
     assert error.startswith(f"{POINT} by wrong, eager: its error is 0.")
     assert error.endswith("above 1e-05; it is not timed")
     names = [each.name for each, _ in found]
@@ -166,8 +173,24 @@ def refused(rank: int, world_size: int) -> None:
     assert all(result.us > 0 and each.error < 1e-5 for each, result in found)
 
 
-def test_a_wrong_implementation_is_not_timed(pools: Pools) -> None:
+def failed(rank: int, world_size: int, folder: str) -> int:
+    """The command, where an implementation that would be the fastest computes nothing."""
+    given = options(ops=[OP], shapes=["tiny"], m=[64, 128], implementations=None, budget=None)
+    files = {"out": folder, "write_table": Path(folder) / "table.json"}
+    given = SimpleNamespace(**vars(given), **files, nproc=1, device="cpu")
+    with registered("empty", lambda group, A, B: A.new_zeros(len(A), B.shape[1])):
+        return command.main(given)
+
+
+def test_a_wrong_implementation_is_not_timed(pools: Pools, tmp_path: Path) -> None:
     pools(2).run(refused)
+    assert pools(2).run(failed, str(tmp_path)) == [1, 1]
+    found = [
+        json.loads(line)["point"] for line in (tmp_path / "ops.jsonl").read_text().splitlines()
+    ]
+    assert "empty" not in {point["way"] for point in found}
+    table = registry.read_table(tmp_path / "table.json")
+    assert [entry["implementation"] for entry in table] == ["staged"] * 4
 
 
 def test_errors_that_hide() -> None:
@@ -304,12 +327,12 @@ def test_mistakes_are_one_line(
 def test_a_whole_run(start: Start, tmp_path: Path) -> None:
     """Two ranks, from the command to the page: a table, records, the registry's table."""
     table, out = tmp_path / "table.json", tmp_path / "out"
-    command = start(main, [
+    started = start(main, [
         "bench", "ops", "--nproc", "2", "--device", "cpu", "--shapes", "tiny", "dlrm",
         "--ops", "all_gather_matmul", "linear_all_reduce", BAGS, "--m", "7", "8", "--tables", "2",
         "--pooling", "3", "--out", str(out), "--write-table", str(table),
     ])  # fmt: skip
-    result = command.result()
+    result = started.result()
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("left out: ") == 4  # torch's own, and m 7 three times
     assert "2 ranks do not divide m 7; give another --nproc or --m" in result.stderr
@@ -339,7 +362,7 @@ def several() -> list[dict[str, Any]]:
                 timed("alone", "alone", 100.0), timed("NCCL", "collective", 160.0),
                 timed("staged", "operator", us, picked=True),
             ]  # fmt: skip
-            found += records(point, summarise(each, 40.0), {"ranks": 2, "gpu": "H"})
+            found += records(point, summarise(each, 40.0), {"ranks": 2, "link_gb_s": 369.0})
     return found
 
 
@@ -354,6 +377,7 @@ def test_the_page_has_figures_and_says_what_lost() -> None:
     page = write_page(found)
     assert said in page
     assert "115.0 (0.75)*" in page
+    assert "369 GB/s of the link" in page
     if figures.available():
         assert page.count("<figure>") == 3  # E by m, bars of the largest m, and all bags
         assert "{128 | 2}, pooling 2: product" not in page

@@ -136,7 +136,9 @@ def prepare(
     Every way is compared with the exact result, on every rank and in each mode, and only then is
     it made ready to be timed.
     """
-    ready, left_out, wrong = [], [], []
+    ready: list[Ready] = []
+    left_out: list[str] = []
+    wrong: list[str] = []
     for way in each:
         for mode in ("captured", "eager") if device.type == "cuda" else ("eager",):
             about = f"{case.point} by {way.name}, {mode}"
@@ -145,13 +147,12 @@ def prepare(
             try:
                 made = _ready(case, way, mode)
             except RuntimeError as error:
+                reason = str(error).partition("\n")[0] or type(error).__name__
+            reason = next((said for said in launch.gathered(reason) if said), "")
+            if made is None or reason:
                 # torch's own operators, and what waits for the device, cannot always be captured.
-                if way.role != "torch" and "synchronizing" not in str(error):
-                    raise
-                reason = str(error).splitlines()[0]
-            reasons = [said for said in launch.gathered(reason) if said]
-            if made is None or reasons:
-                left_out.append(f"{about}: {reasons[0]}")
+                excused = way.role == "torch" or "synchronizing" in reason
+                (left_out if excused else wrong).append(f"{about}: {reason}; it is not timed")
                 continue
             made.error = max(launch.gathered(made.error))
             if made.error > TOLERANCE[case.point.dtype]:

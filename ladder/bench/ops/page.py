@@ -18,9 +18,9 @@ ROLE_COLOURS = {"collective": COLOURS["standard"], "torch": COLOURS["hybrid"]}
 
 def write_page(records: Records) -> str:
     """The page of records, of which newer ones of the same point replace older ones."""
-    latest = [*{json.dumps(record["point"]): record for record in records}.values()]
+    records = latest(records)
     parts: list[PagePart] = []
-    for (op, mode), points in groups(latest).items():
+    for (op, mode), points in groups(records).items():
         members = [record for each in points.values() for record in each]
         point = members[0]["point"]
         parts.append(Heading(f"{op}, {mode}"))
@@ -32,13 +32,18 @@ def write_page(records: Records) -> str:
     parts.append(Aside("Columns", EXPLANATION))
     if not figures.available():
         parts = [NO_FIGURES, *parts]
-    machines = [record["machine"] for record in latest]
-    return page("Fused computation and communication", finding(latest), parts, machines)
+    machines = [record["machine"] for record in records]
+    return page("Fused computation and communication", finding(records), parts, machines)
+
+
+def latest(records: Records) -> Records:
+    """The newest record of each point."""
+    return [*{json.dumps(record["point"]): record for record in records}.values()]
 
 
 def finding(records: Records) -> str:
     """The main result in a sentence."""
-    ranges = picked_ranges(records)
+    ranges = picked_ranges(latest(records))
     if not ranges:
         return "No overlap efficiency of what is picked has been measured."
     return f"Overlap efficiency of what is picked: {'; '.join(ranges)}."
@@ -54,7 +59,8 @@ def picked_ranges(records: Records) -> list[str]:
     for op, each in found.items():
         lost = sum(e < 0 for e in each)
         behind = f" (below 0, slower than the baseline: {lost} of {len(each)})" if lost else ""
-        ranges.append(f"{op} {min(each):.2f} to {max(each):.2f}{behind}")
+        ends = dict.fromkeys(f"{e:.2f}" for e in (min(each), max(each)))
+        ranges.append(f"{op} {' to '.join(ends)}{behind}")
     return ranges
 
 

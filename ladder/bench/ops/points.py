@@ -183,8 +183,10 @@ def expand(options: Any, ranks: int, cpu: bool) -> tuple[list[OpPoint], list[str
     left_out = [f"{point}: {why}" for point, why in found.items() if why]
     points = [point for point, why in found.items() if not why]
     if not points:
-        said = "; ".join(left_out) or f"--shapes {' '.join(shapes)} has none of --ops"
-        raise UserError(f"nothing to measure: {said}")
+        if not left_out:
+            raise UserError(f"nothing to measure: --shapes {' '.join(shapes)} has none of --ops")
+        more = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
+        raise UserError(f"nothing to measure: {left_out[0]}{more}")
     return points, left_out
 
 
