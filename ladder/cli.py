@@ -22,6 +22,7 @@ from ladder.doctor import options as doctor
 from ladder.eval import options as evaluation
 from ladder.infer import options as infer
 from ladder.parallel import launch
+from ladder.perf import options as perf
 from ladder.train import options as train
 
 
@@ -45,6 +46,7 @@ GROUPS = {
     "tokenizer": "train a tokenizer",
     "data": "prepare training data",
     "bench": "measure inference, communication and training",
+    "predict": "predict times by simulation, without a GPU",
 }
 VERBS = (
     Verb(
@@ -131,6 +133,12 @@ VERBS = (
         bench.add_train_options,
         bench.run_train,
         modules=("ladder.bench.training.command", "torch._dynamo"),
+    ),
+    Verb(
+        "predict t3",
+        "simulate the figures of the T3 paper, and score them against it",
+        perf.add_t3_options,
+        perf.run_t3,
     ),
     Verb(
         "doctor",

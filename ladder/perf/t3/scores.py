@@ -1,0 +1,142 @@
+"""A number of the paper beside ours, with its tolerance; and what a figure consists of."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+# fitted: a parameter was set to reach it, or it follows from one that was. held out: nothing was.
+# counted: no parameter is in it. check: of the simulator itself.
+Basis = Literal["fitted", "held out", "counted", "check"]
+FIT: Basis = "fitted"
+OUT: Basis = "held out"
+
+
+@dataclass(frozen=True)
+class Score:
+    """paper, ours: as in `unit`; None where the paper has a claim and no number. error: ours less
+    paper's, in points where the unit is %, else in % of the paper's. within: whether that is within
+    `tolerance`, or whether the claim holds."""
+
+    what: str
+    paper: float | None
+    ours: float | None
+    unit: Literal["%", "x", ""]
+    tolerance: str
+    basis: Basis
+    error: float | None
+    within: bool
+
+    def texts(self) -> list[str]:
+        """The cells of a table's row."""
+        error = "" if self.error is None else f"{self.error:+.1f}"
+        error += "" if self.error is None else " points" if self.unit == "%" else " %"
+        return [
+            self.what, _number(self.paper, self.unit), _number(self.ours, self.unit), error,
+            self.tolerance, "yes" if self.within else "NO", self.basis,
+        ]  # fmt: skip
+
+
+HEAD = ["result", "paper", "ours", "error", "tolerance", "within", "basis"]
+
+
+def _number(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f} %" if unit == "%" else f"{value:.2f}x"
+
+
+def points(what: str, paper: float, ours: float, tolerance: float, basis: Basis) -> Score:
+    """A share in %, within so many points."""
+    error = ours - paper
+    within = abs(error) <= tolerance
+    return Score(what, paper, ours, "%", f"{tolerance:g} points", basis, error, within)
+
+
+def speedup(what: str, paper: float, ratio: float, tolerance: float, basis: Basis) -> Score:
+    """A ratio of times as the paper says it, in % over 1."""
+    return points(what, paper, 100 * (ratio - 1), tolerance, basis)
+
+
+def factor(what: str, paper: float, ours: float, tolerance: float, basis: Basis) -> Score:
+    """A ratio, within so many % of the paper's."""
+    error = 100 * (ours / paper - 1)
+    within = abs(error) <= tolerance
+    return Score(what, paper, ours, "x", f"{tolerance:g} %", basis, error, within)
+
+
+def exact(what: str, paper: float, ours: float, unit: Literal["%", "x"]) -> Score:
+    """A count, equal to the paper's in all its digits."""
+    digits = 0 if unit == "%" else 1
+    error = ours - paper if unit == "%" else 100 * (ours / paper - 1)
+    within = round(ours, digits) == paper
+    return Score(what, paper, ours, unit, "its digits", "counted", error, within)
+
+
+def holds(what: str, claim: bool, basis: Basis = OUT) -> Score:
+    """A claim of the paper without a number."""
+    return Score(what, None, None, "", "the sign", basis, None, claim)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a chart. paper, ours: values by series."""
+
+    name: str
+    ours: dict[str, float]
+    paper: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Dots:
+    """Rows of points on one x axis: the paper's hollow, ours full."""
+
+    rows: tuple[Row, ...]
+    x_label: str
+    digits: int = 2
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Lines: name -> (x, y)."""
+
+    series: dict[str, tuple[list[float], list[float]]]
+    x_label: str
+    y_label: str
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One figure. chart: what the page draws and the table of details has; more: drawn below it."""
+
+    number: int
+    title: str
+    scores: tuple[Score, ...]
+    chart: Dots | Curves
+    notes: tuple[str, ...] = ()
+    more: tuple[Curves, ...] = ()
+
+    def details(self) -> list[list[str]]:
+        """The rows of a chart of points as a table, ours; [] for curves."""
+        if isinstance(self.chart, Curves):
+            return []
+        rows = [row for row in self.chart.rows if row.ours]
+        names = list(dict.fromkeys(name for row in rows for name in row.ours))
+        digits = self.chart.digits
+        return [["", *names]] + [
+            [row.name, *(f"{row.ours[n]:.{digits}f}" if n in row.ours else "-" for n in names)]
+            for row in rows
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "figure": self.number, "title": self.title,
+            "scores": [asdict(score) for score in self.scores],
+            "notes": list(self.notes), "charts": [asdict(chart) for chart in self.charts],
+        }  # fmt: skip
+
+    @property
+    def charts(self) -> tuple[Dots | Curves, ...]:
+        return self.chart, *self.more

@@ -1,0 +1,250 @@
+"""A product and the collective behind it on one GPU of a symmetric ring, event by event.
+
+What the other GPUs send is what this one sends, at the same times (5.1.1). A product is a row of
+stages: steps that compute with inputs read one step ahead, then a burst of writes; the next stage
+starts when they are done. The collective is a `TrackMap`, the same declaration that `ladder.ops`
+compiles for a real kernel: which blocks the product stores to a peer, which ones a copy engine
+moves, and after how many updates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ladder.models.errors import UserError
+from ladder.ops.track import TrackMap
+from ladder.ops.track_maps import ring_reduce_scatter
+from ladder.perf.engine import SECOND, Engine, Line, picoseconds
+from ladder.perf.t3 import system as closed
+from ladder.perf.t3.dram import Dram
+from ladder.perf.t3.system import Sublayer, System
+
+PIECES = 256  # of a chunk, in the reduce-scatter alone
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """product, end: seconds until the product and all of it have ended. memory: the DRAM's seconds
+    of service for each stream. trace: see `Dram`."""
+
+    product: float
+    end: float
+    memory: tuple[float, float]
+    trace: tuple[tuple[int, str, int], ...] = ()
+
+
+@lru_cache
+def ring(degree: int, blocks: int) -> TrackMap:
+    """The ring reduce-scatter of a product in `blocks` blocks a chunk: a block is a tile here."""
+    return ring_reduce_scatter(degree * blocks, 1, degree, 1)
+
+
+def threshold(case: Sublayer, system: System) -> int:
+    """MCA's limit, by the share of time for which the product alone keeps the DRAM busy (4.5)."""
+    count = closed.stages(case, system)
+    moved = closed.stage_reads(case, system, bypass=True) * count + case.output
+    share = moved / system.burst / closed.gemm(case, system)
+    return next(limit for least, limit in system.thresholds if share >= least)
+
+
+def alone(case: Sublayer, system: System, trace: bool = False) -> Outcome:
+    """The product without communication, which stores through the cache."""
+    return _Run(case, system, None, None, trace).outcome()
+
+
+@lru_cache(maxsize=512)
+def fused(case: Sublayer, system: System, mca: bool, trace: bool = False) -> Outcome:
+    """The product with its ring reduce-scatter overlapped: T3, or with `mca` T3-MCA."""
+    unnamed = replace(case, model="", kind="")  # the same shape, the same times
+    if unnamed != case:
+        return fused(unnamed, system, mca, trace)
+    limit = threshold(case, system) if mca else None
+    return _Run(case, system, ring(case.degree, system.blocks), limit, trace).outcome()
+
+
+def scatter(case: Sublayer, system: System) -> float:
+    """The seconds of the ring reduce-scatter alone, on compute units, in pieces of each chunk.
+
+    A step begins when all of the last one's chunk has come and is written.
+    """
+    engine = Engine()
+    dram = Dram(engine, system)
+    link = Line(engine, system.link, picoseconds(system.latency))
+    size, steps = case.chunk / PIECES, case.degree - 1
+    step = written = 0
+
+    def begin() -> None:
+        nonlocal written
+        written = 0
+        copies = 1 if step == 0 else 2  # the own one, and the one that has come
+        for _ in range(PIECES):
+            dram.add("communication", "reads", copies * size, 1, lambda: link.send(size, arrive))
+
+    def arrive() -> None:
+        dram.add("communication", "writes", size, 1, write)
+
+    def write() -> None:
+        nonlocal step, written
+        written += 1
+        if written < PIECES:
+            return
+        step += 1
+        if step < steps:
+            begin()
+        else:  # the last reduction: two copies are read, and one is written
+            engine.after(picoseconds(3 * case.chunk / system.reduce), lambda: None)
+
+    begin()
+    return engine.run() / SECOND
+
+
+def speedup(case: Sublayer, system: System, mca: bool) -> float:
+    """Over the product, the reduce-scatter and the all-gather one after the other."""
+    together = fused(case, system, mca).end + closed.all_gather(case, system)
+    return closed.sequential(case, system) / together
+
+
+def mirrored(collective: TrackMap) -> list[int]:
+    """For each map of rank 0, the place of rank 0 that the same map of a peer writes.
+
+    Ranks must be symmetric: the nth map of each rank does the same for other places.
+    """
+    found = []
+    for n, own in enumerate(collective.ranks[0]):
+        places = [
+            maps[n].at
+            for maps in collective.ranks
+            if n < len(maps) and maps[n].peer == 0 and maps[n].dma == own.dma
+        ]
+        if len(places) != 1:
+            raise UserError(
+                f"{own}: {len(places)} ranks send rank 0 what their map {n} says; one GPU stands "
+                f"for all only where ranks are symmetric"
+            )
+        found.append(places[0])
+    return found
+
+
+class _Run:
+    def __init__(
+        self, case: Sublayer, system: System, collective: TrackMap | None, limit: int | None,
+        trace: bool,
+    ) -> None:  # fmt: skip
+        self.case, self.system, self.map = case, system, collective
+        self.engine = Engine()
+        self.dram = Dram(self.engine, system, limit, trace)
+        self.link = Line(self.engine, system.link, picoseconds(system.latency))
+        self.stages = closed.stages(case, system)
+        self.steps = max(1, round(case.inner / system.inner))
+        reads = closed.stage_reads(case, system, bypass=collective is not None)
+        self.slab = reads / self.steps
+        self.step = picoseconds(closed.compute(case, system) / self.stages / self.steps)
+        self.stage = self.at = self.asked = self.arrived = 0
+        self.waiting = False
+        self.product_end = 0
+        if collective is not None:
+            self.order = collective.order(0)
+            self.block = case.output / collective.tiles
+            self.owner = {
+                tile: chunk for chunk, tiles in enumerate(collective.chunks) for tile in tiles
+            }
+            self.number = {own.chunk: n for n, own in enumerate(collective.ranks[0])}
+            self.places = mirrored(collective)
+            self.updates: dict[int, int] = {}
+            self.computed = 0  # blocks
+
+    def outcome(self) -> Outcome:
+        self._begin()
+        end = self.engine.run()
+        memory = (self.dram.served["product"] / SECOND, self.dram.served["communication"] / SECOND)
+        trace = tuple(self.dram.trace or ())
+        return Outcome(self.product_end / SECOND, end / SECOND, memory, trace)
+
+    # ---- the product
+
+    def _begin(self) -> None:
+        self.at = self.asked = self.arrived = 0
+        self._ask()
+        self._ask()
+        self._compute()
+
+    def _ask(self) -> None:
+        if self.asked < self.steps:
+            self.asked += 1
+            if self.slab:
+                self.dram.add("product", "product reads", self.slab, 1, self._arrive)
+            else:
+                self.arrived += 1
+
+    def _arrive(self) -> None:
+        self.arrived += 1
+        if self.waiting:
+            self._compute()
+
+    def _compute(self) -> None:
+        self.waiting = self.arrived <= self.at
+        if not self.waiting:
+            self.engine.after(self.step, self._computed)
+
+    def _computed(self) -> None:
+        self.at += 1
+        self._ask()
+        if self.at < self.steps:
+            self._compute()
+        else:
+            self._write()
+
+    def _write(self) -> None:
+        """Write a stage's output; what a remote map sends away needs no write here."""
+        self.stage += 1
+        local = self.case.output / self.stages
+        kept: list[int] = []
+        cost = 1
+        if self.map is not None:
+            cost = self.system.update
+            upto = self.map.tiles * self.stage // self.stages
+            remote = 0.0
+            for tile in self.order[self.computed : upto]:
+                chunk = self.owner[tile]
+                if self.map.keeps(0, chunk):
+                    kept.append(chunk)
+                else:
+                    remote += self.block
+                    self._send(chunk)
+            self.computed = upto
+            local = len(kept) * self.block
+
+        def written() -> None:
+            for chunk in kept:
+                self._update(chunk)
+            if self.stage < self.stages:
+                self._begin()
+            else:
+                self.product_end = self.engine.now
+
+        if local:
+            self.dram.add("product", "product writes", local, cost, written)
+        else:
+            self.engine.after(0, written)
+
+    # ---- the collective
+
+    def _send(self, chunk: int) -> None:
+        """Put a block on the link; a peer's then comes, to the place of its map."""
+        place = self.places[self.number[chunk]]
+        self.link.send(self.block, lambda: self._receive(place))
+
+    def _receive(self, place: int) -> None:
+        self.dram.add(
+            "communication", "updates", self.block, self.system.update, lambda: self._update(place)
+        )
+
+    def _update(self, place: int) -> None:
+        """Count an update of a block, and start its copy when it is the last one."""
+        assert self.map is not None
+        self.updates[place] = self.updates.get(place, 0) + 1
+        if self.updates[place] < self.map.updates(0, place):
+            return
+        if place in self.number:
+            self.dram.add("communication", "copy reads", self.block, 1, lambda: self._send(place))
