@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "eval": f"{JOBS} infer",
     "hf": f"{JOBS} convert",
     "bench": f"{JOBS} train infer convert eval hf",
-    "perf": "ops files models next_step plans bench",
+    "perf": f"{JOBS} train infer bench",
     "demo": f"{JOBS} train infer convert eval bench",
     "doctor": "models next_step",
     "cli": f"{JOBS} train infer convert eval hf bench perf demo doctor",

@@ -1,0 +1,124 @@
+"""Write ladder/perf/machines/*.json from the recorded results: `python benchmarks/machines.py`.
+
+Nothing is in these files that no record says. The times of decode kernels are those that
+benchmarks/results/README.md lists; the rest is in the JSON lines.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ladder.config import model_config
+from ladder.costs import BF16
+from ladder.perf.machine import FOLDER, Curve, Link, Machine, Value, fit_link, write
+
+RESULTS = Path(__file__).parent / "results"
+GPU = "NVIDIA H200"
+FLOORS = {"copy_tb_s": "bandwidth_tb_s", "matrix_tflop_s": "matrix_tflop_s"}
+FILES = (
+    "2026-11-21-figures-h200x4.jsonl",
+    "2026-11-21-half-8b-h200x2.jsonl",
+    "2026-11-21-inference-h200x4.jsonl",
+    "2026-11-21-p2p-off-h200x4.jsonl",
+    "2026-11-21-quality-latency-h200x4.jsonl",
+    "2026-11-21-table1-h200x4.jsonl",
+    "2026-11-22-accumulate-h200x2.jsonl",
+    "2026-11-22-frame-after-2b-h200x2.jsonl",
+    "2026-11-22-frame-after-h200x4.jsonl",
+    "2026-11-22-rare-reduces-half-8b-h200x2.jsonl",
+    "2026-11-22-table1-h200x2.jsonl",
+    "2026-11-22-virtual-ranks-h200x2.jsonl",
+)
+COMM = {2: "2026-11-22-comm-h200x2.jsonl", 4: "2026-11-21-comm-h200x4.jsonl"}
+NOTES = "benchmarks/results/README.md, `Block shapes of the decode kernels`"
+# Microseconds of two products of one row at TP 4: QKV with the output projection, gate and up with
+# down.
+PAIRS = {"llama-3-8b": (6.5, 21.9), "llama-3-70b": (19.1, 78.1), "2b-class": (3.9, 8.3)}
+FOUR = {4: 40.2, 16: 40.2, 32: 42.3, 64: 39.3}  # rows: the four products of an 8B's layer
+ATTENTION = {2: 5.7, 128: 22.6}  # KV heads of all sequences, over 1100 keys
+
+
+def weights(model: str, tp: int) -> tuple[float, float]:
+    """Mean bytes of a weight in each pair of products."""
+    shape = model_config(model)
+    heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    attention = BF16 * shape.hidden_size * heads / tp / 2
+    return attention, BF16 * 3 * shape.hidden_size * shape.intermediate_size / tp / 2
+
+
+def records(name: str) -> Iterator[dict[str, Any]]:
+    with (RESULTS / name).open(encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
+
+
+def values(gpus: int) -> dict[str, Value]:
+    """Medians over the runs on so many GPUs, one figure for each run."""
+    found: dict[str, dict[tuple[str, str, str], float]] = {}
+    for file in FILES:
+        for record in records(file):
+            machine = record["machine"]
+            if machine["gpu"] != GPU or machine["gpus"] != gpus:
+                continue
+            for name, key in FLOORS.items():
+                run = file, machine["commit"], str(machine[key])
+                found.setdefault(name, {})[run] = machine[key]
+    return {
+        name: Value(
+            round(statistics.median(runs.values()), 3),
+            f"measured: median of {len(runs)} runs, {min(runs.values()):.3f} to "
+            f"{max(runs.values()):.3f}; {', '.join(sorted({run[0] for run in runs}))}",
+        )
+        for name, runs in found.items()
+    }
+
+
+def kernels() -> list[Curve]:
+    """Products and attention of a decode step on one GPU."""
+    points = []
+    for model, times in PAIRS.items():
+        for size, us in zip(weights(model, 4), times, strict=True):
+            points.append((size, us / 2))
+    text = f"measured: half of the time of two products in a chain, by their mean bytes; {NOTES}"
+    found = [Curve("product", {"rows": 1}, tuple(sorted(points)), text)]
+    mean = sum(weights("llama-3-8b", 4)) / 2
+    text = f"measured: a fourth of the four products of an 8B's layer at TP 4; {NOTES}"
+    for rows, us in FOUR.items():
+        found.append(Curve("product", {"rows": rows}, ((mean, us / 4),), text))
+    text = f"measured: 4 query heads for each KV head, of 128; {NOTES}"
+    return [*found, Curve("attention", {"keys": 1100}, tuple(sorted(ATTENTION.items())), text)]
+
+
+def collectives(gpus: int) -> tuple[list[Curve], list[Link]]:
+    """The newest time of each all-reduce and size."""
+    times: dict[str, dict[int, float]] = {}
+    commits, settings = set(), set()
+    for record in records(COMM[gpus]):
+        point = record["point"]
+        times.setdefault(point["algorithm"], {})[point["size"]] = round(record["result"]["us"], 3)
+        about = record["machine"]
+        commits.add(about["commit"])
+        settings |= {f"{key}={value}" for key, value in about.get("environment", {}).items()}
+    about = ", ".join([*sorted(commits), *sorted(settings)])
+    text = f"measured: `ladder bench comm`; {COMM[gpus]}, the newest of {about}"
+    found = [
+        Curve("all-reduce", {"algorithm": name}, tuple(sorted(each.items())), text)
+        for name, each in sorted(times.items())
+    ]
+    nccl = next(each for each in found if each.where["algorithm"] == "nccl")
+    return found, [fit_link("NVLink", nccl, gpus)]
+
+
+def machine(gpus: int) -> Machine:
+    more, links = collectives(gpus) if gpus > 1 else ([], [])
+    return Machine(f"h200x{gpus}", GPU, gpus, values(gpus), (*kernels(), *more), tuple(links))
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for gpus in (1, 2, 4):
+        write(machine(gpus), FOLDER / f"h200x{gpus}.json")
+        print(FOLDER / f"h200x{gpus}.json")

@@ -1,0 +1,348 @@
+"""The description of a machine: values and curves, each with its provenance, in a JSON file.
+
+    {"version": 1, "name": "h200x4", "gpu": "NVIDIA H200", "gpus": 4,
+     "values": {"copy_tb_s": {"value": 4.244, "provenance": "..."}},
+     "curves": [{"name": "all-reduce", "where": {"algorithm": "nccl"},
+                 "points": [[8192, 15.04], ...], "provenance": "..."}],
+     "links": [{"tier": "NVLink", "alpha_us": 14.0, "beta_gb_s": 310.0, "provenance": "..."}]}
+
+A curve has microseconds over one quantity. Curves of one name are a family: `where` tells them
+apart. What a file lacks has not been measured: `missing` names it, and asking for it is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from ladder.files import write_text
+from ladder.models.errors import UserError, check_keys, kind_of, unknown
+
+VERSION = 1
+FOLDER = Path(__file__).parent / "machines"
+Basis = Literal["measured", "interpolated", "extrapolated"]
+ORDER: tuple[Basis, ...] = ("measured", "interpolated", "extrapolated")
+
+VALUES = {
+    "memory_gib": "memory of one GPU",
+    "copy_tb_s": "TB/s read and written by a large copy on one GPU",
+    "matrix_tflop_s": "TFLOP/s of a product of two matrices of 8192 x 8192, bfloat16",
+    "launch_us": "one kernel without work, in a CUDA graph",
+    "host_launch_us": "the host's time to launch one kernel",
+}
+# The quantity of a curve's points, and what tells the curves of a family apart.
+CURVES: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "copy": ("bytes", (), "a copy on one GPU"),
+    "peer copy": ("bytes", (), "a copy to another GPU's memory, by a copy engine"),
+    "product": ("bytes", ("rows",), "a product of few rows in a chain, by bytes of its weight"),
+    "matrix": ("rows", ("outputs", "inputs"), "a product of many rows"),
+    "attention": ("heads", ("keys",), "attention of a decode step, by KV heads of all sequences"),
+    "landing": ("rows", ("hidden",), "a landing of own partials as a kernel of its own"),
+    "all-reduce": ("bytes", ("algorithm",), "a sum over all GPUs"),
+    "all-gather": ("bytes", ("algorithm",), "bytes of the gathered whole"),
+    "reduce-scatter": ("bytes", ("algorithm",), "bytes of the whole partial"),
+}
+ALGORITHMS = ("nccl", "gloo", "push", "two-shot", "torch one-shot", "torch two-shot")
+
+
+@dataclass(frozen=True)
+class Value:
+    value: float
+    provenance: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Microseconds, and whether they were measured at this very point."""
+
+    us: float
+    basis: Basis
+
+
+def worst(bases: Sequence[Basis]) -> Basis:
+    """The basis of a sum of estimates: that of its least certain part."""
+    return max(bases, key=ORDER.index, default="measured")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Measured points (x, us), in order of x. where: what tells it from others of its name."""
+
+    name: str
+    where: Mapping[str, float | str]
+    points: tuple[tuple[float, float], ...]
+    provenance: str
+
+    def at(self, x: float) -> Estimate:
+        """Between points linear, which is exact for a latency and a rate; above the last point
+        with the slope before it; below the first its value, since a latency does not shrink."""
+        first, last = self.points[0], self.points[-1]
+        for point_x, us in self.points:
+            if point_x == x:
+                return Estimate(us, "measured")
+        if x < first[0] or len(self.points) == 1:
+            return Estimate(first[1], "extrapolated")
+        if x > last[0]:
+            before = self.points[-2]
+            slope = max(0.0, (last[1] - before[1]) / (last[0] - before[0]))
+            return Estimate(last[1] + slope * (x - last[0]), "extrapolated")
+        for a, b in pairwise(self.points):
+            if a[0] < x < b[0]:
+                return Estimate(a[1] + (b[1] - a[1]) * (x - a[0]) / (b[0] - a[0]), "interpolated")
+        raise AssertionError(x)
+
+    def __str__(self) -> str:
+        about = ", ".join(f"{key}={value}" for key, value in self.where.items())
+        return f"{self.name} ({about})" if about else self.name
+
+
+@dataclass(frozen=True)
+class Link:
+    """A tier of links. A message of n bytes takes alpha_us + n / beta_gb_s, where n is what one GPU
+    sends."""
+
+    tier: str
+    alpha_us: float
+    beta_gb_s: float
+    provenance: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    name: str
+    gpu: str
+    gpus: int
+    values: Mapping[str, Value]
+    curves: tuple[Curve, ...] = ()
+    links: tuple[Link, ...] = ()
+
+    def value(self, name: str) -> float:
+        """Raises UserError if it has not been measured."""
+        if name not in self.values:
+            raise self._lacks(name, VALUES[name])
+        return self.values[name].value
+
+    def family(self, name: str, **where: float | str) -> list[Curve]:
+        """The curves of a name, of which `where` holds."""
+        return [
+            curve
+            for curve in self.curves
+            if curve.name == name
+            and all(curve.where.get(key) == value for key, value in where.items())
+        ]
+
+    def curve(self, name: str, **where: float | str) -> Curve:
+        """The one curve of a name and `where`. Raises UserError if it has not been measured."""
+        found = self.family(name, **where)
+        if not found:
+            about = " ".join(f"{key}={value}" for key, value in where.items())
+            raise self._lacks(f"{name} {about}".strip(), CURVES[name][2])
+        assert len(found) == 1, (name, where)
+        return found[0]
+
+    def between(self, name: str, key: str, value: float, x: float) -> Estimate:
+        """At `x`, between the curves of a family that differ in `key` alone, linear in it.
+
+        Outside of what was measured the nearest curve is taken as it is.
+        """
+        family = sorted(self.family(name), key=lambda each: each.where[key])
+        if not family:
+            raise self._lacks(name, CURVES[name][2])
+        places = [float(each.where[key]) for each in family]
+        if value in places:
+            return family[places.index(value)].at(x)
+        if not places[0] < value < places[-1]:
+            nearest = family[0] if value < places[0] else family[-1]
+            return Estimate(nearest.at(x).us, "extrapolated")
+        n = next(n for n, place in enumerate(places) if place > value)
+        low, high = family[n - 1].at(x), family[n].at(x)
+        share = (value - places[n - 1]) / (places[n] - places[n - 1])
+        basis = worst([low.basis, high.basis, "interpolated"])
+        return Estimate(low.us + share * (high.us - low.us), basis)
+
+    @property
+    def missing(self) -> list[str]:
+        """What has not been measured, each with its meaning."""
+        names = [f"{name}: {text}" for name, text in VALUES.items() if name not in self.values]
+        alone = ("all-reduce", "all-gather", "reduce-scatter", "peer copy")
+        for name, (_, _, text) in CURVES.items():
+            if not self.family(name) and not (self.gpus == 1 and name in alone):
+                names.append(f"{name}: {text}")
+        return names + (["links: latency and rate"] if self.gpus > 1 and not self.links else [])
+
+    def _lacks(self, name: str, meaning: str) -> UserError:
+        return UserError(
+            f"machine {self.name!r} has no {name!r} ({meaning}); measure it: ladder bench machine "
+            f"--nproc {self.gpus} --out machine.json"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "name": self.name,
+            "gpu": self.gpu,
+            "gpus": self.gpus,
+            "values": {name: asdict(each) for name, each in self.values.items()},
+            "curves": [
+                {
+                    "name": each.name,
+                    "where": dict(each.where),
+                    "points": [list(point) for point in each.points],
+                    "provenance": each.provenance,
+                }
+                for each in self.curves
+            ],
+            "links": [asdict(each) for each in self.links],
+        }
+
+
+def write(machine: Machine, path: Path) -> None:
+    """Write the file atomically."""
+    data = machine.to_dict()
+    curves = data.pop("curves")
+    text = json.dumps(data | {"curves": []}, indent=1)
+    lines = ",\n".join(f"  {json.dumps(each)}" for each in curves)  # a line for each curve
+    write_text(path, text.replace('"curves": []', f'"curves": [\n{lines}\n ]') + "\n")
+
+
+def shipped() -> list[str]:
+    """The names of the machines whose files come with the package."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def load(name: str) -> Machine:
+    """A shipped machine by its name, or a file. Raises UserError for an invalid one."""
+    if name in shipped():
+        return read(FOLDER / f"{name}.json")
+    if not Path(name).is_file():
+        raise UserError(
+            f"unknown machine {name!r}; known: {', '.join(shipped())}, or the path of a file by "
+            f"`ladder bench machine`"
+        )
+    return read(Path(name))
+
+
+def read(path: Path) -> Machine:
+    """The machine of a file. Raises UserError for an invalid one, and one of another version."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"cannot read the machine file {path}: {error}; write one with `ladder bench machine`"
+        ) from error
+    if not isinstance(data, dict):
+        raise UserError(f"the machine file {path} is {kind_of(data)} and no mapping; {REMEDY}")
+    if data.get("version") != VERSION:
+        raise UserError(
+            f"the machine file {path} has version {data.get('version')!r}, and this ladder reads "
+            f"{VERSION}; {REMEDY}"
+        )
+    try:
+        return from_dict(data)
+    except UserError as error:
+        raise UserError(f"the machine file {path}: {error}; {REMEDY}") from error
+
+
+REMEDY = "measure the machine again with `ladder bench machine`"
+
+
+def from_dict(data: Mapping[str, Any]) -> Machine:
+    """The machine of plain data, as `to_dict` returns. Raises UserError for anything else."""
+    required = ("version", "name", "gpu", "gpus", "values", "curves", "links")
+    _take("the machine", data, required)
+    name, gpu, gpus = data["name"], data["gpu"], data["gpus"]
+    if not isinstance(name, str) or not isinstance(gpu, str):
+        raise UserError(f"name={name!r} and gpu={gpu!r} must be text")
+    if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
+        raise UserError(f"gpus={gpus!r} must be a whole number above 0")
+    if not isinstance(data["values"], dict):
+        raise UserError(f"values is {kind_of(data['values'])} and no mapping")
+    check_keys("values", data["values"], VALUES)
+    values = {}
+    for key, each in data["values"].items():
+        _take(f"value {key!r}", each, ("value", "provenance"))
+        values[key] = Value(_positive(f"value of {key!r}", each["value"]), each["provenance"])
+    links = []
+    for each in _list("links", data["links"]):
+        _take("a link", each, ("tier", "alpha_us", "beta_gb_s", "provenance"))
+        alpha, beta = (
+            _positive(f"{key} of a link", each[key]) for key in ("alpha_us", "beta_gb_s")
+        )
+        links.append(Link(each["tier"], alpha, beta, each["provenance"]))
+    curves = tuple(_curve(each) for each in _list("curves", data["curves"]))
+    seen = [str(each) for each in curves]
+    for one in seen:
+        if seen.count(one) > 1:
+            raise UserError(f"the curve {one} is there twice")
+    return Machine(name, gpu, gpus, values, curves, tuple(links))
+
+
+def _curve(data: Any) -> Curve:
+    _take("a curve", data, ("name", "where", "points", "provenance"))
+    name, where = data["name"], data["where"]
+    if name not in CURVES:
+        raise unknown("curve", name, CURVES)
+    _take(f"where of curve {name!r}", where, CURVES[name][1])
+    if "algorithm" in where and where["algorithm"] not in ALGORITHMS:
+        raise unknown(f"algorithm of curve {name!r}", where["algorithm"], ALGORITHMS)
+    for key, value in where.items():
+        if key != "algorithm":
+            _positive(f"{key} of curve {name!r}", value)
+    points = []
+    for each in _list(f"points of curve {name!r}", data["points"]):
+        pair = _list(f"a point of curve {name!r}", each)
+        if len(pair) != 2:
+            raise UserError(f"a point of curve {name!r} has {len(pair)} numbers; it needs 2")
+        points.append((_positive(name, pair[0]), _positive(name, pair[1])))
+    if not points or any(a[0] >= b[0] for a, b in pairwise(points)):
+        raise UserError(f"points of curve {name!r} must be there, each x above the one before")
+    return Curve(name, where, tuple(points), data["provenance"])
+
+
+def _take(what: str, data: Any, keys: Sequence[str]) -> None:
+    """Raise UserError unless `data` is a mapping of exactly these keys."""
+    if not isinstance(data, dict):
+        raise UserError(f"{what} is {kind_of(data)} and no mapping")
+    check_keys(what, data, keys)
+    for key in keys:
+        if key not in data:
+            raise UserError(f"{what} lacks {key!r}")
+    provenance = data.get("provenance", "")
+    if not isinstance(provenance, str) or ("provenance" in keys and not provenance):
+        raise UserError(f"provenance={provenance!r} of {what} must be text")
+
+
+def _list(what: str, data: Any) -> list[Any]:
+    if not isinstance(data, list):
+        raise UserError(f"{what} is {kind_of(data)} and no list")
+    return data
+
+
+def _positive(what: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UserError(f"{what} is {value!r}; it must be a number above 0")
+    return value
+
+
+def fit_link(tier: str, curve: Curve, gpus: int) -> Link:
+    """Latency and rate of the link that explain an all-reduce best, by relative least squares.
+
+    In a ring each GPU sends 2 (N - 1) / N of the message.
+    """
+    share = 2 * (gpus - 1) / gpus
+    sums = [0.0] * 5
+    for size, us in curve.points:  # us = alpha + x * slope, weighted by 1 / us
+        x, weight = size * share, us**-2
+        for n, term in enumerate((1.0, x, x * x, us, x * us)):
+            sums[n] += weight * term
+    one, x1, x2, y, xy = sums
+    slope = (one * xy - x1 * y) / (one * x2 - x1 * x1)
+    alpha = (y - slope * x1) / one
+    errors = [abs(alpha + slope * share * size - us) / us for size, us in curve.points]
+    text = f"fitted to {curve}: largest error {100 * max(errors):.0f} %; {curve.provenance}"
+    return Link(tier, round(alpha, 2), round(1e-3 / slope, 1), text)

@@ -1,0 +1,125 @@
+"""Descriptions of machines: what the shipped files say, curves, and files that are refused."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ladder.models import UserError
+from ladder.perf import machine as module
+from ladder.perf.machine import Curve, Machine, Value, fit_link, load, read, shipped, write
+
+POINTS = ((8.0, 2.0), (16.0, 3.0), (64.0, 5.0))
+CURVES = (
+    Curve("all-reduce", {"algorithm": "push"}, POINTS, "measured: here"),
+    Curve("product", {"rows": 1}, ((10.0, 1.0), (20.0, 2.0)), "measured: here"),
+    Curve("product", {"rows": 4}, ((10.0, 4.0), (20.0, 5.0)), "measured: here"),
+)
+MACHINE = Machine("m", "a GPU", 2, {"memory_gib": Value(80.0, "declared: data sheet")}, CURVES)
+
+
+def test_the_shipped_files_are_what_the_records_say() -> None:
+    """Fails for a value that was edited by hand, or that no record supports."""
+    records = importlib.import_module("benchmarks.machines")
+    assert shipped() == ["h200x1", "h200x2", "h200x4"]
+    for gpus in (1, 2, 4):
+        assert load(f"h200x{gpus}").to_dict() == json.loads(
+            json.dumps(records.machine(gpus).to_dict())
+        )
+
+
+def test_shipped_machines_name_what_is_missing() -> None:
+    found = load("h200x4")
+    assert any(each.startswith("memory_gib") for each in found.missing)
+    assert not any(each.startswith(("copy_tb_s", "all-reduce")) for each in found.missing)
+    with pytest.raises(UserError, match=r"h200x4.*memory_gib.*ladder bench machine --nproc 4"):
+        found.value("memory_gib")
+    with pytest.raises(UserError, match=r"no 'all-gather algorithm=nccl'"):
+        found.curve("all-gather", algorithm="nccl")
+
+
+@pytest.mark.parametrize(
+    ("x", "us", "basis"),
+    [
+        (16, 3.0, "measured"),
+        (12, 2.5, "interpolated"),
+        (40, 4.0, "interpolated"),
+        (112, 7.0, "extrapolated"),
+        (1, 2.0, "extrapolated"),
+    ],
+)
+def test_a_curve_says_how_it_knows(x: float, us: float, basis: str) -> None:
+    found = MACHINE.curve("all-reduce", algorithm="push").at(x)
+    assert (found.us, found.basis) == (pytest.approx(us), basis)
+
+
+@pytest.mark.parametrize(
+    ("rows", "x", "us", "basis"),
+    [
+        (1, 20, 2.0, "measured"),
+        (4, 15, 4.5, "interpolated"),
+        (2, 20, 3.0, "interpolated"),
+        (2, 30, 4.0, "extrapolated"),
+        (64, 20, 5.0, "extrapolated"),
+    ],
+)
+def test_between_the_curves_of_a_family(rows: float, x: float, us: float, basis: str) -> None:
+    found = MACHINE.between("product", "rows", rows, x)
+    assert (found.us, found.basis) == (pytest.approx(us), basis)
+
+
+def test_a_link_is_found_from_an_all_reduce() -> None:
+    """4 GPUs send 3/2 of a message: with 10 us and 300 GB/s, 2 MB take 20 us."""
+    points = tuple((size, 10 + 1.5 * size / 300e3) for size in (1e4, 1e6, 2e6, 1e8))
+    found = fit_link("NVLink", Curve("all-reduce", {"algorithm": "nccl"}, points, "measured"), 4)
+    assert (found.alpha_us, found.beta_gb_s) == (10.0, 300.0)
+
+
+def test_a_file_gives_the_machine_back(tmp_path: Path) -> None:
+    write(MACHINE, tmp_path / "m.json")
+    assert load(str(tmp_path / "m.json")).to_dict() == MACHINE.to_dict()
+
+
+def wrong(change: Any) -> dict[str, Any]:
+    data = copy.deepcopy(MACHINE.to_dict())
+    change(data)
+    return data
+
+
+CASES = {
+    "version 7, and this ladder reads 1": lambda d: d.update(version=7),
+    "version None": lambda d: d.pop("version"),
+    "unknown key of the machine 'speed'": lambda d: d.update(speed=1),
+    "unknown key of values 'memory_gb'.*did you mean": lambda d: d["values"].update(memory_gb={}),
+    "value 'memory_gib' lacks 'provenance'": lambda d: d["values"]["memory_gib"].pop("provenance"),
+    "memory_gib' is -1": lambda d: d["values"]["memory_gib"].update(value=-1),
+    "unknown curve 'sum'": lambda d: d["curves"][0].update(name="sum"),
+    "unknown algorithm": lambda d: d["curves"][0]["where"].update(algorithm="nicl"),
+    "each x above": lambda d: d["curves"][0]["points"].reverse(),
+    "there twice": lambda d: d["curves"].append(d["curves"][0]),
+    "gpus=0": lambda d: d.update(gpus=0),
+    "a link lacks": lambda d: d["links"].append({"tier": "x"}),
+}
+
+
+@pytest.mark.parametrize("message", CASES)
+def test_a_wrong_file_is_one_line_with_the_remedy(tmp_path: Path, message: str) -> None:
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps(wrong(CASES[message])))
+    with pytest.raises(UserError, match=f"m.json.*{message}.*ladder bench machine") as caught:
+        read(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_machine_of_that_name(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="unknown machine 'h200x8'; known: h200x1, h200x2, h200x4"):
+        load("h200x8")
+    (tmp_path / "m.json").write_text("{")
+    with pytest.raises(UserError, match="cannot read the machine file"):
+        load(str(tmp_path / "m.json"))
+    assert module.VERSION == 1
