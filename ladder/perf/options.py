@@ -15,6 +15,11 @@ def add_t3_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="figures of the paper: 4, 6, 14, 15, 16, 17, 18, 19, 20; default: all of them",
     )
+    parser.add_argument(
+        "--sweep",
+        action="store_true",
+        help="instead: other collectives and TP degrees, which the paper does not evaluate",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.add_argument("--page", type=Path, metavar="FILE", help="also write an HTML page")
 
@@ -26,12 +31,15 @@ def run_t3(options: argparse.Namespace) -> int:
     from ladder.models import UserError
     from ladder.perf.t3 import report
     from ladder.perf.t3.figures import FIGURES, figure, known
+    from ladder.perf.t3.sweep import sweep
 
+    if options.sweep and options.figure:
+        raise UserError("--sweep is of no figure; leave out --figure")
     numbers = [known(number) for number in options.figure or FIGURES]
     page = options.page
     if page is not None and (page.is_dir() or not page.parent.is_dir()):
         raise UserError(f"--page {page}: name a file in a folder that exists")
-    results = [figure(number) for number in dict.fromkeys(numbers)]
+    results = [sweep()] if options.sweep else [figure(each) for each in dict.fromkeys(numbers)]
     if page is not None:
         write_text(page, report.as_page(results))
     if options.json:
@@ -40,5 +48,6 @@ def run_t3(options: argparse.Namespace) -> int:
     print(report.text(results))
     if page is None:
         some = ("--figure", *options.figure) if options.figure else ()
+        some = ("--sweep",) if options.sweep else some
         say_next("predict", "t3", *some, "--page", free(Path("t3.html")))
     return 0

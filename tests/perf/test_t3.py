@@ -177,6 +177,30 @@ def test_the_command_prints_a_table_json_and_a_page(
     assert "geomean, 72-8, paper: 1.18" in html  # drawn beside ours
 
 
+def test_the_sweep_covers_other_collectives_and_degrees(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["predict", "t3", "--sweep"]) == 0
+    said = capsys.readouterr().out
+    for kind in ("ring", "direct", "all-to-all"):
+        assert f"T-NLG FC-2, {kind}, TP 64" in said
+    assert " NO " not in said
+    assert main(["predict", "t3", "--sweep", "--figure", "4"]) == 2
+    assert "leave out --figure" in capsys.readouterr().err
+
+
+def test_stores_to_all_peers_take_one_chunk_of_each_link() -> None:
+    """A direct reduce-scatter and an all-to-all: nothing is read by the collective, the own shard
+    has an update of each rank, and the end is that of the links where the product is short."""
+    case, slow = sublayer(MODELS[0], "OP", 8), replace(SYSTEM, link=5e9)
+    chunk = case.chunk / slow.burst
+    for kind, cost in (("direct", 2), ("all-to-all", 1)):
+        run = simulate.fused(case, slow, False, kind=kind)
+        assert run.memory[0] == pytest.approx(cost * chunk, rel=0.01)  # the own part of it
+        assert run.memory[1] == pytest.approx(7 * cost * chunk, rel=0.01)
+        assert case.chunk / slow.link <= run.end <= case.chunk / slow.link * 1.05
+
+
 @pytest.mark.parametrize("number", ["5", "x", "-4", ""])
 def test_an_unknown_figure_is_one_line(number: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "t3", f"--figure={number}"]) == 2

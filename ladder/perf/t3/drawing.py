@@ -11,7 +11,8 @@ ROW = 19  # points of height
 
 
 def draw(result: Result) -> list[str]:
-    return [_draw(chart, f"Figure {result.number}") for chart in result.charts]
+    name = result.title if result.number is None else f"Figure {result.number}"
+    return [_draw(chart, name) for chart in result.charts]
 
 
 def _draw(chart: Dots | Curves, title: str) -> str:

@@ -29,7 +29,7 @@ def summary(results: Sequence[Result]) -> str:
 def text(results: Sequence[Result]) -> str:
     parts = [SOURCE]
     for result in results:
-        parts.append(f"Figure {result.number}: {result.title}")
+        parts.append(result.heading)
         parts.append(aligned([HEAD, *(score.texts() for score in result.scores)], left=1))
         if details := result.details():
             parts.append(aligned(details, left=1))
@@ -56,7 +56,7 @@ def as_data(results: Sequence[Result]) -> dict[str, Any]:
 def as_page(results: Sequence[Result]) -> str:
     parts: list[PagePart] = [] if available() else [NO_FIGURES]
     for result in results:
-        parts.append(Heading(f"Figure {result.number}: {result.title}"))
+        parts.append(Heading(result.heading))
         if available():
             parts += [Figure(svg) for svg in draw(result)]
         parts.append(Table(HEAD, [score.texts() for score in result.scores]))

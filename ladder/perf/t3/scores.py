@@ -108,14 +108,19 @@ class Curves:
 
 @dataclass(frozen=True)
 class Result:
-    """One figure. chart: what the page draws and the table of details has; more: drawn below it."""
+    """One figure; number None: not of the paper. chart: what the page draws and the table of
+    details has; more: drawn below it."""
 
-    number: int
+    number: int | None
     title: str
     scores: tuple[Score, ...]
     chart: Dots | Curves
     notes: tuple[str, ...] = ()
     more: tuple[Curves, ...] = ()
+
+    @property
+    def heading(self) -> str:
+        return self.title if self.number is None else f"Figure {self.number}: {self.title}"
 
     def details(self) -> list[list[str]]:
         """The rows of a chart of points as a table, ours; [] for curves."""

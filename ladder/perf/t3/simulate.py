@@ -1,4 +1,4 @@
-"""A product and the collective behind it on one GPU of a symmetric ring, event by event.
+"""A product and the collective behind it, on one GPU of many that do the same, event by event.
 
 What the other GPUs send is what this one sends, at the same times (5.1.1). A product is a row of
 stages: steps that compute with inputs read one step ahead, then a burst of writes; the next stage
@@ -14,11 +14,11 @@ from functools import lru_cache
 
 from ladder.models.errors import UserError
 from ladder.ops.track import TrackMap
-from ladder.ops.track_maps import ring_reduce_scatter
+from ladder.ops.track_maps import all_to_all, direct_reduce_scatter, ring_reduce_scatter
 from ladder.perf.engine import SECOND, Engine, Line, picoseconds
 from ladder.perf.t3 import system as closed
 from ladder.perf.t3.dram import Dram
-from ladder.perf.t3.system import Sublayer, System
+from ladder.perf.t3.system import Collective, Sublayer, System
 
 PIECES = 256  # of a chunk, in the reduce-scatter alone
 
@@ -35,9 +35,27 @@ class Outcome:
 
 
 @lru_cache
-def ring(degree: int, blocks: int) -> TrackMap:
-    """The ring reduce-scatter of a product in `blocks` blocks a chunk: a block is a tile here."""
-    return ring_reduce_scatter(degree * blocks, 1, degree, 1)
+def track_map(kind: Collective, degree: int, blocks: int) -> TrackMap:
+    """A collective of a product in `blocks` blocks for each rank; a block is a tile here.
+
+    Where each rank sends to all others, a stage computes blocks for all of them (7.1).
+    """
+    rows = degree * blocks
+    if kind == "ring":
+        return ring_reduce_scatter(rows, 1, degree, 1)
+    if kind == "direct":
+        found = direct_reduce_scatter(rows, 1, degree, 1, dma=False, op="add")
+    else:
+        found = all_to_all(rows, 1, degree, 1, dma=False)
+    orders = tuple(
+        tuple(
+            (rank + distance) % degree * blocks + block
+            for block in range(blocks)
+            for distance in range(1, degree + 1)
+        )
+        for rank in range(degree)
+    )
+    return replace(found, orders=orders)
 
 
 def threshold(case: Sublayer, system: System) -> int:
@@ -54,13 +72,15 @@ def alone(case: Sublayer, system: System, trace: bool = False) -> Outcome:
 
 
 @lru_cache(maxsize=512)
-def fused(case: Sublayer, system: System, mca: bool, trace: bool = False) -> Outcome:
-    """The product with its ring reduce-scatter overlapped: T3, or with `mca` T3-MCA."""
+def fused(
+    case: Sublayer, system: System, mca: bool, trace: bool = False, kind: Collective = "ring"
+) -> Outcome:
+    """The product with its collective overlapped: T3, or with `mca` T3-MCA."""
     unnamed = replace(case, model="", kind="")  # the same shape, the same times
     if unnamed != case:
-        return fused(unnamed, system, mca, trace)
+        return fused(unnamed, system, mca, trace, kind)
     limit = threshold(case, system) if mca else None
-    return _Run(case, system, ring(case.degree, system.blocks), limit, trace).outcome()
+    return _Run(case, system, track_map(kind, case.degree, system.blocks), limit, trace).outcome()
 
 
 def scatter(case: Sublayer, system: System) -> float:
@@ -99,10 +119,10 @@ def scatter(case: Sublayer, system: System) -> float:
     return engine.run() / SECOND
 
 
-def speedup(case: Sublayer, system: System, mca: bool) -> float:
-    """Over the product, the reduce-scatter and the all-gather one after the other."""
-    together = fused(case, system, mca).end + closed.all_gather(case, system)
-    return closed.sequential(case, system) / together
+def speedup(case: Sublayer, system: System, mca: bool, kind: Collective = "ring") -> float:
+    """Over the product, the collective and the gather one after the other."""
+    together = fused(case, system, mca, kind=kind).end + closed.gather(case, system, kind)
+    return closed.sequential(case, system, kind) / together
 
 
 def mirrored(collective: TrackMap) -> list[int]:
@@ -134,7 +154,6 @@ class _Run:
         self.case, self.system, self.map = case, system, collective
         self.engine = Engine()
         self.dram = Dram(self.engine, system, limit, trace)
-        self.link = Line(self.engine, system.link, picoseconds(system.latency))
         self.stages = closed.stages(case, system)
         self.steps = max(1, round(case.inner / system.inner))
         reads = closed.stage_reads(case, system, bypass=collective is not None)
@@ -144,11 +163,15 @@ class _Run:
         self.waiting = False
         self.product_end = 0
         if collective is not None:
+            if any(len(tiles) > 1 for tiles in collective.chunks):
+                raise UserError("a block that is simulated is one tile; give chunks of one tile")
             self.order = collective.order(0)
-            self.block = case.output / collective.tiles
-            self.owner = {
-                tile: chunk for chunk, tiles in enumerate(collective.chunks) for tile in tiles
+            self.links = {
+                own.peer: Line(self.engine, system.link, picoseconds(system.latency))
+                for own in collective.ranks[0]
             }
+            self.block = case.output / collective.tiles
+            self.owner = {tiles[0]: chunk for chunk, tiles in enumerate(collective.chunks)}
             self.number = {own.chunk: n for n, own in enumerate(collective.ranks[0])}
             self.places = mirrored(collective)
             self.updates: dict[int, int] = {}
@@ -199,25 +222,27 @@ class _Run:
         """Write a stage's output; what a remote map sends away needs no write here."""
         self.stage += 1
         local = self.case.output / self.stages
-        kept: list[int] = []
+        kept: list[int] = []  # places
         cost = 1
         if self.map is not None:
-            cost = self.system.update
             upto = self.map.tiles * self.stage // self.stages
-            remote = 0.0
             for tile in self.order[self.computed : upto]:
                 chunk = self.owner[tile]
-                if self.map.keeps(0, chunk):
+                n = self.number.get(chunk)
+                own = None if n is None else self.map.ranks[0][n]
+                if own is None or own.dma:
                     kept.append(chunk)
+                elif own.peer == 0:
+                    kept.append(own.at)
                 else:
-                    remote += self.block
                     self._send(chunk)
             self.computed = upto
             local = len(kept) * self.block
+            cost = max((self._cost(place) for place in kept), default=1)
 
         def written() -> None:
-            for chunk in kept:
-                self._update(chunk)
+            for place in kept:
+                self._update(place)
             if self.stage < self.stages:
                 self._begin()
             else:
@@ -230,14 +255,21 @@ class _Run:
 
     # ---- the collective
 
+    def _cost(self, place: int) -> int:
+        """Of a write to a place: a store, or an update near the memory."""
+        assert self.map is not None
+        return self.system.update if self.map.updates(0, place) > 1 else 1
+
     def _send(self, chunk: int) -> None:
         """Put a block on the link; a peer's then comes, to the place of its map."""
-        place = self.places[self.number[chunk]]
-        self.link.send(self.block, lambda: self._receive(place))
+        assert self.map is not None
+        n = self.number[chunk]
+        place = self.places[n]
+        self.links[self.map.ranks[0][n].peer].send(self.block, lambda: self._receive(place))
 
     def _receive(self, place: int) -> None:
         self.dram.add(
-            "communication", "updates", self.block, self.system.update, lambda: self._update(place)
+            "communication", "updates", self.block, self._cost(place), lambda: self._update(place)
         )
 
     def _update(self, place: int) -> None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, exp, log, prod
+from typing import Literal
+
+Collective = Literal["ring", "direct", "all-to-all"]  # direct, all-to-all: 7.1
 
 
 @dataclass(frozen=True)
@@ -159,14 +162,32 @@ def reduce_scatter(case: Sublayer, system: System, near_memory: bool = False) ->
     return all_gather(case, system) + last
 
 
-def sequential(case: Sublayer, system: System) -> float:
-    return gemm(case, system) + reduce_scatter(case, system) + all_gather(case, system)
+def collective(case: Sublayer, system: System, kind: Collective) -> float:
+    """What follows the product and can overlap with it."""
+    if kind == "ring":
+        return reduce_scatter(case, system)
+    received = case.chunk / system.link + system.latency  # over a link to each peer
+    reduced = 0.0 if kind == "all-to-all" else (case.degree + 1) * case.chunk / system.reduce
+    return received + reduced
 
 
-def ideal(case: Sublayer, system: System, near_memory: bool = False) -> float:
-    """The longer one of product and reduce-scatter, then the all-gather."""
-    longer = max(gemm(case, system), reduce_scatter(case, system, near_memory))
-    return longer + all_gather(case, system)
+def gather(case: Sublayer, system: System, kind: Collective) -> float:
+    """What follows that, and does not overlap."""
+    if kind == "ring":
+        return all_gather(case, system)
+    return 0.0 if kind == "all-to-all" else case.chunk / system.link + system.latency
+
+
+def sequential(case: Sublayer, system: System, kind: Collective = "ring") -> float:
+    return gemm(case, system) + collective(case, system, kind) + gather(case, system, kind)
+
+
+def ideal(
+    case: Sublayer, system: System, near_memory: bool = False, kind: Collective = "ring"
+) -> float:
+    """The longer one of product and collective, then the gather. near_memory: of the ring."""
+    second = reduce_scatter(case, system, True) if near_memory else collective(case, system, kind)
+    return max(gemm(case, system), second) + gather(case, system, kind)
 
 
 def stages(case: Sublayer, system: System) -> int:
