@@ -64,8 +64,8 @@ class Track:
     """Where tiles go, and what they count: tables of a Program of `ladder.ops.track`.
 
     target, counter, chunk: int32 [tiles]. owner: int32 [chunks], the rank that gets a chunk.
-    bases: int64 [ranks + 1], the addresses of each rank's slots, then that of the own product.
-    counters: int64 [ranks], the addresses of each rank's counters, int32.
+    bases: int64 [ranks], the addresses of each rank's slots, a matrix of all slots' rows; counters:
+    of its counters, int32.
     """
 
     target: Tensor
@@ -89,9 +89,8 @@ def _gemm_kernel(
     rows,  # of a shard
     tiles, N, K, a_stride, b_stride, last,  # a's rows, of all shards
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr,
-    PROGRAMS: tl.constexpr, WORLD: tl.constexpr, TMA: tl.constexpr, TURNED: tl.constexpr,
-    WAITS: tl.constexpr, TRACKS: tl.constexpr, KIND: tl.constexpr, SPIN_LIMIT: tl.constexpr,
-    PDL: tl.constexpr,
+    PROGRAMS: tl.constexpr, TMA: tl.constexpr, TURNED: tl.constexpr, WAITS: tl.constexpr,
+    TRACKS: tl.constexpr, KIND: tl.constexpr, SPIN_LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """TURNED: b is [N, K] in memory, as a weight of nn.Linear; otherwise [K, N]."""
     begin(PDL)
@@ -133,7 +132,9 @@ def _gemm_kernel(
             line = tl.where(away, position - tiles, position) // across
             shard = line // high
             row = shard * rows + line % high * BM
-            matrix = peer(bases, tl.where(away, to, WORLD), out.dtype.element_ty)
+            # A choice of addresses, not of branches, keeps the stores below one piece of code.
+            address = tl.where(away, tl.load(bases + to), out.to(tl.int64))
+            matrix = tl.multiple_of(address.to(tl.pointer_type(out.dtype.element_ty)), 16)
         end = (shard + 1) * rows
         if HALVES:
             halves = tl.permute(tl.reshape(total, (BM, 2, BN // 2)), (0, 2, 1))
@@ -223,8 +224,7 @@ def gemm(
         -1 if arrivals is None else arrivals.rank, *tables,
         m // shards, down * across, n, size, a.stride(0), b.stride(0), m,
         BM=tiling.rows, BN=tiling.columns, BK=tiling.depth, HALVES=tiling.halves,
-        PROGRAMS=_programs(down * across, a.device),
-        WORLD=0 if track is None else track.bases.numel() - 1, TMA=tma, TURNED=turned,
+        PROGRAMS=_programs(down * across, a.device), TMA=tma, TURNED=turned,
         WAITS=arrivals is not None, TRACKS=track is not None, KIND=kind, SPIN_LIMIT=SPIN_LIMIT,
         num_warps=tiling.warps, num_stages=tiling.stages, dependent=False,
     )  # fmt: skip

@@ -4,7 +4,7 @@ The operators are `torch.ops.ladder.*`, which importing this package defines: do
 `explain` says which implementation runs a call and why, `use` insists on one.
 """
 
-from ladder.ops import bags, landings, products, rows
+from ladder.ops import bags, landings, overlapped, products, rows
 from ladder.ops.registry import Choice, explain, use
 
-__all__ = ["Choice", "bags", "explain", "landings", "products", "rows", "use"]
+__all__ = ["Choice", "bags", "explain", "landings", "overlapped", "products", "rows", "use"]

@@ -57,7 +57,7 @@ def shared_memory(rank: int, world: int, folder: str) -> Iterator[None]:
     builder = interpreter.InterpreterBuilder
 
     def changed(access: Any, late: float) -> Any:
-        def delayed(*args: Any) -> Any:
+        def delayed(*args: Any, **options: Any) -> Any:
             nonlocal slow
             slow = slow - 1 if slow else SLOW * (source.random() < 0.002)
             if slow:
@@ -66,7 +66,7 @@ def shared_memory(rank: int, world: int, folder: str) -> Iterator[None]:
                 time.sleep(0.01)
             else:
                 os.sched_yield()  # there are fewer cores than ranks that wait
-            return access(*args)
+            return access(*args, **options)
 
         return delayed
 

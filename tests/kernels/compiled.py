@@ -61,6 +61,7 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
     from ladder import comm, kernels
     from ladder.comm import push, symmetric, two_shot
     from ladder.kernels import choice, gemm
+    from ladder.kernels import slots as slots_module
 
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         pages.write_files(pages.parse((ROOT / "docs" / "primitives.md").read_text("utf-8")))
@@ -132,8 +133,7 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
                                  arrived)  # fmt: skip
         m, n, k = WORLD * 256, 512, 256
         order, table = torch.zeros(32, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-        track = gemm.Track(order, order, order, table, torch.zeros(WORLD + 1, dtype=torch.int64),
-                           buffers)  # fmt: skip
+        track = gemm.Track(order, order, order, table, buffers, buffers)
         for case, extras, weight in (  # noqa: B007  (`launch` reads it)
             ("plain", {}, torch.zeros(n, k, dtype=BF16).t()),
             ("plain, [K, N]", {}, torch.zeros(k, n, dtype=BF16)),
@@ -147,6 +147,10 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
         ):
             x = torch.zeros(m, k, dtype=BF16)
             gemm.gemm(x, weight, order[: (m // 128) * (n // 256)], shards=WORLD, **extras)
+        for average in (False, True):
+            case = "average" if average else "sum"
+            gathered = torch.zeros(WORLD, ROWS, SIZE, dtype=BF16)
+            slots_module.sum_slots(gathered, torch.zeros(ROWS, SIZE, dtype=BF16), average)
     return found
 
 

@@ -118,7 +118,7 @@ def test_a_tracked_gemm_fills_places_and_counts(
     counts = torch.zeros(world, 64, dtype=torch.int32, device=device)
     track = Track(
         on_device["target"], on_device["counter"], on_device["chunk"], on_device["peer"],
-        addresses([*slots, product]).to(device), addresses(list(counts)).to(device),
+        addresses(slots).to(device), addresses(list(counts)).to(device),
     )  # fmt: skip
     out = gemm(a, b, on_device["order"], tiling=tiling, shards=world, out=product, track=track)
     exact, plain = a.double() @ b.double(), a @ b

@@ -1,0 +1,297 @@
+"""Products that overlap with the exchange of their rows, by copy engines over peer memory.
+
+- `chunked`: cuBLAS by the ranks' chunks, between copies.
+- `waiting` (all_gather_matmul): one persistent product that waits for the shards that come.
+- `tracked` (matmul_reduce_scatter): one persistent product whose tiles count themselves, and copies
+  that wait for a count.
+
+The order of all this is in `ladder.ops.schedules`; here is what each step does. Sums are in rank
+order, in float32, rounded once, as in `staged`; the partials of `chunked` are cuBLAS's for m / T
+rows, which may differ in the last bit from those for m rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ladder.comm.access import push_refusal
+from ladder.kernels.gemm import Arrivals, Tiling, Track, gemm, tiles_of
+from ladder.kernels.slots import sum_slots
+from ladder.ops import schedules, workspace
+from ladder.ops.registry import Call, device_name, implement
+from ladder.ops.track_maps import all_to_all, rotated
+
+HALF = (torch.bfloat16, torch.float16)
+TILING = ("tile", "stages")
+
+
+def peer_refusal(call: Call) -> str | None:
+    """Why the ranks cannot write to each other's memory, for this machine's GPUs."""
+    if call.device == "cpu":
+        return "it needs GPUs that can access each other's memory"
+    if 0 in call.sizes:
+        return "a size is 0; there is nothing to overlap"
+    if call.dtype == torch.float64:
+        return "it sums in float32; float64 is for gradcheck"
+    here = torch.cuda.is_available() and device_name(torch.device("cuda", 0)) == call.device
+    return push_refusal(call.ranks) if here else None
+
+
+def kernel_refusal(call: Call) -> str | None:
+    if call.dtype not in HALF:
+        return (
+            f"its kernel takes bfloat16 and float16, not {str(call.dtype).removeprefix('torch.')}"
+        )
+    return peer_refusal(call)
+
+
+def _tiling(tile: list[int] | None, stages: int | None) -> Tiling:
+    """The options of a table. tile: rows, columns, depth."""
+    rows, columns, depth = tile or (128, 256, 64)
+    found = Tiling(rows, columns, depth)
+    return Tiling(rows, columns, depth, stages or found.stages, found.warps, found.halves)
+
+
+def _rows_first(x: Tensor, dim: int) -> Tensor:
+    """[..., k] as a matrix whose rows begin with dimension `dim`."""
+    return x.movedim(dim, 0).flatten(0, -2)
+
+
+def _rows_back(matrix: Tensor, like: Tensor, dim: int) -> Tensor:
+    """A matrix of rows in the order of `_rows_first`, in the shape of `like` but for `dim`."""
+    rest = like.movedim(dim, 0).shape[1:-1]
+    return matrix.unflatten(0, (-1, *rest)).movedim(0, dim).contiguous()
+
+
+def _table(values: Any, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.as_tensor(values, dtype=dtype).to(device)
+
+
+# -- all_gather_matmul ------------------------------------------------------------------------
+
+
+@implement("all_gather_matmul", "chunked", peer_refusal)
+def chunked_all_gather_matmul(
+    group: dist.ProcessGroup, A: Tensor, Bs: list[Tensor], gather_dim: int, return_A: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    space = workspace.workspace(group, "all_gather_matmul", A.device)
+    own = _rows_first(A, gather_dim).contiguous()
+    return _gathered(*gather_chunks(space, own, Bs, return_A), A, gather_dim)
+
+
+def gather_chunks(
+    space: workspace.Workspace, own: Tensor, Bs: list[Tensor], return_A: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    """The shards of all ranks, of which this one is `own`, and their products with each B."""
+    space.reserve(own.numel() * own.element_size())
+    chosen, rank = space.next(), space.rank
+    slots = [space.slots(q, chosen, own.shape, own.dtype) for q in range(space.world)]
+    whole, outs = _outputs(space.world, own, Bs, return_A)
+
+    def product(q: int) -> None:
+        shard = own if q == rank else slots[rank][q]
+        mine = slice(q * len(own), (q + 1) * len(own))
+        for B, out in zip(Bs, outs, strict=True):
+            torch.mm(shard, B, out=out[mine])
+        if whole is not None:
+            whole[mine].copy_(shard)
+
+    space.run(
+        schedules.all_gather(rank, space.world), chosen,
+        {"product": product, "copy": lambda q: slots[q][rank].copy_(own, non_blocking=True)},
+    )  # fmt: skip
+    return whole, outs
+
+
+@implement("all_gather_matmul", "waiting", kernel_refusal, TILING)
+def waiting_all_gather_matmul(
+    group: dist.ProcessGroup, A: Tensor, Bs: list[Tensor], gather_dim: int, return_A: bool,
+    tile: list[int] | None = None, stages: int | None = None,
+) -> tuple[Tensor | None, list[Tensor]]:  # fmt: skip
+    own, tiling = _rows_first(A, gather_dim).contiguous(), _tiling(tile, stages)
+    space = workspace.workspace(group, "all_gather_matmul", A.device)
+    space.reserve(own.numel() * own.element_size())
+    chosen, rank, world = space.next(), space.rank, space.world
+    slots = [space.slots(q, chosen, own.shape, own.dtype, dense=True) for q in range(world)]
+    whole, outs = _outputs(world, own, Bs, return_A)
+    rows = slots[rank].flatten(0, 1)
+    arrivals = Arrivals(space.own_words("arrived", chosen), rank)
+    orders = [_order(space, len(rows), B.shape[1], tiling) for B in Bs]
+
+    def product(_: int) -> None:
+        for B, out, order in zip(Bs, outs, orders, strict=True):
+            gemm(rows, B, order, tiling=tiling, shards=world, out=out, arrivals=arrivals)
+        if whole is not None:
+            whole.copy_(rows)
+
+    space.run(
+        schedules.all_gather(rank, world, waiting=True), chosen,
+        {
+            "product": product,
+            "own": lambda q: slots[q][q].copy_(own),
+            "copy": lambda q: slots[q][rank].copy_(own, non_blocking=True),
+        },
+    )  # fmt: skip
+    return _gathered(whole, outs, A, gather_dim)
+
+
+def _order(space: workspace.Workspace, m: int, n: int, tiling: Tiling) -> Tensor:
+    """The tiles of the own shard first, then in the order in which the others arrive."""
+
+    def make() -> Tensor:
+        down, across = tiles_of(m, n, space.world, tiling)
+        order = rotated(down, across, space.world, down // space.world, space.rank - 1)
+        return _table(order, space.device)
+
+    return space.once(("order", m, n, tiling), make)
+
+
+def _outputs(
+    world: int, own: Tensor, Bs: list[Tensor], return_A: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    rows = world * len(own)
+    outs = [own.new_empty(rows, B.shape[1]) for B in Bs]
+    return own.new_empty(rows, own.shape[1]) if return_A else None, outs
+
+
+def _gathered(
+    whole: Tensor | None, outs: list[Tensor], A: Tensor, dim: int
+) -> tuple[Tensor | None, list[Tensor]]:
+    back = [_rows_back(out, A, dim) for out in outs]
+    return None if whole is None else _rows_back(whole, A, dim), back
+
+
+# -- matmul_reduce_scatter --------------------------------------------------------------------
+
+
+@implement("matmul_reduce_scatter", "chunked", peer_refusal)
+def chunked_matmul_reduce_scatter(
+    group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int
+) -> Tensor:
+    rows = _rows_first(A, scatter_dim)
+    space = workspace.workspace(group, "matmul_reduce_scatter", A.device)
+    total = scatter_chunks(space, rows, B, len(rows) // space.world, reduce_op == "avg")
+    return _rows_back(total, A, scatter_dim)
+
+
+def scatter_chunks(
+    space: workspace.Workspace, rows: Tensor, B: Tensor, shard: int, average: bool
+) -> Tensor:
+    """This rank's chunk of the sum of the ranks' rows @ B, in chunks of `shard` rows.
+
+    The last chunks may have fewer rows, or none; the result then has `shard` rows all the same, of
+    which the last are of no meaning.
+    """
+    chosen, rank, world, n = space.next(), space.rank, space.world, B.shape[1]
+    space.reserve(shard * n * rows.element_size())
+    slots = [space.slots(q, chosen, (shard, n), rows.dtype) for q in range(world)]
+    partial = rows.new_empty(len(rows), n)
+    out = rows.new_empty(shard, n)
+    chunks, partials = rows.split(shard), partial.split(shard)
+
+    def product(q: int) -> None:
+        if q < len(chunks):
+            to = slots[rank][rank][: len(chunks[q])] if q == rank else partials[q]
+            torch.mm(chunks[q], B, out=to)
+
+    def copy(q: int) -> None:
+        if q < len(chunks):
+            slots[q][rank][: len(chunks[q])].copy_(partials[q], non_blocking=True)
+
+    space.run(
+        schedules.reduce_scatter(rank, world), chosen,
+        {"product": product, "copy": copy, "sum": lambda _: sum_slots(slots[rank], out, average)},
+    )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What `tracked` makes once for a shape. moves: for each block that is copied, the peer and the
+    rows of its shard."""
+
+    schedule: schedules.Schedule
+    order: Tensor
+    target: Tensor
+    counter: Tensor
+    chunk: Tensor
+    owner: Tensor
+    moves: dict[int, tuple[int, slice]]
+
+
+def _plan(
+    space: workspace.Workspace, shard: int, n: int, tiling: Tiling, pieces: int
+) -> _Plan:  # fmt: skip
+    down, across = tiles_of(space.world * shard, n, space.world, tiling)
+    high = down // space.world
+    track = all_to_all(down, across, space.world, -(-high // pieces))
+    program = track.compile(space.rank)
+    moves: dict[int, tuple[int, slice]] = {}
+    for number, block in enumerate(program.blocks):
+        if block.copy is not None:
+            first, last = block.positions[0] // across, block.positions[-1] // across
+            start, stop = (first % high) * tiling.rows, (last % high + 1) * tiling.rows
+            moves[number] = block.copy.peer, slice(start, min(stop, shard))
+    tables = program.order, program.target, program.counter, program.chunk, program.peer
+    order, target, counter, chunk, owner = (each.to(space.device) for each in tables)
+    schedule = schedules.tracked(program, space.world)
+    return _Plan(schedule, order, target, counter, chunk, owner, moves)
+
+
+@implement("matmul_reduce_scatter", "tracked", kernel_refusal, (*TILING, "pieces"))
+def tracked_matmul_reduce_scatter(
+    group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int,
+    tile: list[int] | None = None, stages: int | None = None, pieces: int = 1,
+) -> Tensor:  # fmt: skip
+    """pieces: the copies of each peer's chunk, if it has as many rows of tiles."""
+    rows, tiling = _rows_first(A, scatter_dim), _tiling(tile, stages)
+    space = workspace.workspace(group, "matmul_reduce_scatter", A.device)
+    n, world, rank = B.shape[1], space.world, space.rank
+    shard = len(rows) // world
+    space.reserve(shard * n * rows.element_size())
+    plan = space.once(
+        ("tracked", shard, n, tiling, pieces), lambda: _plan(space, shard, n, tiling, pieces)
+    )
+    chosen = space.next()
+    bases, counters = space.tables("full")[chosen]
+    track = Track(plan.target, plan.counter, plan.chunk, plan.owner, bases, counters)
+    # The kernel takes a rank's slots as one matrix of all their rows.
+    slots = [space.slots(q, chosen, (shard, n), rows.dtype, dense=True) for q in range(world)]
+    partial, out = rows.new_empty(len(rows), n), rows.new_empty(shard, n)
+    partials = partial.view(world, shard, n)
+
+    def product(_: int) -> None:
+        gemm(rows, B, plan.order, tiling=tiling, shards=world, out=partial, track=track)
+
+    def copy(number: int) -> None:
+        peer, part = plan.moves[number]
+        slots[peer][rank][part].copy_(partials[peer][part], non_blocking=True)
+
+    space.run(
+        plan.schedule, chosen,
+        {
+            "product": product, "copy": copy,
+            "sum": lambda _: sum_slots(slots[rank], out, reduce_op == "avg"),
+        },
+    )  # fmt: skip
+    return _rows_back(out, A, scatter_dim)
+
+
+# -- matmul_all_reduce ------------------------------------------------------------------------
+
+
+@implement("matmul_all_reduce", "chunked", peer_refusal)
+def chunked_matmul_all_reduce(group: dist.ProcessGroup, A: Tensor, B: Tensor) -> Tensor:
+    """A reduce-scatter by blocks of rows, and an all-gather of the sums."""
+    rows = A.flatten(0, -2)
+    space = workspace.workspace(group, "matmul_all_reduce", A.device)
+    total = scatter_chunks(space, rows, B, -(-len(rows) // space.world), average=False)
+    gathered = workspace.workspace(group, "matmul_all_reduce: gather", A.device)
+    whole, _ = gather_chunks(gathered, total, [], return_A=True)
+    assert whole is not None
+    return whole[: len(rows)].unflatten(0, A.shape[:-1])

@@ -1,0 +1,183 @@
+"""What a rank's two CUDA streams do in one call of an overlapped operator, as plain data.
+
+The *main* stream computes, the *copies* stream moves pieces to peers by copy engines. A schedule is
+a list of steps in the order in which the host enqueues them; each stream runs its own in order. The
+streams of a rank meet by events (`Record`, `Follow`), the ranks by words of peer memory (`Await`,
+`Put`), and nowhere else: there is no barrier.
+
+Each rank has slots, memory for one piece of every rank, in several sets; a call uses one set, the
+same on all ranks. Two kinds of words for each set and each pair of ranks go with them:
+
+- `free` q, on the sender: the slots of rank q may be written. It is 1 at first.
+- `arrived` p, on the receiver: the piece of rank p is in its slot.
+
+A sender waits until `free` q is 1 and clears it, copies, and sets `arrived` on q. The receiver
+waits for that and clears it; when it has read all slots of the set, it sets `free` on all senders.
+So slots are written only after their last content was read, and read only after they were written,
+whatever else happens: ranks that come late, calls of any shapes in a row, graphs of one call that
+are replayed, all with any choice of the sets. Two sets in turn only mean that `free` is set long
+before it is waited for.
+
+Nothing waits for ever, as long as all ranks make the same calls in the same order: a call's copies
+wait for nothing but the own rank's product and for `free` of the last call with this set, whose end
+waits only for the copies of that call. So the oldest call that has not ended can always go on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ladder.ops.track import Program
+
+Stream = Literal["main", "copies"]
+# `full`: a count of tiles, in the sender's own memory.
+Kind = Literal["free", "arrived", "full"]
+KINDS: tuple[Kind, ...] = ("free", "arrived", "full")
+ALL = -1  # the chunk of a step that does all of them
+
+
+@dataclass(frozen=True)
+class Word:
+    """An int32 in the memory of a rank, one for each set."""
+
+    rank: int
+    kind: Kind
+    index: int
+
+
+@dataclass(frozen=True)
+class Await:
+    """The stream waits until the word is `value`."""
+
+    stream: Stream
+    word: Word
+    value: int = 1
+
+
+@dataclass(frozen=True)
+class Put:
+    """The stream writes the word, after all that came before in it."""
+
+    stream: Stream
+    word: Word
+    value: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """The event happens when the stream has come here."""
+
+    stream: Stream
+    event: str
+
+
+@dataclass(frozen=True)
+class Follow:
+    """The stream waits for an event that was recorded before, in this call."""
+
+    stream: Stream
+    event: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """The stream runs an action of the operator on a chunk.
+
+    waits: words that the action itself waits for, until they are 1.
+    """
+
+    stream: Stream
+    action: str
+    chunk: int
+    waits: tuple[Word, ...] = ()
+
+
+Step = Await | Put | Record | Follow | Work
+Schedule = tuple[Step, ...]
+
+
+def others(rank: int, world: int, step: int = 1) -> list[int]:
+    """The other ranks, from `rank` + step on: at any time, each rank sends to another."""
+    return [(rank + step * distance) % world for distance in range(1, world)]
+
+
+def _send(rank: int, peer: int, chunk: int, flag: int, first: bool = True) -> list[Step]:
+    """The copies stream moves a chunk into the slot on `peer`. first: its first chunk for it."""
+    free = Word(rank, "free", peer)
+    steps: list[Step] = [Await("copies", free), Put("copies", free, 0)] if first else []
+    steps += [Work("copies", "copy", chunk), Put("copies", Word(peer, "arrived", flag), 1)]
+    return steps
+
+
+def _take(rank: int, flags: list[int]) -> list[Step]:
+    """The main stream waits until these pieces have arrived."""
+    words = [Word(rank, "arrived", flag) for flag in flags]
+    return [*(Await("main", word) for word in words), *(Put("main", word, 0) for word in words)]
+
+
+def _release(rank: int, world: int) -> list[Step]:
+    """Peers may write this rank's slots again; and what the copies read may be freed."""
+    free: list[Step] = [Put("main", Word(q, "free", rank), 1) for q in others(rank, world)]
+    return [*free, Record("copies", "sent"), Follow("main", "sent")]
+
+
+def all_gather(rank: int, world: int, waiting: bool = False) -> Schedule:
+    """Each rank's shard to all peers, and the product of each as soon as it is there.
+
+    The rank's own shard is first, then those of rank + 1, rank + 2, ...; so a rank sends to
+    rank - 1 first, which needs it first. Actions: `copy` q sends this rank's shard to rank q,
+    `product` q multiplies shard q. waiting: `own` puts the own shard into its slot, and one
+    `product` multiplies all and waits for each shard by itself.
+    """
+    steps: list[Step] = [Record("main", "begun"), Follow("copies", "begun")]
+    for peer in others(rank, world, -1):
+        steps += _send(rank, peer, peer, rank)
+    if waiting:
+        arrived = [Word(rank, "arrived", q) for q in others(rank, world)]
+        steps += [Work("main", "own", rank), Work("main", "product", ALL, tuple(arrived))]
+        steps += [Put("main", word, 0) for word in arrived]
+    else:
+        steps.append(Work("main", "product", rank))
+        for q in others(rank, world):
+            steps += [*_take(rank, [q]), Work("main", "product", q)]
+    return (*steps, *_release(rank, world))
+
+
+def reduce_scatter(rank: int, world: int) -> Schedule:
+    """The product of each peer's chunk, sent while the next is computed; the own chunk is last.
+
+    Actions: `product` q, `copy` q sends that chunk to rank q, and `sum` adds the slots, of which
+    the own product is one, in the order of the ranks.
+    """
+    steps: list[Step] = []
+    for peer in others(rank, world):
+        ready = f"product {peer}"
+        steps += [Work("main", "product", peer), Record("main", ready), Follow("copies", ready)]
+        steps += _send(rank, peer, peer, rank)
+    steps += [Work("main", "product", rank), *_take(rank, others(rank, world))]
+    return (*steps, Work("main", "sum", rank), *_release(rank, world))
+
+
+def tracked(program: Program, world: int) -> Schedule:
+    """One product whose tiles count themselves; a copy of a block waits until its count is full.
+
+    `copy` n moves block n of the program, whose slots are those of `all_to_all` in
+    `ladder.ops.track_maps`. Other actions: as in `reduce_scatter`.
+    """
+    rank, blocks = program.rank, program.blocks
+    steps: list[Step] = [Record("main", "begun"), Follow("copies", "begun")]
+    steps.append(Work("main", "product", ALL))
+    sent: set[int] = set()
+    for n, block in enumerate(blocks):
+        if block.copy is None:
+            continue
+        full = Word(rank, "full", n)
+        steps += [Await("copies", full, block.count), Put("copies", full, 0)]
+        steps += _send(rank, block.copy.peer, n, block.copy.flag, block.copy.peer not in sent)
+        sent.add(block.copy.peer)
+    flags = sorted({flag for block in blocks for flag in block.flags})
+    steps += [*_take(rank, flags), Work("main", "sum", rank)]
+    own = [n for n, block in enumerate(blocks) if block.copy is None and block.count > 0]
+    steps += [Put("main", Word(rank, "full", n), 0) for n in own]
+    return (*steps, *_release(rank, world))

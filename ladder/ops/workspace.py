@@ -1,0 +1,207 @@
+"""The memory that overlapped operators share between the ranks, and how their schedules run.
+
+A workspace belongs to one group, operator and CUDA stream, since two calls at once must not share
+memory. All ranks make it together, at the first call, and make it larger together when a call needs
+more; both are errors within the capture of a CUDA graph, since they allocate. Former memory is
+kept, for graphs that use it. `ladder.ops.schedules` says why its sets may be used in any order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from itertools import groupby
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ladder.comm import driver, symmetric
+from ladder.comm.driver import MemoryOperation
+from ladder.comm.symmetric import SymmetricTensor
+from ladder.models.errors import UserError
+from ladder.ops.schedules import (
+    KINDS,
+    Await,
+    Follow,
+    Kind,
+    Put,
+    Record,
+    Schedule,
+    Stream,
+    Word,
+    Work,
+)
+
+SETS = 2
+MAX_WORDS = 256  # of each kind and set
+MIN_WORDS = 1 << 18  # of a slot, 1 MiB
+NOTHING = -1  # the bits of a NaN, in words and in 16-bit halves of them
+
+Actions = Mapping[str, Callable[[int], object]]
+
+
+class CudaStreams:
+    """The current stream, and one beside it for copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.copies = torch.cuda.Stream(device)
+        self.events: dict[str, torch.cuda.Event] = {}
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        with torch.cuda.stream(self.copies) if stream == "copies" else contextlib.nullcontext():
+            yield
+
+    def record(self, event: str) -> None:
+        self.events.setdefault(event, torch.cuda.Event()).record()
+
+    def follow(self, event: str) -> None:
+        torch.cuda.current_stream().wait_event(self.events[event])
+
+
+def capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+class Workspace:
+    """Slots and words on every rank of a group, for one operator on one stream."""
+
+    def __init__(self, group: dist.ProcessGroup, op: str, device: torch.device) -> None:
+        self._group = ref(group)  # its workspaces end with it
+        self.op, self.device = op, device
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.calls = 0
+        self.streams = CudaStreams(device)
+        # What is made once for a shape: tables for kernels. They are made outside captures, too.
+        self.made: dict[Hashable, Any] = {}
+        self._batches: dict[Hashable, Any] = {}
+        self._slots: list[SymmetricTensor] = []
+        self.words = self._allocate(SETS, len(KINDS), MAX_WORDS, bits=0)
+        # Every peer's slots are free, and no peer looks at its words before all have said so.
+        self.words.own[:, KINDS.index("free")] = 1
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        dist.barrier(group)
+
+    def _allocate(self, *shape: int, bits: int) -> SymmetricTensor:
+        self.check_capture(f"{shape[0] * shape[1] * shape[2] * 4 / 2**20:.0f} MiB for each rank")
+        group = self._group()
+        assert group is not None
+        with torch.inference_mode(False):  # it is also written outside inference mode
+            return symmetric.allocate(shape, torch.int32, group, self.device, bits)
+
+    def check_capture(self, what: str) -> None:
+        """Raise UserError in a capture, where `what` cannot be made."""
+        if capturing():
+            raise UserError(
+                f"{self.op} needs new memory ({what}), which a CUDA graph capture cannot make; run "
+                f"it once with these shapes on the capture's stream before"
+            )
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` returns, made at the first call with this key."""
+        if key not in self.made:
+            self.check_capture("tables of tiles")
+            self.made[key] = make()
+        return self.made[key]
+
+    def next(self) -> int:
+        """The set of a new call."""
+        self.calls += 1
+        return self.calls % SETS
+
+    def reserve(self, size: int) -> None:
+        """Let a slot hold `size` bytes; all ranks call it with the same size."""
+        words = -(-size // 4)
+        if self._slots and self._slots[-1].own.shape[2] >= words:
+            return
+        step = max(MIN_WORDS, 1 << max(0, words.bit_length() - 3))  # at most a quarter more
+        words = -(-words // step) * step
+        self._slots.append(self._allocate(SETS, self.world, words, bits=NOTHING))
+
+    def slots(
+        self, rank: int, chosen: int, shape: tuple[int, int], dtype: torch.dtype,
+        dense: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """The slots [T, *shape] of a rank, by sender.
+
+        Each slot begins at a multiple of 16 bytes; dense: or right behind the one before.
+        """
+        memory = self._slots[-1].by_rank[rank][chosen].view(dtype)  # [T, elements]
+        size = shape[0] * shape[1]
+        if dense:
+            return memory.view(-1)[: self.world * size].view(self.world, *shape)
+        return memory[:, :size].unflatten(1, shape)
+
+    def address(self, word: Word, chosen: int) -> int:
+        assert 0 <= word.index < MAX_WORDS, word
+        memory = self.words.by_rank[word.rank]
+        return memory[chosen, KINDS.index(word.kind), word.index].data_ptr()
+
+    def tables(self, kind: Kind) -> tuple[tuple[Tensor, Tensor], ...]:
+        """By set: the addresses of each rank's slots, and of its words of a kind, for kernels."""
+        place, slots = KINDS.index(kind), self._slots[-1]
+
+        def table(memory: list[Tensor]) -> Tensor:
+            return torch.tensor([each.data_ptr() for each in memory], device=self.device)
+
+        def make() -> tuple[tuple[Tensor, Tensor], ...]:
+            return tuple(
+                (
+                    table([each[chosen] for each in slots.by_rank]),
+                    table([each[chosen, place] for each in self.words.by_rank]),
+                )
+                for chosen in range(SETS)
+            )
+
+        return self.once((kind, len(self._slots)), make)
+
+    def own_words(self, kind: Kind, chosen: int) -> Tensor:
+        return self.words.own[chosen, KINDS.index(kind)]
+
+    def run(self, schedule: Schedule, chosen: int, actions: Actions) -> None:
+        """Enqueue a call. Words that follow each other in a stream are one memory operation."""
+
+        def kind(step: Any) -> object:
+            return step.stream if isinstance(step, Await | Put) else id(step)
+
+        for _, group in groupby(schedule, kind):
+            steps = tuple(group)
+            first = steps[0]
+            with self.streams.on(first.stream):
+                if isinstance(first, Work):
+                    actions[first.action](first.chunk)
+                elif isinstance(first, Record):
+                    self.streams.record(first.event)
+                elif isinstance(first, Follow):
+                    self.streams.follow(first.event)
+                else:
+                    driver.enqueue(self._batch(steps, chosen))
+
+    def _batch(self, steps: tuple[Any, ...], chosen: int) -> Any:
+        if (steps, chosen) not in self._batches:
+            self._batches[steps, chosen] = driver.batch(
+                [
+                    (MemoryOperation.wait if isinstance(step, Await) else MemoryOperation.write)(
+                        self.address(step.word, chosen), step.value
+                    )
+                    for step in steps
+                ]
+            )
+        return self._batches[steps, chosen]
+
+
+_workspaces: WeakKeyDictionary[Any, dict[Hashable, Workspace]] = WeakKeyDictionary()
+
+
+def workspace(group: dist.ProcessGroup, op: str, device: torch.device) -> Workspace:
+    """The workspace of this group and operator on the current stream; all ranks ask for it."""
+    of_group = _workspaces.setdefault(group, {})
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = op, device, stream
+    if key not in of_group:
+        of_group[key] = Workspace(group, op, device)
+    return of_group[key]

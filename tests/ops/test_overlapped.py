@@ -1,0 +1,393 @@
+"""Overlapped products: their schedules in any order of events, and on ranks that share memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ladder.ops
+from ladder.comm import driver
+from ladder.ops import schedules, workspace
+from ladder.ops.collectives import staged_all_gather
+from ladder.ops.products import (
+    staged_all_gather_matmul,
+    staged_matmul_all_reduce,
+    staged_matmul_reduce_scatter,
+)
+from ladder.ops.registry import OPERATORS
+from ladder.ops.schedules import Await, Follow, Put, Schedule
+from ladder.ops.track_maps import all_to_all
+from tests.comm.mapped import shared_memory
+from tests.comm.threads import FakeDriver
+from tests.distributed import Pools
+from tests.interpreter import interpreting
+from tests.kernels.support import _poisoned_memory, on  # noqa: F401  (a fixture)
+from tests.ops.everyone import check_refused, in_order
+from tests.ops.everyone import random as numbers
+from tests.ops.everyone import world as group_name
+from tests.ops.streams import Everyone, Group, Machine, Queued, WrongOrderError
+
+TILE: dict[str, Any] = {"tile": [16, 32, 16], "stages": 2}
+IMPLEMENTATIONS = {
+    "all_gather_matmul": ("chunked", "waiting"),
+    "matmul_reduce_scatter": ("chunked", "tracked"),
+    "matmul_all_reduce": ("chunked",),
+}
+EVERY = [(op, name) for op, names in IMPLEMENTATIONS.items() for name in names]
+# `chunked` has torch's products and, on a CPU, a sum by torch; the others need their kernel.
+CASES = [on("cpu" if name == "chunked" else "interpreter", op, name) for op, name in EVERY]
+
+
+def run_of(op: str, name: str) -> Callable[..., Any]:
+    return OPERATORS[op].implementations[name].run
+
+
+def options_of(name: str) -> dict[str, Any]:
+    return {"chunked": {}, "waiting": TILE, "tracked": {**TILE, "pieces": 2}}[name]
+
+
+def operands(world: int, call: int, rows: int, n: int, dtype: torch.dtype) -> list[Any]:
+    """(A, B) of each rank: rows of A have one element, a power of two, so products are exact.
+
+    What ranks add to an element differs in size, so that sums depend on their order.
+    """
+    found = []
+    for rank in range(world):
+        source = torch.Generator().manual_seed(1000 * call + 10 * rank + rows)
+        A = torch.zeros(rows, 24)
+        at = torch.randint(24, (rows, 1), generator=source)
+        A.scatter_(1, at, 2.0 ** torch.randint(-3, 4, (rows, 1), generator=source))
+        B = torch.randn(24, n, generator=source) * 3 ** torch.randn(24, n, generator=source)
+        found.append((A.to(dtype), B.to(dtype)))
+    return found
+
+
+def expected(op: str, inputs: list[Any], rank: int, average: bool) -> list[Tensor]:
+    """The exact results: see `operands`."""
+    world = len(inputs)
+    if op == "all_gather_matmul":
+        whole = torch.cat([A for A, _ in inputs])
+        return [whole, *(whole @ B for B in (inputs[rank][1], inputs[rank][1][:, :5]))]
+    total = in_order([A @ B for A, B in inputs])
+    total = total / world if average and op != "matmul_all_reduce" else total
+    return [total.to(inputs[0][0].dtype) if op == "matmul_all_reduce"
+            else total.chunk(world)[rank].to(inputs[0][0].dtype)]  # fmt: skip
+
+
+def arguments(op: str, A: Tensor, B: Tensor, average: bool) -> tuple[Any, ...]:
+    if op == "all_gather_matmul":
+        return A, [B, B[:, :5]], 0, True
+    if op == "matmul_reduce_scatter":
+        return A, B, "avg" if average else "sum", 0
+    return A, B
+
+
+def flat(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else [result[0], *result[1]]
+
+
+def provoke(
+    op: str, name: str, world: int, seed: int, calls: int = 4,
+    change: Callable[[int, Schedule], Schedule] = lambda rank, schedule: schedule,
+    rows: tuple[int, ...] = (1, 9, 20, 40), columns: tuple[int, ...] = (8, 40, 72),
+) -> None:  # fmt: skip
+    """Several calls of several shapes, queued on all ranks, then run in a random order of events.
+
+    Inputs are written on the main stream right before their call and overwritten right after it.
+    """
+    source = random.Random(seed)
+    sets = [source.randrange(2) for _ in range(99)] if seed % 3 else [seed % 2] * 99
+    everyone = Everyone(world)
+    machine = Machine(world, sets.__getitem__, change)
+    shapes = [(world * source.choice(rows), source.choice(columns)) for _ in range(calls)]
+    if op == "matmul_all_reduce":
+        shapes = [(m - source.randrange(world), n) for m, n in shapes]
+    outs: dict[tuple[int, int], list[Tensor]] = {}
+    wanted: dict[tuple[int, int], list[Tensor]] = {}
+    with machine.recording():
+        for rank in range(world):
+            machine.rank = rank
+            group = Group(rank, everyone)
+            for call, (m, n) in enumerate(shapes):
+                per_rank = m // world if op == "all_gather_matmul" else m
+                inputs = operands(world, call, per_rank, n, torch.bfloat16)
+                A, B = (torch.full_like(each, torch.nan) for each in inputs[rank])
+                average = call % 2 == 1
+                machine.main(lambda A=A, mine=inputs[rank][0]: A.copy_(mine))
+                machine.main(lambda B=B, mine=inputs[rank][1]: B.copy_(mine))
+                found = run_of(op, name)(group, *arguments(op, A, B, average), **options_of(name))
+                outs[rank, call] = flat(found)
+                machine.main(lambda A=A, B=B: (A.fill_(torch.nan), B.fill_(torch.nan)))
+                wanted[rank, call] = expected(op, inputs, rank, average)
+    machine.execute(source)
+    for key, found in outs.items():
+        for out, exact in zip(found, wanted[key], strict=True):
+            torch.testing.assert_close(out, exact, rtol=0, atol=0, msg=f"{op} {name} {key}")
+
+
+@pytest.mark.parametrize(("device", "op", "name"), CASES)
+def test_any_order_of_events_gives_the_sums_in_rank_order(device: str, op: str, name: str) -> None:
+    """Bit for bit. A piece read early is NaN or another call's; a wait too much never ends.
+
+    Sets of buffers alternate, or are one and the same, as in a graph of one call.
+    """
+    for seed in range(6):
+        provoke(op, name, (2, 3, 4)[seed % 3], seed)
+
+
+def schedules_of(world: int) -> dict[str, Callable[[int], Schedule]]:
+    return {
+        "gather": lambda rank: schedules.all_gather(rank, world),
+        "waiting": lambda rank: schedules.all_gather(rank, world, waiting=True),
+        "scatter": lambda rank: schedules.reduce_scatter(rank, world),
+        "tracked": lambda rank: schedules.tracked(
+            all_to_all(2 * world, 2, world, 1).compile(rank), world
+        ),
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", ["gather", "waiting", "scatter", "tracked"])
+def test_schedules(name: str, world: int) -> None:
+    """Words go back to where they were; each peer is sent to; no two ranks send to one at once."""
+    every = [schedules_of(world)[name](rank) for rank in range(world)]
+    puts: dict[Any, list[int]] = {}
+    for rank, schedule in enumerate(every):
+        for step in schedule:
+            if isinstance(step, Put):
+                puts.setdefault(step.word, []).append(step.value)
+            if isinstance(step, Await):
+                assert step.word.rank == rank  # no rank polls a peer's memory
+            if isinstance(step, Follow):
+                recorded = [each for each in schedule if getattr(each, "event", "") == step.event]
+                assert recorded.index(step) > 0, step
+        assert schedule[-1] == Follow("main", "sent")
+        targets = [s.word.rank for s in schedule if isinstance(s, Put) and s.stream == "copies"
+                   and s.word.kind == "arrived"]  # fmt: skip
+        assert set(targets) == set(range(world)) - {rank}
+        order = list(dict.fromkeys(targets))
+        assert [(q - rank) % world for q in order] in (
+            list(range(1, world)), list(range(world - 1, 0, -1)),
+        )  # fmt: skip
+    for word, values in puts.items():
+        values.sort()
+        own_counter = word.kind == "full"
+        assert values == ([0] if own_counter else [0, 1]), word
+
+
+def steps_to_lose(op: str, name: str) -> list[int]:
+    """The steps of rank 0 of two without which something must fail."""
+    gather = op == "all_gather_matmul"
+    which = {"waiting": "waiting", "tracked": "tracked"}.get(
+        name, "gather" if gather else "scatter"
+    )
+    schedule = schedules_of(2)[which](0)
+    found = []
+    for n, step in enumerate(schedule):
+        ends = isinstance(step, Follow) and step.event == "sent" and not gather
+        # A capture needs the copies to begin after the main stream; the count does otherwise.
+        begins = isinstance(step, Follow) and step.event == "begun" and name == "tracked"
+        resets = isinstance(step, Put) and step.word.kind == "full" and step.stream == "main"
+        if isinstance(step, Await | Put | Follow) and not (ends or begins or resets):
+            found.append(n)
+    return found
+
+
+@pytest.mark.parametrize(("device", "op", "name"), CASES[:4])
+def test_a_schedule_without_a_step_fails(device: str, op: str, name: str) -> None:
+    """Each wait, each word and each event is needed: in some order of events, all else is wrong."""
+    for lost in steps_to_lose(op, name):
+
+        def change(rank: int, schedule: Schedule, lost: int = lost) -> Schedule:
+            return schedule if rank else (*schedule[:lost], *schedule[lost + 1 :])
+
+        assert any(fails(op, name, seed, change) for seed in range(60)), f"without step {lost}"
+
+
+@pytest.mark.parametrize("device", [on("interpreter")])
+def test_counts_of_own_blocks_are_reset(device: str) -> None:
+    """A block has another number, or its count is another's, in the next shape."""
+
+    def change(rank: int, schedule: Schedule) -> Schedule:
+        own = [s for s in schedule if isinstance(s, Put) and s.word.kind == "full"]
+        assert any(step.stream == "main" for step in own)
+        return tuple(s for s in schedule if s not in own or s.stream != "main")
+
+    assert any(fails("matmul_reduce_scatter", "tracked", seed, change) for seed in range(30))
+
+
+def fails(op: str, name: str, seed: int, change: Callable[[int, Schedule], Schedule]) -> bool:
+    try:
+        provoke(op, name, 2, seed, 3, change, (7, 20), (8,))
+    except AssertionError:
+        return True
+    return False
+
+
+class SerialStreams:
+    """The host runs the steps of both streams at once, in the order in which it enqueues them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.recorded: set[str] = set()
+
+    def on(self, stream: str) -> Any:
+        return mock.MagicMock()
+
+    def record(self, event: str) -> None:
+        self.recorded.add(event)
+
+    def follow(self, event: str) -> None:
+        assert event in self.recorded
+        self.recorded.remove(event)
+
+
+STAGED = {
+    "all_gather_matmul": staged_all_gather_matmul,
+    "matmul_reduce_scatter": staged_matmul_reduce_scatter,
+    "matmul_all_reduce": staged_matmul_all_reduce,
+}
+
+
+def on_ranks(rank: int, world: int, folder: str, which: list[tuple[str, str]]) -> list[str]:
+    """Real processes over memory that all of them map; ranks that come late; bit for bit `staged`.
+
+    Shapes change from call to call, and several implementations share a workspace.
+    """
+    group = dist.group.WORLD
+    fake = FakeDriver(random.Random(rank))
+    with (
+        interpreting() as ran,
+        shared_memory(rank, world, folder),
+        mock.patch.object(workspace, "CudaStreams", SerialStreams),
+        mock.patch.object(workspace, "MIN_WORDS", 64),
+        mock.patch.object(workspace, "_workspaces", {}),
+        mock.patch.object(driver, "driver", return_value=fake),
+        mock.patch.object(
+            torch.cuda, "current_stream", return_value=SimpleNamespace(cuda_stream=0)
+        ),
+    ):
+        results = []
+        for call in range(8):
+            for op, name in which:
+                rows, n = [1, 20, 7, 33][call % 4], [40, 8, 72][call % 3]
+                rows *= 1 if op == "all_gather_matmul" else world
+                if op == "matmul_all_reduce":
+                    rows += call % 3
+                A, B = operands(world, call, rows, n, torch.float16)[rank]
+                given = arguments(op, A, B, call % 2 == 1)
+                results.append((op, given, run_of(op, name)(group, *given, **options_of(name))))
+        for op, given, found in results:
+            for out, exact in zip(flat(found), flat(STAGED[op](group, *given)), strict=True):
+                assert out.is_contiguous()
+                torch.testing.assert_close(out, exact, rtol=0, atol=0, msg=f"{op} on rank {rank}")
+        turned(group)
+    return ran
+
+
+def turned(group: Any) -> None:
+    """Rows in another dimension than the first, operands that are views; against float64."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    As = [numbers(3, 2 * world, 9, seed=q, dtype=torch.bfloat16) for q in range(world)]
+    Bs = [numbers(5, 9, seed=10 + q, dtype=torch.bfloat16).t() for q in range(world)]
+    for name in IMPLEMENTATIONS["all_gather_matmul"]:
+        A = As[rank].transpose(0, 1)
+        whole, (out,) = run_of("all_gather_matmul", name)(
+            group, A, [Bs[0]], 1, True, **options_of(name)
+        )
+        joined = torch.cat([each.transpose(0, 1) for each in As], 1)
+        assert torch.equal(whole, joined)
+        assert torch.equal(whole, staged_all_gather(group, A, 1))
+        torch.testing.assert_close(
+            out.double(), joined.double() @ Bs[0].double(), rtol=2e-2, atol=2e-2
+        )
+    exact = sum(A.double() @ B.double() for A, B in zip(As, Bs, strict=True))
+    for name in IMPLEMENTATIONS["matmul_reduce_scatter"]:
+        out = run_of("matmul_reduce_scatter", name)(
+            group, As[rank], Bs[rank], "sum", 1, **options_of(name)
+        )
+        assert out.is_contiguous()
+        wanted = exact.chunk(world, 1)[rank]
+        torch.testing.assert_close(out.double(), wanted, rtol=4e-2, atol=8e-2)
+
+
+@pytest.mark.parametrize(("device", "world"), [on("interpreter", world) for world in (2, 3, 4)])
+def test_ranks_that_share_memory_agree_with_staged(
+    pools: Pools, tmp_path: Path, interpreted: list[str], device: str, world: int
+) -> None:
+    for ran in pools(world).run(on_ranks, str(tmp_path), EVERY):
+        assert "_gemm_kernel" in ran
+        interpreted += ran
+
+
+def asked(rank: int, world_size: int) -> None:
+    A, B = torch.ones(4, 3), torch.ones(3, 5)
+    for op, names in IMPLEMENTATIONS.items():
+        for name in names:
+            with ladder.ops.use(op, name):
+                args = (A, [B], 0, group_name()) if op == "all_gather_matmul" else (A, B)
+                if op == "matmul_reduce_scatter":
+                    args = (A, B, "sum", 0, group_name())
+                elif op == "matmul_all_reduce":
+                    args = (A, B, group_name())
+                words = rf"{op} by '{name}' cannot run here: it"
+                check_refused(words, getattr(torch.ops.ladder, op), *args)
+
+
+def test_without_gpus_they_are_refused_by_name(pools: Pools) -> None:
+    pools(2).run(asked)
+
+
+def test_what_cannot_run_is_refused_and_nothing_is_picked_unmeasured() -> None:
+    for op, names in IMPLEMENTATIONS.items():
+        shapes: Any = [(512, 256), (256, 512)]
+        if op == "all_gather_matmul":
+            shapes = [(512, 256), [(256, 512)]]
+        choice = ladder.ops.explain(op, shapes, ranks=4, device="NVIDIA H200")
+        assert choice.implementation == "staged"
+        assert dict(choice.others) == dict.fromkeys(names, "not measured as faster")
+        wide = ladder.ops.explain(op, shapes, ranks=4, device="NVIDIA H200", dtype=torch.float32)
+        refused = {name: why for name, why in wide.others if "not float32" in why}
+        assert set(refused) == set(names) - {"chunked"}
+        empty = [(0, 256), *shapes[1:]]
+        why = dict(ladder.ops.explain(op, empty, ranks=4, device="NVIDIA H200").others)
+        assert all("a size is 0" in why[name] for name in names)
+
+
+def test_memory_cannot_be_made_in_a_capture() -> None:
+    """Refused with the remedy, on any rank alike; what is there already is used."""
+    machine = Machine(2, lambda n: n % 2)
+    A, B, wide = (
+        torch.ones(*shape, dtype=torch.bfloat16) for shape in ((8, 8), (8, 8), (8, 2**11))
+    )
+    tall = torch.ones(2**12, 8, dtype=torch.bfloat16)
+    group: Any = Group(0, Everyone(2))
+    chunked, tracked = (
+        run_of("matmul_reduce_scatter", name) for name in IMPLEMENTATIONS["matmul_reduce_scatter"]
+    )
+    with machine.recording():
+        with mock.patch.object(workspace, "capturing", return_value=True):
+            check_refused("matmul_reduce_scatter needs new memory", chunked, group, A, B, "sum", 0)
+        chunked(group, A, B, "sum", 0)
+        with mock.patch.object(workspace, "capturing", return_value=True):
+            chunked(group, A[:4], B, "sum", 0)
+            check_refused("MiB.*run it once with these", chunked, group, tall, wide, "sum", 0)
+            check_refused("tables of tiles", tracked, group, A, B, "sum", 0)
+
+
+def test_an_unfinished_wait_is_seen() -> None:
+    """The executor of these tests itself: a word that nobody sets."""
+    machine = Machine(1, lambda n: 0)
+    space = mock.Mock()
+    space.words.by_rank = [torch.zeros(2, 3, 256, dtype=torch.int32)]
+    machine._push("main", Queued(1, Await("main", schedules.Word(0, "free", 0)), space))
+    with pytest.raises(WrongOrderError, match="waits for ever"):
+        machine.execute(random.Random(0))
