@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import fill
 from typing import Any
 
 from ladder.bench.figures import available
@@ -33,7 +34,10 @@ def text(results: Sequence[Result]) -> str:
         parts.append(aligned([HEAD, *(score.texts() for score in result.scores)], left=1))
         if details := result.details():
             parts.append(aligned(details, left=1))
-        parts += [f"- {note}" for note in result.notes]
+        notes = (
+            fill(note, 100, initial_indent="- ", subsequent_indent="  ") for note in result.notes
+        )
+        parts.append("\n".join(notes))
     parts.append(_fitted())
     parts.append(f"{summary(results)}.")
     return "\n\n".join(parts)
