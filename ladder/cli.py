@@ -23,6 +23,7 @@ from ladder.eval import options as evaluation
 from ladder.infer import options as infer
 from ladder.parallel import launch
 from ladder.perf import options as perf
+from ladder.perf.calibration import options as calibration
 from ladder.train import options as train
 
 
@@ -133,6 +134,13 @@ VERBS = (
         bench.add_train_options,
         bench.run_train,
         modules=("ladder.bench.training.command", "torch._dynamo"),
+    ),
+    Verb(
+        "bench machine",
+        "measure the curves of this machine, from which times are predicted",
+        calibration.add_options,
+        calibration.run,
+        modules=("ladder.perf.calibration.command",),
     ),
     Verb(
         "predict t3",

@@ -1,0 +1,1 @@
+"""`ladder bench machine`: the measurements that describe a machine."""

@@ -1,0 +1,82 @@
+"""Times of one piece of work: on a GPU in a CUDA graph of many calls, elsewhere by the clock."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import cycle, islice, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ladder.infer.graphs import capture_graph
+from ladder.parallel import launch
+
+Work = Callable[[], Any]
+REPEATS = 15  # timed turns, of which the median counts; one more warms up
+
+
+def samples(works: Sequence[Work], calls: int, device: torch.device) -> list[float]:
+    """Microseconds of one call, one figure for each turn of `calls` calls on this rank.
+
+    works: the same work on different memory, taken in turns, so that caches hold none of it.
+    """
+    turn = list(islice(cycle(works), calls))
+
+    def run() -> None:
+        for work in turn:
+            work()
+
+    if device.type != "cuda":
+        times = []
+        for _ in range(REPEATS + 1):
+            _align()
+            start = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - start) * 1e6 / calls)
+        return times[1:]
+    for work in dict.fromkeys(turn):
+        work()  # compiles, and makes buffers
+    graph, _ = capture_graph(run)
+    _align()
+    graph.replay()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize(device)
+    return [a.elapsed_time(b) * 1e3 / calls for a, b in pairwise(marks)]
+
+
+def slowest_median(found: Sequence[Sequence[float]]) -> float:
+    """The median over turns of each turn's slowest rank; found: the samples of each rank."""
+    return statistics.median(max(turn) for turn in zip(*found, strict=True))
+
+
+def microseconds(works: Sequence[Work], calls: int, device: torch.device) -> float:
+    """Microseconds of one call: the same on every rank, which all must call this."""
+    return slowest_median(launch.gathered(samples(works, calls, device)))
+
+
+def host_microseconds(work: Work, calls: int, device: torch.device) -> float:
+    """The host's time to launch `work`, whether or not the device has caught up."""
+    times = []
+    for _ in range(REPEATS + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            work()
+        times.append((time.perf_counter() - start) * 1e6 / calls)
+    return slowest_median(launch.gathered(times[1:]))
+
+
+def _align() -> None:
+    """Let all ranks begin together."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    if launch.world_size() > 1 and dist.is_initialized():
+        dist.barrier()
