@@ -14,7 +14,7 @@ from ladder.cli import main
 from ladder.models import UserError
 from ladder.ops.track import TrackMap, remote_map
 from ladder.ops.track_maps import all_to_all, direct_reduce_scatter, ring_reduce_scatter
-from ladder.perf.t3 import counting, shares, simulate
+from ladder.perf.t3 import counting, shares, simulate, sweep
 from ladder.perf.t3 import system as closed
 from ladder.perf.t3.figures import FIGURES, figure
 from ladder.perf.t3.report import summary
@@ -178,12 +178,13 @@ def test_the_command_prints_a_table_json_and_a_page(
 
 
 def test_the_sweep_covers_other_collectives_and_degrees(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sweep, "DEGREES", (8, 16))  # of five
     assert main(["predict", "t3", "--sweep"]) == 0
     said = capsys.readouterr().out
     for kind in ("ring", "direct", "all-to-all"):
-        assert f"T-NLG FC-2, {kind}, TP 64" in said
+        assert f"T-NLG FC-2, {kind}, TP 16" in said
     assert " NO " not in said
     assert main(["predict", "t3", "--sweep", "--figure", "4"]) == 2
     assert "leave out --figure" in capsys.readouterr().err
