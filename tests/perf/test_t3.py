@@ -73,6 +73,14 @@ def test_parameters_that_were_fitted_reach_what_they_were_fitted_to() -> None:
     ]
     parts = [layer.attention / layer.total for layer in layers]
     assert sum(parts) / len(parts) == pytest.approx(0.425, abs=5e-4)
+    assert [*closed.FITTED] == [
+        f"efficiency = {SYSTEM.efficiency:.2f}",
+        f"burst = {SYSTEM.burst / 1e9:.0f} GB/s (3.5 ps an element)",
+        f"reduce = {SYSTEM.reduce / 1e12:g} TB/s",
+        f"switch = {SYSTEM.switch * 1e9:.0f} ns",
+        f"copy = {shares.COPY / 1e9:.1f} GB/s a compute unit",
+        f"attention = {shares.ATTENTION * 1e12:.2f} ps",
+    ]
 
 
 @pytest.mark.parametrize("case", sublayers(), ids=lambda case: case.name)
