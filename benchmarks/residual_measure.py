@@ -28,8 +28,10 @@ class WatchedPass(Pass):
         self.residuals: list[Tensor] = []  # N + 1, [T, B, S, D]
         self.partials: list[Tensor] = []  # N, [T, B, S, D]
 
-    def land(self, arrivals: Sequence[tuple[Landing, Output]], norm: Norm) -> InFlight[Landed]:
-        landing = super().land(arrivals, norm)
+    def land(
+        self, n: int, arrivals: Sequence[tuple[Landing, Output]], norm: Norm
+    ) -> InFlight[Landed]:
+        landing = super().land(n, arrivals, norm)
 
         def keep(_: Landed) -> Landed:
             residual, normed = landing.wait()

@@ -52,7 +52,9 @@ class Operators(Protocol):
 
     A fused operator may gather or reduce while it multiplies. The type of `row`'s result tells
     `Pass.write` what is left to do: a Tensor is a partial, a `Summed` is already reduced, and a
-    pass may have a type of its own for a product that it runs later.
+    pass may have a type of its own for a product that it runs later. A pass that shards the
+    residual may give `column`, and take from `row`, this rank's rows [B * S / T, D] alone: see
+    ladder.parallel.fused.
     """
 
     def column(self, x: Any, weights: Sequence[nn.Module]) -> tuple[Tensor, ...]:
@@ -112,8 +114,11 @@ class Pass:
         self.group: Any = None
         self.last: Tensor | None = None
 
-    @property
-    def operators(self) -> Operators:
+    def operators(self, n: int) -> Operators:
+        """The operators of sublayer n, or of the head.
+
+        They have no state: with activation checkpointing, a sublayer uses them again later.
+        """
         return MATRIX_PRODUCTS
 
     def start(self, embedded: Tensor) -> None:
@@ -159,8 +164,14 @@ class Pass:
 
     def logits(self, head: nn.Module) -> Tensor:
         """The head's logits, from the last read: [B, S, V_local]."""
-        (logits,) = self.operators.column(self.read(len(self.plan.sublayers)), (head,))
+        last = len(self.plan.sublayers)
+        (logits,) = self.operators(last).column(self.read(last), (head,))
         return logits
+
+    def hidden(self) -> Tensor:
+        """The head's input, from the last read: [B, S, D]."""
+        hidden: Tensor = self.read(len(self.plan.sublayers))
+        return hidden
 
     # -- methods that other passes override ------------------------------------------------------
 
@@ -183,8 +194,10 @@ class Pass:
         total = self.reducer.reduce(self.sum_held(partial), self.plan.blocking[n])
         return Output(total, own)
 
-    def land(self, arrivals: Sequence[tuple[Landing, Output]], norm: Norm) -> InFlight[Landed]:
-        """Start to add `arrivals` to the residual, and to norm it.
+    def land(
+        self, n: int, arrivals: Sequence[tuple[Landing, Output]], norm: Norm
+    ) -> InFlight[Landed]:
+        """Start to add the `arrivals` of read n to the residual, and to norm it.
 
         It is called as early as the plan allows: with a lag, before the sublayer with which the
         reduces of the arrivals overlap. This implementation does all the work in `wait`.
@@ -245,7 +258,7 @@ class Pass:
             del self.outputs[output]
         # If virtual ranks' residuals are equal at the end, `_final` norms only one of them.
         once = n == len(self.plan.sublayers) and self._equal_at_the_end
-        return self.land(arrivals, (lambda x: x) if once else self.norms[n])
+        return self.land(n, arrivals, (lambda x: x) if once else self.norms[n])
 
     @property
     def _equal_at_the_end(self) -> bool:

@@ -41,6 +41,11 @@ class ParallelLinear(nn.Linear):
     def reset_parameters(self) -> None:
         """Do nothing: values come from Transformer.initialise or a folder."""
 
+    def held(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """The matrix [out, in] that this process multiplies by, and the bias if there is one."""
+        bias = None if self.bias is None else local(self.bias).to(dtype)
+        return local(self.weight).to(dtype), bias
+
 
 class ColumnParallelLinear(ParallelLinear):
     """Split by output: x [(R,) B, S, in] -> this process's outputs, [(R,) B, S, out / T]."""
@@ -52,8 +57,7 @@ class ColumnParallelLinear(ParallelLinear):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else local(self.bias).to(x.dtype)
-        return self.columns(x, local(self.weight).to(x.dtype), bias)
+        return self.columns(x, *self.held(x.dtype))
 
     def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.ranks.held == 1:
@@ -76,8 +80,7 @@ class RowParallelLinear(ParallelLinear):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = local(self.weight).to(x.dtype)
-        bias = None if self.bias is None else local(self.bias).to(x.dtype)
+        weight, bias = self.held(x.dtype)
         # Other ranks multiply it by 0, so that every rank has a gradient to sum.
         bias = None if bias is None else bias * (self.ranks.first == 0)
         if self.ranks.held == 1:
@@ -103,13 +106,13 @@ class KVParallelLinear(ColumnParallelLinear):
         specs = super().parameter_specs()
         return {name: replace(spec, heads=self.heads) for name, spec in specs.items()}
 
-    def forward(self, x: Tensor) -> Tensor:
+    def held(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        weight, bias = super().held(dtype)
         index = self.held_heads()
-        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
         if index != list(range(weight.shape[0] // self.head_dim)):
             weight = self._pick(weight, index)
             bias = None if bias is None else self._pick(bias, index)
-        return self.columns(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return weight, bias
 
     def _pick(self, value: Tensor, index: list[int]) -> Tensor:
         """The heads of `index`, in its order. Indexing by a list cannot be recorded in a graph."""

@@ -35,7 +35,7 @@ class KeyValueCache(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """The arguments that all sublayers of a pass share.
+    """The arguments that all sublayers of a pass share, but for the operators.
 
     tables: the rotary tables, [2, B or 1, 1, S, head_dim]. mask: [R * B, 1, S, keys], true where
     attended, or documents; None: causal. last: [B], the one position of each sequence that is
@@ -48,6 +48,11 @@ class Context:
     last: Tensor | None = None
     operators: Operators = MATRIX_PRODUCTS
     call: Call | None = None
+
+    def using(self, operators: Operators) -> Context:
+        """This context with the operators of another sublayer."""
+        # Not by `replace`, nor for other operators alone: no compiler traces these.
+        return Context(self.tables, self.mask, self.cache, self.last, operators, self.call)
 
 
 class Sublayer(nn.Module):
@@ -64,7 +69,10 @@ class Sublayer(nn.Module):
         return self.compute(x, context) if context.call is None else context.call(self, x, context)
 
     def compute(self, x: Any, context: Context) -> Any:
-        """The partial, for the pass's `write`, from the result x [(R,) B, S, D] of its `read`."""
+        """The partial, for the pass's `write`, from the result x [(R,) B, S, D] of its `read`.
+
+        A pass may have its own form of both: x is for `column`, and the result is that of `row`.
+        """
         raise NotImplementedError
 
     def wanted(self, x: Any, context: Context) -> Any:

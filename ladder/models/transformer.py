@@ -204,9 +204,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """The head's input [B, S, D] (with `last` [B, 1, D]), for the arguments of `forward`."""
         plan = self.config.plan
-        run = self._run(tokens, positions, documents, cache, mask, last, plan)
-        hidden: Tensor = run.read(len(plan.sublayers))
-        return hidden
+        return self._run(tokens, positions, documents, cache, mask, last, plan).hidden()
 
     def _run(
         self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None,
@@ -221,7 +219,7 @@ class Transformer(nn.Module):
             run.select_last(last)
         context = self._context(run, tokens, positions, documents, cache, mask, last)
         for n, sublayer in enumerate(sublayers):
-            run.write(n, sublayer(run.read(n), context))
+            run.write(n, sublayer(run.read(n), context.using(run.operators(n))))
         return run
 
     def _wire(self, plan: Plan) -> tuple[list[Callable], list[Norm]]:
@@ -249,7 +247,7 @@ class Transformer(nn.Module):
             seen = within_documents(documents, tokens.shape, held, dtype, self.config.head_dim)
         elif mask is not None and held > 1:
             seen = mask.repeat(held, 1, 1, 1)
-        return Context(tables, seen, cache, last, run.operators, runtime.call)
+        return Context(tables, seen, cache, last, run.operators(0), runtime.call)
 
     def _check_inputs(
         self, tokens: Tensor, documents: Tensor | None, cache: KeyValueCache | None,

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 from ladder.config import CHECKPOINTING
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
-from ladder.models.forward_pass import MATRIX_PRODUCTS, Norm, add_norm
+from ladder.models.forward_pass import Norm, Operators, add_norm
 from ladder.models.layers import RMSNorm, local
 from ladder.models.loss import LossFunctions, scaled_probabilities, sum_exp
 from ladder.models.reducer import Ranks
@@ -50,7 +50,12 @@ KEPT = (
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
-KEPT_NAME = "torch_attn::_varlen_attn"  # registered on first use: see ladder.models.documents
+# Of operators that are registered on first use: see ladder.models.documents, ladder.parallel.fused.
+KEPT_NAMES = (
+    "torch_attn::_varlen_attn",
+    "ladder::all_gather_matmul",
+    "ladder::matmul_reduce_scatter",
+)
 
 
 def make_model(
@@ -187,18 +192,17 @@ def _compiled(
     bare._forward_hooks, bare._forward_pre_hooks = OrderedDict(), OrderedDict()
 
     def compute(
-        parameters: dict[str, Tensor], x: Tensor, tables: Tensor, mask: Any, last: Tensor | None
-    ) -> Any:
-        # Not left to the default: compilers know a global, and no default that is an object.
-        context = Context(tables, mask, last=last, operators=MATRIX_PRODUCTS)
+        parameters: dict[str, Tensor], x: Tensor, tables: Tensor, mask: Any, last: Tensor | None,
+        operators: Operators,
+    ) -> Any:  # fmt: skip
+        context = Context(tables, mask, last=last, operators=operators)
         return functional_call(bare, parameters, (x, context))
 
     forward = _on_local_parameters(sublayer, torch.compile(wrap(compute), dynamic=False))
 
     def run(x: Tensor, context: Context) -> Any:
         assert context.cache is None, "compiled sublayers are for training"
-        assert context.operators is MATRIX_PRODUCTS, "compiled sublayers have their own products"
-        return forward(x, context.tables, context.mask, context.last)
+        return forward(x, context.tables, context.mask, context.last, context.operators)
 
     return run
 
@@ -222,5 +226,5 @@ def _on_local_parameters(sublayer: nn.Module, forward: Callable[..., Any]) -> Ca
 
 
 def _keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = operation in KEPT or operation.name() == KEPT_NAME
+    kept = operation in KEPT or operation.name() in KEPT_NAMES
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

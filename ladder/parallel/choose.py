@@ -14,6 +14,7 @@ from ladder.models.plan import Plan
 from ladder.models.reducer import Ranks
 from ladder.parallel.decode import DecodeReducer
 from ladder.parallel.dispatch import Dispatch
+from ladder.parallel.fused import FusedReducer
 from ladder.parallel.reducers import AsyncReducer, PushReducer
 from ladder.parallel.sequence import SequenceReducer
 from ladder.parallel.sharded import ShardedReducer, sharded_refusal
@@ -43,6 +44,7 @@ REDUCERS = {
     "async": Capabilities(AsyncReducer, base=True, backward=True, virtual_ranks=True),
     "push": Capabilities(PushReducer, base=True, peer_memory=True, virtual_ranks=True),
     "sequence": Capabilities(SequenceReducer, base=True, backward=True, shards_residual=True),
+    "fused": Capabilities(FusedReducer, base=True, backward=True, shards_residual=True),
     "sharded": Capabilities(ShardedReducer, base=False, shards_residual=True),
     "decode": Capabilities(DecodeReducer, base=False),
 }

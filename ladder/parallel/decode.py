@@ -186,8 +186,7 @@ class DecodePass(Pass):
 
     # -- operators ------------------------------------------------------------------------------
 
-    @property
-    def operators(self) -> Operators:
+    def operators(self, n: int) -> Operators:
         return self
 
     def column(self, x: Read, weights: Sequence[nn.Module]) -> tuple[Tensor, ...]:
@@ -204,7 +203,9 @@ class DecodePass(Pass):
 
     # -- landing ------------------------------------------------------------------------------
 
-    def land(self, arrivals: Sequence[tuple[Landing, Output]], norm: Norm) -> InFlight[Landed]:
+    def land(
+        self, n: int, arrivals: Sequence[tuple[Landing, Output]], norm: Norm
+    ) -> InFlight[Landed]:
         assert isinstance(norm, RMSNorm)
         same = self.newest
         if same is not None and not arrivals:  # the residual does not change

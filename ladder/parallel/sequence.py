@@ -163,16 +163,21 @@ class SequencePass(Pass):
         assert not self.plan.own_needed[n], self.plan.sublayers[n]
         return Output(self.scatter(partial))
 
-    def land(self, arrivals: Sequence[tuple[Landing, Output]], norm: Norm) -> InFlight[Landed]:
+    def land(
+        self, n: int, arrivals: Sequence[tuple[Landing, Output]], norm: Norm
+    ) -> InFlight[Landed]:
         here = any(self.plan.blocking[landing.output] for landing, _ in arrivals)
         with self._stream(here):
-            addends = []
-            for _, output in arrivals:
-                assert output.total is not None
-                addends.append((output.total.wait(), 1.0))
-            residual, normed = self.runtime.add_norm(self.residual, addends, norm)
+            residual, normed = self._add_norm(arrivals, norm)
             gather = begin_transfer(normed, self.reducer.collect, self.reducer.scatter)
         return InFlight((residual, gather), lambda landed: (landed[0], self._whole(landed[1])))
+
+    def _add_norm(self, arrivals: Sequence[tuple[Landing, Output]], norm: Norm) -> Landed:
+        addends = []
+        for _, output in arrivals:
+            assert output.total is not None
+            addends.append((output.total.wait(), 1.0))
+        return self.runtime.add_norm(self.residual, addends, norm)
 
     def _whole(self, gather: InFlight[Tensor]) -> Tensor:
         return gather.wait().unflatten(0, self.shape)

@@ -102,8 +102,7 @@ class ShardedPass(Pass):
         self.newest: object = None  # newest work on the side stream, until the main one has waited
         self.next_partial: Tensor | None = None  # the buffer given out for the next partial
 
-    @property
-    def operators(self) -> Operators:
+    def operators(self, n: int) -> Operators:
         return self
 
     def column(self, x: Tensor, weights: Sequence[nn.Module]) -> tuple[Tensor, ...]:
@@ -149,9 +148,11 @@ class ShardedPass(Pass):
             self.newest = output
         return output
 
-    def land(self, arrivals: Sequence[tuple[Landing, Output]], norm: Norm) -> InFlight[Landed]:
+    def land(
+        self, n: int, arrivals: Sequence[tuple[Landing, Output]], norm: Norm
+    ) -> InFlight[Landed]:
         if self.narrowed or (self.shape is None and not arrivals):  # this rank has all rows
-            return super().land(arrivals, norm)
+            return super().land(n, arrivals, norm)
         assert isinstance(norm, RMSNorm), norm
         if self.shape is None:
             self.shape = self.residual.shape
@@ -172,8 +173,8 @@ class ShardedPass(Pass):
             weight = local(norm.weight).to(rows.dtype).flatten()
             everything = [pieces for pieces, _ in landed] or [[]]
             reads = source
-            for n, pieces in enumerate(everything):
-                last = n == len(everything) - 1
+            for i, pieces in enumerate(everything):
+                last = i == len(everything) - 1
                 copies = self.transport.copies(full) if last else []
                 land_rows(pieces, reads, weight, norm.eps, (rows, mine), copies)
                 reads = rows

@@ -26,6 +26,7 @@ FOUR = Ranks(4, 1, 1)
     [
         ("train", "ladder", (1, 8), {}, ("async", "")),
         ("train", "ladder", (1, 8), {"sequence_parallel": True}, ("sequence", "")),
+        ("train", "standard", (1, 8), {"sequence_parallel": True, "base": "fused"}, ("fused", "")),
         ("train", "desync-2x", (1, 8), {"base": "async", "table": None}, ("async", "")),
         ("prefill", "ladder", (2, 5), {}, ("sharded", "direct")),
         ("prefill", "ladder", (2, 6), {}, ("sharded", "copy-kernels")),
@@ -58,7 +59,7 @@ def test_the_choice(
 @pytest.mark.parametrize(
     ("phase", "plan", "base", "message"),
     [
-        ("train", "ladder", "push", "reducer=push .* has no backward pass; use async, sequence or"),
+        ("train", "ladder", "push", "reducer=push .*; use async, sequence, fused or auto"),
         ("train", "desync-2x", "sequence", "reducer=sequence with tp=4 and plan 'desync-2x': .*"),
         ("train", "ladder", "asinc", "did you mean 'async'"),
         ("prefill", "ladder", "sequence", "reducer=sequence .* for training; use async, push"),
@@ -77,7 +78,7 @@ def test_the_reducer_of_training() -> None:
     for name, sharded, said in (
         ("push", False, "reducer=push .* has no backward pass"),
         ("push", True, "reducer=push .* has no backward pass"),
-        ("async", True, "reducer=async with sequence_parallel=true: use sequence or auto, or set"),
+        ("async", True, "reducer=async with sequence_parallel=true: use sequence, fused or auto"),
         ("sequence", False, "reducer=sequence with sequence_parallel=false: use async or auto"),
     ):
         with pytest.raises(UserError, match=said):
@@ -90,6 +91,6 @@ def test_training_cannot_shard_the_residual_of_this_plan() -> None:
 
 
 def test_the_registry() -> None:
-    assert TRAINING == ("async", "sequence")
+    assert TRAINING == ("async", "sequence", "fused")
     assert INFERENCE == ("async", "push")
     assert all(each.make.__doc__ for each in REDUCERS.values())

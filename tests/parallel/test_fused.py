@@ -1,0 +1,240 @@
+"""Training with exchanges inside matrix products: values, gradients, where, and what wraps it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ladder.models import Plan, Ranks, Transformer, UserError, resolve_plan
+from ladder.ops import registry
+from ladder.parallel.apply import CHECKPOINTING, make_model
+from ladder.parallel.choose import choose
+from ladder.parallel.mesh import make_mesh
+from ladder.parallel.sharding import initialise, shard_model
+from tests.distributed import Pools, tp_mesh
+from tests.parallel.layouts import Layouts, compare
+from tests.parallel.steps import LIMITS, assert_none_wrong, errors_of, sample, step
+from tests.samples import (
+    SAME_AT_ANY_T,
+    full_model,
+    relative_error,
+    sample_tokens,
+    small_config,
+    virtual,
+)
+
+GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
+
+
+@contextlib.contextmanager
+def operations() -> Iterator[Counter[str]]:
+    """The calls of `torch.ops.ladder` that run within it, by name."""
+    found: Counter[str] = Counter()
+    run = registry.run
+
+    def counted(call: registry.Call, *arguments: Any) -> Any:
+        found[call.op] += 1
+        return run(call, *arguments)
+
+    with mock.patch.object(registry, "run", counted):
+        yield found
+
+
+def calls_of(plan: Plan) -> dict[str, int]:
+    """The operators of one pass: a scatter where a reduce blocks, a gather in the read after it and
+    in the first of all. A record of attention+mlp has two of each."""
+    each = [1 + (record.kind == "attention+mlp") for record in plan.sublayers]
+    gathers = zip([*each, 1], [True, *plan.blocking], strict=True)
+    scatters = zip(each, plan.blocking, strict=True)
+    return {name: sum(count for count, here in found if here)
+            for name, found in ((GATHER, gathers), (SCATTER, scatters))}  # fmt: skip
+
+
+def parity(rank: int, world: int, cases: list[dict[str, Any]]) -> list[tuple[str, str, float]]:
+    """In a worker: (case, what, relative error) of all that is wrong."""
+    wrong: list[tuple[str, str, float]] = []
+    for case in cases:
+        options = {"batch": 2, "length": 8, **case}
+        plan, batch, length = (options.pop(name) for name in ("plan", "batch", "length"))
+        config = small_config(SAME_AT_ANY_T[plan], world, **options)
+        tokens, targets = sample(config, 1, batch, length)
+        whole = full_model(config, seed=4)
+        state = copy.deepcopy(whole.state_dict())
+        expected = step(virtual(whole, world), tokens, targets)
+        found = {}
+        for reducer in ("fused", "sequence"):
+            model = Transformer(config).double()
+            model.load_state_dict(state)
+            shard_model(model, tp_mesh(world), reducer=reducer)
+            with operations() as calls, torch.no_grad():
+                hidden = model.hidden(tokens)
+            found[reducer] = step(model, tokens, targets), hidden
+            errors = errors_of(model, found[reducer][0], expected)
+            limit = LIMITS[torch.float64]
+            wrong += [(str(case), what, e) for what, e in errors.items() if not e < limit]
+            last = {GATHER: int(config.plan.blocking[-1])}  # the head's, which `hidden` does not do
+            counts = Counter(calls_of(config.plan)) - Counter(last) if reducer == "fused" else {}
+            del calls["all_gather"]  # of `hidden`
+            if calls != counts:
+                wrong.append((str(case), f"{reducer} calls {calls}", 1.0))
+        # Two ranks have one order of sums, but for the two products of attention+mlp.
+        if world == 2 and all(each.kind != "attention+mlp" for each in config.plan.sublayers):
+            (fused, hidden), (apart, other) = found["fused"], found["sequence"]
+            pairs = [(fused.logits, apart.logits), (fused.value, apart.value), (hidden, other)]
+            if options == {} and not all(torch.equal(*pair) for pair in pairs):
+                wrong.append((str(case), "other bits than sequence", 1.0))
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        *((name, 2) for name in SAME_AT_ANY_T),
+        *(
+            pytest.param(name, 4, marks=() if name == "hybrid" else pytest.mark.slow)
+            for name in SAME_AT_ANY_T
+        ),
+    ],
+)
+def test_every_plan_of_equal_residuals(pools: Pools, name: str, world: int) -> None:
+    """Logits, losses, the head's input and every gradient, against one process in float64, and the
+    operators where the plan blocks, nowhere else. Catches rows of another sequence, a sum that is
+    scattered twice, and a gather beside a plan's own."""
+    shapes: list[dict[str, Any]] = [{}, {"batch": 1, "length": 4}, {"batch": 4, "length": 3}]
+    assert_none_wrong(pools(world).run(parity, [{"plan": name, **each} for each in shapes]))
+
+
+def test_biases_and_replicated_heads(pools: Pools) -> None:
+    """Output biases, which every rank adds to its own rows, tied embeddings, norms of q and k, and
+    K and V that every rank holds."""
+    changes = {"attention_bias": True, "mlp_bias": True, "num_kv_heads": 1, "tie_embeddings": True}
+    cases = [{"plan": plan, "qk_norm": True, **changes} for plan in ("standard", "ladder@0-1")]
+    assert_none_wrong(pools(4).run(parity, cases))
+
+
+DOCUMENTS = torch.tensor([0, 5, 8, 16], dtype=torch.int32)
+
+
+def one_step(model: Transformer, tokens: Tensor) -> tuple[dict[str, Tensor], Counter[str]]:
+    """The losses and every gradient of documents, and the operators of the backward pass."""
+    losses = model(tokens, tokens, documents=DOCUMENTS)
+    with operations() as calls:
+        losses.mean().backward()
+    held = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return {"losses": losses.detach(), **held}, calls
+
+
+def wrapped(rank: int, world: int, plan: str) -> dict[str, tuple[float, Counter[str]]]:
+    """In a worker: by what wraps sublayers, the largest relative error and the operators."""
+    config = small_config(SAME_AT_ANY_T[plan], num_layers=2)
+    tokens, mesh = sample_tokens(config, 1, 2, 8), make_mesh(torch.device("cpu"), world)
+    counters = torch._dynamo.utils.counters
+    found = {}
+
+    def note(name: str, reducer: str, mode: str, compile: bool) -> None:
+        model = make_model(
+            config, torch.float32, mesh, torch.device("cpu"), sequence_parallel=True,
+            activation_checkpointing=mode, compile=compile, reducer=reducer,
+        )  # fmt: skip
+        initialise(model, 3)
+        found[name] = one_step(model, tokens)
+        graphs = counters["stats"]["unique_graphs"]
+        model(tokens, tokens, documents=DOCUMENTS)  # compiled once, for all passes
+        assert counters["stats"]["unique_graphs"] == graphs, name
+
+    note("sequence", "sequence", "none", False)
+    for mode in CHECKPOINTING:
+        note(mode, "fused", mode, False)
+        same = zip(found["none"][0].items(), found[mode][0].values(), strict=True)
+        for (what, value), again in same:
+            assert torch.equal(value, again), (mode, what)
+    counters.clear()
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+        for mode in ("none", "full"):
+            note(f"{mode}, compiled", "fused", mode, True)
+    assert not counters["graph_break"]
+    plain = found["sequence"][0]
+    return {
+        name: (max(relative_error(each, plain[what]) for what, each in values.items()), calls)
+        for name, (values, calls) in found.items()
+    }
+
+
+@pytest.mark.parametrize("plan", ["hybrid", "parallel"])
+def test_checkpointing_and_compilation(pools: Pools, plan: str) -> None:
+    """Within documents. `full` does a sublayer's exchanges again, `selective` none; neither changes
+    a bit. Catches compiled sublayers with products of their own, and graphs that break."""
+    counts = calls_of(small_config(SAME_AT_ANY_T[plan], num_layers=2).plan)
+    # Backward, each is the other; the rows that were gathered are kept.
+    backward = {GATHER: counts[SCATTER], SCATTER: counts[GATHER]}
+    again = {GATHER: sum(counts.values()) - 1, SCATTER: sum(counts.values())}  # not the head's
+    unused = {**again, SCATTER: backward[SCATTER]}  # a compiler sees that a sum is not read again
+    expected = {"sequence": {}, "none": backward, "selective": backward, "full": again,
+                "none, compiled": backward, "full, compiled": unused}  # fmt: skip
+    for found in pools(2).run(wrapped, plan):
+        assert all(error < 1e-5 for error, _ in found.values()), found
+        assert {name: dict(calls) for name, (_, calls) in found.items()} == expected
+
+
+SHARDED = [(2, 1, "TP + SP x DDP"), (2, 0, "TP + SP x FSDP")]
+
+
+@pytest.mark.parametrize(
+    ("plan", "layouts"),
+    [
+        ("hybrid", {4: SHARDED[1:]}),
+        pytest.param("parallel", {2: [(2, 1, "TP + SP")], 4: SHARDED}, marks=pytest.mark.slow),
+        pytest.param("standard", {8: [(2, 2, "TP + SP x HSDP")]}, marks=pytest.mark.slow),
+    ],
+)
+def test_it_trains_as_one_process(
+    corpus: Path, tmp_path: Path, pools: Pools, plan: str, layouts: dict[int, Layouts]
+) -> None:
+    """Under data parallelism, with checkpointed sublayers. Catches a result that FSDP does not see,
+    whose weights are then gone in the backward pass."""
+    changes = {"sequence_parallel": True, "reducer": "fused", "micro_batch_size": 1}
+    changes |= {"activation_checkpointing": "selective"}
+    compare(corpus, tmp_path, pools, layouts, changes, steps=4, plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("phase", "plan", "ranks", "sharded", "message"),
+    [
+        ("train", "standard", Ranks(4, 0, 1), False, "sequence_parallel=false: use async or auto"),
+        ("train", "desync-2x", Ranks(4, 0, 1), True, "tp=4 and plan 'desync-2x': .*reduce='none'"),
+        ("train", "dtp-1", Ranks(4, 0, 2), True, "tp=2 and plan 'dtp-1': 2 virtual ranks"),
+        ("train", "standard", Ranks(), True, "tp=1 .*there is one process"),
+        ("prefill", "standard", Ranks(4, 0, 1), False, "it is for training; use async"),
+        ("decode", "standard", Ranks(4, 0, 1), False, "it is for training; use async"),
+    ],
+)
+def test_what_is_refused(phase: str, plan: str, ranks: Ranks, sharded: bool, message: str) -> None:
+    resolved = resolve_plan(plan, 4, 4)
+    with pytest.raises(UserError, match=f"reducer=fused .*{message}"):
+        choose(phase, resolved, ranks, (1, 8), base="fused", sequence_parallel=sharded)
+
+
+def adapted(rank: int, world: int) -> str:
+    model = full_model(small_config(), 3)
+    shard_model(model, tp_mesh(world), reducer="fused")
+    model.model.layers[0].mlp.up_proj = nn.Sequential(model.model.layers[0].mlp.up_proj)
+    with pytest.raises(UserError) as error:
+        model(sample_tokens(model.config, 2, 2, 8))
+    return str(error.value)
+
+
+def test_a_matrix_with_an_adapter_is_refused(pools: Pools) -> None:
+    """It computes more than the product by its matrix."""
+    for text in pools(2).run(adapted):
+        assert "a Sequential" in text
+        assert "use reducer=sequence" in text
