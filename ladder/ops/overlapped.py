@@ -34,6 +34,8 @@ def peer_refusal(call: Call) -> str | None:
     """Why the ranks cannot write to each other's memory, for this machine's GPUs."""
     if call.device == "cpu":
         return "it needs GPUs that can access each other's memory"
+    if call.ranks == 1:
+        return "one rank has nothing to exchange"
     if 0 in call.sizes:
         return "a size is 0; there is nothing to overlap"
     if call.dtype == torch.float64:

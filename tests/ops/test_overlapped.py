@@ -55,7 +55,9 @@ def options_of(name: str) -> dict[str, Any]:
     return {"chunked": {}, "waiting": TILE, "tracked": {**TILE, "pieces": 2}}[name]
 
 
-def operands(world: int, call: int, rows: int, n: int, dtype: torch.dtype) -> list[Any]:
+def operands(
+    world: int, call: int, rows: int, n: int, dtype: torch.dtype, k: int = 24
+) -> list[tuple[Tensor, Tensor]]:
     """(A, B) of each rank: rows of A have one element, a power of two, so products are exact.
 
     What ranks add to an element differs in size, so that sums depend on their order.
@@ -63,10 +65,10 @@ def operands(world: int, call: int, rows: int, n: int, dtype: torch.dtype) -> li
     found = []
     for rank in range(world):
         source = torch.Generator().manual_seed(1000 * call + 10 * rank + rows)
-        A = torch.zeros(rows, 24)
-        at = torch.randint(24, (rows, 1), generator=source)
+        A = torch.zeros(rows, k)
+        at = torch.randint(k, (rows, 1), generator=source)
         A.scatter_(1, at, 2.0 ** torch.randint(-3, 4, (rows, 1), generator=source))
-        B = torch.randn(24, n, generator=source) * 3 ** torch.randn(24, n, generator=source)
+        B = torch.randn(k, n, generator=source) * 3 ** torch.randn(k, n, generator=source)
         found.append((A.to(dtype), B.to(dtype)))
     return found
 
@@ -98,7 +100,7 @@ def flat(result: Any) -> list[Tensor]:
 def provoke(
     op: str, name: str, world: int, seed: int, calls: int = 4,
     change: Callable[[int, Schedule], Schedule] = lambda rank, schedule: schedule,
-    rows: tuple[int, ...] = (1, 9, 20, 40), columns: tuple[int, ...] = (8, 40, 72),
+    rows: tuple[int, ...] = (1, 9, 20), columns: tuple[int, ...] = (8, 40),
 ) -> None:  # fmt: skip
     """Several calls of several shapes, queued on all ranks, then run in a random order of events.
 
@@ -140,8 +142,8 @@ def test_any_order_of_events_gives_the_sums_in_rank_order(device: str, op: str, 
 
     Sets of buffers alternate, or are one and the same, as in a graph of one call.
     """
-    for seed in range(6):
-        provoke(op, name, (2, 3, 4)[seed % 3], seed)
+    for seed in range(3):
+        provoke(op, name, (2, 3, 4)[seed], seed)
 
 
 def schedules_of(world: int) -> dict[str, Callable[[int], Schedule]]:
@@ -276,9 +278,9 @@ def on_ranks(rank: int, world: int, folder: str, which: list[tuple[str, str]]) -
         ),
     ):
         results = []
-        for call in range(8):
+        for call in range(4):
             for op, name in which:
-                rows, n = [1, 20, 7, 33][call % 4], [40, 8, 72][call % 3]
+                rows, n = [(20, 40), (1, 8), (7, 40), (3, 8)][call]
                 rows *= 1 if op == "all_gather_matmul" else world
                 if op == "matmul_all_reduce":
                     rows += call % 3
@@ -319,7 +321,7 @@ def turned(group: Any) -> None:
         torch.testing.assert_close(out.double(), wanted, rtol=4e-2, atol=8e-2)
 
 
-@pytest.mark.parametrize(("device", "world"), [on("interpreter", world) for world in (2, 3, 4)])
+@pytest.mark.parametrize(("device", "world"), [on("interpreter", world) for world in (2, 4)])
 def test_ranks_that_share_memory_agree_with_staged(
     pools: Pools, tmp_path: Path, interpreted: list[str], device: str, world: int
 ) -> None:
@@ -360,6 +362,8 @@ def test_what_cannot_run_is_refused_and_nothing_is_picked_unmeasured() -> None:
         empty = [(0, 256), *shapes[1:]]
         why = dict(ladder.ops.explain(op, empty, ranks=4, device="NVIDIA H200").others)
         assert all("a size is 0" in why[name] for name in names)
+        alone = dict(ladder.ops.explain(op, shapes, ranks=1, device="NVIDIA H200").others)
+        assert all("one rank" in alone[name] for name in names)
 
 
 def test_memory_cannot_be_made_in_a_capture() -> None:

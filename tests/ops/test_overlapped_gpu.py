@@ -1,0 +1,230 @@
+"""Overlapped products on GPUs, provoked: many calls in flight, graphs, ranks that come late."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ladder.ops
+from ladder.kernels.gemm import Tiling, gemm, tiles_of
+from ladder.models.errors import UserError
+from ladder.ops.track_maps import rotated
+from ladder.parallel import launch
+from tests.ops.everyone import TOLERANCE
+from tests.ops.test_overlapped import EVERY, arguments, flat, operands, run_of
+from tests.samples import relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+WORLDS = [world for world in (2, 4) if world <= torch.cuda.device_count()]
+# Rows of all ranks, columns, and columns of A: whole tiles, several to a program; ragged; few rows.
+SHAPES = [(4096, 4096, 1024), (1036, 1000, 520), (8, 2056, 264), (2048, 1024, 4096), (60, 136, 72)]
+REPLAYS = 300
+LIMIT = 60.0  # seconds until a job has ended whose rank died
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "chunked": [{}],
+    "waiting": [{}, {"tile": [128, 128, 64], "stages": 4}],
+    "tracked": [{}, {"pieces": 2}, {"tile": [256, 128, 64], "stages": 4, "pieces": 3}],
+}
+
+new_empty = torch.Tensor.new_empty
+
+
+def poisoned(self: Tensor, *args: Any, **options: Any) -> Tensor:
+    out = new_empty(self, *args, **options)
+    return out.fill_(torch.nan) if out.is_floating_point() else out
+
+
+def inputs_of(
+    op: str, call: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Rank-specific operands, whose products are exact: see tests.ops.test_overlapped."""
+    world, rank = launch.world_size(), launch.rank()
+    rows, n, k = SHAPES[call % len(SHAPES)]
+    rows = rows // world if op == "all_gather_matmul" else rows - (op == "matmul_all_reduce")
+    A, B = operands(world, call, rows, n, dtype, k)[rank]
+    return A.to(device), B.to(device)
+
+
+def staged(op: str, given: tuple[Any, ...]) -> list[Tensor]:
+    return flat(run_of(op, "staged")(dist.group.WORLD, *given))
+
+
+def check(what: object, found: list[Tensor], wanted: list[Tensor]) -> None:
+    for out, exact in zip(found, wanted, strict=True):
+        assert out.is_contiguous(), what
+        same = out.view(torch.int16) == exact.view(torch.int16)
+        same |= (out == 0) & (exact == 0)
+        assert same.all(), (what, int((~same).sum()), same.logical_not().nonzero()[:3].tolist())
+
+
+def provoke(op: str, name: str, dtype: torch.dtype) -> int:
+    """Ten calls of several shapes in flight at a time, ranks that come late, poisoned outputs."""
+    device = launch.join("cuda")
+    rank, group, run = launch.rank(), dist.group.WORLD, run_of(op, name)
+    own = random.Random(100 + rank)
+    for turn, options in enumerate(6 * OPTIONS[name]):
+        made = [inputs_of(op, 10 * turn + call, device, dtype) for call in range(10)]
+        given = [arguments(op, A, B, call % 2 == 1) for call, (A, B) in enumerate(made)]
+        torch.cuda.synchronize()
+        with mock.patch.object(torch.Tensor, "new_empty", poisoned):
+            found = []
+            for each in given:
+                if own.random() < 0.3:
+                    torch.cuda._sleep(own.randrange(10_000_000) * (rank + 1))
+                found.append(flat(run(group, *each, **options)))
+        for call, each in enumerate(given):
+            check((op, name, options, turn, call), found[call], staged(op, each))
+    dense(op, name, device, dtype)
+    return 0
+
+
+def dense(op: str, name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Operands without zeros against float64, through the operator, which `use` makes run it."""
+    world, rank = launch.world_size(), launch.rank()
+    source = torch.Generator(device=device).manual_seed(rank)
+    rows = 512 if op == "all_gather_matmul" else 512 * world
+    A = torch.randn(rows, 1024, generator=source, device=device).to(dtype)
+    B = (torch.randn(768, 1024, generator=source, device=device) / 32).to(dtype).t()
+    parts: list[list[Tensor]] = []
+    for each in (A, B.t().contiguous()):
+        everyone = [torch.empty_like(each) for _ in range(world)]
+        dist.all_gather(everyone, each)
+        parts.append([part.double() for part in everyone])
+    As, Bs = parts[0], [part.t() for part in parts[1]]
+    group_name = dist.group.WORLD.group_name
+    ops = torch.ops.ladder
+    results: list[Tensor] = []
+    with ladder.ops.use(op, name):
+        for _ in range(2):
+            if op == "all_gather_matmul":
+                results += ops.all_gather_matmul(A, [B], 0, group_name, return_A=False)[1]
+            elif op == "matmul_reduce_scatter":
+                results.append(ops.matmul_reduce_scatter(A, B, "sum", 0, group_name))
+            else:
+                results.append(ops.matmul_all_reduce(A, B, group_name))
+    total = sum(a @ b for a, b in zip(As, Bs, strict=True))
+    exact = {
+        "all_gather_matmul": torch.cat(As) @ Bs[rank],
+        "matmul_reduce_scatter": total.chunk(world)[rank],
+        "matmul_all_reduce": total,
+    }[op]
+    assert torch.equal(*results), "not the same over runs"
+    assert relative_error(results[0], exact) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("op", "name"), EVERY)
+def test_calls_in_flight(op: str, name: str, dtype: torch.dtype, world: int) -> None:
+    """Bit for bit `staged`; a slot written too early, or a tile read too early, is another's."""
+    assert launch.run(provoke, (op, name, dtype), nproc=world) == 0
+
+
+def replay(op: str, name: str) -> int:
+    """Graphs of one call and of three, which share a workspace, in turn, and calls between."""
+    device = launch.join("cuda")
+    rank, group, run = launch.rank(), dist.group.WORLD, run_of(op, name)
+    same, own = random.Random(1), random.Random(100 + rank)
+    options = OPTIONS[name][-1]
+    made = [inputs_of(op, call, device, torch.bfloat16) for call in range(4)]
+    given = [arguments(op, A, B, False) for A, B in made]
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(UserError, match="needs new memory"),
+        torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+    ):
+        run(group, *given[0], **options)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for each in given:
+            run(group, *each, **options)
+    torch.cuda.synchronize()
+    dist.barrier()
+    graphs, outs = [], []
+    for numbers in ([0], [1, 2, 3]):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            outs.append([(n, flat(run(group, *given[n], **options))) for n in numbers])
+        graphs.append(graph)
+    with torch.cuda.stream(stream):
+        for turn in range(REPLAYS):
+            checked = turn % 50 in (0, 1, 49)
+            if checked:
+                for A, _ in made:
+                    A.mul_(2.0 if turn % 100 < 50 else 0.5)  # exact, and other than before
+                for _, found in [pair for each in outs for pair in each]:
+                    for out in found:
+                        out.fill_(torch.nan)
+            if own.random() < 0.2:
+                torch.cuda._sleep(own.randrange(2_000_000) * (rank + 1))
+            which = same.randrange(3)
+            if which == 2:
+                run(group, *given[1], **options)  # not captured
+            for n in (0, 1) if checked or which == 2 else (which,):
+                graphs[n].replay()
+            if checked:
+                for n, found in [pair for each in outs for pair in each]:
+                    check((op, name, "graph", turn, n), found, staged(op, given[n]))
+    torch.cuda.synchronize()
+    return 0
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("op", "name"), EVERY)
+def test_graphs(op: str, name: str, world: int) -> None:
+    """A graph of one call uses the same set of slots in each replay."""
+    assert launch.run(replay, (op, name), nproc=world) == 0
+
+
+def lose_a_rank(op: str, name: str) -> int:
+    device = launch.join("cuda")
+    given = arguments(op, *inputs_of(op, 0, device, torch.bfloat16), False)
+    for _ in range(3):
+        run_of(op, name)(dist.group.WORLD, *given)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if launch.rank() == launch.world_size() - 1:
+        time.sleep(0.5)  # the others are waiting by now
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(3):
+        run_of(op, name)(dist.group.WORLD, *given)
+    torch.cuda.synchronize()
+    return 0
+
+
+@pytest.mark.parametrize("world", WORLDS[-1:])
+@pytest.mark.parametrize(("op", "name"), EVERY)
+def test_a_dead_rank_ends_the_job_and_is_named(
+    op: str, name: str, world: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    begun = time.monotonic()
+    assert launch.run(lose_a_rank, (op, name), nproc=world) == 1
+    assert time.monotonic() - begun < LIMIT
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert errors == [f"error: rank {world - 1} was killed by signal 9 (SIGKILL)"]
+
+
+@pytest.mark.parametrize("shape", [(4096, 4096, 4096), (1024, 12288, 4096), (1000, 1304, 776)])
+def test_a_persistent_product_at_real_shapes(shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    device = torch.device("cuda", 0)
+    a, b = torch.randn(m, k, device=device), torch.randn(n, k, device=device) / k**0.5
+    a, b = a.bfloat16(), b.bfloat16().t()
+    for tiling in (Tiling(), Tiling(128, 128, 64, 4), Tiling(256, 128, 64, 3, halves=False)):
+        order = rotated(*tiles_of(m, n, 1, tiling), 1, 10**6, 0)
+        out = gemm(a, b, torch.tensor(order, dtype=torch.int32, device=device), tiling=tiling)
+        assert relative_error(out, a.double() @ b.double()) < TOLERANCE[torch.bfloat16]
