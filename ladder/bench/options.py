@@ -186,8 +186,8 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         "--layouts",
         nargs="+",
         default=["ddp"],
-        help="how ranks share the work, for example ddp, fsdp, hsdp2, tp4, tp4+sp, tp2+sp+fsdp "
-        "(sp: sequence parallelism) (ddp)",
+        help="how ranks share the work, for example ddp, fsdp, hsdp2, tp4, tp4+sp, tp2+sp+fsdp, "
+        "tp4+sp+fused (sp: sequence parallelism; fused: reducer=fused) (ddp)",
     )
     parser.add_argument("--tp-degree", type=int, default=4, help="T of plans that depend on it")
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens per sequence")

@@ -48,7 +48,16 @@ def test_layouts() -> None:
     assert parse_layout("fsdp") == Layout("fsdp", dp_shard=0)
     assert parse_layout("hsdp2") == Layout("hsdp2", dp_shard=2)
     assert parse_layout("tp4+sp+fsdp") == Layout("tp4+sp+fsdp", 4, 0, True)
-    wrong = {"tp": "'tp'", "sp": "without tpN", "zero3": "'zero3'", "ddp2": "'ddp2'"}
+    assert parse_layout("tp4+sp+fused") == Layout("tp4+sp+fused", 4, 1, True, "fused")
+    (fused,) = points(options(layouts=["tp4+sp+fused"], plans=["none"]))
+    assert recipe_of(fused).reducer == "fused"
+    wrong = {
+        "tp4+fused": "fused without sp",
+        "tp": "'tp'",
+        "sp": "without tpN",
+        "zero3": "'zero3'",
+        "ddp2": "'ddp2'",
+    }
     for text, words in wrong.items():
         with pytest.raises(UserError, match=words):
             parse_layout(text)

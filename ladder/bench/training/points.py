@@ -11,17 +11,19 @@ from ladder.models.errors import UserError
 from ladder.models.presets import resolve_plan
 from ladder.train.config import TrainConfig
 
-LAYOUTS = "ddp, fsdp, hsdpN (replicas of N shards), tpN, tpN+sp, and tpN or tpN+sp with +fsdp"
+LAYOUTS = "ddp, fsdp, hsdpN (replicas of N shards), tpN, tpN+sp, tpN+sp+fused, each with +fsdp"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout of the model over ranks: tp and dp_shard as in `make_mesh`, sequence parallelism."""
+    """A layout of the model over ranks: tp and dp_shard as in `make_mesh`, sequence parallelism,
+    and the reducer of the recipe."""
 
     name: str
     tp: int = 1
     dp_shard: int = 1
     sequence_parallel: bool = False
+    reducer: str = "auto"
 
 
 def parse_layout(text: str) -> Layout:
@@ -34,6 +36,8 @@ def parse_layout(text: str) -> Layout:
             fields["tp"] = number
         elif kind == "sp" and part == kind:
             fields["sequence_parallel"] = True
+        elif part == "fused":
+            fields["reducer"] = part
         elif kind == "hsdp" and number:
             fields["dp_shard"] = number
         elif part in ("ddp", "fsdp"):
@@ -42,6 +46,8 @@ def parse_layout(text: str) -> Layout:
             raise UserError(f"--layouts: {part!r} of {text!r} is unknown; known: {LAYOUTS}")
     if fields.get("sequence_parallel") and fields.get("tp", 1) == 1:
         raise UserError(f"--layouts: {text!r} has sp without tpN; sequence parallelism needs TP")
+    if "reducer" in fields and "sequence_parallel" not in fields:
+        raise UserError(f"--layouts: {text!r} has fused without sp; write tpN+sp+fused")
     return Layout(text, **fields)
 
 
@@ -113,6 +119,7 @@ def recipe_of(point: TrainingPoint) -> TrainConfig:
         tp=layout.tp,
         dp_shard=layout.dp_shard,
         sequence_parallel=layout.sequence_parallel,
+        reducer=layout.reducer,
         activation_checkpointing=point.checkpointing,
         compile=point.compile,
         dtype=point.dtype,
