@@ -28,6 +28,8 @@ from ladder.files import checksum, hub_hint, usual_mode, write_text
 from ladder.hf_config import config_from_huggingface, stop_tokens
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
+from ladder.models.quantised import declare_quantised
+from ladder.models.storage import QUANTISED
 from ladder.models.transformer import Transformer, meta_model
 from ladder.parallel import launch
 from ladder.parallel.sharding import local_parameters, shard_model
@@ -36,6 +38,7 @@ from ladder.reader import EMBEDDING, TensorReader, read_json, some
 SHARD_BYTES = 2**30  # the approximate size of a checkpoint's files; a larger tensor has its own
 WEIGHTS = "model"
 ARCHITECTURE = "LadderForCausalLM"  # the class of our transformers models, in config.json
+QUANTISATION = "quantization_config"  # in config.json, Hugging Face's key: others refuse it
 GENERATION = "generation_config.json"  # Hugging Face's: end-of-text tokens, sampling options
 CHECKSUMS = "checksums.json"  # of a run's checkpoint: the SHA-256 of every file, see `digest`
 RECORD = "train.json"  # of a run's checkpoint: its step and recipe
@@ -51,8 +54,16 @@ class Entry:
     fetch: Callable[[], Tensor]
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """The model config of a folder, ours or Hugging Face's."""
+def read_config(folder: Path, quantised: bool = False) -> ModelConfig:
+    """The model config of a folder, ours or Hugging Face's.
+
+    quantised: also of a folder whose matrices are in 8 bits; without it that is a UserError.
+    """
+    if not quantised and (kind := quantised_as(folder)):
+        raise UserError(
+            f"{folder} holds {kind} weights, which are for inference only (generate, eval, bench "
+            f"inference); give the folder that it was converted from"
+        )
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{folder} is no model folder: it has no config.json")
@@ -63,6 +74,22 @@ def read_config(folder: Path) -> ModelConfig:
             raise UserError(f"{path} has model={model!r}, no object of fields; the file is damaged")
         return ModelConfig.from_dict(model, where=str(path))
     return config_from_huggingface(data, str(path))
+
+
+def quantised_as(folder: Path) -> str | None:
+    """The type of a folder's matrices in 8 bits, a name in QUANTISED; None: it holds none."""
+    path = folder / "config.json"
+    data = read_json(path) if path.is_file() else {}
+    if data.get("model_type") != "ladder" or QUANTISATION not in data:
+        return None
+    found = data[QUANTISATION]
+    kind = found.get("weights") if isinstance(found, dict) else None
+    if kind not in QUANTISED:
+        raise UserError(
+            f"{path} has {QUANTISATION}={found!r}; ladder reads its own, with weights of "
+            f"{' or '.join(QUANTISED)}: the file is damaged, or of another version"
+        )
+    return str(kind)
 
 
 def read_stop_tokens(folder: Path) -> list[int]:
@@ -89,10 +116,16 @@ def write_config(
     config: ModelConfig,
     eos_token_id: int | list[int] | None,
     huggingface: Mapping[str, Any] | None = None,
+    weights: str | None = None,
 ) -> None:
-    """Write our config.json. huggingface: the config.json of the original model, kept inside."""
+    """Write our config.json. huggingface: the config.json of the original model, kept inside.
+
+    weights: the type of the matrices, if they are in 8 bits: a name in QUANTISED.
+    """
     data: dict[str, Any] = {"architectures": [ARCHITECTURE], "model_type": "ladder"}
     data["eos_token_id"] = eos_token_id
+    if weights is not None:
+        data[QUANTISATION] = {"quant_method": "ladder", "weights": weights}
     data["model"] = config.to_dict()
     if huggingface is not None:
         data["huggingface"] = huggingface
@@ -233,7 +266,7 @@ def load_model(
     """The model of a folder, sharded over `mesh` (None: one process), ready to run.
 
     dtype: None keeps the stored dtype. reducer: see `shard_model`. Each process reads its own
-    slices.
+    slices. Matrices in 8 bits stay so.
     """
     model, reader = _opened(folder)
     shard_model(model, mesh, device=device, dtype=dtype or reader.dtype(EMBEDDING), reducer=reducer)
@@ -260,9 +293,11 @@ def check_model(folder: Path) -> None:
 
 def _opened(folder: Path) -> tuple[Transformer, TensorReader]:
     """The model of a folder without storage, and a reader of its tensors, which were checked."""
-    config = read_config(folder)
-    reader = TensorReader(folder, WEIGHTS)
+    config, kind = read_config(folder, quantised=True), quantised_as(folder)
+    reader = TensorReader(folder, WEIGHTS, quantised=kind is not None)
     model = meta_model(config)
+    if kind is not None:
+        declare_quantised(model, kind)
     reader.check(model)
     return model, reader
 

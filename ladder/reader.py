@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ladder.config import parse_json
 from ladder.models.errors import UserError, is_plain_name
+from ladder.models.storage import is_quantised
 from ladder.models.transformer import Transformer
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -33,6 +34,7 @@ DTYPES = {  # the types of weights, by safetensors' names
     "F16": torch.float16,
     "F64": torch.float64,
 }
+EIGHT_BITS = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}  # of `ladder convert --weights`
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -60,11 +62,15 @@ class TensorReader:
 
     names: files of whole tensors to read, instead of those found by `stem`. files: the chunks of
     each tensor. Returned tensors may be views of a mapped file. If there are both a single file and
-    an index of several, the single file is read, as by transformers.
+    an index of several, the single file is read, as by transformers. quantised: accept matrices in
+    8 bits, which `check` compares with the model's.
     """
 
-    def __init__(self, folder: Path, stem: str, names: Collection[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, stem: str, names: Collection[str] = (), quantised: bool = False
+    ) -> None:
         self.folder = folder
+        self.dtypes = {**DTYPES, **EIGHT_BITS} if quantised else DTYPES
         index = folder / f"{stem}.safetensors.index.json"
         single = folder / f"{stem}.safetensors"
         self.handles: dict[str, Any] = {}
@@ -143,7 +149,7 @@ class TensorReader:
                 f"{self.folder / file} lacks the tensor {name!r}, which the index lists; fetch the "
                 f"folder again"
             ) from error
-        if view.get_dtype() not in DTYPES:
+        if view.get_dtype() not in self.dtypes:
             raise UserError(
                 f"{self.folder / file}: tensor {name!r} has the type {view.get_dtype()}, and "
                 f"quantised weights cannot be loaded; use a folder in one of {', '.join(DTYPES)}"
@@ -151,7 +157,7 @@ class TensorReader:
         return view
 
     def dtype(self, name: str) -> torch.dtype:
-        return DTYPES[self._view(name).get_dtype()]
+        return self.dtypes[self._view(name).get_dtype()]
 
     def part(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """A slice of tensor `name`, read from its files."""
@@ -218,6 +224,13 @@ class TensorReader:
             )
         for name, shape in model.shapes.items():
             self.check_shape(name, shape)
+        for name, parameter in model.named_parameters() if self.dtypes is not DTYPES else ():
+            found, eight = self.dtype(name), is_quantised(parameter.dtype)
+            if found != parameter.dtype if eight else is_quantised(found):
+                raise UserError(
+                    f"{self.folder}: tensor {name!r} has the type {found}, which its config.json "
+                    f"does not say; the folder is damaged, convert the model again"
+                )
         if model.config.tie_embeddings and HEAD in self.files:
             self._check_tied(*model.shapes[EMBEDDING])
 

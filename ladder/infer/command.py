@@ -75,6 +75,7 @@ def generate_command(options: argparse.Namespace) -> int:
         reducer=options.reducer,
         dtype=options.dtype,
         device=options.device,
+        weights=options.weights,
     )
     main = launch.rank() == 0
     printer = None

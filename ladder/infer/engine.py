@@ -198,13 +198,13 @@ class Session:
 class Engine:
     """Generates with a model on its device and ranks; every rank makes the same calls.
 
-    model: a loaded model, or a folder, which `load_for_inference` loads. tp, reducer, device: for a
-    folder only: the number of processes (0 for all that run); `async`, `push` or `auto`; `cpu`,
-    `cuda` or `auto`. graphs: run decode steps as CUDA graphs; None: on GPUs. fused: pack the
-    model's weights and decode with fused kernels (`ladder.infer.fused`, which empties the original
-    model); None: on GPUs, if the kernels support the model. The engine keeps the SESSIONS sessions
-    that were used last (a cache and a graph for a batch size, a cache length and a kind of
-    sampling).
+    model: a loaded model, or a folder, which `load_for_inference` loads. tp, reducer, device,
+    weights: for a folder only: the number of processes (0 for all that run); `async`, `push` or
+    `auto`; `cpu`, `cuda` or `auto`; `bf16`, `fp8`, `int8` or `auto`. graphs: run decode steps as
+    CUDA graphs; None: on GPUs. fused: pack the model's weights and decode with fused kernels
+    (`ladder.infer.fused`, which empties the original model); None: on GPUs, if the kernels support
+    the model. The engine keeps the SESSIONS sessions that were used last (a cache and a graph for a
+    batch size, a cache length and a kind of sampling).
     """
 
     def __init__(
@@ -216,15 +216,18 @@ class Engine:
         tp: int = 0,
         reducer: str = "auto",
         device: str = "auto",
+        weights: str = "auto",
     ) -> None:
         if not isinstance(model, str | Path):
             loaded = model
-            if (tp, reducer, device) != (0, "auto", "auto"):
+            if (tp, reducer, device, weights) != (0, "auto", "auto", "auto"):
                 raise UserError(
-                    "tp, reducer and device are for a folder; this model is loaded already"
+                    "tp, reducer, device and weights are for a folder; this model is loaded already"
                 )
         else:
-            loaded = load_for_inference(model, tp=tp, reducer=reducer, device=device)
+            loaded = load_for_inference(
+                model, tp=tp, reducer=reducer, device=device, weights=weights
+            )
         loaded = FUSED.get(loaded, loaded)
         self.on_gpu = on_gpu = local_tensor(loaded.model.embed_tokens.weight).is_cuda
         if graphs and not on_gpu:

@@ -7,6 +7,7 @@ folds the norms' weights into the matrices that read them, and sets a Runtime th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,14 @@ from ladder.kernels.prefill import rotary_prompt
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.forward_pass import Norm, add_norm
-from ladder.models.layers import Embedding, RMSNorm, local, rotary_tables, vocabulary_start
+from ladder.models.layers import (
+    Embedding,
+    ParallelLinear,
+    RMSNorm,
+    local,
+    rotary_tables,
+    vocabulary_start,
+)
 from ladder.models.plan import Plan
 from ladder.models.reducer import Reducer
 from ladder.models.runtime import PassFactory
@@ -50,16 +58,13 @@ class FusedAttention(Sublayer):
         arrived: Tensor,
     ) -> None:  # fmt: skip
         super().__init__(config, attention.layer)
-        weights = [local(p.weight) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
-        index = attention.k_proj.held_heads()
-        key, value = (w.unflatten(0, (-1, attention.head_dim))[index] for w in weights[1:])
-        self.heads = weights[0].shape[0] // attention.head_dim
+        index, head_dim = attention.k_proj.held_heads(), attention.head_dim
+        self.heads = local(attention.q_proj.weight).shape[0] // head_dim
         self.kv_heads = len(index)
-        packed = torch.cat((weights[0], key.flatten(0, 1), value.flatten(0, 1)))
-        self.qkv = Matrix(fold(packed, gain))
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        self.qkv = pack(projections, gain, heads=(head_dim, index))
         self.bias: Tensor | None = None
         if attention.q_proj.bias is not None:
-            projections = attention.q_proj, attention.k_proj, attention.v_proj
             biases = [local(p.bias).unflatten(0, (-1, attention.head_dim)) for p in projections]
             self.bias = torch.cat((biases[0], biases[1][index], biases[2][index])).flatten()
         self.gains: tuple[Tensor, Tensor] | None = None
@@ -67,7 +72,7 @@ class FusedAttention(Sublayer):
         if isinstance(attention.q_norm, RMSNorm):
             self.gains = _gain(attention.q_norm), _gain(attention.k_norm)
             self.eps = attention.q_norm.eps
-        self.output = Matrix(local(attention.o_proj.weight))
+        self.output = pack([attention.o_proj])
         self.head_dim, self.table, self.arrived = attention.head_dim, table, arrived
 
     def compute(self, x: Any, context: Context) -> Any:
@@ -106,9 +111,8 @@ class FusedMLP(Sublayer):
 
     def __init__(self, config: ModelConfig, mlp: MLP, gain: Tensor) -> None:
         super().__init__(config, mlp.layer)
-        weights = local(mlp.gate_proj.weight), local(mlp.up_proj.weight)
-        self.gate_up = Matrix(fold(torch.cat(weights), gain), gated=True)
-        self.down = Matrix(local(mlp.down_proj.weight))
+        self.gate_up = pack([mlp.gate_proj, mlp.up_proj], gain, gated=True)
+        self.down = pack([mlp.down_proj])
 
     def compute(self, x: Any, context: Context) -> Any:
         (inner,) = context.operators.column(x, (self.gate_up,))
@@ -127,6 +131,30 @@ class FusedEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         rows = embed(tokens.flatten(), local(self.weight), self.first)
         return rows.unflatten(0, tokens.shape)
+
+
+def pack(
+    matrices: Sequence[ParallelLinear], gain: Tensor | None = None, gated: bool = False,
+    heads: tuple[int, list[int]] | None = None,
+) -> Matrix:  # fmt: skip
+    """The rows of all matrices as one, with a norm's weight `gain` folded in.
+
+    Matrices in 8 bits have theirs folded in already, and `gain` is 1 (see `quantise_model`). heads:
+    (head_dim, which to take) of all matrices but the first, of queries, keys and values.
+    """
+
+    def rows(values: list[Tensor]) -> Tensor:
+        if heads is not None:
+            split = (value.unflatten(0, (-1, heads[0])) for value in values[1:])
+            values = [values[0], *(value[heads[1]].flatten(0, 1) for value in split)]
+        return values[0] if len(values) == 1 else torch.cat(values)
+
+    weights = [local(each.weight) for each in matrices]
+    if matrices[0].scales is None:
+        whole = rows(weights)
+        return Matrix(whole if gain is None else fold(whole, gain), gated)
+    stored = rows([weight.view(torch.uint8) for weight in weights]).view(weights[0].dtype)
+    return Matrix(stored, gated, rows([local(each.scales) for each in matrices]))
 
 
 def fold(weight: Tensor, gain: Tensor) -> Tensor:
@@ -190,9 +218,8 @@ def fuse(model: Transformer) -> InferenceTransformer:
         return _take(layers[layer].mlp, FusedMLP(config, layers[layer].mlp, gain))
 
     def head(config: ModelConfig) -> nn.Module:
-        whole = local(model.lm_head.weight)
         # The final mean averages normed residuals over ranks: their norm keeps its weight.
-        return Matrix(whole if plan.final_mean else fold(whole, _gain(model.model.norm)))
+        return pack([model.lm_head], None if plan.final_mean else _gain(model.model.norm))
 
     embedding = FusedEmbedding(model.model.embed_tokens)
     parts = Parts(mixer, feed_forward, lambda config: embedding, head)

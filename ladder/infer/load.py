@@ -6,13 +6,24 @@ from pathlib import Path
 
 import torch
 
-from ladder.checkpoint import WEIGHTS, TensorReader, load_model, newest, refuse_damage
+from ladder.checkpoint import (
+    WEIGHTS,
+    TensorReader,
+    load_model,
+    newest,
+    quantised_as,
+    refuse_damage,
+)
 from ladder.config import DTYPES
 from ladder.models.errors import UserError, unknown
+from ladder.models.quantised import quantise_model
+from ladder.models.storage import QUANTISED
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.parallel.choose import INFERENCE, pick_reducer
 from ladder.parallel.mesh import make_mesh
+
+FP8_CAPABILITY = (8, 9)  # of NVIDIA GPUs that convert e4m3
 
 
 def as_dtype(name: str) -> torch.dtype | None:
@@ -31,6 +42,55 @@ def check_tp(tp: int) -> None:
         raise UserError(f"--tp={tp} with {processes} processes: start {tp}, with --nproc {tp}")
 
 
+def dtype_of(weights: str, dtype: str) -> str:
+    """The `--dtype` that `--weights` implies. Raises UserError if the two disagree."""
+    if weights not in ("auto", "bf16", *QUANTISED):
+        raise UserError(f"--weights={weights} must be auto, bf16, {' or '.join(QUANTISED)}")
+    if weights != "bf16":
+        return dtype
+    if dtype not in ("auto", "bfloat16"):
+        raise UserError(f"--weights=bf16 with --dtype={dtype}: leave one of the two out")
+    return "bfloat16"
+
+
+def kind_of(weights: str, folder: Path, device: torch.device) -> str | None:
+    """The 8-bit type that a folder's matrices are still to be stored in, or None.
+
+    Raises UserError if the folder holds another type, and if the device cannot read the type.
+    """
+    stored = quantised_as(folder)
+    if stored and weights not in ("auto", stored):
+        raise UserError(
+            f"--weights={weights}: {folder} holds {stored} weights; leave --weights out, or give "
+            f"the folder that it was converted from"
+        )
+    kind = weights if weights in QUANTISED else None
+    refuse_device(stored or kind, device)
+    return None if stored else kind
+
+
+def refuse_device(kind: str | None, device: torch.device) -> None:
+    """Raise UserError if a GPU has no conversion of this 8-bit type."""
+    if kind == "fp8" and device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) < FP8_CAPABILITY:
+            raise UserError(
+                f"fp8 weights need a GPU of compute capability 8.9 or more, and {device} has "
+                f"{major}.{minor}: use --weights int8"
+            )
+
+
+def quantise_shards(model: Transformer, kind: str) -> None:
+    """`quantise_model` on every rank; an error of one rank is every rank's."""
+    wrong = ""
+    try:
+        quantise_model(model, kind)
+    except UserError as error:
+        wrong = str(error)
+    if found := [each for each in launch.gathered(wrong) if each]:
+        raise UserError(found[0])
+
+
 def load_for_inference(
     folder: str | Path,
     *,
@@ -38,14 +98,16 @@ def load_for_inference(
     reducer: str = "auto",
     dtype: str = "auto",
     device: str = "auto",
+    weights: str = "auto",
 ) -> Transformer:
     """Load and shard the model of a run's folder, a checkpoint or a Hugging Face folder.
 
     tp: the number of processes, or 0 for the same. reducer: a name in `INFERENCE`, or `auto` for
-    the fastest that can run here. dtype: a name in `DTYPES`, or `auto` for the stored one. Raises
+    the fastest that can run here. dtype: a name in `DTYPES`, or `auto` for the stored one. weights:
+    `auto` for matrices in that dtype, or as the folder holds them; `bf16`; `fp8`, `int8`. Raises
     UserError for options that cannot be met and for damaged weights. Every rank must call it.
     """
-    wanted = as_dtype(dtype)
+    wanted = as_dtype(dtype_of(weights, dtype))
     if reducer not in ("auto", *INFERENCE):
         raise unknown("reducer", reducer, ("auto", *INFERENCE))
     joined = launch.join(device)
@@ -59,7 +121,9 @@ def load_for_inference(
     mesh = make_mesh(joined, processes)
     found = newest(Path(folder))
     launch.agree({"model": str(found)})
-    refuse_damage(TensorReader(found, WEIGHTS), "use another checkpoint of the run")
+    kind = kind_of(weights, found, joined)
+    reader = TensorReader(found, WEIGHTS, quantised=quantised_as(found) is not None)
+    refuse_damage(reader, "use another checkpoint of the run")
     model = load_model(
         found,
         None if mesh is None else mesh["tp"],
@@ -68,5 +132,7 @@ def load_for_inference(
         reducer=pick_reducer(processes) if reducer == "auto" else reducer,
     )
     model.config.refuse_no_comm()
+    if kind is not None:
+        quantise_shards(model, kind)
     model.eval()
     return model

@@ -59,6 +59,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="auto", help="auto (as stored), float32 or bfloat16")
     parser.add_argument(
+        "--weights",
+        default="auto",
+        help="matrices in memory: auto (in --dtype, or as stored), bf16, fp8 (e4m3) or int8",
+    )
+    parser.add_argument(
         "--reducer",
         default="auto",
         help="how ranks sum partial outputs: auto, async (NCCL or gloo), or push (peer memory)",

@@ -47,16 +47,26 @@ from ladder.kernels.landing import (
     rider_arguments,
     send,
 )
+from ladder.models.storage import dequantise, is_quantised
 
 MAX_ROWS = 64
 MAX_VECTOR_ROWS = 2  # more rows are multiplied on tensor cores
 
 
+Scales = tuple[Tensor, Tensor | None]  # of the rows of `weight` and `up`, float32 [N] each
+
+
 def project_reference(
     x: Tensor, weight: Tensor, up: Tensor | None = None, *,
     squares: Tensor | None = None, eps: float = 0.0, add: Tensor | None = None, factor: float = 1.0,
+    scales: Scales | None = None,
 ) -> Tensor:  # fmt: skip
     x = x.float()
+    if scales is not None:
+        weight = dequantise(weight, scales[0], torch.float32)
+        if up is not None:
+            assert scales[1] is not None
+            up = dequantise(up, scales[1], torch.float32)
     if squares is not None:
         x = x * torch.rsqrt(squares.sum(1, keepdim=True) / x.shape[1] + eps)
     y = F.linear(x, weight.float())
@@ -87,7 +97,7 @@ def _finish(
 @jit
 @no_type_check
 def _product(
-    program, x, weight, up, out, squares, add, factor, eps, buffers, start, N,
+    program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers, start, N,
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
@@ -101,11 +111,12 @@ def _product(
     columns = tl.arange(0, BK)[None, None, :]
     row = n.to(tl.int64) * K  # heads with 2**31 elements and more exist
     # Weights depend on no other kernel, so those of the first step are read before the wait.
+    # (0.0: an integer has no conversion to 8-bit floats.)
     first = (n < N) & ((columns < K) | (K >= BK))
-    w = tl.load(weight + row + columns, mask=first, other=0)
+    w = tl.load(weight + row + columns, mask=first, other=0.0)
     u = w
     if GATED:
-        u = tl.load(up + row + columns, mask=first, other=0)
+        u = tl.load(up + row + columns, mask=first, other=0.0)
     if PDL:
         gdc_wait()
     # The send has no programs of its own: with a branch for them, the compiler keeps fewer loads of
@@ -120,15 +131,17 @@ def _product(
         at = k + columns
         fits = (at < K) | (K % BK == 0)
         if k > 0:
-            w = tl.load(weight + row + at, mask=fits & (n < N), other=0)
+            w = tl.load(weight + row + at, mask=fits & (n < N), other=0.0)
             if GATED:
-                u = tl.load(up + row + at, mask=fits & (n < N), other=0)
+                u = tl.load(up + row + at, mask=fits & (n < N), other=0.0)
         a = tl.load(x + m * K + at, mask=fits & ((m < M) | (M == MP)), other=0).to(tl.float32)
         total += tl.sum(tl.reshape(a * w.to(tl.float32), [MP, BN, BK // 8, 8]), 3)
         if GATED:
             total_up += tl.sum(tl.reshape(a * u.to(tl.float32), [MP, BN, BK // 8, 8]), 3)
     y = tl.sum(total, 2, keep_dims=True)
     inside = (m < M) & (n < N)
+    if scales is not None:
+        y = y * tl.load(scales + n, mask=n < N, other=0)
     if NORM:
         chunks: tl.constexpr = (K + CHUNK - 1) // CHUNK
         c = tl.arange(0, CP)[None, None, :]
@@ -137,9 +150,14 @@ def _product(
         y = y * scale
         if GATED:
             y_up = tl.sum(total_up, 2, keep_dims=True) * scale
+            if up_scales is not None:
+                y_up = y_up * tl.load(up_scales + n, mask=n < N, other=0)
             y = y / (1 + tl.exp(-y)) * y_up
     elif GATED:
-        y = y / (1 + tl.exp(-y)) * tl.sum(total_up, 2, keep_dims=True)
+        y_up = tl.sum(total_up, 2, keep_dims=True)
+        if up_scales is not None:
+            y_up = y_up * tl.load(up_scales + n, mask=n < N, other=0)
+        y = y / (1 + tl.exp(-y)) * y_up
     _finish(y, m, n, inside, out, add, factor, buffers, start, N, M, x.dtype.element_ty, ADD, STORE,
             PUSH, RANK, WORLD, BITS, EMPTY)  # fmt: skip
 
@@ -147,7 +165,7 @@ def _product(
 @jit
 @no_type_check
 def _tile(
-    program, x, weight, up, out, squares, add, factor, eps, buffers, start, N,
+    program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers, start, N,
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
@@ -166,12 +184,16 @@ def _tile(
         at = k + columns[None, :]
         fits = (at < K) | (K % BK == 0)
         a = tl.load(x + m * K + at, mask=fits & ((m < M) | (M == MP)), other=0).to(KIND)
-        w = tl.load(weight + rows + at, mask=fits & (tl.trans(n) < N), other=0).to(KIND)
+        w = tl.load(weight + rows + at, mask=fits & (tl.trans(n) < N), other=0.0).to(KIND)
         total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
         if GATED:
-            u = tl.load(up + rows + at, mask=fits & (tl.trans(n) < N), other=0).to(KIND)
+            u = tl.load(up + rows + at, mask=fits & (tl.trans(n) < N), other=0.0).to(KIND)
             total_up = tl.dot(a, tl.trans(u), total_up, input_precision="ieee")
     y = total
+    if scales is not None:
+        y = y * tl.load(scales + n, mask=n < N, other=0)
+    if up_scales is not None:
+        total_up = total_up * tl.load(up_scales + n, mask=n < N, other=0)
     if NORM:
         chunks: tl.constexpr = (K + CHUNK - 1) // CHUNK
         c = tl.arange(0, CP)[None, :]
@@ -188,7 +210,7 @@ def _tile(
 @jit
 @no_type_check
 def _either(
-    program, x, weight, up, out, squares, add, factor, eps, buffers, start, N,
+    program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers, start, N,
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
@@ -197,19 +219,19 @@ def _either(
     D: tl.constexpr,
 ):  # fmt: skip
     if STAGES == 0:
-        _product(program, x, weight, up, out, squares, add, factor, eps, buffers, start, N, M, MP,
-                 K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK, BITS, EMPTY,
-                 PDL, partial, rows, riders, SENDS, D)  # fmt: skip
+        _product(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
+                 start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD,
+                 CHUNK, BITS, EMPTY, PDL, partial, rows, riders, SENDS, D)  # fmt: skip
     else:
-        _tile(program, x, weight, up, out, squares, add, factor, eps, buffers, start, N, M, MP, K,
-              BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK, BITS, EMPTY, STAGES,
-              KIND, PDL)  # fmt: skip
+        _tile(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
+              start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK,
+              BITS, EMPTY, STAGES, KIND, PDL)  # fmt: skip
 
 
 @kernel("both")
 @no_type_check
 def _project_kernel(
-    x, weight, up, out, squares, add, factor, eps, buffers, start, N,
+    x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers, start, N,
     residual, landed, landed_squares, sum0, sum1, own0, own1, factor0, factor1, rows, riders,
     products,
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -229,9 +251,9 @@ def _project_kernel(
     landing = 0 if STAGES == 0 else products
     SENDS: tl.constexpr = (RIDES == 2) & (STAGES == 0)
     if (RIDES == 0) | SENDS:
-        _either(program, x, weight, up, out, squares, add, factor, eps, buffers, start, N, M, MP,
-                K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK, BITS, EMPTY,
-                STAGES, KIND, PDL, residual, rows, riders, SENDS, D)  # fmt: skip
+        _either(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
+                start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK,
+                BITS, EMPTY, STAGES, KIND, PDL, residual, rows, riders, SENDS, D)  # fmt: skip
     elif (program >= landing) & (program < landing + riders):
         if PDL:
             gdc_wait()
@@ -243,9 +265,10 @@ def _project_kernel(
             _send(program - landing, residual, buffers, start, rows, D, WORLD, RANK, CHUNK, BITS,
                   EMPTY)  # fmt: skip
     else:
-        _either(program - before, x, weight, up, out, squares, add, factor, eps, buffers, start,
-                N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK,
-                BITS, EMPTY, STAGES, KIND, PDL, residual, rows, riders, False, D)  # fmt: skip
+        _either(program - before, x, weight, up, scales, up_scales, out, squares, add, factor, eps,
+                buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK,
+                WORLD, CHUNK, BITS, EMPTY, STAGES, KIND, PDL, residual, rows, riders, False,
+                D)  # fmt: skip
 
 
 def _blocks(
@@ -310,6 +333,7 @@ def project(
     x: Tensor, weight: Tensor, up: Tensor | None = None, *,
     squares: Tensor | None = None, eps: float = 0.0, add: Tensor | None = None, factor: float = 1.0,
     push: PushTarget | None = None, keep: bool = True, rider: LandingJob | SendJob | None = None,
+    scales: Scales | None = None,
 ) -> Tensor | None:  # fmt: skip
     """x [M, K] times weight [N, K] transposed, for M from 1 to 64: [M, N].
 
@@ -319,7 +343,9 @@ def project(
     weight 1), and these are the sums of squares from its landing. add: [M, N], added with `factor`
     to the pushed result (without `push`, to the returned one). push: the slots on every rank to
     which the result is written. keep: also return the result, without `add`. rider: a landing or
-    send in the same launch, which must not depend on this product.
+    send in the same launch, which must not depend on this product. scales: the weights are stored
+    in 8 bits (ladder.models.quantised); they are read so, converted in registers, and multiplied by
+    the scales of their rows after the sum.
     """
     rows, size = x.shape
     outputs = weight.shape[0]
@@ -327,8 +353,12 @@ def project(
     assert x.is_contiguous()
     assert weight.is_contiguous()
     assert weight.shape[1] == size
-    assert weight.dtype == x.dtype, (weight.dtype, x.dtype)
+    wanted = weight.dtype if scales is not None and is_quantised(weight.dtype) else x.dtype
+    assert weight.dtype == wanted, (weight.dtype, x.dtype)
     assert up is None or (up.shape == weight.shape and up.is_contiguous())
+    for each, matrix in zip(scales or (), (weight, up), strict=False):
+        assert (each is None) == (matrix is None)
+        assert each is None or (each.shape == (outputs,) and each.dtype == torch.float32)
     assert add is None or add.shape == (rows, outputs), add.shape
     assert squares is None or squares.shape == (rows, -(-size // CHUNK)), squares.shape
     assert push is not None or keep
@@ -342,11 +372,12 @@ def project(
         if rider is not None:
             land(rider)
         plain = {} if add is None else {"add": add, "factor": factor}
-        return project_reference(x, weight, up, squares=squares, eps=eps, **plain).to(x.dtype)
+        y = project_reference(x, weight, up, squares=squares, eps=eps, scales=scales, **plain)
+        return y.to(x.dtype)
     padded, block, step, warps, stages = _blocks(rows, outputs, size, up is not None, x.itemsize)
     if stages and x.is_cuda:
-        stage_rows = padded + block * (1 if up is None else 2)
-        stages = _fitting(stages, stage_rows * step * x.itemsize, x.device)
+        stage_bytes = padded * x.itemsize + block * (1 if up is None else 2) * weight.itemsize
+        stages = _fitting(stages, stage_bytes * step, x.device)
     products = triton.cdiv(outputs, block)
     riders = programs_of(rider)
     sends = isinstance(rider, SendJob) and stages == 0  # in the product's own programs
@@ -354,7 +385,7 @@ def project(
         send(rider)
         rider, riders, sends = None, 0, False
     cap: dict[str, Any] = {}
-    if isinstance(rider, LandingJob) and rows == 1 and up is None and x.itemsize == 2:
+    if isinstance(rider, LandingJob) and rows == 1 and up is None and weight.itemsize == 2:
         cap = _registers(size, block, step, warps)
     to = rider.push if isinstance(rider, SendJob) else push
     pointers, constants = rider_arguments(rider, x, to)
@@ -367,7 +398,8 @@ def project(
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device) if keep else x
     launch(
         _project_kernel, (products + (0 if sends else riders),), x.device,
-        x, weight, weight if up is None else up, out, x if squares is None else squares,
+        x, weight, weight if up is None else up, *(scales or (None, None)), out,
+        x if squares is None else squares,
         x if add is None else add, float(factor), float(eps),
         x if to is None else to.buffers, 0 if to is None else to.start, outputs,
         *pointers, riders, products,

@@ -19,6 +19,7 @@ from ladder.models.config import ModelConfig
 from ladder.models.parameters import Initialisation, ParameterSpec
 from ladder.models.reducer import Ranks
 from ladder.models.rotary import rotary_frequencies
+from ladder.models.storage import dequantise
 
 
 def local(parameter: Any) -> Tensor:
@@ -32,11 +33,19 @@ class ParallelLinear(nn.Linear):
     """A matrix that is split over the ranks; the column and row parallel ones are below.
 
     It is an nn.Linear so that adapters (PEFT's LoRA) find it; these support only one rank.
+    scales: None, or float32 [out], if the weight is stored in 8 bits (see ladder.models.quantised).
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__(inputs, outputs, bias)
+        self.register_parameter("scales", None)
         self.ranks = Ranks()
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """This process's shard of the weight, in `dtype`."""
+        if self.scales is None:
+            return local(self.weight).to(dtype)
+        return dequantise(local(self.weight), local(self.scales), dtype)
 
     def reset_parameters(self) -> None:
         """Do nothing: values come from Transformer.initialise or a folder."""
@@ -44,7 +53,7 @@ class ParallelLinear(nn.Linear):
     def held(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """The matrix [out, in] that this process multiplies by, and the bias if there is one."""
         bias = None if self.bias is None else local(self.bias).to(dtype)
-        return local(self.weight).to(dtype), bias
+        return self.matrix(dtype), bias
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -53,6 +62,7 @@ class ColumnParallelLinear(ParallelLinear):
     def parameter_specs(self) -> dict[str, ParameterSpec]:
         return {
             "weight": ParameterSpec(Initialisation.NORMAL, decay=True, split=0, reads_norm=True),
+            "scales": ParameterSpec(Initialisation.ONES, decay=False, split=0),
             "bias": ParameterSpec(Initialisation.ZEROS, decay=False, split=0),
         }
 
@@ -76,6 +86,7 @@ class RowParallelLinear(ParallelLinear):
     def parameter_specs(self) -> dict[str, ParameterSpec]:
         return {
             "weight": ParameterSpec(Initialisation.RESIDUAL, decay=True, split=1),
+            "scales": ParameterSpec(Initialisation.ONES, decay=False, split=None),
             "bias": ParameterSpec(Initialisation.ZEROS, decay=False, split=None),
         }
 

@@ -52,6 +52,7 @@ from ladder.models.in_flight import InFlight
 from ladder.models.layers import RMSNorm
 from ladder.models.plan import Landing, Plan
 from ladder.models.reducer import Reducer
+from ladder.models.storage import dequantise
 from ladder.parallel.reducers import PushReducer
 
 if TYPE_CHECKING:
@@ -62,11 +63,20 @@ class Matrix(nn.Module):
     """A weight [N, K] that is packed or has a norm's weight folded in, and its products.
 
     gated: its rows are those of gate and then of up, and the product is SwiGLU's silu(gate) * up.
+    scales: float32 [N], of a weight that is stored in 8 bits (see ladder.models.quantised). The
+    kernel for few rows reads it as it is stored; other products convert it, and free that after.
     """
 
-    def __init__(self, weight: Tensor, gated: bool = False) -> None:
+    def __init__(self, weight: Tensor, gated: bool = False, scales: Tensor | None = None) -> None:
         super().__init__()
         self.weight, self.gated = weight.detach().contiguous(), gated
+        self.scales = None if scales is None else scales.detach().contiguous()
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """The weight in `dtype`."""
+        if self.scales is None:
+            return self.weight.to(dtype)
+        return dequantise(self.weight, self.scales, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, K] -> [B, S, N], or N / 2 if gated."""
@@ -74,13 +84,16 @@ class Matrix(nn.Module):
             y = self.project(x[:, 0])
             assert y is not None
             return y.unsqueeze(1)
-        y = F.linear(x, self.weight)
+        y = F.linear(x, self.matrix(x.dtype))
         return swiglu(y.flatten(0, 1)).unflatten(0, x.shape[:2]) if self.gated else y
 
     def project(self, x: Tensor, **options: Any) -> Tensor | None:
         """x [M, K] -> [M, N] by `ladder.kernels.decode.project`, whose options these are."""
         weight, up = self.weight.chunk(2) if self.gated else (self.weight, None)
-        return project(x, weight, up, **options)
+        if self.scales is None:
+            return project(x, weight, up, **options)
+        pair = self.scales.chunk(2) if self.gated else (self.scales, None)
+        return project(x, weight, up, scales=pair, **options)
 
 
 @dataclass
@@ -111,7 +124,7 @@ class Product:
     """A partial that is not yet computed: x [M, K] times weight [D, K], plus `others`."""
 
     x: Tensor
-    weight: Tensor
+    weight: Matrix
     others: list[Product] = field(default_factory=list)
 
     def __add__(self, other: Product) -> Product:
@@ -124,10 +137,10 @@ class Product:
         """Compute it; factor * `add` is added to the pushed result, but not to the kept one."""
         for n, other in enumerate(self.others):
             assert not keep or push is None, "the kept result would lack the other products"
-            add = project(other.x, other.weight, add=add, factor=1.0 if n else factor)
+            add = other.weight.project(other.x, add=add, factor=1.0 if n else factor)
             factor = 1.0
-        return project(
-            self.x, self.weight, add=add, factor=factor, push=push, keep=keep, rider=rider
+        return self.weight.project(
+            self.x, add=add, factor=factor, push=push, keep=keep, rider=rider
         )
 
 
@@ -193,7 +206,8 @@ class DecodePass(Pass):
         return tuple(x.project(weight) for weight in weights)
 
     def row(self, x: Tensor, weight: nn.Module) -> Product:
-        return Product(x.flatten(0, 1), weight.weight)
+        assert isinstance(weight, Matrix)
+        return Product(x.flatten(0, 1), weight)
 
     def logits(self, head: nn.Module) -> Tensor:
         if self.plan.final_mean:  # the mean is a Tensor and not a Read

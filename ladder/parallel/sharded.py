@@ -113,7 +113,7 @@ class ShardedPass(Pass):
         # The single position at the end of a prefill is not sent by the transport.
         if x.shape[1] == 1 or getattr(weight, "bias", None) is not None:
             return MATRIX_PRODUCTS.row(x, weight)
-        matrix = local(weight.weight).to(x.dtype)
+        matrix: Tensor = weight.matrix(x.dtype)
         out = self.partial_buffer((x.shape[0], x.shape[1], matrix.shape[0]), x)
         if out is None:
             return MATRIX_PRODUCTS.row(x, weight)

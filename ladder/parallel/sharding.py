@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ladder.models.errors import UserError, unknown
 from ladder.models.parameters import chunk
 from ladder.models.reducer import Ranks, Reducer
+from ladder.models.storage import is_quantised
 from ladder.models.transformer import Transformer
 from ladder.parallel.choose import REDUCERS
 from ladder.parallel.reducers import AsyncReducer
@@ -69,14 +70,14 @@ def shard_model(
     def put(name: str, parameter: nn.Parameter) -> nn.Parameter:
         spec = model.specs[name]
         part = spec.slices(parameter.shape, ranks)
-        kind = dtype or parameter.dtype
+        kind = _dtype(name, parameter, dtype)
         if parameter.is_meta:
             local = torch.empty([s.stop - s.start for s in part], device=device, dtype=kind)
         else:
             local = parameter.detach()[part].to(device=device, dtype=kind, copy=True)
             local = local.contiguous()
         if mesh is None or processes == 1 or not dtensors:
-            return nn.Parameter(local)
+            return nn.Parameter(local, requires_grad=not is_quantised(kind))
         dim = spec.split_over(ranks.processes)
         placement = Replicate() if dim is None else Shard(dim)
         stride = torch.empty(parameter.shape, device="meta").stride()
@@ -86,6 +87,12 @@ def shard_model(
         return nn.Parameter(tensor)
 
     _replace_parameters(model, put)
+
+
+def _dtype(name: str, parameter: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of a parameter in a model of `dtype`: matrices in 8 bits and scales keep theirs."""
+    kept = is_quantised(parameter.dtype) or name.endswith(".scales")
+    return parameter.dtype if kept else dtype or parameter.dtype
 
 
 def _check_memory(model: Transformer, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -101,7 +108,7 @@ def _check_memory(model: Transformer, device: torch.device, dtype: torch.dtype |
     for name, parameter in model.named_parameters():
         part = model.specs[name].slices(parameter.shape, model.reducer.ranks)
         count = math.prod(each.stop - each.start for each in part)
-        needed += count * (dtype or parameter.dtype).itemsize
+        needed += count * _dtype(name, parameter, dtype).itemsize
     if needed > room:
         raise UserError(
             f"this process's weights take {needed / 1e9:,.1f} GB, more than the "

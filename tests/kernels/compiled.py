@@ -19,10 +19,12 @@ from unittest import mock
 
 import torch
 
+from ladder.models.storage import QUANTISED
 from tests import ROOT, pages
 
 BF16, FP32 = torch.bfloat16, torch.float32
-POINTERS = {BF16: "*bf16", FP32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+POINTERS = {BF16: "*bf16", FP32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
+            torch.float8_e4m3fn: "*fp8e4nv", torch.int8: "*i8"}  # fmt: skip
 WORLD, RANK, ROWS, SIZE = 4, 1, 1, 4096
 
 
@@ -39,7 +41,7 @@ def compile_launch(kernel: Any, args: tuple, meta: dict[str, Any]) -> str:
     for n, parameter in enumerate(kernel.params):
         name, value = parameter.name, values[parameter.name]
         aligned = isinstance(value, torch.Tensor)
-        if parameter.is_constexpr or (type(value) is int and value == 1):
+        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
             types[name], constants[name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             types[name] = POINTERS[value.dtype]
@@ -113,6 +115,15 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
             kernels.project(h, weight, push=target, keep=False, rider=landing)
             case += ", a send"
             kernels.project(h, weight, rider=kernels.SendJob(x, target))
+            for kind, dtype in QUANTISED.items():
+                case = f"{rows} rows, {kind}"
+                stored, scales = weight.to(dtype), torch.zeros(SIZE)
+                landing = kernels.new_landing(x, sums=[slots])
+                kernels.project(
+                    h, stored, push=target, keep=False, rider=landing, scales=(scales, None)
+                )
+                case += ", gated"
+                kernels.project(h, stored, stored, scales=(scales, scales))
         case = "bfloat16"
         x, weight = torch.zeros(WORLD * 128, 64, dtype=BF16), torch.zeros(64, 256, dtype=BF16)
         page.MatmulReduceScatter(128, 256, BF16, group, device)(x, weight)

@@ -1,0 +1,172 @@
+"""Matrices in 8 bits for inference: stored values, and a float32 scale for each output row.
+
+    weight[n, k] = stored[n, k] * scale[n], after the norm's weight was folded into the columns
+
+fp8: e4m3 (3 bits of mantissa, at most 448). The scale is the least power of two for which the row
+fits, so that stored * scale is exact in bfloat16: every path multiplies by the same numbers. int8:
+from -127 to 127; the scale is the row's largest magnitude / 127. Rows of zeros have the scale 1.
+The result is the same on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ladder.models.errors import UserError
+from ladder.models.layers import ParallelLinear, RMSNorm, local
+from ladder.models.parameters import collect_specs
+from ladder.models.storage import QUANTISED
+from ladder.models.transformer import Transformer
+
+LARGEST = {"fp8": 448.0, "int8": 127.0}
+# The largest error of a stored value: relative to it, and absolute, in units of the scale.
+ROUNDING = {"fp8": (2.0**-4, 2.0**-10), "int8": (0.0, 0.5)}
+LEAST_EXPONENT = -126  # of a scale: smaller numbers are not normal in float32
+PIECE = 2**24  # elements that are converted at once
+
+
+def quantise(
+    weight: Tensor, kind: str, name: str, gain: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`weight` [N, K] as (stored [N, K], scales [N] float32), on its device.
+
+    kind: a name in QUANTISED. gain: [K], a norm's weight to fold in, in float32. Raises UserError,
+    with the parameter's `name`, if a value is not finite.
+    """
+    stored = weight.new_empty(weight.shape, dtype=QUANTISED[kind])
+    scales = weight.new_empty(weight.shape[0], dtype=torch.float32)
+    step = max(1, PIECE // max(1, weight.shape[1]))
+    for start in range(0, weight.shape[0], step):
+        rows = slice(start, start + step)
+        exact = weight[rows].float()
+        if gain is not None:
+            exact = exact * gain.float()
+        largest = exact.abs().amax(1) if exact.shape[1] else exact.new_zeros(len(exact))
+        if not largest.isfinite().all():  # NaN, too, are the largest
+            folded = "" if gain is None else ", times the weight of its norm,"
+            raise UserError(
+                f"{name}{folded} holds NaN or infinities, and cannot be stored in {kind}; repair "
+                f"the model, or leave --weights out"
+            )
+        scales[rows] = scale = _scales(largest, kind)
+        scaled = exact / scale[:, None]
+        if kind == "int8":
+            scaled = scaled.round().clamp(-LARGEST[kind], LARGEST[kind])
+        stored[rows] = scaled.to(stored.dtype)
+    return stored, scales
+
+
+def _scales(largest: Tensor, kind: str) -> Tensor:
+    """The scales of rows, from their largest magnitudes."""
+    if kind == "int8":
+        found = (largest / LARGEST[kind]).clamp(min=2.0**LEAST_EXPONENT)
+        return found.where(largest > 0, 1.0)
+    fraction, exponent = torch.frexp(largest)  # largest = fraction * 2^exponent, from 1/2 to 1
+    exponent = exponent - 9 + (fraction > LARGEST[kind] / 2**9).int()
+    bits = (exponent.clamp(min=LEAST_EXPONENT).int() + 127) << 23  # exact, unlike a power
+    return bits.view(torch.float32).where(largest > 0, 1.0)
+
+
+def error_bound(weight: Tensor, scales: Tensor, kind: str) -> Tensor:
+    """The largest error of stored * scale for each element of `weight` [N, K], in float64.
+
+    weight: with the norm folded in. Of int8 also half an ulp of the float32 quotient.
+    """
+    relative, absolute = ROUNDING[kind]
+    magnitude, scale = weight.double().abs(), scales.double()[:, None]
+    return magnitude * (relative + 2.0**-23) + scale * absolute
+
+
+def matrices(model: Transformer) -> Iterator[tuple[str, ParallelLinear]]:
+    """(name, matrix): those of all sublayers, and the head. The embedding is none of them."""
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelLinear):
+            yield name, module
+
+
+def norms_of(model: Transformer) -> dict[str, str]:
+    """Each matrix that reads a norm whose weight can be folded into it -> that norm, by name.
+
+    A norm with a weight for each of several virtual ranks, and one whose results are averaged over
+    the ranks, keeps its weight.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    plan, held = model.config.plan, model.reducer.ranks.held
+    found: dict[str, str] = {}
+
+    def add(matrix: str, norm: RMSNorm) -> None:
+        if norm.weight.dim() == 1 or held == 1:
+            found[matrix] = names[norm]
+
+    for record, layer in zip(plan.sublayers, plan.layers, strict=True):
+        block = model.model.layers[layer]
+        slots = {"attention": block.self_attn, "mlp": block.mlp}
+        for part in record.kind.split("+"):
+            for name, _ in slots[part].named_parameters(prefix=names[slots[part]]):
+                if model.specs[name].reads_norm:
+                    add(name.rpartition(".")[0], block.norm(record.kind))
+    if not plan.final_mean:
+        add("lm_head", model.model.norm)
+    return found
+
+
+def refuse_sublayers(model: Transformer, kind: str) -> None:
+    """Raise UserError for sublayers whose matrices this module does not know."""
+    config = model.config
+    if (config.mixer, config.feed_forward) != ("attention", "swiglu"):
+        raise UserError(
+            f"--weights={kind} with mixer={config.mixer!r}, feed_forward={config.feed_forward!r}: "
+            f"only matrices of attention and swiglu can be stored so; leave it out"
+        )
+
+
+def _hold(model: Transformer, name: str, stored: Tensor, scales: Tensor) -> None:
+    """Make these the matrix of this name; the model's shapes are kept, of whole parameters."""
+    matrix = model.get_submodule(name)
+    matrix.weight = nn.Parameter(stored, requires_grad=False)
+    matrix.scales = nn.Parameter(scales, requires_grad=False)
+
+
+def _declare(model: Transformer) -> None:
+    """Bring the model's specs and shapes up to date: scales, and a head that is tied no more."""
+    for name, _ in matrices(model):
+        tied = "model.embed_tokens.weight" if f"{name}.weight" not in model.shapes else ""
+        shape = model.shapes[tied or f"{name}.weight"]
+        model.shapes[f"{name}.weight"] = shape
+        model.shapes[f"{name}.scales"] = shape[:1]
+    model.specs = collect_specs(model)
+
+
+def declare_quantised(model: Transformer, kind: str) -> None:
+    """Replace a whole model's matrices by empty ones in 8 bits, to be sharded and filled."""
+    refuse_sublayers(model, kind)
+    for name, matrix in matrices(model):
+        weight = matrix.weight
+        stored = torch.empty(weight.shape, dtype=QUANTISED[kind], device=weight.device)
+        _hold(model, name, stored, torch.empty(weight.shape[0], device=weight.device))
+    _declare(model)
+
+
+@torch.no_grad()
+def quantise_model(model: Transformer, kind: str) -> None:
+    """Store a loaded model's matrices in 8 bits, in place, one after another.
+
+    Norms are folded into the matrices that read them, and their weights become 1. A rank has the
+    scales of its own rows; of a row that is split over ranks each has its own part's. A head that
+    is tied to the embedding becomes a matrix of its own, and the embedding stays as it is. After an
+    error the model is of no use.
+    """
+    refuse_sublayers(model, kind)
+    norms = norms_of(model)
+    for name, matrix in matrices(model):
+        gain = None
+        if name in norms:
+            gain = local(model.get_submodule(norms[name]).weight).flatten()
+        found = quantise(local(matrix.weight), kind, f"{name}.weight", gain)
+        _hold(model, name, *found)
+    for norm in {*norms.values()}:
+        local(model.get_submodule(norm).weight).fill_(1.0)
+    _declare(model)

@@ -1,0 +1,118 @@
+"""Products of a decode step with weights in 8 bits, against float64 and the kernel of 16 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ladder.kernels import PushTarget, SendJob, new_landing, project
+from ladder.kernels.landing import CHUNK
+from ladder.models.quantised import quantise
+from ladder.models.storage import dequantise
+from tests.kernels.support import _poisoned_memory, assert_close, on  # noqa: F401  (fixtures)
+
+EPS = 1e-5
+
+
+def squares_of(x: Tensor) -> Tensor:
+    padded = F.pad(x.float().square(), (0, -x.shape[1] % CHUNK))
+    return padded.unflatten(1, (-1, CHUNK)).sum(-1)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize(
+    ("device", "m", "n", "k", "dtype"),
+    [
+        *(on("cpu", *s) for s in ((1, 18, 96, torch.bfloat16), (9, 34, 200, torch.float16))),
+        *(
+            on("interpreter", *s)
+            for s in (
+                (1, 18, 96, torch.bfloat16),
+                (2, 6, 1100, torch.float32),
+                (3, 33, 200, torch.bfloat16),
+                (17, 5, 1100, torch.float16),
+            )
+        ),
+        *(
+            on("cuda", m, n, k, dtype)
+            for m in (1, 2, 3, 8, 16, 17, 33, 64)
+            for n, k in ((71, 200), (1536, 4096), (4096, 3584))
+            for dtype in (torch.bfloat16, torch.float16)
+        ),
+    ],
+)
+def test_products(device: str, m: int, n: int, k: int, dtype: torch.dtype, kind: str) -> None:
+    """Each branch; rows of very different sizes, so that another row's scale is off by far.
+
+    Scales of fp8 are powers of two, so the bits are those of the product in 16 bits.
+    """
+    rows = 4.0 ** torch.randint(-3, 3, (2, n, 1), device=device)
+    exact = torch.randn(2, n, k, device=device) / k**0.5 * rows
+    (gate, one), (up, other) = (quantise(each, kind, "w") for each in exact)
+    wide = [dequantise(gate, one, torch.float64), dequantise(up, other, torch.float64)]
+    plain = [each.to(dtype) for each in wide]
+    x = torch.randn(m, k, device=device).to(dtype)
+    add = torch.randn(m, n, device=device).to(dtype)
+    for gated, normed, adds in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (0, 1, 1)):
+        results = []
+        for weights in (wide, plain):
+            kept = x.to(weights[0].dtype)
+            kept = F.rms_norm(kept, (k,), None, EPS) if normed else kept
+            y = F.linear(kept, weights[0])
+            y = F.silu(y) * F.linear(kept, weights[1]) if gated else y
+            results.append(y - add.to(y.dtype) / 4 if adds else y)
+        options: dict[str, Any] = {"squares": squares_of(x), "eps": EPS} if normed else {}
+        options |= {"add": add, "factor": -0.25} if adds else {}
+        scales = one, other if gated else None
+        found = project(x, gate, up if gated else None, scales=scales, **options)
+        assert found is not None
+        assert_close(found, *results)
+        if kind == "fp8":
+            same = project(x, plain[0], plain[1] if gated else None, **options)
+            assert torch.equal(found, same)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize(
+    ("device", "rows"), [on("interpreter", 1), on("interpreter", 9), on("cuda", 1), on("cuda", 9)]
+)
+def test_everything_rides_as_in_16_bits(device: str, rows: int, kind: str) -> None:
+    """A push with an addend, a landing and a send: the slots hold the scaled product."""
+    x = torch.randn(rows, 40, device=device).bfloat16()
+    residual, add, sent = torch.randn(3, rows, 70, device=device).bfloat16()
+    stored, scales = quantise(torch.randn(70, 40, device=device), kind, "w")
+    product = project(x, stored, scales=(scales, None), add=add, factor=0.5)
+    assert product is not None
+
+    def target() -> tuple[PushTarget, Tensor]:
+        slots = torch.full((2, rows, 70), -0.0, dtype=torch.bfloat16, device=device)
+        return PushTarget(torch.tensor([slots.data_ptr()] * 2, device=device), 0, 1, 2), slots
+
+    push, slots = target()
+    job = new_landing(residual, owns=[(add, 1.0)])
+    kept = project(x, stored, scales=(scales, None), add=add, factor=0.5, push=push, rider=job)
+    assert torch.equal(kept, project(x, stored, scales=(scales, None)))
+    assert torch.equal(slots[1], product)
+    assert torch.equal(job.out, residual + add)
+    push, slots = target()
+    project(x, stored, scales=(scales, None), rider=SendJob(sent, push))
+    assert torch.equal(slots[1], sent)
+
+
+def test_weights_in_8_bits_need_their_scales() -> None:
+    stored, scales = quantise(torch.randn(4, 16), "fp8", "w")
+    x = torch.randn(2, 16)
+    wrong: list[tuple[Tensor, Any]] = [
+        (stored, None),
+        (stored, (scales[:3], None)),
+        (stored, (scales.double(), None)),
+        (stored, (scales, scales)),
+        (stored.double(), (scales, None)),
+    ]
+    for weight, given in wrong:
+        with pytest.raises(AssertionError):
+            project(x, weight, scales=given)
