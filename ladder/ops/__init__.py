@@ -4,7 +4,9 @@ The operators are `torch.ops.ladder.*`, which importing this package defines: do
 `explain` says which implementation runs a call and why, `use` insists on one.
 """
 
-from ladder.ops import bags, landings, overlapped, products, rows
+from ladder.ops import bags, landings, overlapped, products, pushed, rows
 from ladder.ops.registry import Choice, explain, use
 
-__all__ = ["Choice", "bags", "explain", "landings", "overlapped", "products", "rows", "use"]
+__all__ = [
+    "Choice", "bags", "explain", "landings", "overlapped", "products", "pushed", "rows", "use",
+]  # fmt: skip

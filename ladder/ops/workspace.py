@@ -101,10 +101,10 @@ class Workspace:
                 f"it once with these shapes on the capture's stream before"
             )
 
-    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What `make` returns, made at the first call with this key."""
+    def once(self, key: Hashable, make: Callable[[], Any], what: str = "tables of tiles") -> Any:
+        """What `make` returns, made at the first call with this key; what: for an error."""
         if key not in self.made:
-            self.check_capture("tables of tiles")
+            self.check_capture(what)
             self.made[key] = make()
         return self.made[key]
 

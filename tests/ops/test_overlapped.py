@@ -20,6 +20,7 @@ from ladder.ops import schedules, workspace
 from ladder.ops.collectives import staged_all_gather
 from ladder.ops.products import (
     staged_all_gather_matmul,
+    staged_linear_all_reduce,
     staged_matmul_all_reduce,
     staged_matmul_reduce_scatter,
 )
@@ -47,12 +48,15 @@ EVERY = [(op, name) for op, names in IMPLEMENTATIONS.items() for name in names]
 CASES = [on("cpu" if name == "chunked" else "interpreter", op, name) for op, name in EVERY]
 
 
+FEW_ROWS = [("linear_all_reduce", "pushed"), ("matmul_all_reduce", "pushed")]
+
+
 def run_of(op: str, name: str) -> Callable[..., Any]:
     return OPERATORS[op].implementations[name].run
 
 
 def options_of(name: str) -> dict[str, Any]:
-    return {"chunked": {}, "waiting": TILE, "tracked": {**TILE, "pieces": 2}}[name]
+    return {"waiting": TILE, "tracked": {**TILE, "pieces": 2}}.get(name, {})
 
 
 def operands(
@@ -90,7 +94,7 @@ def arguments(op: str, A: Tensor, B: Tensor, average: bool) -> tuple[Any, ...]:
         return A, [B, B[:, :5]], 0, True
     if op == "matmul_reduce_scatter":
         return A, B, "avg" if average else "sum", 0
-    return A, B
+    return A, B.t() if op == "linear_all_reduce" else B
 
 
 def flat(result: Any) -> list[Tensor]:
@@ -256,6 +260,7 @@ STAGED = {
     "all_gather_matmul": staged_all_gather_matmul,
     "matmul_reduce_scatter": staged_matmul_reduce_scatter,
     "matmul_all_reduce": staged_matmul_all_reduce,
+    "linear_all_reduce": staged_linear_all_reduce,
 }
 
 
@@ -281,10 +286,13 @@ def on_ranks(rank: int, world: int, folder: str, which: list[tuple[str, str]]) -
         for call in range(4):
             for op, name in which:
                 rows, n = [(20, 40), (1, 8), (7, 40), (3, 8)][call]
-                rows *= 1 if op == "all_gather_matmul" else world
+                rows *= 1 if op == "all_gather_matmul" or name == "pushed" else world
                 if op == "matmul_all_reduce":
                     rows += call % 3
-                A, B = operands(world, call, rows, n, torch.float16)[rank]
+                dtype = torch.bfloat16 if name == "pushed" else torch.float16
+                A, B = operands(world, call, rows, n - (name == "pushed"), dtype)[rank]
+                if op == "linear_all_reduce":  # a weight as in nn.Linear
+                    B = B.t().contiguous().t()
                 given = arguments(op, A, B, call % 2 == 1)
                 results.append((op, given, run_of(op, name)(group, *given, **options_of(name))))
         for op, given, found in results:
@@ -325,23 +333,19 @@ def turned(group: Any) -> None:
 def test_ranks_that_share_memory_agree_with_staged(
     pools: Pools, tmp_path: Path, interpreted: list[str], device: str, world: int
 ) -> None:
-    for ran in pools(world).run(on_ranks, str(tmp_path), EVERY):
-        assert "_gemm_kernel" in ran
+    for ran in pools(world).run(on_ranks, str(tmp_path), EVERY + FEW_ROWS):
+        assert {"_gemm_kernel", "_project_kernel", "_push_all_reduce"} <= set(ran)
         interpreted += ran
 
 
 def asked(rank: int, world_size: int) -> None:
     A, B = torch.ones(4, 3), torch.ones(3, 5)
-    for op, names in IMPLEMENTATIONS.items():
-        for name in names:
-            with ladder.ops.use(op, name):
-                args = (A, [B], 0, group_name()) if op == "all_gather_matmul" else (A, B)
-                if op == "matmul_reduce_scatter":
-                    args = (A, B, "sum", 0, group_name())
-                elif op == "matmul_all_reduce":
-                    args = (A, B, group_name())
-                words = rf"{op} by '{name}' cannot run here: it"
-                check_refused(words, getattr(torch.ops.ladder, op), *args)
+    for op, name in EVERY + FEW_ROWS:
+        args: tuple[Any, ...] = arguments(op, A, B, False)
+        args = (A, [B], 0) if op == "all_gather_matmul" else args
+        with ladder.ops.use(op, name):
+            words = rf"{op} by '{name}' cannot run here: it"
+            check_refused(words, getattr(torch.ops.ladder, op), *args, group_name())
 
 
 def test_without_gpus_they_are_refused_by_name(pools: Pools) -> None:
@@ -355,15 +359,25 @@ def test_what_cannot_run_is_refused_and_nothing_is_picked_unmeasured() -> None:
             shapes = [(512, 256), [(256, 512)]]
         choice = ladder.ops.explain(op, shapes, ranks=4, device="NVIDIA H200")
         assert choice.implementation == "staged"
-        assert dict(choice.others) == dict.fromkeys(names, "not measured as faster")
+        others = dict(choice.others)
+        assert {others[name] for name in names} == {"not measured as faster"}
         wide = ladder.ops.explain(op, shapes, ranks=4, device="NVIDIA H200", dtype=torch.float32)
-        refused = {name: why for name, why in wide.others if "not float32" in why}
-        assert set(refused) == set(names) - {"chunked"}
+        refused = {name for name, why in wide.others if "not float32" in why}
+        assert refused == set(names) - {"chunked"}
         empty = [(0, 256), *shapes[1:]]
         why = dict(ladder.ops.explain(op, empty, ranks=4, device="NVIDIA H200").others)
         assert all("a size is 0" in why[name] for name in names)
         alone = dict(ladder.ops.explain(op, shapes, ranks=1, device="NVIDIA H200").others)
         assert all("one rank" in alone[name] for name in names)
+    for op, name in FEW_ROWS:
+        for rows, dtype, words in (
+            (64, torch.bfloat16, "not measured as faster"),
+            (65, torch.bfloat16, "it is for up to 64 rows"),
+            (64, torch.float16, "not float16"),
+        ):
+            given = {"ranks": 4, "device": "NVIDIA H200", "dtype": dtype}
+            choice = ladder.ops.explain(op, [(rows, 256), (256, 256)], **given)
+            assert words in dict(choice.others)[name]
 
 
 def test_memory_cannot_be_made_in_a_capture() -> None:

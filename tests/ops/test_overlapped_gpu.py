@@ -20,7 +20,7 @@ from ladder.models.errors import UserError
 from ladder.ops.track_maps import rotated
 from ladder.parallel import launch
 from tests.ops.everyone import TOLERANCE
-from tests.ops.test_overlapped import EVERY, arguments, flat, operands, run_of
+from tests.ops.test_overlapped import EVERY, FEW_ROWS, arguments, flat, operands, run_of
 from tests.samples import relative_error
 
 pytestmark = [
@@ -31,11 +31,13 @@ pytestmark = [
 WORLDS = [world for world in (2, 4) if world <= torch.cuda.device_count()]
 # Rows of all ranks, columns, and columns of A: whole tiles, several to a program; ragged; few rows.
 SHAPES = [(4096, 4096, 1024), (1036, 1000, 520), (8, 2056, 264), (2048, 1024, 4096), (60, 136, 72)]
+FEW = [(8, 4096, 1024), (1, 8200, 3584), (64, 2048, 512), (3, 1001, 264), (33, 1024, 2048)]
 REPLAYS = 300
 LIMIT = 60.0  # seconds until a job has ended whose rank died
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "chunked": [{}],
     "waiting": [{}, {"tile": [128, 128, 64], "stages": 4}],
+    "pushed": [{}],
     "tracked": [{}, {"pieces": 2}, {"tile": [256, 128, 64], "stages": 4, "pieces": 3}],
 }
 
@@ -48,14 +50,18 @@ def poisoned(self: Tensor, *args: Any, **options: Any) -> Tensor:
 
 
 def inputs_of(
-    op: str, call: int, device: torch.device, dtype: torch.dtype
+    op: str, name: str, call: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Rank-specific operands, whose products are exact: see tests.ops.test_overlapped."""
     world, rank = launch.world_size(), launch.rank()
-    rows, n, k = SHAPES[call % len(SHAPES)]
-    rows = rows // world if op == "all_gather_matmul" else rows - (op == "matmul_all_reduce")
-    A, B = operands(world, call, rows, n, dtype, k)[rank]
-    return A.to(device), B.to(device)
+    shapes = FEW if name == "pushed" else SHAPES
+    rows, n, k = shapes[call % len(shapes)]
+    if op == "all_gather_matmul":
+        rows //= world
+    elif op == "matmul_all_reduce" and rows > 1:
+        rows -= 1
+    A, B = (each.to(device) for each in operands(world, call, rows, n, dtype, k)[rank])
+    return A, B.t().contiguous().t() if call % 2 else B
 
 
 def staged(op: str, given: tuple[Any, ...]) -> list[Tensor]:
@@ -76,7 +82,7 @@ def provoke(op: str, name: str, dtype: torch.dtype) -> int:
     rank, group, run = launch.rank(), dist.group.WORLD, run_of(op, name)
     own = random.Random(100 + rank)
     for turn, options in enumerate(6 * OPTIONS[name]):
-        made = [inputs_of(op, 10 * turn + call, device, dtype) for call in range(10)]
+        made = [inputs_of(op, name, 10 * turn + call, device, dtype) for call in range(10)]
         given = [arguments(op, A, B, call % 2 == 1) for call, (A, B) in enumerate(made)]
         torch.cuda.synchronize()
         with mock.patch.object(torch.Tensor, "new_empty", poisoned):
@@ -96,6 +102,7 @@ def dense(op: str, name: str, device: torch.device, dtype: torch.dtype) -> None:
     world, rank = launch.world_size(), launch.rank()
     source = torch.Generator(device=device).manual_seed(rank)
     rows = 512 if op == "all_gather_matmul" else 512 * world
+    rows = 16 if name == "pushed" else rows
     A = torch.randn(rows, 1024, generator=source, device=device).to(dtype)
     B = (torch.randn(768, 1024, generator=source, device=device) / 32).to(dtype).t()
     parts: list[list[Tensor]] = []
@@ -113,6 +120,8 @@ def dense(op: str, name: str, device: torch.device, dtype: torch.dtype) -> None:
                 results += ops.all_gather_matmul(A, [B], 0, group_name, return_A=False)[1]
             elif op == "matmul_reduce_scatter":
                 results.append(ops.matmul_reduce_scatter(A, B, "sum", 0, group_name))
+            elif op == "linear_all_reduce":
+                results.append(ops.linear_all_reduce(A, B.t(), group_name))
             else:
                 results.append(ops.matmul_all_reduce(A, B, group_name))
     total = sum(a @ b for a, b in zip(As, Bs, strict=True))
@@ -120,14 +129,19 @@ def dense(op: str, name: str, device: torch.device, dtype: torch.dtype) -> None:
         "all_gather_matmul": torch.cat(As) @ Bs[rank],
         "matmul_reduce_scatter": total.chunk(world)[rank],
         "matmul_all_reduce": total,
+        "linear_all_reduce": total,
     }[op]
     assert torch.equal(*results), "not the same over runs"
     assert relative_error(results[0], exact) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("op", "name"), EVERY)
+@pytest.mark.parametrize(
+    ("op", "name", "dtype"),
+    [(*each, torch.bfloat16) for each in EVERY + FEW_ROWS]
+    + [(*each, torch.float16) for each in EVERY],
+    ids=str,
+)
 def test_calls_in_flight(op: str, name: str, dtype: torch.dtype, world: int) -> None:
     """Bit for bit `staged`; a slot written too early, or a tile read too early, is another's."""
     assert launch.run(provoke, (op, name, dtype), nproc=world) == 0
@@ -139,7 +153,7 @@ def replay(op: str, name: str) -> int:
     rank, group, run = launch.rank(), dist.group.WORLD, run_of(op, name)
     same, own = random.Random(1), random.Random(100 + rank)
     options = OPTIONS[name][-1]
-    made = [inputs_of(op, call, device, torch.bfloat16) for call in range(4)]
+    made = [inputs_of(op, name, call, device, torch.bfloat16) for call in range(4)]
     given = [arguments(op, A, B, False) for A, B in made]
     stream = torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
@@ -184,7 +198,7 @@ def replay(op: str, name: str) -> int:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(("op", "name"), EVERY)
+@pytest.mark.parametrize(("op", "name"), EVERY + FEW_ROWS)
 def test_graphs(op: str, name: str, world: int) -> None:
     """A graph of one call uses the same set of slots in each replay."""
     assert launch.run(replay, (op, name), nproc=world) == 0
@@ -192,7 +206,7 @@ def test_graphs(op: str, name: str, world: int) -> None:
 
 def lose_a_rank(op: str, name: str) -> int:
     device = launch.join("cuda")
-    given = arguments(op, *inputs_of(op, 0, device, torch.bfloat16), False)
+    given = arguments(op, *inputs_of(op, name, 0, device, torch.bfloat16), False)
     for _ in range(3):
         run_of(op, name)(dist.group.WORLD, *given)
     torch.cuda.synchronize()
@@ -207,7 +221,7 @@ def lose_a_rank(op: str, name: str) -> int:
 
 
 @pytest.mark.parametrize("world", WORLDS[-1:])
-@pytest.mark.parametrize(("op", "name"), EVERY)
+@pytest.mark.parametrize(("op", "name"), EVERY + FEW_ROWS)
 def test_a_dead_rank_ends_the_job_and_is_named(
     op: str, name: str, world: int, capfd: pytest.CaptureFixture[str]
 ) -> None:

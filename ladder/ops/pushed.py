@@ -1,0 +1,53 @@
+"""Products of few rows, whose partials every rank pushes to all: for the steps of decoding.
+
+A product made for few rows (`ladder.kernels.project`), then one kernel that pushes, waits and sums
+(`ladder.comm.push`). It counts its calls in the GPU's memory, so it works in any CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ladder.comm.push import DTYPES, PushAllReduce
+from ladder.kernels import project
+from ladder.kernels.decode import MAX_ROWS
+from ladder.ops.overlapped import peer_refusal
+from ladder.ops.registry import Call, implement
+from ladder.ops.workspace import workspace
+
+
+def push_refusal(call: Call) -> str | None:
+    if call.sizes[0] > MAX_ROWS:
+        return f"it is for up to {MAX_ROWS} rows"
+    if call.dtype not in DTYPES:
+        name = str(call.dtype).removeprefix("torch.")
+        return f"its kernel takes bfloat16 and float32, not {name}"
+    return peer_refusal(call)
+
+
+@implement("linear_all_reduce", "pushed", push_refusal)
+def pushed_linear_all_reduce(group: dist.ProcessGroup, x: Tensor, weight: Tensor) -> Tensor:
+    return _sum(group, "linear_all_reduce", x, weight)
+
+
+@implement("matmul_all_reduce", "pushed", push_refusal)
+def pushed_matmul_all_reduce(group: dist.ProcessGroup, A: Tensor, B: Tensor) -> Tensor:
+    return _sum(group, "matmul_all_reduce", A, B.t())
+
+
+def _sum(group: dist.ProcessGroup, op: str, x: Tensor, weight: Tensor) -> Tensor:
+    """The sum of the ranks' x @ weight^T."""
+    rows = x.flatten(0, -2).contiguous()
+    # To lay a weight out anew takes longer than a product that reads it as it lies.
+    product = project(rows, weight) if weight.is_contiguous() else rows @ weight.t()
+    assert product is not None
+    size = product.numel()
+    flat = F.pad(product.view(-1), (0, -size % (16 // x.element_size())))  # accesses of 16 bytes
+    space = workspace(group, op, x.device)
+    key = flat.numel(), flat.dtype
+    what = f"slots for {flat.numel()} elements"
+    push = space.once(key, lambda: PushAllReduce(*key, group, x.device), what)
+    total: Tensor = push(flat, True)
+    return total[:size].view(*x.shape[:-1], -1)
