@@ -36,6 +36,7 @@ def layouts(world: int) -> dict[str, dict[str, Any]]:
             "activation_checkpointing": "selective",
         },
         "TP + SP": {"tp": world, "sequence_parallel": True},
+        "TP + SP, fused": {"tp": world, "sequence_parallel": True, "reducer": "fused"},
         "TP + SP, compiled": {
             "tp": world, "sequence_parallel": True, "compile": True,
             "activation_checkpointing": "selective",

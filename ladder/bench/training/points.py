@@ -11,7 +11,7 @@ from ladder.models.errors import UserError
 from ladder.models.presets import resolve_plan
 from ladder.train.config import TrainConfig
 
-LAYOUTS = "ddp, fsdp, hsdpN (replicas of N shards), tpN, tpN+sp, tpN+sp+fused, each with +fsdp"
+LAYOUTS = "ddp, fsdp, hsdpN (replicas of N shards), tpN, tpN+sp, tpN+sp+fused; tpN also with +fsdp"
 
 
 @dataclass(frozen=True)
