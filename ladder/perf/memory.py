@@ -15,8 +15,6 @@ import functools
 import math
 from dataclasses import asdict, dataclass
 
-import torch
-
 from ladder.bench.inference.measure import HEADROOM, WORKSPACES
 from ladder.bench.training.points import parse_layout
 from ladder.costs import BF16, cache_bytes
@@ -24,7 +22,7 @@ from ladder.infer.engine import CAPACITY_STEP, GRAPHED_PROMPT_TOKENS
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.reducer import Ranks
-from ladder.models.transformer import Transformer
+from ladder.models.transformer import meta_model
 from ladder.perf.machine import Machine
 
 GIB = 2**30
@@ -57,8 +55,7 @@ def local_parameters(config: ModelConfig, tp: int) -> int:
     """The parameters of one process of `tp`, by their specs; tied ones once."""
     config.check_divides(tp, "--tp")
     ranks = Ranks(tp, 0, 1)
-    with torch.device("meta"):
-        model = Transformer(config)
+    model = meta_model(config)
     found, seen = 0, set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in seen:

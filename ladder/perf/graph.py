@@ -1,0 +1,289 @@
+"""The operations of a pass and what each waits for, from a plan's own schedule.
+
+Nothing here knows a preset's name: what lands where is `Plan.landings`, what may begin early
+`Plan.early`, and what blocks `Plan.blocking`, as in the loop of the model. This module makes the
+passes of prompts and of training, `ladder.perf.lower_decode` the kernels of a fused decode step.
+
+An operation is launched on a stream, and runs after those that were launched there before it and
+after those that it `needs`. One that `rides` is extra thread blocks of another operation's launch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ladder.models.errors import UserError, unknown
+from ladder.models.plan import Landing, Plan
+from ladder.models.reducer import Ranks
+from ladder.parallel.sharded import sharded_refusal
+
+MAIN, SIDE, COMM, DATA = "main", "side", "communication", "data parallel"
+COMPUTES = ("product", "attention")
+REDUCES = ("all-reduce", "reduce-scatter", "push", "send")
+STYLES = ("all-reduce", "sharded")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a rank.
+
+    kind: embed, product, attention, landing, copy, send, all-reduce, reduce-scatter, all-gather,
+    head, choice, loss, optimiser; a product that pushes its result is a `product` with `pushes`.
+    part: which product (qkv, output, gate-up, down). sublayer: whose; for a landing the read.
+    output: the output that a reduce sums. landings: what a landing lands, in order.
+    """
+
+    index: int
+    kind: str
+    stream: str
+    needs: tuple[int, ...]
+    part: str = ""
+    sublayer: int | None = None
+    output: int | None = None
+    rides: int | None = None
+    pushes: bool = False
+    landings: tuple[Landing, ...] = ()
+    backward: bool = False
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it sums a sublayer's output over the ranks, or the sums of a group."""
+        return self.output is not None and (self.pushes or self.kind in REDUCES)
+
+
+@dataclass
+class Graph:
+    """Operations in the order in which a rank launches them."""
+
+    plan: Plan
+    operations: list[Operation] = field(default_factory=list)
+
+    def add(self, kind: str, needs: Iterable[int | None], **fields: object) -> int:
+        """Append an operation; its index. A None in `needs` is left out."""
+        found = tuple(sorted({each for each in needs if each is not None}))
+        index = len(self.operations)
+        assert all(each < index for each in found), "it needs what has not been launched"
+        stream = fields.pop("stream", MAIN)
+        self.operations.append(Operation(index, kind, stream, found, **fields))  # type: ignore[arg-type]
+        return index
+
+    def of(self, kind: str, backward: bool = False) -> list[Operation]:
+        return [each for each in self.operations if (each.kind, each.backward) == (kind, backward)]
+
+    @property
+    def launches(self) -> Counter[str]:
+        """How many kernels or collectives of each kind are launched; what rides is none."""
+        return Counter(each.kind for each in self.operations if each.rides is None)
+
+    @property
+    def reduces(self) -> list[Operation]:
+        """The operations that sum the sublayers' outputs, in the forward pass."""
+        return [each for each in self.operations if each.reduces and not each.backward]
+
+    def waits(self, output: int) -> Operation:
+        """The landing that waits for the sum of `output`."""
+        (found,) = [
+            each
+            for each in self.operations
+            if not each.backward
+            and any(landing.summed and landing.output == output for landing in each.landings)
+        ]
+        return found
+
+    def before(self) -> list[set[int]]:
+        """For each operation those that must have ended, one step back: `needs`, the one before it
+        on its stream, and what the launch that it rides on needs."""
+        newest: dict[str, int] = {}
+        found: list[set[int]] = []
+        for each in self.operations:
+            known = set(each.needs)
+            if each.rides is not None:
+                known |= found[each.rides]
+            elif each.stream in newest:
+                known.add(newest[each.stream])
+            if each.rides is None:
+                newest[each.stream] = each.index
+            found.append(known)
+        return found
+
+
+class Loop:
+    """The loop of the model over a graph: what `Pass.read` and `Pass.write` do.
+
+    residual, base: the operations that made the newest residual and the newest base. starts: the
+    operation that ends each output's sum, and `owns` that of its own partial.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.graph = plan, Graph(plan)
+        self.residual = self.graph.add("embed", ())
+        self.residual = self.graph.add("all-reduce", [self.residual], part="embedding")
+        self.base: int | None = None
+        self.starts: dict[int, int] = {}
+        self.owns: dict[int, int] = {}
+        self.group: list[int] = []  # partials of the open group
+
+    def landed(self, n: int, residual: int) -> None:
+        """Read n has landed: `residual` made its residual."""
+        self.residual = residual
+        if not self.plan.base_needed[n]:
+            self.base = None
+        elif self.plan.equal_reads[n]:
+            self.base = residual
+
+    def arrivals(self, landings: Sequence[Landing]) -> list[int]:
+        """The operations that end what `landings` take."""
+        found = []
+        for landing in landings:
+            if landing.summed:
+                found.append(self.starts[landing.output])
+            if landing.own:
+                found.append(self.owns[landing.output])
+        return found
+
+
+def sublayer_operations(graph: Graph, plan: Plan, n: int, read: int) -> list[int]:
+    """Add sublayer n's operations but for its last products; what each of those needs."""
+    found = []
+    for kind in plan.sublayers[n].kind.split("+"):
+        if kind == "attention":
+            packed = graph.add("product", [read], part="qkv", sublayer=n)
+            found.append(graph.add("attention", [packed], sublayer=n))
+        else:
+            found.append(graph.add("product", [read], part="gate-up", sublayer=n))
+    return found
+
+
+LAST = {"attention": "output", "mlp": "down"}
+
+
+def forward(plan: Plan, style: str = "all-reduce") -> Graph:
+    """The forward pass over whole sequences.
+
+    style: `all-reduce` (residual whole on every rank, NCCL on a stream of its own), or `sharded`
+    (residual sharded by tokens: reduce-scatter, land, gather; what does not block on a side
+    stream), as prompts with push and training with sequence parallelism have it.
+    """
+    if style not in STYLES:
+        raise unknown("style of a pass", style, STYLES)
+    if style == "sharded":
+        refusal = sharded_refusal(plan, Ranks(2, 0, 1))
+        if refusal:
+            raise UserError(f"plan {plan.name!r} cannot be sharded by tokens: {refusal}")
+    loop = Loop(plan)
+    graph, early, last = loop.graph, dict[int, int](), len(plan.sublayers)
+
+    def land(n: int) -> int:
+        """The landing of read n, and under `sharded` its gather; the operation to wait for."""
+        landings = plan.landings[n]
+        source = loop.base if landings and landings[0].on_base else loop.residual
+        needs = [source, *loop.arrivals(landings)]
+        here = style == "all-reduce" or any(plan.blocking[each.output] for each in landings)
+        stream = MAIN if here else SIDE
+        found = graph.add("landing", needs, sublayer=n, landings=landings, stream=stream)
+        loop.landed(n, found)
+        if style == "sharded":
+            return graph.add("all-gather", [found], sublayer=n, stream=stream)
+        return found
+
+    for n, record in enumerate(plan.sublayers):
+        read = early.pop(n) if n in early else land(n)
+        if style == "sharded" and plan.early[n + 1]:
+            early[n + 1] = land(n + 1)
+        inner = sublayer_operations(graph, plan, n, read)
+        parts = [
+            graph.add("product", [each], part=LAST[kind], sublayer=n)
+            for each, kind in zip(inner, record.kind.split("+"), strict=True)
+        ]
+        loop.owns[n] = parts[-1]
+        if plan.group_begins[n] is not None:
+            loop.group += parts
+        if record.reduce == "none":
+            continue
+        needs = [*loop.group, *parts]
+        loop.group = []
+        if record.reduce == "residual":
+            needs.append(loop.residual)
+        if style == "all-reduce":
+            loop.starts[n] = graph.add("all-reduce", needs, sublayer=n, output=n, stream=COMM)
+        else:
+            stream = MAIN if plan.blocking[n] else SIDE
+            loop.starts[n] = graph.add("reduce-scatter", needs, sublayer=n, output=n, stream=stream)
+    read = early.pop(last) if last in early else land(last)
+    if plan.final_mean:
+        read = graph.add("all-reduce", [read], part="final mean", stream=COMM)
+    graph.add("head", [read])
+    return graph
+
+
+ADJOINT = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}
+GRADIENTS = ("none", "ddp", "fsdp")
+
+
+def training(plan: Plan, style: str = "all-reduce", gradients: str = "none") -> Graph:
+    """A training step: forward, loss, backward, optimiser.
+
+    The backward pass issues the forward's operations in reverse, each after what its gradient
+    comes from; a gather's is a scatter. gradients: `ddp` reduces those of each layer as soon as
+    they are there; `fsdp` scatters them, and gathers each layer's weights before both passes.
+    """
+    if gradients not in GRADIENTS:
+        raise unknown("reduction of gradients", gradients, GRADIENTS)
+    source = forward(plan, style)
+    graph, moved = Graph(plan), dict[int, int]()
+    layers: dict[int, int] = {}
+    for each in source.operations:
+        needs: list[int | None] = [moved[n] for n in each.needs]
+        if gradients == "fsdp" and each.kind in COMPUTES and each.sublayer is not None:
+            layer = plan.layers[each.sublayer]
+            if layer not in layers:
+                layers[layer] = graph.add("all-gather", (), part="weights", stream=DATA)
+            needs.append(layers[layer])
+        moved[each.index] = _copy(graph, each, needs)
+    loss = graph.add("loss", [moved[len(source.operations) - 1]])
+    users: dict[int, list[int]] = {each.index: [] for each in source.operations}
+    for each in source.operations:
+        for need in each.needs:
+            users[need].append(each.index)
+    back: dict[int, int] = {}
+    left = Counter(
+        plan.layers[each.sublayer]
+        for each in source.operations
+        if each.kind in COMPUTES and each.sublayer is not None
+    )
+    ends: dict[int, list[int]] = {layer: [] for layer in left}
+    reduced, gathered = list[int](), dict[int, int]()
+    for each in reversed(source.operations):
+        needs = [back[n] for n in users[each.index]] or [loss]
+        needs.append(moved[each.index])
+        computes = each.kind in COMPUTES and each.sublayer is not None
+        layer = plan.layers[each.sublayer] if computes and each.sublayer is not None else -1
+        if computes and gradients == "fsdp":
+            if layer not in gathered:
+                gathered[layer] = graph.add(
+                    "all-gather", [loss], part="weights", stream=DATA, backward=True
+                )
+            needs.append(gathered[layer])
+        back[each.index] = _copy(graph, each, needs, backward=True)
+        if computes:
+            ends[layer].append(back[each.index])
+            left[layer] -= 1
+            if not left[layer] and gradients != "none":
+                kind = "all-reduce" if gradients == "ddp" else "reduce-scatter"
+                reduced.append(
+                    graph.add(kind, ends[layer], part="gradients", stream=DATA, backward=True)
+                )
+    graph.add("optimiser", [*reduced, *back.values()])
+    return graph
+
+
+def _copy(
+    graph: Graph, each: Operation, needs: Iterable[int | None], backward: bool = False
+) -> int:
+    kind = ADJOINT.get(each.kind, each.kind) if backward else each.kind
+    return graph.add(
+        kind, needs, part=each.part, sublayer=each.sublayer, output=each.output,
+        stream=each.stream, landings=each.landings, backward=backward,
+    )  # fmt: skip

@@ -1,0 +1,228 @@
+"""Operations of a pass: against the launches of the fused decode step, and by their properties."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ladder.kernels.landing import LandingJob, SendJob
+from ladder.models import Plan, Ranks, UserError, resolve_plan
+from ladder.models.in_flight import InFlight
+from ladder.models.layers import RMSNorm
+from ladder.models.runtime import Runtime
+from ladder.parallel import decode as fused
+from ladder.parallel.decode import DecodePass, DecodeReducer, Matrix
+from ladder.parallel.reducers import AsyncReducer, PushReducer
+from ladder.parallel.sharded import sharded_refusal
+from ladder.perf.graph import Graph, Operation, forward, training
+from ladder.perf.lower_decode import WAYS, decode
+from tests.samples import FUSED_PLANS, random_plan
+
+D = 8
+PLANS = {name: resolve_plan(each, 4, 2) for name, each in FUSED_PLANS.items()}
+PLANS |= {f"random {seed}": random_plan(random.Random(seed), 1 + seed % 6) for seed in range(40)}
+
+
+class Recorder:
+    """Launches of a decode pass, without kernels: their kinds, and what rode on them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, way: str, plan: Plan) -> None:
+        self.launches: Counter[str] = Counter()
+        self.rides: Counter[str] = Counter()
+        for name in ("project", "land", "send"):
+            monkeypatch.setattr(fused, name, getattr(self, name))
+        kind = {"push": PushReducer, "nccl": AsyncReducer, "alone": AsyncReducer}[way]
+        base: Any = kind.__new__(kind)
+        base.ranks = Ranks(1, 0, 1) if way == "alone" else Ranks(2, 0, 1)
+        base.group, base.picked = None, {}
+        base.note = lambda size, name: None
+        base.sum = lambda value: value
+        base.reduce = self.reduce
+        made = DecodeReducer(base, plan)
+        slots = torch.zeros(made.sets, 2, 1, D)
+        memory = SimpleNamespace(own=slots, addresses=torch.zeros(2, dtype=torch.int64))
+        made.slots = lambda like: memory  # type: ignore[assignment, method-assign, return-value]
+        norms = [RMSNorm(D, 1e-5) for _ in range(len(plan.sublayers) + 1)]
+        self.run = DecodePass(Runtime(), made, plan, norms)
+
+    def reduce(self, whole: Tensor, blocking: bool) -> InFlight[Tensor]:
+        self.launches["all-reduce"] += 1
+        return InFlight(whole, lambda value: value)
+
+    def project(self, x: Tensor, weight: Tensor, *_: Any, **options: Any) -> Tensor | None:
+        self.launches["pushing product" if options.get("push") else "product"] += 1
+        rider = options.get("rider")
+        if rider is not None:
+            assert not rider.launched
+            rider.launched = True
+            self.rides["landing" if isinstance(rider, LandingJob) else "send"] += 1
+        return torch.zeros(1, D) if options.get("keep", True) else None
+
+    def land(self, job: LandingJob) -> None:
+        assert not job.launched
+        job.launched = True
+        self.launches["landing"] += 1
+
+    def send(self, job: SendJob) -> None:
+        assert not job.launched
+        job.launched = True
+        self.launches["send"] += 1
+
+    def step(self, plan: Plan) -> None:
+        """What the loop of a fused model does in a decode step."""
+        run, weight = self.run, Matrix(torch.zeros(D, D))
+        run.start(torch.zeros(1, 1, D))
+        for n, record in enumerate(plan.sublayers):
+            x = run.read(n)
+            partial: Any = None
+            for _ in record.kind.split("+"):
+                (inner,) = run.operators(n).column(x, (weight,))
+                made = run.operators(n).row(inner, weight)
+                partial = made if partial is None else partial + made
+            run.write(n, partial)
+        run.logits(weight)
+
+
+def launched(graph: Graph) -> tuple[Counter[str], Counter[str]]:
+    """What `Recorder` counts, of a graph."""
+    launches: Counter[str] = Counter()
+    rides: Counter[str] = Counter()
+    for each in graph.operations:
+        if each.rides is not None:
+            rides[each.kind] += 1
+        elif each.kind in ("product", "landing", "sum", "send"):
+            name = "landing" if each.kind == "sum" else each.kind
+            launches["pushing product" if each.pushes else name] += 1
+        elif each.kind == "all-reduce" and each.output is not None:
+            launches["all-reduce"] += 1
+    return launches, rides
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", PLANS)
+def test_a_decode_step_launches_what_the_fused_one_does(
+    monkeypatch: pytest.MonkeyPatch, name: str, way: str
+) -> None:
+    """Fails for one landing, send or product too many, and for one that rides and should not."""
+    plan = PLANS[name]
+    recorder = Recorder(monkeypatch, way, plan)
+    recorder.step(plan)
+    graph = decode(plan, way)
+    found, rides = launched(graph)
+    if plan.final_mean:  # its head is a plain product, which the recorder sees, too
+        assert graph.launches["norm"] == 1
+    assert (found, rides) == (recorder.launches, recorder.rides)
+
+
+def lists(plan: Plan) -> dict[str, Graph]:
+    found = {"forward": forward(plan), **{way: decode(plan, way) for way in WAYS}}
+    if sharded_refusal(plan, Ranks(2, 0, 1)) is None:
+        found["sharded"] = forward(plan, "sharded")
+    return found
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_output_lands_as_the_plan_says(name: str) -> None:
+    """Each read lands its parts once and in order, and nothing else does."""
+    plan = PLANS[name]
+    for graph in lists(plan).values():
+        found: list[list] = [[] for _ in plan.landings]
+        for each in graph.of("landing"):
+            found[each.sublayer or 0] += each.landings
+        assert found == [list(each) for each in plan.landings]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_collectives_are_the_plans_and_blocking_ones_are_waited_for_at_once(name: str) -> None:
+    plan = PLANS[name]
+    for way, graph in lists(plan).items():
+        if way == "alone":
+            assert graph.reduces == []
+            continue
+        assert [each.output for each in graph.reduces] == [
+            n for n, record in enumerate(plan.sublayers) if record.reduce != "none"
+        ]
+        for each in graph.reduces:
+            assert each.output is not None
+            landing = graph.waits(each.output)
+            assert each.index in landing.needs
+            until = landing.index
+            if landing.stream == "side":  # launched at once; what waits is the read of its gather
+                until = next(o.index for o in graph.operations if until + 1 in o.needs)
+            between = computed(graph.operations[each.index + 1 : until])
+            assert (between == []) == plan.blocking[each.output], (way, each)
+
+
+def computed(operations: list[Operation]) -> list[Operation]:
+    return [each for each in operations if each.kind in ("product", "attention")]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_landing_that_rides_needs_nothing_of_its_launch(name: str) -> None:
+    """A kernel that waited for its own result would never end."""
+    for graph in (decode(PLANS[name], way) for way in WAYS):
+        before = graph.before()
+        for each in graph.operations:
+            assert all(need < each.index for need in before[each.index])  # no cycle
+            if each.rides is not None and each.kind == "landing":
+                host = graph.operations[each.rides]
+                assert host.kind == "product"
+                assert each.rides not in each.needs
+
+
+@pytest.mark.parametrize("gradients", ["none", "ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["standard", "ladder", "dtp-2", "accumulate-4x", "random 3"])
+def test_a_training_step_has_every_operation_twice(name: str, gradients: str) -> None:
+    plan = PLANS[name]
+    graph = training(plan, gradients=gradients)
+    there = [each for each in graph.operations if each.stream != "data parallel"]
+    back = [each for each in there if each.backward]
+    ahead = [each for each in there if not each.backward and each.kind not in ("loss", "optimiser")]
+    assert [each.sublayer for each in back] == [each.sublayer for each in reversed(ahead)]
+    assert Counter(each.kind for each in back) == Counter(each.kind for each in ahead)
+    data = Counter(each.part for each in graph.operations if each.stream == "data parallel")
+    layers = plan.num_layers
+    assert data["gradients"] == layers * (gradients != "none")
+    assert data["weights"] == 2 * layers * (gradients == "fsdp")
+    last = graph.operations[-1]
+    assert last.kind == "optimiser"
+    assert {each.index for each in back} <= set(last.needs)
+
+
+def test_sequence_parallelism_mirrors_gathers_and_scatters() -> None:
+    graph = training(PLANS["ladder"], "sharded")
+    assert len(graph.of("all-gather")) == 9  # each read
+    assert len(graph.of("reduce-scatter")) == 8  # each output
+    assert len(graph.of("reduce-scatter", True)) == 9
+    assert len(graph.of("all-gather", True)) == 8
+
+
+def test_a_ladders_layer_is_five_kernels() -> None:
+    """docs/architecture.md says so: qkv, attention, output, gate and up, down."""
+    few, more = (
+        sum(decode(resolve_plan("ladder", layers, None), "push").launches.values())
+        for layers in (4, 5)
+    )
+    assert more - few == 5
+    alone = [
+        sum(decode(resolve_plan("none", layers, 4), "push").launches.values()) for layers in (4, 5)
+    ]
+    assert alone[1] - alone[0] == 7  # and two landings
+
+
+def test_wrong_words_are_one_line() -> None:
+    plan = PLANS["dtp-1"]
+    with pytest.raises(UserError, match="unknown way of a decode step 'pull'"):
+        decode(plan, "pull")
+    with pytest.raises(UserError, match="unknown style of a pass"):
+        forward(plan, "whole")
+    with pytest.raises(UserError, match="unknown reduction of gradients"):
+        training(plan, gradients="zero")
+    with pytest.raises(UserError, match="plan 'dtp-1' cannot be sharded by tokens"):
+        forward(plan, "sharded")
