@@ -111,7 +111,8 @@ def test_every_plan_of_equal_residuals(pools: Pools, name: str, world: int) -> N
     operators where the plan blocks, nowhere else. Catches rows of another sequence, a sum that is
     scattered twice, and a gather beside a plan's own."""
     shapes: list[dict[str, Any]] = [{}, {"batch": 1, "length": 4}, {"batch": 4, "length": 3}]
-    assert_none_wrong(pools(world).run(parity, [{"plan": name, **each} for each in shapes]))
+    cases = [{"plan": name, **each} for each in (shapes if world == 2 else shapes[:1])]
+    assert_none_wrong(pools(world).run(parity, cases))
 
 
 def test_biases_and_replicated_heads(pools: Pools) -> None:
