@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 import time
 from collections.abc import Callable
@@ -35,8 +34,9 @@ from ladder.checkpoint import (
     write_tensors,
 )
 from ladder.config import load_plan
+from ladder.convert.quantise import in_eight_bits, refuse_weights, untied
 from ladder.convert.verify import cannot_compare, compare_logits, tensor_checksum, verify_checksums
-from ladder.convert.weights import make, recipes
+from ladder.convert.weights import Made, plainly, recipes
 from ladder.data.tokenizer import TOKENIZER_CONFIG, load_tokenizer, tokenizer_file
 from ladder.files import check_writable, new_folder, refuse_inside, write_text
 from ladder.hf_config import config_to_huggingface, refuse_other_plans
@@ -74,12 +74,14 @@ def convert(
     tp_degree: int | None = None,
     to: str = "ladder",
     finish: Callable[[Path], None] | None = None,
+    weights: str | None = None,
 ) -> ConversionReport:
     """Convert a model folder (ours, a run's, or Hugging Face's) to a new folder `out`.
 
     plan: a specification for `resolve_plan`; None keeps the source's. to: a name in FORMATS.
-    finish: called with the new folder before it gets its name. Raises UserError if the model cannot
-    be converted, and if the written files fail verification.
+    finish: called with the new folder before it gets its name. weights: a name in QUANTISED, to
+    store the matrices in 8 bits (for inference only); None: as in the source. Raises UserError if
+    the model cannot be converted, and if the written files fail verification.
     """
     if to not in FORMATS:
         raise unknown("format", to, FORMATS)
@@ -95,6 +97,8 @@ def convert(
         raise UserError(f"tp_degree={tp_degree} needs a plan: add --plan, or leave --tp-degree out")
     if to == "hf":
         refuse_other_plans(config)
+    if weights is not None:
+        refuse_weights(config, weights, to)
     reader = TensorReader(source, WEIGHTS)
     reader.check(meta_model(old))
     reader.close()
@@ -102,8 +106,11 @@ def convert(
     read_stop_tokens(source)  # refuses damaged ones now: they are copied
     todo = recipes(old, config)
     dtype = reader.dtype(EMBEDDING)
-    sizes = {each.name: math.prod(each.shape) for each in todo}
-    nbytes = {name: count * reader.dtype(name).itemsize for name, count in sizes.items()}
+    if weights is None:
+        wanted = plainly(todo, reader)
+    else:
+        wanted, config = in_eight_bits(todo, reader, config, weights), untied(config)
+    nbytes = {each.name: each.nbytes for each in wanted}
     total = sum(nbytes.values())
     sums: dict[str, str] = {}
     size, unit = (10**6, "MB") if total >= 10**7 else (10**3, "kB")
@@ -115,36 +122,40 @@ def convert(
             done += nbytes[name]
             progress.update(done // size)
 
-        def fetcher(recipe: Any) -> Callable[[], Tensor]:
+        def fetcher(made: Made) -> Callable[[], Tensor]:
             def fetch() -> Tensor:
-                value = make(recipe, reader)
-                sums[recipe.name] = tensor_checksum(value)
-                advance(recipe.name)
+                value = made.make()
+                sums[made.name] = tensor_checksum(value)
+                advance(made.name)
                 return value
 
             return fetch
 
-        entries = [Entry(each.name, nbytes[each.name], fetcher(each)) for each in todo]
+        entries = [Entry(each.name, each.nbytes, fetcher(each)) for each in wanted]
         write_tensors(folder, WEIGHTS, entries, writer=True)
         verify_checksums(folder, sums, advance)
-        _write_config(source, folder, config, to, dtype)
+        _write_config(source, folder, config, to, dtype, weights)
         _copy_companions(source, folder)
         if to == "hf":
             name_end(folder)
         seconds = time.monotonic() - start
-        logits, compared = _logits(source, folder, old, config, to)
+        logits: float | str = f"the matrices are stored in {weights}"
+        compared = "logits"
+        if weights is None:
+            logits, compared = _logits(source, folder, old, config, to)
         if finish is not None:
             finish(folder)
-    return ConversionReport(len(todo), total, seconds, logits, compared)
+    return ConversionReport(len(wanted), total, seconds, logits, compared)
 
 
 def _write_config(
-    source: Path, folder: Path, config: ModelConfig, to: str, dtype: torch.dtype
-) -> None:
+    source: Path, folder: Path, config: ModelConfig, to: str, dtype: torch.dtype,
+    weights: str | None,
+) -> None:  # fmt: skip
     data = read_json(source / "config.json")
     kept, eos = huggingface_config(data), data.get("eos_token_id")
     if to == "ladder":
-        write_config(folder, config, eos, kept)
+        write_config(folder, config, eos, kept, weights)
     else:
         found = config_to_huggingface(config, dtype, kept, eos)
         write_text(folder / "config.json", json.dumps(found, indent=2) + "\n")
@@ -216,6 +227,7 @@ def convert_command(options: argparse.Namespace) -> int:
         None if plan is None else load_plan(plan),
         options.tp_degree,
         options.to,
+        weights=options.weights,
     )
     rate = amount(round(report.nbytes / report.seconds))
     print(

@@ -34,6 +34,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="ladder",
         help="format to write; hf: Hugging Face's, which holds plan standard only",
     )
+    parser.add_argument(
+        "--weights",
+        metavar="TYPE",
+        help="store the matrices in 8 bits, for inference only: fp8 (e4m3) or int8, with a scale "
+        "for each row; default: as in MODEL",
+    )
 
 
 def run(options: argparse.Namespace) -> int:

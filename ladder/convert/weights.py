@@ -8,7 +8,8 @@ between ranks has a weight for each rank.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,3 +113,22 @@ def make(recipe: Recipe, reader: TensorReader) -> Tensor:
     made = recipe.make(reader.whole(recipe.name), gain)
     reader.close()  # lets the system drop the pages that were read
     return made
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor to write: its size, and what makes it, called once and in order."""
+
+    name: str
+    nbytes: int
+    make: Callable[[], Tensor]
+
+
+def plainly(todo: Sequence[Recipe], reader: TensorReader) -> list[Made]:
+    """The tensors of these recipes, in the source's types."""
+
+    def made(recipe: Recipe) -> Made:
+        nbytes = math.prod(recipe.shape) * reader.dtype(recipe.name).itemsize
+        return Made(recipe.name, nbytes, lambda: make(recipe, reader))
+
+    return [made(each) for each in todo]

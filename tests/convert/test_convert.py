@@ -17,7 +17,7 @@ from torch import Tensor
 from ladder import checkpoint
 from ladder.checkpoint import load_model, newest
 from ladder.cli import main
-from ladder.convert import command
+from ladder.convert import weights
 from ladder.convert.command import convert
 from ladder.hf_config import config_from_huggingface
 from ladder.infer.engine import Engine, generate
@@ -260,8 +260,8 @@ def test_one_files_tensors_are_in_memory(
         most = max(most, sum(value.nbytes for value in held))
         return made
 
-    make = command.make
-    monkeypatch.setattr(command, "make", watched)
+    make = weights.make
+    monkeypatch.setattr(weights, "make", watched)
     convert(source, tmp_path / "ours", plan)
     old = tensors(source).values()
     assert sum(value.nbytes for value in old) > 100_000
