@@ -56,5 +56,5 @@ def enqueue(operations: ctypes.Array[MemoryOperation]) -> None:
     if code:
         raise RuntimeError(
             f"cuStreamBatchMemOp failed with CUDA driver error {code}; transport=copy-kernels does "
-            f"without it"
+            f"without it, and so do operators by 'staged'"
         )

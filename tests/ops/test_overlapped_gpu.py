@@ -20,7 +20,7 @@ from ladder.models.errors import UserError
 from ladder.ops.track_maps import rotated
 from ladder.parallel import launch
 from tests.ops.everyone import TOLERANCE
-from tests.ops.test_overlapped import EVERY, FEW_ROWS, arguments, flat, operands, run_of
+from tests.ops.test_overlapped import EVERY, FEW_ROWS, arguments, flat, run_of
 from tests.samples import relative_error
 
 pytestmark = [
@@ -44,6 +44,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 new_empty = torch.Tensor.new_empty
 
 
+def cases(which: str) -> list[tuple[str, str]]:
+    return [(op, name) for op, name in EVERY + FEW_ROWS if name == which]
+
+
 def poisoned(self: Tensor, *args: Any, **options: Any) -> Tensor:
     out = new_empty(self, *args, **options)
     return out.fill_(torch.nan) if out.is_floating_point() else out
@@ -52,7 +56,7 @@ def poisoned(self: Tensor, *args: Any, **options: Any) -> Tensor:
 def inputs_of(
     op: str, name: str, call: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Rank-specific operands, whose products are exact: see tests.ops.test_overlapped."""
+    """Rank-specific operands, whose products are exact: as in tests.ops.test_overlapped."""
     world, rank = launch.world_size(), launch.rank()
     shapes = FEW if name == "pushed" else SHAPES
     rows, n, k = shapes[call % len(shapes)]
@@ -60,7 +64,14 @@ def inputs_of(
         rows //= world
     elif op == "matmul_all_reduce" and rows > 1:
         rows -= 1
-    A, B = (each.to(device) for each in operands(world, call, rows, n, dtype, k)[rank])
+    source = torch.Generator(device=device).manual_seed(1000 * call + rank)
+    made = {"generator": source, "device": device}
+    A = torch.zeros(rows, k, device=device)
+    A.scatter_(
+        1, torch.randint(k, (rows, 1), **made), 2.0 ** torch.randint(-3, 4, (rows, 1), **made)
+    )
+    B = torch.randn(k, n, **made) * 3 ** torch.randn(k, n, **made)
+    A, B = A.to(dtype), B.to(dtype)
     return A, B.t().contiguous().t() if call % 2 else B
 
 
@@ -71,17 +82,24 @@ def staged(op: str, given: tuple[Any, ...]) -> list[Tensor]:
 def check(what: object, found: list[Tensor], wanted: list[Tensor]) -> None:
     for out, exact in zip(found, wanted, strict=True):
         assert out.is_contiguous(), what
-        same = out.view(torch.int16) == exact.view(torch.int16)
-        same |= (out == 0) & (exact == 0)
+        same = out == exact  # and no NaN
         assert same.all(), (what, int((~same).sum()), same.logical_not().nonzero()[:3].tolist())
 
 
-def provoke(op: str, name: str, dtype: torch.dtype) -> int:
+def provoked(which: str) -> int:
+    for op, name in cases(which):
+        for dtype in (torch.bfloat16, torch.float32 if name == "pushed" else torch.float16):
+            provoke(op, name, dtype)
+            dense(op, name, dtype)
+    return 0
+
+
+def provoke(op: str, name: str, dtype: torch.dtype) -> None:
     """Ten calls of several shapes in flight at a time, ranks that come late, poisoned outputs."""
     device = launch.join("cuda")
     rank, group, run = launch.rank(), dist.group.WORLD, run_of(op, name)
     own = random.Random(100 + rank)
-    for turn, options in enumerate(6 * OPTIONS[name]):
+    for turn, options in enumerate(4 * OPTIONS[name]):
         made = [inputs_of(op, name, 10 * turn + call, device, dtype) for call in range(10)]
         given = [arguments(op, A, B, call % 2 == 1) for call, (A, B) in enumerate(made)]
         torch.cuda.synchronize()
@@ -93,12 +111,11 @@ def provoke(op: str, name: str, dtype: torch.dtype) -> int:
                 found.append(flat(run(group, *each, **options)))
         for call, each in enumerate(given):
             check((op, name, options, turn, call), found[call], staged(op, each))
-    dense(op, name, device, dtype)
-    return 0
 
 
-def dense(op: str, name: str, device: torch.device, dtype: torch.dtype) -> None:
+def dense(op: str, name: str, dtype: torch.dtype) -> None:
     """Operands without zeros against float64, through the operator, which `use` makes run it."""
+    device = launch.join("cuda")
     world, rank = launch.world_size(), launch.rank()
     source = torch.Generator(device=device).manual_seed(rank)
     rows = 512 if op == "all_gather_matmul" else 512 * world
@@ -136,18 +153,19 @@ def dense(op: str, name: str, device: torch.device, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(
-    ("op", "name", "dtype"),
-    [(*each, torch.bfloat16) for each in EVERY + FEW_ROWS]
-    + [(*each, torch.float16) for each in EVERY],
-    ids=str,
-)
-def test_calls_in_flight(op: str, name: str, dtype: torch.dtype, world: int) -> None:
+@pytest.mark.parametrize("which", OPTIONS)
+def test_calls_in_flight(which: str, world: int) -> None:
     """Bit for bit `staged`; a slot written too early, or a tile read too early, is another's."""
-    assert launch.run(provoke, (op, name, dtype), nproc=world) == 0
+    assert launch.run(provoked, (which,), nproc=world) == 0
 
 
-def replay(op: str, name: str) -> int:
+def replayed(which: str) -> int:
+    for op, name in cases(which):
+        replay(op, name)
+    return 0
+
+
+def replay(op: str, name: str) -> None:
     """Graphs of one call and of three, which share a workspace, in turn, and calls between."""
     device = launch.join("cuda")
     rank, group, run = launch.rank(), dist.group.WORLD, run_of(op, name)
@@ -155,6 +173,7 @@ def replay(op: str, name: str) -> int:
     options = OPTIONS[name][-1]
     made = [inputs_of(op, name, call, device, torch.bfloat16) for call in range(4)]
     given = [arguments(op, A, B, False) for A, B in made]
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
     with (
@@ -194,14 +213,13 @@ def replay(op: str, name: str) -> int:
                 for n, found in [pair for each in outs for pair in each]:
                     check((op, name, "graph", turn, n), found, staged(op, given[n]))
     torch.cuda.synchronize()
-    return 0
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(("op", "name"), EVERY + FEW_ROWS)
-def test_graphs(op: str, name: str, world: int) -> None:
+@pytest.mark.parametrize("which", OPTIONS)
+def test_graphs(which: str, world: int) -> None:
     """A graph of one call uses the same set of slots in each replay."""
-    assert launch.run(replay, (op, name), nproc=world) == 0
+    assert launch.run(replayed, (which,), nproc=world) == 0
 
 
 def lose_a_rank(op: str, name: str) -> int:
@@ -221,7 +239,7 @@ def lose_a_rank(op: str, name: str) -> int:
 
 
 @pytest.mark.parametrize("world", WORLDS[-1:])
-@pytest.mark.parametrize(("op", "name"), EVERY + FEW_ROWS)
+@pytest.mark.parametrize(("op", "name"), [*EVERY[1:4], FEW_ROWS[0]])
 def test_a_dead_rank_ends_the_job_and_is_named(
     op: str, name: str, world: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
