@@ -24,7 +24,6 @@ from ladder.ops.products import (
     staged_matmul_all_reduce,
     staged_matmul_reduce_scatter,
 )
-from ladder.ops.registry import OPERATORS
 from ladder.ops.schedules import Await, Follow, Put, Schedule
 from ladder.ops.track_maps import all_to_all
 from tests.comm.mapped import shared_memory
@@ -35,46 +34,16 @@ from tests.kernels.support import _poisoned_memory, on  # noqa: F401  (a fixture
 from tests.ops.everyone import check_refused, in_order
 from tests.ops.everyone import random as numbers
 from tests.ops.everyone import world as group_name
+from tests.ops.overlapped import EVERY, FEW_ROWS, IMPLEMENTATIONS, arguments, flat, operands, run_of
 from tests.ops.streams import Everyone, Group, Machine, Queued, WrongOrderError
 
 TILE: dict[str, Any] = {"tile": [16, 32, 16], "stages": 2}
-IMPLEMENTATIONS = {
-    "all_gather_matmul": ("chunked", "waiting"),
-    "matmul_reduce_scatter": ("chunked", "tracked"),
-    "matmul_all_reduce": ("chunked",),
-}
-EVERY = [(op, name) for op, names in IMPLEMENTATIONS.items() for name in names]
 # `chunked` has torch's products and, on a CPU, a sum by torch; the others need their kernel.
 CASES = [on("cpu" if name == "chunked" else "interpreter", op, name) for op, name in EVERY]
 
 
-FEW_ROWS = [("linear_all_reduce", "pushed"), ("matmul_all_reduce", "pushed")]
-
-
-def run_of(op: str, name: str) -> Callable[..., Any]:
-    return OPERATORS[op].implementations[name].run
-
-
 def options_of(name: str) -> dict[str, Any]:
     return {"waiting": TILE, "tracked": {**TILE, "pieces": 2}}.get(name, {})
-
-
-def operands(
-    world: int, call: int, rows: int, n: int, dtype: torch.dtype, k: int = 24
-) -> list[tuple[Tensor, Tensor]]:
-    """(A, B) of each rank: rows of A have one element, a power of two, so products are exact.
-
-    What ranks add to an element differs in size, so that sums depend on their order.
-    """
-    found = []
-    for rank in range(world):
-        source = torch.Generator().manual_seed(1000 * call + 10 * rank + rows)
-        A = torch.zeros(rows, k)
-        at = torch.randint(k, (rows, 1), generator=source)
-        A.scatter_(1, at, 2.0 ** torch.randint(-3, 4, (rows, 1), generator=source))
-        B = torch.randn(k, n, generator=source) * 3 ** torch.randn(k, n, generator=source)
-        found.append((A.to(dtype), B.to(dtype)))
-    return found
 
 
 def expected(op: str, inputs: list[Any], rank: int, average: bool) -> list[Tensor]:
@@ -87,18 +56,6 @@ def expected(op: str, inputs: list[Any], rank: int, average: bool) -> list[Tenso
     total = total / world if average and op != "matmul_all_reduce" else total
     return [total.to(inputs[0][0].dtype) if op == "matmul_all_reduce"
             else total.chunk(world)[rank].to(inputs[0][0].dtype)]  # fmt: skip
-
-
-def arguments(op: str, A: Tensor, B: Tensor, average: bool) -> tuple[Any, ...]:
-    if op == "all_gather_matmul":
-        return A, [B, B[:, :5]], 0, True
-    if op == "matmul_reduce_scatter":
-        return A, B, "avg" if average else "sum", 0
-    return A, B.t() if op == "linear_all_reduce" else B
-
-
-def flat(result: Any) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else [result[0], *result[1]]
 
 
 def provoke(

@@ -20,7 +20,7 @@ from ladder.models.errors import UserError
 from ladder.ops.track_maps import rotated
 from ladder.parallel import launch
 from tests.ops.everyone import TOLERANCE
-from tests.ops.test_overlapped import EVERY, FEW_ROWS, arguments, flat, run_of
+from tests.ops.overlapped import EVERY, FEW_ROWS, arguments, flat, run_of
 from tests.samples import relative_error
 
 pytestmark = [
@@ -56,7 +56,7 @@ def poisoned(self: Tensor, *args: Any, **options: Any) -> Tensor:
 def inputs_of(
     op: str, name: str, call: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Rank-specific operands, whose products are exact: as in tests.ops.test_overlapped."""
+    """Rank-specific operands, whose products are exact: as in tests.ops.overlapped."""
     world, rank = launch.world_size(), launch.rank()
     shapes = FEW if name == "pushed" else SHAPES
     rows, n, k = shapes[call % len(shapes)]
