@@ -129,7 +129,7 @@ def check_base(phase: str, plan: Plan, ranks: Ranks, base: str, option: str = "r
     if refusal is not None:
         raise UserError(
             f"{option}={base} with tp={ranks.processes} and plan {plan.name!r}: {refusal}; use "
-            f"{option}=async"
+            f"{option}=async and sequence_parallel=false"
         )
 
 

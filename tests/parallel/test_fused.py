@@ -213,7 +213,7 @@ def test_it_trains_as_one_process(
     [
         ("train", "standard", Ranks(4, 0, 1), False, "sequence_parallel=false: use async or auto"),
         ("train", "desync-2x", Ranks(4, 0, 1), True, "tp=4 and plan 'desync-2x': .*reduce='none'"),
-        ("train", "dtp-1", Ranks(4, 0, 2), True, "tp=2 and plan 'dtp-1': 2 virtual ranks"),
+        ("train", "dtp-1", Ranks(4, 0, 2), True, "tp=2 .*: 2 virtual ranks .*=async and seq"),
         ("train", "standard", Ranks(), True, "tp=1 .*there is one process"),
         ("prefill", "standard", Ranks(4, 0, 1), False, "it is for training; use async"),
         ("decode", "standard", Ranks(4, 0, 1), False, "it is for training; use async"),
