@@ -12,7 +12,7 @@ rows, which may differ in the last bit from those for m rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from ladder.comm.access import push_refusal
 from ladder.kernels.gemm import Arrivals, Tiling, Track, gemm, tiles_of
 from ladder.kernels.slots import sum_slots
+from ladder.models.errors import UserError
 from ladder.ops import schedules, workspace
 from ladder.ops.registry import Call, device_name, implement
 from ladder.ops.track_maps import all_to_all, rotated
@@ -52,11 +53,18 @@ def kernel_refusal(call: Call) -> str | None:
     return peer_refusal(call)
 
 
-def _tiling(tile: list[int] | None, stages: int | None) -> Tiling:
-    """The options of a table. tile: rows, columns, depth."""
-    rows, columns, depth = tile or (128, 256, 64)
-    found = Tiling(rows, columns, depth)
-    return Tiling(rows, columns, depth, stages or found.stages, found.warps, found.halves)
+def _tiling(tile: str | None, stages: int | None) -> Tiling:
+    """The options of a table. tile: rows x columns x depth, such as 128x256x64."""
+    found = Tiling(stages=stages or Tiling.stages)
+    if tile is None:
+        return found
+    sizes = [int(size) if size.isdecimal() else 0 for size in tile.split("x")]
+    if len(sizes) != 3 or any(size < 16 or size & (size - 1) for size in sizes):
+        raise UserError(
+            f"tile={tile!r}; expected rows x columns x depth, powers of two from 16 on, such as "
+            f"128x256x64"
+        )
+    return replace(found, rows=sizes[0], columns=sizes[1], depth=sizes[2])
 
 
 def _rows_first(x: Tensor, dim: int) -> Tensor:
@@ -113,7 +121,7 @@ def gather_chunks(
 @implement("all_gather_matmul", "waiting", kernel_refusal, TILING)
 def waiting_all_gather_matmul(
     group: dist.ProcessGroup, A: Tensor, Bs: list[Tensor], gather_dim: int, return_A: bool,
-    tile: list[int] | None = None, stages: int | None = None,
+    tile: str | None = None, stages: int | None = None,
 ) -> tuple[Tensor | None, list[Tensor]]:  # fmt: skip
     own, tiling = _rows_first(A, gather_dim).contiguous(), _tiling(tile, stages)
     space = workspace.workspace(group, "all_gather_matmul", A.device)
@@ -248,9 +256,11 @@ def _plan(
 @implement("matmul_reduce_scatter", "tracked", kernel_refusal, (*TILING, "pieces"))
 def tracked_matmul_reduce_scatter(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int,
-    tile: list[int] | None = None, stages: int | None = None, pieces: int = 1,
+    tile: str | None = None, stages: int | None = None, pieces: int = 1,
 ) -> Tensor:  # fmt: skip
     """pieces: the copies of each peer's chunk, if it has as many rows of tiles."""
+    if pieces < 1:
+        raise UserError(f"pieces={pieces}; expected 1 or more")
     rows, tiling = _rows_first(A, scatter_dim), _tiling(tile, stages)
     space = workspace.workspace(group, "matmul_reduce_scatter", A.device)
     n, world, rank = B.shape[1], space.world, space.rank

@@ -37,7 +37,7 @@ from tests.ops.everyone import world as group_name
 from tests.ops.overlapped import EVERY, FEW_ROWS, IMPLEMENTATIONS, arguments, flat, operands, run_of
 from tests.ops.streams import Everyone, Group, Machine, Queued, WrongOrderError
 
-TILE: dict[str, Any] = {"tile": [16, 32, 16], "stages": 2}
+TILE: dict[str, Any] = {"tile": "16x32x16", "stages": 2}
 # `chunked` has torch's products and, on a CPU, a sum by torch; the others need their kernel.
 CASES = [on("cpu" if name == "chunked" else "interpreter", op, name) for op, name in EVERY]
 
@@ -335,6 +335,17 @@ def test_what_cannot_run_is_refused_and_nothing_is_picked_unmeasured() -> None:
             given = {"ranks": 4, "device": "NVIDIA H200", "dtype": dtype}
             choice = ladder.ops.explain(op, [(rows, 256), (256, 256)], **given)
             assert words in dict(choice.others)[name]
+
+
+def test_a_wrong_tile_is_refused() -> None:
+    A, B = torch.ones(8, 8, dtype=torch.bfloat16), torch.ones(8, 8, dtype=torch.bfloat16)
+    for name, given in (("waiting", (A, [B], 0, False)), ("tracked", (A, B, "sum", 0))):
+        op = "all_gather_matmul" if name == "waiting" else "matmul_reduce_scatter"
+        for tile in ("128x256", "128x250x64", "8x8x8", "axbxc"):
+            words = rf"tile='{tile}'; expected rows x columns x depth"
+            check_refused(words, run_of(op, name), Group(0, Everyone(2)), *given, tile=tile)
+    tracked = run_of("matmul_reduce_scatter", "tracked")
+    check_refused("pieces=0; expected 1", tracked, None, A, B, "sum", 0, pieces=0)
 
 
 def test_memory_cannot_be_made_in_a_capture() -> None:

@@ -36,9 +36,9 @@ REPLAYS = 300
 LIMIT = 60.0  # seconds until a job has ended whose rank died
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "chunked": [{}],
-    "waiting": [{}, {"tile": [128, 128, 64], "stages": 4}],
+    "waiting": [{}, {"tile": "128x128x64", "stages": 4}],
     "pushed": [{}],
-    "tracked": [{}, {"pieces": 2}, {"tile": [256, 128, 64], "stages": 4, "pieces": 3}],
+    "tracked": [{}, {"pieces": 2}, {"tile": "256x128x64", "stages": 4, "pieces": 3}],
 }
 
 new_empty = torch.Tensor.new_empty
