@@ -2,7 +2,8 @@
 
 Only matrices are counted: norms and biases are a thousandth. `tp` is the number of processes of the
 model. The functions return the part of one process, unless they say otherwise. Bytes are those of
-bfloat16.
+bfloat16; `weights` (bf16, fp8 or int8) is how the matrices of layers and the head are stored, with
+a float32 scale for each row in 8 bits. Embedding, cache and activations are not.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from ladder.models.config import ModelConfig
 from ladder.models.sublayers import FEED_FORWARDS, MIXERS
 
-BF16 = 2  # bytes
+BF16, SCALE = 2, 4  # bytes
 
 
 def sublayer_parameters(config: ModelConfig, kind: str) -> int:
@@ -62,9 +63,23 @@ def prefill_flops(config: ModelConfig, tp: int, batch: int, prompt: int) -> floa
     return (products + attention + head) / tp
 
 
-def layer_weight_bytes(config: ModelConfig, tp: int) -> float:
+def layer_weight_bytes(config: ModelConfig, tp: int, weights: str = "bf16") -> float:
     """Bytes of all layers' weights, without embedding and head."""
-    return BF16 * config.num_layers * layer_parameters(config) / tp
+    if weights == "bf16":
+        return BF16 * config.num_layers * layer_parameters(config) / tp
+    return config.num_layers * (layer_parameters(config) / tp + SCALE * _layer_rows(config, tp))
+
+
+def _layer_rows(config: ModelConfig, tp: int) -> float:
+    """The output rows of a layer's matrices on one process; rows of a split input are whole."""
+    heads = config.num_heads + 2 * config.num_kv_heads
+    return (heads * config.head_dim + 2 * config.intermediate_size) / tp + 2 * config.hidden_size
+
+
+def head_bytes(config: ModelConfig, tp: int, weights: str = "bf16") -> float:
+    """Bytes of the head."""
+    whole = vocabulary_parameters(config)
+    return (BF16 * whole if weights == "bf16" else whole + SCALE * config.vocab_size) / tp
 
 
 def cache_bytes(config: ModelConfig, tp: int, tokens: float) -> float:
@@ -77,10 +92,12 @@ def cache_bytes(config: ModelConfig, tp: int, tokens: float) -> float:
     return BF16 * config.num_layers * 2 * heads * config.head_dim * tokens
 
 
-def decode_bytes(config: ModelConfig, tp: int, batch: int, context: float) -> float:
+def decode_bytes(
+    config: ModelConfig, tp: int, batch: int, context: float, weights: str = "bf16"
+) -> float:
     """Bytes to read for one decode step of `batch` sequences of `context` tokens each."""
-    head = BF16 * vocabulary_parameters(config) / tp
-    return layer_weight_bytes(config, tp) + head + cache_bytes(config, tp, batch * context)
+    matrices = layer_weight_bytes(config, tp, weights) + head_bytes(config, tp, weights)
+    return matrices + cache_bytes(config, tp, batch * context)
 
 
 def reduce_bytes(config: ModelConfig, tokens: int, itemsize: int = BF16) -> int:

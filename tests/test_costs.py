@@ -21,6 +21,8 @@ from ladder.costs import (
     vocabulary_parameters,
 )
 from ladder.models import ModelConfig, Transformer
+from ladder.models.quantised import quantise_model
+from ladder.parallel.sharding import initialise
 
 SHAPE = ModelConfig(vocab_size=10, hidden_size=8, intermediate_size=12, num_layers=3, num_heads=4,
                     num_kv_heads=2, max_seq_len=64)  # fmt: skip
@@ -58,6 +60,25 @@ def test_inference_by_hand() -> None:
     narrow = replace(SHAPE, num_kv_heads=1)
     layer = (2 * 64 + 2 * 16 + 288) / 2
     assert decode_bytes(narrow, 2, 5, 8) == 2 * (3 * (layer + 4 * 8 * 5) + 40)
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int8"])
+def test_bytes_of_weights_as_stored(weights: str) -> None:
+    """One byte each, a float32 scale for each row of this rank; the cache stays in bfloat16."""
+    # rows of a rank: q, k, v 4 + 2 + 2; gate, up 6 + 6; o and down, whose inputs are split, 8 + 8
+    layer, head = 240 + 4 * (8 + 12 + 16), 40 + 4 * 5
+    cache = 2 * 3 * 4 * 8 * 5
+    assert decode_bytes(SHAPE, 2, 5, 8, weights) == 3 * layer + head + cache
+    assert prefill_floor_s(SHAPE, 2, 5, 6, 10.0, 1e30, weights) == 3 * layer / 10
+    model = Transformer(SHAPE).to(torch.bfloat16)
+    initialise(model, 0)
+    quantise_model(model, weights)
+    counted = sum(
+        parameter.nbytes
+        for name, parameter in model.named_parameters()
+        if "norm" not in name and "embed" not in name
+    )
+    assert decode_bytes(SHAPE, 1, 0, 0, weights) == counted
 
 
 def test_virtual_ranks_have_keys_and_values_of_their_own() -> None:

@@ -159,7 +159,14 @@ class TestMain:
         for name in ("cuda", "gpu", "model on gpu", "peer access", "symmetric memory"):
             assert checks[name].status == "missing", name
             assert not checks[name].core
-        for name in ("gpu", "model on gpu", "peer access", "symmetric memory", "bf16"):
+        for name in (
+            "gpu",
+            "model on gpu",
+            "peer access",
+            "symmetric memory",
+            "bf16",
+            "fp8 weights",
+        ):
             assert "no CUDA device" in checks[name].detail, name
         if torch.version.cuda is None:
             assert "built without CUDA" in checks["cuda"].detail

@@ -43,8 +43,9 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def prefill_floor_s(
-    config: ModelConfig, tp: int, batch: int, prompt: int, speed: float, rate: float
-) -> float:
+    config: ModelConfig, tp: int, batch: int, prompt: int, speed: float, rate: float,
+    weights: str = "bf16",
+) -> float:  # fmt: skip
     """Seconds: FLOPs over `rate`, or reading the weights once at `speed`, whichever is longer."""
     flops = prefill_flops(config, tp, batch, prompt)
-    return max(flops / rate, layer_weight_bytes(config, tp) / speed)
+    return max(flops / rate, layer_weight_bytes(config, tp, weights) / speed)

@@ -44,6 +44,7 @@ def examine() -> list[DoctorCheck]:
         run_check_with_torch("peer access", machine.probe_peers),
         run_check_with_torch("symmetric memory", machine.probe_symmetric_memory),
         run_check_with_torch("bf16", machine.probe_bf16),
+        run_check_with_torch("fp8 weights", machine.probe_fp8),
         *(
             run_check(each.name, partial(installation.probe_package, each))
             for each in installation.OPTIONAL

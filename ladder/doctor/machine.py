@@ -210,6 +210,27 @@ def probe_bf16() -> str:
     return "works on the CPU, native on the GPU"
 
 
+def probe_fp8() -> str:
+    """Weights in fp8; those in int8 need nothing."""
+    import torch
+
+    from ladder.models.storage import FP8_CAPABILITY
+
+    values = torch.tensor([0.0, 1.125, -448.0])
+    if not torch.equal(values.to(torch.float8_e4m3fn).float(), values):
+        raise Failed("a conversion to fp8 (e4m3) is wrong on this CPU")
+    if not torch.cuda.is_available():
+        return f"--weights fp8 works on the CPU; {NO_GPU}"
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        if (major, minor) < FP8_CAPABILITY:
+            raise Missing(
+                f"GPU {index} has compute capability {major}.{minor}, and --weights fp8 needs 8.9; "
+                f"--weights int8 does not"
+            )
+    return "--weights fp8 works on the CPU and on the GPUs, whose kernels convert it"
+
+
 def environment_checks(values: Mapping[str, str]) -> list[DoctorCheck]:
     """A check of each variable in ENVIRONMENT that is set, or one check that none is."""
     found = [

@@ -18,9 +18,10 @@ from ladder.checkpoint import check_model, newest
 from ladder.data.tokenizer import load_tokenizer
 from ladder.eval import offline, results, suites
 from ladder.files import check_writable, make_folder, new_folder, refuse_inside, write_text
-from ladder.infer.load import as_dtype, check_tp, load_for_inference
+from ladder.infer.load import as_dtype, check_tp, dtype_of, kind_of, load_for_inference
 from ladder.lock import remove_empty
 from ladder.models.errors import UserError
+from ladder.models.quantised import held_as
 from ladder.parallel import launch
 from ladder.plans import aligned
 from ladder.records import commit
@@ -44,7 +45,7 @@ def eval_command(options: argparse.Namespace) -> int:
     for name, value in (("batch", options.batch), ("limit", options.limit)):
         if value is not None and value < 1:
             raise UserError(f"--{name}={value} must be 1 or more")
-    as_dtype(options.dtype)
+    as_dtype(dtype_of(options.weights, options.dtype))
     if options.num_fewshot is not None and options.num_fewshot < 0:
         raise UserError(f"--num-fewshot={options.num_fewshot} must be 0 or more")
     suites.check_include(options.include_path)
@@ -58,6 +59,7 @@ def eval_command(options: argparse.Namespace) -> int:
         raise UserError(f"MODEL={twice} is given twice; give each model once")
     for folder in folders.values():  # every model is checked before the first takes hours
         check_model(folder)
+        kind_of(options.weights, folder, device)
         open_template(folder, load_tokenizer(folder), options.chat_template)
     launch.agree(vars(options))
     own = any(entry.task.startswith(suites.OWN) for entry in chosen)
@@ -122,11 +124,17 @@ def _compare(
     models: dict[str, dict[str, Any]] = {}
     for name, folder in folders.items():
         model = load_for_inference(
-            folder, tp=options.tp, dtype=options.dtype, device=options.device
+            folder,
+            tp=options.tp,
+            dtype=options.dtype,
+            device=options.device,
+            weights=options.weights,
         )
         dtype = str(model.model.embed_tokens.weight.dtype).removeprefix("torch.")
+        weights = held_as(model)
         if main:
-            print(f"{name}: {folder} ({dtype})", flush=True)
+            held = "" if weights is None else f", {weights} weights"
+            print(f"{name}: {folder} ({dtype}{held})", flush=True)
         columns[name] = evaluate(
             model, folder, tasks, options.batch, options.limit, options.chat_template
         )
@@ -136,6 +144,7 @@ def _compare(
             "tp_degree": model.config.tp_degree,
             "context": model.config.max_seq_len,
             "dtype": dtype,
+            "weights": weights or dtype,
         }
         del model
         gc.collect()
@@ -143,7 +152,8 @@ def _compare(
             torch.cuda.empty_cache()
     if main:
         dtypes = sorted({model["dtype"] for model in models.values()})
-        facts = _facts(options, device, dtypes)
+        stored = sorted({model["weights"] for model in models.values()})
+        facts = _facts(options, device, dtypes, stored)
         write_results(columns, tasks["group_map"], facts, models, index, out)
 
 
@@ -197,7 +207,9 @@ def write_results(
     print(f"{out / RESULTS}, {out / 'results.md'}")
 
 
-def _facts(options: argparse.Namespace, device: torch.device, dtypes: list[str]) -> dict[str, Any]:
+def _facts(
+    options: argparse.Namespace, device: torch.device, dtypes: list[str], weights: list[str]
+) -> dict[str, Any]:
     """The settings and versions of an evaluation, for results.json and results.md."""
     import lm_eval
 
@@ -207,6 +219,7 @@ def _facts(options: argparse.Namespace, device: torch.device, dtypes: list[str])
         "limit": options.limit,
         "batch": options.batch,
         "dtype": ", ".join(dtypes),
+        "weights": ", ".join(weights),
         "chat template": "the tokenizer's"
         if options.chat_template == ""
         else options.chat_template,

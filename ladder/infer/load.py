@@ -17,13 +17,11 @@ from ladder.checkpoint import (
 from ladder.config import DTYPES
 from ladder.models.errors import UserError, unknown
 from ladder.models.quantised import quantise_model
-from ladder.models.storage import QUANTISED
+from ladder.models.storage import FP8_CAPABILITY, QUANTISED
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.parallel.choose import INFERENCE, pick_reducer
 from ladder.parallel.mesh import make_mesh
-
-FP8_CAPABILITY = (8, 9)  # of NVIDIA GPUs that convert e4m3
 
 
 def as_dtype(name: str) -> torch.dtype | None:

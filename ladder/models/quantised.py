@@ -123,6 +123,12 @@ def refuse_sublayers(model: Transformer, kind: str) -> None:
         )
 
 
+def held_as(model: Transformer) -> str | None:
+    """The type of a model's matrices in 8 bits, a name in QUANTISED, or None."""
+    dtype = model.lm_head.weight.dtype
+    return next((kind for kind, each in QUANTISED.items() if each == dtype), None)
+
+
 def _hold(model: Transformer, name: str, stored: Tensor, scales: Tensor) -> None:
     """Make these the matrix of this name; the model's shapes are kept, of whole parameters."""
     matrix = model.get_submodule(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+FP8_CAPABILITY = (8, 9)  # compute capability of the GPUs that convert e4m3
 QUANTISED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 

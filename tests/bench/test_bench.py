@@ -14,6 +14,7 @@ import yaml
 
 from ladder.bench.inference import command as bench
 from ladder.bench.inference import measure
+from ladder.bench.inference.build import build_model
 from ladder.bench.inference.points import (
     InferencePoint,
     Settings,
@@ -22,9 +23,11 @@ from ladder.bench.inference.points import (
     load_option_sets,
     resolve,
 )
+from ladder.checkpoint import write_config
 from ladder.cli import main
 from ladder.comm import access
 from ladder.models import UserError, resolve_plan
+from ladder.models.quantised import held_as
 from ladder.parallel import launch
 from tests import ROOT
 from tests.bench.records import POINT, record
@@ -162,6 +165,24 @@ def test_a_plan_without_reduces_keeps_its_own_lags(plan: str) -> None:
     # it lands early where the plan does
     if plan == "ladder":
         assert bare.early == whole.early
+
+
+def test_points_say_how_weights_are_stored(tmp_path: Path) -> None:
+    """They are cases of their own; records without the key are of bf16."""
+    each = Settings.from_dict({"model": "tiny", "weights": "fp8", "prompt": 8, "new_tokens": 4})
+    (case,), _ = expand([each], 1, True, anything)
+    assert {point.weights for point in case} == {"fp8"}
+    assert "4 new tokens, fp8 weights" in str(case[0])
+    old = asdict(replace(case[0], weights="bf16"))
+    del old["weights"]
+    assert InferencePoint(**old).case != case[0].case
+    model = build_model(case[0], resolve(case[0]), "async", CPU)
+    assert held_as(model) == "fp8"
+    with pytest.raises(UserError, match="unknown type of --weights 'fp4'"):
+        Settings(weights="fp4")
+    write_config(tmp_path, resolve(case[0]), None, weights="int8")
+    with pytest.raises(UserError, match=r"--weights=fp8: .* holds int8 weights; give --weights in"):
+        Settings(str(tmp_path), prompt=8, new_tokens=4, weights="fp8")
 
 
 @pytest.mark.parametrize("name", SUITES)

@@ -46,6 +46,13 @@ def test_models_side_by_side(
     assert record["offline"]["files"]
     assert "| local_cloze | 0 | acc ↑ |" in (out / "results.md").read_text()
     before = (out / "results.json").read_bytes()
+    command[command.index("--dtype") : command.index("--dtype") + 2] = ["--weights", "int8"]
+    command[command.index("--out") + 1] = str(tmp_path / "small")
+    assert main([*command, "--tasks", "local_cloze"]) == 0
+    small = json.loads((tmp_path / "small" / "results.json").read_text())
+    assert {each["weights"] for each in small["models"].values()} == {small["weights"]} == {"int8"}
+    assert record["weights"] == "bfloat16"
+    command[command.index("--out") + 1] = str(out)
     assert main([*command, "--limit", "1"]) == 2
     assert f"--out={out} holds results already" in capsys.readouterr().err
     assert (out / "results.json").read_bytes() == before

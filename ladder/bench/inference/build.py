@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.bench.inference.points import CHECKPOINT, InferencePoint
-from ladder.checkpoint import load_model, newest
+from ladder.checkpoint import load_model, newest, quantised_as
+from ladder.infer.load import quantise_shards, refuse_device
 from ladder.models.config import ModelConfig
 from ladder.models.parameters import Initialisation
 from ladder.models.sublayers import Attention
@@ -69,9 +70,19 @@ def _fill(
 def build_model(
     point: InferencePoint, config: ModelConfig, reducer: str, device: torch.device
 ) -> Transformer:
-    """The model of a point in bfloat16; with a checkpoint's weights for the plan `checkpoint`."""
+    """The model of a point in bfloat16; with a checkpoint's weights for the plan `checkpoint`.
+
+    Its matrices are stored as the point says, of random models, too.
+    """
+    kind = None if point.weights == "bf16" else point.weights
+    refuse_device(kind, device)
     if point.plan != CHECKPOINT or point.no_comm:
-        return random_model(config, reducer, point.tp, device)
-    folder = newest(Path(point.model))
-    mesh = tp_mesh(device, point.tp)
-    return load_model(folder, mesh, device=device, dtype=torch.bfloat16, reducer=reducer)
+        model = random_model(config, reducer, point.tp, device)
+    else:
+        folder = newest(Path(point.model))
+        mesh = tp_mesh(device, point.tp)
+        model = load_model(folder, mesh, device=device, dtype=torch.bfloat16, reducer=reducer)
+        kind = None if quantised_as(folder) else kind
+    if kind is not None:
+        quantise_shards(model, kind)
+    return model

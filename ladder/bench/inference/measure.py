@@ -302,11 +302,11 @@ def _result(timed: TimedSession, timing: Timings, speed: float, rate: float) -> 
         prefill_ms=statistics.median(timing.prefills),
         prefill_rounds_ms=timing.prefills,
         prefill_floor_ms=1e3
-        * prefill_floor_s(config, point.tp, point.batch, point.prompt, speed, rate),
+        * prefill_floor_s(config, point.tp, point.batch, point.prompt, speed, rate, point.weights),
         decode_ms=statistics.median(ordered),
         decode_p99_ms=ordered[int(len(ordered) * 0.99)],
         decode_rounds_ms=[statistics.median(steps) for steps in timing.steps],
-        floor_ms=decode_bytes(config, point.tp, point.batch, context) / speed * 1e3,
+        floor_ms=decode_bytes(config, point.tp, point.batch, context, point.weights) / speed * 1e3,
         total_ms=statistics.median(timing.totals),
         memory_gib=timed.memory,
         picked=None if picked is None else {str(size): str(name) for size, name in picked.items()},

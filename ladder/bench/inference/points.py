@@ -8,11 +8,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ladder.checkpoint import newest, read_config
+from ladder.checkpoint import newest, quantised_as, read_config
 from ladder.config import configs_folder, find, load_plan, load_yaml, model_config
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, check_keys, unknown
 from ladder.models.presets import resolve_plan
+from ladder.models.storage import QUANTISED
 from ladder.parallel.choose import INFERENCE
 
 CHECKPOINT = "checkpoint"  # the name of a checkpoint's own plan, with its weights
@@ -25,7 +26,8 @@ class InferencePoint:
     """One configuration to measure.
 
     degree: T, for plans that depend on it (above tp: virtual ranks); 0 for others. no_comm: the
-    plan without its reduces, for the difference to the plan: its exposed communication.
+    plan without its reduces, for the difference to the plan: its exposed communication. weights:
+    how matrices are stored, bf16, fp8 or int8; older records lack it.
     """
 
     model: str
@@ -39,6 +41,7 @@ class InferencePoint:
     p2p: bool = True
     degree: int = 0
     no_comm: bool = False
+    weights: str = "bf16"
 
     @property
     def case(self) -> InferencePoint:
@@ -56,6 +59,7 @@ def describe_case(case: InferencePoint) -> str:
     return (
         f"{case.model}, {case.layers} layers, TP {case.tp}, batch {case.batch}, prompt "
         f"{case.prompt}, {case.new_tokens} new tokens{'' if case.p2p else ', P2P off'}"
+        f"{'' if case.weights == 'bf16' else f', {case.weights} weights'}"
     )
 
 
@@ -77,6 +81,7 @@ class Settings:
     prompt: int = 1024
     new_tokens: int = 512
     p2p: tuple[bool, ...] = (True,)
+    weights: str = "bf16"
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "") -> Settings:
@@ -105,6 +110,8 @@ class Settings:
             for each in _values(getattr(self, name)):
                 if not isinstance(each, str):
                     raise UserError(f"{_option(name)}={each!r} must be a name")
+        if self.weights not in ("bf16", *QUANTISED):
+            raise unknown("type of --weights", self.weights, ("bf16", *QUANTISED))
         for name in ("reducers", "batch", "p2p"):
             if not getattr(self, name):
                 raise UserError(f"{_option(name)} is empty; give at least one")
@@ -119,6 +126,12 @@ class Settings:
     def _check_model(self) -> None:
         """Raise UserError unless the model supports the layers, the context and the plans."""
         whole = load_shape(self.model)
+        stored = quantised_as(newest(Path(self.model))) if is_folder(self.model) else None
+        if stored not in (None, self.weights):
+            raise UserError(
+                f"--weights={self.weights}: {self.model} holds {stored} weights; give --weights "
+                f"{stored}, or the folder that it was converted from"
+            )
         if self.layers > whole.num_layers:
             raise UserError(
                 f"--layers={self.layers}: {self.model} has {whole.num_layers} layers; give fewer, "
@@ -164,7 +177,7 @@ def is_folder(model: str) -> bool:
 def load_shape(model: str, layers: int = 0) -> ModelConfig:
     """The shape of a named model or of a checkpoint, with the plan `standard`."""
     if is_folder(model):
-        config = read_config(newest(Path(model)))
+        config = read_config(newest(Path(model)), quantised=True)
         layers = layers or config.num_layers
         return replace(config, plan="standard", tp_degree=None, num_layers=layers)  # type: ignore[arg-type]
     return _named_shape(model, layers)
@@ -178,7 +191,7 @@ def _named_shape(model: str, layers: int) -> ModelConfig:
 def resolve(point: InferencePoint) -> ModelConfig:
     """The config of a point. Raises UserError if there is no such model."""
     if point.plan == CHECKPOINT:
-        config = read_config(newest(Path(point.model)))
+        config = read_config(newest(Path(point.model)), quantised=True)
         plan, degree = config.plan, config.tp_degree or point.tp
     else:
         config = load_shape(point.model, point.layers)
@@ -259,13 +272,13 @@ def _point(each: Settings, plan: str, tp: int) -> InferencePoint:
     """A point of an option set, with the first batch size and reducer."""
     layers = load_shape(each.model, each.layers).num_layers
     return InferencePoint(each.model, plan, each.reducers[0], tp, each.batch[0], each.prompt,
-                 each.new_tokens, layers)  # fmt: skip
+                 each.new_tokens, layers, weights=each.weights)  # fmt: skip
 
 
 def _degree(each: Settings, point: InferencePoint) -> int:
     """The T of a point's plan; 0 if the plan does not depend on T, or T is the TP degree."""
     if point.plan == CHECKPOINT:
-        return read_config(newest(Path(each.model))).tp_degree or 0
+        return read_config(newest(Path(each.model)), quantised=True).tp_degree or 0
     plan = resolve(point).plan
     return each.tp_degree if plan.depends_on_tp and not plan.no_comm else 0
 
