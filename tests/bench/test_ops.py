@@ -334,7 +334,11 @@ def test_a_whole_run(start: Start, tmp_path: Path) -> None:
     ])  # fmt: skip
     result = started.result()
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count("left out: ") == 4  # torch's own, and m 7 three times
+    # Torch's own, m 7 three times, and the implementations that need GPUs, each once.
+    assert result.stderr.count("left out: ") == 7
+    for op, name in (("all_gather_matmul", "chunked"), ("all_gather_matmul", "waiting"),
+                     ("linear_all_reduce", "pushed")):  # fmt: skip
+        assert result.stderr.count(f"left out: {op} by {name}: it") == 1
     assert "2 ranks do not divide m 7; give another --nproc or --m" in result.stderr
     assert "torch's fused operators, which need peer memory: it needs GPUs" in result.stderr
     *_, said, following = result.stdout.splitlines()
