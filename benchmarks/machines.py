@@ -15,6 +15,7 @@ from typing import Any
 from ladder.config import model_config
 from ladder.costs import BF16
 from ladder.perf.machine import FOLDER, Curve, Link, Machine, Value, fit_link, write
+from ladder.perf.prediction.records import calibrated
 
 RESULTS = Path(__file__).parent / "results"
 GPU = "NVIDIA H200"
@@ -34,6 +35,7 @@ FILES = (
     "2026-11-22-virtual-ranks-h200x2.jsonl",
 )
 COMM = {2: "2026-11-22-comm-h200x2.jsonl", 4: "2026-11-21-comm-h200x4.jsonl"}
+CALIBRATION = "2026-11-21-inference-h200x4.jsonl"
 NOTES = "benchmarks/results/README.md, `Block shapes of the decode kernels`"
 # Microseconds of two products of one row at TP 4: QKV with the output projection, gate and up with
 # down.
@@ -114,7 +116,9 @@ def collectives(gpus: int) -> tuple[list[Curve], list[Link]]:
 
 def machine(gpus: int) -> Machine:
     more, links = collectives(gpus) if gpus > 1 else ([], [])
-    return Machine(f"h200x{gpus}", GPU, gpus, values(gpus), (*kernels(), *more), tuple(links))
+    name, curves = f"h200x{gpus}", (*kernels(), *more)
+    found = Machine(name, GPU, gpus, values(gpus), curves, tuple(links))
+    return calibrated(found, RESULTS / CALIBRATION) if gpus == 4 else found
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from ladder.infer import options as infer
 from ladder.parallel import launch
 from ladder.perf import options as perf
 from ladder.perf.calibration import options as calibration
+from ladder.perf.prediction import options as prediction
 from ladder.train import options as train
 
 
@@ -141,6 +142,18 @@ VERBS = (
         calibration.add_options,
         calibration.run,
         modules=("ladder.perf.calibration.command",),
+    ),
+    Verb(
+        "predict decode",
+        "predict the time of a decode step, plan by plan",
+        prediction.add_decode_options,
+        prediction.run_decode,
+    ),
+    Verb(
+        "predict validate",
+        "score predicted decode steps against recorded ones",
+        prediction.add_validate_options,
+        prediction.run_validate,
     ),
     Verb(
         "predict t3",

@@ -33,6 +33,7 @@ VALUES = {
     "copy_tb_s": "TB/s read and written by a large copy on one GPU",
     "matrix_tflop_s": "TFLOP/s of a product of two matrices of 8192 x 8192, bfloat16",
     "launch_us": "one kernel without work, in a CUDA graph",
+    "launch_gap_us": "what a launch takes in a step beyond its curve; fitted, see --calibrate",
     "host_launch_us": "the host's time to launch one kernel",
 }
 # The quantity of a curve's points, and what tells the curves of a family apart.
@@ -176,10 +177,10 @@ class Machine:
         return names + (["links: latency and rate"] if self.gpus > 1 and not self.links else [])
 
     def _lacks(self, name: str, meaning: str) -> UserError:
-        return UserError(
-            f"machine {self.name!r} has no {name!r} ({meaning}); measure it: ladder bench machine "
-            f"--nproc {self.gpus} --out machine.json"
-        )
+        remedy = f"measure it: ladder bench machine --nproc {self.gpus} --out machine.json"
+        if name == "launch_gap_us":
+            remedy = "give --calibrate=RECORDS, results of `ladder bench inference`"
+        return UserError(f"machine {self.name!r} has no {name!r} ({meaning}); {remedy}")
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -1,0 +1,1 @@
+"""`ladder predict decode` and `ladder predict validate`: the times of decode steps."""

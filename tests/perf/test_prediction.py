@@ -1,0 +1,188 @@
+"""Simulated steps against closed forms, and predictions against recorded steps."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ladder.cli import main
+from ladder.config import model_config
+from ladder.models import Plan, UserError, resolve_plan
+from ladder.perf.cost import decode_step
+from ladder.perf.graph import COMM, Graph, Operation, forward
+from ladder.perf.lower_decode import decode
+from ladder.perf.machine import Machine, Value, load, write
+from ladder.perf.prediction.records import calibrated, scores, summary
+from ladder.perf.simulate import simulate
+from tests import ROOT
+
+RESULTS = ROOT / "benchmarks/results"
+FILES = [
+    RESULTS / f"{name}-h200x4.jsonl"
+    for name in ("2026-11-21-inference", "2026-11-21-figures", "2026-11-22-frame-after")
+]
+# Largest mean and single errors (%) of what was held out: they must not grow.
+ERRORS = {
+    ("llama-3-8b", "push"): (3.6, 10.8),
+    ("llama-3-8b", "async"): (9.5, 23.4),
+    ("llama-3-70b", "push"): (4.5, 6.2),
+    ("2b-class", "push"): (24.6, 29.6),
+    ("2b-class", "async"): (11.1, 16.6),
+}
+
+
+def cost(sublayer: float, reduce: float) -> Any:
+    def of(each: Operation) -> float:
+        if each.kind == "attention" or each.part in ("gate-up", "down"):
+            return sublayer / (1 if each.kind == "attention" else 2)
+        return reduce if each.output is not None else 0.0
+
+    return of
+
+
+@pytest.mark.parametrize(("compute", "reduce"), [(10.0, 4.0), (4.0, 10.0)])
+def test_closed_forms(compute: float, reduce: float) -> None:
+    """16 sublayers. Standard adds every reduce; a ladder the longer of both, and one reduce that
+    nothing hides; without reduces the sublayers remain."""
+    plans = {name: resolve_plan(name, 8, 4) for name in ("standard", "ladder", "none", "dtp-1")}
+    times = {
+        name: simulate(forward(plan), cost(compute, reduce)).total for name, plan in plans.items()
+    }
+    longer = max(compute, reduce)
+    assert times["none"] == pytest.approx(16 * compute)
+    assert times["standard"] == pytest.approx(16 * (compute + reduce))
+    assert times["ladder"] == pytest.approx(compute + 15 * longer + reduce)
+
+
+def test_a_launch_ends_with_what_rides_on_it() -> None:
+    """A send of 5 that rides on a product of 2 holds its launch, and so the next kernel."""
+    graph = Graph(resolve_plan("none", 1, 2))
+    first = graph.add("product", ())
+    graph.add("send", (), rides=first)
+    last = graph.add("product", [first])
+    times = simulate(graph, lambda each: 5.0 if each.kind == "send" else 2.0)
+    assert (times.ends[first], times.starts[last], times.total) == (5.0, 5.0, 7.0)
+
+
+def test_streams_run_side_by_side() -> None:
+    graph = Graph(resolve_plan("none", 1, 2))
+    first = graph.add("product", ())
+    graph.add("all-reduce", [first], stream=COMM)
+    graph.add("product", ())
+    assert simulate(graph, lambda each: 3.0).total == 6.0
+
+
+@pytest.mark.parametrize("name", ["standard", "ladder", "dtp-2", "desync-2x", "accumulate-4x-lag2"])
+def test_no_step_is_below_its_parts_or_above_their_sum(name: str) -> None:
+    plan = resolve_plan(name, 4, 2)
+    for way in ("push", "nccl"):
+        graph = decode(plan, way)
+        each = [1.0 + n % 3 for n in range(len(graph.operations))]
+        found = simulate(graph, lambda one, each=each: each[one.index])
+        main_stream = sum(
+            each[o.index] for o in graph.operations if o.rides is None and o.stream == "main"
+        )
+        assert main_stream <= found.total <= sum(each)
+        faster = simulate(graph, lambda one, each=each: each[one.index] / 2)
+        assert faster.total == pytest.approx(found.total / 2)
+
+
+def test_errors_on_records_do_not_grow() -> None:
+    found = summary(scores(FILES, load("h200x4")))
+    assert set(found) == set(ERRORS)
+    for key, (_, mean, most) in found.items():
+        assert mean <= ERRORS[key][0], (key, mean)
+        assert most <= ERRORS[key][1], (key, most)
+
+
+def test_the_calibration_reads_one_step_alone(tmp_path: Path) -> None:
+    """Other records do not move it; without that one it is refused."""
+    lines = FILES[0].read_text().splitlines()
+    kept = [line for line in lines if '"plan": "none"' in line]
+    (tmp_path / "none.jsonl").write_text("\n".join(kept))
+    (tmp_path / "rest.jsonl").write_text("\n".join(line for line in lines if line not in kept))
+    machine = load("h200x4")
+    alone = calibrated(machine, tmp_path / "none.jsonl")
+    assert alone.value("launch_gap_us") == machine.value("launch_gap_us")
+    with pytest.raises(UserError, match=r"no decode step of llama-3-8b, plan none.*measure it"):
+        calibrated(machine, tmp_path / "rest.jsonl")
+
+
+def step(plan: Plan | str, machine: Machine, batch: int = 1) -> float:
+    config = model_config("llama-3-8b")
+    made = replace(config, plan=resolve_plan(plan, 32, 4))
+    return decode_step(made, machine, 4, "push", batch, 1024).us
+
+
+def test_slower_links_never_make_a_step_faster() -> None:
+    machine = load("h200x4")
+    slow = replace(
+        machine,
+        curves=tuple(
+            replace(each, points=tuple((x, 2 * us) for x, us in each.points))
+            if each.name == "all-reduce"
+            else each
+            for each in machine.curves
+        ),
+    )
+    for plan in ("standard", "parallel", "ladder", "hybrid"):
+        assert step(plan, slow) >= step(plan, machine)
+
+
+def test_a_70b_over_many_plans_takes_under_two_seconds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plans = ["standard", "parallel", "ladder", "hybrid", "desync-4x", "accumulate-4x", "none"]
+    start = time.process_time()
+    assert main(["predict", "decode", "llama-3-70b", "--plans", *plans, "--json"]) == 0
+    assert time.process_time() - start < 4  # on a busy machine
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["us"] for row in rows] == sorted(row["us"] for row in rows)
+    assert {row["plan"] for row in rows} == set(plans)
+
+
+def test_what_does_not_fit_is_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = load("h200x4")
+    small = replace(machine, values={**machine.values, "memory_gib": Value(8.0, "declared")})
+    write(small, tmp_path / "small.json")
+    words = ["predict", "decode", "llama-3-8b", "--machine", str(tmp_path / "small.json")]
+    assert main([*words, "--plans", "ladder", "none", "--batch", "1", "--json"]) == 0
+    assert all(row["fits"] for row in json.loads(capsys.readouterr().out))
+    assert main([*words[:2], "llama-3-70b", *words[3:]]) == 0
+    assert " no " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--tp", "2"), "--tp=2: machine 'h200x4' has the collectives of 4 GPUs"),
+        (("--machine", "h100x8"), "unknown machine 'h100x8'"),
+        (("--machine", "h200x2"), "no 'launch_gap_us'"),
+        (("--batch", "65"), "--batch=65 must be 1 to 64"),
+        (("--context", "9999"), "9999 tokens are above the model's context of 8192"),
+        (("--reducers", "ring"), "unknown reducer of --reducers 'ring'"),
+        (("--plans", "desync-4x", "--tp-degree", "8"), "--tp-degree=8 with --tp=4"),
+        (("--plans", "laddder"), "laddder"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", "decode", "llama-3-8b", *words]) == 2
+    found = capsys.readouterr().err
+    assert said in found
+    assert found.count("\n") == 1
+
+
+def test_validate_prints_errors_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "validate", str(FILES[0])]) == 0
+    found = capsys.readouterr().out
+    assert "calibrated" in found
+    assert "llama-3-70b  push" in found
+    assert main(["predict", "validate", "nowhere.jsonl"]) == 2
+    assert "nowhere.jsonl does not exist" in capsys.readouterr().err
