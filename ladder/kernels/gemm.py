@@ -89,14 +89,14 @@ def _gemm_kernel(
     rows,  # of a shard
     tiles, N, K, a_stride, b_stride, last,  # a's rows, of all shards
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr,
-    PROGRAMS: tl.constexpr, TMA: tl.constexpr, TURNED: tl.constexpr, WAITS: tl.constexpr,
+    TMA: tl.constexpr, TURNED: tl.constexpr, WAITS: tl.constexpr,
     TRACKS: tl.constexpr, KIND: tl.constexpr, SPIN_LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """TURNED: b is [N, K] in memory, as a weight of nn.Linear; otherwise [K, N]."""
     begin(PDL)
     across = tl.cdiv(N, BN)
     high = tl.cdiv(rows, BM)  # rows of tiles of a shard
-    for at in tl.range(tl.program_id(0), tiles, PROGRAMS):
+    for at in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         tile = tl.load(order + at)
         line = tile // across
         column = tile % across * BN
@@ -224,7 +224,7 @@ def gemm(
         -1 if arrivals is None else arrivals.rank, *tables,
         m // shards, down * across, n, size, a.stride(0), b.stride(0), m,
         BM=tiling.rows, BN=tiling.columns, BK=tiling.depth, HALVES=tiling.halves,
-        PROGRAMS=_programs(down * across, a.device), TMA=tma, TURNED=turned,
+        TMA=tma, TURNED=turned,
         WAITS=arrivals is not None, TRACKS=track is not None, KIND=kind, SPIN_LIMIT=SPIN_LIMIT,
         num_warps=tiling.warps, num_stages=tiling.stages, dependent=False,
     )  # fmt: skip
