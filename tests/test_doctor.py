@@ -8,6 +8,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -243,6 +244,26 @@ def test_peer_access_and_symmetric_memory(
     assert found.status == peers
     assert ("2 to 0" in found.detail) == (peers == "missing")
     assert run_check("symmetric", machine.probe_symmetric_memory).status == symmetric
+
+
+@pytest.mark.parametrize(
+    ("gpu", "count", "status", "said"),
+    [
+        ("NVIDIA H200", 4, "ok", "h200x4 describes 4 x NVIDIA H200"),
+        ("NVIDIA H200", 3, "missing", "ladder bench machine --nproc 3"),
+        ("NVIDIA H100", 4, "missing", "no shipped file describes 4 x NVIDIA H100"),
+    ],
+)
+def test_the_file_that_describes_this_machine(
+    gpu: str, count: int, status: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(name=gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    found = run_check("machine file", machine.probe_description)
+    assert found.status == status
+    assert said in found.detail
 
 
 def test_environment_lists_what_is_set() -> None:

@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "bench": f"{JOBS} train infer convert eval hf",
     "perf": f"{JOBS} train infer bench",
     "demo": f"{JOBS} train infer convert eval bench",
-    "doctor": "models next_step",
+    "doctor": "models next_step perf",
     "cli": f"{JOBS} train infer convert eval hf bench perf demo doctor",
     "__main__": "cli",
 }

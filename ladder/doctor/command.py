@@ -43,6 +43,7 @@ def examine() -> list[DoctorCheck]:
         run_check("gpu links", machine.probe_links),
         run_check_with_torch("peer access", machine.probe_peers),
         run_check_with_torch("symmetric memory", machine.probe_symmetric_memory),
+        run_check_with_torch("machine file", machine.probe_description),
         run_check_with_torch("bf16", machine.probe_bf16),
         run_check_with_torch("fp8 weights", machine.probe_fp8),
         *(

@@ -122,6 +122,24 @@ def probe_gpu(index: int) -> str:
     )
 
 
+def probe_description() -> str:
+    """Which shipped file describes this machine, for `ladder predict`."""
+    import torch
+
+    from ladder.perf.machine import load, shipped
+
+    count = _gpu_count(1, "predictions take --machine, a shipped file or one of another machine")
+    names = {torch.cuda.get_device_properties(index).name for index in range(count)}
+    for name in shipped():
+        known = load(name)
+        if names == {known.gpu} and known.gpus == count:
+            return f"{name} describes {count} x {known.gpu}: ladder predict decode --machine {name}"
+    raise Missing(
+        f"no shipped file describes {count} x {', '.join(sorted(names))}; measure it: ladder bench "
+        f"machine --nproc {count}"
+    )
+
+
 def probe_model_on_gpu() -> str:
     _gpu_count(1, "a tiny model would run on one in bf16")
     return probe_model("cuda", half=True)

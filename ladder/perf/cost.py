@@ -2,9 +2,9 @@
 
 Products, attention and all-reduces take what the machine's file says. What its curves leave out is
 one number for every launch, `launch_gap_us`, fitted to one recorded step of a model without
-communication (`calibrate`); a kernel that only moves a few rows (a landing, the embedding, the
-choice of the token) takes no more than that. What rides on a product is free, and a product that
-pushes ends when all ranks have its result.
+communication (`calibrate`); a kernel that only moves a few rows (the embedding, the choice of the
+token, and a landing of which the file has no curve) takes no more than that. What rides on a
+product is free, and a product that pushes ends when all ranks have its result.
 
 Not known here: kernels that slow each other down, as NCCL beside products does.
 """
@@ -97,6 +97,8 @@ class DecodeCost:
             return self.machine.between("attention", "keys", self.context, self.heads)
         if kind == "all-reduce":
             return self._reduce()
+        if kind in ("landing", "sum") and self.machine.family("landing"):
+            return self.machine.between("landing", "hidden", self.config.hidden_size, self.batch)
         if kind == "send":
             return self._reduce()
         if operation.part == "gather" and self.tp > 1:

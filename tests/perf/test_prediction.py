@@ -16,7 +16,7 @@ from ladder.models import Plan, UserError, resolve_plan
 from ladder.perf.cost import decode_step
 from ladder.perf.graph import COMM, Graph, Operation, forward
 from ladder.perf.lower_decode import decode
-from ladder.perf.machine import Machine, Value, load, write
+from ladder.perf.machine import Curve, Machine, Value, load, write
 from ladder.perf.prediction.records import calibrated, scores, summary
 from ladder.perf.simulate import simulate
 from tests import ROOT
@@ -115,7 +115,8 @@ def test_the_calibration_reads_one_step_alone(tmp_path: Path) -> None:
 
 def step(plan: Plan | str, machine: Machine, batch: int = 1) -> float:
     config = model_config("llama-3-8b")
-    made = replace(config, plan=resolve_plan(plan, 32, 4))
+    found = resolve_plan(plan, 32, 4)
+    made = replace(config, plan=found, tp_degree=4 if found.depends_on_tp else None)
     return decode_step(made, machine, 4, "push", batch, 1024).us
 
 
@@ -132,6 +133,15 @@ def test_slower_links_never_make_a_step_faster() -> None:
     )
     for plan in ("standard", "parallel", "ladder", "hybrid"):
         assert step(plan, slow) >= step(plan, machine)
+
+
+def test_landings_take_what_their_curve_says_where_there_is_one() -> None:
+    """64 of `none`, and the first one; those of a ladder ride, but for its first and its last."""
+    machine = load("h200x4")
+    curve = Curve("landing", {"hidden": 4096}, ((1.0, 2.0), (4.0, 2.5)), "measured")
+    more = replace(machine, curves=(*machine.curves, curve))
+    for plan, landings in (("none", 65), ("ladder", 2)):
+        assert step(plan, more) - step(plan, machine) == pytest.approx(2.0 * landings, abs=0.1)
 
 
 def test_a_70b_over_many_plans_takes_under_two_seconds(
