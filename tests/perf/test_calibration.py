@@ -35,11 +35,13 @@ def test_one_process_measures_all_but_what_is_between_ranks(
     out = tmp_path / "here.json"
     assert main(["bench", "machine", "--device", "cpu", "--out", str(out)]) == 0
     found = load(str(out))
-    assert (found.name, found.gpus, found.missing) == ("here", 1, [])
+    assert (found.name, found.gpus) == ("here", 1)
+    (missing,) = found.missing
+    assert missing.startswith("launch_gap_us")  # fitted to a recorded step, and not measured
     assert [x for x, _ in found.curve("copy").points] == list(CPU.copies)
     assert found.curve("product", rows=4).points[-1][0] == 4 * CPU.hidden * CPU.outputs[-1]
     assert all("ladder bench machine" in each.provenance for each in found.curves)
-    assert "missing" not in capsys.readouterr().out
+    assert capsys.readouterr().out.count("missing") == 1
     assert list(tmp_path.iterdir()) == [out]
 
 
