@@ -65,3 +65,17 @@ def check_ranks(rank: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["ladder", "desync-3x"])
 def test_ranks(pools: Pools, name: str) -> None:
     pools(2).run(check_ranks, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_the_engine_on_a_gpu(kind: str) -> None:
+    """Graphs and kernels, with the CPU's tokens; the same bytes are stored on both devices."""
+    whole, model = (full_model(small_config("ladder"), 5, torch.float32) for _ in range(2))
+    quantise_model(whole, kind)
+    shard_model(model, device="cuda")
+    quantise_model(model, kind)
+    for (name, one), other in zip(whole.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.float(), other.float().cpu()), name
+    assert tokens(model, True) == tokens(whole, False)

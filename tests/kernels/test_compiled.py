@@ -113,3 +113,22 @@ def test_a_gemm_uses_the_tensor_cores(case: str, found: dict[str, Any]) -> None:
         stores = [found.end() for found in re.finditer(STORES, ptx)]
         assert max(stores) < counts.start()
         assert re.search(BARRIER, ptx[max(stores) : counts.start()])
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_weights_in_8_bits_are_read_as_they_are_stored(found: dict[str, Any]) -> None:
+    """Half the copies of 16 bytes of bfloat16's product, converted in registers, no spills.
+
+    The product of bfloat16 knows neither conversion nor scales.
+    """
+    name = "_project_kernel: 8 rows"
+    copies = {
+        case: len(re.findall(r"cp\.async\.cg", found["ptx"][f"{name}{case}"]))
+        for case in ("", ", fp8", ", int8")
+    }
+    # 16 rows of x and 32 of the weight in bfloat16; the weight's part is halved
+    assert copies[", fp8"] == copies[", int8"] == copies[""] * 2 // 3
+    for launch, ptx in found["ptx"].items():
+        if launch.startswith("_project_kernel"):
+            assert ".local" not in ptx, launch
+            assert ("e4m3x2" in ptx) == ("fp8" in launch), launch
