@@ -41,6 +41,7 @@ from ladder.parallel.sharded import sharded_refusal
 from ladder.parallel.sharding import shard_model
 
 aten = torch.ops.aten
+MOST_FACTORS = 16  # of own partials, in a plan whose landings are compiled
 # The operations whose results selective checkpointing keeps. The others are elementwise, so cheap.
 KEPT = (
     aten.mm.default,
@@ -162,8 +163,14 @@ def _compiled_losses() -> LossFunctions:
 
 
 def _compiled_add_norm(config: ModelConfig) -> AddNorm:
-    """`add_norm`, compiled: with virtual ranks, most of a step's bytes are those of landings."""
+    """`add_norm`, compiled: with virtual ranks, most of a step's bytes are those of landings.
+
+    Norms that are not the model's own (another class, eps or hooks) run uncompiled. So do all
+    landings of plans with many factors, each of which would be compiled anew.
+    """
     bare = RMSNorm(config.hidden_size, config.norm_eps)
+    if len({each.own for read in config.plan.landings for each in read}) > MOST_FACTORS:
+        return add_norm
 
     def compute(
         weight: Tensor, residual: Tensor, values: list[Tensor], factors: list[float]
@@ -176,12 +183,17 @@ def _compiled_add_norm(config: ModelConfig) -> AddNorm:
     def run(
         residual: Tensor, addends: list[tuple[Tensor, float]], norm: Norm
     ) -> tuple[Tensor, Tensor]:
-        if not isinstance(norm, RMSNorm):
+        if not isinstance(norm, RMSNorm) or not _is_plain(norm, config.norm_eps):
             return add_norm(residual, addends, norm)
         values, factors = [value for value, _ in addends], [factor for _, factor in addends]
         return compiled(local(norm.weight), residual, values, factors)
 
     return run
+
+
+def _is_plain(norm: RMSNorm, eps: float) -> bool:
+    hooks = norm._forward_hooks or norm._forward_pre_hooks
+    return type(norm) is RMSNorm and norm.eps == eps and not hooks
 
 
 def _compiled(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ladder.config import build
-from ladder.models import Transformer, UserError
+from ladder.models import ModelConfig, Transformer, UserError
+from ladder.models.layers import RMSNorm
 from ladder.parallel import choose
 from ladder.parallel.apply import (
     CHECKPOINTING,
@@ -192,6 +194,57 @@ def test_compiled(corpus: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), abs=1e-4)
     assert weights(tmp_path / "compiled").keys() == weights(tmp_path / "plain").keys()
     assert any("heldout_loss" in record for record in metrics.read_metrics(tmp_path / "compiled"))
+
+
+def compiled_and_not(
+    config: ModelConfig, change: Callable[[Transformer], None] = lambda model: None
+) -> list[Tensor]:
+    """Losses without and with `compile`, of a model that `change` has changed."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    found = []
+    for compile in (False, True):
+        model = make_model(config, torch.float32, None, torch.device("cpu"), compile=compile)
+        initialise(model, 0)
+        change(model)
+        tokens = sample_tokens(config, seed=0)
+        found.append(model(tokens, tokens).detach())
+    return found
+
+
+class DoubledNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_a_norm_of_ones_own_is_not_compiled() -> None:
+    """Catches a norm of another class or eps that is computed as the config's, and lost hooks."""
+    calls = []
+
+    def change(model: Transformer) -> None:
+        first, second = model.model.layers[0], model.model.layers[1]
+        first.input_layernorm.eps = 1.0
+        first.post_attention_layernorm.register_forward_hook(lambda *_: calls.append(1))
+        own = DoubledNorm(model.config.hidden_size, model.config.norm_eps)
+        own.load_state_dict(second.input_layernorm.state_dict())
+        second.input_layernorm = own
+
+    plain, compiled = compiled_and_not(small_config(), change)
+    assert len(calls) == 2
+    torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_a_plan_of_many_scales_compiles_no_landing_for_each() -> None:
+    records: list[dict[str, Any]] = [
+        {"kind": kind, "reduce": "none", "own_scale": 1 + n / 100}
+        for n, kind in enumerate(("attention", "mlp") * 9)
+    ]
+    records[-1] = {"kind": "mlp", "reduce": "accumulated"}
+    config = small_config({"sublayers": records}, ranks=2, depends=True, num_layers=9)
+    plain, compiled = compiled_and_not(config)
+    torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs == 3  # attention, the MLP, and a function of the loss
 
 
 @pytest.mark.parametrize("mode", CHECKPOINTING)
