@@ -4,7 +4,7 @@
 
 fp8: e4m3 (3 bits of mantissa, at most 448). The scale is the least power of two for which the row
 fits, so that stored * scale is exact in bfloat16: every path multiplies by the same numbers. int8:
-from -127 to 127; the scale is the row's largest magnitude / 127. Rows of zeros have the scale 1.
+-127 to 127; the scale is the row's largest magnitude / 127. Rows of zeros have the scale 1.
 The result is the same on every device.
 """
 
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ladder.models.errors import UserError
 from ladder.models.layers import ParallelLinear, RMSNorm, local
-from ladder.models.parameters import collect_specs
 from ladder.models.storage import QUANTISED
 from ladder.models.transformer import Transformer
 
@@ -137,13 +136,13 @@ def _hold(model: Transformer, name: str, stored: Tensor, scales: Tensor) -> None
 
 
 def _declare(model: Transformer) -> None:
-    """Bring the model's specs and shapes up to date: scales, and a head that is tied no more."""
+    """Declare the scales, and a head that is tied no more."""
+    shapes: dict[str, torch.Size] = {}
     for name, _ in matrices(model):
         tied = "model.embed_tokens.weight" if f"{name}.weight" not in model.shapes else ""
         shape = model.shapes[tied or f"{name}.weight"]
-        model.shapes[f"{name}.weight"] = shape
-        model.shapes[f"{name}.scales"] = shape[:1]
-    model.specs = collect_specs(model)
+        shapes |= {f"{name}.weight": shape, f"{name}.scales": shape[:1]}
+    model.declare(shapes)
 
 
 def declare_quantised(model: Transformer, kind: str) -> None:

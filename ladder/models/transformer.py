@@ -99,7 +99,12 @@ class Transformer(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         self.use(Runtime(Reducer(Ranks(config.tp_degree or 1, 0, config.tp_degree or 1))))
         # The shapes of the whole parameters, of which a process may hold a part.
-        self.shapes = {name: each.shape for name, each in self.named_parameters()}
+        self.shapes: dict[str, torch.Size] = {}
+        self.declare({name: each.shape for name, each in self.named_parameters()})
+
+    def declare(self, shapes: dict[str, torch.Size]) -> None:
+        """Take the whole shapes of parameters that are new or were replaced, and all specs anew."""
+        self.shapes.update(shapes)
         self.specs = collect_specs(self)
 
     def cut_parameters(self) -> list[str]:
