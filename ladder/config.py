@@ -109,6 +109,20 @@ def parse_json(text: str | bytes, most: float = LARGEST) -> Any:
     return data
 
 
+def read_entries(path: Path, what: str, remedy: str) -> list[dict[str, Any]]:
+    """The entries of a JSON table, mappings in a list. Raises UserError, with `remedy`, otherwise.
+
+    what: the table's name in errors, as `the dispatch table`.
+    """
+    try:
+        entries = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {what} {path}: {error}; {remedy}") from error
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise UserError(f"{what} {path} must be a list of entries, each with keys")
+    return entries
+
+
 def _whole_number(text: str) -> int:
     if len(text) > LONGEST:
         raise ValueError(f"a number of {len(text):,} digits")

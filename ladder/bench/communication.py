@@ -10,7 +10,6 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from ladder.comm.push import PushAllReduce, reference_all_reduce
 from ladder.comm.two_shot import TwoShotAllReduce
 from ladder.config import DTYPES
 from ladder.files import check_writable, make_folder
-from ladder.infer.graphs import capture_graph
+from ladder.infer.graphs import capture_graph, time_turns
 from ladder.models.errors import UserError, unknown
 from ladder.parallel import launch
 from ladder.parallel.dispatch import Dispatch, derive, read_table, size_text, write_table
@@ -153,14 +152,9 @@ def measure(found: Mapping[str, Candidate], group: Any) -> dict[str, list[float]
             torch.cuda.synchronize()
             dist.barrier(group)
             graph.replay()  # aligns the ranks
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
-            marks[0].record()
-            for mark in marks[1:]:
-                graph.replay()
-                mark.record()
-            torch.cuda.synchronize()
+            replays = time_turns(graph.replay, REPLAYS)
             if turn:
-                times[name] += [a.elapsed_time(b) * 1e3 / CALLS for a, b in pairwise(marks)]
+                times[name] += [ms * 1e3 / CALLS for ms in replays]
     return times
 
 

@@ -1,10 +1,11 @@
-"""CUDA graphs: work is recorded once and replayed without new kernel launches."""
+"""CUDA graphs: work is recorded once and replayed without new kernel launches; and its times."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -28,6 +29,17 @@ def capture_graph(work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Res
     with no_collection(), torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
         result = work()
     return graph, result
+
+
+def time_turns(work: Callable[[], object], turns: int) -> list[float]:
+    """Milliseconds on the GPU of each of `turns` runs of `work`, one right after another."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(turns + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        work()
+        mark.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in pairwise(marks)]
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ladder.config import parse_json
+from ladder.config import read_entries
 from ladder.models.errors import UserError, check_keys, unknown
 
 VARIABLE = "LADDER_OPS_TABLE"
@@ -261,14 +261,7 @@ def _entry(call: Call, file: str | None) -> tuple[Path, dict[str, Any] | None]:
 @functools.cache
 def read_table(path: Path) -> list[dict[str, Any]]:
     """The entries of a table. Raises UserError if the file is not a valid table."""
-    try:
-        entries = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"cannot read the table of operators {path}: {error}; unset {VARIABLE}, or correct it"
-        ) from error
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise UserError(f"the table of operators {path} must be a list of entries, each with keys")
+    entries = read_entries(path, "the table of operators", f"unset {VARIABLE}, or correct it")
     for entry in entries:
         _check_entry(f"the table of operators {path}", entry)
     return entries

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from ladder.comm.push import DTYPES
-from ladder.config import parse_json
+from ladder.config import read_entries
 from ladder.files import write_text
 from ladder.models.errors import UserError, check_keys, unknown
 
@@ -140,15 +140,8 @@ def load_dispatch(gpu: str, world: int, file: str | Path | None = None) -> Dispa
 
 def read_table(path: Path) -> list[dict[str, Any]]:
     """The entries of a table. Raises UserError if the file is not a valid table."""
-    try:
-        entries = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"cannot read the dispatch table {path}: {error}; unset {VARIABLE}, or write a table "
-            f"with `ladder bench comm --write-table {path}`"
-        ) from error
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise UserError(f"the dispatch table {path} must be a list of entries, each with keys")
+    remedy = f"unset {VARIABLE}, or write a table with `ladder bench comm --write-table {path}`"
+    entries = read_entries(path, "the dispatch table", remedy)
     for entry in entries:
         _check_entry(path, entry)
     return entries

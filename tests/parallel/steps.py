@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ladder.models import Transformer
+from ladder.models import ModelConfig, Transformer
 from ladder.parallel.sharding import local_parameters, local_tensor, sum_shared_gradients
-from tests.samples import relative_error, sample_tokens
+from tests.samples import (
+    SAME_AT_ANY_T,
+    full_model,
+    relative_error,
+    sample_tokens,
+    small_config,
+    virtual,
+)
 
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-5}  # of the tensor's largest value
 
@@ -63,6 +71,32 @@ def step(
     sum_shared_gradients(model)
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     return Step(logits, value.detach(), grads)
+
+
+class Case(NamedTuple):
+    """A case of a parity test: its model, tokens, and the step of one process with virtual ranks.
+
+    options: those that differ from the usual ones. state: the whole model's.
+    """
+
+    options: dict[str, Any]
+    config: ModelConfig
+    tokens: Tensor
+    targets: Tensor
+    state: dict[str, Tensor]
+    expected: Step
+
+
+def prepare(case: dict[str, Any], world: int) -> Case:
+    """case: a plan in SAME_AT_ANY_T by name, batch, length, and fields of the config."""
+    options = {"batch": 2, "length": 8, **case}
+    plan, batch, length = (options.pop(name) for name in ("plan", "batch", "length"))
+    config = small_config(SAME_AT_ANY_T[plan], world, **options)
+    tokens, targets = sample(config, 1, batch, length)
+    whole = full_model(config, seed=4)
+    state = copy.deepcopy(whole.state_dict())
+    expected = step(virtual(whole, world), tokens, targets)
+    return Case(options, config, tokens, targets, state, expected)
 
 
 def errors_of(model: Transformer, found: Step, expected: Step) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections import Counter
 from collections.abc import Iterator
@@ -23,14 +22,19 @@ from ladder.parallel.mesh import make_mesh
 from ladder.parallel.sharding import initialise, shard_model
 from tests.distributed import Pools, tp_mesh
 from tests.parallel.layouts import Layouts, compare
-from tests.parallel.steps import LIMITS, assert_none_wrong, errors_of, sample, step
+from tests.parallel.steps import (
+    LIMITS,
+    assert_none_wrong,
+    errors_of,
+    prepare,
+    step,
+)
 from tests.samples import (
     SAME_AT_ANY_T,
     full_model,
     relative_error,
     sample_tokens,
     small_config,
-    virtual,
 )
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
@@ -64,13 +68,7 @@ def parity(rank: int, world: int, cases: list[dict[str, Any]]) -> list[tuple[str
     """In a worker: (case, what, relative error) of all that is wrong."""
     wrong: list[tuple[str, str, float]] = []
     for case in cases:
-        options = {"batch": 2, "length": 8, **case}
-        plan, batch, length = (options.pop(name) for name in ("plan", "batch", "length"))
-        config = small_config(SAME_AT_ANY_T[plan], world, **options)
-        tokens, targets = sample(config, 1, batch, length)
-        whole = full_model(config, seed=4)
-        state = copy.deepcopy(whole.state_dict())
-        expected = step(virtual(whole, world), tokens, targets)
+        options, config, tokens, targets, state, expected = prepare(case, world)
         found = {}
         for reducer in ("fused", "sequence"):
             model = Transformer(config).double()

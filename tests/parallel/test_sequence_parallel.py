@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,19 @@ from ladder.train.loop import train
 from tests.distributed import Pools, tp_mesh
 from tests.parallel.calls import Diary
 from tests.parallel.layouts import compare
-from tests.parallel.steps import LIMITS, assert_none_wrong, errors_of, sample, step
+from tests.parallel.steps import (
+    LIMITS,
+    assert_none_wrong,
+    errors_of,
+    prepare,
+    step,
+)
 from tests.samples import (
     DEPENDS_ON_T,
     SAME_AT_ANY_T,
     full_model,
     sample_tokens,
     small_config,
-    virtual,
 )
 from tests.train.runs import recipe
 
@@ -62,13 +66,7 @@ def step_errors(rank: int, world: int, cases: list[dict[str, Any]]) -> list[tupl
     """In a worker: (case, what, relative error) of all that is wrong."""
     wrong: list[tuple[str, str, float]] = []
     for case in cases:
-        options = {"batch": 2, "length": 8, **case}
-        plan, batch, length = (options.pop(name) for name in ("plan", "batch", "length"))
-        config = small_config(SAME_AT_ANY_T[plan], world, **options)
-        tokens, targets = sample(config, 1, batch, length)
-        whole = full_model(config, seed=4)
-        state = copy.deepcopy(whole.state_dict())
-        expected = step(virtual(whole, world), tokens, targets)
+        _, config, tokens, targets, state, expected = prepare(case, world)
         for late, dtype in ((False, torch.float64), (True, torch.float32)):
             model = Transformer(config).double()
             model.load_state_dict(state)

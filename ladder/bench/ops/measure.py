@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from ladder.bench.ops.cases import Case, torch_calls
 from ladder.bench.ops.points import FLOATS, Variant, accepts
 from ladder.comm import symmetric
-from ladder.infer.graphs import capture_graph
+from ladder.infer.graphs import capture_graph, time_turns
 from ladder.ops import explain, use
 from ladder.ops.registry import DEFAULT, OPERATORS, Choice, device_name
 from ladder.parallel import launch
@@ -233,13 +232,7 @@ def clock(work: Callable[[], Any], device: torch.device) -> list[float]:
     torch.cuda.synchronize()
     dist.barrier()
     work()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(TURNS + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        work()
-        mark.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) * 1e3 for a, b in pairwise(marks)]
+    return [ms * 1e3 for ms in time_turns(work, TURNS)]
 
 
 def slowest(times: Sequence[float], device: torch.device) -> list[float]:

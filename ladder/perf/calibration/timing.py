@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from itertools import cycle, islice, pairwise
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ladder.infer.graphs import capture_graph
+from ladder.infer.graphs import capture_graph, time_turns
 from ladder.parallel import launch
 
 Work = Callable[[], Any]
@@ -42,13 +42,7 @@ def samples(works: Sequence[Work], calls: int, device: torch.device) -> list[flo
     graph, _ = capture_graph(run)
     _align()
     graph.replay()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        graph.replay()
-        mark.record()
-    torch.cuda.synchronize(device)
-    return [a.elapsed_time(b) * 1e3 / calls for a, b in pairwise(marks)]
+    return [ms * 1e3 / calls for ms in time_turns(graph.replay, REPEATS)]
 
 
 def slowest_median(found: Sequence[Sequence[float]]) -> float:
