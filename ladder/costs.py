@@ -14,6 +14,11 @@ from ladder.models.config import ModelConfig
 from ladder.models.sublayers import FEED_FORWARDS, MIXERS
 
 BF16, SCALE = 2, 4  # bytes
+# Of sessions of the engine, and of the memory that they take.
+CAPACITY_STEP = 256  # graphs are kept for cache lengths that are multiples of this
+GRAPHED_PROMPT_TOKENS = 16384  # a longer prefill keeps the GPU busy without a graph
+WORKSPACES = 3 * 2**30  # NCCL's buffers, cuBLAS' workspaces, CUDA's own memory, captured graphs
+HEADROOM = 0.92  # the share of the free memory that is used
 
 
 def sublayer_parameters(config: ModelConfig, kind: str) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ladder.costs import CAPACITY_STEP, GRAPHED_PROMPT_TOKENS
 from ladder.infer.cache import Cache
 from ladder.infer.fused import InferenceTransformer, can_fuse, fuse
 from ladder.infer.graphs import capture_graph
@@ -31,8 +32,6 @@ from ladder.parallel.reducers import PushReducer
 from ladder.parallel.sharding import local_tensor
 
 SESSIONS = 8  # kept by an engine, each with its own cache
-CAPACITY_STEP = 256  # graphs are kept for cache lengths that are multiples of this
-GRAPHED_PROMPT_TOKENS = 16384  # a longer prefill keeps the GPU busy without a graph
 PROMPT_GRAPHS = 8  # kept by a session, one per padded width; each holds the memory of a prefill
 # (length, multiple): prompts of up to this length are padded to this multiple, the graph's width
 PROMPT_STEPS = ((64, 16), (512, 64), (4096, 256), (math.inf, 1024))

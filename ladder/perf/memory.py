@@ -13,12 +13,17 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
-from ladder.bench.inference.measure import HEADROOM, WORKSPACES
 from ladder.bench.training.points import parse_layout
-from ladder.costs import BF16, cache_bytes
-from ladder.infer.engine import CAPACITY_STEP, GRAPHED_PROMPT_TOKENS
+from ladder.costs import (
+    BF16,
+    CAPACITY_STEP,
+    GRAPHED_PROMPT_TOKENS,
+    HEADROOM,
+    WORKSPACES,
+    cache_bytes,
+)
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.reducer import Ranks
@@ -50,10 +55,17 @@ class Memory:
         return f"{self.total / GIB:.1f} GiB ({parts})"
 
 
-@functools.lru_cache(maxsize=64)
 def local_parameters(config: ModelConfig, tp: int) -> int:
-    """The parameters of one process of `tp`, by their specs; tied ones once."""
+    """The parameters of one process of `tp`, by their specs; tied ones once.
+
+    Those of the plan `standard`: plans differ in their norms alone, by less than a thousandth.
+    """
     config.check_divides(tp, "--tp")
+    return _local_parameters(replace(config, plan="standard", tp_degree=None), tp)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=64)
+def _local_parameters(config: ModelConfig, tp: int) -> int:
     ranks = Ranks(tp, 0, 1)
     model = meta_model(config)
     found, seen = 0, set()

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from ladder.checkpoint import WEIGHTS, model_entries, write_config, write_tensors
+from ladder.costs import GRAPHED_PROMPT_TOKENS
 from ladder.infer.engine import (
-    GRAPHED_PROMPT_TOKENS,
     SESSIONS,
     Completion,
     Engine,

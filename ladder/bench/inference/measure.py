@@ -26,7 +26,7 @@ from ladder.bench.inference.verify import (
     reference,
     sequences,
 )
-from ladder.costs import decode_bytes, inference_bytes
+from ladder.costs import HEADROOM, WORKSPACES, decode_bytes, inference_bytes
 from ladder.infer.engine import Engine, Session
 from ladder.infer.fused import PassReducers
 from ladder.infer.sampling import Sampling, draws
@@ -35,8 +35,6 @@ from ladder.parallel import launch
 from ladder.parallel.sharding import local_tensor
 
 ROUNDS = 3
-WORKSPACES = 3 * 2**30  # NCCL's buffers, cuBLAS' workspaces, CUDA's own memory, captured graphs
-HEADROOM = 0.92  # the share of the free memory that is used
 
 
 @dataclass(frozen=True)
