@@ -1,4 +1,4 @@
-"""What the operations of a decode step cost on a machine, from its curves, and the step's time.
+"""What the operations of a decode step cost on a machine, from its curves.
 
 Products, attention and all-reduces take what the machine's file says. What its curves leave out is
 one number for every launch, `launch_gap_us`, fitted to one recorded step of a model without
@@ -11,8 +11,6 @@ Not known here: kernels that slow each other down, as NCCL beside products does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ladder.costs import BF16
 from ladder.kernels.decode import MAX_ROWS
 from ladder.models.config import ModelConfig
@@ -23,17 +21,6 @@ from ladder.perf.machine import Basis, Estimate, Machine, worst
 from ladder.perf.simulate import simulate
 
 WAY = {"push": "push", "async": "nccl"}
-
-
-@dataclass(frozen=True)
-class Step:
-    """A decode step of one plan. exposed_us: beyond that of the plan without its reduces."""
-
-    us: float
-    basis: Basis
-    exposed_us: float
-    collectives: int
-    launches: int
 
 
 class DecodeCost:
@@ -121,21 +108,6 @@ class DecodeCost:
             return Estimate(0.0, "measured")
         curve = self.machine.curve("all-reduce", algorithm=WAY[self.reducer])
         return curve.at(self.message if nbytes is None else nbytes)
-
-
-def decode_step(
-    config: ModelConfig, machine: Machine, tp: int, reducer: str, batch: int, context: int
-) -> Step:
-    """The time of one decode step. Raises UserError if the machine lacks what it needs."""
-    machine.value("launch_gap_us")
-    cost = DecodeCost(config, machine, tp, reducer, batch, context)
-    way = WAY[reducer] if tp > 1 else "alone"
-    graph = decode(config.plan, way)
-    total = simulate(graph, cost).total
-    bare = simulate(decode(config.plan.as_no_comm(), way), cost).total
-    collectives = len(graph.reduces)
-    launches = sum(graph.launches.values())
-    return Step(total, worst(cost.bases), total - bare, collectives, launches)
 
 
 def calibrate(

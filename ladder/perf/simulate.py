@@ -1,81 +1,128 @@
-"""The times of a graph's operations: streams in order, and what is waited for."""
+"""The times of a graph's operations: streams in order, what is waited for, what slows what."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ladder.perf.engine import Engine
 from ladder.perf.graph import Graph, Operation
 
-MICROSECOND = 10**6  # in picoseconds
+# The speed of the first operation while the second runs, of its speed alone.
+Beside = Callable[[Operation, Operation], float]
+NOTHING = -1
 
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds at which each operation starts and ends, by its index."""
+    """Microseconds at which each operation starts and ends, by its index.
+
+    because: the operation whose end let each one start, or NOTHING.
+    """
 
     starts: tuple[float, ...]
     ends: tuple[float, ...]
+    because: tuple[int, ...]
 
     @property
     def total(self) -> float:
         return max(self.ends)
 
+    def longest_path(self) -> list[tuple[int, float]]:
+        """The operations that the last one waited for, one after another from the end, each with
+        its share of the total; the shares add up to it."""
+        at, until = self.ends.index(max(self.ends)), self.total
+        found = []
+        while at != NOTHING:
+            found.append((at, until - self.starts[at]))
+            at, until = self.because[at], self.starts[at]
+        return found
 
-def simulate(graph: Graph, cost: Callable[[Operation], float]) -> Times:
-    """Run the operations, each of `cost` microseconds once it has begun.
+
+def simulate(
+    graph: Graph, cost: Callable[[Operation], float], beside: Beside | None = None
+) -> Times:
+    """Run the operations, each of `cost` microseconds alone once it has begun.
 
     What rides begins with its launch, or when all that it waits for is there; the launch ends with
-    the last of its parts, and what needs one of them waits for that.
+    the last of its parts, and what needs one of them waits for that. beside: how fast operations of
+    different launches run at the same time; without it, all as fast as alone.
     """
-    engine, operations = Engine(), graph.operations
-    streams: dict[str, list[Operation]] = {}
-    riders: dict[int, list[Operation]] = {}
+    operations = graph.operations
+    count = len(operations)
+    launch = [each.index if each.rides is None else each.rides for each in operations]
+    parts: list[list[int]] = [[] for _ in operations]
+    users: list[list[int]] = [[] for _ in operations]  # what waits for the end of each
+    waiting = [0] * count  # for how many
+    newest: dict[str, int] = {}
     for each in operations:
-        if each.rides is None:
-            streams.setdefault(each.stream, []).append(each)
+        index = each.index
+        mine = launch[index]
+        parts[mine].append(index)
+        for need in each.needs:
+            if launch[need] != mine:
+                users[need].append(index)
+                waiting[index] += 1
+        if each.rides is not None:
+            waiting[index] += 1  # its launch has begun
         else:
-            riders.setdefault(each.rides, []).append(each)
-    starts: dict[int, int] = {}
-    ends: dict[int, int] = {}
-    left = {each.index: 1 + len(riders.get(each.index, ())) for each in operations}
-    turn = dict.fromkeys(streams, 0)
+            if each.stream in newest:
+                users[newest[each.stream]].append(index)
+                waiting[index] += 1
+            newest[each.stream] = index
+    starts, ends = [0.0] * count, [-1.0] * count
+    because = [NOTHING] * count
+    left = [0.0] * count
+    unended = [len(each) for each in parts]
+    ready = [index for index in range(count) if not waiting[index]]
+    running: list[int] = []
+    now = 0.0
+    while ready or running:
+        for index in ready:  # grows with what rides on them
+            starts[index], left[index] = now, cost(operations[index])
+            running.append(index)
+            if launch[index] == index:
+                for rider in parts[index][1:]:
+                    waiting[rider] -= 1
+                    if not waiting[rider]:
+                        because[rider] = index
+                        ready.append(rider)
+        ready = []
+        if len(running) == 1:
+            first = running[0]
+            now += left[first]
+            left[first] = 0.0
+        else:
+            speeds = _speeds(operations, launch, running, beside)
+            spans = [left[index] / speed for index, speed in zip(running, speeds, strict=True)]
+            step = min(spans)
+            now += step
+            for index, speed, span in zip(running, speeds, spans, strict=True):
+                left[index] = 0.0 if span == step else left[index] - step * speed
+        for index in [index for index in running if left[index] <= 0.0]:
+            running.remove(index)
+            mine = launch[index]
+            unended[mine] -= 1
+            if unended[mine]:
+                continue
+            for part in parts[mine]:
+                ends[part] = now
+                for user in users[part]:
+                    waiting[user] -= 1
+                    if not waiting[user]:
+                        because[user] = index
+                        ready.append(user)
+    assert min(ends, default=0.0) >= 0.0, "operations wait for each other"
+    return Times(tuple(starts), tuple(ends), tuple(because))
 
-    def ready(each: Operation) -> bool:
-        inside = each.index if each.rides is None else each.rides
-        return all(
-            need in ends or need == inside or operations[need].rides == inside
-            for need in each.needs
-        )
 
-    def begin(each: Operation, launch: Operation) -> None:
-        starts[each.index] = engine.now
-        engine.after(round(cost(each) * MICROSECOND), lambda: part_ended(launch))
-
-    def part_ended(launch: Operation) -> None:
-        left[launch.index] -= 1
-        if left[launch.index]:
-            return
-        for each in (launch, *riders.get(launch.index, ())):
-            ends[each.index] = engine.now
-        turn[launch.stream] += 1
-        begin_all()
-
-    def begin_all() -> None:
-        for stream, queue in streams.items():
-            if turn[stream] < len(queue):
-                launch = queue[turn[stream]]
-                if launch.index not in starts and ready(launch):
-                    begin(launch, launch)
-                for each in riders.get(launch.index, ()) if launch.index in starts else ():
-                    if each.index not in starts and ready(each):
-                        begin(each, launch)
-
-    begin_all()
-    engine.run()
-    assert len(ends) == len(operations), "operations wait for each other"
-    return Times(
-        tuple(starts[n] / MICROSECOND for n in range(len(operations))),
-        tuple(ends[n] / MICROSECOND for n in range(len(operations))),
-    )
+def _speeds(
+    operations: list[Operation], launch: list[int], running: list[int], beside: Beside | None
+) -> list[float]:
+    found = [1.0] * len(running)
+    if beside is None:
+        return found
+    for n, index in enumerate(running):
+        for other in running:
+            if launch[other] != launch[index]:
+                found[n] *= beside(operations[index], operations[other])
+    return found

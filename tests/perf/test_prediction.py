@@ -13,7 +13,7 @@ import pytest
 from ladder.cli import main
 from ladder.config import model_config
 from ladder.models import Plan, UserError, resolve_plan
-from ladder.perf.cost import decode_step
+from ladder.perf import phases
 from ladder.perf.graph import COMM, Graph, Operation, forward
 from ladder.perf.lower_decode import decode
 from ladder.perf.machine import Curve, Machine, Value, load, write
@@ -117,7 +117,7 @@ def step(plan: Plan | str, machine: Machine, batch: int = 1) -> float:
     config = model_config("llama-3-8b")
     found = resolve_plan(plan, 32, 4)
     made = replace(config, plan=found, tp_degree=4 if found.depends_on_tp else None)
-    return decode_step(made, machine, 4, "push", batch, 1024).us
+    return phases.decode(made, machine, 4, "push", batch, 1024).us
 
 
 def test_slower_links_never_make_a_step_faster() -> None:

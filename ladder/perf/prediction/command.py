@@ -9,12 +9,12 @@ from typing import Any
 from ladder.config import load_plan, model_config
 from ladder.models.errors import UserError
 from ladder.models.presets import resolve_plan
-from ladder.perf import memory
-from ladder.perf.cost import decode_step
+from ladder.perf import memory, phases
 from ladder.perf.machine import Machine, load
 from ladder.perf.prediction.records import calibrated, scores, summary
 from ladder.plans import aligned
 
+KEPT = ("us", "basis", "exposed_us", "collectives", "launches")  # of a Prediction, in --json
 DOUBT = """\
 Predicted, not measured: `ladder predict validate RECORDS` prints the errors. NCCL beside products
 is slower than predicted here, and a small model faster."""
@@ -43,10 +43,11 @@ def decode(options: Any) -> int:
             config = replace(shape, plan=plan, tp_degree=degree)
             held = memory.inference(config, tp, batch, options.context, options.context)
             for reducer in options.reducers[:1] if plan.no_comm or tp == 1 else options.reducers:
-                step = decode_step(config, machine, tp, reducer, batch, options.context)
+                step = phases.decode(config, machine, tp, reducer, batch, options.context)
                 fits = None if room is None else memory.fits(held, machine)
                 row = {"plan": name, "reducer": reducer, "batch": batch, "fits": fits}
-                rows.append(row | {"memory_gib": held.total / memory.GIB, **asdict(step)})
+                row |= {name: getattr(step, name) for name in KEPT}
+                rows.append(row | {"memory_gib": held.total / memory.GIB})
     rows.sort(key=lambda row: (row["batch"], row["fits"] is False, row["us"]))
     if options.json:
         print(json.dumps(rows, indent=1))

@@ -11,7 +11,8 @@ from ladder.bench.inference.points import InferencePoint, resolve
 from ladder.bench.results import read_results
 from ladder.kernels.decode import MAX_ROWS
 from ladder.models.errors import UserError
-from ladder.perf.cost import calibrate, decode_step
+from ladder.perf import phases
+from ladder.perf.cost import calibrate
 from ladder.perf.machine import Machine, Value
 
 CALIBRATED = ("llama-3-8b", "none", 1)  # model, plan, batch
@@ -87,7 +88,7 @@ def scores(files: Iterable[Path], machine: Machine) -> list[Score]:
     """All recorded decode steps of the machine with their predictions."""
     found = []
     for point, ms in decode_times(files, machine).items():
-        step = decode_step(
+        step = phases.decode(
             resolve(point), machine, point.tp, point.reducer, point.batch, context_of(point)
         )
         found.append(Score(point, ms, step.us / 1e3, is_calibration(point)))
