@@ -29,9 +29,10 @@ def run_t3(options: argparse.Namespace) -> int:
 
     from ladder.files import write_text
     from ladder.models import UserError
-    from ladder.perf.t3 import report
+    from ladder.perf.report import Study
     from ladder.perf.t3.figures import FIGURES, figure, known
     from ladder.perf.t3.sweep import sweep
+    from ladder.perf.t3.system import DECLARED, FITTED, SOURCE
 
     if options.sweep and options.figure:
         raise UserError("--sweep is of no figure; leave out --figure")
@@ -40,12 +41,13 @@ def run_t3(options: argparse.Namespace) -> int:
     if page is not None and (page.is_dir() or not page.parent.is_dir()):
         raise UserError(f"--page {page}: name a file in a folder that exists")
     results = [sweep()] if options.sweep else [figure(each) for each in dict.fromkeys(numbers)]
+    study = Study(SOURCE, results, FITTED, DECLARED)
     if page is not None:
-        write_text(page, report.as_page(results))
+        write_text(page, study.as_page())
     if options.json:
-        print(json.dumps(report.as_data(results), indent=1))
+        print(json.dumps(study.as_data(), indent=1))
         return 0
-    print(report.text(results))
+    print(study.text())
     if page is None:
         some = ("--figure", *options.figure) if options.figure else ()
         some = ("--sweep",) if options.sweep else some

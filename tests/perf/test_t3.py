@@ -14,11 +14,11 @@ from ladder.cli import main
 from ladder.models import UserError
 from ladder.ops.track import TrackMap, remote_map
 from ladder.ops.track_maps import all_to_all, direct_reduce_scatter, ring_reduce_scatter
+from ladder.perf.report import Study
+from ladder.perf.scores import HEAD, Result, exact, factor, points
 from ladder.perf.t3 import counting, shares, simulate, sweep
 from ladder.perf.t3 import system as closed
 from ladder.perf.t3.figures import FIGURES, figure
-from ladder.perf.t3.report import summary
-from ladder.perf.t3.scores import HEAD, Result, exact, factor, points
 from ladder.perf.t3.system import LARGE, MODELS, Sublayer, System, sublayer, sublayers
 from tests import ROOT
 
@@ -161,7 +161,8 @@ def test_the_page_of_results_has_these_scores() -> None:
         assert f"\n### Figure {number}:" in page
         for score in result(number).scores:
             assert f"| {' | '.join(score.texts())} |".replace("|  |", "| |") in page, score
-    assert summary([result(number) for number in FIGURES]) in " ".join(page.split())
+    study = Study("", [result(number) for number in FIGURES], {}, ())
+    assert study.summary() in " ".join(page.split())
 
 
 def test_the_command_prints_a_table_json_and_a_page(

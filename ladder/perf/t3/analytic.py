@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ladder.ops.track_maps import direct_reduce_scatter, ring_reduce_scatter
+from ladder.perf.scores import FIT, OUT, Curves, Dots, Result, Row, exact, factor, holds, points
 from ladder.perf.t3 import counting, shares, simulate
 from ladder.perf.t3 import system as closed
-from ladder.perf.t3.scores import FIT, OUT, Curves, Dots, Result, Row, exact, factor, holds, points
 from ladder.perf.t3.system import (
     LARGE,
     MODELS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ladder.models.errors import UserError
+from ladder.perf.scores import Result
 from ladder.perf.t3.analytic import figure_4, figure_6, figure_14, figure_15, figure_18
-from ladder.perf.t3.scores import Result
 from ladder.perf.t3.simulated import figure_16, figure_17, figure_19, figure_20
 from ladder.perf.t3.system import System
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ladder.perf.scores import FIT, OUT, Curves, Dots, Result, Row, holds, points, speedup
 from ladder.perf.t3 import shares, simulate
 from ladder.perf.t3 import system as closed
-from ladder.perf.t3.scores import FIT, OUT, Curves, Dots, Result, Row, holds, points, speedup
 from ladder.perf.t3.system import (
     LARGE,
     MODELS,

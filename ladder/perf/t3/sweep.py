@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import get_args
 
+from ladder.perf.scores import Dots, Result, Row, holds
 from ladder.perf.t3 import simulate
 from ladder.perf.t3 import system as closed
-from ladder.perf.t3.scores import Dots, Result, Row, holds
 from ladder.perf.t3.system import LARGE, MODELS, Collective, System, sublayer
 
 DEGREES = (4, 8, 16, 32, 64)

@@ -52,6 +52,7 @@ class System:
         return self.efficiency * self.units * self.clock * self.flops_per_clock
 
 
+SOURCE = "T3: Transparent Tracking & Triggering (Pati et al., ASPLOS 2024), simulated"
 FITTED = {
     "efficiency = 0.80": "Figure 16's ideal overlap: 35 % geomean, 50 % and 15 %",
     "burst = 571 GB/s (3.5 ps an element)": "the same three numbers",

@@ -1,10 +1,10 @@
-"""A figure of T3 as SVG: rows of points, the paper's numbers hollow and ours full, or lines."""
+"""A result as SVG: rows of points, the paper's numbers hollow and ours full, or lines."""
 
 from __future__ import annotations
 
 from ladder.bench import figures
 from ladder.bench.figures import COLOURS, FONT, INK, MUTED, PAPER, WIDTH
-from ladder.perf.t3.scores import Curves, Dots, Result
+from ladder.perf.scores import Curves, Dots, Result
 
 PALETTE = tuple(COLOURS[name] for name in ("none", "parallel", "standard", "ladder", "desync-4x"))
 ROW = 19  # points of height

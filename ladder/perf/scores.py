@@ -108,8 +108,8 @@ class Curves:
 
 @dataclass(frozen=True)
 class Result:
-    """One figure; number None: not of the paper. chart: what the page draws and the table of
-    details has; more: drawn below it."""
+    """One figure or table; number None: the title says which, if it is of a paper. chart: what
+    the page draws and the table of details has; more: drawn below it."""
 
     number: int | None
     title: str
