@@ -28,7 +28,7 @@ from ladder.files import checksum, hub_hint, usual_mode, write_text
 from ladder.hf_config import config_from_huggingface, stop_tokens
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
-from ladder.models.quantised import declare_quantised
+from ladder.models.quantised import declare_quantised, refuse_cut_blocks
 from ladder.models.storage import QUANTISED
 from ladder.models.transformer import Transformer, meta_model
 from ladder.parallel import launch
@@ -269,6 +269,7 @@ def load_model(
     slices. Matrices in 8 bits stay so.
     """
     model, reader = _opened(folder)
+    refuse_cut_blocks(model, 1 if mesh is None else mesh.size(), str(folder))
     shard_model(model, mesh, device=device, dtype=dtype or reader.dtype(EMBEDDING), reducer=reducer)
     fill(model, reader)
     return model

@@ -2,8 +2,8 @@
 
 Only matrices are counted: norms and biases are a thousandth. `tp` is the number of processes of the
 model. The functions return the part of one process, unless they say otherwise. Bytes are those of
-bfloat16; `weights` (bf16, fp8 or int8) is how the matrices of layers and the head are stored, with
-a float32 scale for each row in 8 bits. Embedding, cache and activations are not.
+bfloat16; `weights` (bf16 or a name in QUANTISED) is how the matrices of layers and the head are
+stored, in 8 bits with their scales. Embedding, cache and activations are not.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 
 from ladder.models.config import ModelConfig
+from ladder.models.storage import BLOCK, scale_dtype
 from ladder.models.sublayers import FEED_FORWARDS, MIXERS
 
-BF16, SCALE = 2, 4  # bytes
+BF16 = 2  # bytes
 # Of sessions of the engine, and of the memory that they take.
 CAPACITY_STEP = 256  # graphs are kept for cache lengths that are multiples of this
 GRAPHED_PROMPT_TOKENS = 16384  # a longer prefill keeps the GPU busy without a graph
@@ -70,9 +71,16 @@ def prefill_flops(config: ModelConfig, tp: int, batch: int, prompt: int) -> floa
 
 def layer_weight_bytes(config: ModelConfig, tp: int, weights: str = "bf16") -> float:
     """Bytes of all layers' weights, without embedding and head."""
+    elements = layer_parameters(config) / tp
+    return config.num_layers * _stored_bytes(elements, _layer_rows(config, tp), weights)
+
+
+def _stored_bytes(elements: float, rows: float, weights: str) -> float:
+    """Bytes of matrices with their scales; blocks at the end of a row are counted as whole."""
     if weights == "bf16":
-        return BF16 * config.num_layers * layer_parameters(config) / tp
-    return config.num_layers * (layer_parameters(config) / tp + SCALE * _layer_rows(config, tp))
+        return BF16 * elements
+    scales = elements / BLOCK if weights == "fp8-block" else rows
+    return elements + scales * scale_dtype(weights).itemsize
 
 
 def _layer_rows(config: ModelConfig, tp: int) -> float:
@@ -83,8 +91,7 @@ def _layer_rows(config: ModelConfig, tp: int) -> float:
 
 def head_bytes(config: ModelConfig, tp: int, weights: str = "bf16") -> float:
     """Bytes of the head."""
-    whole = vocabulary_parameters(config)
-    return (BF16 * whole if weights == "bf16" else whole + SCALE * config.vocab_size) / tp
+    return _stored_bytes(vocabulary_parameters(config), config.vocab_size, weights) / tp
 
 
 def cache_bytes(config: ModelConfig, tp: int, tokens: float) -> float:

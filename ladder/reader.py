@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ladder.config import parse_json
 from ladder.models.errors import UserError, is_plain_name
-from ladder.models.storage import is_quantised
 from ladder.models.transformer import Transformer
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -34,7 +33,8 @@ DTYPES = {  # the types of weights, by safetensors' names
     "F16": torch.float16,
     "F64": torch.float64,
 }
-EIGHT_BITS = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}  # of `ladder convert --weights`
+# of `ladder convert --weights`: matrices, and scales of blocks
+EIGHT_BITS = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -225,8 +225,8 @@ class TensorReader:
         for name, shape in model.shapes.items():
             self.check_shape(name, shape)
         for name, parameter in model.named_parameters() if self.dtypes is not DTYPES else ():
-            found, eight = self.dtype(name), is_quantised(parameter.dtype)
-            if found != parameter.dtype if eight else is_quantised(found):
+            found, small = self.dtype(name), EIGHT_BITS.values()
+            if found != parameter.dtype and not {found, parameter.dtype}.isdisjoint(small):
                 raise UserError(
                     f"{self.folder}: tensor {name!r} has the type {found}, which its config.json "
                     f"does not say; the folder is damaged, convert the model again"

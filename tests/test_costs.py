@@ -62,6 +62,24 @@ def test_inference_by_hand() -> None:
     assert decode_bytes(narrow, 2, 5, 8) == 2 * (3 * (layer + 4 * 8 * 5) + 40)
 
 
+def counted_bytes(shape: ModelConfig, weights: str) -> int:
+    """The bytes of a model's matrices and their scales, without the embedding."""
+    model = Transformer(shape).to(torch.bfloat16)
+    initialise(model, 0)
+    quantise_model(model, weights)
+    return sum(
+        parameter.nbytes
+        for name, parameter in model.named_parameters()
+        if "norm" not in name and "embed" not in name
+    )
+
+
+def test_bytes_of_blocks() -> None:
+    """A byte for each 128, where blocks are whole."""
+    shape = replace(SHAPE, hidden_size=128, intermediate_size=256, num_heads=8, head_dim=16)
+    assert decode_bytes(shape, 1, 0, 0, "fp8-block") == counted_bytes(shape, "fp8-block")
+
+
 @pytest.mark.parametrize("weights", ["fp8", "int8"])
 def test_bytes_of_weights_as_stored(weights: str) -> None:
     """One byte each, a float32 scale for each row of this rank; the cache stays in bfloat16."""
@@ -70,15 +88,7 @@ def test_bytes_of_weights_as_stored(weights: str) -> None:
     cache = 2 * 3 * 4 * 8 * 5
     assert decode_bytes(SHAPE, 2, 5, 8, weights) == 3 * layer + head + cache
     assert prefill_floor_s(SHAPE, 2, 5, 6, 10.0, 1e30, weights) == 3 * layer / 10
-    model = Transformer(SHAPE).to(torch.bfloat16)
-    initialise(model, 0)
-    quantise_model(model, weights)
-    counted = sum(
-        parameter.nbytes
-        for name, parameter in model.named_parameters()
-        if "norm" not in name and "embed" not in name
-    )
-    assert decode_bytes(SHAPE, 1, 0, 0, weights) == counted
+    assert decode_bytes(SHAPE, 1, 0, 0, weights) == counted_bytes(SHAPE, weights)
 
 
 def test_virtual_ranks_have_keys_and_values_of_their_own() -> None:

@@ -30,7 +30,9 @@ def add_inference_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, nargs="+", help="sequences per batch (1)")
     parser.add_argument("--prompt", type=int, help="tokens per prompt (1024)")
     parser.add_argument("--new-tokens", type=int, help="tokens to decode (512)")
-    parser.add_argument("--weights", help="how matrices are stored: bf16, fp8 or int8 (bf16)")
+    parser.add_argument(
+        "--weights", help="how matrices are stored: bf16, fp8, fp8-block or int8 (bf16)"
+    )
     parser.add_argument(
         "--p2p",
         nargs="+",

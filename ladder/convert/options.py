@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--weights",
         metavar="TYPE",
         help="store the matrices in 8 bits, for inference only: fp8 (e4m3) or int8, with a scale "
-        "for each row; default: as in MODEL",
+        "for each row, or fp8-block, for each 128 columns of a row; default: as in MODEL",
     )
 
 

@@ -15,7 +15,7 @@ from ladder.convert.weights import Made, Recipe, make
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.models.quantised import matrices, norms_of, quantise, refuse_sublayers
-from ladder.models.storage import QUANTISED
+from ladder.models.storage import QUANTISED, scale_dtype, scale_shape
 from ladder.models.transformer import meta_model, tensor_shapes
 from ladder.reader import HEAD
 
@@ -71,7 +71,8 @@ def in_eight_bits(
         if name in weights:
             result.append(Made(name, count, partial(weight, name)))
             own = f"{name.removesuffix('weight')}scales"
-            result.append(Made(own, 4 * shape[0], partial(scales.pop, name)))
+            nbytes = math.prod(scale_shape(kind, shape)) * scale_dtype(kind).itemsize
+            result.append(Made(own, nbytes, partial(scales.pop, name)))
         else:
             nbytes = count * reader.dtype(found[name].name).itemsize
             result.append(Made(name, nbytes, partial(other, name)))

@@ -59,7 +59,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         default="auto",
-        help="matrices in memory: auto (in --dtype, or as stored), bf16, fp8 (e4m3) or int8",
+        help="matrices in memory: auto (in --dtype, or as stored), bf16, fp8 (e4m3), fp8-block "
+        "(e4m3, a scale for each 128 columns of a row) or int8",
     )
     parser.add_argument(
         "--out", default="runs/eval", help="folder for results and the suite's data"

@@ -17,6 +17,7 @@ from ladder.infer.load import load_for_inference
 from ladder.infer.sampling import Sampling
 from ladder.models.errors import UserError
 from ladder.models.quantised import held_as
+from ladder.models.storage import SCALED
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.parallel.dispatch import size_text
@@ -100,7 +101,7 @@ def generate_command(options: argparse.Namespace) -> int:
     if printer is not None:
         printer.end()
     if main and (kind := held_as(model)):
-        print(f"weights: {kind}, with a scale for each row", file=sys.stderr)
+        print(f"weights: {kind}, with a scale for each {SCALED[kind]}", file=sys.stderr)
     text = _picked_reducers(model, options.reducer)
     if text and main:
         print(f"reducer picked: {text}", file=sys.stderr)

@@ -199,8 +199,8 @@ class Engine:
 
     model: a loaded model, or a folder, which `load_for_inference` loads. tp, reducer, device,
     weights: for a folder only: the number of processes (0 for all that run); `async`, `push` or
-    `auto`; `cpu`, `cuda` or `auto`; `bf16`, `fp8`, `int8` or `auto`. graphs: run decode steps as
-    CUDA graphs; None: on GPUs. fused: pack the model's weights and decode with fused kernels
+    `auto`; `cpu`, `cuda` or `auto`; see `load_for_inference`. graphs: run decode steps as CUDA
+    graphs; None: on GPUs. fused: pack the model's weights and decode with fused kernels
     (`ladder.infer.fused`, which empties the original model); None: on GPUs, if the kernels support
     the model. The engine keeps the SESSIONS sessions that were used last (a cache and a graph for a
     batch size, a cache length and a kind of sampling).

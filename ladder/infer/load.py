@@ -43,7 +43,7 @@ def check_tp(tp: int) -> None:
 def dtype_of(weights: str, dtype: str) -> str:
     """The `--dtype` that `--weights` implies. Raises UserError if the two disagree."""
     if weights not in ("auto", "bf16", *QUANTISED):
-        raise UserError(f"--weights={weights} must be auto, bf16, {' or '.join(QUANTISED)}")
+        raise unknown("type of --weights", weights, ("auto", "bf16", *QUANTISED))
     if weights != "bf16":
         return dtype
     if dtype not in ("auto", "bfloat16"):
@@ -69,11 +69,11 @@ def kind_of(weights: str, folder: Path, device: torch.device) -> str | None:
 
 def refuse_device(kind: str | None, device: torch.device) -> None:
     """Raise UserError if a GPU has no conversion of this 8-bit type."""
-    if kind == "fp8" and device.type == "cuda":
+    if kind in ("fp8", "fp8-block") and device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if (major, minor) < FP8_CAPABILITY:
             raise UserError(
-                f"fp8 weights need a GPU of compute capability 8.9 or more, and {device} has "
+                f"{kind} weights need a GPU of compute capability 8.9 or more, and {device} has "
                 f"{major}.{minor}: use --weights int8"
             )
 
@@ -102,8 +102,9 @@ def load_for_inference(
 
     tp: the number of processes, or 0 for the same. reducer: a name in `INFERENCE`, or `auto` for
     the fastest that can run here. dtype: a name in `DTYPES`, or `auto` for the stored one. weights:
-    `auto` for matrices in that dtype, or as the folder holds them; `bf16`; `fp8`, `int8`. Raises
-    UserError for options that cannot be met and for damaged weights. Every rank must call it.
+    `auto` for matrices in that dtype, or as the folder holds them; `bf16`; a name in QUANTISED.
+    Raises UserError for options that cannot be met and for damaged weights. Every rank must call
+    it.
     """
     wanted = as_dtype(dtype_of(weights, dtype))
     if reducer not in ("auto", *INFERENCE):

@@ -35,6 +35,7 @@ from ladder.jit import (
     tl,
     triton,
 )
+from ladder.kernels import decode_shapes
 from ladder.kernels.landing import (
     CHUNK,
     LandingJob,
@@ -47,13 +48,12 @@ from ladder.kernels.landing import (
     rider_arguments,
     send,
 )
-from ladder.models.storage import dequantise, is_quantised
+from ladder.models.storage import BLOCK, dequantise, is_quantised
 
 MAX_ROWS = 64
-MAX_VECTOR_ROWS = 2  # more rows are multiplied on tensor cores
 
 
-Scales = tuple[Tensor, Tensor | None]  # of the rows of `weight` and `up`, float32 [N] each
+Scales = tuple[Tensor, Tensor | None]  # of `weight` and `up`: see ladder.models.quantised
 
 
 def project_reference(
@@ -96,13 +96,22 @@ def _finish(
 
 @jit
 @no_type_check
+def _block_scales(scales, n, block, N, blocks: tl.constexpr):
+    """The scales of blocks of rows n, of which only float32's exponents are stored."""
+    inside = (n < N) & (block < blocks)
+    bits = tl.load(scales + n * blocks + block, mask=inside, other=127).to(tl.int32)
+    return (bits << 23).to(tl.float32, bitcast=True)
+
+
+@jit
+@no_type_check
 def _product(
     program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers, start, N,
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, PDL: tl.constexpr,
-    partial, rows, riders, SENDS: tl.constexpr, D: tl.constexpr,
+    partial, rows, riders, SENDS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program of a product: BN rows of the weight. SENDS: the first `riders` programs send."""
     # [row of x, row of the weight, column]: three dimensions give all loads the same layout.
@@ -117,6 +126,13 @@ def _product(
     u = w
     if GATED:
         u = tl.load(up + row + columns, mask=first, other=0.0)
+    if BLOCK > 0:
+        blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
+        eights = 8 * tl.arange(0, BK // 8)[None, None, :]  # columns
+        scale_w = _block_scales(scales, n, eights // BLOCK, N, blocks)
+        scale_u = scale_w
+        if GATED:
+            scale_u = _block_scales(up_scales, n, eights // BLOCK, N, blocks)
     if PDL:
         gdc_wait()
     # The send has no programs of its own: with a branch for them, the compiler keeps fewer loads of
@@ -134,13 +150,23 @@ def _product(
             w = tl.load(weight + row + at, mask=fits & (n < N), other=0.0)
             if GATED:
                 u = tl.load(up + row + at, mask=fits & (n < N), other=0.0)
+            if BLOCK > 0:
+                scale_w = _block_scales(scales, n, (k + eights) // BLOCK, N, blocks)
+                if GATED:
+                    scale_u = _block_scales(up_scales, n, (k + eights) // BLOCK, N, blocks)
         a = tl.load(x + m * K + at, mask=fits & ((m < M) | (M == MP)), other=0).to(tl.float32)
-        total += tl.sum(tl.reshape(a * w.to(tl.float32), [MP, BN, BK // 8, 8]), 3)
+        part = tl.sum(tl.reshape(a * w.to(tl.float32), [MP, BN, BK // 8, 8]), 3)
+        if BLOCK > 0:
+            part *= scale_w
+        total += part
         if GATED:
-            total_up += tl.sum(tl.reshape(a * u.to(tl.float32), [MP, BN, BK // 8, 8]), 3)
+            part = tl.sum(tl.reshape(a * u.to(tl.float32), [MP, BN, BK // 8, 8]), 3)
+            if BLOCK > 0:
+                part *= scale_u
+            total_up += part
     y = tl.sum(total, 2, keep_dims=True)
     inside = (m < M) & (n < N)
-    if scales is not None:
+    if (scales is not None) & (BLOCK == 0):
         y = y * tl.load(scales + n, mask=n < N, other=0)
     if NORM:
         chunks: tl.constexpr = (K + CHUNK - 1) // CHUNK
@@ -150,12 +176,12 @@ def _product(
         y = y * scale
         if GATED:
             y_up = tl.sum(total_up, 2, keep_dims=True) * scale
-            if up_scales is not None:
+            if (up_scales is not None) & (BLOCK == 0):
                 y_up = y_up * tl.load(up_scales + n, mask=n < N, other=0)
             y = y / (1 + tl.exp(-y)) * y_up
     elif GATED:
         y_up = tl.sum(total_up, 2, keep_dims=True)
-        if up_scales is not None:
+        if (up_scales is not None) & (BLOCK == 0):
             y_up = y_up * tl.load(up_scales + n, mask=n < N, other=0)
         y = y / (1 + tl.exp(-y)) * y_up
     _finish(y, m, n, inside, out, add, factor, buffers, start, N, M, x.dtype.element_ty, ADD, STORE,
@@ -170,7 +196,7 @@ def _tile(
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
-    KIND: tl.constexpr, PDL: tl.constexpr,
+    KIND: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`_product` on tensor cores, for more rows."""
     m, n = tl.arange(0, MP)[:, None], program * BN + tl.arange(0, BN)[None, :]
@@ -178,6 +204,12 @@ def _tile(
     rows = tl.trans(n).to(tl.int64) * K  # [BN, 1]
     total = tl.zeros([MP, BN], tl.float32)
     total_up = tl.zeros([MP, BN], tl.float32)
+    if BLOCK > 0:  # those of a step are read in the step before
+        blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
+        scale_w = _block_scales(scales, n, 0, N, blocks)
+        scale_u = scale_w
+        if GATED:
+            scale_u = _block_scales(up_scales, n, 0, N, blocks)
     if PDL:
         gdc_wait()
     for k in tl.range(0, K, BK, num_stages=STAGES):
@@ -185,14 +217,24 @@ def _tile(
         fits = (at < K) | (K % BK == 0)
         a = tl.load(x + m * K + at, mask=fits & ((m < M) | (M == MP)), other=0).to(KIND)
         w = tl.load(weight + rows + at, mask=fits & (tl.trans(n) < N), other=0.0).to(KIND)
-        total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
+        if BLOCK == 0:
+            total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
+        else:  # a step is a block
+            part = tl.dot(a, tl.trans(w), input_precision="ieee")
+            total += part * scale_w
+            scale_w = _block_scales(scales, n, k // BLOCK + 1, N, blocks)
         if GATED:
             u = tl.load(up + rows + at, mask=fits & (tl.trans(n) < N), other=0.0).to(KIND)
-            total_up = tl.dot(a, tl.trans(u), total_up, input_precision="ieee")
+            if BLOCK == 0:
+                total_up = tl.dot(a, tl.trans(u), total_up, input_precision="ieee")
+            else:
+                part = tl.dot(a, tl.trans(u), input_precision="ieee")
+                total_up += part * scale_u
+                scale_u = _block_scales(up_scales, n, k // BLOCK + 1, N, blocks)
     y = total
-    if scales is not None:
+    if (scales is not None) & (BLOCK == 0):
         y = y * tl.load(scales + n, mask=n < N, other=0)
-    if up_scales is not None:
+    if (up_scales is not None) & (BLOCK == 0):
         total_up = total_up * tl.load(up_scales + n, mask=n < N, other=0)
     if NORM:
         chunks: tl.constexpr = (K + CHUNK - 1) // CHUNK
@@ -216,16 +258,16 @@ def _either(
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
     KIND: tl.constexpr, PDL: tl.constexpr, partial, rows, riders, SENDS: tl.constexpr,
-    D: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if STAGES == 0:
         _product(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
                  start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD,
-                 CHUNK, BITS, EMPTY, PDL, partial, rows, riders, SENDS, D)  # fmt: skip
+                 CHUNK, BITS, EMPTY, PDL, partial, rows, riders, SENDS, D, BLOCK)  # fmt: skip
     else:
         _tile(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
               start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK,
-              BITS, EMPTY, STAGES, KIND, PDL)  # fmt: skip
+              BITS, EMPTY, STAGES, KIND, PDL, BLOCK)  # fmt: skip
 
 
 @kernel("both")
@@ -240,8 +282,9 @@ def _project_kernel(
     D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
     OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
     EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr,
-    STAGES: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """BLOCK: the columns that share a scale; 0: a scale for each row, or none."""
     if PDL:
         gdc_launch_dependents()
     program = tl.program_id(0)
@@ -253,7 +296,8 @@ def _project_kernel(
     if (RIDES == 0) | SENDS:
         _either(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
                 start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK,
-                BITS, EMPTY, STAGES, KIND, PDL, residual, rows, riders, SENDS, D)  # fmt: skip
+                BITS, EMPTY, STAGES, KIND, PDL, residual, rows, riders, SENDS, D,
+                BLOCK)  # fmt: skip
     elif (program >= landing) & (program < landing + riders):
         if PDL:
             gdc_wait()
@@ -268,65 +312,7 @@ def _project_kernel(
         _either(program - before, x, weight, up, scales, up_scales, out, squares, add, factor, eps,
                 buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK,
                 WORLD, CHUNK, BITS, EMPTY, STAGES, KIND, PDL, residual, rows, riders, False,
-                D)  # fmt: skip
-
-
-def _blocks(
-    rows: int, outputs: int, size: int, gated: bool, itemsize: int
-) -> tuple[int, int, int, int, int]:
-    """(padded rows, weight rows per program, columns per step, warps, stages).
-
-    0 stages: no tensor cores. Chosen by measurements on an H200 (benchmarks/results/README.md).
-    """
-    if rows > MAX_VECTOR_ROWS:
-        padded = max(16, triton.next_power_of_2(rows))
-        # Few outputs: smaller blocks or longer steps, to use the whole memory bandwidth.
-        few, short = outputs < 2048, gated or size <= 1024
-        if padded == 16:
-            block, step, stages = (32, 512, 4) if few else (32, 256, 6)
-            if short:
-                block, step, stages = 32, 128, 5 if gated else 4
-        elif padded == 32:
-            block, step, stages = (16, 512, 4) if few else (32, 256, 5)
-            if gated:
-                block, step, stages = 32, 128, 6
-        else:
-            block, step, stages = 16 if few and not short else 32, 128, 5 if short else 6
-        return padded, block, step * 2 // itemsize, 4, stages
-    padded = triton.next_power_of_2(rows)
-    if rows > 1:
-        return padded, 2, 2048 if rows == 2 else 1024, 4, 0
-    if gated:
-        return padded, 2, 1024, 4, 0
-    if size <= 1024:
-        return padded, 4, 1024, 4, 0
-    if size <= 2048:  # few outputs: more programs
-        return padded, 2 if outputs < 4096 else 4, 1024, 4, 0
-    if size > 4096:
-        return padded, 2, 4096, 8, 0
-    if outputs < 1024:
-        return padded, 1, 2048, 4, 0
-    # One step if little of it is padding: then the whole weight is read before the wait.
-    return (padded, 2, 2048, 8, 0) if 3072 < size < 4096 else (padded, 2, 4096, 4, 0)
-
-
-def _fitting(stages: int, stage_bytes: int, device: torch.device) -> int:
-    """The number of stages, at most `stages`, for which this GPU has shared memory."""
-    found = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    return max(2, min(stages, (found - 1024) // stage_bytes))  # 1 KiB is reserved by the system
-
-
-def _registers(size: int, block: int, step: int, warps: int) -> dict[str, int]:
-    """The register limit of a product of one row with a landing: that of the product alone.
-
-    Without a limit the compiler uses more registers for the landing, so that fewer programs run at
-    once, or the product has fewer loads in flight. With 4 warps a thread lands twice as much and
-    the limit would cause spills, so there is none: {} (benchmarks/results/README.md).
-    """
-    if warps < 8:
-        return {}
-    held = block * step // (32 * warps)  # elements of the weight that a thread has in one step
-    return {"maxnreg": 32 if held * min(2, -(-size // step)) <= 32 else 48}
+                D, BLOCK)  # fmt: skip
 
 
 def project(
@@ -344,8 +330,8 @@ def project(
     to the pushed result (without `push`, to the returned one). push: the slots on every rank to
     which the result is written. keep: also return the result, without `add`. rider: a landing or
     send in the same launch, which must not depend on this product. scales: the weights are stored
-    in 8 bits (ladder.models.quantised); they are read so, converted in registers, and multiplied by
-    the scales of their rows after the sum.
+    in 8 bits (ladder.models.quantised); they are read so, converted in registers, and the sum of
+    a row, or of a block's columns, is multiplied by its scale.
     """
     rows, size = x.shape
     outputs = weight.shape[0]
@@ -358,7 +344,10 @@ def project(
     assert up is None or (up.shape == weight.shape and up.is_contiguous())
     for each, matrix in zip(scales or (), (weight, up), strict=False):
         assert (each is None) == (matrix is None)
-        assert each is None or (each.shape == (outputs,) and each.dtype == torch.float32)
+        assert each is None or (each.shape, each.dtype) in (
+            ((outputs,), torch.float32),
+            ((outputs, -(-size // BLOCK)), torch.uint8),
+        )
     assert add is None or add.shape == (rows, outputs), add.shape
     assert squares is None or squares.shape == (rows, -(-size // CHUNK)), squares.shape
     assert push is not None or keep
@@ -374,10 +363,15 @@ def project(
         plain = {} if add is None else {"add": add, "factor": factor}
         y = project_reference(x, weight, up, squares=squares, eps=eps, scales=scales, **plain)
         return y.to(x.dtype)
-    padded, block, step, warps, stages = _blocks(rows, outputs, size, up is not None, x.itemsize)
+    padded, block, step, warps, stages = decode_shapes.blocks(
+        rows, outputs, size, up is not None, x.itemsize
+    )
+    blocked = scales is not None and scales[0].dim() == 2
+    if stages and blocked:  # the same bytes in flight
+        step, stages = BLOCK, stages * step // BLOCK
     if stages and x.is_cuda:
         stage_bytes = padded * x.itemsize + block * (1 if up is None else 2) * weight.itemsize
-        stages = _fitting(stages, stage_bytes * step, x.device)
+        stages = decode_shapes.fitting(stages, stage_bytes * step, x.device)
     products = triton.cdiv(outputs, block)
     riders = programs_of(rider)
     sends = isinstance(rider, SendJob) and stages == 0  # in the product's own programs
@@ -386,7 +380,7 @@ def project(
         rider, riders, sends = None, 0, False
     cap: dict[str, Any] = {}
     if isinstance(rider, LandingJob) and rows == 1 and up is None and weight.itemsize == 2:
-        cap = _registers(size, block, step, warps)
+        cap = decode_shapes.registers(size, block, step, warps)
     to = rider.push if isinstance(rider, SendJob) else push
     pointers, constants = rider_arguments(rider, x, to)
     if to is not None:
@@ -408,7 +402,7 @@ def project(
         ADD=add is not None, STORE=store, PUSH=push is not None,
         RANK=0 if to is None else to.rank,
         RIDES=0 if rider is None else 1 if isinstance(rider, LandingJob) else 2, **constants,
-        STAGES=stages,
+        STAGES=stages, BLOCK=BLOCK if blocked else 0,
         # The interpreter has no bfloat16 product.
         KIND=tl.float32 if interpreted() else getattr(tl, str(x.dtype).removeprefix("torch.")),
         num_warps=warps, **({} if interpreted() else cap),

@@ -33,7 +33,7 @@ class ParallelLinear(nn.Linear):
     """A matrix that is split over the ranks; the column and row parallel ones are below.
 
     It is an nn.Linear so that adapters (PEFT's LoRA) find it; these support only one rank.
-    scales: None, or float32 [out], if the weight is stored in 8 bits (see ladder.models.quantised).
+    scales: None, or those of a weight that is stored in 8 bits (see ladder.models.quantised).
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
@@ -84,9 +84,10 @@ class RowParallelLinear(ParallelLinear):
     """
 
     def parameter_specs(self) -> dict[str, ParameterSpec]:
+        blocks = self.scales is not None and self.scales.dim() == 2  # of columns
         return {
             "weight": ParameterSpec(Initialisation.RESIDUAL, decay=True, split=1),
-            "scales": ParameterSpec(Initialisation.ONES, decay=False, split=None),
+            "scales": ParameterSpec(Initialisation.ONES, decay=False, split=1 if blocks else None),
             "bias": ParameterSpec(Initialisation.ZEROS, decay=False, split=None),
         }
 

@@ -1,11 +1,15 @@
-"""Matrices in 8 bits for inference: stored values, and a float32 scale for each output row.
+"""Matrices in 8 bits for inference: stored values, and a scale for each output row or block of it.
 
     weight[n, k] = stored[n, k] * scale[n], after the norm's weight was folded into the columns
 
 fp8: e4m3 (3 bits of mantissa, at most 448). The scale is the least power of two for which the row
-fits, so that stored * scale is exact in bfloat16: every path multiplies by the same numbers. int8:
--127 to 127; the scale is the row's largest magnitude / 127. Rows of zeros have the scale 1.
-The result is the same on every device.
+fits, so that stored * scale is exact in bfloat16: every path multiplies by the same numbers.
+fp8-block: the same, with a scale for each 128 columns of a row, scale[n, k // 128]. Since such a
+scale is one row's, rows can be split over ranks and packed in any order; the last block of a row
+may be shorter. int8: -127 to 127; the scale is the row's largest magnitude / 127. Rows and blocks
+of zeros have the scale 1. The result is the same on every device.
+
+Scales are float32, or for blocks the exponent of a float32: scale = 2^(byte - 127).
 """
 
 from __future__ import annotations
@@ -13,53 +17,60 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ladder.models.errors import UserError
-from ladder.models.layers import ParallelLinear, RMSNorm, local
-from ladder.models.storage import QUANTISED
+from ladder.models.layers import ParallelLinear, RMSNorm, RowParallelLinear, local
+from ladder.models.storage import BLOCK, QUANTISED, pieces, scale_dtype, scale_shape, widened
 from ladder.models.transformer import Transformer
 
-LARGEST = {"fp8": 448.0, "int8": 127.0}
+LARGEST = {"fp8": 448.0, "fp8-block": 448.0, "int8": 127.0}
 # The largest error of a stored value: relative to it, and absolute, in units of the scale.
-ROUNDING = {"fp8": (2.0**-4, 2.0**-10), "int8": (0.0, 0.5)}
+ROUNDING = {"fp8": (2.0**-4, 2.0**-10), "fp8-block": (2.0**-4, 2.0**-10), "int8": (0.0, 0.5)}
 LEAST_EXPONENT = -126  # of a scale: smaller numbers are not normal in float32
-PIECE = 2**24  # elements that are converted at once
 
 
 def quantise(
     weight: Tensor, kind: str, name: str, gain: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`weight` [N, K] as (stored [N, K], scales [N] float32), on its device.
+    """`weight` [N, K] as (stored [N, K], scales as `scale_shape` says), on its device.
 
     kind: a name in QUANTISED. gain: [K], a norm's weight to fold in, in float32. Raises UserError,
     with the parameter's `name`, if a value is not finite.
     """
     stored = weight.new_empty(weight.shape, dtype=QUANTISED[kind])
-    scales = weight.new_empty(weight.shape[0], dtype=torch.float32)
-    step = max(1, PIECE // max(1, weight.shape[1]))
-    for start in range(0, weight.shape[0], step):
-        rows = slice(start, start + step)
+    scales = weight.new_empty(scale_shape(kind, weight.shape), dtype=scale_dtype(kind))
+    for rows in pieces(*weight.shape):
         exact = weight[rows].float()
         if gain is not None:
             exact = exact * gain.float()
-        largest = exact.abs().amax(1) if exact.shape[1] else exact.new_zeros(len(exact))
+        largest = _largest(exact, kind)
         if not largest.isfinite().all():  # NaN, too, are the largest
             folded = "" if gain is None else ", times the weight of its norm,"
             raise UserError(
                 f"{name}{folded} holds NaN or infinities, and cannot be stored in {kind}; repair "
                 f"the model, or leave --weights out"
             )
-        scales[rows] = scale = _scales(largest, kind)
-        scaled = exact / scale[:, None]
+        found = _scales(largest, kind)
+        scales[rows] = found if found.dim() == 1 else found.view(torch.int32) >> 23
+        scaled = exact / widened(scales[rows], exact.shape[1])
         if kind == "int8":
             scaled = scaled.round().clamp(-LARGEST[kind], LARGEST[kind])
         stored[rows] = scaled.to(stored.dtype)
     return stored, scales
 
 
+def _largest(exact: Tensor, kind: str) -> Tensor:
+    """The largest magnitudes of rows [N], or of their blocks [N, blocks]."""
+    magnitude = exact.abs()
+    if kind == "fp8-block":
+        return F.pad(magnitude, (0, -exact.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK)).amax(2)
+    return magnitude.amax(1) if exact.shape[1] else exact.new_zeros(len(exact))
+
+
 def _scales(largest: Tensor, kind: str) -> Tensor:
-    """The scales of rows, from their largest magnitudes."""
+    """The scales of rows or blocks, from their largest magnitudes: float32."""
     if kind == "int8":
         found = (largest / LARGEST[kind]).clamp(min=2.0**LEAST_EXPONENT)
         return found.where(largest > 0, 1.0)
@@ -75,7 +86,7 @@ def error_bound(weight: Tensor, scales: Tensor, kind: str) -> Tensor:
     weight: with the norm folded in. Of int8 also half an ulp of the float32 quotient.
     """
     relative, absolute = ROUNDING[kind]
-    magnitude, scale = weight.double().abs(), scales.double()[:, None]
+    magnitude, scale = weight.double().abs(), widened(scales, weight.shape[1]).double()
     return magnitude * (relative + 2.0**-23) + scale * absolute
 
 
@@ -124,8 +135,10 @@ def refuse_sublayers(model: Transformer, kind: str) -> None:
 
 def held_as(model: Transformer) -> str | None:
     """The type of a model's matrices in 8 bits, a name in QUANTISED, or None."""
-    dtype = model.lm_head.weight.dtype
-    return next((kind for kind, each in QUANTISED.items() if each == dtype), None)
+    dtype, scales = model.lm_head.weight.dtype, model.lm_head.scales
+    if scales is None:
+        return None
+    return next(k for k in QUANTISED if (QUANTISED[k], scale_dtype(k)) == (dtype, scales.dtype))
 
 
 def _hold(model: Transformer, name: str, stored: Tensor, scales: Tensor) -> None:
@@ -135,13 +148,13 @@ def _hold(model: Transformer, name: str, stored: Tensor, scales: Tensor) -> None
     matrix.scales = nn.Parameter(scales, requires_grad=False)
 
 
-def _declare(model: Transformer) -> None:
+def _declare(model: Transformer, kind: str) -> None:
     """Declare the scales, and a head that is tied no more."""
     shapes: dict[str, torch.Size] = {}
     for name, _ in matrices(model):
         tied = "model.embed_tokens.weight" if f"{name}.weight" not in model.shapes else ""
         shape = model.shapes[tied or f"{name}.weight"]
-        shapes |= {f"{name}.weight": shape, f"{name}.scales": shape[:1]}
+        shapes |= {f"{name}.weight": shape, f"{name}.scales": scale_shape(kind, shape)}
     model.declare(shapes)
 
 
@@ -151,8 +164,23 @@ def declare_quantised(model: Transformer, kind: str) -> None:
     for name, matrix in matrices(model):
         weight = matrix.weight
         stored = torch.empty(weight.shape, dtype=QUANTISED[kind], device=weight.device)
-        _hold(model, name, stored, torch.empty(weight.shape[0], device=weight.device))
-    _declare(model)
+        scales = stored.new_empty(scale_shape(kind, weight.shape), dtype=scale_dtype(kind))
+        _hold(model, name, stored, scales)
+    _declare(model, kind)
+
+
+def refuse_cut_blocks(model: Transformer, processes: int, where: str) -> None:
+    """Raise UserError if splitting a whole model's matrices over processes cuts stored blocks."""
+    for name, matrix in matrices(model):
+        if not isinstance(matrix, RowParallelLinear) or matrix.scales is None:
+            continue
+        columns, blocks = matrix.weight.shape[1], matrix.scales.dim() == 2
+        if blocks and processes > 1 and columns % (processes * BLOCK):
+            raise UserError(
+                f"{where}: {name}.weight has a scale for each {BLOCK} of its {columns} columns, "
+                f"and --tp={processes} would cut a block; use fewer ranks, or the folder that it "
+                f"was converted from, with --weights fp8-block"
+            )
 
 
 @torch.no_grad()
@@ -160,7 +188,8 @@ def quantise_model(model: Transformer, kind: str) -> None:
     """Store a loaded model's matrices in 8 bits, in place, one after another.
 
     Norms are folded into the matrices that read them, and their weights become 1. A rank has the
-    scales of its own rows; of a row that is split over ranks each has its own part's. A head that
+    scales of its own rows; of a row that is split over ranks each has its own part's, whose blocks
+    begin at the part. A head that
     is tied to the embedding becomes a matrix of its own, and the embedding stays as it is. After an
     error the model is of no use.
     """
@@ -174,4 +203,4 @@ def quantise_model(model: Transformer, kind: str) -> None:
         _hold(model, name, *found)
     for norm in {*norms.values()}:
         local(model.get_submodule(norm).weight).fill_(1.0)
-    _declare(model)
+    _declare(model, kind)

@@ -63,7 +63,7 @@ class Matrix(nn.Module):
     """A weight [N, K] that is packed or has a norm's weight folded in, and its products.
 
     gated: its rows are those of gate and then of up, and the product is SwiGLU's silu(gate) * up.
-    scales: float32 [N], of a weight that is stored in 8 bits (see ladder.models.quantised). The
+    scales: those of a weight that is stored in 8 bits (see ladder.models.quantised). The
     kernel for few rows reads it as it is stored; other products convert it, and free that after.
     """
 

@@ -77,7 +77,7 @@ def shard_model(
             local = parameter.detach()[part].to(device=device, dtype=kind, copy=True)
             local = local.contiguous()
         if mesh is None or processes == 1 or not dtensors:
-            return nn.Parameter(local, requires_grad=not is_quantised(kind))
+            return nn.Parameter(local, requires_grad=not _kept(name, parameter))
         dim = spec.split_over(ranks.processes)
         placement = Replicate() if dim is None else Shard(dim)
         stride = torch.empty(parameter.shape, device="meta").stride()
@@ -91,8 +91,12 @@ def shard_model(
 
 def _dtype(name: str, parameter: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """The dtype of a parameter in a model of `dtype`: matrices in 8 bits and scales keep theirs."""
-    kept = is_quantised(parameter.dtype) or name.endswith(".scales")
-    return parameter.dtype if kept else dtype or parameter.dtype
+    return parameter.dtype if _kept(name, parameter) else dtype or parameter.dtype
+
+
+def _kept(name: str, parameter: Tensor) -> bool:
+    """Whether it is a matrix in 8 bits, or the scales of one."""
+    return is_quantised(parameter.dtype) or name.endswith(".scales")
 
 
 def _check_memory(model: Transformer, device: torch.device, dtype: torch.dtype | None) -> None:

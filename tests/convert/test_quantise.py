@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,13 @@ from ladder.hf import LadderForCausalLM
 from ladder.infer.load import load_for_inference
 from ladder.models import Transformer, UserError
 from ladder.models.quantised import quantise_model
-from ladder.models.storage import QUANTISED
+from ladder.models.storage import QUANTISED, scale_dtype
 from tests.samples import full_model, small_config
 
 TOKENS = torch.randint(0, 67, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
-def stored(folder: Path, plan: str, degree: int = 0, **fields: bool) -> Transformer:
+def stored(folder: Path, plan: str, degree: int = 0, **fields: Any) -> Transformer:
     """The model of a new folder, in bfloat16."""
     model = full_model(small_config(plan, degree, degree > 0, **fields), 5, torch.bfloat16)
     folder.mkdir()
@@ -34,7 +35,7 @@ def stored(folder: Path, plan: str, degree: int = 0, **fields: bool) -> Transfor
 @pytest.mark.parametrize(("plan", "tied"), [("ladder", True), ("parallel", False)])
 def test_a_folder_is_what_loading_makes(tmp_path: Path, plan: str, tied: bool, kind: str) -> None:
     """The same logits, bit for bit, as with --weights at load; matrices of one byte."""
-    stored(tmp_path / "source", plan, tie_embeddings=tied, qkv_bias=True)
+    stored(tmp_path / "source", plan, tie_embeddings=tied, qkv_bias=True, intermediate_size=320)
     convert(tmp_path / "source", tmp_path / "out", weights=kind)
     model = load_for_inference(tmp_path / "out")
     with torch.no_grad():
@@ -48,7 +49,7 @@ def test_a_folder_is_what_loading_makes(tmp_path: Path, plan: str, tied: bool, k
         difference = in_float32(TOKENS) - found
         assert 0 < difference.abs().max() < 0.05 * found.abs().max()
     assert model.lm_head.weight.dtype == QUANTISED[kind]
-    assert model.lm_head.scales.dtype == torch.float32
+    assert model.lm_head.scales.dtype == scale_dtype(kind)
     assert model.model.embed_tokens.weight.dtype == torch.bfloat16
 
 
@@ -90,7 +91,7 @@ def test_what_cannot_be_is_refused_by_name(
         read_config(tmp_path / "fp8")
     for options, text in (
         ({"weights": "int8"}, "--weights=int8: .* holds fp8 weights"),
-        ({"weights": "fp4"}, "--weights=fp4 must be auto, bf16, fp8 or int8"),
+        ({"weights": "fp4"}, "unknown type of --weights 'fp4'.*bf16, fp8, fp8-block, int8"),
         ({"weights": "bf16", "dtype": "float32"}, "--weights=bf16 with --dtype=float32"),
     ):
         with pytest.raises(UserError, match=text):

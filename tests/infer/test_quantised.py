@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+from ladder.checkpoint import model_entries, write_config, write_tensors
+from ladder.convert.command import convert
 from ladder.infer.engine import Engine
-from ladder.infer.load import quantise_shards
+from ladder.infer.load import load_for_inference, quantise_shards
 from ladder.models import Transformer, UserError
 from ladder.models.quantised import quantise_model
+from ladder.models.storage import QUANTISED
 from ladder.parallel.sharding import shard_model
 from tests.distributed import Pools, tp_mesh
 from tests.samples import FUSED_PLANS, SAME_AT_ANY_T, full_model, small_config
@@ -22,10 +28,11 @@ def tokens(model: Transformer, fused: bool) -> list[list[int]]:
     return [result.tokens for result in results]
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("kind", [*QUANTISED])
 @pytest.mark.parametrize("name", ["standard", "parallel", "ladder", "desync-3x", "dtp-1"])
 def test_fused_modules_compute_what_the_plain_ones_do(name: str, kind: str) -> None:
-    config = small_config(name, 1, name not in SAME_AT_ANY_T, qkv_bias=True)
+    depends = name not in SAME_AT_ANY_T
+    config = small_config(name, 1, depends, qkv_bias=True, intermediate_size=320)
     plain, fused = (full_model(config, 5, torch.float32) for _ in range(2))
     quantise_model(plain, kind)
     quantise_model(fused, kind)
@@ -37,19 +44,23 @@ def test_fused_modules_compute_what_the_plain_ones_do(name: str, kind: str) -> N
     assert {weight.itemsize for weight in small} == {1}
 
 
-def check_ranks(rank: int, world: int, name: str) -> None:
+BLOCKS: dict[str, Any] = {"intermediate_size": 512, "head_dim": 64}  # two ranks have whole ones
+
+
+def check_ranks(rank: int, world: int, name: str, kind: str) -> None:
     """fp8 has the same values on any number of ranks; an error of one is every rank's.
 
     Of a plan whose ranks have norms of their own, virtual ranks cannot fold those in.
     """
-    config = small_config(FUSED_PLANS[name], world, name not in SAME_AT_ANY_T)
+    more = BLOCKS if kind == "fp8-block" else {}
+    config = small_config(FUSED_PLANS[name], world, name not in SAME_AT_ANY_T, **more)
     whole = full_model(config, 5, torch.float32)
-    quantise_model(whole, "fp8")
+    quantise_model(whole, kind)
     expected = tokens(whole, False) if name in SAME_AT_ANY_T else None
     for fused in (False, True):
         model = full_model(config, 5, torch.float32)
         shard_model(model, tp_mesh(world))
-        quantise_shards(model, "fp8")
+        quantise_shards(model, kind)
         found = tokens(model, fused)
         expected = expected or found
         assert found == expected, (name, fused)
@@ -62,9 +73,33 @@ def check_ranks(rank: int, world: int, name: str) -> None:
         quantise_shards(model, "int8")
 
 
-@pytest.mark.parametrize("name", ["ladder", "desync-3x"])
-def test_ranks(pools: Pools, name: str) -> None:
-    pools(2).run(check_ranks, name)
+@pytest.mark.parametrize(
+    ("name", "kind"), [("ladder", "fp8"), ("desync-3x", "fp8"), ("ladder", "fp8-block")]
+)
+def test_ranks(pools: Pools, name: str, kind: str) -> None:
+    pools(2).run(check_ranks, name, kind)
+
+
+def load_blocks(rank: int, world: int, whole: str, cut: str) -> list[list[int]]:
+    """The folder's tokens on all ranks; a folder whose blocks two ranks would share is refused."""
+    with pytest.raises(UserError, match=r"mlp\.down_proj\.weight .* its 320 columns, and --tp=2"):
+        load_for_inference(cut)
+    found = load_for_inference(whole)
+    assert found.model.layers[1].mlp.down_proj.scales.shape == (32, 2)
+    return tokens(found, True)
+
+
+def test_folders_of_blocks_on_ranks(tmp_path: Path, pools: Pools) -> None:
+    for name, size in (("whole", 512), ("cut", 320)):
+        config = small_config("ladder", **{**BLOCKS, "intermediate_size": size})
+        model = full_model(config, 5, torch.float32)
+        (tmp_path / name).mkdir()
+        write_config(tmp_path / name, config, None)
+        write_tensors(tmp_path / name, "model", model_entries(model), writer=True)
+        convert(tmp_path / name, tmp_path / f"{name}-8", weights="fp8-block")
+    folders = [str(tmp_path / f"{name}-8") for name in ("whole", "cut")]
+    first, second = pools(2).run(load_blocks, *folders)
+    assert first == second == tokens(load_for_inference(folders[0]), False)
 
 
 @pytest.mark.gpu

@@ -19,12 +19,12 @@ from unittest import mock
 
 import torch
 
-from ladder.models.storage import QUANTISED
+from ladder.models.storage import QUANTISED, scale_dtype, scale_shape
 from tests import ROOT, pages
 
 BF16, FP32 = torch.bfloat16, torch.float32
 POINTERS = {BF16: "*bf16", FP32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
-            torch.float8_e4m3fn: "*fp8e4nv", torch.int8: "*i8"}  # fmt: skip
+            torch.float8_e4m3fn: "*fp8e4nv", torch.int8: "*i8", torch.uint8: "*u8"}  # fmt: skip
 WORLD, RANK, ROWS, SIZE = 4, 1, 1, 4096
 
 
@@ -117,7 +117,8 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
             kernels.project(h, weight, rider=kernels.SendJob(x, target))
             for kind, dtype in QUANTISED.items():
                 case = f"{rows} rows, {kind}"
-                stored, scales = weight.to(dtype), torch.zeros(SIZE)
+                stored = weight.to(dtype)
+                scales = torch.zeros(scale_shape(kind, stored.shape), dtype=scale_dtype(kind))
                 landing = kernels.new_landing(x, sums=[slots])
                 kernels.project(
                     h, stored, push=target, keep=False, rider=landing, scales=(scales, None)

@@ -9,7 +9,7 @@ import torch
 
 from ladder.models import Transformer, UserError
 from ladder.models.quantised import error_bound, quantise, quantise_model
-from ladder.models.storage import QUANTISED, dequantise
+from ladder.models.storage import BLOCK, QUANTISED, dequantise, scale_dtype, scale_shape, widened
 from tests.samples import full_model, small_config
 
 KINDS = [*QUANTISED]
@@ -25,8 +25,9 @@ def test_values_lie_within_the_bound(kind: str) -> None:
     weight[50, 1:] = 0
     stored, scales = quantise(weight, kind, "w")
     assert stored.dtype == QUANTISED[kind]
-    assert scales.dtype == torch.float32
-    exact = stored.double() * scales.double()[:, None]
+    assert (scales.shape, scales.dtype) == (scale_shape(kind, weight.shape), scale_dtype(kind))
+    wide = widened(scales, 33)
+    exact = stored.double() * wide.double()
     error = (exact - weight.double()).abs()
     assert (error <= error_bound(weight, scales, kind)).all()
     assert torch.equal(exact[60], torch.zeros(33).double())
@@ -35,22 +36,41 @@ def test_values_lie_within_the_bound(kind: str) -> None:
     assert torch.equal(stored.view(torch.uint8), again[0].view(torch.uint8))
     # the scales are as small as may be
     used = stored.double().abs().amax(1)[20:60]
-    assert (used >= (224 if kind == "fp8" else 126)).all()
-    if kind == "fp8":
-        assert all(math.frexp(scale)[0] == 0.5 for scale in scales.tolist())
+    assert (used >= (126 if kind == "int8" else 224)).all()
+    if kind != "int8":
+        assert all(math.frexp(scale)[0] == 0.5 for scale in wide[:, 0].tolist())
         kept = dequantise(stored, scales, torch.bfloat16)[20:60]
         assert torch.equal(kept.double(), exact[20:60])
     else:
         assert exact[20:60].abs().amax(1).allclose(weight[20:60].double().abs().amax(1))
 
 
+def test_blocks_have_scales_of_their_own() -> None:
+    """A row's outlier costs the other blocks nothing; the last block is shorter."""
+    weight = torch.randn(3, 2 * BLOCK + 5) * 1e-6
+    weight[1, BLOCK] = 1e3
+    stored, exponents = quantise(weight, "fp8-block", "w")
+    assert tuple(exponents.shape) == (3, 3)
+    for block in range(3):
+        columns = slice(block * BLOCK, (block + 1) * BLOCK)
+        alone, scales = quantise(weight[:, columns], "fp8", "w")
+        assert torch.equal(alone.float(), stored[:, columns].float())
+        found = dequantise(stored, exponents, torch.float32)[:, columns]
+        assert torch.equal(found, dequantise(alone, scales, torch.float32))
+    whole = dequantise(*quantise(weight, "fp8", "w"), torch.float32)
+    assert (whole[1, :BLOCK] == 0).all()  # what one scale for the row costs
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_of_a_large_matrix_are_as_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, gain = torch.randn(9, 5), torch.rand(5) + 0.5
     whole = quantise(weight * gain, kind, "w")
-    monkeypatch.setattr("ladder.models.quantised.PIECE", 12)
+    monkeypatch.setattr("ladder.models.storage.PIECE", 12)
     for one, other in zip(quantise(weight, kind, "w", gain), whole, strict=True):
         assert torch.equal(one.float(), other.float())
+    values = dequantise(*whole, torch.bfloat16)
+    monkeypatch.undo()
+    assert torch.equal(values, dequantise(*whole, torch.bfloat16))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -93,13 +113,14 @@ def test_a_model_computes_with_the_stored_values(
     plan: str, degree: int, fields: dict[str, bool], kind: str
 ) -> None:
     """Bit for bit; and nearly what it computed before, which a norm folded twice is not."""
-    model = full_model(small_config(plan, degree, degree > 1, **fields), 5, torch.float32)
+    shape = small_config(plan, degree, degree > 1, intermediate_size=320, **fields)
+    model = full_model(shape, 5, torch.float32)
     before = model(TOKENS)
     plain = of_its_values(model, kind)
     after = model(TOKENS)
     assert torch.equal(after, plain(TOKENS))
     assert 0 < (after - before).norm() / before.norm() < 0.1
-    matrices = [m for n, m in model.named_parameters() if m.dim() == 2 and "proj" in n]
+    matrices = [m for n, m in model.named_parameters() if n.endswith("proj.weight")]
     assert {m.dtype for m in (*matrices, model.lm_head.weight)} == {QUANTISED[kind]}
     assert model.model.embed_tokens.weight.dtype == torch.float32
     assert not model.cut_parameters()

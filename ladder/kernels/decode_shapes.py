@@ -1,0 +1,67 @@
+"""How the products of a decode step are cut into programs (`ladder.kernels.decode`)."""
+
+from __future__ import annotations
+
+import torch
+
+from ladder.jit import triton
+
+MAX_VECTOR_ROWS = 2  # more rows are multiplied on tensor cores
+
+
+def blocks(
+    rows: int, outputs: int, size: int, gated: bool, itemsize: int
+) -> tuple[int, int, int, int, int]:
+    """(padded rows, weight rows per program, columns per step, warps, stages).
+
+    0 stages: no tensor cores. Chosen by measurements on an H200 (benchmarks/results/README.md).
+    """
+    if rows > MAX_VECTOR_ROWS:
+        padded = max(16, triton.next_power_of_2(rows))
+        # Few outputs: smaller blocks or longer steps, to use the whole memory bandwidth.
+        few, short = outputs < 2048, gated or size <= 1024
+        if padded == 16:
+            block, step, stages = (32, 512, 4) if few else (32, 256, 6)
+            if short:
+                block, step, stages = 32, 128, 5 if gated else 4
+        elif padded == 32:
+            block, step, stages = (16, 512, 4) if few else (32, 256, 5)
+            if gated:
+                block, step, stages = 32, 128, 6
+        else:
+            block, step, stages = 16 if few and not short else 32, 128, 5 if short else 6
+        return padded, block, step * 2 // itemsize, 4, stages
+    padded = triton.next_power_of_2(rows)
+    if rows > 1:
+        return padded, 2, 2048 if rows == 2 else 1024, 4, 0
+    if gated:
+        return padded, 2, 1024, 4, 0
+    if size <= 1024:
+        return padded, 4, 1024, 4, 0
+    if size <= 2048:  # few outputs: more programs
+        return padded, 2 if outputs < 4096 else 4, 1024, 4, 0
+    if size > 4096:
+        return padded, 2, 4096, 8, 0
+    if outputs < 1024:
+        return padded, 1, 2048, 4, 0
+    # One step if little of it is padding: then the whole weight is read before the wait.
+    return (padded, 2, 2048, 8, 0) if 3072 < size < 4096 else (padded, 2, 4096, 4, 0)
+
+
+def fitting(stages: int, stage_bytes: int, device: torch.device) -> int:
+    """The number of stages, at most `stages`, for which this GPU has shared memory."""
+    found = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return max(2, min(stages, (found - 1024) // stage_bytes))  # 1 KiB is reserved by the system
+
+
+def registers(size: int, block: int, step: int, warps: int) -> dict[str, int]:
+    """The register limit of a product of one row with a landing: that of the product alone.
+
+    Without a limit the compiler uses more registers for the landing, so that fewer programs run at
+    once, or the product has fewer loads in flight. With 4 warps a thread lands twice as much and
+    the limit would cause spills, so there is none: {} (benchmarks/results/README.md).
+    """
+    if warps < 8:
+        return {}
+    held = block * step // (32 * warps)  # elements of the weight that a thread has in one step
+    return {"maxnreg": 32 if held * min(2, -(-size // step)) <= 32 else 48}
