@@ -29,9 +29,10 @@ def _sum_slots_kernel(
     begin(PDL)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
+    step = tl.zeros_like(i) + stride  # in 64 bits
     total = tl.zeros([BLOCK], tl.float32)
     for other in tl.static_range(WORLD):
-        total += load(slots + other * stride + i, inside, 0).to(tl.float32)
+        total += load(slots + other * step + i, inside, 0).to(tl.float32)
     if AVERAGE:
         total = tl.div_rn(total, tl.full([BLOCK], WORLD, tl.float32))
     tl.store(out + i, total.to(out.dtype.element_ty), mask=inside)

@@ -1,12 +1,15 @@
 """Fused computation and communication: products, lookups and landings that also exchange rows.
 
 The operators are `torch.ops.ladder.*`, which importing this package defines: docs/operators.md.
-`explain` says which implementation runs a call and why, `use` insists on one.
+`explain` says which implementation runs a call and why, `use` insists on one, and `allow_any_order`
+lets the backend of a group add.
 """
 
-from ladder.ops import bags, landings, overlapped, products, pushed, rows
+from ladder.ops import backend, bags, landings, overlapped, products, pushed, rows
+from ladder.ops.calls import allow_any_order
 from ladder.ops.registry import Choice, explain, use
 
 __all__ = [
-    "Choice", "bags", "explain", "landings", "overlapped", "products", "pushed", "rows", "use",
+    "Choice", "allow_any_order", "backend", "bags", "explain", "landings", "overlapped", "products",
+    "pushed", "rows", "use",
 ]  # fmt: skip

@@ -27,7 +27,19 @@ def execute(op: str, group_name: str, like: Tensor, shapes: tuple[Any, ...], *ar
     check_backend(group_name, group, like.device)
     ranks = dist.get_world_size(group)
     sizes = registry.bucket(registry.OPERATORS[op].measure(ranks, *shapes))
-    return registry.run(Call(op, device_name(like.device), like.dtype, ranks, sizes), group, *args)
+    any_order = registry.allows_any_order(group)
+    call = Call(op, device_name(like.device), like.dtype, ranks, sizes, any_order)
+    return registry.run(call, group, *args)
+
+
+def allow_any_order(group_name: str, allowed: bool = True) -> None:
+    """Let all later calls with this group, also backward passes, add in the backend's order.
+
+    Results then depend on the backend in their last bits. All ranks of the group must say the same.
+    Without it, sums are in the order of the ranks.
+    """
+    groups = registry.any_order_groups
+    (groups.add if allowed else groups.discard)(resolve(group_name))
 
 
 def size_of(group_name: str) -> int:
@@ -47,3 +59,14 @@ def scattered(x: Tensor, dim: int, ranks: int, columns: int | None = None) -> Te
     shape[dim] //= ranks
     shape[-1] = shape[-1] if columns is None else columns
     return x.new_empty(shape)
+
+
+def rows_first(x: Tensor, dim: int) -> Tensor:
+    """[..., k] as a matrix whose rows begin with dimension `dim`."""
+    return x.movedim(dim, 0).flatten(0, -2)
+
+
+def rows_back(matrix: Tensor, like: Tensor, dim: int) -> Tensor:
+    """A matrix of rows in the order of `rows_first`, in the shape of `like` but for `dim`."""
+    rest = like.movedim(dim, 0).shape[1:-1]
+    return matrix.unflatten(0, (-1, *rest)).movedim(0, dim).contiguous()

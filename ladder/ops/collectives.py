@@ -31,14 +31,8 @@ def staged_all_gather(group: dist.ProcessGroup, x: Tensor, gather_dim: int) -> T
 def staged_reduce_scatter(
     group: dist.ProcessGroup, x: Tensor, reduce_op: str, scatter_dim: int
 ) -> Tensor:
-    return scatter_wide(group, x, reduce_op, scatter_dim).to(x.dtype)
-
-
-def scatter_wide(group: dist.ProcessGroup, x: Tensor, reduce_op: str, scatter_dim: int) -> Tensor:
-    """`reduce_scatter` before it is rounded."""
-    total = exchange.scatter_sum(x.movedim(scatter_dim, 0), group)
-    if reduce_op == "avg":
-        total /= dist.get_world_size(group)
+    pieces = exchange.scatter_pieces(x.movedim(scatter_dim, 0), group)
+    total = exchange.rounded_sum(pieces, reduce_op == "avg")
     return total.movedim(0, scatter_dim).contiguous()
 
 

@@ -11,11 +11,16 @@ needs none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.comm import collectives
+from ladder.jit import DTYPES
+from ladder.kernels.slots import sum_slots
 
 
 def _movable(x: Tensor) -> Tensor:
@@ -63,19 +68,27 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def sum_in_order(pieces: Tensor) -> Tensor:
-    """The sum of [T, ...] over the first dimension, in its order, in `wide`, not rounded."""
-    total = torch.zeros(pieces.shape[1:], dtype=wide(pieces.dtype), device=pieces.device)
+def sum_in_order(pieces: Tensor | Sequence[Tensor]) -> Tensor:
+    """The sum of [T, ...], or of T tensors, in their order, in `wide`, not rounded."""
+    first = pieces[0]
+    total = torch.zeros(first.shape, dtype=wide(first.dtype), device=first.device)
     for piece in pieces:
         total += piece
     return total
 
 
-def scatter_sum(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's piece of the sum of all ranks' [T x rows, ...], not rounded: [rows, ...]."""
+def rounded_sum(pieces: Tensor, average: bool = False) -> Tensor:
+    """`sum_in_order`, divided by the number of pieces if `average`, rounded to their dtype."""
+    if pieces.is_cuda and pieces.dtype in DTYPES and pieces.numel():
+        return sum_slots(pieces, torch.empty_like(pieces[0]), average)
+    total = sum_in_order(pieces)
+    return (total / len(pieces) if average else total).to(pieces.dtype)
+
+
+def scatter_pieces(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's piece of every rank's [T x rows, ...]: [T, rows, ...]."""
     ranks = dist.get_world_size(group)
-    pieces = partial.reshape(ranks, len(partial) // ranks, *partial.shape[1:])
-    return sum_in_order(all_to_all(pieces, group))
+    return all_to_all(partial.reshape(ranks, len(partial) // ranks, *partial.shape[1:]), group)
 
 
 def sum_everywhere(partial: Tensor, group: dist.ProcessGroup, rounded: bool = True) -> Tensor:
@@ -84,7 +97,6 @@ def sum_everywhere(partial: Tensor, group: dist.ProcessGroup, rounded: bool = Tr
     rounded: to the dtype of `partial`, before it is gathered; else the sum has dtype `wide`.
     """
     ranks, size = dist.get_world_size(group), partial.numel()
-    flat = torch.nn.functional.pad(partial.reshape(-1), (0, -size % ranks))
-    part = scatter_sum(flat, group)
-    everything = gather(part.to(partial.dtype) if rounded else part, group)
+    pieces = scatter_pieces(F.pad(partial.reshape(-1), (0, -size % ranks)), group)
+    everything = gather(rounded_sum(pieces) if rounded else sum_in_order(pieces), group)
     return everything.view(-1)[:size].view(partial.shape)

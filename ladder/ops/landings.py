@@ -8,6 +8,7 @@ residual again instead of keeping the sum in float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.library import custom_op
 
+from ladder.jit import DTYPES
+from ladder.kernels.norm import MAX_SIZE
+from ladder.kernels.prefill import MAX_PIECES, land_rows
 from ladder.ops import exchange
 from ladder.ops.calls import execute, rows_of, scattered, size_of
 from ladder.ops.checks import (
@@ -24,7 +28,7 @@ from ladder.ops.checks import (
     check_matrix,
     check_shape,
 )
-from ladder.ops.collectives import all_reduce, scatter_wide
+from ladder.ops.collectives import all_reduce
 from ladder.ops.products import gather_backward, transposed_product
 from ladder.ops.registry import define, implement
 
@@ -42,11 +46,26 @@ define("matmul_all_reduce_add_rms_norm", SIZES, _measure)
 def add_rms_norm(
     total: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(new residual, normed) from a sum that is not rounded; `total` is overwritten."""
-    total += residual
+    """(new residual, normed) from a sum that is not rounded."""
+    total = total + residual
     scale = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps)
     normed = total * scale * weight.to(total.dtype)
     return total.to(residual.dtype), normed.to(residual.dtype)
+
+
+def land(
+    pieces: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(new residual, normed) from the pieces of a sum, each in the shape of the residual.
+
+    On a GPU by one kernel, where it takes so many pieces of these sizes and this dtype.
+    """
+    size, known = residual.shape[-1], residual.dtype in DTYPES and len(pieces) <= MAX_PIECES
+    if not (residual.is_cuda and known and residual.numel() and size <= MAX_SIZE):
+        return add_rms_norm(exchange.sum_in_order(pieces), residual, weight, eps)
+    rows = [piece.reshape(-1, size).contiguous() for piece in (*pieces, residual)]
+    landed, normed = land_rows(rows[:-1], rows[-1], weight.contiguous(), eps)
+    return landed.view(residual.shape), normed.view(residual.shape)
 
 
 def norm_backward(
@@ -67,7 +86,8 @@ def staged_scatter(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float,
     scatter_dim: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return add_rms_norm(scatter_wide(group, A @ B, "sum", scatter_dim), residual, weight, eps)
+    pieces = exchange.scatter_pieces((A @ B).movedim(scatter_dim, 0), group)
+    return land([piece.movedim(0, scatter_dim) for piece in pieces], residual, weight, eps)
 
 
 @implement("matmul_all_reduce_add_rms_norm", "staged")

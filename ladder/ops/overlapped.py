@@ -24,6 +24,7 @@ from ladder.kernels.gemm import Arrivals, Tiling, Track, gemm, tiles_of
 from ladder.kernels.slots import sum_slots
 from ladder.models.errors import UserError
 from ladder.ops import schedules, workspace
+from ladder.ops.calls import rows_back, rows_first
 from ladder.ops.registry import Call, device_name, implement
 from ladder.ops.track_maps import all_to_all, rotated
 
@@ -67,17 +68,6 @@ def _tiling(tile: str | None, stages: int | None) -> Tiling:
     return replace(found, rows=sizes[0], columns=sizes[1], depth=sizes[2])
 
 
-def _rows_first(x: Tensor, dim: int) -> Tensor:
-    """[..., k] as a matrix whose rows begin with dimension `dim`."""
-    return x.movedim(dim, 0).flatten(0, -2)
-
-
-def _rows_back(matrix: Tensor, like: Tensor, dim: int) -> Tensor:
-    """A matrix of rows in the order of `_rows_first`, in the shape of `like` but for `dim`."""
-    rest = like.movedim(dim, 0).shape[1:-1]
-    return matrix.unflatten(0, (-1, *rest)).movedim(0, dim).contiguous()
-
-
 def _table(values: Any, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.as_tensor(values, dtype=dtype).to(device)
 
@@ -90,7 +80,7 @@ def chunked_all_gather_matmul(
     group: dist.ProcessGroup, A: Tensor, Bs: list[Tensor], gather_dim: int, return_A: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
     space = workspace.workspace(group, "all_gather_matmul", A.device)
-    own = _rows_first(A, gather_dim).contiguous()
+    own = rows_first(A, gather_dim).contiguous()
     return _gathered(*gather_chunks(space, own, Bs, return_A), A, gather_dim)
 
 
@@ -123,7 +113,7 @@ def waiting_all_gather_matmul(
     group: dist.ProcessGroup, A: Tensor, Bs: list[Tensor], gather_dim: int, return_A: bool,
     tile: str | None = None, stages: int | None = None,
 ) -> tuple[Tensor | None, list[Tensor]]:  # fmt: skip
-    own, tiling = _rows_first(A, gather_dim).contiguous(), _tiling(tile, stages)
+    own, tiling = rows_first(A, gather_dim).contiguous(), _tiling(tile, stages)
     space = workspace.workspace(group, "all_gather_matmul", A.device)
     space.reserve(own.numel() * own.element_size())
     chosen, rank, world = space.next(), space.rank, space.world
@@ -172,8 +162,8 @@ def _outputs(
 def _gathered(
     whole: Tensor | None, outs: list[Tensor], A: Tensor, dim: int
 ) -> tuple[Tensor | None, list[Tensor]]:
-    back = [_rows_back(out, A, dim) for out in outs]
-    return None if whole is None else _rows_back(whole, A, dim), back
+    back = [rows_back(out, A, dim) for out in outs]
+    return None if whole is None else rows_back(whole, A, dim), back
 
 
 # -- matmul_reduce_scatter --------------------------------------------------------------------
@@ -183,10 +173,10 @@ def _gathered(
 def chunked_matmul_reduce_scatter(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int
 ) -> Tensor:
-    rows = _rows_first(A, scatter_dim)
+    rows = rows_first(A, scatter_dim)
     space = workspace.workspace(group, "matmul_reduce_scatter", A.device)
     total = scatter_chunks(space, rows, B, len(rows) // space.world, reduce_op == "avg")
-    return _rows_back(total, A, scatter_dim)
+    return rows_back(total, A, scatter_dim)
 
 
 def scatter_chunks(
@@ -261,7 +251,7 @@ def tracked_matmul_reduce_scatter(
     """pieces: the copies of each peer's chunk, if it has as many rows of tiles."""
     if pieces < 1:
         raise UserError(f"pieces={pieces}; expected 1 or more")
-    rows, tiling = _rows_first(A, scatter_dim), _tiling(tile, stages)
+    rows, tiling = rows_first(A, scatter_dim), _tiling(tile, stages)
     space = workspace.workspace(group, "matmul_reduce_scatter", A.device)
     n, world, rank = B.shape[1], space.world, space.rank
     shard = len(rows) // world
@@ -291,7 +281,7 @@ def tracked_matmul_reduce_scatter(
             "sum": lambda _: sum_slots(slots[rank], out, reduce_op == "avg"),
         },
     )  # fmt: skip
-    return _rows_back(out, A, scatter_dim)
+    return rows_back(out, A, scatter_dim)
 
 
 # -- matmul_all_reduce ------------------------------------------------------------------------

@@ -40,14 +40,19 @@ def pushed_matmul_all_reduce(group: dist.ProcessGroup, A: Tensor, B: Tensor) -> 
 def _sum(group: dist.ProcessGroup, op: str, x: Tensor, weight: Tensor) -> Tensor:
     """The sum of the ranks' x @ weight^T."""
     rows = x.flatten(0, -2).contiguous()
+    count = len(rows) * len(weight)
+    padded = count + -count % (16 // x.element_size())  # accesses of 16 bytes
+    # Before the product, whose library cannot be initialised in a capture either.
+    space = workspace(group, op, x.device)
+    push = space.once(
+        (padded, x.dtype), lambda: PushAllReduce(padded, x.dtype, group, x.device),
+        f"slots for {padded} elements",
+    )  # fmt: skip
     # To lay a weight out anew takes longer than a product that reads it as it lies.
     product = project(rows, weight) if weight.is_contiguous() else rows @ weight.t()
     assert product is not None
-    size = product.numel()
-    flat = F.pad(product.view(-1), (0, -size % (16 // x.element_size())))  # accesses of 16 bytes
-    space = workspace(group, op, x.device)
-    key = flat.numel(), flat.dtype
-    what = f"slots for {flat.numel()} elements"
-    push = space.once(key, lambda: PushAllReduce(*key, group, x.device), what)
+    flat = product.view(-1)
+    if padded > count:  # else padding would copy
+        flat = F.pad(flat, (0, padded - count))
     total: Tensor = push(flat, True)
-    return total[:size].view(*x.shape[:-1], -1)
+    return total[:count].view(*x.shape[:-1], -1)

@@ -2,17 +2,25 @@
 
 An operator (`define`) has one or several implementations (`implement`), all of which compute the
 same. A table says which is the fastest for a call; `staged`, which every operator has, runs the
-calls that the table does not name. Nothing is chosen that has not been measured.
+calls that the table does not name. Nothing overlapped is chosen that has not been measured.
+
+*The order of sums.* Most implementations add the ranks' partials in the order of the ranks, so that
+results are equal to the bit over runs and implementations. Those that let the backend add
+(`collective`) are not `ordered`. They are picked only for the calls of a group that
+`allow_any_order` has named; there, `collective` also runs what the table does not name.
 
 A table is a JSON list of entries:
 
     [{"op": "matmul_reduce_scatter", "device": "NVIDIA H200", "dtype": "bfloat16", "ranks": 4,
-      "sizes": [4096, 16384, 16384], "implementation": "staged", "options": {}, "source": "..."}]
+      "sizes": [4096, 16384, 16384], "order": "ranks", "implementation": "staged", "options": {},
+      "source": "..."}]
 
 device: the name of a GPU, or "cpu". sizes: those of the operator, in the order of `define`, each
-rounded up to a power of two: an entry is for all calls in that bucket. options: keyword arguments
-of the implementation (tile shapes, chunks). table.json, beside this file, has the measurements so
-far. A file of the user, named by the environment variable LADDER_OPS_TABLE, takes precedence.
+rounded up to a power of two: an entry is for all calls in that bucket. order: "ranks" (the default
+of an entry), or "any" for calls that allow it, which it is then the first choice for. options:
+keyword arguments of the implementation (tile shapes, chunks). table.json, beside this file, has the
+measurements so far. A file of the user, named by the environment variable LADDER_OPS_TABLE, takes
+precedence.
 
 All ranks of a group must choose alike, since implementations exchange data in different ways. So
 sizes are only such that are equal on all ranks.
@@ -29,6 +37,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -38,25 +47,30 @@ from ladder.models.errors import UserError, check_keys, unknown
 
 VARIABLE = "LADDER_OPS_TABLE"
 PACKAGED = Path(__file__).with_name("table.json")
-DEFAULT = "staged"
+DEFAULT, ANY_ORDER = "staged", "collective"  # without a measurement
+ORDERS = ("ranks", "any")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MOVABLE = (*DTYPES, torch.int32, torch.int64)  # of rows that are only moved
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in MOVABLE}
 KEYS = {
-    "op": str, "device": str, "dtype": str, "ranks": int, "sizes": list, "implementation": str,
-    "options": dict, "source": str,
+    "op": str, "device": str, "dtype": str, "ranks": int, "sizes": list, "order": str,
+    "implementation": str, "options": dict, "source": str,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Call:
-    """What is known of a call before it runs. sizes: rounded up to powers of two."""
+    """What is known of a call before it runs.
+
+    sizes: rounded up to powers of two. any_order: sums may be in the backend's order.
+    """
 
     op: str
     device: str
     dtype: torch.dtype
     ranks: int
     sizes: tuple[int, ...]
+    any_order: bool = False
 
     def __str__(self) -> str:
         named = zip(OPERATORS[self.op].sizes, self.sizes, strict=True)
@@ -76,13 +90,15 @@ class Implementation:
 
     run: called as run(group, *arguments of the operator without group_name, **options). refusal:
     the reason why it cannot run a call on this machine, with the remedy, or None; it must be the
-    same on all ranks. options: the names of its options.
+    same on all ranks. options: the names of its options. ordered: whether it adds in the order of
+    the ranks.
     """
 
     name: str
     run: Callable[..., Any]
     refusal: Callable[[Call], str | None] = always
     options: tuple[str, ...] = ()
+    ordered: bool = True
 
 
 @dataclass(frozen=True)
@@ -97,23 +113,29 @@ class Operator:
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation of a call, its options, and why. others: name -> why not that one."""
+    """The implementation of a call, its options, and why. others: name -> why not that one.
+
+    ordered: its sums are in the order of the ranks.
+    """
 
     call: Call
     implementation: str
     why: str
     options: tuple[tuple[str, Any], ...] = ()
     others: tuple[tuple[str, str], ...] = ()
+    ordered: bool = True
 
     def __str__(self) -> str:
         options = "".join(f" {name}={value}" for name, value in self.options)
-        lines = [f"{self.call.op}: {self.implementation}{options} ({self.why})"]
+        order = "" if self.ordered else "; it adds in the backend's order"
+        lines = [f"{self.call.op}: {self.implementation}{options} ({self.why}{order})"]
         return "\n".join([*lines, *(f"  not {name}: {why}" for name, why in self.others)])
 
 
 OPERATORS: dict[str, Operator] = {}
 # operator -> the implementation that `use` insists on, and its options
 _asked: dict[str, tuple[str, tuple[tuple[str, Any], ...]]] = {}
+any_order_groups: WeakSet[dist.ProcessGroup] = WeakSet()  # see `allow_any_order`
 
 
 def define(name: str, sizes: tuple[str, ...], measure: Callable[..., tuple[int, ...]]) -> None:
@@ -127,13 +149,14 @@ def implement(
     name: str,
     refusal: Callable[[Call], str | None] = always,
     options: tuple[str, ...] = (),
+    ordered: bool = True,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a function that computes the operator `op`: see `Implementation`."""
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         found = OPERATORS[op].implementations
         assert name not in found, (op, name)
-        found[name] = Implementation(name, run, refusal, options)
+        found[name] = Implementation(name, run, refusal, options, ordered)
         _choose.cache_clear()
         return run
 
@@ -161,6 +184,11 @@ def use(op: str, implementation: str, **options: Any) -> Iterator[None]:
             _asked[op] = before
 
 
+def allows_any_order(group: dist.ProcessGroup) -> bool:
+    """Whether the calls with this group may add in the backend's order."""
+    return group in any_order_groups
+
+
 def explain(
     op: str,
     shapes: Sequence[Any],
@@ -168,6 +196,7 @@ def explain(
     dtype: torch.dtype = torch.bfloat16,
     ranks: int | None = None,
     device: str | None = None,
+    any_order: bool | None = None,
     **arguments: Any,
 ) -> Choice:
     """Which implementation runs a call, and why; printable.
@@ -175,6 +204,8 @@ def explain(
     shapes: those of the operator's tensors in their order; for a list of tensors, a list of shapes.
     arguments: what else the operator's sizes depend on (`capacity`). ranks: the size of the group;
     None: that of the default group. device: the name of a GPU, or "cpu"; None: this machine's.
+    any_order: whether the group allows it (`allow_any_order`); None: what the default group says,
+    if ranks is None, too.
     """
     operator = _operator(op)
     if dtype not in MOVABLE:
@@ -182,7 +213,9 @@ def explain(
     if ranks is None:
         if not dist.is_initialized():
             raise UserError("ranks=None without a process group; give the number of ranks")
+        assert dist.group.WORLD is not None
         ranks = dist.get_world_size()
+        any_order = allows_any_order(dist.group.WORLD) if any_order is None else any_order
     if device is None:
         device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     try:
@@ -191,7 +224,7 @@ def explain(
     except (TypeError, IndexError) as error:
         wanted = ", ".join(list(inspect.signature(operator.measure).parameters)[1:])
         raise UserError(f"shapes={shapes!r} of {op}: give the shapes of {wanted}") from error
-    return choose(Call(op, device, dtype, ranks, bucket(sizes)))
+    return choose(Call(op, device, dtype, ranks, bucket(sizes), bool(any_order)))
 
 
 def choose(call: Call) -> Choice:
@@ -230,31 +263,51 @@ def _choose(
         if refusals[picked] is not None:
             raise UserError(f"{call.op} by {picked!r} cannot run here: {refusals[picked]}")
     else:
-        picked, why = DEFAULT, f"no measurement for {call}"
+        picked, why = unmeasured(call), f"no measurement for {call}"
         path, entry = _entry(call, file)
         if entry is not None:
             picked, options, why = entry["implementation"], entry["options"], entry["source"]
             why = f"{path.name}: {why}"
             if refusals[picked] is not None:
                 why = f"{path.name} has {picked!r}, which cannot run here: {refusals[picked]}"
-                picked, options = DEFAULT, {}
+                picked, options = unmeasured(call), {}
+
+    def why_not(each: Implementation) -> str:
+        if refusals[each.name] is not None:
+            return str(refusals[each.name])
+        if asked is not None:
+            return "not asked for"
+        if not each.ordered and not call.any_order:
+            return "it adds in the backend's order, which ladder.ops.allow_any_order allows"
+        return "not measured as faster"
+
+    chosen = implementations[picked]
     others = tuple(
-        (name, refusals[name] or ("not measured as faster" if asked is None else "not asked for"))
-        for name in implementations
-        if name != picked
+        (each.name, why_not(each)) for each in implementations.values() if each != chosen
     )
-    return Choice(call, picked, why, tuple(options.items()), others)
+    return Choice(call, picked, why, tuple(options.items()), others, chosen.ordered)
+
+
+def unmeasured(call: Call) -> str:
+    """The implementation of a call that no entry names."""
+    found = OPERATORS[call.op].implementations.get(ANY_ORDER)
+    able = call.any_order and found is not None and found.refusal(call) is None
+    return ANY_ORDER if able else DEFAULT
 
 
 def _entry(call: Call, file: str | None) -> tuple[Path, dict[str, Any] | None]:
     """The entry for a call, and the file that has it."""
     wanted = (call.op, call.device, call.dtype, call.ranks, list(call.sizes))
     for path in [PACKAGED] if file is None else [Path(file), PACKAGED]:
+        by_order: dict[str, dict[str, Any]] = {}
         for entry in read_table(path):
             dtype = DTYPE_NAMES[entry["dtype"]]
             found = (entry["op"], entry["device"], dtype, entry["ranks"], entry["sizes"])
             if found == wanted:
-                return path, entry
+                by_order.setdefault(entry["order"], entry)
+        for order in ("any", "ranks") if call.any_order else ("ranks",):
+            if order in by_order:
+                return path, by_order[order]
     return PACKAGED, None
 
 
@@ -263,6 +316,7 @@ def read_table(path: Path) -> list[dict[str, Any]]:
     """The entries of a table. Raises UserError if the file is not a valid table."""
     entries = read_entries(path, "the table of operators", f"unset {VARIABLE}, or correct it")
     for entry in entries:
+        entry.setdefault("order", "ranks")
         _check_entry(f"the table of operators {path}", entry)
     return entries
 
@@ -274,6 +328,13 @@ def _check_entry(where: str, entry: dict[str, Any]) -> None:
             raise UserError(f"{where}: {key}={entry.get(key)!r} is no {kind.__name__}")
     implementation = _implementation(entry["op"], entry["implementation"], f" in {where}")
     check_keys(f"options in {where}", entry["options"], implementation.options)
+    if entry["order"] not in ORDERS:
+        raise unknown(f"order in {where}", entry["order"], ORDERS)
+    if entry["order"] == "ranks" and not implementation.ordered:
+        raise UserError(
+            f'{where}: {entry["op"]} by {entry["implementation"]!r} has order="ranks", and it adds '
+            f'in the backend\'s order; set order="any"'
+        )
     if entry["dtype"] not in DTYPE_NAMES:
         raise unknown(f"dtype in {where}", entry["dtype"], DTYPE_NAMES)
     sizes, names = entry["sizes"], OPERATORS[entry["op"]].sizes

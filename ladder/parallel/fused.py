@@ -80,13 +80,15 @@ def _held(weight: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]
 class FusedReducer(SequenceReducer):
     """The reducer of sequence parallelism whose blocking exchanges are inside matrix products.
 
-    The operators' table (`ladder.ops.registry`) picks their implementation.
+    The operators' table (`ladder.ops.registry`) picks their implementation. The group's sums may be
+    in any order, as those of the other reducers, so that nothing slower than theirs is picked.
     """
 
     def __init__(self, ranks: Ranks, group: dist.ProcessGroup) -> None:
-        import ladder.ops  # noqa: F401  # late: no command but training needs its 0.1 s
+        import ladder.ops  # late: no command but training needs its 0.1 s
 
         super().__init__(ranks, group)
+        ladder.ops.allow_any_order(group.group_name)
 
     def begin(
         self, runtime: Runtime, plan: Plan, norms: Sequence[Norm], shape: torch.Size

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ladder.bench import figures
 from ladder.bench.ops import command, measure
-from ladder.bench.ops.cases import make_case
+from ladder.bench.ops.cases import make_case, plain
 from ladder.bench.ops.command import measure_point
 from ladder.bench.ops.derive import Timed, entries, records, summarise, write_table
 from ladder.bench.ops.page import finding, write_page
@@ -32,6 +32,7 @@ CPU = torch.device("cpu")
 OP = "matmul_all_reduce"
 POINT = OpPoint(OP, "tiny o", 6, 8, 4, 2, "float32")
 STAGED, FAST = Variant("staged"), Variant("fast", (("chunk", 3),))
+BACKEND = Variant("collective")
 
 
 # -- ECT and E --------------------------------------------------------------------------------
@@ -110,6 +111,36 @@ def test_nothing_slower_than_staged_enters_the_table(points: Any, picked: Varian
     )
 
 
+@pytest.mark.parametrize(
+    ("points", "picked"),
+    [
+        # Where any order is allowed, what is picked is never slower than `collective`.
+        ([{"captured": {STAGED: 9, BACKEND: 6, FAST: 8}}], [("ranks", FAST), ("any", BACKEND)]),
+        ([{"captured": {STAGED: 9, BACKEND: 9, FAST: 8}}], [("ranks", FAST)]),
+        ([{"captured": {STAGED: 9, BACKEND: 6, FAST: 5},
+           "eager": {STAGED: 9, BACKEND: 6, FAST: 7}}], [("ranks", FAST), ("any", BACKEND)]),
+        ([{"captured": {STAGED: 9, BACKEND: 6}}], [("ranks", STAGED), ("any", BACKEND)]),
+        ([{"captured": {STAGED: 5, BACKEND: 6}}], [("ranks", STAGED)]),
+    ],
+)  # fmt: skip
+def test_the_backends_sums_have_entries_of_their_own(
+    points: Any, picked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with registered("fast", None):
+        found = entries([measured(64, **point) for point in points], "a test")
+        assert [(each["order"], each["implementation"]) for each in found] == [
+            (order, variant.name) for order, variant in picked
+        ]
+        file = tmp_path / "table.json"
+        write_table(file, entries([measured(64, eager={STAGED: 9, BACKEND: 8})], "before"))
+        write_table(file, found)
+        assert registry.read_table(file) == found
+        monkeypatch.setenv(VARIABLE, str(file))
+        for any_order, (_, variant) in ((False, picked[0]), (True, picked[-1])):
+            choice = explain(OP, [(64, 8), (8, 8)], ranks=4, device="H", any_order=any_order)
+            assert choice.implementation == variant.name
+
+
 @contextlib.contextmanager
 def registered(name: str, run: Any) -> Iterator[None]:
     more = {name: registry.Implementation(name, run, options=("chunk",))}
@@ -168,8 +199,9 @@ def refused(rank: int, world_size: int) -> None:
     assert error.startswith(f"{POINT} by wrong, eager: its error is 0.")
     assert error.endswith("above 1e-05; it is not timed")
     names = [each.name for each, _ in found]
-    assert names == ["alone", "alone, B contiguous", "gloo", "staged"]
+    assert names == ["alone", "alone, B contiguous", "gloo", "staged", "collective"]
     assert [each.name for each, result in found if result.picked] == ["staged"]
+    assert [each.name for each, result in found if result.picked_any] == ["collective"]
     assert all(result.us > 0 and each.error < 1e-5 for each, result in found)
 
 
@@ -190,7 +222,8 @@ def test_a_wrong_implementation_is_not_timed(pools: Pools, tmp_path: Path) -> No
     ]
     assert "empty" not in {point["way"] for point in found}
     table = registry.read_table(tmp_path / "table.json")
-    assert [entry["implementation"] for entry in table] == ["staged"] * 4
+    assert [each["implementation"] for each in table if each["order"] == "ranks"] == ["staged"] * 4
+    assert {each["implementation"] for each in table} <= {"staged", "collective"}
 
 
 def test_errors_that_hide() -> None:
@@ -246,6 +279,7 @@ def correct(rank: int, world_size: int, dtype: str) -> None:
             form()
         assert case.link_bytes > 0
         assert measure.pick(case, CPU).implementation == "staged"
+        assert measure.pick(case, CPU, any_order=True).implementation == plain(op)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -343,7 +377,9 @@ def test_a_whole_run(start: Start, tmp_path: Path) -> None:
     assert "torch's fused operators, which need peer memory: it needs GPUs" in result.stderr
     *_, said, following = result.stdout.splitlines()
     # m 7 and 8 of linear_all_reduce are of the same entry.
-    assert said.startswith(f"{table}: 5 entries, 0 faster than staged; set {VARIABLE} to it")
+    kept = registry.read_table(table)
+    words = f"{table}: {len(kept)} entries, 0 of overlapped ways; set {VARIABLE} to it"
+    assert said.startswith(words)
     assert following == "next: ladder bench inference --nproc 2"
     assert "all_gather_matmul, eager, float32, 2 ranks, microseconds (E)" in result.stdout
     found = [json.loads(line) for line in (out / "ops.jsonl").read_text().splitlines()]
@@ -351,9 +387,10 @@ def test_a_whole_run(start: Start, tmp_path: Path) -> None:
     assert {way for op, way in ways if op == BAGS} == {
         "alone", "alone, by table", "gloo", "staged"
     }  # fmt: skip
-    assert len(found) == 7 * 4
+    assert len(found) == 7 * 4 + 4  # and linear_all_reduce by `collective`
     assert all(r["result"]["us"] > 0 and r["machine"]["ranks"] == 2 for r in found)
-    assert {entry["implementation"] for entry in registry.read_table(table)} == {"staged"}
+    in_order = [each["implementation"] for each in kept if each["order"] == "ranks"]
+    assert in_order == ["staged"] * 5
     assert "Fused computation and communication" in (out / "ops.html").read_text()
 
 

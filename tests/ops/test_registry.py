@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import ladder.ops
@@ -24,6 +25,7 @@ ENTRY: dict[str, Any] = {
     "op": "all_reduce", "device": "H", "dtype": "bfloat16", "ranks": 4, "sizes": [4096],
     "implementation": "fast", "options": {"chunk": 3}, "source": "a test",
 }  # fmt: skip
+BACKENDS = "it adds in the backend's order, which ladder.ops.allow_any_order allows"
 SHAPE = [(4, 1000)]  # 4000 elements: the bucket 4096
 
 
@@ -77,7 +79,8 @@ def test_the_table_decides_and_explain_says_why(table: Path) -> None:
     picked = explain("all_reduce", SHAPE, ranks=4, device="H")
     assert (picked.implementation, dict(picked.options)) == ("fast", {"chunk": 3})
     assert str(picked) == (
-        "all_reduce: fast chunk=3 (table.json: a test)\n  not staged: not measured as faster"
+        "all_reduce: fast chunk=3 (table.json: a test)\n  not staged: not measured as faster\n"
+        f"  not collective: {BACKENDS}"
     )
     for other in (
         {"ranks": 2}, {"device": "cpu"}, {"dtype": torch.float16},
@@ -85,12 +88,60 @@ def test_the_table_decides_and_explain_says_why(table: Path) -> None:
         left = explain("all_reduce", SHAPE, **{"ranks": 4, "device": "H", **other})
         assert left.implementation == "staged", other
         assert "no measurement for" in left.why
-        assert left.others == (("fast", "not measured as faster"),)
+        assert left.others == (("collective", BACKENDS), ("fast", "not measured as faster"))
     assert explain("all_reduce", [(4097,)], ranks=4, device="H").implementation == "staged"
     # What the table picks and this machine cannot run is said, and not run.
     eight = explain("all_reduce", SHAPE, ranks=8, device="H")
     assert eight.implementation == "staged"
     assert eight.why == "table.json has 'fast', which cannot run here: it has no 8; take 4"
+
+
+def backend(group: Any, x: Tensor) -> Tensor:
+    return x * 0 + 11
+
+
+@contextlib.contextmanager
+def with_backend() -> Iterator[None]:
+    """`all_reduce` has a third implementation, which adds in the backend's order."""
+    more = {"collective": registry.Implementation("collective", backend, refusal, ordered=False)}
+    with registered(), mock.patch.dict(OPERATORS["all_reduce"].implementations, more):
+        yield
+
+
+def test_the_backends_order_is_picked_only_where_it_is_allowed(table: Path) -> None:
+    """Without an entry, by an entry of either order, and where the entry's cannot run."""
+    given: dict[str, Any] = {"ranks": 4, "device": "H"}
+    with with_backend():
+        table.write_text("[]")
+        kept = explain("all_reduce", SHAPE, **given)
+        assert (kept.implementation, kept.ordered) == ("staged", True)
+        assert dict(kept.others)["collective"] == BACKENDS
+        free = explain("all_reduce", SHAPE, any_order=True, **given)
+        assert (free.implementation, free.ordered) == ("collective", False)
+        assert "; it adds in the backend's order)" in str(free)
+        assert explain("all_reduce", SHAPE, any_order=True, ranks=8, device="H").ordered
+        with use("all_reduce", "collective"):  # who asks for it by name allows it
+            assert explain("all_reduce", SHAPE, **given).implementation == "collective"
+
+        backends = {**ENTRY, "implementation": "collective", "options": {}, "order": "any"}
+        older = [ENTRY]  # without an order
+        for entries, free_name in (
+            ([backends, {**ENTRY, "order": "ranks"}], "collective"), (older, "fast")
+        ):  # fmt: skip
+            rewrite(table, entries)
+            assert explain("all_reduce", SHAPE, **given).implementation == "fast"
+            free = explain("all_reduce", SHAPE, any_order=True, **given)
+            assert free.implementation == free_name
+        for order, words in (("ranks", 'set order="any"'), ("random", "unknown order in")):
+            rewrite(table, [{**backends, "order": order}])
+            with pytest.raises(UserError, match=words):
+                explain("all_reduce", SHAPE, **given)
+
+
+def rewrite(table: Path, entries: list[dict[str, Any]]) -> None:
+    table.write_text(json.dumps(entries))
+    read_table.cache_clear()
+    registry._choose.cache_clear()
 
 
 @pytest.mark.usefixtures("_fast")
@@ -165,6 +216,25 @@ def called(rank: int, world_size: int, path: str) -> None:
         with use("all_reduce", "staged"):
             assert torch.equal(call(x, world()), x * 2)
     assert torch.equal(call(x, world()), x * 2)
+
+
+def allowed(rank: int, world_size: int) -> None:
+    """A group that allows it, until it does not; another group is another matter."""
+    x, call = torch.ones(8, 3), torch.ops.ladder.all_reduce
+    other = dist.new_group()
+    with with_backend():
+        ladder.ops.allow_any_order(world())
+        assert torch.equal(call(x, world()), x * 11)
+        assert explain("all_reduce", [x.shape], dtype=x.dtype).implementation == "collective"
+        assert torch.equal(call(x, other.group_name), x * world_size)
+        ladder.ops.allow_any_order(world(), False)
+        assert torch.equal(call(x, world()), x * world_size)
+    with pytest.raises(UserError, match="group_name='no' names no process group"):
+        ladder.ops.allow_any_order("no")
+
+
+def test_a_group_allows_any_order(pools: Pools) -> None:
+    pools(2).run(allowed)
 
 
 def test_operators_run_what_is_picked(pools: Pools, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from ladder.bench.ops.points import (
 )
 from ladder.comm import collectives
 from ladder.ops import exchange
+from ladder.ops.registry import ANY_ORDER, DEFAULT, OPERATORS
 
 EPS = 1e-5
 Call = Callable[[], Any]
@@ -34,9 +35,9 @@ class Case:
     """The calls of a point, each on the same inputs.
 
     arguments: the operator's, without group_name. shapes: for `ladder.ops.explain`. alone: the
-    product or lookup without communication, in several forms. collective: the fastest plain form,
-    then the backend's collective. outputs: the tensors to check among what a call returns.
-    expected: their exact values. link_bytes: what each rank must receive.
+    product or lookup without communication, in several forms. collective: the baseline, a plain
+    form, then the backend's collective (`plain` of a product). outputs: the tensors to check among
+    what a call returns. expected: their exact values. link_bytes: what each rank must receive.
     """
 
     point: OpPoint
@@ -70,6 +71,17 @@ def _first(result: Any) -> list[Tensor]:
     return [result]
 
 
+def plain(op: str) -> str:
+    """The implementation that is torch's product and the backend's collective, nothing else."""
+    return ANY_ORDER if ANY_ORDER in OPERATORS[op].implementations else DEFAULT
+
+
+def _plainly(point: OpPoint, group: dist.ProcessGroup, *arguments: Any) -> Call:
+    """That implementation, without the operator around it, as one would write it by hand."""
+    run = OPERATORS[point.op].implementations[plain(point.op)].run
+    return lambda: run(group, *arguments)
+
+
 def _random(point: OpPoint, device: torch.device, *shape: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(shape, device=device) * scale).to(FLOATS[point.dtype])
 
@@ -87,66 +99,45 @@ def _columns(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> 
     ranks = point.ranks
     shard = _random(point, device, point.m // ranks, point.k)
     weight = _random(point, device, point.n // ranks, point.k, scale=point.k**-0.5)
-    whole, out = shard.new_empty(point.m, point.k), shard.new_empty(point.m, len(weight))
-    collectives.all_gather(whole, shard, group=group)
-
-    def collective() -> Tensor:
-        collectives.all_gather(whole, shard, group=group)
-        return torch.mm(whole, weight.t(), out=out)
-
-    read = whole.clone()  # not `whole`, which is written while others are timed
+    read = shard.new_empty(point.m, point.k)
+    collectives.all_gather(read, shard, group=group)
+    exact = [read.double() @ weight.double().t()]
+    arguments = shard, [weight.t()], 0
     return Case(
-        point, (shard, [weight.t()], 0), {"return_A": False},
-        (shard.shape, [weight.t().shape]), _products(read, weight, torch.empty_like(out)),
-        collective, _gathered_product, [whole.double() @ weight.double().t()],
+        point, arguments, {"return_A": False}, (shard.shape, [weight.t().shape]),
+        _products(read, weight, read.new_empty(point.m, len(weight))),
+        _plainly(point, group, *arguments, False), lambda result: list(result[1]), exact,
         (ranks - 1) * shard.nbytes, group,
     )  # fmt: skip
-
-
-def _gathered_product(result: Any) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else list(result[1])
 
 
 def _rows(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Case:
     ranks, scattered = point.ranks, "reduce_scatter" in point.op
     x = _random(point, device, point.m, point.k // ranks)
     weight = _random(point, device, point.n, x.shape[1], scale=point.k**-0.5)
-    partial = x.new_empty(point.m, point.n)
-    own = x.new_empty(point.m // ranks if scattered else point.m, point.n)
     exact = x.double() @ weight.double().t()
     dist.all_reduce(exact, group=group)
     if scattered:
         exact = exact.chunk(ranks)[dist.get_rank(group)]
-
-    def summed() -> Tensor:
-        torch.mm(x, weight.t(), out=partial)
-        if scattered:
-            collectives.reduce_scatter(own, partial, group=group)
-            return own
-        dist.all_reduce(partial, group=group)
-        return partial
-
     arguments: tuple[Any, ...] = (x, weight if point.op == FEW else weight.t())
     shapes: tuple[Any, ...] = tuple(each.shape for each in arguments)
+    partial = x.new_empty(point.m, point.n)
     link = (1 if scattered else 2) * (ranks - 1) / ranks * partial.nbytes
-    alone = _products(x, weight, torch.empty_like(partial))
+    alone = _products(x, weight, partial)
     if not point.op.endswith("add_rms_norm"):
         arguments += ("sum", 0) if scattered else ()
+        baseline = _plainly(point, group, *arguments)
         return Case(
-            point, arguments, {}, shapes, alone, summed, _first, [exact], link, group,
+            point, arguments, {}, shapes, alone, baseline, _first, [exact], link, group,
         )  # fmt: skip
     torch.manual_seed(0)  # where there is no scatter, all ranks hold the same residual
-    residual, gain = _random(point, device, *own.shape), _random(point, device, point.n)
+    residual = _random(point, device, *exact.shape)
+    gain = _random(point, device, point.n)
     exact += residual
     scale = torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + EPS)
-
-    def landed() -> tuple[Tensor, Tensor]:
-        total = summed() + residual
-        return total, F.rms_norm(total, (point.n,), gain, EPS)
-
     arguments += (residual, gain, EPS, *((0,) if scattered else ()))
     return Case(
-        point, arguments, {}, shapes, alone, landed, list,
+        point, arguments, {}, shapes, alone, _plainly(point, group, *arguments), list,
         [exact, exact * scale * gain.double()], link, group,
     )  # fmt: skip
 

@@ -17,13 +17,14 @@ from typing import Any
 from ladder.bench.ops.points import BAGS, OpPoint, Variant
 from ladder.files import write_text
 from ladder.ops import registry
-from ladder.ops.registry import DEFAULT, Call
+from ladder.ops.registry import ANY_ORDER, DEFAULT, Call
 from ladder.plans import aligned
 
 EXPLANATION = """\
 alone: the fastest plain product or lookup. link: bytes received over the measured rate. floor: the
 larger of the two. In brackets, E: the share of the communication's cost that is hidden; 0: product,
-then NCCL (on a CPU gloo); 1: nothing is left. * is what runs when nothing is insisted on."""
+then NCCL (on a CPU gloo); 1: nothing is left. * is what runs when nothing is insisted on, + what
+runs where the group allows any order of sums."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Result:
     """Microseconds a call on the slowest rank: median, 10th and 90th percentile, and derived ones.
 
     efficiency: None where the baseline is not slower than the product. error: the largest, in units
-    of the largest exact value. picked: this is what `ladder.ops.explain` names.
+    of the largest exact value. picked: this is what `ladder.ops.explain` names; picked_any: what it
+    names where any order of sums is allowed.
     """
 
     us: float
@@ -44,11 +46,12 @@ class Result:
     of_floor: float
     error: float
     picked: bool
+    picked_any: bool = False
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A way's name, role, mode, error and times; picked, variant: see `Result` and `Way`."""
+    """A way's name, role, mode, error and times; the others: see `Result` and `Way`."""
 
     name: str
     role: str
@@ -56,6 +59,7 @@ class Timed:
     times: Sequence[float]
     error: float
     picked: bool = False
+    picked_any: bool = False
     variant: Variant | None = None
 
 
@@ -89,7 +93,7 @@ def summarise(timed: Sequence[Timed], link_us: float) -> list[tuple[Timed, Resul
             e = None if each.role == "alone" else efficiency(us, product, staged[0])
             found.append((each, Result(
                 us, tenths[0], tenths[-1], ect_us(us, product), e, link_us, floor, us / floor,
-                each.error, each.picked,
+                each.error, each.picked, each.picked_any,
             )))  # fmt: skip
     return found
 
@@ -148,7 +152,8 @@ def _cell(record: Mapping[str, Any]) -> str:
     result = record["result"]
     e = "" if result["efficiency"] is None else f" ({result['efficiency']:.2f})"
     bare = record["point"]["role"] == "collective"
-    return f"{result['us']:.1f}{'' if bare else e}{'*' if result['picked'] else ''}"
+    plus = "+" if result["picked_any"] else ""
+    return f"{result['us']:.1f}{'' if bare else e}{'*' if result['picked'] else ''}{plus}"
 
 
 def text_table(found: Sequence[Mapping[str, Any]]) -> str:
@@ -167,10 +172,12 @@ Measured = tuple[Call, Sequence[tuple[Timed, Result]]]  # a point's
 
 
 def entries(measured: Sequence[Measured], source: str) -> list[dict[str, Any]]:
-    """An entry for each call: the fastest implementation, `staged` unless another is faster.
+    """The entries of each call: the fastest implementation, `staged` unless another is faster.
 
     An implementation counts only where it was measured at every point of the call's sizes, in every
-    mode in which `staged` was (there are calls that no graph can hold), and was slower in none.
+    mode in which `staged` was (there are calls that no graph can hold), and was slower in none. An
+    entry of order "any" names what is the fastest beside `collective` in the same way; there is
+    one where `collective` was measured and that is not what the first entry names.
     """
     by_call: dict[Call, list[dict[str, dict[Variant, float]]]] = {}
     for call, found in measured:
@@ -180,31 +187,44 @@ def entries(measured: Sequence[Measured], source: str) -> list[dict[str, Any]]:
                 times.setdefault(each.mode, {})[each.variant] = result.us
         by_call.setdefault(call, []).append(times)
     made = []
-    staged = Variant(DEFAULT)
     for call, points in by_call.items():
-        beside = [[mode for mode in point.values() if staged in mode] for point in points]
-        if not all(beside):
-            continue  # staged was wrong: nothing is known to be as fast
-        modes = [mode for point in beside for mode in point]
-        able = [
-            variant
-            for variant in modes[0]
-            if all(variant in mode and mode[variant] <= mode[staged] for mode in modes)
-        ]
-        firsts = [point[0] for point in beside]  # captured, if it can be
-        best = min(able, key=lambda variant: (sum(f[variant] for f in firsts), variant != staged))
-        said = "; ".join(_times(first, best) for first in firsts)
-        made.append({
-            "op": call.op, "device": call.device, "dtype": str(call.dtype).removeprefix("torch."),
-            "ranks": call.ranks, "sizes": list(call.sizes), "implementation": best.name,
-            "options": dict(best.options), "source": f"{source}: {said}",
-        })  # fmt: skip
+        best: Variant | None = None
+        for order, base in zip(registry.ORDERS, (DEFAULT, ANY_ORDER), strict=True):
+            found_best = _fastest(call, points, Variant(base), order)
+            if found_best is None or found_best[0] == best:
+                continue
+            best, said = found_best
+            made.append({
+                "op": call.op, "device": call.device,
+                "dtype": str(call.dtype).removeprefix("torch."), "ranks": call.ranks,
+                "sizes": list(call.sizes), "order": order, "implementation": best.name,
+                "options": dict(best.options), "source": f"{source}: {said}",
+            })  # fmt: skip
     return made
 
 
-def _times(times: Mapping[Variant, float], best: Variant) -> str:
-    staged = Variant(DEFAULT)
-    beside = "" if best == staged else f", staged {times[staged]:.1f}"
+def _fastest(
+    call: Call, points: Sequence[dict[str, dict[Variant, float]]], base: Variant, order: str
+) -> tuple[Variant, str] | None:
+    """The fastest of what is nowhere slower than `base`, and its times; None without `base`."""
+    beside = [[mode for mode in point.values() if base in mode] for point in points]
+    if not all(beside):
+        return None  # it was wrong, or is not there: nothing is known to be as fast
+    modes = [mode for point in beside for mode in point]
+    known = registry.OPERATORS[call.op].implementations
+    able = [
+        variant
+        for variant in modes[0]
+        if all(variant in mode and mode[variant] <= mode[base] for mode in modes)
+        and (order == "any" or variant.name not in known or known[variant.name].ordered)
+    ]
+    firsts = [point[0] for point in beside]  # captured, if it can be
+    best = min(able, key=lambda variant: (sum(f[variant] for f in firsts), variant != base))
+    return best, "; ".join(_times(first, best, base) for first in firsts)
+
+
+def _times(times: Mapping[Variant, float], best: Variant, base: Variant) -> str:
+    beside = "" if best == base else f", {base} {times[base]:.1f}"
     return f"{times[best]:.1f} us{beside}"
 
 
@@ -212,7 +232,7 @@ KEY = ("op", "device", "dtype", "ranks", "sizes")
 
 
 def write_table(path: Path, new: Sequence[Mapping[str, Any]]) -> None:
-    """Add entries to the table `path`; each replaces the one of the same calls."""
+    """Add entries to the table `path`; they replace those of the same calls, of both orders."""
     keys = [[entry[key] for key in KEY] for entry in new]
     registry.read_table.cache_clear()
     kept = registry.read_table(path) if path.is_file() else []

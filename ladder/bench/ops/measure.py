@@ -45,33 +45,37 @@ class Way:
     variant: Variant | None = None
 
 
-def pick(case: Case, device: torch.device) -> Choice:
-    """What runs the case when nothing is insisted on."""
+def pick(case: Case, device: torch.device, any_order: bool = False) -> Choice:
+    """What runs the case when nothing is insisted on.
+
+    any_order: where the group lets the backend add.
+    """
     return explain(
         case.point.op, case.shapes, dtype=FLOATS[case.point.dtype], ranks=case.point.ranks,
-        device=device_name(device),
+        device=device_name(device), any_order=any_order,
     )  # fmt: skip
 
 
 def ways(
-    case: Case, choice: Choice, asked: Sequence[Variant] | None, backend: str, fused: bool
-) -> tuple[list[Way], list[str]]:
+    case: Case, choices: Sequence[Choice], asked: Sequence[Variant] | None, backend: str,
+    fused: bool,
+) -> tuple[list[Way], list[str]]:  # fmt: skip
     """All ways of a case, and a line for each that cannot run.
 
-    asked: implementations; None: all of the registry. `staged` and what is picked are always there.
-    fused: whether torch's own operators can run.
+    asked: implementations; None: all of the registry. `staged` and what is picked (choices) are
+    always there. fused: whether torch's own operators can run.
     """
     op, found, left_out = case.point.op, [], []
     for name, call in case.alone.items():
         found.append(Way(name, "alone", call))
     found.append(Way(backend, "collective", case.collective))
     known = OPERATORS[op].implementations
-    wanted = [Variant(DEFAULT), Variant(choice.implementation, choice.options)]
+    wanted = [Variant(DEFAULT), *(Variant(each.implementation, each.options) for each in choices)]
     wanted += [Variant(name) for name in known] if asked is None else asked
     for variant in dict.fromkeys(wanted):
         if variant.name not in known or not accepts(known[variant.name], variant):
             continue  # of another operator
-        if refusal := known[variant.name].refusal(choice.call):
+        if refusal := known[variant.name].refusal(choices[0].call):
             left_out.append(f"{op} by {variant.name}: {refusal}")
             continue
         found.append(Way(str(variant), "operator", case.operator, _using(op, variant), variant))

@@ -8,9 +8,11 @@ from typing import Any
 
 from ladder.bench import figures
 from ladder.bench.figures import COLOURS, MUTED, Bar
+from ladder.bench.ops.cases import plain
 from ladder.bench.ops.derive import EXPLANATION, groups, rows, sizes
 from ladder.bench.ops.points import BAGS
 from ladder.bench.report import NO_FIGURES, Aside, Figure, Heading, PagePart, Table, page
+from ladder.ops.registry import ANY_ORDER
 
 Records = Sequence[Mapping[str, Any]]
 ROLE_COLOURS = {"collective": COLOURS["standard"], "torch": COLOURS["hybrid"]}
@@ -53,8 +55,13 @@ def picked_ranges(records: Records) -> list[str]:
     """By operator, the range of E of what is picked, and how often it is below 0."""
     found: dict[str, list[float]] = {}
     for record in records:
-        if record["result"]["picked"] and record["result"]["efficiency"] is not None:
-            found.setdefault(record["point"]["op"], []).append(record["result"]["efficiency"])
+        op, result = record["point"]["op"], record["result"]
+        if result["efficiency"] is None:
+            continue
+        if result["picked"]:
+            found.setdefault(op, []).append(result["efficiency"])
+        if result["picked_any"] and plain(op) == ANY_ORDER:
+            found.setdefault(f"{op} in any order", []).append(result["efficiency"])
     ranges = []
     for op, each in found.items():
         lost = sum(e < 0 for e in each)
@@ -137,7 +144,8 @@ def _name(record: Mapping[str, Any]) -> str:
     name = record["point"]["way"]
     if record["point"]["role"] == "collective":
         name = f"{'lookup' if record['point']['op'] == BAGS else 'product'}, then {name}"
-    return f"{name} (picked)" if record["result"]["picked"] else name
+    picked = record["result"]["picked"] or record["result"]["picked_any"]
+    return f"{name} (picked)" if picked else name
 
 
 def _colour(record: Mapping[str, Any]) -> str:

@@ -1,0 +1,102 @@
+"""Products whose sums the backend makes, on gloo ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ladder.ops
+from ladder.ops.registry import ANY_ORDER, OPERATORS
+from tests.distributed import Pools
+from tests.ops.everyone import TOLERANCE, check_gradients, gpus, on_ranks, random, world
+from tests.samples import relative_error
+
+OPS = torch.ops.ladder
+EPS = 1e-3
+
+
+def values(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    """Every operator against float64: sums and averages, rows in any dimension, few rows."""
+    T, name = world_size, world()
+    limit = 2 * TOLERANCE[dtype]  # the backend may round between its additions
+    As = [random(7, 2 * T, 33, seed=q, dtype=dtype).transpose(0, 1) for q in range(T)]
+    Bs = [random(5, 33, seed=10 + q, dtype=dtype).t() for q in range(T)]
+    total = sum(A.double() @ B.double() for A, B in zip(As, Bs, strict=True))  # [2 T, 7, 5]
+    mine, A, B = total.chunk(T)[rank], As[rank], Bs[rank]
+    residual, weight = random(*total.shape, seed=7, dtype=dtype), random(5, seed=8, dtype=dtype)
+
+    def landed(total: Any, residual: Any) -> Any:
+        whole = total + residual.double()
+        scale = torch.rsqrt(whole.square().mean(-1, keepdim=True) + EPS)
+        return whole, whole * scale * weight.double()
+
+    own = residual.chunk(T)[rank]
+    turned = A.transpose(0, 1), B, own.transpose(0, 1)
+    ladder.ops.allow_any_order(name)
+    found = [
+        (OPS.matmul_reduce_scatter(A, B, "sum", 0, name), mine),
+        (OPS.matmul_reduce_scatter(A, B, "avg", 0, name), mine / T),
+        (OPS.matmul_reduce_scatter(turned[0], B, "avg", 1, name), mine.transpose(0, 1) / T),
+        (OPS.reduce_scatter(A @ B, "avg", 0, name), mine / T),
+        (OPS.all_reduce(A @ B, name), total),
+        (OPS.matmul_all_reduce(A, B, name), total),
+        (OPS.linear_all_reduce(A[0, :3], B.t(), name), total[0, :3]),
+        *zip(OPS.matmul_all_reduce_add_rms_norm(A, B, residual, weight, EPS, name),
+             landed(total, residual), strict=True),
+        *zip(OPS.matmul_reduce_scatter_add_rms_norm(A, B, own, weight, EPS, 0, name),
+             landed(mine, own), strict=True),
+        *zip(OPS.matmul_reduce_scatter_add_rms_norm(*turned, weight, EPS, 1, name),
+             landed(mine.transpose(0, 1), turned[2]), strict=True),
+    ]  # fmt: skip
+    for n, (each, exact) in enumerate(found):
+        assert each.is_contiguous(), n
+        assert relative_error(each, exact) < limit, (n, dtype)
+    partial = F.linear(A[0, :3], B.t())
+    kept = partial.clone()
+    OPS.all_reduce(partial, name)
+    assert torch.equal(partial, kept)  # no input is changed
+    picked = ladder.ops.explain("matmul_all_reduce", [A.shape, B.shape], dtype=dtype)
+    assert picked.implementation == ANY_ORDER
+    ladder.ops.allow_any_order(name, False)
+
+
+def gradients(rank: int, world_size: int) -> None:
+    """Backward passes, in which other operators add, in the backend's order, too."""
+    T, name = world_size, world()
+    A, B = random(T, 2, 2, 3), random(T, 3, 2, seed=1)
+    ladder.ops.allow_any_order(name)
+    check_gradients(lambda a, b: OPS.all_gather_matmul(a, [b], 0, name)[1][0], A, B)
+    check_gradients(lambda a, b: OPS.matmul_reduce_scatter(a, b, "avg", 0, name), A, B)
+    check_gradients(lambda a, b: OPS.linear_all_reduce(a, b, name), A, B.transpose(1, 2))
+    ladder.ops.allow_any_order(name, False)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_values(pools: Pools, dtype: torch.dtype) -> None:
+    pools(2).run(values, dtype)
+
+
+def test_values_on_four_ranks(pools: Pools) -> None:
+    pools(4).run(values, torch.bfloat16)
+
+
+def test_gradients(pools: Pools) -> None:
+    pools(2).run(gradients)
+
+
+def test_every_sum_has_a_backends() -> None:
+    """What adds has an implementation that is not ordered; what only moves rows has none."""
+    moves = {"all_gather", "all_gather_matmul", "all_to_all_rows", "return_rows"}
+    sums = {name for name in OPERATORS if "reduce" in name}
+    for name, operator in OPERATORS.items():
+        unordered = {each.name for each in operator.implementations.values() if not each.ordered}
+        assert unordered == ({ANY_ORDER} if name in sums else set()), name
+    assert not moves & sums
+
+
+@gpus
+def test_on_gpus() -> None:
+    on_ranks((values, (torch.bfloat16,)), (values, (torch.float32,)), (gradients, ()))
