@@ -148,7 +148,7 @@ def wait(flag, value, SPIN_LIMIT: tl.constexpr, TMA: tl.constexpr = False):
 
 @jit
 @no_type_check
-def arrive(counter, count, SCOPE: tl.constexpr = "gpu"):
+def arrive(counter, count, SCOPE: tl.constexpr):
     """Add 1 to `counter`, an int32 word; whether this program is the last of `count` to arrive.
 
     A barrier of the program's threads, then acquire and release: the last one sees everything that

@@ -212,7 +212,7 @@ def _attention_kernel(
             tl.store(stat + slot * 2, high, mask=g < G)
             tl.store(stat + slot * 2 + 1, weight, mask=g < G)
     if SPLITS > 1:  # noqa: SIM102  (known when this is compiled)
-        if arrive(arrived + row, SPLITS):
+        if arrive(arrived + row, SPLITS, "gpu"):
             tl.debug_barrier()
             # [split, query head, element]: every load before the first use.
             s = tl.arange(0, SPLITS)[:, None, None]

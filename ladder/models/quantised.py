@@ -72,7 +72,8 @@ def _largest(exact: Tensor, kind: str) -> Tensor:
 def _scales(largest: Tensor, kind: str) -> Tensor:
     """The scales of rows or blocks, from their largest magnitudes: float32."""
     if kind == "int8":
-        found = (largest / LARGEST[kind]).clamp(min=2.0**LEAST_EXPONENT)
+        # By a tensor: torch on a GPU multiplies by the reciprocal of a number.
+        found = (largest / torch.full_like(largest, LARGEST[kind])).clamp(min=2.0**LEAST_EXPONENT)
         return found.where(largest > 0, 1.0)
     fraction, exponent = torch.frexp(largest)  # largest = fraction * 2^exponent, from 1/2 to 1
     exponent = exponent - 9 + (fraction > LARGEST[kind] / 2**9).int()
