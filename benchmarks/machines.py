@@ -1,7 +1,7 @@
 """Write ladder/perf/machines/*.json from the recorded results: `python benchmarks/machines.py`.
 
-Nothing is in these files that no record says. The times of decode kernels are those that
-benchmarks/results/README.md lists; the rest is in the JSON lines.
+Nothing is in these files that no record says, but the memory of a GPU. The times of decode kernels
+are those that benchmarks/results/README.md lists; the rest is in the JSON lines.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ladder.perf.prediction.records import calibrated
 
 RESULTS = Path(__file__).parent / "results"
 GPU = "NVIDIA H200"
+MEMORY = Value(139.8, "declared: what torch reports as total_memory of an H200; not recorded")
 FLOORS = {"copy_tb_s": "bandwidth_tb_s", "matrix_tflop_s": "matrix_tflop_s"}
 FILES = (
     "2026-11-21-figures-h200x4.jsonl",
@@ -68,7 +69,7 @@ def values(gpus: int) -> dict[str, Value]:
             for name, key in FLOORS.items():
                 run = file, machine["commit"], str(machine[key])
                 found.setdefault(name, {})[run] = machine[key]
-    return {
+    return {"memory_gib": MEMORY} | {
         name: Value(
             round(statistics.median(runs.values()), 3),
             f"measured: median of {len(runs)} runs, {min(runs.values()):.3f} to "

@@ -24,6 +24,7 @@ from ladder.infer import options as infer
 from ladder.parallel import launch
 from ladder.perf import options as perf
 from ladder.perf.calibration import options as calibration
+from ladder.perf.planner import options as planner
 from ladder.perf.prediction import options as prediction
 from ladder.train import options as train
 
@@ -43,12 +44,10 @@ class Verb(NamedTuple):
     modules: tuple[str, ...] = ()
 
 
-SENSITIVITY = "convert sensitivity"
 GROUPS = {
     "tokenizer": "train a tokenizer",
     "data": "prepare training data",
     "bench": "measure inference, communication and training",
-    "predict": "predict times by simulation, without a GPU",
 }
 VERBS = (
     Verb(
@@ -90,7 +89,7 @@ VERBS = (
         convert.run,
     ),
     Verb(
-        SENSITIVITY,
+        "convert sensitivity",
         "measure what each layer costs as a ladder, before training",
         convert.add_sensitivity_options,
         convert.run_sensitivity,
@@ -144,14 +143,15 @@ VERBS = (
         modules=("ladder.perf.calibration.command",),
     ),
     Verb(
-        "predict decode",
-        "predict the time of a decode step, plan by plan",
-        prediction.add_decode_options,
-        prediction.run_decode,
+        "predict",
+        "predict which plans, TP degrees and reducers fit a machine and how fast they are, "
+        "without a GPU",
+        planner.add_options,
+        planner.run,
     ),
     Verb(
         "predict validate",
-        "score predicted decode steps against recorded ones",
+        "score predictions against recorded times",
         prediction.add_validate_options,
         prediction.run_validate,
     ),
@@ -174,6 +174,10 @@ VERBS = (
         demo.run,
     ),
 )
+# Two words beside a command whose first argument is a model: they come before it.
+JOINED = tuple(
+    each.name for each in VERBS if " " in each.name and each.name.split()[0] not in GROUPS
+)
 OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")  # key=value, for a recipe
 
 
@@ -183,8 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: success, 2: a user's mistake, 130: interrupted, 1: any other error.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:2] == SENSITIVITY.split():  # beside a command whose first argument is a folder
-        words[:2] = [SENSITIVITY]
+    if " ".join(words[:2]) in JOINED:
+        words[:2] = [" ".join(words[:2])]
     options = parse_words(make_parser(), words)
     verb: Verb = vars(options).pop("verb")  # the rest are the user's words
     # Set before torch is imported. GNU's OpenMP spins for milliseconds at a barrier, which makes

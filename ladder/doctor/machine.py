@@ -133,7 +133,7 @@ def probe_description() -> str:
     for name in shipped():
         known = load(name)
         if names == {known.gpu} and known.gpus == count:
-            return f"{name} describes {count} x {known.gpu}: ladder predict decode --machine {name}"
+            return f"{name} describes {count} x {known.gpu}: ladder predict MODEL --machine {name}"
     raise Missing(
         f"no shipped file describes {count} x {', '.join(sorted(names))}; measure it: ladder bench "
         f"machine --nproc {count}"

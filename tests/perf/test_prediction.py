@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from ladder.models import Plan, UserError, resolve_plan
 from ladder.perf import phases
 from ladder.perf.graph import COMM, Graph, Operation, forward
 from ladder.perf.lower_decode import decode
-from ladder.perf.machine import Curve, Machine, Value, load, write
+from ladder.perf.machine import Curve, Machine, load
 from ladder.perf.prediction.records import calibrated, scores, summary
 from ladder.perf.simulate import simulate
 from tests import ROOT
@@ -142,51 +140,6 @@ def test_landings_take_what_their_curve_says_where_there_is_one() -> None:
     more = replace(machine, curves=(*machine.curves, curve))
     for plan, landings in (("none", 65), ("ladder", 2)):
         assert step(plan, more) - step(plan, machine) == pytest.approx(2.0 * landings, abs=0.1)
-
-
-def test_a_70b_over_many_plans_takes_under_two_seconds(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    plans = ["standard", "parallel", "ladder", "hybrid", "desync-4x", "accumulate-4x", "none"]
-    start = time.process_time()
-    assert main(["predict", "decode", "llama-3-70b", "--plans", *plans, "--json"]) == 0
-    assert time.process_time() - start < 4  # on a busy machine
-    rows = json.loads(capsys.readouterr().out)
-    assert [row["us"] for row in rows] == sorted(row["us"] for row in rows)
-    assert {row["plan"] for row in rows} == set(plans)
-
-
-def test_what_does_not_fit_is_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    machine = load("h200x4")
-    small = replace(machine, values={**machine.values, "memory_gib": Value(8.0, "declared")})
-    write(small, tmp_path / "small.json")
-    words = ["predict", "decode", "llama-3-8b", "--machine", str(tmp_path / "small.json")]
-    assert main([*words, "--plans", "ladder", "none", "--batch", "1", "--json"]) == 0
-    assert all(row["fits"] for row in json.loads(capsys.readouterr().out))
-    assert main([*words[:2], "llama-3-70b", *words[3:]]) == 0
-    assert " no " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--tp", "2"), "--tp=2: machine 'h200x4' has the collectives of 4 GPUs"),
-        (("--machine", "h100x8"), "unknown machine 'h100x8'"),
-        (("--machine", "h200x2"), "no 'launch_gap_us'"),
-        (("--batch", "65"), "--batch=65 must be 1 to 64"),
-        (("--context", "9999"), "9999 tokens are above the model's context of 8192"),
-        (("--reducers", "ring"), "unknown reducer of --reducers 'ring'"),
-        (("--plans", "desync-4x", "--tp-degree", "8"), "--tp-degree=8 with --tp=4"),
-        (("--plans", "laddder"), "laddder"),
-    ],
-)
-def test_bad_input_is_one_line(
-    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["predict", "decode", "llama-3-8b", *words]) == 2
-    found = capsys.readouterr().err
-    assert said in found
-    assert found.count("\n") == 1
 
 
 def test_validate_prints_errors_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

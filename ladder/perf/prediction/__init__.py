@@ -1,1 +1,1 @@
-"""`ladder predict decode` and `ladder predict validate`: the times of decode steps."""
+"""`ladder predict validate`: predictions against recorded times."""

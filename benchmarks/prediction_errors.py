@@ -1,0 +1,61 @@
+"""Write ladder/perf/planner/errors.json: `python benchmarks/prediction_errors.py`.
+
+It has predicted microseconds and measured / predicted of the recorded passes to which nothing was
+fitted. The intervals of `ladder predict` are made of it; write it again when predictions change.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ladder.perf.machine import load, shipped
+from ladder.perf.planner.intervals import FILE
+from ladder.perf.prediction.records import scores
+
+RESULTS = Path(__file__).parent / "results"
+# Of this code, on machines with shipped files; not those of settings that are no longer built.
+NAMES = (
+    "inference", "figures", "frame-after", "frame-after-2b", "p2p-off", "quality-latency", "table1",
+    "half-8b", "accumulate", "rare-reduces-half-8b",
+)  # fmt: skip
+
+
+def files() -> list[Path]:
+    found = [path for name in NAMES for path in RESULTS.glob(f"2026-11-2[12]-{name}-h200x*.jsonl")]
+    return sorted(found)
+
+
+def entries() -> list[dict[str, Any]]:
+    found: dict[tuple[str, int, str, str], list[list[float]]] = {}
+    for name in shipped():
+        machine = load(name)
+        if "launch_gap_us" not in machine.values:
+            continue
+        for each in scores(files(), machine):
+            point = each.point
+            if not each.calibrated:
+                key = machine.gpu, machine.gpus, point.reducer, point.model
+                ratio = each.measured / each.predicted
+                found.setdefault(key, []).append([round(1e3 * each.predicted, 1), round(ratio, 3)])
+    return [
+        {"gpu": gpu, "gpus": gpus, "phase": "decode", "reducer": reducer, "model": model,
+         "points": sorted(points)}
+        for (gpu, gpus, reducer, model), points in sorted(found.items())
+    ]  # fmt: skip
+
+
+def main() -> None:
+    made = {
+        "what": "predicted us, measured / predicted of recorded passes; nothing was fitted to them",
+        "files": [path.name for path in files()],
+    }
+    lines = ",\n".join(f"  {json.dumps(each)}" for each in entries())
+    head = json.dumps(made, indent=1).removesuffix("\n}")
+    FILE.write_text(f'{head},\n "entries": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+    print(FILE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""`ladder predict MODEL`: what fits a machine, how fast each plan runs there, and what to run."""

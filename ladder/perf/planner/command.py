@@ -1,0 +1,78 @@
+"""What `ladder predict MODEL` does with its options."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from typing import Any
+
+from ladder.models.errors import UserError
+from ladder.perf.planner import report
+from ladder.perf.planner.candidates import Question, Row, ask, recommended
+from ladder.perf.planner.subject import CHECKPOINT, machines, subject
+
+MEASURED_TOKENS = 64  # that the command of a recommended decode step decodes
+
+
+def main(options: Any) -> int:
+    path = options.trace
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise UserError(f"--trace {path}: name a file in a folder that exists")
+    question = question_of(options)
+    rows, left_out = ask(question)
+    best = recommended(rows, question.objective)
+    words = command(question, best) if best else []
+    if options.trace is not None:
+        from ladder.perf.planner.trace import write_trace
+
+        if best is None:
+            raise UserError("--trace is of the recommended step, and none fits; see --batch, --tp")
+        write_trace(options.trace, best, question.phase)
+    if options.json:
+        print(json.dumps(report.as_data(question, rows, left_out, best, words), indent=1))
+        return 0
+    print(report.text(question, rows, left_out, best))
+    print(f"next: {shlex.join(words)}" if best else report.nothing_fits(question))
+    return 0
+
+
+def question_of(options: Any) -> Question:
+    known = machines(options.machine)
+    if options.calibrate is not None:
+        from ladder.perf.prediction.records import calibrated  # slow to import
+
+        whole = max(known)
+        gap = calibrated(known[whole], options.calibrate).values
+        known = {tp: replace(each, values=gap) for tp, each in known.items()}
+    return Question(
+        subject=subject(options.model),
+        machines=known,
+        phase=options.phase,
+        batches=tuple(options.batch),
+        context=options.context,
+        plans=tuple(options.plans or ()),
+        tp=tuple(options.tp or ()),
+        tp_degree=options.tp_degree,
+        reducers=tuple(dict.fromkeys(options.reducers)),
+        nodes=options.nodes,
+        objective=options.objective,
+    )
+
+
+def command(question: Question, row: Row) -> list[str]:
+    """The words that run a row: a folder's own plan generates, any other is timed."""
+    each, model = row.candidate, question.subject.name
+    ranks = ("--nproc", str(each.tp)) if each.tp > 1 else ()
+    if each.plan == CHECKPOINT:
+        words = ["ladder", "generate", model, "--prompt", "The", "--tp", str(each.tp)]
+        return [*words, *(("--reducer", each.reducer) if each.reducer else ()), *ranks]
+    prompt, new = question.context, 2
+    most = question.subject.shape.max_seq_len
+    if question.phase == "decode":  # halfway through the new tokens there are `context`
+        half = max(1, min(MEASURED_TOKENS // 2, prompt - 1, most - prompt))
+        prompt, new = max(1, min(prompt - half, most - 2 * half)), 2 * half
+    words = ["ladder", "bench", "inference", "--model", model, "--plans", each.plan]
+    words += ("--reducers", each.reducer) if each.reducer else ()
+    words += ["--tp", str(each.tp), "--batch", str(each.batch)]
+    return [*words, "--prompt", str(min(prompt, most - new)), "--new-tokens", str(new), *ranks]

@@ -1,0 +1,81 @@
+"""The options of `ladder predict MODEL`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+OBJECTIVES = ("latency", "throughput", "memory")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a name from configs/models, a YAML file, or a folder with a config.json, ours or "
+        "Hugging Face's",
+    )
+    parser.add_argument(
+        "--machine",
+        nargs="+",
+        default=["h200x4"],
+        metavar="M",
+        help="a shipped machine, or a file of `ladder bench machine`; further ones of the same GPU "
+        "add their TP degrees, as shipped ones do by themselves (h200x4)",
+    )
+    parser.add_argument(
+        "--nodes", type=int, default=1, help="such machines; a model's copies lie within one"
+    )
+    phase = parser.add_mutually_exclusive_group()
+    for name, text in (
+        ("decode", "a decode step (default)"),
+        ("prefill", "a prompt"),
+        ("train", "a training step"),
+    ):
+        phase.add_argument(
+            f"--{name}", dest="phase", action="store_const", const=name, help=f"predict {text}"
+        )
+    parser.set_defaults(phase="decode")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="sequences (1)")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence")
+    parser.add_argument(
+        "--plans",
+        nargs="+",
+        help="presets or YAML files; checkpoint: that of MODEL's folder (all presets)",
+    )
+    parser.add_argument("--tp", type=int, nargs="+", help="tensor-parallel degrees (all)")
+    parser.add_argument("--tp-degree", type=int, help="T of plans that depend on it (that of --tp)")
+    parser.add_argument(
+        "--reducers", nargs="+", default=["push", "async"], help="push, async: NCCL (push async)"
+    )
+    parser.add_argument(
+        "--objective",
+        choices=OBJECTIVES,
+        default="latency",
+        help="what to recommend: the least time, the most tokens a second on all GPUs, or the "
+        "least memory",
+    )
+    add_calibration(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="also write the recommended step's kernels as a trace, for Perfetto",
+    )
+
+
+def add_calibration(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="RECORDS",
+        help="an inference.jsonl with llama-3-8b, none, batch 1, from which the gap between "
+        "launches is fitted",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    from ladder.perf.planner.command import main
+
+    return main(options)

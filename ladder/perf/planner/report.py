@@ -1,0 +1,192 @@
+"""The answer as text and as data."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from textwrap import fill
+from typing import Any
+
+from ladder.costs import HEADROOM
+from ladder.perf import memory
+from ladder.perf.memory import GIB, Memory
+from ladder.perf.planner.candidates import Question, Row, most_sequences, order
+from ladder.perf.planner.intervals import NEAREST
+from ladder.perf.planner.subject import degrees
+from ladder.plans import aligned
+
+CLOSE = 0.03  # two predictions that are closer are not told apart
+PHASES = {"decode": "decode step", "prefill": "prefill", "train": "training step"}
+FITS = ["TP", "batch", "weights", "cache", "activations", "reserve", "GiB", "fits", "at most"]
+HEAD = ["plan", "TP", "reducer", "ms", "80 % interval", "tokens/s", "limited by", "exposed ms",
+        "GiB", "basis"]  # fmt: skip
+DOUBT = (
+    "Predicted, not measured: `ladder predict validate RECORDS` prints the errors. Plans are other "
+    "models: what each costs in quality is measured elsewhere (docs/results/quality.md)."
+)
+
+
+def title(question: Question) -> str:
+    machine, nodes = question.machine, question.nodes
+    where = f"{nodes} x {machine.name}" if nodes > 1 else machine.name
+    return (
+        f"{question.subject.name}: a {PHASES[question.phase]} of {question.context} tokens, on "
+        f"{where} ({question.gpus} x {machine.gpu})"
+    )
+
+
+def room(question: Question) -> float:
+    """GiB of a GPU that can be used."""
+    return HEADROOM * question.machine.value("memory_gib")
+
+
+def fit_table(question: Question) -> list[list[str]]:
+    """What each TP degree and batch takes of a GPU, under the plan `standard`."""
+    subject, table = question.subject, [FITS]
+    for tp in degrees(subject, question.machines, question.tp):
+        machine, context = question.machines[tp], question.context
+        most = most_sequences(subject.shape, tp, machine, context)
+        for batch in dict.fromkeys(question.batches):
+            held = memory.inference(subject.shape, tp, batch, context, context)
+            parts = (held.weights, held.cache, held.activations, held.reserve, held.total)
+            sizes = [f"{each / GIB:.1f}" for each in parts]
+            said = "yes" if memory.fits(held, machine) else "NO"
+            table.append([str(tp), str(batch), *sizes, said, f"{most:,}"])
+    return table
+
+
+def ranked(question: Question, rows: Sequence[Row]) -> list[list[str]]:
+    return [HEAD, *([*_cells(row)] for row in rows)]
+
+
+def leading(rows: Sequence[Row]) -> list[Row]:
+    """The best row of each plan, of each TP degree and of each reducer."""
+    seen: set[object] = set()
+    found = []
+    for row in rows:
+        own = {row.candidate.plan, row.candidate.tp, row.candidate.reducer}
+        if own - seen:
+            found.append(row)
+        seen |= own
+    return found
+
+
+def _cells(row: Row) -> list[str]:
+    each, found = row.candidate, row.prediction
+    name, share = row.limit
+    said = "-"
+    if ends := row.interval.of(row.us):
+        said = f"{ends[0] / 1e3:.3f} to {ends[1] / 1e3:.3f}{' ?' if row.interval.far else ''}"
+    return [
+        f"{each.plan} (bound)" if each.bound else each.plan, str(each.tp), each.reducer or "-",
+        f"{row.us / 1e3:.3f}", said, f"{row.tokens_s:,.0f}", f"{name} {share:.0%}",
+        f"{found.exposed_us / 1e3:.3f}", f"{_gib(row.memory)}{'' if row.fits else ' NO'}",
+        found.basis,
+    ]  # fmt: skip
+
+
+def _gib(held: Memory) -> str:
+    return f"{held.total / GIB:.1f}"
+
+
+def text(question: Question, rows: Sequence[Row], left_out: Sequence[str], best: Row | None) -> str:
+    parts = [
+        title(question),
+        f"What fits, GiB of a GPU, of which {room(question):.1f} can be used ({HEADROOM:.0%} of "
+        f"{question.machine.value('memory_gib'):g}):",
+        aligned(fit_table(question), left=0),
+        f"at most: sequences of {question.context} tokens",
+    ]
+    for batch in dict.fromkeys(row.candidate.batch for row in rows):
+        some = [row for row in rows if row.candidate.batch == batch]
+        shown = some if question.plans else leading(some)
+        parts.append(f"Batch {batch}, by {question.objective}:")
+        parts.append(aligned(ranked(question, shown), left=1))
+        if len(shown) < len(some):
+            more = len(some) - len(shown)
+            parts.append(f"and {more} slower of the same; all: --json, or --plans NAMES")
+    parts += notes(question, rows, left_out)
+    if best is not None:
+        parts.append(verdict(question, rows, best))
+    return "\n\n".join(fill(part, 100) if "\n" not in part else part for part in parts)
+
+
+def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> list[str]:
+    """Where intervals and times are from, and what is left out."""
+    sources = dict.fromkeys(row.interval.source for row in rows)
+    doubt = " ?: from other GPUs, another TP degree, or from times unlike the row's."
+    found = [
+        f"80 % interval: the middle 80 % of measured / predicted, of the {NEAREST} nearest times "
+        f"among {'; '.join(sources)}.{doubt if any(row.interval.far for row in rows) else ''}"
+    ]
+    provenance = dict.fromkeys(each for row in rows for each in row.prediction.provenance)
+    found += [f"{each}." for each in provenance]
+    if question.nodes > 1:
+        found.append(
+            f"tokens/s: of {question.nodes} machines with copies of their own; no link between "
+            f"machines is used."
+        )
+    return [*found, *(f"left out: {each}" for each in left_out), DOUBT]
+
+
+def verdict(question: Question, rows: Sequence[Row], best: Row) -> str:
+    """The recommendation in words, with what it is not told apart from."""
+    said = [f"Recommended for {question.objective}: {best.candidate}, {best.us / 1e3:.3f} ms"]
+    alike = [
+        row for row in rows
+        if row.fits and not row.candidate.bound and row.candidate.batch == best.candidate.batch
+    ]  # fmt: skip
+    plain = min(
+        (row for row in alike if row.candidate.plan == "standard"),
+        key=order(question.objective), default=None,
+    )  # fmt: skip
+    if plain is not None and plain is not best:
+        said.append(f"{plain.us / best.us:.2f} times as fast as the best of standard")
+    close = [
+        f"{row.candidate.plan}, TP {row.candidate.tp}, {row.candidate.reducer or 'one GPU'}"
+        for row in alike
+        if row is not best and abs(row.us / best.us - 1) < CLOSE
+    ]
+    if close and question.objective != "memory":
+        said.append(f"within {CLOSE:.0%} of it, so measure them too: {'; '.join(close)}")
+    return f"{'; '.join(said)}."
+
+
+def nothing_fits(question: Question) -> str:
+    return (
+        f"nothing fits {room(question):.1f} GiB of a GPU: lower --batch or --context, or give "
+        f"--machine more GPUs"
+    )
+
+
+def as_data(
+    question: Question, rows: Sequence[Row], left_out: Sequence[str], best: Row | None,
+    words: Sequence[str],
+) -> dict[str, Any]:  # fmt: skip
+    head, *fitting = fit_table(question)
+    return {
+        "model": question.subject.name, "machine": question.machine.name, "gpus": question.gpus,
+        "phase": question.phase, "context": question.context, "objective": question.objective,
+        "room_gib": round(room(question), 2),
+        "fits": [dict(zip(head, each, strict=True)) for each in fitting],
+        "rows": [row_data(row) for row in rows],
+        "left_out": list(left_out),
+        "recommended": None if best is None else row_data(best),
+        "command": shlex.join(words),
+    }  # fmt: skip
+
+
+def row_data(row: Row) -> dict[str, Any]:
+    each, found = row.candidate, row.prediction
+    ends = row.interval.of(row.us) or (None, None)
+    return {
+        "plan": each.plan, "tp": each.tp, "reducer": each.reducer, "batch": each.batch,
+        "bound": each.bound, "fits": row.fits, "us": found.us, "low_us": ends[0],
+        "high_us": ends[1], "interval": row.interval.source, "far":
+        row.interval.far, "tokens_s": row.tokens_s, "limits": dict(found.limits),
+        "exposed_us": found.exposed_us, "collectives": found.collectives,
+        "launches": found.launches, "basis": found.basis, "provenance": list(found.provenance),
+        "memory_gib": row.memory.total / GIB,
+        "memory": {name: size / GIB for name, size in asdict(row.memory).items() if size},
+    }  # fmt: skip

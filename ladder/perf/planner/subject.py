@@ -1,0 +1,126 @@
+"""What is asked about: a model with its plans, and a machine at each of its TP degrees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ladder.config import configs_folder, load_plan, model_config
+from ladder.models.config import ModelConfig
+from ladder.models.errors import UserError, unknown
+from ladder.models.presets import resolve_plan
+from ladder.perf.machine import Machine, load, shipped
+
+CHECKPOINT = "checkpoint"  # the name of a folder's own plan, as in `ladder bench inference`
+ON_ONE_GPU = ("copy", "product", "matrix", "attention", "landing")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model. shape: with the plan `standard`. own: a folder's config, with its own plan."""
+
+    name: str
+    shape: ModelConfig
+    own: ModelConfig | None = None
+
+    def config(self, plan: str, tp: int, tp_degree: int | None) -> ModelConfig:
+        """Its config with a plan. tp_degree: T if the user gave one. Raises UserError for a plan
+        that there is not."""
+        if plan == CHECKPOINT:
+            if self.own is None:
+                raise UserError(
+                    f"--plans {CHECKPOINT}, the plan of a folder, needs MODEL to be a folder; "
+                    f"{self.name!r} is a shape"
+                )
+            return self.own
+        degree = tp_degree or tp
+        found = resolve_plan(load_plan(plan), self.shape.num_layers, degree)
+        return replace(self.shape, plan=found, tp_degree=degree if found.depends_on_tp else None)
+
+
+def subject(name: str) -> Subject:
+    """A name of configs/models, a YAML file, or a model's folder or the config.json in it.
+
+    Raises UserError if there is none, and for a folder whose weights are in 8 bits.
+    """
+    if (configs_folder() / "models" / f"{name}.yaml").is_file():
+        return Subject(name, model_config(name))
+    path = Path(name)
+    if path.name == "config.json":
+        path = path.parent
+    if path.is_dir():
+        from ladder.checkpoint import newest, read_config  # slow to import
+
+        own = read_config(newest(path))
+        plain = replace(own, plan="standard", tp_degree=None)  # type: ignore[arg-type]
+        return Subject(str(path), plain, own)
+    return Subject(name, model_config(name))
+
+
+def machines(names: Sequence[str]) -> dict[int, Machine]:
+    """The first machine at each TP degree for which some file has collectives, by degree.
+
+    Those of fewer GPUs come from the further files, and from shipped ones of the same GPU.
+    """
+    first, *more = (load(name) for name in names)
+    for name, each in zip(names[1:], more, strict=True):
+        if each.gpu != first.gpu:
+            raise UserError(
+                f"--machine {name}: it has {each.gpu}, and {names[0]} {first.gpu}; give files of "
+                f"one kind of GPU"
+            )
+    more += [each for each in map(load, shipped()) if each.gpu == first.gpu]
+    found = {first.gpus: first}
+    if first.gpus > 1:
+        found[1] = _at(first, first, 1)
+    for each in more:
+        if each.gpus not in found and first.gpus % each.gpus == 0:
+            found[each.gpus] = _at(first, each, each.gpus)
+    return dict(sorted(found.items()))
+
+
+def _at(machine: Machine, collectives: Machine, gpus: int) -> Machine:
+    """`machine` with the collectives of another one's GPUs."""
+    own = tuple(each for each in machine.curves if each.name in ON_ONE_GPU)
+    theirs = tuple(each for each in collectives.curves if each.name not in ON_ONE_GPU)
+    return replace(
+        machine,
+        gpus=gpus,
+        curves=own + (theirs if gpus > 1 else ()),
+        links=collectives.links if gpus > 1 else (),
+    )
+
+
+def degrees(found: Subject, known: dict[int, Machine], asked: Sequence[int] | None) -> list[int]:
+    """The TP degrees to compare. Raises UserError for one of `asked` that cannot be."""
+    if not asked:
+        return [each for each in known if _divides(found.shape, each)]  # 1 always does
+    most = max(known)
+    for each in dict.fromkeys(asked):
+        if each not in known:
+            name = known[most].name
+            remedy = f"ladder bench machine --nproc {each} --out FILE, and --machine {name} FILE"
+            if each < 1 or most % each:
+                remedy = f"give {', '.join(map(str, known))}"
+            raise UserError(
+                f"--tp={each}: machine {name!r} has the collectives of "
+                f"{', '.join(map(str, known))} GPUs; {remedy}"
+            )
+        found.shape.check_divides(each, "--tp")
+    return sorted(set(asked))
+
+
+def _divides(shape: ModelConfig, tp: int) -> bool:
+    try:
+        shape.check_divides(tp, "--tp")
+    except UserError:
+        return False
+    return True
+
+
+def check_names(what: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Raise UserError for the first name that is not known."""
+    for name in names:
+        if name not in known:
+            raise unknown(what, name, known)
