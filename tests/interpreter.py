@@ -29,6 +29,7 @@ from torch import Tensor
 MODULES = (
     *(f"ladder.kernels.{name}" for name in ("attention", "choice", "decode", "landing", "norm")),
     *("ladder.kernels.gemm", "ladder.kernels.prefill", "ladder.kernels.slots"),
+    "ladder.kernels.eight_bits",
     *("ladder.comm.push", "ladder.comm.two_shot"),
     "tests.primitives",
 )

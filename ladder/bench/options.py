@@ -34,6 +34,10 @@ def add_inference_options(parser: argparse.ArgumentParser) -> None:
         "--weights", help="how matrices are stored: bf16, fp8, fp8-block or int8 (bf16)"
     )
     parser.add_argument(
+        "--activations",
+        help="inputs of the products of prompts: bf16, or fp8 with --weights fp8 (bf16)",
+    )
+    parser.add_argument(
         "--p2p",
         nargs="+",
         choices=("on", "off"),

@@ -18,7 +18,14 @@ from ladder.checkpoint import check_model, newest
 from ladder.data.tokenizer import load_tokenizer
 from ladder.eval import offline, results, suites
 from ladder.files import check_writable, make_folder, new_folder, refuse_inside, write_text
-from ladder.infer.load import as_dtype, check_tp, dtype_of, kind_of, load_for_inference
+from ladder.infer.load import (
+    as_dtype,
+    check_activations,
+    check_tp,
+    dtype_of,
+    kind_of,
+    load_for_inference,
+)
 from ladder.lock import remove_empty
 from ladder.models.errors import UserError
 from ladder.models.quantised import held_as
@@ -46,6 +53,7 @@ def eval_command(options: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise UserError(f"--{name}={value} must be 1 or more")
     as_dtype(dtype_of(options.weights, options.dtype))
+    check_activations(options.activations)
     if options.num_fewshot is not None and options.num_fewshot < 0:
         raise UserError(f"--num-fewshot={options.num_fewshot} must be 0 or more")
     suites.check_include(options.include_path)
@@ -129,6 +137,7 @@ def _compare(
             dtype=options.dtype,
             device=options.device,
             weights=options.weights,
+            activations=options.activations,
         )
         dtype = str(model.model.embed_tokens.weight.dtype).removeprefix("torch.")
         weights = held_as(model)
@@ -145,6 +154,7 @@ def _compare(
             "context": model.config.max_seq_len,
             "dtype": dtype,
             "weights": weights or dtype,
+            "activations": options.activations,
         }
         del model
         gc.collect()
@@ -220,6 +230,7 @@ def _facts(
         "batch": options.batch,
         "dtype": ", ".join(dtypes),
         "weights": ", ".join(weights),
+        "activations": options.activations,
         "chat template": "the tokenizer's"
         if options.chat_template == ""
         else options.chat_template,

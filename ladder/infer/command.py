@@ -78,6 +78,7 @@ def generate_command(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         device=options.device,
         weights=options.weights,
+        activations=options.activations,
     )
     main = launch.rank() == 0
     printer = None

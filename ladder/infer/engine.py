@@ -198,9 +198,8 @@ class Engine:
     """Generates with a model on its device and ranks; every rank makes the same calls.
 
     model: a loaded model, or a folder, which `load_for_inference` loads. tp, reducer, device,
-    weights: for a folder only: the number of processes (0 for all that run); `async`, `push` or
-    `auto`; `cpu`, `cuda` or `auto`; see `load_for_inference`. graphs: run decode steps as CUDA
-    graphs; None: on GPUs. fused: pack the model's weights and decode with fused kernels
+    weights, activations: for a folder only, see `load_for_inference`. graphs: run decode steps as
+    CUDA graphs; None: on GPUs. fused: pack the model's weights and decode with fused kernels
     (`ladder.infer.fused`, which empties the original model); None: on GPUs, if the kernels support
     the model. The engine keeps the SESSIONS sessions that were used last (a cache and a graph for a
     batch size, a cache length and a kind of sampling).
@@ -216,16 +215,23 @@ class Engine:
         reducer: str = "auto",
         device: str = "auto",
         weights: str = "auto",
+        activations: str = "auto",
     ) -> None:
         if not isinstance(model, str | Path):
             loaded = model
-            if (tp, reducer, device, weights) != (0, "auto", "auto", "auto"):
+            if (tp, reducer, device, weights, activations) != (0, *["auto"] * 4):
                 raise UserError(
-                    "tp, reducer, device and weights are for a folder; this model is loaded already"
+                    "tp, reducer, device, weights and activations are for a folder; this model is "
+                    "loaded already"
                 )
         else:
             loaded = load_for_inference(
-                model, tp=tp, reducer=reducer, device=device, weights=weights
+                model,
+                tp=tp,
+                reducer=reducer,
+                device=device,
+                weights=weights,
+                activations=activations,
             )
         loaded = FUSED.get(loaded, loaded)
         self.on_gpu = on_gpu = local_tensor(loaded.model.embed_tokens.weight).is_cuda

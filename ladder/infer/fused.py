@@ -154,7 +154,8 @@ def pack(
         whole = rows(weights)
         return Matrix(whole if gain is None else fold(whole, gain), gated)
     stored = rows([weight.view(torch.uint8) for weight in weights]).view(weights[0].dtype)
-    return Matrix(stored, gated, rows([local(each.scales) for each in matrices]))
+    scales = rows([local(each.scales) for each in matrices])
+    return Matrix(stored, gated, scales, matrices[0].rounds)
 
 
 def fold(weight: Tensor, gain: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,13 +16,17 @@ from ladder.checkpoint import (
     refuse_damage,
 )
 from ladder.config import DTYPES
+from ladder.kernels.eight_bits import product_refusal
 from ladder.models.errors import UserError, unknown
-from ladder.models.quantised import quantise_model
+from ladder.models.layers import local
+from ladder.models.quantised import matrices, quantise_model, round_activations
 from ladder.models.storage import FP8_CAPABILITY, QUANTISED
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.parallel.choose import INFERENCE, pick_reducer
 from ladder.parallel.mesh import make_mesh
+
+ACTIVATIONS = ("auto", "fp8")
 
 
 def as_dtype(name: str) -> torch.dtype | None:
@@ -78,15 +83,44 @@ def refuse_device(kind: str | None, device: torch.device) -> None:
             )
 
 
-def quantise_shards(model: Transformer, kind: str) -> None:
-    """`quantise_model` on every rank; an error of one rank is every rank's."""
+def agreed(work: Callable[[], None]) -> None:
+    """Do this on every rank; an error of one rank is every rank's."""
     wrong = ""
     try:
-        quantise_model(model, kind)
+        work()
     except UserError as error:
         wrong = str(error)
     if found := [each for each in launch.gathered(wrong) if each]:
         raise UserError(found[0])
+
+
+def quantise_shards(model: Transformer, kind: str) -> None:
+    """`quantise_model` on every rank; an error of one rank is every rank's."""
+    agreed(lambda: quantise_model(model, kind))
+
+
+def set_activations(model: Transformer, kind: str) -> None:
+    """Round the prompts of a sharded model to `kind`, a name in ACTIVATIONS, for their products.
+
+    Raises UserError, on every rank, if its matrices or its device do not have such products.
+    """
+
+    def refuse() -> None:
+        round_activations(model)
+        dtype = model.runtime.dtype_of(local(model.model.embed_tokens.weight))
+        for name, matrix in matrices(model):
+            reason = product_refusal(local(matrix.weight), dtype) if matrix.rounds else None
+            if reason is not None:
+                raise UserError(f"--activations=fp8: {name}: {reason}; leave --activations out")
+
+    check_activations(kind)
+    if kind == "fp8":
+        agreed(refuse)
+
+
+def check_activations(kind: str) -> None:
+    if kind not in ACTIVATIONS:
+        raise unknown("type of --activations", kind, ACTIVATIONS)
 
 
 def load_for_inference(
@@ -97,16 +131,18 @@ def load_for_inference(
     dtype: str = "auto",
     device: str = "auto",
     weights: str = "auto",
+    activations: str = "auto",
 ) -> Transformer:
     """Load and shard the model of a run's folder, a checkpoint or a Hugging Face folder.
 
     tp: the number of processes, or 0 for the same. reducer: a name in `INFERENCE`, or `auto` for
     the fastest that can run here. dtype: a name in `DTYPES`, or `auto` for the stored one. weights:
     `auto` for matrices in that dtype, or as the folder holds them; `bf16`; a name in QUANTISED.
-    Raises UserError for options that cannot be met and for damaged weights. Every rank must call
-    it.
+    activations: of the products of prompts, `auto` for that dtype, or `fp8`. Raises UserError for
+    options that cannot be met and for damaged weights. Every rank must call it.
     """
     wanted = as_dtype(dtype_of(weights, dtype))
+    check_activations(activations)
     if reducer not in ("auto", *INFERENCE):
         raise unknown("reducer", reducer, ("auto", *INFERENCE))
     joined = launch.join(device)
@@ -133,5 +169,6 @@ def load_for_inference(
     model.config.refuse_no_comm()
     if kind is not None:
         quantise_shards(model, kind)
+    set_activations(model, activations)
     model.eval()
     return model

@@ -65,6 +65,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "(e4m3, a scale for each 128 columns of a row) or int8",
     )
     parser.add_argument(
+        "--activations",
+        default="auto",
+        help="inputs of the products of prompts: auto (in --dtype), or fp8: each token rounded to "
+        "e4m3 and multiplied in e4m3, with --weights fp8",
+    )
+    parser.add_argument(
         "--reducer",
         default="auto",
         help="how ranks sum partial outputs: auto, async (NCCL or gloo), or push (peer memory)",

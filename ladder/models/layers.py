@@ -19,7 +19,7 @@ from ladder.models.config import ModelConfig
 from ladder.models.parameters import Initialisation, ParameterSpec
 from ladder.models.reducer import Ranks
 from ladder.models.rotary import rotary_frequencies
-from ladder.models.storage import dequantise
+from ladder.models.storage import dequantise, near
 
 
 def local(parameter: Any) -> Tensor:
@@ -34,7 +34,10 @@ class ParallelLinear(nn.Linear):
 
     It is an nn.Linear so that adapters (PEFT's LoRA) find it; these support only one rank.
     scales: None, or those of a weight that is stored in 8 bits (see ladder.models.quantised).
+    rounds: whether each token of a prompt is rounded to fp8 before it is multiplied.
     """
+
+    rounds = False
 
     def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__(inputs, outputs, bias)
@@ -46,6 +49,16 @@ class ParallelLinear(nn.Linear):
         if self.scales is None:
             return local(self.weight).to(dtype)
         return dequantise(local(self.weight), local(self.scales), dtype)
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """x [..., S, in] as it is multiplied."""
+        return near(x, "fp8") if self.rounds and x.shape[-2] > 1 else x
+
+    def product(self, x: Tensor, out: Tensor) -> Tensor:
+        """x [B, S, in] times this process's shard, without a bias, written to `out` [B, S, out]."""
+        weight = self.matrix(x.dtype)
+        torch.mm(self.inputs(x).flatten(0, 1), weight.t(), out=out.flatten(0, 1))
+        return out
 
     def reset_parameters(self) -> None:
         """Do nothing: values come from Transformer.initialise or a folder."""
@@ -67,7 +80,7 @@ class ColumnParallelLinear(ParallelLinear):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.columns(x, *self.held(x.dtype))
+        return self.columns(self.inputs(x), *self.held(x.dtype))
 
     def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.ranks.held == 1:
@@ -93,6 +106,7 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.held(x.dtype)
+        x = self.inputs(x)
         # Other ranks multiply it by 0, so that every rank has a gradient to sum.
         bias = None if bias is None else bias * (self.ranks.first == 0)
         if self.ranks.held == 1:

@@ -22,13 +22,19 @@ from torch import Tensor, nn
 
 from ladder.models.errors import UserError
 from ladder.models.layers import ParallelLinear, RMSNorm, RowParallelLinear, local
-from ladder.models.storage import BLOCK, QUANTISED, pieces, scale_dtype, scale_shape, widened
+from ladder.models.storage import (
+    BLOCK,
+    QUANTISED,
+    ROUNDING,
+    divided,
+    exponents,
+    pieces,
+    scale_dtype,
+    scale_shape,
+    scales_of,
+    widened,
+)
 from ladder.models.transformer import Transformer
-
-LARGEST = {"fp8": 448.0, "fp8-block": 448.0, "int8": 127.0}
-# The largest error of a stored value: relative to it, and absolute, in units of the scale.
-ROUNDING = {"fp8": (2.0**-4, 2.0**-10), "fp8-block": (2.0**-4, 2.0**-10), "int8": (0.0, 0.5)}
-LEAST_EXPONENT = -126  # of a scale: smaller numbers are not normal in float32
 
 
 def quantise(
@@ -52,12 +58,9 @@ def quantise(
                 f"{name}{folded} holds NaN or infinities, and cannot be stored in {kind}; repair "
                 f"the model, or leave --weights out"
             )
-        found = _scales(largest, kind)
-        scales[rows] = found if found.dim() == 1 else found.view(torch.int32) >> 23
-        scaled = exact / widened(scales[rows], exact.shape[1])
-        if kind == "int8":
-            scaled = scaled.round().clamp(-LARGEST[kind], LARGEST[kind])
-        stored[rows] = scaled.to(stored.dtype)
+        found = scales_of(largest, kind)
+        scales[rows] = found if found.dim() == 1 else exponents(found)
+        stored[rows] = divided(exact, widened(scales[rows], exact.shape[1]), kind)
     return stored, scales
 
 
@@ -67,18 +70,6 @@ def _largest(exact: Tensor, kind: str) -> Tensor:
     if kind == "fp8-block":
         return F.pad(magnitude, (0, -exact.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK)).amax(2)
     return magnitude.amax(1) if exact.shape[1] else exact.new_zeros(len(exact))
-
-
-def _scales(largest: Tensor, kind: str) -> Tensor:
-    """The scales of rows or blocks, from their largest magnitudes: float32."""
-    if kind == "int8":
-        # By a tensor: torch on a GPU multiplies by the reciprocal of a number.
-        found = (largest / torch.full_like(largest, LARGEST[kind])).clamp(min=2.0**LEAST_EXPONENT)
-        return found.where(largest > 0, 1.0)
-    fraction, exponent = torch.frexp(largest)  # largest = fraction * 2^exponent, from 1/2 to 1
-    exponent = exponent - 9 + (fraction > LARGEST[kind] / 2**9).int()
-    bits = (exponent.clamp(min=LEAST_EXPONENT).int() + 127) << 23  # exact, unlike a power
-    return bits.view(torch.float32).where(largest > 0, 1.0)
 
 
 def error_bound(weight: Tensor, scales: Tensor, kind: str) -> Tensor:
@@ -168,6 +159,22 @@ def declare_quantised(model: Transformer, kind: str) -> None:
         scales = stored.new_empty(scale_shape(kind, weight.shape), dtype=scale_dtype(kind))
         _hold(model, name, stored, scales)
     _declare(model, kind)
+
+
+def round_activations(model: Transformer) -> None:
+    """Round each token of a prompt to fp8 before the products of sublayers (not of the head).
+
+    The matrices must be stored in fp8 with a scale for each row, so that the product can be one of
+    fp8: ladder.kernels.eight_bits.
+    """
+    kind = held_as(model)
+    if kind != "fp8":
+        raise UserError(
+            f"--activations=fp8 with matrices in {kind or 'the activations own type'}: products in "
+            f"fp8 need --weights fp8; give that, or leave --activations out"
+        )
+    for name, matrix in matrices(model):
+        matrix.rounds = name != "lm_head"
 
 
 def refuse_cut_blocks(model: Transformer, processes: int, where: str) -> None:

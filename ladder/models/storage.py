@@ -18,6 +18,10 @@ QUANTISED = {
     "fp8-block": torch.float8_e4m3fn,
     "int8": torch.int8,
 }
+LARGEST = {"fp8": 448.0, "fp8-block": 448.0, "int8": 127.0}
+# The largest error of a stored value: relative to it, and absolute, in units of the scale.
+ROUNDING = {"fp8": (2.0**-4, 2.0**-10), "fp8-block": (2.0**-4, 2.0**-10), "int8": (0.0, 0.5)}
+LEAST_EXPONENT = -126  # of a scale: smaller numbers are not normal in float32
 SCALED = {  # what has a scale of its own
     "fp8": "row",
     "fp8-block": f"{BLOCK} columns of a row",
@@ -43,12 +47,57 @@ def scale_dtype(kind: str) -> torch.dtype:
     return torch.uint8 if kind == "fp8-block" else torch.float32
 
 
+def scales_of(largest: Tensor, kind: str) -> Tensor:
+    """The scales of groups of elements, from their largest magnitudes, in float32."""
+    if kind == "int8":
+        # By a tensor: torch on a GPU multiplies by the reciprocal of a number.
+        found = (largest / torch.full_like(largest, LARGEST[kind])).clamp(min=2.0**LEAST_EXPONENT)
+        return found.where(largest > 0, 1.0)
+    fraction, exponent = torch.frexp(largest)  # largest = fraction * 2^exponent, from 1/2 to 1
+    exponent = exponent - 9 + (fraction > LARGEST[kind] / 2**9).int()
+    bits = (exponent.clamp(min=LEAST_EXPONENT).int() + 127) << 23  # exact, unlike a power
+    return bits.view(torch.float32).where(largest > 0, 1.0)
+
+
+def exponents(scales: Tensor) -> Tensor:
+    """Powers of two as uint8: float32's exponents."""
+    return (scales.view(torch.int32) >> 23).to(torch.uint8)
+
+
+def powers(stored: Tensor) -> Tensor:
+    """The powers of two of `exponents`, in float32."""
+    return (stored.int() << 23).view(torch.float32)
+
+
+def divided(values: Tensor, scales: Tensor, kind: str) -> Tensor:
+    """values / scales as they are stored: rounded to the nearest, ties to even."""
+    scaled = values / scales
+    if kind == "int8":
+        scaled = scaled.round().clamp(-LARGEST[kind], LARGEST[kind])
+    return scaled.to(QUANTISED[kind])
+
+
+def rounded(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """values [..., K] as stored, and a float32 scale [...] for each K; nothing waits for a GPU.
+
+    What is not finite becomes NaN in fp8.
+    """
+    exact = values.float()
+    scales = scales_of(exact.abs().amax(-1), kind)
+    return divided(exact, scales[..., None], kind), scales
+
+
+def near(values: Tensor, kind: str) -> Tensor:
+    """values [..., K] in their type, rounded as they would be stored."""
+    stored, scales = rounded(values, kind)
+    return stored.float().mul_(scales[..., None]).to(values.dtype)
+
+
 def widened(scales: Tensor, columns: int) -> Tensor:
     """Scales as float32 [N, 1], or [N, columns] where blocks of columns have their own."""
     if scales.dim() == 1:
         return scales[:, None]
-    values = (scales.int() << 23).view(torch.float32)
-    return values.repeat_interleave(BLOCK, 1)[:, :columns]
+    return powers(scales).repeat_interleave(BLOCK, 1)[:, :columns]
 
 
 def dequantise(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -29,13 +29,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ladder.comm import symmetric
 from ladder.comm.primitives import EMPTY
 from ladder.comm.symmetric import SymmetricTensor
 from ladder.kernels.decode import MAX_ROWS, project
+from ladder.kernels.eight_bits import linear
 from ladder.kernels.landing import (
     MAX_OWNS,
     MAX_SUMS,
@@ -52,7 +52,6 @@ from ladder.models.in_flight import InFlight
 from ladder.models.layers import RMSNorm
 from ladder.models.plan import Landing, Plan
 from ladder.models.reducer import Reducer
-from ladder.models.storage import dequantise
 from ladder.parallel.reducers import PushReducer
 
 if TYPE_CHECKING:
@@ -64,19 +63,18 @@ class Matrix(nn.Module):
 
     gated: its rows are those of gate and then of up, and the product is SwiGLU's silu(gate) * up.
     scales: those of a weight that is stored in 8 bits (see ladder.models.quantised). The
-    kernel for few rows reads it as it is stored; other products convert it, and free that after.
+    kernels read it as it is stored, or convert a piece of it at a time: nothing is held twice.
+    rounds: whether prompts are rounded to fp8 and multiplied in fp8.
     """
 
-    def __init__(self, weight: Tensor, gated: bool = False, scales: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, gated: bool = False, scales: Tensor | None = None,
+        rounds: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.rounds = rounds
         self.weight, self.gated = weight.detach().contiguous(), gated
         self.scales = None if scales is None else scales.detach().contiguous()
-
-    def matrix(self, dtype: torch.dtype) -> Tensor:
-        """The weight in `dtype`."""
-        if self.scales is None:
-            return self.weight.to(dtype)
-        return dequantise(self.weight, self.scales, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, K] -> [B, S, N], or N / 2 if gated."""
@@ -84,8 +82,17 @@ class Matrix(nn.Module):
             y = self.project(x[:, 0])
             assert y is not None
             return y.unsqueeze(1)
-        y = F.linear(x, self.matrix(x.dtype))
+        y = self.product(x)
         return swiglu(y.flatten(0, 1)).unflatten(0, x.shape[:2]) if self.gated else y
+
+    def product(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [B, S, K] times all rows of the weight, of many rows of x; in `out` [B, S, N]."""
+        rows, into = x.flatten(0, 1), None if out is None else out.flatten(0, 1)
+        if self.scales is None:
+            y = torch.mm(rows, self.weight.to(x.dtype).t(), out=into)
+        else:
+            y = linear(rows, self.weight, self.scales, into, self.rounds and x.shape[1] > 1)
+        return y.unflatten(0, x.shape[:2])
 
     def project(self, x: Tensor, **options: Any) -> Tensor | None:
         """x [M, K] -> [M, N] by `ladder.kernels.decode.project`, whose options these are."""

@@ -113,12 +113,12 @@ class ShardedPass(Pass):
         # The single position at the end of a prefill is not sent by the transport.
         if x.shape[1] == 1 or getattr(weight, "bias", None) is not None:
             return MATRIX_PRODUCTS.row(x, weight)
-        matrix: Tensor = weight.matrix(x.dtype)
-        out = self.partial_buffer((x.shape[0], x.shape[1], matrix.shape[0]), x)
+        size = self.residual.shape[-1]
+        out = self.partial_buffer((x.shape[0], x.shape[1], size), x)
         if out is None:
             return MATRIX_PRODUCTS.row(x, weight)
-        torch.mm(x.flatten(0, 1), matrix.t(), out=out.flatten(0, 1))
-        return out
+        product: Tensor = weight.product(x, out)
+        return product
 
     def partial_buffer(self, shape: tuple[int, int, int], like: Tensor) -> Tensor | None:
         """A buffer for the next partial [B, S, D], given out once; or None.

@@ -180,6 +180,8 @@ def test_points_say_how_weights_are_stored(tmp_path: Path) -> None:
     assert held_as(model) == "fp8"
     with pytest.raises(UserError, match="unknown type of --weights 'fp4'"):
         Settings(weights="fp4")
+    with pytest.raises(UserError, match="--activations=fp8 with --weights=bf16: products in fp8"):
+        Settings(activations="fp8")
     write_config(tmp_path, resolve(case[0]), None, weights="int8")
     with pytest.raises(UserError, match=r"--weights=fp8: .* holds int8 weights; give --weights in"):
         Settings(str(tmp_path), prompt=8, new_tokens=4, weights="fp8")

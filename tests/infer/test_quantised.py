@@ -11,9 +11,9 @@ import torch
 from ladder.checkpoint import model_entries, write_config, write_tensors
 from ladder.convert.command import convert
 from ladder.infer.engine import Engine
-from ladder.infer.load import load_for_inference, quantise_shards
+from ladder.infer.load import load_for_inference, quantise_shards, set_activations
 from ladder.models import Transformer, UserError
-from ladder.models.quantised import quantise_model
+from ladder.models.quantised import quantise_model, round_activations
 from ladder.models.storage import QUANTISED
 from ladder.parallel.sharding import shard_model
 from tests.distributed import Pools, tp_mesh
@@ -45,6 +45,38 @@ def test_fused_modules_compute_what_the_plain_ones_do(name: str, kind: str) -> N
 
 
 BLOCKS: dict[str, Any] = {"intermediate_size": 512, "head_dim": 64}  # two ranks have whole ones
+
+
+@pytest.mark.parametrize("name", ["standard", "parallel", "desync-3x"])
+def test_prompts_in_fp8(name: str) -> None:
+    """Tokens of prompts are rounded, and only they; the fused modules round the same ones."""
+    config = small_config(name, 2 if name == "desync-3x" else 1, name == "desync-3x")
+    models = [full_model(config, 5, torch.float32) for _ in range(3)]
+    for model in models:
+        quantise_model(model, "fp8")
+    for model in models[1:]:
+        round_activations(model)
+    prompt = torch.tensor(PROMPTS[:1])
+    with torch.no_grad():
+        exact, found = (model(prompt) for model in models[:2])
+        assert torch.equal(models[0](prompt[:, :1]), models[1](prompt[:, :1]))
+    # 4 layers of 4 roundings; errors that are independent, and at worst uniform within 1/16
+    assert 1e-3 < (found - exact).norm() / exact.norm() < 16**0.5 / 16 / 3**0.5
+    if name != "desync-3x":  # virtual ranks are not fused
+        assert tokens(models[2], True) == tokens(models[1], False)
+
+
+def test_activations_that_have_no_products_are_refused() -> None:
+    for kind in ("int8", "fp8-block", None):
+        model = full_model(small_config(), 5, torch.float32)
+        if kind is not None:
+            quantise_model(model, kind)
+        with pytest.raises(
+            UserError, match=f"--activations=fp8 with matrices in {kind or 'the a'}"
+        ):
+            set_activations(model, "fp8")
+    with pytest.raises(UserError, match=r"unknown type of --activations .fp4.* known: auto, fp8"):
+        load_for_inference("nowhere", activations="fp4")
 
 
 def check_ranks(rank: int, world: int, name: str, kind: str) -> None:

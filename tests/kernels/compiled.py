@@ -62,7 +62,7 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
     """(case, kernel, arguments, constants and options) of a call of everything that launches."""
     from ladder import comm, kernels
     from ladder.comm import push, symmetric, two_shot
-    from ladder.kernels import choice, gemm
+    from ladder.kernels import choice, eight_bits, gemm
     from ladder.kernels import slots as slots_module
 
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
@@ -125,7 +125,13 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
                 )
                 case += ", gated"
                 kernels.project(h, stored, stored, scales=(scales, scales))
+        for kind, dtype in QUANTISED.items():
+            case = kind
+            stored = torch.zeros(SIZE, SIZE, dtype=torch.int8).view(dtype)
+            scales = torch.zeros(scale_shape(kind, stored.shape), dtype=scale_dtype(kind))
+            eight_bits.unpack(stored, scales, BF16)
         case = "bfloat16"
+        eight_bits.round_rows(torch.zeros(ROWS, SIZE, dtype=BF16))
         x, weight = torch.zeros(WORLD * 128, 64, dtype=BF16), torch.zeros(64, 256, dtype=BF16)
         page.MatmulReduceScatter(128, 256, BF16, group, device)(x, weight)
         tokens = [torch.zeros(ROWS, dtype=torch.int64) for _ in range(3)]

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.bench.inference.points import CHECKPOINT, InferencePoint
 from ladder.checkpoint import load_model, newest, quantised_as
-from ladder.infer.load import quantise_shards, refuse_device
+from ladder.infer.load import quantise_shards, refuse_device, set_activations
 from ladder.models.config import ModelConfig
 from ladder.models.parameters import Initialisation
 from ladder.models.sublayers import Attention
@@ -85,4 +85,5 @@ def build_model(
         kind = None if quantised_as(folder) else kind
     if kind is not None:
         quantise_shards(model, kind)
+    set_activations(model, "fp8" if point.activations == "fp8" else "auto")
     return model

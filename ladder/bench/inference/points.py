@@ -27,7 +27,8 @@ class InferencePoint:
 
     degree: T, for plans that depend on it (above tp: virtual ranks); 0 for others. no_comm: the
     plan without its reduces, for the difference to the plan: its exposed communication. weights:
-    how matrices are stored, bf16, fp8 or int8; older records lack it.
+    how matrices are stored, bf16 or a name in QUANTISED. activations: of the products of prompts,
+    bf16 or fp8. Older records lack these.
     """
 
     model: str
@@ -42,6 +43,7 @@ class InferencePoint:
     degree: int = 0
     no_comm: bool = False
     weights: str = "bf16"
+    activations: str = "bf16"
 
     @property
     def case(self) -> InferencePoint:
@@ -60,6 +62,7 @@ def describe_case(case: InferencePoint) -> str:
         f"{case.model}, {case.layers} layers, TP {case.tp}, batch {case.batch}, prompt "
         f"{case.prompt}, {case.new_tokens} new tokens{'' if case.p2p else ', P2P off'}"
         f"{'' if case.weights == 'bf16' else f', {case.weights} weights'}"
+        f"{'' if case.activations == 'bf16' else f', {case.activations} activations'}"
     )
 
 
@@ -82,6 +85,7 @@ class Settings:
     new_tokens: int = 512
     p2p: tuple[bool, ...] = (True,)
     weights: str = "bf16"
+    activations: str = "bf16"
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "") -> Settings:
@@ -112,6 +116,13 @@ class Settings:
                     raise UserError(f"{_option(name)}={each!r} must be a name")
         if self.weights not in ("bf16", *QUANTISED):
             raise unknown("type of --weights", self.weights, ("bf16", *QUANTISED))
+        if self.activations not in ("bf16", "fp8"):
+            raise unknown("type of --activations", self.activations, ("bf16", "fp8"))
+        if self.activations == "fp8" and self.weights != "fp8":
+            raise UserError(
+                f"--activations=fp8 with --weights={self.weights}: products in fp8 need --weights "
+                f"fp8; give that, or leave --activations out"
+            )
         for name in ("reducers", "batch", "p2p"):
             if not getattr(self, name):
                 raise UserError(f"{_option(name)} is empty; give at least one")
@@ -271,8 +282,10 @@ def refuse_degree(each: Settings, ranks: int) -> None:
 def _point(each: Settings, plan: str, tp: int) -> InferencePoint:
     """A point of an option set, with the first batch size and reducer."""
     layers = load_shape(each.model, each.layers).num_layers
-    return InferencePoint(each.model, plan, each.reducers[0], tp, each.batch[0], each.prompt,
-                 each.new_tokens, layers, weights=each.weights)  # fmt: skip
+    return InferencePoint(
+        each.model, plan, each.reducers[0], tp, each.batch[0], each.prompt, each.new_tokens,
+        layers, weights=each.weights, activations=each.activations,
+    )  # fmt: skip
 
 
 def _degree(each: Settings, point: InferencePoint) -> int:

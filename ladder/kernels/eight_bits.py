@@ -1,0 +1,185 @@
+"""Products of many rows with weights in 8 bits, and the kernels that convert to and from 8 bits.
+
+`linear` multiplies by a weight that `ladder.models.quantised` made. It converts pieces of it to the
+activations' type, so that little more than the stored weight is in memory; or it rounds the rows of
+its input to e4m3 and multiplies in e4m3 (`torch._scaled_mm`).
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ladder.jit import begin, jit, kernel, launch, on_triton, tl, triton
+from ladder.models.storage import BLOCK, dequantise, rounded
+
+PIECE = 2**26  # elements of a weight that are converted at once: enough rows to fill a GPU
+PRODUCT_CAPABILITY = (9, 0)  # of GPUs whose products in e4m3 have a scale for each row
+MULTIPLE = 16  # which both sizes of a weight must be for them
+WARPS = 8
+
+
+@jit
+@no_type_check
+def power(exponent):
+    """2^(exponent - 127), of 1 to 254."""
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@jit
+@no_type_check
+def fitting_exponent(largest, LEAST: tl.constexpr):
+    """The exponent of the least power of two, at least LEAST, for which e4m3 holds `largest`."""
+    bits = largest.to(tl.int32, bitcast=True)
+    # 1.75 x 2^8 is e4m3's largest value
+    found = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    return tl.where(largest > 0, tl.maximum(found, LEAST), 127)
+
+
+@jit
+@no_type_check
+def to_e4m3(x):
+    """x in float32, rounded to the nearest of e4m3's values, ties to even; NaN beyond them.
+
+    Conversions differ in ties, in small values and beyond the largest: what is converted here is a
+    value of e4m3 already.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    step = power(tl.maximum((bits >> 23) & 0xFF, 121) - 3)  # between e4m3's neighbours of x
+    shift = step * 12582912.0  # 1.5 x 2^23: of the sum, float32 keeps multiples of the step
+    y = (x + shift) - shift
+    small = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return tl.where(tl.abs(y) <= 448.0, small, 0x7F).to(tl.float8e4nv, bitcast=True)
+
+
+# -- from 8 bits -----------------------------------------------------------------------------
+
+
+@kernel("computation")
+@no_type_check
+def _unpack_kernel(
+    stored, scales, out, N, K, ROWS: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCKED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program: ROWS rows of COUNT blocks of WIDTH columns."""
+    begin(PDL)
+    across = tl.cdiv(K, COUNT * WIDTH)
+    n = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)[:, None, None]
+    block = tl.program_id(0) % across * COUNT + tl.arange(0, COUNT)[None, :, None]
+    k = block * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    inside = (n < N) & (k < K)
+    at = n.to(tl.int64) * K + k
+    values = tl.load(stored + at, mask=inside, other=0.0).to(tl.float32)
+    if BLOCKED:
+        blocks = tl.cdiv(K, WIDTH)
+        there = (n < N) & (block < blocks)
+        scale = power(tl.load(scales + n * blocks + block, mask=there, other=127).to(tl.int32))
+    else:
+        scale = tl.load(scales + n, mask=n < N, other=0)
+    tl.store(out + at, (values * scale).to(out.dtype.element_ty), mask=inside)
+
+
+@torch.no_grad()
+def unpack(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """`ladder.models.storage.dequantise` in one kernel: contiguous [N, K] times its scales."""
+    if not on_triton(stored):
+        return dequantise(stored, scales, dtype)
+    assert stored.is_contiguous()
+    assert scales.is_contiguous()
+    out = torch.empty(stored.shape, dtype=dtype, device=stored.device)
+    rows, count = 4, 8
+    programs = triton.cdiv(stored.shape[0], rows) * triton.cdiv(stored.shape[1], count * BLOCK)
+    launch(
+        _unpack_kernel, (programs,), stored.device, stored, scales, out, *stored.shape,
+        ROWS=rows, COUNT=count, WIDTH=BLOCK, BLOCKED=scales.dim() == 2, num_warps=WARPS,
+    )  # fmt: skip
+    return out
+
+
+# -- to 8 bits -------------------------------------------------------------------------------
+
+
+@kernel("computation")
+@no_type_check
+def _round_rows_kernel(x, out, scales, K, BK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BK)
+    top = tl.zeros([BK], tl.float32)
+    for k in range(0, K, BK):
+        value = tl.load(x + row * K + k + i, mask=k + i < K, other=0).to(tl.float32)
+        top = tl.maximum(top, tl.abs(value))
+    exponent = fitting_exponent(tl.max(top, 0), 1)
+    tl.store(scales + row, power(exponent))
+    factor = power(254 - exponent)
+    for k in range(0, K, BK):
+        value = tl.load(x + row * K + k + i, mask=k + i < K, other=0).to(tl.float32)
+        tl.store(out + row * K + k + i, to_e4m3(value * factor), mask=k + i < K)
+
+
+@torch.no_grad()
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`ladder.models.storage.rounded` to fp8 in one kernel: x [M, K] -> ([M, K], [M] float32).
+
+    The scales are powers of two. What is not finite becomes NaN.
+    """
+    if not on_triton(x):
+        return rounded(x, "fp8")
+    x = x.contiguous()
+    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    width = min(4096, triton.next_power_of_2(x.shape[1]))
+    launch(
+        _round_rows_kernel, (len(x),), x.device, x, out, scales, x.shape[1],
+        BK=width, num_warps=WARPS,
+    )  # fmt: skip
+    return out, scales
+
+
+# -- products --------------------------------------------------------------------------------
+
+
+def linear(
+    x: Tensor, stored: Tensor, scales: Tensor, out: Tensor | None = None, rounds: bool = False
+) -> Tensor:
+    """x [M, K] times a weight in 8 bits [N, K], transposed: [M, N], sums in float32.
+
+    out: where to write it. rounds: round each row of x to e4m3, and multiply in e4m3; the weight
+    must be one of fp8 with a scale for each row (`product_refusal`).
+    """
+    if rounds:
+        small, factors = round_rows(x)
+        if not x.is_cuda:
+            exact = F.linear(dequantise(small, factors, torch.float32),
+                             dequantise(stored, scales, torch.float32))  # fmt: skip
+            found = exact.to(x.dtype)
+        else:
+            found = torch._scaled_mm(
+                small, stored.t(), scale_a=factors[:, None], scale_b=scales[None],
+                out_dtype=x.dtype,
+            )  # fmt: skip
+        return found if out is None else out.copy_(found)
+    if out is None:
+        out = torch.empty(len(x), len(stored), dtype=x.dtype, device=x.device)
+    step = max(MULTIPLE, PIECE // stored.shape[1])
+    for start in range(0, len(stored), step):
+        rows = slice(start, start + step)
+        torch.mm(x, unpack(stored[rows], scales[rows], x.dtype).t(), out=out[:, rows])
+    return out
+
+
+def product_refusal(weight: Tensor, dtype: torch.dtype) -> str | None:
+    """The reason why `linear` cannot multiply by this weight [N, K] in e4m3, or None."""
+    if weight.device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(weight.device)
+    if (major, minor) < PRODUCT_CAPABILITY:
+        return f"{weight.device} has compute capability {major}.{minor}, and its products need 9.0"
+    if dtype != torch.bfloat16:
+        return f"its products give bfloat16, and not {str(dtype).removeprefix('torch.')}"
+    if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE:
+        return f"this rank's part has the shape {list(weight.shape)}, no multiples of {MULTIPLE}"
+    return None
