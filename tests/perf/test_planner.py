@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib
 import json
 import shlex
@@ -22,7 +23,9 @@ from ladder.models.presets import resolve_plan
 from ladder.perf import memory
 from ladder.perf.machine import Curve, Machine, Value, load, write
 from ladder.perf.planner import intervals
-from ladder.perf.planner.subject import machines
+from ladder.perf.planner.candidates import Question, ask
+from ladder.perf.planner.drawing import front
+from ladder.perf.planner.subject import machines, subject
 
 Out = pytest.CaptureFixture[str]
 SMALL = {
@@ -243,6 +246,36 @@ def test_the_table_says_what_it_means(capsys: Out) -> None:
     assert "Recommended for latency: ladder, TP 4, push, batch 1" in found
 
 
+def test_the_page_has_its_figures_and_the_command(tmp_path: Path, capsys: Out) -> None:
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "page.html"
+    found = asked(capsys, "llama-3-8b", "--plans", "ladder", "standard", "--page", str(page))
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<svg") == 2
+    assert html.escape(found["command"]) in text
+    for words in ("ladder, TP 4, batch 64", "qkv of sublayer 32", "80 % interval", "What fits"):
+        assert words in text, words
+
+
+def test_the_front_is_what_nothing_beats(capsys: Out) -> None:
+    question = Question(
+        subject("llama-3-8b"), machines(["h200x4"]), "decode", (1, 16), 1024, ("standard", "ladder")
+    )
+    rows = [row for row in ask(question)[0] if row.fits]
+    best = front(rows)
+    for row in rows:
+        beaten = any(o.us <= row.us and o.tokens_s >= row.tokens_s and o is not row for o in rows)
+        assert beaten != any(row is each for each in best)
+
+
+def test_a_verdict_says_where_no_other_plan_pays(capsys: Out) -> None:
+    """On one GPU there is nothing to hide: all plans take about the same."""
+    assert main(["predict", "llama-3-8b", "--tp", "1"]) == 0
+    assert "so that no other plan pays here" in " ".join(capsys.readouterr().out.split())
+    assert main(["predict", "llama-3-8b", "--tp", "4", "--reducers", "async"]) == 0
+    assert "pays here" not in " ".join(capsys.readouterr().out.split())
+
+
 def old(path: Path) -> str:
     write_text(path, json.dumps({**load("h200x4").to_dict(), "version": 0}))
     return str(path)
@@ -266,6 +299,7 @@ def old(path: Path) -> str:
         (("--plans", "laddder"), "laddder"),
         (("--plans", "checkpoint"), "needs MODEL to be a folder"),
         (("--trace", "nowhere/trace.json"), "--trace nowhere/trace.json: name a file"),
+        (("--page", "."), "--page .: name a file"),
         (("--train",), "--train is not predicted yet; give --decode"),
     ],
 )

@@ -7,6 +7,7 @@ import shlex
 from dataclasses import replace
 from typing import Any
 
+from ladder.files import write_text
 from ladder.models.errors import UserError
 from ladder.perf.planner import report
 from ladder.perf.planner.candidates import Question, Row, ask, recommended
@@ -16,13 +17,18 @@ MEASURED_TOKENS = 64  # that the command of a recommended decode step decodes
 
 
 def main(options: Any) -> int:
-    path = options.trace
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise UserError(f"--trace {path}: name a file in a folder that exists")
+    for name in ("page", "trace"):
+        path = getattr(options, name)
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise UserError(f"--{name} {path}: name a file in a folder that exists")
     question = question_of(options)
     rows, left_out = ask(question)
     best = recommended(rows, question.objective)
     words = command(question, best) if best else []
+    if options.page is not None:
+        from ladder.perf.planner.page import as_page
+
+        write_text(options.page, as_page(question, rows, left_out, best, words))
     if options.trace is not None:
         from ladder.perf.planner.trace import write_trace
 

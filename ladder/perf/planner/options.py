@@ -58,6 +58,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_calibration(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="also write an HTML page with figures"
+    )
+    parser.add_argument(
         "--trace",
         type=Path,
         metavar="FILE",

@@ -65,7 +65,8 @@ def leading(rows: Sequence[Row]) -> list[Row]:
     seen: set[object] = set()
     found = []
     for row in rows:
-        own = {row.candidate.plan, row.candidate.tp, row.candidate.reducer}
+        each = row.candidate
+        own = {each.plan} if each.bound else {each.plan, each.tp, each.reducer}
         if own - seen:
             found.append(row)
         seen |= own
@@ -143,6 +144,8 @@ def verdict(question: Question, rows: Sequence[Row], best: Row) -> str:
     )  # fmt: skip
     if plain is not None and plain is not best:
         said.append(f"{plain.us / best.us:.2f} times as fast as the best of standard")
+        if plain.us / best.us - 1 < CLOSE:
+            said[-1] += ", so that no other plan pays here"
     close = [
         f"{row.candidate.plan}, TP {row.candidate.tp}, {row.candidate.reducer or 'one GPU'}"
         for row in alike

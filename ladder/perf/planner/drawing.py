@@ -1,0 +1,177 @@
+"""The page's figures: latency against throughput, and the kernels of the recommended pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ladder.bench.figures import (
+    COLOURS,
+    FONT,
+    GRID,
+    INK,
+    MUTED,
+    PAPER,
+    WIDTH,
+    headed,
+    style_axes,
+    text_measure,
+    to_svg,
+)
+from ladder.bench.labels import Rectangle, place
+from ladder.bench.panels import LINE, MARK, colour
+from ladder.perf.graph import Operation
+from ladder.perf.phases import LIMITS
+from ladder.perf.planner.candidates import Row
+from ladder.perf.planner.trace import LINKS, MEMORY, describe, resources, spans
+
+HEIGHT = 420
+ROW = 30  # points of a track
+LAYERS = 2  # that a timeline shows
+KINDS = {
+    "products": COLOURS["standard"], "attention": COLOURS["parallel"],
+    "communication": COLOURS["ladder"], "landings": COLOURS["desync-4x"],
+    "launches": COLOURS["none"],
+}  # fmt: skip
+
+
+def front(rows: Sequence[Row]) -> list[Row]:
+    """The rows that no other row beats in both latency and throughput, the fastest first."""
+    found: list[Row] = []
+    for row in sorted(rows, key=lambda each: (each.us, -each.tokens_s)):
+        if not found or row.tokens_s > found[-1].tokens_s:
+            found.append(row)
+    return found
+
+
+def pareto(rows: Sequence[Row], title: str) -> str:
+    """Every row that fits as a point; those that none beats are full, joined and named."""
+    drawn = [row for row in rows if row.fits and not row.candidate.bound]
+    best = front(drawn)
+    figure, above = headed(HEIGHT, title, ("full: none is better in both", "tokens/s of all GPUs"))
+    axes = figure.subplots()
+    style_axes(axes)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("latency, ms", loc="left")
+    said = {}
+    steps = [row.us / 1e3 for row in best], [row.tokens_s for row in best]
+    axes.plot(*steps, ":", color=MUTED, linewidth=1, drawstyle="steps-post")
+    for n, row in enumerate(drawn):
+        full = any(row is each for each in best)
+        own, gid = colour(row.candidate.plan), f"row-{n}"
+        axes.plot(
+            row.us / 1e3, row.tokens_s, "o", color=own, gid=gid,
+            ms=7 if full else 4, markerfacecolor=own if full else PAPER,
+        )  # fmt: skip
+        said[gid] = f"{row.candidate}: {row.us / 1e3:.3f} ms, {row.tokens_s:,.0f} tokens/s"
+    axes.margins(0.08)
+    for axis, limits in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+        axis.set_ticks(_ticks(*limits), labels=[f"{each:,g}" for each in _ticks(*limits)])
+        axis.set_ticks([], minor=True)
+    figure.draw_without_rendering()
+    measure = text_measure(figure)
+    left = 14 + max(measure(label) for label in axes.get_yticklabels())
+    figure.subplots_adjust(
+        left=left / WIDTH, right=1 - 12 / WIDTH, top=1 - above / HEIGHT, bottom=42 / HEIGHT
+    )
+    _name(axes, drawn, best, measure)
+    return to_svg(figure, said, title)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times the powers of ten from low to high."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [m * 10**n for n in powers for m in (1, 2, 5) if low <= m * 10**n <= high]
+
+
+def _name(axes: Any, drawn: Sequence[Row], best: Sequence[Row], measure: Any) -> None:
+    """Write what each row of `best` is beside its point, over no other point or text."""
+
+    def at(row: Row) -> tuple[float, float]:
+        x, y = axes.transData.transform((row.us / 1e3, row.tokens_s))
+        return float(x), float(y)
+
+    marks: list[Rectangle] = [
+        (x - MARK, y - MARK, x + MARK, y + MARK) for x, y in (at(row) for row in drawn)
+    ]
+    texts = [
+        axes.annotate(
+            f"{row.candidate.plan}, TP {row.candidate.tp}, batch {row.candidate.batch}",
+            (row.us / 1e3, row.tokens_s), (0, 0), textcoords="offset points",
+            va="center_baseline", color=colour(row.candidate.plan), fontsize=FONT - 1,
+        )
+        for row in best
+    ]  # fmt: skip
+    box = axes.get_window_extent()
+    sizes = [(measure(text), LINE) for text in texts]
+    points = [at(row) for row in best]
+    places = place(points, sizes, marks, (box.x0, box.y0, box.x1, box.y1))
+    for text, point, found in zip(texts, points, places, strict=True):
+        middle = (found.box[1] + found.box[3]) / 2
+        text.set_position((found.box[0] - point[0], middle - point[1]))
+        if found.line:
+            x, y = axes.transData.inverted().transform(found.line[:2])
+            end = found.line[2] - point[0], found.line[3] - point[1]
+            axes.annotate(
+                "", (x, y), end, textcoords="offset points",
+                arrowprops={"arrowstyle": "-", "color": text.get_color(), "linewidth": 0.8,
+                            "shrinkA": 0, "shrinkB": 3},
+            )  # fmt: skip
+
+
+def timeline(row: Row, title: str) -> str:
+    """When the kernels of LAYERS layers in the middle run, by stream, and what they hold."""
+    window = list(_middle(row))
+    begin = min(start for _, start, _ in window)
+    streams = list(dict.fromkeys(each.stream for each, _, _ in window if each.rides is None))
+    tracks = [*streams, MEMORY, LINKS]
+    height = ROW * len(tracks) + 110
+    figure, above = headed(height, title, (f"{LAYERS} layers in the middle of the pass",))
+    axes = figure.subplots()
+    style_axes(axes)
+    said = {}
+    for n, (each, start, end) in enumerate(window):
+        kind = LIMITS.get(each.kind, "launches")
+        held = [] if each.rides is not None else [each.stream]
+        for name in (*held, *resources(each)):
+            gid = f"span-{n}-{tracks.index(name)}"
+            axes.barh(
+                tracks.index(name), end - start, left=start - begin, height=0.62, gid=gid,
+                color=KINDS[kind], edgecolor=PAPER, linewidth=0.8,
+            )  # fmt: skip
+            said[gid] = f"{describe(each)}: {end - start:.2f} us"
+    names = [f"stream: {name}" for name in streams] + [MEMORY, LINKS]
+    axes.set_yticks(range(len(tracks)), labels=names)
+    axes.set_ylim(len(tracks) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0, labelsize=FONT - 1, labelcolor=INK)
+    axes.set_xlabel("microseconds", loc="left")
+    measure = text_measure(figure)
+    left = at = max(measure(label) for label in axes.get_yticklabels()) + 16
+    figure.subplots_adjust(
+        left=left / WIDTH, right=1 - 12 / WIDTH, top=1 - (above + 20) / height, bottom=42 / height
+    )
+    shown = {LIMITS.get(each.kind, "launches") for each, _, _ in window}
+    for kind, own in KINDS.items():
+        if kind in shown:
+            text = figure.text(
+                at / WIDTH, 1 - (above + 8) / height, f"■ {kind}", color=own, size=FONT
+            )
+            at += measure(text) + 22
+    return to_svg(figure, said, title)
+
+
+def _middle(row: Row) -> list[tuple[Operation, float, float]]:
+    """The operations of LAYERS layers in the middle, forward."""
+    plan = row.candidate.config.plan
+    first = max(0, (plan.num_layers - LAYERS) // 2)
+    inside = {n for n, layer in enumerate(plan.layers) if first <= layer < first + LAYERS}
+    return [
+        (each, start, end)
+        for each, start, end in spans(row.prediction)
+        if each.sublayer in inside and not each.backward and end > start
+        and (each.rides is None or resources(each))
+    ]  # fmt: skip
