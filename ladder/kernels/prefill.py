@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder.jit import begin, check_dtype, check_tensor, kernel, launch, on_triton, tl, triton
+from ladder.jit import begin, check_dtype, check_tensor, jit, kernel, launch, on_triton, tl, triton
 from ladder.kernels.attention import check_extras
 from ladder.kernels.norm import MAX_SIZE, Pair
 from ladder.models.errors import UserError
@@ -39,6 +39,13 @@ def land_rows_reference(
     if out is not None:
         return out[0].copy_(total), out[1].copy_(normed)
     return total.to(residual.dtype), normed.to(residual.dtype)
+
+
+@jit
+@no_type_check
+def norm_row(total, gain, eps, D: tl.constexpr):
+    """The RMSNorm of a row of D elements, padded with zeros, in float32."""
+    return total * tl.rsqrt(tl.sum(total * total, 0) / D + eps) * gain
 
 
 @kernel("landing")
@@ -73,9 +80,8 @@ def _land_rows_kernel(
     if COUNT > 7:
         total += tl.load(p7 + at, mask=inside, other=0).to(tl.float32)
     total += before
-    scale = tl.rsqrt(tl.sum(total * total, 0) / D + eps)
     tl.store(landed + at, total.to(landed.dtype.element_ty), mask=inside)
-    y = (total * scale * gain).to(normed.dtype.element_ty)
+    y = norm_row(total, gain, eps, D).to(normed.dtype.element_ty)
     tl.store(normed + at, y, mask=inside)
     if COPIES > 0:
         tl.store(c0 + at, y, mask=inside)

@@ -1,16 +1,34 @@
-"""The sum of what all ranks have put into this rank's slots."""
+"""The sum of what all ranks have put into this rank's slots, alone or as a landing."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import no_type_check
 
 import torch
 from torch import Tensor
 
-from ladder.comm.primitives import load
+from ladder.comm.primitives import SPIN_LIMIT, load, wait
 from ladder.jit import begin, check_dtype, check_tensor, kernel, launch, on_triton, tl, triton
+from ladder.kernels.norm import MAX_SIZE, Pair
+from ladder.kernels.prefill import land_rows_reference, norm_row
+from ladder.models.errors import UserError
 
 BLOCK, WARPS = 4096, 8
+
+
+@dataclass(frozen=True)
+class SlotArrivals:
+    """Slots whose rows come in pieces while a kernel runs.
+
+    flags: int32 words of this rank's memory. table: int32 [pieces, ranks], on its device: piece p
+    of rank q is there when flags[table[p, q]] is 1; -1: it is there already. rows: of a piece; the
+    last one may have fewer.
+    """
+
+    flags: Tensor
+    table: Tensor
+    rows: int
 
 
 def sum_slots_reference(slots: Tensor, out: Tensor, average: bool = False) -> Tensor:
@@ -29,10 +47,11 @@ def _sum_slots_kernel(
     begin(PDL)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
-    step = tl.zeros_like(i) + stride  # in 64 bits
     total = tl.zeros([BLOCK], tl.float32)
-    for other in tl.static_range(WORLD):
-        total += load(slots + other * step + i, inside, 0).to(tl.float32)
+    place = slots + i
+    for _ in tl.static_range(WORLD):
+        total += load(place, inside, 0).to(tl.float32)
+        place += stride  # not a product by it, which could leave 32 bits
     if AVERAGE:
         total = tl.div_rn(total, tl.full([BLOCK], WORLD, tl.float32))
     tl.store(out + i, total.to(out.dtype.element_ty), mask=inside)
@@ -54,5 +73,71 @@ def sum_slots(slots: Tensor, out: Tensor, average: bool = False) -> Tensor:
         _sum_slots_kernel, (triton.cdiv(out.numel(), BLOCK),), out.device,
         slots, out, slots.stride(0), out.numel(), WORLD=len(slots), AVERAGE=average, BLOCK=BLOCK,
         num_warps=WARPS, dependent=False,  # it follows waits and copies, not a kernel
+    )  # fmt: skip
+    return out
+
+
+@kernel("landing")
+@no_type_check
+def _land_slots_kernel(
+    slots, residual, weight, landed, normed, eps, flags, table, piece, stride,
+    WORLD: tl.constexpr, WAITS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    SPIN_LIMIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row a program. piece: rows of a piece."""
+    begin(PDL)
+    row = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    inside = i < D
+    at = row.to(tl.int64) * D + i
+    gain = tl.load(weight + i, mask=inside, other=0).to(tl.float32)
+    before = tl.load(residual + at, mask=inside, other=0).to(tl.float32)
+    if WAITS:
+        for other in tl.static_range(WORLD):
+            flag = tl.load(table + row // piece * WORLD + other)
+            if flag >= 0:
+                wait(flags + flag, 1, SPIN_LIMIT)
+    total = tl.zeros([BLOCK], tl.float32)
+    place = slots + at
+    for _ in tl.static_range(WORLD):
+        total += load(place, inside, 0).to(tl.float32)
+        place += stride
+    total += before
+    tl.store(landed + at, total.to(landed.dtype.element_ty), mask=inside)
+    y = norm_row(total, gain, eps, D).to(normed.dtype.element_ty)
+    tl.store(normed + at, y, mask=inside)
+
+
+@torch.no_grad()
+def land_slots(
+    slots: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Pair,
+    arrivals: SlotArrivals | None = None,
+) -> Pair:  # fmt: skip
+    """The sum of slots [T, M, D] and the residual [M, D], and its norm, into `out`; returns `out`.
+
+    As `ladder.kernels.prefill.land_rows`, whose pieces are the slots. arrivals: the kernel waits
+    for each row's pieces by itself. `out` is other memory than the residual. Not differentiable.
+    """
+    rows, size = residual.shape
+    if not 1 <= size <= MAX_SIZE:
+        raise UserError(f"residual has {size} columns; expected 1 to {MAX_SIZE}")
+    check_dtype(slots=slots, residual=residual, weight=weight, landed=out[0], normed=out[1])
+    check_tensor("weight", weight, (size,), residual)
+    named = zip(("residual", "out[0]", "out[1]"), (residual, *out), strict=True)
+    for name, tensor in (*named, *(("a slot", slot) for slot in slots)):
+        check_tensor(name, tensor, (rows, size), residual)
+    if not on_triton(residual):
+        return land_rows_reference(list(slots), residual, weight, eps, out)
+    if rows == 0:
+        return out
+    block = triton.next_power_of_2(size)
+    launch(
+        _land_slots_kernel, (rows,), residual.device,
+        slots, residual, weight, *out, eps,
+        slots if arrivals is None else arrivals.flags,
+        slots if arrivals is None else arrivals.table, 1 if arrivals is None else arrivals.rows,
+        slots.stride(0), WORLD=len(slots), WAITS=arrivals is not None, D=size, BLOCK=block,
+        SPIN_LIMIT=SPIN_LIMIT, num_warps=min(16, max(1, block // 512)),
+        dependent=False,  # it follows waits and copies, not a kernel
     )  # fmt: skip
     return out

@@ -5,11 +5,11 @@ The operators are `torch.ops.ladder.*`, which importing this package defines: do
 lets the backend of a group add.
 """
 
-from ladder.ops import backend, bags, landings, overlapped, products, pushed, rows
+from ladder.ops import backend, bags, landings, overlapped, products, pushed, rows, spread
 from ladder.ops.calls import allow_any_order
 from ladder.ops.registry import Choice, explain, use
 
 __all__ = [
     "Choice", "allow_any_order", "backend", "bags", "explain", "landings", "overlapped", "products",
-    "pushed", "rows", "use",
+    "pushed", "rows", "spread", "use",
 ]  # fmt: skip

@@ -5,13 +5,16 @@
 - `tracked` (matmul_reduce_scatter): one persistent product whose tiles count themselves, and copies
   that wait for a count.
 
-The order of all this is in `ladder.ops.schedules`; here is what each step does. Sums are in rank
+A reduce-scatter ends in a sum, or in a landing: one kernel that waits for the pieces of each row,
+adds them and the residual, and norms. All-reduces are in `ladder.ops.spread`. The order of all this
+is in `ladder.ops.schedules`; here is what each step does. Sums are in rank
 order, in float32, rounded once, as in `staged`; the partials of `chunked` are cuBLAS's for m / T
 rows, which may differ in the last bit from those for m rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +24,8 @@ from torch import Tensor
 
 from ladder.comm.access import push_refusal
 from ladder.kernels.gemm import Arrivals, Tiling, Track, gemm, tiles_of
-from ladder.kernels.slots import sum_slots
+from ladder.kernels.norm import MAX_SIZE
+from ladder.kernels.slots import SlotArrivals, land_slots, sum_slots
 from ladder.models.errors import UserError
 from ladder.ops import schedules, workspace
 from ladder.ops.calls import rows_back, rows_first
@@ -30,6 +34,7 @@ from ladder.ops.track_maps import all_to_all, rotated
 
 HALF = (torch.bfloat16, torch.float16)
 TILING = ("tile", "stages")
+SCATTER, LANDING = "matmul_reduce_scatter", "matmul_reduce_scatter_add_rms_norm"
 
 
 def peer_refusal(call: Call) -> str | None:
@@ -52,6 +57,20 @@ def kernel_refusal(call: Call) -> str | None:
             f"its kernel takes bfloat16 and float16, not {str(call.dtype).removeprefix('torch.')}"
         )
     return peer_refusal(call)
+
+
+def _wide_refusal(call: Call) -> str | None:
+    if call.sizes[1] > MAX_SIZE:
+        return f"its kernel holds rows of up to {MAX_SIZE} columns"
+    return None
+
+
+def landing_refusal(call: Call) -> str | None:
+    return _wide_refusal(call) or peer_refusal(call)
+
+
+def landing_kernel_refusal(call: Call) -> str | None:
+    return _wide_refusal(call) or kernel_refusal(call)
 
 
 def _tiling(tile: str | None, stages: int | None) -> Tiling:
@@ -166,7 +185,11 @@ def _gathered(
     return None if whole is None else rows_back(whole, A, dim), back
 
 
-# -- matmul_reduce_scatter --------------------------------------------------------------------
+# -- matmul_reduce_scatter, and its landing ---------------------------------------------------
+
+# What ends a reduce-scatter: called with this rank's slots [T, rows, n], and with their arrivals if
+# it is to wait for them.
+Finish = Callable[[Tensor, SlotArrivals | None], object]
 
 
 @implement("matmul_reduce_scatter", "chunked", peer_refusal)
@@ -174,46 +197,78 @@ def chunked_matmul_reduce_scatter(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int
 ) -> Tensor:
     rows = rows_first(A, scatter_dim)
-    space = workspace.workspace(group, "matmul_reduce_scatter", A.device)
-    total = scatter_chunks(space, rows, B, len(rows) // space.world, reduce_op == "avg")
-    return rows_back(total, A, scatter_dim)
+    space = workspace.workspace(group, SCATTER, A.device)
+    out, finish = _adding(space.world, rows, B, reduce_op == "avg")
+    scatter_chunks(space, rows, B, finish)
+    return rows_back(out, A, scatter_dim)
+
+
+@implement(LANDING, "chunked", landing_refusal)
+def chunked_landing(
+    group: dist.ProcessGroup, A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float,
+    scatter_dim: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    landed, normed, finish = _landing(residual, weight, eps, scatter_dim)
+    space = workspace.workspace(group, SCATTER, A.device)
+    scatter_chunks(space, rows_first(A, scatter_dim), B, finish, waiting=True)
+    return rows_back(landed, A, scatter_dim), rows_back(normed, A, scatter_dim)
+
+
+def _adding(world: int, rows: Tensor, B: Tensor, average: bool) -> tuple[Tensor, Finish]:
+    """The memory of the sum of this rank's rows, and what puts it there."""
+    out = rows.new_empty(len(rows) // world, B.shape[1])
+    return out, lambda slots, _: sum_slots(slots, out, average)
+
+
+def _landing(
+    residual: Tensor, weight: Tensor, eps: float, dim: int
+) -> tuple[Tensor, Tensor, Finish]:
+    """The memory of a landing of this rank's rows, and what puts it there."""
+    before, gain = rows_first(residual, dim).contiguous(), weight.contiguous()
+    landed, normed = torch.empty_like(before), torch.empty_like(before)
+    return (
+        landed,
+        normed,
+        lambda slots, arrivals: land_slots(slots, before, gain, eps, (landed, normed), arrivals),
+    )
 
 
 def scatter_chunks(
-    space: workspace.Workspace, rows: Tensor, B: Tensor, shard: int, average: bool
-) -> Tensor:
-    """This rank's chunk of the sum of the ranks' rows @ B, in chunks of `shard` rows.
+    space: workspace.Workspace, rows: Tensor, B: Tensor, finish: Finish, waiting: bool = False
+) -> None:
+    """`finish` with the ranks' parts of this rank's rows of rows @ B.
 
-    The last chunks may have fewer rows, or none; the result then has `shard` rows all the same, of
-    which the last are of no meaning.
+    waiting: it waits for them by itself.
     """
     chosen, rank, world, n = space.next(), space.rank, space.world, B.shape[1]
+    shard = len(rows) // world
     space.reserve(shard * n * rows.element_size())
     slots = [space.slots(q, chosen, (shard, n), rows.dtype) for q in range(world)]
     partial = rows.new_empty(len(rows), n)
-    out = rows.new_empty(shard, n)
     chunks, partials = rows.split(shard), partial.split(shard)
+    arrivals: SlotArrivals | None = None
+    if waiting:
+        flags = [-1 if q == rank else q for q in range(world)]
+        table = space.once(("arrivals", shard), lambda: _table([flags], space.device))
+        arrivals = SlotArrivals(space.own_words("arrived", chosen), table, shard)
 
     def product(q: int) -> None:
-        if q < len(chunks):
-            to = slots[rank][rank][: len(chunks[q])] if q == rank else partials[q]
-            torch.mm(chunks[q], B, out=to)
-
-    def copy(q: int) -> None:
-        if q < len(chunks):
-            slots[q][rank][: len(chunks[q])].copy_(partials[q], non_blocking=True)
+        torch.mm(chunks[q], B, out=slots[rank][rank] if q == rank else partials[q])
 
     space.run(
-        schedules.reduce_scatter(rank, world), chosen,
-        {"product": product, "copy": copy, "sum": lambda _: sum_slots(slots[rank], out, average)},
+        schedules.reduce_scatter(rank, world, waiting), chosen,
+        {
+            "product": product,
+            "copy": lambda q: slots[q][rank].copy_(partials[q], non_blocking=True),
+            "sum": lambda _: finish(slots[rank], arrivals),
+        },
     )  # fmt: skip
-    return out
 
 
 @dataclass(frozen=True)
 class _Plan:
     """What `tracked` makes once for a shape. moves: for each block that is copied, the peer and the
-    rows of its shard."""
+    rows of its shard. flags, piece: for `SlotArrivals`."""
 
     schedule: schedules.Schedule
     order: Tensor
@@ -222,14 +277,17 @@ class _Plan:
     chunk: Tensor
     owner: Tensor
     moves: dict[int, tuple[int, slice]]
+    flags: Tensor
+    piece: int
 
 
 def _plan(
-    space: workspace.Workspace, shard: int, n: int, tiling: Tiling, pieces: int
-) -> _Plan:  # fmt: skip
-    down, across = tiles_of(space.world * shard, n, space.world, tiling)
-    high = down // space.world
-    track = all_to_all(down, across, space.world, -(-high // pieces))
+    space: workspace.Workspace, shard: int, n: int, tiling: Tiling, pieces: int, waiting: bool
+) -> _Plan:
+    world = space.world
+    down, across = tiles_of(world * shard, n, world, tiling)
+    high = down // world
+    track = all_to_all(down, across, world, -(-high // pieces))
     program = track.compile(space.rank)
     moves: dict[int, tuple[int, slice]] = {}
     for number, block in enumerate(program.blocks):
@@ -237,10 +295,19 @@ def _plan(
             first, last = block.positions[0] // across, block.positions[-1] // across
             start, stop = (first % high) * tiling.rows, (last % high + 1) * tiling.rows
             moves[number] = block.copy.peer, slice(start, min(stop, shard))
+    # The slot of piece p of rank q is the place behind all chunks, q x pieces + p of them.
+    held = len(track.chunks) // world  # pieces, of which there may be fewer than asked for
+    flags = [[-1] * world for _ in range(held)]
+    for block in program.blocks:
+        slot = block.place - len(track.chunks)
+        if slot >= 0 and block.flags:
+            (flags[slot % held][slot // held],) = block.flags
     tables = program.order, program.target, program.counter, program.chunk, program.peer
     order, target, counter, chunk, owner = (each.to(space.device) for each in tables)
-    schedule = schedules.tracked(program, space.world)
-    return _Plan(schedule, order, target, counter, chunk, owner, moves)
+    return _Plan(
+        schedules.tracked(program, world, waiting), order, target, counter, chunk, owner, moves,
+        _table(flags, space.device), -(-high // pieces) * tiling.rows,
+    )  # fmt: skip
 
 
 @implement("matmul_reduce_scatter", "tracked", kernel_refusal, (*TILING, "pieces"))
@@ -249,23 +316,52 @@ def tracked_matmul_reduce_scatter(
     tile: str | None = None, stages: int | None = None, pieces: int = 1,
 ) -> Tensor:  # fmt: skip
     """pieces: the copies of each peer's chunk, if it has as many rows of tiles."""
+    tiling, rows = _tracked_tiling(tile, stages, pieces), rows_first(A, scatter_dim)
+    space = workspace.workspace(group, SCATTER, A.device)
+    out, finish = _adding(space.world, rows, B, reduce_op == "avg")
+    scatter_tiles(space, rows, B, finish, tiling, pieces)
+    return rows_back(out, A, scatter_dim)
+
+
+@implement(LANDING, "tracked", landing_kernel_refusal, (*TILING, "pieces"))
+def tracked_landing(
+    group: dist.ProcessGroup, A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float,
+    scatter_dim: int, tile: str | None = None, stages: int | None = None, pieces: int = 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """pieces: as of the reduce-scatter; a row lands when its piece of each rank is there."""
+    tiling, rows = _tracked_tiling(tile, stages, pieces), rows_first(A, scatter_dim)
+    landed, normed, finish = _landing(residual, weight, eps, scatter_dim)
+    space = workspace.workspace(group, SCATTER, A.device)
+    scatter_tiles(space, rows, B, finish, tiling, pieces, waiting=True)
+    return rows_back(landed, A, scatter_dim), rows_back(normed, A, scatter_dim)
+
+
+def _tracked_tiling(tile: str | None, stages: int | None, pieces: int) -> Tiling:
     if pieces < 1:
         raise UserError(f"pieces={pieces}; expected 1 or more")
-    rows, tiling = rows_first(A, scatter_dim), _tiling(tile, stages)
-    space = workspace.workspace(group, "matmul_reduce_scatter", A.device)
+    return _tiling(tile, stages)
+
+
+def scatter_tiles(
+    space: workspace.Workspace, rows: Tensor, B: Tensor, finish: Finish, tiling: Tiling,
+    pieces: int, waiting: bool = False,
+) -> None:  # fmt: skip
+    """As `scatter_chunks`, by one product whose tiles count themselves."""
     n, world, rank = B.shape[1], space.world, space.rank
     shard = len(rows) // world
     space.reserve(shard * n * rows.element_size())
     plan = space.once(
-        ("tracked", shard, n, tiling, pieces), lambda: _plan(space, shard, n, tiling, pieces)
+        ("tracked", shard, n, tiling, pieces, waiting),
+        lambda: _plan(space, shard, n, tiling, pieces, waiting),
     )
     chosen = space.next()
     bases, counters = space.tables("full")[chosen]
     track = Track(plan.target, plan.counter, plan.chunk, plan.owner, bases, counters)
     # The kernel takes a rank's slots as one matrix of all their rows.
     slots = [space.slots(q, chosen, (shard, n), rows.dtype, dense=True) for q in range(world)]
-    partial, out = rows.new_empty(len(rows), n), rows.new_empty(shard, n)
+    partial = rows.new_empty(len(rows), n)
     partials = partial.view(world, shard, n)
+    flags = SlotArrivals(space.own_words("arrived", chosen), plan.flags, plan.piece)
 
     def product(_: int) -> None:
         gemm(rows, B, plan.order, tiling=tiling, shards=world, out=partial, track=track)
@@ -278,22 +374,6 @@ def tracked_matmul_reduce_scatter(
         plan.schedule, chosen,
         {
             "product": product, "copy": copy,
-            "sum": lambda _: sum_slots(slots[rank], out, reduce_op == "avg"),
+            "sum": lambda _: finish(slots[rank], flags if waiting else None),
         },
     )  # fmt: skip
-    return rows_back(out, A, scatter_dim)
-
-
-# -- matmul_all_reduce ------------------------------------------------------------------------
-
-
-@implement("matmul_all_reduce", "chunked", peer_refusal)
-def chunked_matmul_all_reduce(group: dist.ProcessGroup, A: Tensor, B: Tensor) -> Tensor:
-    """A reduce-scatter by blocks of rows, and an all-gather of the sums."""
-    rows = A.flatten(0, -2)
-    space = workspace.workspace(group, "matmul_all_reduce", A.device)
-    total = scatter_chunks(space, rows, B, -(-len(rows) // space.world), average=False)
-    gathered = workspace.workspace(group, "matmul_all_reduce: gather", A.device)
-    whole, _ = gather_chunks(gathered, total, [], return_A=True)
-    assert whole is not None
-    return whole[: len(rows)].unflatten(0, A.shape[:-1])

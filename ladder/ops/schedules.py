@@ -102,11 +102,13 @@ def others(rank: int, world: int, step: int = 1) -> list[int]:
     return [(rank + step * distance) % world for distance in range(1, world)]
 
 
-def _send(rank: int, peer: int, chunk: int, flag: int, first: bool = True) -> list[Step]:
+def _send(
+    rank: int, peer: int, chunk: int, flag: int, first: bool = True, action: str = "copy"
+) -> list[Step]:
     """The copies stream moves a chunk into the slot on `peer`. first: its first chunk for it."""
     free = Word(rank, "free", peer)
     steps: list[Step] = [Await("copies", free), Put("copies", free, 0)] if first else []
-    steps += [Work("copies", "copy", chunk), Put("copies", Word(peer, "arrived", flag), 1)]
+    steps += [Work("copies", action, chunk), Put("copies", Word(peer, "arrived", flag), 1)]
     return steps
 
 
@@ -114,6 +116,14 @@ def _take(rank: int, flags: list[int]) -> list[Step]:
     """The main stream waits until these pieces have arrived."""
     words = [Word(rank, "arrived", flag) for flag in flags]
     return [*(Await("main", word) for word in words), *(Put("main", word, 0) for word in words)]
+
+
+def _sum(rank: int, flags: list[int], waiting: bool) -> list[Step]:
+    """The slots are added when these pieces have arrived. waiting: for which `sum` itself waits."""
+    if not waiting:
+        return [*_take(rank, flags), Work("main", "sum", rank)]
+    words = tuple(Word(rank, "arrived", flag) for flag in flags)
+    return [Work("main", "sum", rank, words), *(Put("main", word, 0) for word in words)]
 
 
 def _release(rank: int, world: int) -> list[Step]:
@@ -144,22 +154,65 @@ def all_gather(rank: int, world: int, waiting: bool = False) -> Schedule:
     return (*steps, *_release(rank, world))
 
 
-def reduce_scatter(rank: int, world: int) -> Schedule:
+def reduce_scatter(rank: int, world: int, waiting: bool = False) -> Schedule:
     """The product of each peer's chunk, sent while the next is computed; the own chunk is last.
 
     Actions: `product` q, `copy` q sends that chunk to rank q, and `sum` adds the slots, of which
-    the own product is one, in the order of the ranks.
+    the own product is one, in the order of the ranks. waiting: `sum` waits for them by itself.
     """
     steps: list[Step] = []
     for peer in others(rank, world):
         ready = f"product {peer}"
         steps += [Work("main", "product", peer), Record("main", ready), Follow("copies", ready)]
         steps += _send(rank, peer, peer, rank)
-    steps += [Work("main", "product", rank), *_take(rank, others(rank, world))]
-    return (*steps, Work("main", "sum", rank), *_release(rank, world))
+    steps += [Work("main", "product", rank), *_sum(rank, others(rank, world), waiting)]
+    return (*steps, *_release(rank, world))
 
 
-def tracked(program: Program, world: int) -> Schedule:
+def all_reduce(rank: int, world: int, blocks: int) -> Schedule:
+    """A reduce-scatter of each block of rows, and the sums to all ranks under the next products.
+
+    Chunk b x T + q is the rows of rank q in block b. Actions: `product` c; `copy` c sends it to its
+    rank; `sum` c adds this rank's chunk c; `spread` c sends this rank's sum of that block to the
+    rank of c; `take` c puts the sum of chunk c, which has arrived, to the others. A block's sums
+    are added and sent after the products of the next one, and taken after those of the one behind.
+    """
+    steps: list[Step] = []
+    peers = others(rank, world)
+
+    def products(block: int) -> None:
+        for peer in peers:
+            chunk = block * world + peer
+            ready = f"product {chunk}"
+            steps.append(Work("main", "product", chunk))
+            steps.extend([Record("main", ready), Follow("copies", ready)])
+            steps.extend(_send(rank, peer, chunk, block * world + rank, block == 0))
+        steps.append(Work("main", "product", block * world + rank))
+
+    def sums(block: int) -> None:
+        steps.extend(_take(rank, [block * world + peer for peer in peers]))
+        steps.append(Work("main", "sum", block * world + rank))
+        ready = f"sum {block}"
+        steps.extend([Record("main", ready), Follow("copies", ready)])
+        flag = (blocks + block) * world + rank
+        for peer in peers:
+            steps.extend(_send(rank, peer, block * world + peer, flag, False, "spread"))
+
+    def takes(block: int) -> None:
+        steps.extend(_take(rank, [(blocks + block) * world + peer for peer in peers]))
+        steps.extend(Work("main", "take", block * world + peer) for peer in peers)
+
+    for number in range(blocks + 2):
+        if number < blocks:
+            products(number)
+        if 1 <= number <= blocks:
+            sums(number - 1)
+        if number >= 2:
+            takes(number - 2)
+    return (*steps, *_release(rank, world))
+
+
+def tracked(program: Program, world: int, waiting: bool = False) -> Schedule:
     """One product whose tiles count themselves; a copy of a block waits until its count is full.
 
     `copy` n moves block n of the program, whose slots are those of `all_to_all` in
@@ -177,7 +230,7 @@ def tracked(program: Program, world: int) -> Schedule:
         steps += _send(rank, block.copy.peer, n, block.copy.flag, block.copy.peer not in sent)
         sent.add(block.copy.peer)
     flags = sorted({flag for block in blocks for flag in block.flags})
-    steps += [*_take(rank, flags), Work("main", "sum", rank)]
+    steps += _sum(rank, flags, waiting)
     own = [n for n, block in enumerate(blocks) if block.copy is None and block.count > 0]
     steps += [Put("main", Word(rank, "full", n), 0) for n in own]
     return (*steps, *_release(rank, world))

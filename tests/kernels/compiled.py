@@ -169,6 +169,12 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
             case = "average" if average else "sum"
             gathered = torch.zeros(WORLD, ROWS, SIZE, dtype=BF16)
             slots_module.sum_slots(gathered, torch.zeros(ROWS, SIZE, dtype=BF16), average)
+        waits = slots_module.SlotArrivals(arrived, torch.zeros(2, WORLD, dtype=torch.int32), 128)
+        for case, arrivals in (("there", None), ("waiting", waits)):  # noqa: B007
+            gathered = torch.zeros(WORLD, ROWS, SIZE, dtype=BF16)
+            made = [torch.zeros(ROWS, SIZE, dtype=BF16) for _ in range(3)]
+            gain = torch.zeros(SIZE, dtype=BF16)
+            slots_module.land_slots(gathered, made[0], gain, 1e-5, (made[1], made[2]), arrivals)
     return found
 
 

@@ -63,7 +63,7 @@ def test_kernels_compile_for_a_gpu(found: dict[str, Any]) -> None:
             # 16 bytes a thread; the count of calls is one word.
             assert set(re.findall(STORES, ptx)) <= {"v4.b32", "b32"}, launch
             assert "v4.b32" in re.findall(STORES, ptx), launch
-        if waits and kind != "both":
+        if "ld.volatile" in ptx and kind != "both":
             assert "ld.volatile.global.v4.b32" in ptx, launch
 
 
@@ -113,6 +113,23 @@ def test_a_gemm_uses_the_tensor_cores(case: str, found: dict[str, Any]) -> None:
         stores = [found.end() for found in re.finditer(STORES, ptx)]
         assert max(stores) < counts.start()
         assert re.search(BARRIER, ptx[max(stores) : counts.start()])
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_a_landing_of_slots_reads_them_after_their_flags(found: dict[str, Any]) -> None:
+    """Past L1, 16 bytes at a time; without flags nothing is waited for."""
+    name = "_land_slots_kernel"
+    slots = r"ld\.global\.cg\.v4"
+    for case, waits in (("there", False), ("waiting", True)):
+        ptx = found["ptx"][f"{name}: {case}"]
+        assert (re.search(ACQUIRE[0], ptx) is not None) == waits
+        assert set(re.findall(STORES, ptx)) == {"v4.b32"}
+        assert ".local" not in ptx
+        assert re.search(slots, ptx)
+        if waits:
+            *before, last = re.split(ACQUIRE[0], ptx)
+            assert not any(re.search(slots, each) for each in before)
+            assert re.search(".*?".join((BARRIER, slots)), last, re.DOTALL)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")

@@ -14,7 +14,11 @@ IMPLEMENTATIONS = {
     "all_gather_matmul": ("chunked", "waiting"),
     "matmul_reduce_scatter": ("chunked", "tracked"),
     "matmul_all_reduce": ("chunked",),
+    "matmul_reduce_scatter_add_rms_norm": ("chunked", "tracked"),
+    "matmul_all_reduce_add_rms_norm": ("chunked",),
 }
+WHOLE = ("matmul_all_reduce", "matmul_all_reduce_add_rms_norm")  # of any number of rows
+EPS = 1e-3
 EVERY = [(op, name) for op, names in IMPLEMENTATIONS.items() for name in names]
 FEW_ROWS = [("linear_all_reduce", "pushed"), ("matmul_all_reduce", "pushed")]
 
@@ -41,7 +45,24 @@ def operands(
     return found
 
 
-def arguments(op: str, A: Tensor, B: Tensor, average: bool) -> tuple[Any, ...]:
+def lands(op: str) -> bool:
+    return op.endswith("add_rms_norm")
+
+
+def landing(rows: int, B: Tensor) -> tuple[Tensor, Tensor]:
+    """A residual of so many rows, the same on all ranks, and a norm's weight."""
+    source = torch.Generator(device=B.device).manual_seed(rows)
+    made = {"generator": source, "device": B.device}
+    residual, weight = torch.randn(rows, B.shape[1], **made), torch.randn(B.shape[1], **made)
+    return residual.to(B.dtype), weight.to(B.dtype)
+
+
+def arguments(op: str, A: Tensor, B: Tensor, average: bool, world: int = 1) -> tuple[Any, ...]:
+    """world: the ranks that share the rows of the sum."""
+    if lands(op):
+        scattered = op not in WHOLE
+        residual, weight = landing(len(A) // world if scattered else len(A), B)
+        return (A, B, residual, weight, EPS, *((0,) if scattered else ()))
     if op == "all_gather_matmul":
         return A, [B, B[:, :5]], 0, True
     if op == "matmul_reduce_scatter":
@@ -50,4 +71,17 @@ def arguments(op: str, A: Tensor, B: Tensor, average: bool) -> tuple[Any, ...]:
 
 
 def flat(result: Any) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else [result[0], *result[1]]
+    if isinstance(result, Tensor):
+        return [result]
+    first, second = result
+    return [first, second] if isinstance(second, Tensor) else [first, *second]
+
+
+def check_same(op: str, what: object, found: list[Tensor], wanted: list[Tensor]) -> None:
+    """Bit for bit, without NaN; a norm, whose mean may be added in another order, almost."""
+    for n, (out, exact) in enumerate(zip(found, wanted, strict=True)):
+        assert out.is_contiguous(), what
+        close = 1e-2 if lands(op) and n == 1 else 0.0
+        torch.testing.assert_close(
+            out, exact, rtol=close, atol=0, msg=lambda text: f"{what} {text}"
+        )

@@ -16,8 +16,10 @@ from torch import Tensor
 
 import ladder.ops
 from ladder.comm import driver
+from ladder.kernels.prefill import land_rows_reference
 from ladder.ops import schedules, workspace
 from ladder.ops.collectives import staged_all_gather
+from ladder.ops.landings import staged_everywhere, staged_scatter
 from ladder.ops.products import (
     staged_all_gather_matmul,
     staged_linear_all_reduce,
@@ -34,7 +36,20 @@ from tests.kernels.support import _poisoned_memory, on  # noqa: F401  (a fixture
 from tests.ops.everyone import check_refused, in_order
 from tests.ops.everyone import random as numbers
 from tests.ops.everyone import world as group_name
-from tests.ops.overlapped import EVERY, FEW_ROWS, IMPLEMENTATIONS, arguments, flat, operands, run_of
+from tests.ops.overlapped import (
+    EPS,
+    EVERY,
+    FEW_ROWS,
+    IMPLEMENTATIONS,
+    WHOLE,
+    arguments,
+    check_same,
+    flat,
+    landing,
+    lands,
+    operands,
+    run_of,
+)
 from tests.ops.streams import Everyone, Group, Machine, Queued, WrongOrderError
 
 TILE: dict[str, Any] = {"tile": "16x32x16", "stages": 2}
@@ -42,7 +57,9 @@ TILE: dict[str, Any] = {"tile": "16x32x16", "stages": 2}
 CASES = [on("cpu" if name == "chunked" else "interpreter", op, name) for op, name in EVERY]
 
 
-def options_of(name: str) -> dict[str, Any]:
+def options_of(op: str, name: str) -> dict[str, Any]:
+    if op in WHOLE and name == "chunked":
+        return {"blocks": 2}
     return {"waiting": TILE, "tracked": {**TILE, "pieces": 2}}.get(name, {})
 
 
@@ -52,10 +69,15 @@ def expected(op: str, inputs: list[Any], rank: int, average: bool) -> list[Tenso
     if op == "all_gather_matmul":
         whole = torch.cat([A for A, _ in inputs])
         return [whole, *(whole @ B for B in (inputs[rank][1], inputs[rank][1][:, :5]))]
-    total = in_order([A @ B for A, B in inputs])
-    total = total / world if average and op != "matmul_all_reduce" else total
-    return [total.to(inputs[0][0].dtype) if op == "matmul_all_reduce"
-            else total.chunk(world)[rank].to(inputs[0][0].dtype)]  # fmt: skip
+    partials = [A @ B for A, B in inputs]
+    if op not in WHOLE:
+        partials = [each.chunk(world)[rank] for each in partials]
+    if lands(op):
+        residual, weight = landing(len(partials[0]), inputs[rank][1])
+        return list(land_rows_reference(partials, residual, weight, EPS))
+    total = in_order(partials)
+    averaged = average and op not in WHOLE
+    return [(total / world if averaged else total).to(inputs[0][0].dtype)]
 
 
 def provoke(
@@ -72,7 +94,7 @@ def provoke(
     everyone = Everyone(world)
     machine = Machine(world, sets.__getitem__, change)
     shapes = [(world * source.choice(rows), source.choice(columns)) for _ in range(calls)]
-    if op == "matmul_all_reduce":
+    if op in WHOLE:
         shapes = [(m - source.randrange(world), n) for m, n in shapes]
     outs: dict[tuple[int, int], list[Tensor]] = {}
     wanted: dict[tuple[int, int], list[Tensor]] = {}
@@ -87,14 +109,14 @@ def provoke(
                 average = call % 2 == 1
                 machine.main(lambda A=A, mine=inputs[rank][0]: A.copy_(mine))
                 machine.main(lambda B=B, mine=inputs[rank][1]: B.copy_(mine))
-                found = run_of(op, name)(group, *arguments(op, A, B, average), **options_of(name))
+                given = arguments(op, A, B, average, world)
+                found = run_of(op, name)(group, *given, **options_of(op, name))
                 outs[rank, call] = flat(found)
                 machine.main(lambda A=A, B=B: (A.fill_(torch.nan), B.fill_(torch.nan)))
                 wanted[rank, call] = expected(op, inputs, rank, average)
     machine.execute(source)
     for key, found in outs.items():
-        for out, exact in zip(found, wanted[key], strict=True):
-            torch.testing.assert_close(out, exact, rtol=0, atol=0, msg=f"{op} {name} {key}")
+        check_same(op, f"{op} {name} {key}", found, wanted[key])
 
 
 @pytest.mark.parametrize(("device", "op", "name"), CASES)
@@ -112,14 +134,19 @@ def schedules_of(world: int) -> dict[str, Callable[[int], Schedule]]:
         "gather": lambda rank: schedules.all_gather(rank, world),
         "waiting": lambda rank: schedules.all_gather(rank, world, waiting=True),
         "scatter": lambda rank: schedules.reduce_scatter(rank, world),
+        "landing": lambda rank: schedules.reduce_scatter(rank, world, waiting=True),
+        "spread": lambda rank: schedules.all_reduce(rank, world, 2),
         "tracked": lambda rank: schedules.tracked(
             all_to_all(2 * world, 2, world, 1).compile(rank), world
+        ),
+        "tracked landing": lambda rank: schedules.tracked(
+            all_to_all(2 * world, 2, world, 1).compile(rank), world, waiting=True
         ),
     }
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-@pytest.mark.parametrize("name", ["gather", "waiting", "scatter", "tracked"])
+@pytest.mark.parametrize("name", schedules_of(1))
 def test_schedules(name: str, world: int) -> None:
     """Words go back to where they were; each peer is sent to; no two ranks send to one at once."""
     every = [schedules_of(world)[name](rank) for rank in range(world)]
@@ -150,9 +177,11 @@ def test_schedules(name: str, world: int) -> None:
 def steps_to_lose(op: str, name: str) -> list[int]:
     """The steps of rank 0 of two without which something must fail."""
     gather = op == "all_gather_matmul"
-    which = {"waiting": "waiting", "tracked": "tracked"}.get(
-        name, "gather" if gather else "scatter"
-    )
+    which = "gather" if gather else "landing" if lands(op) else "scatter"
+    if op in WHOLE:
+        which = "spread"
+    elif name != "chunked":
+        which = f"{name} landing" if lands(op) else name
     schedule = schedules_of(2)[which](0)
     found = []
     for n, step in enumerate(schedule):
@@ -165,7 +194,7 @@ def steps_to_lose(op: str, name: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("device", "op", "name"), CASES[:4])
+@pytest.mark.parametrize(("device", "op", "name"), CASES)
 def test_a_schedule_without_a_step_fails(device: str, op: str, name: str) -> None:
     """Each wait, each word and each event is needed: in some order of events, all else is wrong."""
     for lost in steps_to_lose(op, name):
@@ -218,6 +247,8 @@ STAGED = {
     "matmul_reduce_scatter": staged_matmul_reduce_scatter,
     "matmul_all_reduce": staged_matmul_all_reduce,
     "linear_all_reduce": staged_linear_all_reduce,
+    "matmul_reduce_scatter_add_rms_norm": staged_scatter,
+    "matmul_all_reduce_add_rms_norm": staged_everywhere,
 }
 
 
@@ -244,18 +275,16 @@ def on_ranks(rank: int, world: int, folder: str, which: list[tuple[str, str]]) -
             for op, name in which:
                 rows, n = [(20, 40), (1, 8), (7, 40), (3, 8)][call]
                 rows *= 1 if op == "all_gather_matmul" or name == "pushed" else world
-                if op == "matmul_all_reduce":
+                if op in WHOLE:
                     rows += call % 3
                 dtype = torch.bfloat16 if name == "pushed" else torch.float16
                 A, B = operands(world, call, rows, n - (name == "pushed"), dtype)[rank]
                 if op == "linear_all_reduce":  # a weight as in nn.Linear
                     B = B.t().contiguous().t()
-                given = arguments(op, A, B, call % 2 == 1)
-                results.append((op, given, run_of(op, name)(group, *given, **options_of(name))))
+                given = arguments(op, A, B, call % 2 == 1, world)
+                results.append((op, given, run_of(op, name)(group, *given, **options_of(op, name))))
         for op, given, found in results:
-            for out, exact in zip(flat(found), flat(STAGED[op](group, *given)), strict=True):
-                assert out.is_contiguous()
-                torch.testing.assert_close(out, exact, rtol=0, atol=0, msg=f"{op} on rank {rank}")
+            check_same(op, f"{op} on rank {rank}", flat(found), flat(STAGED[op](group, *given)))
         turned(group)
     return ran
 
@@ -268,7 +297,7 @@ def turned(group: Any) -> None:
     for name in IMPLEMENTATIONS["all_gather_matmul"]:
         A = As[rank].transpose(0, 1)
         whole, (out,) = run_of("all_gather_matmul", name)(
-            group, A, [Bs[0]], 1, True, **options_of(name)
+            group, A, [Bs[0]], 1, True, **options_of("all_gather_matmul", name)
         )
         joined = torch.cat([each.transpose(0, 1) for each in As], 1)
         assert torch.equal(whole, joined)
@@ -279,7 +308,7 @@ def turned(group: Any) -> None:
     exact = sum(A.double() @ B.double() for A, B in zip(As, Bs, strict=True))
     for name in IMPLEMENTATIONS["matmul_reduce_scatter"]:
         out = run_of("matmul_reduce_scatter", name)(
-            group, As[rank], Bs[rank], "sum", 1, **options_of(name)
+            group, As[rank], Bs[rank], "sum", 1, **options_of("matmul_reduce_scatter", name)
         )
         assert out.is_contiguous()
         wanted = exact.chunk(world, 1)[rank]
@@ -298,7 +327,7 @@ def test_ranks_that_share_memory_agree_with_staged(
 def asked(rank: int, world_size: int) -> None:
     A, B = torch.ones(4, 3), torch.ones(3, 5)
     for op, name in EVERY + FEW_ROWS:
-        args: tuple[Any, ...] = arguments(op, A, B, False)
+        args: tuple[Any, ...] = arguments(op, A, B, False, world_size)
         args = (A, [B], 0) if op == "all_gather_matmul" else args
         with ladder.ops.use(op, name):
             words = rf"{op} by '{name}' cannot run here: it"
@@ -326,6 +355,10 @@ def test_what_cannot_run_is_refused_and_nothing_is_picked_unmeasured() -> None:
         assert all("a size is 0" in why[name] for name in names)
         alone = dict(ladder.ops.explain(op, shapes, ranks=1, device="NVIDIA H200").others)
         assert all("one rank" in alone[name] for name in names)
+        if lands(op):
+            shapes = [(512, 256), (256, 16385)]
+            why = dict(ladder.ops.explain(op, shapes, ranks=4, device="NVIDIA H200").others)
+            assert all("rows of up to 16384 columns" in why[name] for name in names)
     for op, name in FEW_ROWS:
         for rows, dtype, words in (
             (64, torch.bfloat16, "not measured as faster"),
