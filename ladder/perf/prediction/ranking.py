@@ -1,0 +1,108 @@
+"""Whether predictions order what can be run as measurements do, and what a wrong order costs.
+
+Compared are the recorded plans, reducers and layouts of one shape, batch and number of GPUs: what
+`ladder predict MODEL` would choose among. What computes no model (`none`, `no_comm`) is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+
+from ladder.perf.prediction.records import Score
+
+APART = 0.03  # pairs whose measured times are closer have no order
+CHOSEN = ("plan", "reducer", "degree", "no_comm", "layout")  # fields of a point that are a choice
+HEAD = ["order", "choices", "pairs", "tau", "recommended", "regret", "ladder / standard"]
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """One case. pairs: more than APART apart; right: of those in the predicted order. regret: the
+    measured time of the predicted best over the measured best's, less 1. speedup: for each reducer
+    or layout, predicted less measured speedup of ladder over standard, in points."""
+
+    case: str
+    choices: int
+    pairs: int
+    right: int
+    recommended: str
+    regret: float
+    speedup: tuple[float, ...]
+
+    @property
+    def tau(self) -> float | None:
+        """Kendall's: 1 for the measured order, -1 for its reverse; None without pairs."""
+        return 2 * self.right / self.pairs - 1 if self.pairs else None
+
+
+def rankings(found: Iterable[Score]) -> list[Ranking]:
+    """Of each case with more than one choice, from the scores of one phase."""
+    groups: dict[tuple[tuple[str, object], ...], list[Score]] = {}
+    for each in found:
+        fields = asdict(each.point)
+        if not fields["no_comm"] and fields["plan"] != "none":
+            case = tuple((key, value) for key, value in fields.items() if key not in CHOSEN)
+            groups.setdefault(case, []).append(each)
+    return [_ranking(case, some) for case, some in groups.items() if len(some) > 1]
+
+
+def _ranking(case: Sequence[tuple[str, object]], some: Sequence[Score]) -> Ranking:
+    apart = [
+        (a, b) for a, b in combinations(some, 2)
+        if abs(a.measured - b.measured) > APART * min(a.measured, b.measured)
+    ]  # fmt: skip
+    right = sum((a.predicted < b.predicted) == (a.measured < b.measured) for a, b in apart)
+    best = min(some, key=lambda each: each.predicted)
+    least = min(each.measured for each in some)
+    said = dict(case)
+    where = ", ".join(f"{key} {said[key]}" for key in ("tp", "batch", "prompt") if key in said)
+    return Ranking(
+        f"{said['model']}, {where}", len(some), len(apart), right, _choice(best),
+        best.measured / least - 1, tuple(_speedups(some)),
+    )  # fmt: skip
+
+
+def _choice(score: Score) -> str:
+    fields = asdict(score.point)
+    return ", ".join(str(fields[key]) for key in ("plan", "reducer", "layout") if fields.get(key))
+
+
+def _speedups(some: Sequence[Score]) -> Iterable[float]:
+    times = {_choice(each): each for each in some}
+    for name, each in times.items():
+        plan, _, rest = name.partition(", ")
+        plain = times.get(f"standard, {rest}")
+        if plan == "ladder" and plain is not None:
+            found, real = (
+                plain.predicted / each.predicted, plain.measured / each.measured
+            )  # fmt: skip
+            yield 100 * (found - real)
+
+
+def table(found: Sequence[Ranking]) -> list[list[str]]:
+    """A row for each case, and one for all of them."""
+    rows = [HEAD]
+    for each in found:
+        tau = "-" if each.tau is None else f"{each.tau:.2f}"
+        speedup = ", ".join(f"{error:+.1f}" for error in each.speedup)
+        rows.append([each.case, str(each.choices), str(each.pairs), tau, each.recommended,
+                     f"{100 * each.regret:.1f} %", speedup or "-"])  # fmt: skip
+    pairs = sum(each.pairs for each in found)
+    if len(found) > 1 and pairs:
+        errors = [abs(error) for each in found for error in each.speedup]
+        rows.append(
+            ["all", str(sum(each.choices for each in found)), str(pairs),
+             f"{2 * sum(each.right for each in found) / pairs - 1:.2f}", "largest:",
+             f"{100 * max(each.regret for each in found):.1f} %",
+             f"mean {sum(errors) / len(errors):.1f}" if errors else "-"]
+        )  # fmt: skip
+    return rows
+
+
+NOTE = (
+    f"order: choices of one case; tau: Kendall's, of pairs more than {APART:.0%} apart; regret: "
+    f"what the recommended one takes beyond the best, measured; ladder / standard: predicted less "
+    f"measured speedup, points"
+)

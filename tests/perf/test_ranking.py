@@ -1,0 +1,50 @@
+"""Orders and regret of made-up scores, known by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from ladder.bench.inference.points import InferencePoint
+from ladder.perf.prediction.ranking import rankings, table
+from ladder.perf.prediction.records import Score
+
+
+def score(plan: str, measured: float, predicted: float, **fields: object) -> Score:
+    given = {"reducer": "push", "tp": 4, "batch": 1, "prompt": 16, "new_tokens": 4, "layers": 2}
+    point = InferencePoint(model="tiny", plan=plan, **{**given, **fields})  # type: ignore[arg-type]
+    return Score(point, measured, predicted, False)
+
+
+def test_orders_regret_and_speedups() -> None:
+    """Five pairs are more than 3 % apart, of which hybrid and standard are in the wrong order."""
+    found = [
+        score("standard", 1.30, 1.10), score("ladder", 1.00, 1.01), score("hybrid", 1.20, 1.20),
+        score("parallel", 1.02, 1.00), score("none", 0.50, 9.9),
+        score("ladder", 0.10, 9.9, no_comm=True), score("ladder", 9.0, 9.0, batch=2),
+    ]  # fmt: skip
+    (each,) = rankings(found)
+    assert (each.choices, each.pairs, each.right) == (4, 5, 4)
+    assert each.tau == pytest.approx(0.6)
+    assert each.recommended == "parallel, push"
+    assert each.regret == pytest.approx(0.02)
+    assert each.speedup == (pytest.approx(100 * (1.10 / 1.01 - 1.30)),)
+
+
+def test_cases_are_apart_and_pooled() -> None:
+    """The right order and its reverse: a tau of 0 in all."""
+    found = [score(plan, n, n) for n, plan in enumerate(("ladder", "hybrid", "standard"), 1)]
+    found += [
+        score(plan, n, 9 - n, batch=2) for n, plan in enumerate(("ladder", "hybrid", "standard"), 1)
+    ]
+    ranked = rankings(found)
+    assert [each.tau for each in ranked] == [1.0, -1.0]
+    assert [each.regret for each in ranked] == [0.0, 2.0]
+    last = table(ranked)[-1]
+    assert last[:4] == ["all", "6", "6", "0.00"]
+    assert "200.0 %" in last
+
+
+def test_reducers_are_choices_of_one_case() -> None:
+    found = [score("standard", 2.0, 1.0, reducer="async"), score("standard", 1.0, 2.0)]
+    (each,) = rankings(found)
+    assert (each.recommended, each.tau, each.speedup) == ("standard, async", -1.0, ())
