@@ -94,6 +94,8 @@ def test_objectives_choose_differently(capsys: Out) -> None:
     found = {name: asked(capsys, *words, name)["recommended"] for name in ("latency", "throughput")}
     assert (found["latency"]["tp"], found["latency"]["batch"]) == (4, 1)
     assert (found["throughput"]["tp"], found["throughput"]["batch"]) == (1, 16)
+    everything = asked(capsys, "llama-3-8b", "--plans", "standard", "--objective", "throughput")
+    assert {row["batch"] for row in everything["rows"]} == {1, 4, 16, 64}
     one, two = (asked(capsys, *words, "throughput", "--nodes", n)["rows"][0] for n in ("1", "2"))
     assert two["tokens_s"] == pytest.approx(2 * one["tokens_s"])
 
@@ -292,7 +294,8 @@ def old(path: Path) -> str:
         (("--batch", "1", "65"), "--batch=65 must be 1 to 64, as fused decode steps have"),
         (("--batch", "0"), "--batch=0 must be 1"),
         (("--context", "9999"), "--context=9999 must be 1 to the model's context, 8192"),
-        (("--nodes", "0"), "--nodes=0 must be 1 or more"),
+        (("--nodes", "0"), "--nodes=0 must be 1 to 65,536"),
+        (("--tp-degree", "0"), "--tp-degree=0 must be 1 or more"),
         (("--reducers", "ring"), "unknown reducer of --reducers 'ring'"),
         (("--plans", "desync-4x", "--tp-degree", "8", "--tp", "4"), "--tp-degree=8 with --tp=4"),
         (("--plans", "desync-4x", "--tp-degree", "8"), "nothing is left to predict: desync-4x"),

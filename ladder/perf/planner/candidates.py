@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ladder.kernels.decode import MAX_ROWS
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
+from ladder.models.presets import MOST_RANKS
 from ladder.perf import memory, phases
 from ladder.perf.cost import WAY
 from ladder.perf.machine import Machine
@@ -16,6 +17,8 @@ from ladder.perf.phases import Prediction
 from ladder.perf.planner.intervals import Interval, interval
 from ladder.perf.planner.subject import CHECKPOINT, Subject, check_names, degrees
 from ladder.plans import OVERVIEW
+
+BATCHES = (1, 4, 16, 64)  # where throughput is asked for
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,9 @@ def check(question: Question) -> None:
     shape = question.subject.shape
     if question.phase not in phases.PHASES:
         raise UserError(f"--{question.phase} is not predicted yet; give --decode")
-    if question.nodes < 1:
-        raise UserError(f"--nodes={question.nodes} must be 1 or more")
+    for option, value in (("nodes", question.nodes), ("tp-degree", question.tp_degree or 1)):
+        if not 1 <= value <= MOST_RANKS:
+            raise UserError(f"--{option}={value} must be 1 to {MOST_RANKS:,}")
     most = MAX_ROWS if question.phase == "decode" else 2**20
     for batch in question.batches:
         if not 1 <= batch <= most:

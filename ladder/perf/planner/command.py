@@ -10,9 +10,10 @@ from typing import Any
 from ladder.files import write_text
 from ladder.models.errors import UserError
 from ladder.perf.planner import report
-from ladder.perf.planner.candidates import Question, Row, ask, recommended
+from ladder.perf.planner.candidates import BATCHES, Question, Row, ask, recommended
 from ladder.perf.planner.subject import CHECKPOINT, machines, subject
 
+CONTEXT = 1024  # unless the user gives one
 MEASURED_TOKENS = 64  # that the command of a recommended decode step decodes
 
 
@@ -51,12 +52,17 @@ def question_of(options: Any) -> Question:
         whole = max(known)
         gap = calibrated(known[whole], options.calibrate).values
         known = {tp: replace(each, values=gap) for tp, each in known.items()}
+    about = subject(options.model)
+    if options.tp_degree == 0:
+        raise UserError("--tp-degree=0 must be 1 or more; leave it out for that of --tp")
     return Question(
-        subject=subject(options.model),
+        subject=about,
         machines=known,
         phase=options.phase,
-        batches=tuple(options.batch),
-        context=options.context,
+        batches=tuple(options.batch or (BATCHES if options.objective == "throughput" else (1,))),
+        context=options.context
+        if options.context is not None
+        else min(CONTEXT, about.shape.max_seq_len),
         plans=tuple(options.plans or ()),
         tp=tuple(options.tp or ()),
         tp_degree=options.tp_degree,

@@ -36,8 +36,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             f"--{name}", dest="phase", action="store_const", const=name, help=f"predict {text}"
         )
     parser.set_defaults(phase="decode")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="sequences (1)")
-    parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        nargs="+",
+        help="sequences of a copy of the model (1; for throughput 1 4 16 64)",
+    )
+    parser.add_argument(
+        "--context", type=int, help="tokens of each sequence (1024, or as many as the model takes)"
+    )
     parser.add_argument(
         "--plans",
         nargs="+",

@@ -18,13 +18,10 @@ from ladder.bench.report import (
     Text,
     page,
 )
-from ladder.kernels.decode import MAX_ROWS
 from ladder.perf.planner import report
-from ladder.perf.planner.candidates import Question, Row, ask
+from ladder.perf.planner.candidates import BATCHES, Question, Row, ask
 from ladder.perf.planner.drawing import pareto, timeline
 from ladder.plans import aligned
-
-BATCHES = (1, 4, 16, 64)  # of the plot, besides those that are asked for
 
 
 def as_page(
@@ -55,7 +52,7 @@ def as_page(
 
 def plotted(question: Question) -> list[Row]:
     """The rows of the plot: those of more batches, too."""
-    batches = {*question.batches, *(each for each in BATCHES if each <= MAX_ROWS)}
+    batches = {*question.batches, *BATCHES}
     return ask(replace(question, batches=tuple(sorted(batches))))[0]
 
 

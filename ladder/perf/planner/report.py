@@ -17,7 +17,7 @@ from ladder.perf.planner.subject import degrees
 from ladder.plans import aligned
 
 CLOSE = 0.03  # two predictions that are closer are not told apart
-PHASES = {"decode": "decode step", "prefill": "prefill", "train": "training step"}
+PHASES = {"decode": "decode steps after", "prefill": "prompts of", "train": "training steps of"}
 FITS = ["TP", "batch", "weights", "cache", "activations", "reserve", "GiB", "fits", "at most"]
 HEAD = ["plan", "TP", "reducer", "ms", "80 % interval", "tokens/s", "limited by", "exposed ms",
         "GiB", "basis"]  # fmt: skip
@@ -31,7 +31,7 @@ def title(question: Question) -> str:
     machine, nodes = question.machine, question.nodes
     where = f"{nodes} x {machine.name}" if nodes > 1 else machine.name
     return (
-        f"{question.subject.name}: a {PHASES[question.phase]} of {question.context} tokens, on "
+        f"{question.subject.name}, {PHASES[question.phase]} {question.context} tokens, on "
         f"{where} ({question.gpus} x {machine.gpu})"
     )
 

@@ -49,7 +49,7 @@ def subject(name: str) -> Subject:
     path = Path(name)
     if path.name == "config.json":
         path = path.parent
-    if path.is_dir():
+    if name and path.is_dir():
         from ladder.checkpoint import newest, read_config  # slow to import
 
         own = read_config(newest(path))
