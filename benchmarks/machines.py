@@ -1,14 +1,17 @@
 """Write ladder/perf/machines/*.json from the recorded results: `python benchmarks/machines.py`.
 
-Nothing is in these files that no record says, but the memory of a GPU. The times of decode kernels
-are those that benchmarks/results/README.md lists; the rest is in the JSON lines.
+The times of decode kernels are those that benchmarks/results/README.md lists; the rest is in the
+JSON lines, but for the memory of a GPU and DECLARED, which no record says and each of which says
+where it is from.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,58 @@ FILES = (
     "2026-11-22-virtual-ranks-h200x2.jsonl",
 )
 COMM = {2: "2026-11-22-comm-h200x2.jsonl", 4: "2026-11-21-comm-h200x4.jsonl"}
-CALIBRATION = "2026-11-21-inference-h200x4.jsonl"
+FITTED = ("launch_gap_us", "prompt_gap_us", "power_limit")
+CALIBRATION = (
+    "2026-11-21-inference-h200x4.jsonl",
+    "2026-11-21-figures-h200x4.jsonl",
+    "2026-11-22-frame-before-h200x4.jsonl",
+    "2026-11-22-frame-after-h200x4.jsonl",
+)
+ATTENTION_RATE = (
+    "declared: {} of FlashAttention-3 as published for an H100, causal, heads of 128: 400, 500, "
+    "560, 600 TFLOP/s at 1k, 2k, 4k, 8k tokens; cuDNN in a trace of half-8b at 1k: 372"
+)
+BESIDE_NCCL = (
+    "{}: in traces of training steps at TP 4 NCCL takes 1.3 times as long beside products "
+    "(2026-11-21-train-8b-again-h200x4.jsonl){}"
+)
+DECLARED = {
+    "boost_ms": Value(
+        10.0,
+        "declared: between what batches 4 and 16 of llama-3-8b, none, TP 4 ask for, whose prefill "
+        "is off by +1 and -3 % with it; 2026-11-21-figures-h200x4.jsonl",
+    ),
+    "prompt_attention_tflop_s": Value(650.0, ATTENTION_RATE.format("the rate")),
+    "prompt_attention_half": Value(750.0, ATTENTION_RATE.format("the shape of the curve")),
+}
+TOGETHER = {
+    "nccl_beside_product": Value(0.75, BESIDE_NCCL.format("declared", "")),
+    "product_beside_nccl": Value(
+        0.64,
+        "measured by hand: layers of products on 4x H200 (torch 2.11, 2026-11-20) lose 0.40 to "
+        "0.62 of the time of NCCL's all-reduces beside them, five shapes, 0.48 on average; "
+        "1 - 0.48 x nccl_beside_product",
+    ),
+}
+COPIES = {
+    2: Value(
+        0.87,
+        "declared: in the trace of half-8b, ladder, batch 64, products take 3.1 % longer than in "
+        "standard's, and copies run for 23 % of the time; 2026-11-21-profile-half-8b-h200x2.txt",
+    ),
+    4: Value(
+        0.75,
+        "measured by hand: a product of 8192 rows takes 3650 us for 3533 while 409 us of copies "
+        "run beside it on 4x H200 (torch 2.11, 2026-11-22), which is 0.71; rounded up",
+    ),
+}
+PEERS = Curve(
+    "peer copy",
+    {},
+    tuple((float(size), round(2 + size / 380e3, 2)) for size in (2**20, 2**24, 2**28)),
+    "measured by hand: copy engines of 4x H200, all at once, read 369 GB/s and write 390 GB/s "
+    "(torch 2.11, 2026-11-20); and 2 us for each copy, declared",
+)
 NOTES = "benchmarks/results/README.md, `Block shapes of the decode kernels`"
 # Microseconds of two products of one row at TP 4: QKV with the output projection, gate and up with
 # down.
@@ -117,9 +171,21 @@ def collectives(gpus: int) -> tuple[list[Curve], list[Link]]:
 
 def machine(gpus: int) -> Machine:
     more, links = collectives(gpus) if gpus > 1 else ([], [])
+    declared = DECLARED
+    if gpus > 1:
+        more.append(PEERS)
+        declared = DECLARED | TOGETHER | {"product_beside_copies": COPIES[gpus]}
     name, curves = f"h200x{gpus}", (*kernels(), *more)
-    found = Machine(name, GPU, gpus, values(gpus), curves, tuple(links))
-    return calibrated(found, RESULTS / CALIBRATION) if gpus == 4 else found
+    found = Machine(name, GPU, gpus, values(gpus) | declared, curves, tuple(links))
+    if gpus == 4:
+        return calibrated(found, *(RESULTS / file for file in CALIBRATION))
+    fitted = {key: each for key, each in four().values.items() if key in FITTED}
+    return replace(found, values={**found.values, **fitted})  # of one GPU, and so of all
+
+
+@functools.cache
+def four() -> Machine:
+    return machine(4)
 
 
 if __name__ == "__main__":

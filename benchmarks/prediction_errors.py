@@ -10,10 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ladder.perf.machine import load, shipped
+from ladder.perf.machine import load
 from ladder.perf.planner.intervals import FILE
-from ladder.perf.prediction.records import scores
+from ladder.perf.prediction.records import MEASURED, scores
 
+MACHINE = "h200x4"  # and those of fewer of its GPUs
 RESULTS = Path(__file__).parent / "results"
 # Of this code, on machines with shipped files; not those of settings that are no longer built.
 NAMES = (
@@ -28,21 +29,19 @@ def files() -> list[Path]:
 
 
 def entries() -> list[dict[str, Any]]:
-    found: dict[tuple[str, int, str, str], list[list[float]]] = {}
-    for name in shipped():
-        machine = load(name)
-        if "launch_gap_us" not in machine.values:
-            continue
-        for each in scores(files(), machine):
+    found: dict[tuple[str, int, str, str, str], list[list[float]]] = {}
+    machine = load(MACHINE)
+    for phase in MEASURED:
+        for each in scores(files(), machine, phase):
             point = each.point
             if not each.calibrated:
-                key = machine.gpu, machine.gpus, point.reducer, point.model
+                key = machine.gpu, point.tp, phase, point.reducer, point.model
                 ratio = each.measured / each.predicted
                 found.setdefault(key, []).append([round(1e3 * each.predicted, 1), round(ratio, 3)])
     return [
-        {"gpu": gpu, "gpus": gpus, "phase": "decode", "reducer": reducer, "model": model,
+        {"gpu": gpu, "gpus": gpus, "phase": phase, "reducer": reducer, "model": model,
          "points": sorted(points)}
-        for (gpu, gpus, reducer, model), points in sorted(found.items())
+        for (gpu, gpus, phase, reducer, model), points in sorted(found.items())
     ]  # fmt: skip
 
 

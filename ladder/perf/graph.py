@@ -21,7 +21,7 @@ from ladder.parallel.sharded import sharded_refusal
 
 MAIN, SIDE, COMM, DATA = "main", "side", "communication", "data parallel"
 COMPUTES = ("product", "attention")
-REDUCES = ("all-reduce", "reduce-scatter", "push", "send")
+REDUCES = ("all-reduce", "reduce-scatter", "push", "send", "barrier")
 STYLES = ("all-reduce", "sharded")
 
 
@@ -32,7 +32,9 @@ class Operation:
     kind: embed, product, attention, landing, copy, send, all-reduce, reduce-scatter, all-gather,
     head, choice, loss, optimiser; a product that pushes its result is a `product` with `pushes`.
     part: which product (qkv, output, gate-up, down). sublayer: whose; for a landing the read.
-    output: the output that a reduce sums. landings: what a landing lands, in order.
+    output: the output that a reduce sums. landings: what a landing lands, in order. algorithm: a
+    collective's, as in the machine's curves. tensors: how many tensors of the residual's size it
+    reads and writes. few: it has one row of each sequence.
     """
 
     index: int
@@ -46,6 +48,9 @@ class Operation:
     pushes: bool = False
     landings: tuple[Landing, ...] = ()
     backward: bool = False
+    algorithm: str = ""
+    tensors: float = 0.0
+    few: bool = False
 
     @property
     def reduces(self) -> bool:
@@ -116,14 +121,24 @@ class Loop:
     operation that ends each output's sum, and `owns` that of its own partial.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, reduces: bool = True) -> None:
         self.plan, self.graph = plan, Graph(plan)
         self.residual = self.graph.add("embed", ())
-        self.residual = self.graph.add("all-reduce", [self.residual], part="embedding")
+        if reduces:
+            self.residual = self.graph.add(
+                "all-reduce", [self.residual], part="embedding", algorithm="nccl"
+            )
         self.base: int | None = None
         self.starts: dict[int, int] = {}
         self.owns: dict[int, int] = {}
         self.group: list[int] = []  # partials of the open group
+
+    def newest(self, stream: str) -> int | None:
+        """The newest operation on a stream."""
+        for each in reversed(self.graph.operations):
+            if each.stream == stream and each.rides is None:
+                return each.index
+        return None
 
     def landed(self, n: int, residual: int) -> None:
         """Read n has landed: `residual` made its residual."""

@@ -38,12 +38,9 @@ def decode(plan: Plan, way: str = "push") -> Graph:
 
 class _Decode(Loop):
     def __init__(self, plan: Plan, way: str) -> None:
-        super().__init__(plan)
+        super().__init__(plan, reduces=way != "alone")
         self.way = way
-        if way == "alone":
-            self.graph = Graph(plan)
-            self.residual = self.graph.add("embed", ())
-        self.newest: int | None = None  # what made the newest read
+        self.read: int | None = None  # what made the newest read
         self.carried: _Job | None = None
         self.sending: int | None = None  # the output to send, and
         self.partial = -1  # what made it
@@ -80,7 +77,7 @@ class _Decode(Loop):
     def _begin(self, n: int) -> list[_Job]:
         """Start the landing of read n: its jobs, or none if it must wait for a collective."""
         landings = self.plan.landings[n]
-        if self.newest is not None and not landings:
+        if self.read is not None and not landings:
             return []
         if self.way == "nccl" and any(each.summed for each in landings):
             return []
@@ -92,20 +89,20 @@ class _Decode(Loop):
         """Land read n: launch what no product has run."""
         jobs = early[1] if early is not None else self._begin(n)
         landings = self.plan.landings[n]
-        if landings or self.newest is None:
+        if landings or self.read is None:
             for job in jobs or self._jobs(landings):
                 if job.operation is None:
                     if job.waits:
                         self._flush()
                     self._land(job, n)
             assert self.last is not None
-            self.newest = self.last.operation
+            self.read = self.last.operation
             self.carried = None
             if self.new_base is not None:
                 self.base, self.new_base = self.new_base.operation, None
-        assert self.newest is not None
+        assert self.read is not None
         self.rider = self.sending
-        self.landed(n, self.newest)
+        self.landed(n, self.read)
 
     def _jobs(self, landings: Sequence[Landing]) -> list[_Job]:
         """`DecodePass._jobs`."""
@@ -178,7 +175,7 @@ class _Decode(Loop):
         record, plan = self.plan.sublayers[n], self.plan
         inner = []
         for kind in record.kind.split("+"):
-            first = self._product("qkv" if kind == "attention" else "gate-up", n, [self.newest])
+            first = self._product("qkv" if kind == "attention" else "gate-up", n, [self.read])
             if kind == "attention":
                 first = self.graph.add("attention", [first], sublayer=n)
             inner.append((LAST[kind], first))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +35,24 @@ VALUES = {
     "launch_us": "one kernel without work, in a CUDA graph",
     "launch_gap_us": "what a launch takes in a step beyond its curve; fitted, see --calibrate",
     "host_launch_us": "the host's time to launch one kernel",
+    "prompt_gap_us": "what a kernel of a prompt takes beyond its arithmetic or bytes; fitted",
+    "power_limit": "the power that a GPU may take, of what products without a pause would; fitted",
+    "boost_ms": "how long the GPU stays above its power limit",
+    "product_beside_nccl": "the speed of a product beside an NCCL collective, of its speed alone",
+    "nccl_beside_product": "the speed of an NCCL collective beside a product, of its speed alone",
+    "product_beside_copies": "the speed of a product beside copies to peers, of its speed alone",
+    "prompt_attention_tflop_s": "TFLOP/s of causal attention of a very long prompt",
+    "prompt_attention_half": "the tokens of a prompt at which attention has half of that rate",
+}
+# What holds where nobody has measured: of an H200. Where it is from is in benchmarks/machines.py.
+DECLARED = {
+    "power_limit": 1.0,  # no limit
+    "boost_ms": 10.0,
+    "product_beside_nccl": 0.64,
+    "nccl_beside_product": 0.75,
+    "product_beside_copies": 0.75,
+    "prompt_attention_tflop_s": 650.0,
+    "prompt_attention_half": 750.0,
 }
 # The quantity of a curve's points, and what tells the curves of a family apart.
 CURVES: dict[str, tuple[str, tuple[str, ...], str]] = {
@@ -123,10 +141,12 @@ class Machine:
     links: tuple[Link, ...] = ()
 
     def value(self, name: str) -> float:
-        """Raises UserError if it has not been measured."""
-        if name not in self.values:
-            raise self._lacks(name, VALUES[name])
-        return self.values[name].value
+        """Raises UserError if it has not been measured, and is not DECLARED."""
+        if name in self.values:
+            return self.values[name].value
+        if name in DECLARED:
+            return DECLARED[name]
+        raise self._lacks(name, VALUES[name])
 
     def family(self, name: str, **where: float | str) -> list[Curve]:
         """The curves of a name, of which `where` holds."""
@@ -169,7 +189,8 @@ class Machine:
     @property
     def missing(self) -> list[str]:
         """What has not been measured, each with its meaning."""
-        names = [f"{name}: {text}" for name, text in VALUES.items() if name not in self.values]
+        known = {*self.values, *DECLARED}
+        names = [f"{name}: {text}" for name, text in VALUES.items() if name not in known]
         alone = ("all-reduce", "all-gather", "reduce-scatter", "peer copy")
         for name, (_, _, text) in CURVES.items():
             if not self.family(name) and not (self.gpus == 1 and name in alone):
@@ -178,7 +199,7 @@ class Machine:
 
     def _lacks(self, name: str, meaning: str) -> UserError:
         remedy = f"measure it: ladder bench machine --nproc {self.gpus} --out machine.json"
-        if name == "launch_gap_us":
+        if name in ("launch_gap_us", "prompt_gap_us"):
             remedy = "give --calibrate=RECORDS, results of `ladder bench inference`"
         return UserError(f"machine {self.name!r} has no {name!r} ({meaning}); {remedy}")
 
@@ -226,6 +247,24 @@ def load(name: str) -> Machine:
             f"`ladder bench machine`"
         )
     return read(Path(name))
+
+
+def for_degree(machine: Machine, tp: int) -> Machine:
+    """The machine for groups of `tp` of its GPUs: itself, or the shipped one of so many.
+
+    Its own fitted values hold there, too. Raises UserError if there is none.
+    """
+    if tp in (1, machine.gpus):  # a group of one needs no collectives
+        return machine
+    for name in shipped():
+        found = load(name)
+        if (found.gpu, found.gpus) == (machine.gpu, tp):
+            fitted = {k: v for k, v in machine.values.items() if v.provenance.startswith("fitted")}
+            return replace(found, values={**found.values, **fitted})
+    raise UserError(
+        f"--tp={tp}: machine {machine.name!r} has the collectives of {machine.gpus} GPUs; give "
+        f"--tp {machine.gpus} or 1, or another --machine"
+    )
 
 
 def read(path: Path) -> Machine:

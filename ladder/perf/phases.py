@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
+
+from ladder.costs import BF16
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
+from ladder.models.plan import Plan
+from ladder.models.reducer import Ranks
+from ladder.parallel.choose import choose
+from ladder.parallel.dispatch import load_dispatch
 from ladder.perf.cost import WAY, DecodeCost
+from ladder.perf.cost_prefill import PromptCost, resource
 from ladder.perf.graph import REDUCES, Graph, Operation
 from ladder.perf.lower_decode import decode as lower_decode
-from ladder.perf.machine import Basis, Machine, worst
+from ladder.perf.lower_prefill import Way
+from ladder.perf.lower_prefill import prefill as lower_prefill
+from ladder.perf.machine import Basis, Machine, for_degree, worst
 from ladder.perf.simulate import Times, simulate
 
 # What the longest path of a pass is made of, by the kind of operation.
@@ -24,6 +35,11 @@ LIMITS = {
     "copy": "landings",
     "norm": "landings",
     "choice": "launches",
+    "rotary": "landings",
+    "swiglu": "landings",
+    "peers": "communication",
+    "copies": "communication",
+    "barrier": "communication",
     **dict.fromkeys((*REDUCES, "all-gather"), "communication"),
 }
 
@@ -32,7 +48,7 @@ LIMITS = {
 class Prediction:
     """The time of one pass, and where it comes from.
 
-    exposed_us: beyond the time of the plan without its reduces. limits: the longest path through
+    bare: computes the time of the plan without its reduces. limits: the longest path through
     the operations by what they are (products, attention, landings, communication, launches),
     microseconds that add up to `us`, the most first. collectives, launches: how many. provenance:
     where the curves and values come from. graph, times: all operations and when they run, for
@@ -40,7 +56,6 @@ class Prediction:
     """
 
     us: float
-    exposed_us: float
     basis: Basis
     limits: tuple[tuple[str, float], ...]
     collectives: int
@@ -48,6 +63,12 @@ class Prediction:
     provenance: tuple[str, ...]
     graph: Graph
     times: Times
+    bare: Callable[[], float]
+
+    @cached_property
+    def exposed_us(self) -> float:
+        """The time beyond that of the plan without its reduces."""
+        return self.us - self.bare()
 
 
 def decode(
@@ -58,23 +79,25 @@ def decode(
     reducer: push, or async (NCCL). Raises UserError if the machine lacks what it needs, and for a
     degree, batch or context that the step or the model cannot have.
     """
+    machine = for_degree(machine, tp)
     machine.value("launch_gap_us")
     cost = DecodeCost(config, machine, tp, reducer, batch, context)
     way = WAY[reducer] if tp > 1 else "alone"
     graph = lower_decode(config.plan, way)
     times = simulate(graph, cost)
-    bases = tuple(cost.bases)
-    bare = simulate(lower_decode(config.plan.as_no_comm(), way), cost).total
-    return _prediction(graph, times, bare, bases, machine, ())
+
+    def bare() -> float:
+        return simulate(lower_decode(config.plan.as_no_comm(), way), cost).total
+
+    return _prediction(graph, times, bare, cost.bases, machine)
 
 
 def _prediction(
     graph: Graph,
     times: Times,
-    bare: float,
-    bases: tuple[Basis, ...],
+    bare: Callable[[], float],
+    bases: Sequence[Basis],
     machine: Machine,
-    more: tuple[str, ...],
 ) -> Prediction:
     spent: dict[str, float] = {}
     for index, us in times.longest_path():
@@ -84,14 +107,14 @@ def _prediction(
     fitted = [each.provenance for each in machine.values.values() if "fitted" in each.provenance]
     return Prediction(
         us=times.total,
-        exposed_us=times.total - bare,
         basis=worst(bases),
         limits=limits,
         collectives=len(graph.reduces),
         launches=sum(graph.launches.values()),
-        provenance=tuple(dict.fromkeys((*fitted, *more))),
+        provenance=tuple(dict.fromkeys(fitted)),
         graph=graph,
         times=times,
+        bare=bare,
     )
 
 
@@ -102,8 +125,49 @@ def _label(operation: Operation) -> str:
 def prefill(
     config: ModelConfig, machine: Machine, tp: int, reducer: str, batch: int, prompt: int
 ) -> Prediction:
-    """The prefill of `batch` prompts of `prompt` tokens each, as the fused engine runs it."""
-    raise UserError("prompts are not predicted yet; leave out --prefill")
+    """The prefill of `batch` prompts of `prompt` tokens each, as the fused engine runs it.
+
+    reducer: push, or async (NCCL). Raises UserError as `decode` does.
+    """
+    machine = for_degree(machine, tp)
+    cost = PromptCost(config, machine, tp, batch, prompt)
+    token = BF16 * config.hidden_size
+    way = prompt_way(config.plan, machine.gpu, tp, reducer, (batch, prompt), token)
+    graph = lower_prefill(config.plan, way)
+    times = _limited(graph, cost)
+
+    def bare() -> float:
+        plan = config.plan.as_no_comm()
+        way = prompt_way(plan, machine.gpu, tp, reducer, (batch, prompt), token)
+        return _limited(lower_prefill(plan, way), cost).total
+
+    return _prediction(graph, times, bare, cost.bases, machine)
+
+
+def prompt_way(
+    plan: Plan, gpu: str, tp: int, reducer: str, shape: tuple[int, int], token: int
+) -> Way:
+    """How the engine reduces in a prefill of tokens of `shape` [B, S], by the choice that it makes.
+
+    token: the bytes of one token's partial.
+    """
+    if tp == 1:
+        return Way(1)
+    table = load_dispatch(gpu, tp) if reducer == "push" else None
+    chosen = choose("prefill", plan, Ranks(tp), shape, token, table, reducer)
+    if table is None:
+        return Way(tp)
+    large = table.pick(token * shape[0] * shape[1], torch.bfloat16)
+    return Way(tp, chosen.transport, large, table.pick(token * shape[0], torch.bfloat16))
+
+
+def _limited(graph: Graph, cost: PromptCost) -> Times:
+    """The times with the rate of products that the power limit leaves at this mix of kernels."""
+    cost.share = 1.0
+    times = simulate(graph, cost, cost.beside)
+    busy = sum(cost(each) for each in graph.operations if resource(each) == "all")
+    cost.limit(busy, times.total)
+    return simulate(graph, cost, cost.beside)
 
 
 def train(

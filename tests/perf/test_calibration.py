@@ -36,12 +36,12 @@ def test_one_process_measures_all_but_what_is_between_ranks(
     assert main(["bench", "machine", "--device", "cpu", "--out", str(out)]) == 0
     found = load(str(out))
     assert (found.name, found.gpus) == ("here", 1)
-    (missing,) = found.missing
-    assert missing.startswith("launch_gap_us")  # fitted to a recorded step, and not measured
+    names = [each.split(":")[0] for each in found.missing]
+    assert names == ["launch_gap_us", "prompt_gap_us"]  # fitted to records, and not measured
     assert [x for x, _ in found.curve("copy").points] == list(CPU.copies)
     assert found.curve("product", rows=4).points[-1][0] == 4 * CPU.hidden * CPU.outputs[-1]
     assert all("ladder bench machine" in each.provenance for each in found.curves)
-    assert capsys.readouterr().out.count("missing") == 1
+    assert capsys.readouterr().out.count("missing") == 2
     assert list(tmp_path.iterdir()) == [out]
 
 

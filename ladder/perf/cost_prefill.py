@@ -1,0 +1,170 @@
+"""What the kernels of a prefill cost on a machine.
+
+Products take their arithmetic at `matrix_tflop_s`, less what the power limit takes;
+kernels between them their bytes at `copy_tb_s`; collectives and copies what their curves say; and
+each of them a gap.
+
+Power: a GPU that computes without a pause would take a power of 1, and IDLE_POWER of that while it
+only communicates. Above `power_limit` its clock falls, and the power with the clock's cube. For the
+first `boost_ms` it may be above.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ladder.costs import BF16
+from ladder.models.config import ModelConfig
+from ladder.perf.graph import COMM, Operation
+from ladder.perf.machine import Basis, Estimate, Machine
+
+IDLE_POWER = 0.64  # while nothing computes, of the power under products
+FILL, SQUARE = 128, 8192  # what fills a tile's pipeline, of its inputs; `matrix_tflop_s` has SQUARE
+MULTIPROCESSORS = 132
+ATTENTION_ROWS = 128  # queries of one thread block
+
+
+class PromptCost:
+    """Microseconds of each operation of a prefill of `batch` prompts of `prompt` tokens."""
+
+    def __init__(
+        self, config: ModelConfig, machine: Machine, tp: int, batch: int, prompt: int
+    ) -> None:
+        self.config, self.machine, self.tp = config, machine, tp
+        self.batch, self.prompt, self.rows = batch, prompt, batch * prompt
+        hidden, inner = config.hidden_size, config.intermediate_size // tp
+        self.heads = config.num_heads // tp
+        packed = (self.heads + 2 * max(1, config.num_kv_heads // tp)) * config.head_dim
+        self.shapes = {
+            "qkv": (packed, hidden),
+            "output": (hidden, self.heads * config.head_dim),
+            "gate-up": (2 * inner, hidden),
+            "down": (hidden, inner),
+            "head": (-(-config.vocab_size // tp), hidden),
+        }
+        self.packed, self.inner = packed, inner
+        self.share = 1.0  # of the rate of products, at the power limit
+        self.gap = machine.value("prompt_gap_us")
+        self.rate = 1e6 * machine.value("matrix_tflop_s")  # FLOPs a microsecond
+        self.memory = 1e6 * machine.value("copy_tb_s")  # bytes a microsecond
+        self.bases: list[Basis] = []
+        self._known: dict[tuple[object, ...], float] = {}
+
+    def __call__(self, operation: Operation) -> float:
+        each = operation
+        key = (each.kind, each.part, each.few, each.algorithm, each.tensors, each.stream)
+        if key not in self._known:
+            found = self.estimate(operation)
+            self.bases.append(found.basis)
+            self._known[key] = found.us
+        return self._known[key]
+
+    def estimate(self, operation: Operation) -> Estimate:
+        """What it takes alone. Raises UserError if the machine lacks the curve."""
+        kind, few = operation.kind, operation.few
+        rows = self.batch if few else self.rows
+        if kind == "product":
+            return Estimate(self.product(operation.part, rows), "extrapolated")
+        if kind == "attention":
+            return Estimate(self.attention(1 if few else self.prompt) + self.gap, "extrapolated")
+        if kind == "choice":
+            return Estimate(self.gap, "interpolated")
+        if kind == "all-reduce":
+            nbytes = BF16 * self.config.hidden_size * rows
+            found = self.machine.curve("all-reduce", algorithm=operation.algorithm).at(nbytes)
+            crossings = 2 if operation.stream == COMM else 1  # to a stream and back
+            return Estimate(found.us + crossings * self.gap, found.basis)
+        if kind == "copies":
+            found = self.peer_copy(self.tensor(rows) / self.tp)
+            return Estimate((self.tp - 1) * (found.us + self.gap), found.basis)
+        if kind == "barrier":
+            found = self.machine.curve("all-reduce", algorithm="push").at(1.0)
+            return Estimate(found.us + self.gap, found.basis)
+        if kind == "rotary":
+            return self.moved(2 * BF16 * self.packed * rows)
+        if kind == "swiglu":
+            return self.moved(3 * BF16 * self.inner * rows)
+        if kind == "embed":
+            return self.moved(self.tensor(rows))
+        if kind == "peers":  # as a push, which sends a message to each of them
+            sent = operation.tensors * self.tensor(rows) / (self.tp - 1)
+            return self.machine.curve("all-reduce", algorithm="push").at(sent)
+        return self.moved(operation.tensors * self.tensor(rows))
+
+    def tensor(self, rows: float) -> float:
+        return BF16 * self.config.hidden_size * rows
+
+    def moved(self, nbytes: float) -> Estimate:
+        return Estimate(nbytes / self.memory + self.gap, "extrapolated")
+
+    def peer_copy(self, nbytes: float) -> Estimate:
+        (curve,) = self.machine.family("peer copy") or [self.machine.curve("peer copy")]
+        return curve.at(nbytes)
+
+    def product(self, part: str, rows: int) -> float:
+        outputs, inputs = self.shapes[part]
+        read = BF16 * (outputs * inputs + rows * (outputs + inputs)) / self.memory
+        if rows <= 64:
+            return read + self.gap
+        flops = 2.0 * rows * outputs * inputs * (1 + FILL / inputs) / (1 + FILL / SQUARE)
+        return max(flops / (self.rate * self.share), read) + self.gap
+
+    def attention(self, prompt: int) -> float:
+        """Causal attention of whole prompts; too few blocks leave multiprocessors idle."""
+        if prompt == 1:
+            nbytes = 2 * BF16 * self.batch * self.prompt * self.config.head_dim
+            return nbytes * max(1, self.config.num_kv_heads // self.tp) / self.memory
+        flops = 2.0 * self.batch * self.heads * self.config.head_dim * prompt**2
+        rate = 1e6 * self.machine.value("prompt_attention_tflop_s")
+        rate /= 1 + self.machine.value("prompt_attention_half") / prompt
+        blocks = self.batch * self.heads * math.ceil(prompt / ATTENTION_ROWS)
+        return flops / (rate * min(1.0, blocks / MULTIPROCESSORS))
+
+    def limit(self, busy_us: float, total_us: float) -> None:
+        """Slow products to what the power limit leaves in a pass that computes for `busy_us`."""
+        self.share = power_share(
+            self.machine.value("power_limit"), self.machine.value("boost_ms"),
+            busy_us, total_us,
+        )  # fmt: skip
+        self._known.clear()
+
+    def beside(self, operation: Operation, other: Operation) -> float:
+        """The speed of an operation beside another one, of its speed alone."""
+        one, two = resource(operation), resource(other)
+        if "wait" in (one, two):
+            return 1.0
+        if one == "link":
+            return 1.0
+        if two == "link":
+            if operation.kind == "product":
+                return self.machine.value("product_beside_copies")
+            return 1 - self.copied / self.memory
+        if two == "nccl" and one != "nccl":
+            return self.machine.value("product_beside_nccl")
+        if one == "nccl" and two != "nccl":
+            return self.machine.value("nccl_beside_product")
+        return 0.5  # both take all multiprocessors
+
+    @property
+    def copied(self) -> float:
+        """Bytes a microsecond of this GPU's memory that copies read and write."""
+        large = 2.0**28
+        return 2 * large / self.peer_copy(large).us
+
+
+def power_share(limit: float, boost_ms: float, busy_us: float, total_us: float) -> float:
+    """The share of their speed that products keep: power goes with the cube of the clock."""
+    power = IDLE_POWER + (1 - IDLE_POWER) * min(1.0, busy_us / total_us)
+    share = min(1.0, (limit / power) ** (1 / 3))
+    time = total_us / 1e3 / boost_ms
+    return share + (1 - share) * -math.expm1(-time) / time
+
+
+def resource(operation: Operation) -> str:
+    """What an operation takes: link (copy engines), nccl (some multiprocessors), wait (one block
+    that waits), or all multiprocessors."""
+    if operation.kind in ("copies", "peers"):
+        return "link"
+    if operation.kind == "barrier":
+        return "wait"
+    return "nccl" if operation.kind == "all-reduce" else "all"

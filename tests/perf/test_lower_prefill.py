@@ -1,0 +1,158 @@
+"""Operations and times of prompts: counts by the plan's schedule, closed forms and properties."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from ladder.config import model_config
+from ladder.costs import prefill_flops
+from ladder.models import ModelConfig, Plan, Ranks, UserError, resolve_plan
+from ladder.parallel.sharded import sharded_refusal
+from ladder.perf import phases
+from ladder.perf.cost_prefill import PromptCost, power_share
+from ladder.perf.graph import MAIN, SIDE
+from ladder.perf.lower_prefill import Way, prefill
+from ladder.perf.machine import Machine, Value, load
+from ladder.perf.simulate import simulate
+from tests.samples import FUSED_PLANS, random_plan
+
+PLANS = {name: resolve_plan(each, 4, 4) for name, each in FUSED_PLANS.items()}
+PLANS |= {f"random {seed}": random_plan(random.Random(seed), 1 + seed % 6) for seed in range(20)}
+WHOLE = [Way(4), Way(4, "", "two-shot", "push")]
+SHARDED = [Way(4, "direct"), Way(4, "copy")]
+PATHS = [
+    (name, way)
+    for name, plan in PLANS.items()
+    for way in (WHOLE if sharded_refusal(plan, Ranks(4)) else WHOLE + SHARDED)
+]
+
+
+def model(plan: str | Plan, layers: int = 32) -> ModelConfig:
+    found = resolve_plan(plan, layers, 4) if isinstance(plan, str) else plan
+    shape = replace(model_config("llama-3-8b"), plan=resolve_plan("standard", 32, 1))
+    return replace(
+        shape, num_layers=layers, plan=found, tp_degree=4 if found.depends_on_tp else None
+    )
+
+
+@pytest.mark.parametrize(("name", "way"), PATHS, ids=str)
+def test_a_prefill_sums_what_the_plan_sums(name: str, way: Way) -> None:
+    """Each output's sum starts once and lands where the plan says; nothing waits for itself."""
+    plan = PLANS[name]
+    graph = prefill(plan, way)
+    reduced = [n for n, each in enumerate(plan.sublayers) if each.reduce != "none"]
+    assert [each.output for each in graph.reduces] == reduced
+    assert graph.launches["attention"] == plan.num_layers
+    assert simulate(graph, lambda each: 1.0).total >= 3 * plan.num_layers
+    few = [each.sublayer for each in graph.operations if each.few and each.sublayer is not None]
+    assert min(few) == plan.last_attention
+
+
+@pytest.mark.parametrize("name", ["standard", "ladder", "hybrid"])
+def test_what_does_not_block_is_on_the_side_stream(name: str) -> None:
+    plan = PLANS[name]
+    graph = prefill(plan, Way(4, "copy"))
+    scatters = {each.output: each.stream for each in graph.reduces if each.kind == "barrier"}
+    for n, stream in scatters.items():
+        assert stream == (MAIN if plan.blocking[n] else SIDE)
+
+
+@pytest.mark.parametrize(("compute", "reduce"), [(10.0, 4.0), (4.0, 10.0)])
+def test_closed_forms(compute: float, reduce: float) -> None:
+    """15 sublayers of all tokens; the last MLP, and what follows, takes nothing here."""
+
+    def cost(each: object) -> float:
+        if each.few:  # type: ignore[attr-defined]
+            return 0.0
+        if each.part in ("output", "down") or each.kind == "attention":  # type: ignore[attr-defined]
+            return compute / (2 if each.kind == "attention" else 1)  # type: ignore[attr-defined]
+        return reduce if each.output is not None else 0.0  # type: ignore[attr-defined]
+
+    def products(name: str) -> float:
+        return simulate(prefill(resolve_plan(name, 8, 4), Way(4)), cost).total
+
+    alone = products("none")
+    assert alone == pytest.approx(14 * compute + 8 * compute / 2)
+    assert products("standard") == pytest.approx(alone + 14 * reduce)
+    assert alone <= products("ladder") <= alone + 14 * max(0, reduce - compute) + reduce
+
+
+@pytest.mark.parametrize("reducer", ["push", "async"])
+@pytest.mark.parametrize("plan", ["standard", "ladder", "desync-4x", "dtp-1", "accumulate-4x-lag2"])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_no_prefill_is_below_its_floor(plan: str, reducer: str, batch: int) -> None:
+    machine, config = load("h200x4"), model(plan)
+    found = phases.prefill(config, machine, 4, reducer, batch, 1024)
+    floor = prefill_flops(config, 4, batch, 1024) / machine.value("matrix_tflop_s") / 1e6
+    assert found.us > floor
+    assert sum(us for _, us in found.limits) == pytest.approx(found.us)
+    assert 0 <= found.exposed_us < found.us
+    assert found.collectives == config.plan.collectives
+
+
+def slower(machine: Machine, name: str, factor: float) -> Machine:
+    curves = tuple(
+        replace(each, points=tuple((x, factor * us) for x, us in each.points))
+        if each.name == name
+        else each
+        for each in machine.curves
+    )
+    return replace(machine, curves=curves)
+
+
+@pytest.mark.parametrize("plan", ["standard", "ladder", "hybrid", "desync-2x"])
+def test_slower_links_and_memory_never_make_a_prefill_faster(plan: str) -> None:
+    """But for 1 %, by what they then run beside. Without the power limit, under which waiting makes
+    what follows faster, and with products that copies do not slow."""
+    machine, config = load("h200x4"), model(plan)
+    one = dict.fromkeys(("power_limit", "product_beside_copies"), Value(1.0, "declared"))
+    free = machine.values | one
+    machine = replace(machine, values=free)
+    for reducer, batch in (("push", 1), ("push", 4), ("async", 4)):
+        now = phases.prefill(config, machine, 4, reducer, batch, 1024).us
+        for name in ("all-reduce", "peer copy")[: 1 if batch == 1 else 2]:  # small ones: no copies
+            later = phases.prefill(config, slower(machine, name, 3), 4, reducer, batch, 1024)
+            assert later.us >= 0.99 * now
+        half = replace(machine, values={**machine.values, "copy_tb_s": Value(2.0, "declared")})
+        assert phases.prefill(config, half, 4, reducer, batch, 1024).us > now
+
+
+def test_one_rank_reduces_nothing_and_takes_longer() -> None:
+    config = model("standard")
+    one = phases.prefill(config, load("h200x4"), 1, "push", 1, 1024)
+    two = phases.prefill(config, load("h200x4"), 2, "push", 1, 1024)
+    assert one.collectives == 0
+    assert not [each for each in one.graph.operations if each.kind == "all-reduce"]
+    assert one.us > 1.2 * two.us
+
+
+def test_products_beside_a_collective_are_slower() -> None:
+    """With NCCL the ladder's products lose what the machine says; without that it is faster."""
+    machine, config = load("h200x4"), model("ladder")
+    alone = {"product_beside_nccl": 1.0, "nccl_beside_product": 1.0}
+    values = {name: Value(value, "declared") for name, value in alone.items()}
+    free = replace(machine, values={**machine.values, **values})
+    now = phases.prefill(config, machine, 4, "async", 16, 1024).us
+    assert phases.prefill(config, free, 4, "async", 16, 1024).us < 0.95 * now
+
+
+def test_the_power_limit() -> None:
+    """No limit takes nothing; a long pass has the cube root of the limit, a short one more."""
+    assert power_share(1.0, 10.0, 1e5, 1e5) == 1.0
+    assert power_share(0.512, 10.0, 1e9, 1e9) == pytest.approx(0.8, abs=1e-3)
+    assert power_share(0.512, 10.0, 1e4, 1e4) > 0.85
+    assert power_share(0.512, 10.0, 5e8, 1e9) > 0.8  # half of it waits
+
+
+def test_attention_of_few_blocks_leaves_multiprocessors_idle() -> None:
+    cost = PromptCost(model("none"), load("h200x4"), 4, 1, 1024)
+    more = PromptCost(model("none"), load("h200x4"), 4, 16, 1024)
+    assert cost.attention(1024) > more.attention(1024) / 16
+
+
+def test_a_transport_that_is_unknown_is_refused() -> None:
+    with pytest.raises(UserError, match="unknown transport 'pigeon'"):
+        Way(4, "pigeon")

@@ -1,0 +1,101 @@
+"""Predictions against the repository's records: the errors must not grow."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from ladder.bench.inference.points import InferencePoint
+from ladder.cli import main
+from ladder.perf.machine import load
+from ladder.perf.prediction.command import cases, speedups, tau
+from ladder.perf.prediction.records import Score, calibrated, scores, summary
+from tests import ROOT
+
+RESULTS = ROOT / "benchmarks/results"
+FILES = [
+    RESULTS / f"{name}.jsonl"
+    for name in (
+        "2026-11-21-inference-h200x4",
+        "2026-11-21-figures-h200x4",
+        "2026-11-21-half-8b-h200x2",
+        "2026-11-21-table1-h200x4",
+        "2026-11-22-table1-h200x2",
+        "2026-11-22-frame-after-h200x4",
+        "2026-11-22-frame-after-2b-h200x2",
+    )
+]
+# Of what was held out: the largest mean error, 90th percentile and single error (%), the largest
+# mean error of a ladder's speedup over standard in points, and the least of Kendall's tau.
+LIMITS = {
+    "decode": (6.5, 14.3, 30.1, 10.5, 0.92),
+    "prefill": (3.4, 7.6, 14.5, 4.3, 0.96),
+}
+
+
+@pytest.mark.parametrize("phase", LIMITS)
+def test_errors_on_records_do_not_grow(phase: str) -> None:
+    start = time.process_time()
+    found = scores(FILES, load("h200x4"), phase)
+    (of_all,) = summary(found, lambda each: (each.phase,)).values()
+    off = speedups(found)
+    reached = (*of_all[1:], sum(map(abs, off)) / len(off), tau(found)[0])
+    assert all(a <= b for a, b in zip(reached[:4], LIMITS[phase][:4], strict=True)), reached
+    assert reached[4] >= LIMITS[phase][4], reached
+    assert time.process_time() - start < 6  # on a busy machine
+
+
+def point(plan: str, batch: int = 1) -> InferencePoint:
+    return InferencePoint("llama-3-8b", plan, "push", 4, batch, 1024, 64, 32)
+
+
+def test_comparisons_of_plans_are_what_they_say() -> None:
+    """Of two cases one is ordered rightly; a ladder that is predicted 20 points too fast."""
+    times = {"standard": (2.0, 2.4), "ladder": (1.0, 1.0), "hybrid": (2.01, 2.0)}
+    found = [Score("decode", point(plan), a, b, False) for plan, (a, b) in times.items()]
+    found.append(Score("decode", point("none"), 0.5, 9.0, False))
+    assert [len(case) for case in cases(found)] == [3]
+    assert speedups(found) == pytest.approx([40.0])
+    assert tau(found) == (1.0, 2)  # standard and the hybrid are not apart
+    wrong = [Score("decode", point(plan, 4), a, -b, False) for plan, (a, b) in times.items()]
+    assert tau([*found, *wrong]) == (0.0, 4)
+
+
+def test_errors_of_what_was_fitted_do_not_count() -> None:
+    found = [Score("decode", point("ladder"), 1.0, 1.1, False)]
+    found.append(Score("decode", point("none"), 1.0, 9.0, True))
+    assert summary(found, lambda each: (each.phase,))["decode",] == pytest.approx(
+        (1, 10.0, 10.0, 10.0)
+    )
+
+
+def test_validate_prints_errors_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "validate", str(FILES[0])]) == 0
+    found = capsys.readouterr().out
+    assert "calibrated" in found
+    assert found.count("llama-3-70b push") == 2  # decode and prefill
+    assert "Kendall's tau" in found
+    assert main(["predict", "validate", str(FILES[0]), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["phase"] for row in rows} == {"decode", "prefill"}
+    assert main(["predict", "validate", "nowhere.jsonl"]) == 2
+    assert "nowhere.jsonl does not exist" in capsys.readouterr().err
+
+
+def test_prompts_are_calibrated_from_their_records_alone(tmp_path: Path) -> None:
+    """Twice the time of the one sequence's prefill asks for a longer gap; without long prompts the
+    power limit stays."""
+    machine = load("h200x4")
+    lines = [json.loads(line) for line in FILES[0].read_text().splitlines()]
+    kept = [each for each in lines if each["point"]["plan"] == "none"]
+    kept = [each for each in kept if each["point"]["batch"] == 1 and each["point"]["layers"] == 32]
+    for each in kept:
+        each["result"]["prefill_ms"] *= 2
+    file = tmp_path / "none.jsonl"
+    file.write_text("\n".join(map(json.dumps, kept)))
+    found = calibrated(machine, file)
+    assert found.value("prompt_gap_us") > 3 * machine.value("prompt_gap_us")
+    assert found.value("power_limit") == machine.value("power_limit")
