@@ -26,6 +26,7 @@ from ladder.perf import options as perf
 from ladder.perf.calibration import options as calibration
 from ladder.perf.planner import options as planner
 from ladder.perf.prediction import options as prediction
+from ladder.perf.scale import options as scale
 from ladder.train import options as train
 
 
@@ -160,6 +161,12 @@ VERBS = (
         "simulate the figures of the T3 paper, and score them against it",
         perf.add_t3_options,
         perf.run_t3,
+    ),
+    Verb(
+        "predict scale",
+        "simulate several nodes: a DLRM, Ladder Residual's tables, up to 1,024 GPUs",
+        scale.add_options,
+        scale.run,
     ),
     Verb(
         "doctor",

@@ -23,6 +23,7 @@ def _draw(chart: Dots | Curves, title: str) -> str:
         chart.series,
         chart.x_label,
         chart.y_label,
+        ticks=chart.ticks,
         title=title,
         colours=_colours(list(chart.series)),
     )

@@ -25,11 +25,8 @@ def add_t3_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_t3(options: argparse.Namespace) -> int:
-    import json
-
-    from ladder.files import write_text
     from ladder.models import UserError
-    from ladder.perf.report import Study
+    from ladder.perf.report import Study, show, writable
     from ladder.perf.t3.figures import FIGURES, figure, known
     from ladder.perf.t3.sweep import sweep
     from ladder.perf.t3.system import DECLARED, FITTED, SOURCE
@@ -37,18 +34,10 @@ def run_t3(options: argparse.Namespace) -> int:
     if options.sweep and options.figure:
         raise UserError("--sweep is of no figure; leave out --figure")
     numbers = [known(number) for number in options.figure or FIGURES]
-    page = options.page
-    if page is not None and (page.is_dir() or not page.parent.is_dir()):
-        raise UserError(f"--page {page}: name a file in a folder that exists")
+    writable(options.page)
     results = [sweep()] if options.sweep else [figure(each) for each in dict.fromkeys(numbers)]
-    study = Study(SOURCE, results, FITTED, DECLARED)
-    if page is not None:
-        write_text(page, study.as_page())
-    if options.json:
-        print(json.dumps(study.as_data(), indent=1))
-        return 0
-    print(study.text())
-    if page is None:
+    show(Study(SOURCE, results, FITTED, DECLARED), options.json, options.page)
+    if options.page is None and not options.json:
         some = ("--figure", *options.figure) if options.figure else ()
         some = ("--sweep",) if options.sweep else some
         say_next("predict", "t3", *some, "--page", free(Path("t3.html")))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 from ladder.bench.figures import available
 from ladder.bench.report import NO_FIGURES, Aside, Figure, Heading, PagePart, Table, Text, page
+from ladder.files import write_text
+from ladder.models.errors import UserError
 from ladder.perf.drawing import draw
 from ladder.perf.scores import HEAD, Result
 from ladder.plans import aligned
@@ -56,6 +60,7 @@ class Study:
 
     def _parameters(self) -> str:
         lines = ["Fitted:", *(f"  {name}, to {what}" for name, what in self.fitted.items())]
+        lines = lines if self.fitted else ["Fitted: nothing."]
         return "\n".join([*lines, "Declared, since the paper does not give it:"] + [
             f"  {line}" for line in self.declared
         ])  # fmt: skip
@@ -78,6 +83,20 @@ class Study:
                 parts.append(Aside("What is drawn, as a table", aligned(details, left=1)))
             parts += [Text(note) for note in result.notes]
         parts.append(Heading("Parameters"))
-        parts.append(Table(["fitted", "to"], list(self.fitted.items())))
+        if self.fitted:
+            parts.append(Table(["fitted", "to"], list(self.fitted.items())))
         parts += [Text(f"Declared, since the paper does not give it: {x}.") for x in self.declared]
         return page(self.source, f"{self.summary()}.", parts)
+
+
+def writable(page: Path | None) -> None:
+    """Raise UserError, before the work, if `--page` names no file in a folder that exists."""
+    if page is not None and (page.is_dir() or not page.parent.is_dir()):
+        raise UserError(f"--page {page}: name a file in a folder that exists")
+
+
+def show(study: Study, as_json: bool, page: Path | None) -> None:
+    """Print a study, as a table or as JSON, and write its page."""
+    if page is not None:
+        write_text(page, study.as_page())
+    print(json.dumps(study.as_data(), indent=1) if as_json else study.text())

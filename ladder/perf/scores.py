@@ -98,12 +98,35 @@ class Dots:
 
 @dataclass(frozen=True)
 class Curves:
-    """Lines: name -> (x, y)."""
+    """Lines: name -> (x, y).
+
+    ticks: those of a logarithmic x axis, (): a linear one. tabled: all lines have the same x, and
+    the details are a table of them, with so many digits. spans: of a line's points the least and
+    the most, for the table.
+    """
 
     series: dict[str, tuple[list[float], list[float]]]
     x_label: str
     y_label: str
     title: str = ""
+    ticks: tuple[float, ...] = ()
+    tabled: bool = False
+    digits: int = 1
+    spans: dict[str, tuple[list[float], list[float]]] = field(default_factory=dict)
+
+    def table(self) -> list[list[str]]:
+        places = next(iter(self.series.values()))[0]
+        rows = [
+            [f"{x:g}", *(self._cell(name, n) for name in self.series)] for n, x in enumerate(places)
+        ]
+        return [[self.x_label, *self.series], *rows]
+
+    def _cell(self, name: str, n: int) -> str:
+        text = f"{self.series[name][1][n]:,.{self.digits}f}"
+        if name not in self.spans:
+            return text
+        low, high = self.spans[name]
+        return f"{text} ({low[n]:,.{self.digits}f} to {high[n]:,.{self.digits}f})"
 
 
 @dataclass(frozen=True)
@@ -123,9 +146,9 @@ class Result:
         return self.title if self.number is None else f"Figure {self.number}: {self.title}"
 
     def details(self) -> list[list[str]]:
-        """The rows of a chart of points as a table, ours; [] for curves."""
+        """The rows of a chart of points as a table, ours; [] for most curves."""
         if isinstance(self.chart, Curves):
-            return []
+            return self.chart.table() if self.chart.tabled else []
         rows = [row for row in self.chart.rows if row.ours]
         names = list(dict.fromkeys(name for row in rows for name in row.ours))
         digits = self.chart.digits
