@@ -250,7 +250,8 @@ def test_peer_access_and_symmetric_memory(
     ("gpu", "count", "status", "said"),
     [
         ("NVIDIA H200", 4, "ok", "h200x4 describes 4 x NVIDIA H200"),
-        ("NVIDIA H200", 3, "missing", "ladder bench machine --nproc 3"),
+        ("NVIDIA H200", 3, "missing", "ladder bench machine --nproc 3 --out machine.json"),
+        ("NVIDIA H200", 8, "missing", "8 x NVIDIA H200 (h200x4 describes 4 of them)"),
         ("NVIDIA H100", 4, "missing", "no shipped file describes 4 x NVIDIA H100"),
     ],
 )

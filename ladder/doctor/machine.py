@@ -130,13 +130,17 @@ def probe_description() -> str:
 
     count = _gpu_count(1, "predictions take --machine, a shipped file or one of another machine")
     names = {torch.cuda.get_device_properties(index).name for index in range(count)}
-    for name in shipped():
-        known = load(name)
-        if names == {known.gpu} and known.gpus == count:
-            return f"{name} describes {count} x {known.gpu}: ladder predict MODEL --machine {name}"
+    alike = [known for known in map(load, shipped()) if names == {known.gpu}]
+    for known in alike:
+        if known.gpus == count:
+            said = f"{known.name} describes {count} x {known.gpu}"
+            return f"{said}: ladder predict MODEL --machine {known.name}"
+    below = [known for known in alike if known.gpus < count]
+    part = max(below, key=lambda known: known.gpus, default=None)
+    some = f" ({part.name} describes {part.gpus} of them)" if part else ""
     raise Missing(
-        f"no shipped file describes {count} x {', '.join(sorted(names))}; measure it: ladder bench "
-        f"machine --nproc {count}"
+        f"no shipped file describes {count} x {', '.join(sorted(names))}{some}; measure it: ladder "
+        f"bench machine --nproc {count} --out machine.json"
     )
 
 
