@@ -23,8 +23,9 @@ from ladder.models.presets import resolve_plan
 from ladder.perf import memory
 from ladder.perf.machine import Curve, Machine, Value, load, write
 from ladder.perf.planner import intervals
-from ladder.perf.planner.candidates import Question, ask
+from ladder.perf.planner.candidates import ask
 from ladder.perf.planner.drawing import front
+from ladder.perf.planner.question import Question
 from ladder.perf.planner.subject import machines, subject
 
 Out = pytest.CaptureFixture[str]
@@ -302,7 +303,7 @@ def old(path: Path) -> str:
         (("--plans", "checkpoint"), "needs MODEL to be a folder"),
         (("--trace", "nowhere/trace.json"), "--trace nowhere/trace.json: name a file"),
         (("--page", "."), "--page .: name a file"),
-        (("--train",), "--train is not predicted yet; give --decode"),
+        (("--train",), "training is not predicted yet; leave out --train"),
     ],
 )
 def test_bad_input_is_one_line(

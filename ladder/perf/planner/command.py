@@ -10,11 +10,11 @@ from typing import Any
 from ladder.files import write_text
 from ladder.models.errors import UserError
 from ladder.perf.planner import report
-from ladder.perf.planner.candidates import BATCHES, Question, Row, ask, recommended
-from ladder.perf.planner.subject import CHECKPOINT, machines, subject
+from ladder.perf.planner.candidates import ask, work
+from ladder.perf.planner.question import BATCHES, Question, recommended
+from ladder.perf.planner.subject import machines, subject
 
 CONTEXT = 1024  # unless the user gives one
-MEASURED_TOKENS = 64  # that the command of a recommended decode step decodes
 
 
 def main(options: Any) -> int:
@@ -25,7 +25,7 @@ def main(options: Any) -> int:
     question = question_of(options)
     rows, left_out = ask(question)
     best = recommended(rows, question.objective)
-    words = command(question, best) if best else []
+    words = ["ladder", *work(question).command(question, best.candidate)] if best else []
     if options.page is not None:
         from ladder.perf.planner.page import as_page
 
@@ -67,24 +67,9 @@ def question_of(options: Any) -> Question:
         tp=tuple(options.tp or ()),
         tp_degree=options.tp_degree,
         reducers=tuple(dict.fromkeys(options.reducers)),
+        layouts=tuple(options.layouts or ()),
+        micro_batch=options.micro_batch,
+        checkpointing=options.activation_checkpointing,
         nodes=options.nodes,
         objective=options.objective,
     )
-
-
-def command(question: Question, row: Row) -> list[str]:
-    """The words that run a row: a folder's own plan generates, any other is timed."""
-    each, model = row.candidate, question.subject.name
-    ranks = ("--nproc", str(each.tp)) if each.tp > 1 else ()
-    if each.plan == CHECKPOINT:
-        words = ["ladder", "generate", model, "--prompt", "The", "--tp", str(each.tp)]
-        return [*words, *(("--reducer", each.reducer) if each.reducer else ()), *ranks]
-    prompt, new = question.context, 2
-    most = question.subject.shape.max_seq_len
-    if question.phase == "decode":  # halfway through the new tokens there are `context`
-        half = max(1, min(MEASURED_TOKENS // 2, prompt - 1, most - prompt))
-        prompt, new = max(1, min(prompt - half, most - 2 * half)), 2 * half
-    words = ["ladder", "bench", "inference", "--model", model, "--plans", each.plan]
-    words += ("--reducers", each.reducer) if each.reducer else ()
-    words += ["--tp", str(each.tp), "--batch", str(each.batch)]
-    return [*words, "--prompt", str(min(prompt, most - new)), "--new-tokens", str(new), *ranks]

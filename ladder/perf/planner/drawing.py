@@ -23,7 +23,7 @@ from ladder.bench.labels import Rectangle, place
 from ladder.bench.panels import LINE, MARK, colour
 from ladder.perf.graph import Operation
 from ladder.perf.phases import LIMITS
-from ladder.perf.planner.candidates import Row
+from ladder.perf.planner.question import Row
 from ladder.perf.planner.trace import LINKS, MEMORY, describe, resources, spans
 
 HEIGHT = 420

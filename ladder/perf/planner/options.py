@@ -56,6 +56,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--reducers", nargs="+", default=["push", "async"], help="push, async: NCCL (push async)"
     )
     parser.add_argument(
+        "--layouts",
+        nargs="+",
+        help="of --train: how ranks share the work, as in `ladder bench train` (ddp fsdp tpN+sp "
+        "tpN+sp+fsdp)",
+    )
+    parser.add_argument(
+        "--micro-batch", type=int, default=0, help="of --train: sequences of a pass; 0: the batch"
+    )
+    parser.add_argument(
+        "--activation-checkpointing", default="none", help="of --train: none, selective or full"
+    )
+    parser.add_argument(
         "--objective",
         choices=OBJECTIVES,
         default="latency",

@@ -19,8 +19,9 @@ from ladder.bench.report import (
     page,
 )
 from ladder.perf.planner import report
-from ladder.perf.planner.candidates import BATCHES, Question, Row, ask
+from ladder.perf.planner.candidates import ask, work
 from ladder.perf.planner.drawing import pareto, timeline
+from ladder.perf.planner.question import BATCHES, Question, Row
 from ladder.plans import aligned
 
 
@@ -38,7 +39,7 @@ def as_page(
             drawn = timeline(best, f"{best.candidate}, {best.us / 1e3:.3f} ms")
             parts.append(Figure(drawn, "What rides on a kernel is drawn as long as the kernel."))
         parts += [Heading("To run the recommendation"), Code(shlex.join(words))]
-    parts += [Heading("What fits, GiB of a GPU"), _table(report.fit_table(question))]
+    parts += [Heading("What fits, GiB of a GPU"), _table(work(question).fit_table(question))]
     for batch in dict.fromkeys(row.candidate.batch for row in rows):
         some = [row for row in rows if row.candidate.batch == batch]
         shown = report.leading(some)

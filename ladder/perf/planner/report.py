@@ -9,17 +9,15 @@ from textwrap import fill
 from typing import Any
 
 from ladder.costs import HEADROOM
-from ladder.perf import memory
 from ladder.perf.memory import GIB, Memory
-from ladder.perf.planner.candidates import Question, Row, most_sequences, order
+from ladder.perf.planner.candidates import work
 from ladder.perf.planner.intervals import NEAREST
-from ladder.perf.planner.subject import degrees
+from ladder.perf.planner.question import Question, Row, order
 from ladder.plans import aligned
 
 CLOSE = 0.03  # two predictions that are closer are not told apart
 PHASES = {"decode": "decode steps after", "prefill": "prompts of", "train": "training steps of"}
-FITS = ["TP", "batch", "weights", "cache", "activations", "reserve", "GiB", "fits", "at most"]
-HEAD = ["plan", "TP", "reducer", "ms", "80 % interval", "tokens/s", "limited by", "exposed ms",
+HEAD = ["plan", "TP", "way", "ms", "80 % interval", "tokens/s", "limited by", "exposed ms",
         "GiB", "basis"]  # fmt: skip
 DOUBT = (
     "Predicted, not measured: `ladder predict validate RECORDS` prints the errors. Plans are other "
@@ -41,21 +39,6 @@ def room(question: Question) -> float:
     return HEADROOM * question.machine.value("memory_gib")
 
 
-def fit_table(question: Question) -> list[list[str]]:
-    """What each TP degree and batch takes of a GPU, under the plan `standard`."""
-    subject, table = question.subject, [FITS]
-    for tp in degrees(subject, question.machines, question.tp):
-        machine, context = question.machines[tp], question.context
-        most = most_sequences(subject.shape, tp, machine, context)
-        for batch in dict.fromkeys(question.batches):
-            held = memory.inference(subject.shape, tp, batch, context, context)
-            parts = (held.weights, held.cache, held.activations, held.reserve, held.total)
-            sizes = [f"{each / GIB:.1f}" for each in parts]
-            said = "yes" if memory.fits(held, machine) else "NO"
-            table.append([str(tp), str(batch), *sizes, said, f"{most:,}"])
-    return table
-
-
 def ranked(question: Question, rows: Sequence[Row]) -> list[list[str]]:
     return [HEAD, *([*_cells(row)] for row in rows)]
 
@@ -66,7 +49,7 @@ def leading(rows: Sequence[Row]) -> list[Row]:
     found = []
     for row in rows:
         each = row.candidate
-        own = {each.plan} if each.bound else {each.plan, each.tp, each.reducer}
+        own = {each.plan} if each.bound else {each.plan, each.tp, each.way}
         if own - seen:
             found.append(row)
         seen |= own
@@ -80,7 +63,7 @@ def _cells(row: Row) -> list[str]:
     if ends := row.interval.of(row.us):
         said = f"{ends[0] / 1e3:.3f} to {ends[1] / 1e3:.3f}{' ?' if row.interval.far else ''}"
     return [
-        f"{each.plan} (bound)" if each.bound else each.plan, str(each.tp), each.reducer or "-",
+        f"{each.plan} (bound)" if each.bound else each.plan, str(each.tp), each.way or "-",
         f"{row.us / 1e3:.3f}", said, f"{row.tokens_s:,.0f}", f"{name} {share:.0%}",
         f"{found.exposed_us / 1e3:.3f}", f"{_gib(row.memory)}{'' if row.fits else ' NO'}",
         found.basis,
@@ -96,9 +79,10 @@ def text(question: Question, rows: Sequence[Row], left_out: Sequence[str], best:
         title(question),
         f"What fits, GiB of a GPU, of which {room(question):.1f} can be used ({HEADROOM:.0%} of "
         f"{question.machine.value('memory_gib'):g}):",
-        aligned(fit_table(question), left=0),
-        f"at most: sequences of {question.context} tokens",
+        aligned(work(question).fit_table(question), left=1),
     ]
+    if question.phase != "train":
+        parts.append(f"at most: sequences of {question.context} tokens")
     for batch in dict.fromkeys(row.candidate.batch for row in rows):
         some = [row for row in rows if row.candidate.batch == batch]
         shown = some if question.plans else leading(some)
@@ -147,7 +131,7 @@ def verdict(question: Question, rows: Sequence[Row], best: Row) -> str:
         if plain.us / best.us - 1 < CLOSE:
             said[-1] += ", so that no other plan pays here"
     close = [
-        f"{row.candidate.plan}, TP {row.candidate.tp}, {row.candidate.reducer or 'one GPU'}"
+        f"{row.candidate.plan}, TP {row.candidate.tp}, {row.candidate.way or 'one GPU'}"
         for row in alike
         if row is not best and abs(row.us / best.us - 1) < CLOSE
     ]
@@ -167,7 +151,7 @@ def as_data(
     question: Question, rows: Sequence[Row], left_out: Sequence[str], best: Row | None,
     words: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
-    head, *fitting = fit_table(question)
+    head, *fitting = work(question).fit_table(question)
     return {
         "model": question.subject.name, "machine": question.machine.name, "gpus": question.gpus,
         "phase": question.phase, "context": question.context, "objective": question.objective,
@@ -184,7 +168,7 @@ def row_data(row: Row) -> dict[str, Any]:
     each, found = row.candidate, row.prediction
     ends = row.interval.of(row.us) or (None, None)
     return {
-        "plan": each.plan, "tp": each.tp, "reducer": each.reducer, "batch": each.batch,
+        "plan": each.plan, "tp": each.tp, "way": each.way, "batch": each.batch,
         "bound": each.bound, "fits": row.fits, "us": found.us, "low_us": ends[0],
         "high_us": ends[1], "interval": row.interval.source, "far":
         row.interval.far, "tokens_s": row.tokens_s, "limits": dict(found.limits),

@@ -24,6 +24,14 @@ class Subject:
     shape: ModelConfig
     own: ModelConfig | None = None
 
+    def divides(self, tp: int) -> bool:
+        """Whether a TP degree divides its shape."""
+        try:
+            self.shape.check_divides(tp, "--tp")
+        except UserError:
+            return False
+        return True
+
     def config(self, plan: str, tp: int, tp_degree: int | None) -> ModelConfig:
         """Its config with a plan. tp_degree: T if the user gave one. Raises UserError for a plan
         that there is not."""
@@ -95,7 +103,7 @@ def _at(machine: Machine, collectives: Machine, gpus: int) -> Machine:
 def degrees(found: Subject, known: dict[int, Machine], asked: Sequence[int] | None) -> list[int]:
     """The TP degrees to compare. Raises UserError for one of `asked` that cannot be."""
     if not asked:
-        return [each for each in known if _divides(found.shape, each)]  # 1 always does
+        return [each for each in known if found.divides(each)]  # 1 always does
     most = max(known)
     for each in dict.fromkeys(asked):
         if each not in known:
@@ -109,14 +117,6 @@ def degrees(found: Subject, known: dict[int, Machine], asked: Sequence[int] | No
             )
         found.shape.check_divides(each, "--tp")
     return sorted(set(asked))
-
-
-def _divides(shape: ModelConfig, tp: int) -> bool:
-    try:
-        shape.check_divides(tp, "--tp")
-    except UserError:
-        return False
-    return True
 
 
 def check_names(what: str, names: Sequence[str], known: Sequence[str]) -> None:

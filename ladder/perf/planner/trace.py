@@ -14,7 +14,7 @@ from typing import Any
 from ladder.files import write_text
 from ladder.perf.graph import COMPUTES, REDUCES, Operation
 from ladder.perf.phases import Prediction
-from ladder.perf.planner.candidates import Row
+from ladder.perf.planner.question import Row
 
 PAUSE = 2e3  # microseconds around the pass, as in measured traces
 STREAM = 7  # of the first stream; real ones have small numbers, too
@@ -105,7 +105,7 @@ def events(row: Row, phase: str) -> list[dict[str, Any]]:
         about = {"is": describe(each)}
         place = {"ph": "X", "ts": PAUSE + start, "dur": end - start}
         if each.rides is None:
-            name, stream = kernel_name(each, phase, row.candidate.reducer), numbers[each.stream]
+            name, stream = kernel_name(each, phase, row.candidate.way), numbers[each.stream]
             made.append(
                 place | {"cat": "kernel", "name": name, "pid": 0, "tid": stream,
                          "args": {"stream": stream, **about}}

@@ -1,0 +1,137 @@
+"""Decode steps and prompts: their candidates, memory, times, and the command that runs one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ladder.kernels.decode import MAX_ROWS
+from ladder.models.config import ModelConfig
+from ladder.models.errors import UserError
+from ladder.perf import memory, phases
+from ladder.perf.cost import WAY
+from ladder.perf.machine import Machine
+from ladder.perf.memory import GIB, Memory
+from ladder.perf.phases import Prediction
+from ladder.perf.planner.question import Candidate, Question
+from ladder.perf.planner.subject import CHECKPOINT, check_names, degrees
+
+MEASURED_TOKENS = 64  # that the command of a recommended decode step decodes
+MOST_BATCH = 2**20  # of prompts
+FITS = ["TP", "batch", "weights", "cache", "activations", "reserve", "GiB", "fits", "at most"]
+
+
+def check(question: Question) -> None:
+    """Raise UserError for options that no candidate can have."""
+    for option, given in (
+        ("layouts", question.layouts),
+        ("micro-batch", question.micro_batch),
+        ("activation-checkpointing", question.checkpointing != "none"),
+    ):
+        if given:
+            raise UserError(f"--{option} is of training; give --train, or leave it out")
+    most = MAX_ROWS if question.phase == "decode" else MOST_BATCH
+    for batch in question.batches:
+        if not 1 <= batch <= most:
+            why = ", as fused decode steps have; split it into steps" if most == MAX_ROWS else ""
+            raise UserError(f"--batch={batch} must be 1 to {most:,}{why}")
+    check_names("reducer of --reducers", question.reducers, tuple(WAY))
+
+
+def candidates(question: Question, left_out: dict[str, None]) -> Iterator[Candidate]:
+    """Everything to compare. What a default includes and cannot run goes to `left_out`."""
+    subject = question.subject
+    for tp in degrees(subject, question.machines, question.tp):
+        for plan in dict.fromkeys(question.chosen_plans):
+            config = subject.config(plan, tp, question.tp_degree)
+            if config.tp_degree not in (None, tp):
+                _refuse_degree(question, plan, config.tp_degree or 0, tp, left_out)
+                continue
+            if question.is_own(plan, config):
+                continue
+            if tp == 1 and config.plan.depends_on_tp and plan != CHECKPOINT:
+                continue  # with T = 1 it is another plan
+            alone = tp == 1 or config.plan.no_comm
+            for reducer in question.reducers[:1] if alone else question.reducers:
+                for batch in dict.fromkeys(question.batches):
+                    yield Candidate(plan, config, tp, reducer if tp > 1 else "", batch)
+
+
+def _refuse_degree(
+    question: Question, plan: str, degree: int, tp: int, left_out: dict[str, None]
+) -> None:
+    """A plan of another T than the TP degree: a line, or UserError if the user named both."""
+    if question.tp and question.tp_degree:
+        raise UserError(
+            f"--tp-degree={degree} with --tp={tp}: no virtual ranks are predicted; give both alike"
+        )
+    said = f"{plan} at TP {tp}: its T is {degree}, and no virtual ranks are predicted"
+    if plan != CHECKPOINT:
+        said += f"; --tp-degree {tp} predicts it with T = {tp}, another model"
+    left_out[said] = None
+
+
+def held(question: Question, each: Candidate) -> Memory:
+    return memory.inference(each.config, each.tp, each.batch, question.context, question.context)
+
+
+def predict(question: Question, each: Candidate) -> Prediction:
+    predicted = phases.PHASES[question.phase]
+    reducer = each.way or question.reducers[0]
+    machine = question.machines[each.tp]
+    return predicted(each.config, machine, each.tp, reducer, each.batch, question.context)
+
+
+def tokens(question: Question, each: Candidate) -> int:
+    """Those of one pass over all copies of the model."""
+    length = question.context if question.phase == "prefill" else 1
+    return question.gpus // each.tp * each.batch * length
+
+
+def fit_table(question: Question) -> list[list[str]]:
+    """What each TP degree and batch takes of a GPU, under the plan `standard`."""
+    subject, table = question.subject, [FITS]
+    for tp in degrees(subject, question.machines, question.tp):
+        machine, context = question.machines[tp], question.context
+        most = most_sequences(subject.shape, tp, machine, context)
+        for batch in dict.fromkeys(question.batches):
+            found = memory.inference(subject.shape, tp, batch, context, context)
+            parts = (found.weights, found.cache, found.activations, found.reserve, found.total)
+            said = "yes" if memory.fits(found, machine) else "NO"
+            sizes = [f"{each / GIB:.1f}" for each in parts]
+            table.append([str(tp), str(batch), *sizes, said, f"{most:,}"])
+    return table
+
+
+def most_sequences(config: ModelConfig, tp: int, machine: Machine, context: int) -> int:
+    """How many prompts of `context` tokens fit."""
+
+    def fits(batch: int) -> bool:
+        return memory.fits(memory.inference(config, tp, batch, context, context), machine)
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def command(question: Question, each: Candidate) -> list[str]:
+    """The words that run it: a folder's own plan generates, any other is timed."""
+    model = question.subject.name
+    ranks = ["--nproc", str(each.tp)] if each.tp > 1 else []
+    if each.plan == CHECKPOINT:
+        words = ["generate", model, "--prompt", "The", "--tp", str(each.tp)]
+        return [*words, *(("--reducer", each.way) if each.way else ()), *ranks]
+    prompt, new = question.context, 2
+    most = question.subject.shape.max_seq_len
+    if question.phase == "decode":  # halfway through the new tokens there are `context`
+        half = max(1, min(MEASURED_TOKENS // 2, prompt - 1, most - prompt))
+        prompt, new = max(1, min(prompt - half, most - 2 * half)), 2 * half
+    words = ["bench", "inference", "--model", model, "--plans", each.plan]
+    words += ["--reducers", each.way] if each.way else []
+    words += ["--tp", str(each.tp), "--batch", str(each.batch)]
+    return [*words, "--prompt", str(min(prompt, most - new)), "--new-tokens", str(new), *ranks]

@@ -1,0 +1,115 @@
+"""The question that a user asks, the candidates that answer it, and their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ladder.models.config import ModelConfig
+from ladder.perf.machine import Machine
+from ladder.perf.memory import GIB, Memory
+from ladder.perf.phases import Prediction
+from ladder.perf.planner.intervals import Interval
+from ladder.perf.planner.subject import CHECKPOINT, Subject
+from ladder.plans import OVERVIEW
+
+BATCHES = (1, 4, 16, 64)  # where throughput is asked for
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked. machines: by TP degree, see `subject.machines`. plans, tp, layouts: () for
+    all. reducers and tp are of inference; layouts, micro_batch (0: the batch) and checkpointing of
+    training."""
+
+    subject: Subject
+    machines: dict[int, Machine]
+    phase: str
+    batches: tuple[int, ...]
+    context: int
+    plans: tuple[str, ...] = ()
+    tp: tuple[int, ...] = ()
+    tp_degree: int | None = None
+    reducers: tuple[str, ...] = ("push", "async")
+    layouts: tuple[str, ...] = ()
+    micro_batch: int = 0
+    checkpointing: str = "none"
+    nodes: int = 1
+    objective: str = "latency"
+
+    @property
+    def machine(self) -> Machine:
+        """The whole of one node."""
+        return self.machines[max(self.machines)]
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.machine.gpus
+
+    @property
+    def chosen_plans(self) -> tuple[str, ...]:
+        return self.plans or ((CHECKPOINT, *OVERVIEW) if self.subject.own else OVERVIEW)
+
+    def is_own(self, plan: str, config: ModelConfig) -> bool:
+        """Whether a plan is the folder's own, which is there under the name CHECKPOINT."""
+        own = self.subject.own
+        if own is None or plan == CHECKPOINT or CHECKPOINT not in self.chosen_plans:
+            return False
+        return own.plan.sublayers == config.plan.sublayers
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run the model. way: the reducer of inference, the layout of training. batch:
+    sequences of each copy of the model."""
+
+    plan: str
+    config: ModelConfig
+    tp: int
+    way: str
+    batch: int
+
+    @property
+    def bound(self) -> bool:
+        """Whether it computes no model, as `none`: what is left without communication."""
+        return self.config.plan.no_comm
+
+    def __str__(self) -> str:
+        return f"{self.plan}, TP {self.tp}{self.way and f', {self.way}'}, batch {self.batch}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate with its memory and its time. tokens_s: of all GPUs, each copy alike."""
+
+    candidate: Candidate
+    memory: Memory
+    fits: bool
+    prediction: Prediction
+    interval: Interval
+    tokens_s: float
+
+    @property
+    def us(self) -> float:
+        return self.prediction.us
+
+    @property
+    def limit(self) -> tuple[str, float]:
+        """What most of the longest path is, and its share."""
+        name, us = self.prediction.limits[0]
+        return name, us / self.us
+
+
+def order(objective: str) -> Callable[[Row], tuple[float, ...]]:
+    """What is smaller for a better row."""
+    return {
+        "latency": lambda row: (row.us, row.memory.total),
+        "throughput": lambda row: (-row.tokens_s, row.us),
+        "memory": lambda row: (round(row.memory.total / GIB, 2), row.us),
+    }[objective]
+
+
+def recommended(rows: Sequence[Row], objective: str) -> Row | None:
+    """The best row that is a model and fits; None if there is none."""
+    able = [row for row in rows if row.fits and not row.candidate.bound]
+    return min(able, key=order(objective), default=None)

@@ -1,0 +1,135 @@
+"""Training steps: their candidates, memory, times, and the command that times one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ladder.bench.training.points import Layout, parse_layout
+from ladder.config import CHECKPOINTING
+from ladder.models.errors import UserError
+from ladder.models.reducer import Ranks
+from ladder.parallel.sharded import sharded_refusal
+from ladder.perf import memory, phases
+from ladder.perf.memory import GIB, Memory
+from ladder.perf.phases import Prediction
+from ladder.perf.planner.question import Candidate, Question
+from ladder.perf.planner.subject import CHECKPOINT, check_names
+from ladder.train.config import MOST
+
+FITS = ["layout", "batch", "weights", "optimiser", "gradients", "activations", "reserve", "GiB",
+        "fits"]  # fmt: skip
+
+
+def check(question: Question) -> None:
+    """Raise UserError for options that no candidate can have."""
+    if question.tp:
+        raise UserError("--tp is of inference; name the degree in --layouts, as tp4+sp")
+    if question.nodes > 1:
+        raise UserError(
+            f"--nodes={question.nodes} with --train: traffic between nodes is not predicted; leave "
+            f"it out"
+        )
+    check_names("--activation-checkpointing", [question.checkpointing], CHECKPOINTING)
+    for batch in question.batches:
+        if not 1 <= batch <= MOST["batch_size"]:
+            raise UserError(f"--batch={batch} must be 1 to {MOST['batch_size']:,}")
+        if question.micro_batch < 0 or batch % (question.micro_batch or batch):
+            raise UserError(
+                f"--micro-batch={question.micro_batch} does not divide --batch={batch}; choose a "
+                f"divisor"
+            )
+    for layout in layouts(question):
+        if question.gpus % layout.tp:
+            raise UserError(
+                f"--layouts {layout.name}: {layout.tp} does not divide the {question.gpus} GPUs of "
+                f"machine {question.machine.name!r}"
+            )
+        question.subject.shape.check_divides(layout.tp, "--layouts tp")
+
+
+def layouts(question: Question) -> list[Layout]:
+    """Those of the user, or data parallelism and TP with sequence parallelism of every degree that
+    divides the GPUs and the shape."""
+    if question.layouts:
+        return [parse_layout(each) for each in dict.fromkeys(question.layouts)]
+    gpus, names = question.machine.gpus, ["ddp", "fsdp"]
+    for tp in range(2, gpus + 1):
+        if gpus % tp == 0 and question.subject.divides(tp):
+            names += [f"tp{tp}+sp"] + ([f"tp{tp}+sp+fsdp"] if tp < gpus else [])
+    return [parse_layout(each) for each in names]
+
+
+def candidates(question: Question, left_out: dict[str, None]) -> Iterator[Candidate]:
+    """Everything to compare. What a default includes and cannot run goes to `left_out`.
+
+    Under data parallelism alone there is nothing to sum, and all plans are the same work: only
+    those that the user names are there besides `standard`.
+    """
+    for layout in layouts(question):
+        tp = layout.tp
+        plans = question.chosen_plans
+        if tp == 1 and not question.plans:
+            plans = (CHECKPOINT,) if question.subject.own else ("standard",)
+        for plan in dict.fromkeys(plans):
+            config = question.subject.config(plan, tp, question.tp_degree)
+            if question.is_own(plan, config):
+                continue
+            degree = config.tp_degree or tp
+            if degree % tp:
+                left_out[f"{plan} in {layout.name}: its T is {degree}"] = None
+                continue
+            if tp == 1 and config.plan.no_comm:
+                continue  # without TP there is no reduce to leave out
+            refusal = sharded_refusal(config.plan, Ranks(degree, 0, degree // tp))
+            if layout.sequence_parallel and refusal:
+                left_out[f"{plan} in {layout.name}: {refusal}"] = None
+                continue
+            for batch in dict.fromkeys(question.batches):
+                yield Candidate(plan, config, tp, layout.name, batch)
+
+
+def held(question: Question, each: Candidate) -> Memory:
+    return memory.training(
+        each.config, each.way, question.gpus, question.context, each.batch,
+        question.micro_batch, question.checkpointing,
+    )  # fmt: skip
+
+
+def predict(question: Question, each: Candidate) -> Prediction:
+    return phases.train(
+        each.config, question.machine, each.way, question.context, each.batch,
+        question.micro_batch, question.checkpointing,
+    )  # fmt: skip
+
+
+def tokens(question: Question, each: Candidate) -> int:
+    """Those of one step over all copies of the model."""
+    return question.gpus // each.tp * each.batch * question.context
+
+
+def fit_table(question: Question) -> list[list[str]]:
+    """What each layout and batch takes of a GPU, under the plan `standard`."""
+    subject, table = question.subject, [FITS]
+    for layout in layouts(question):
+        for batch in dict.fromkeys(question.batches):
+            each = Candidate("standard", subject.shape, layout.tp, layout.name, batch)
+            found = held(question, each)
+            parts = (found.weights, found.optimiser, found.gradients, found.activations,
+                     found.reserve, found.total)  # fmt: skip
+            said = "yes" if memory.fits(found, question.machine) else "NO"
+            table.append([layout.name, str(batch), *(f"{each / GIB:.1f}" for each in parts), said])
+    return table
+
+
+def command(question: Question, each: Candidate) -> list[str]:
+    """The words that time it. A folder is timed by its shape, which a recipe trains."""
+    words = ["bench", "train", "--model", question.subject.name, "--plans", each.plan]
+    words += ["--layouts", each.way, "--seq-len", str(question.context)]
+    words += ["--batch", str(each.batch), "--compile", "--nproc", str(question.machine.gpus)]
+    if question.micro_batch:
+        words += ["--micro-batch", str(question.micro_batch)]
+    if question.checkpointing != "none":
+        words += ["--activation-checkpointing", question.checkpointing]
+    if each.config.tp_degree:
+        words += ["--tp-degree", str(each.config.tp_degree)]
+    return words
