@@ -24,7 +24,7 @@ from ladder.perf import memory
 from ladder.perf.machine import Curve, Machine, Value, load, write
 from ladder.perf.planner import intervals
 from ladder.perf.planner.candidates import ask
-from ladder.perf.planner.drawing import front
+from ladder.perf.planner.drawing import _ticks, front
 from ladder.perf.planner.question import Question
 from ladder.perf.planner.subject import machines, subject
 
@@ -240,11 +240,41 @@ def test_a_trace_is_read_as_a_measured_one(tmp_path: Path, capsys: Out) -> None:
             assert {"_project_kernel", "_attention_kernel"} <= {each.name for each in kernels}
 
 
+def test_a_prompt_is_predicted_traced_and_drawn(tmp_path: Path, capsys: Out) -> None:
+    trace, page = tmp_path / "trace.json", tmp_path / "page.html"
+    words = ("llama-3-8b", "--prefill", "--batch", "4", "--plans", "standard", "ladder")
+    found = asked(capsys, *words, "--tp", "4", "--trace", str(trace), "--page", str(page))
+    best = found["recommended"]
+    assert (best["plan"], best["way"]) == ("ladder", "push")
+    assert best["tokens_s"] == pytest.approx(4 * 1024 / best["us"] * 1e6)
+    assert shlex.split(found["command"])[-4:] == ["--new-tokens", "2", "--nproc", "4"]
+    kernels = kernels_of(read_trace(trace), "prefill")
+    assert overlap(kernels).span == pytest.approx(best["us"], rel=1e-6)
+    names = {each.name for each in kernels}
+    assert {"_swiglu_kernel", "_land_rows_kernel", "nvjet_sm90"} <= names
+    assert "_project_kernel" not in names
+    assert page.read_text(encoding="utf-8").count("<svg") == 2
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.2, 9.0), (11_900.0, 19_000.0), (100.0, 101.0)])
+def test_axes_have_ticks(low: float, high: float) -> None:
+    found = _ticks(low, high)
+    assert 2 <= len(found) <= 9
+    assert all(low <= each <= high for each in found)
+
+
 def test_the_table_says_what_it_means(capsys: Out) -> None:
     assert main(["predict", "llama-3-8b", "--nodes", "2"]) == 0
     found = capsys.readouterr().out
     assert "on 2 x h200x4 (8 x NVIDIA H200)" in found
-    for word in ("What fits", "80 % interval", "limited by", "extrapolated", "fitted: none", "?: "):
+    for word in (
+        "What fits",
+        "80 % interval",
+        "limited by",
+        "extrapolated",
+        "fitted to records",
+        "?: ",
+    ):
         assert word in found
     assert "Recommended for latency: ladder, TP 4, push, batch 1" in found
 

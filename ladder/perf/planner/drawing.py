@@ -24,10 +24,11 @@ from ladder.bench.panels import LINE, MARK, colour
 from ladder.perf.graph import Operation
 from ladder.perf.phases import LIMITS
 from ladder.perf.planner.question import Row
-from ladder.perf.planner.trace import LINKS, MEMORY, describe, resources, spans
+from ladder.perf.planner.trace import describe, resources, spans, tracks
 
 HEIGHT = 420
 ROW = 30  # points of a track
+MOST_TICKS = 9
 LAYERS = 2  # that a timeline shows
 KINDS = {
     "products": COLOURS["standard"], "attention": COLOURS["parallel"],
@@ -83,9 +84,18 @@ def pareto(rows: Sequence[Row], title: str) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times the powers of ten from low to high."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    return [m * 10**n for n in powers for m in (1, 2, 5) if low <= m * 10**n <= high]
+    """Round numbers from low to high, as coarse as leaves three of them."""
+    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+    for digits in (
+        (10, 20, 50),
+        (10, 15, 20, 30, 50, 70),
+        (10, 12, 14, 16, 18, *range(20, 100, 5)),
+    ):
+        found = sorted({m * 10.0 ** (n - 1) for n in powers for m in digits})
+        found = [each for each in found if low <= each <= high]
+        if len(found) > 2:
+            return found[:: -(-len(found) // MOST_TICKS)]
+    return [low, high]
 
 
 def _name(axes: Any, drawn: Sequence[Row], best: Sequence[Row], measure: Any) -> None:
@@ -123,13 +133,13 @@ def _name(axes: Any, drawn: Sequence[Row], best: Sequence[Row], measure: Any) ->
             )  # fmt: skip
 
 
-def timeline(row: Row, title: str) -> str:
+def timeline(row: Row, phase: str, title: str) -> str:
     """When the kernels of LAYERS layers in the middle run, by stream, and what they hold."""
-    window = list(_middle(row))
+    window = _middle(row, phase)
     begin = min(start for _, start, _ in window)
     streams = list(dict.fromkeys(each.stream for each, _, _ in window if each.rides is None))
-    tracks = [*streams, MEMORY, LINKS]
-    height = ROW * len(tracks) + 110
+    shown = [*streams, *tracks(phase)]
+    height = ROW * len(shown) + 110
     figure, above = headed(height, title, (f"{LAYERS} layers in the middle of the pass",))
     axes = figure.subplots()
     style_axes(axes)
@@ -137,16 +147,16 @@ def timeline(row: Row, title: str) -> str:
     for n, (each, start, end) in enumerate(window):
         kind = LIMITS.get(each.kind, "launches")
         held = [] if each.rides is not None else [each.stream]
-        for name in (*held, *resources(each)):
-            gid = f"span-{n}-{tracks.index(name)}"
+        for name in (*held, *resources(each, phase)):
+            gid = f"span-{n}-{shown.index(name)}"
             axes.barh(
-                tracks.index(name), end - start, left=start - begin, height=0.62, gid=gid,
+                shown.index(name), end - start, left=start - begin, height=0.62, gid=gid,
                 color=KINDS[kind], edgecolor=PAPER, linewidth=0.8,
             )  # fmt: skip
             said[gid] = f"{describe(each)}: {end - start:.2f} us"
-    names = [f"stream: {name}" for name in streams] + [MEMORY, LINKS]
-    axes.set_yticks(range(len(tracks)), labels=names)
-    axes.set_ylim(len(tracks) - 0.4, -0.6)
+    names = [f"stream: {name}" for name in streams] + list(tracks(phase))
+    axes.set_yticks(range(len(shown)), labels=names)
+    axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0, labelsize=FONT - 1, labelcolor=INK)
     axes.set_xlabel("microseconds", loc="left")
     measure = text_measure(figure)
@@ -154,9 +164,9 @@ def timeline(row: Row, title: str) -> str:
     figure.subplots_adjust(
         left=left / WIDTH, right=1 - 12 / WIDTH, top=1 - (above + 20) / height, bottom=42 / height
     )
-    shown = {LIMITS.get(each.kind, "launches") for each, _, _ in window}
+    kinds = {LIMITS.get(each.kind, "launches") for each, _, _ in window}
     for kind, own in KINDS.items():
-        if kind in shown:
+        if kind in kinds:
             text = figure.text(
                 at / WIDTH, 1 - (above + 8) / height, f"■ {kind}", color=own, size=FONT
             )
@@ -164,7 +174,7 @@ def timeline(row: Row, title: str) -> str:
     return to_svg(figure, said, title)
 
 
-def _middle(row: Row) -> list[tuple[Operation, float, float]]:
+def _middle(row: Row, phase: str) -> list[tuple[Operation, float, float]]:
     """The operations of LAYERS layers in the middle, forward."""
     plan = row.candidate.config.plan
     first = max(0, (plan.num_layers - LAYERS) // 2)
@@ -173,5 +183,5 @@ def _middle(row: Row) -> list[tuple[Operation, float, float]]:
         (each, start, end)
         for each, start, end in spans(row.prediction)
         if each.sublayer in inside and not each.backward and end > start
-        and (each.rides is None or resources(each))
+        and (each.rides is None or resources(each, phase))
     ]  # fmt: skip

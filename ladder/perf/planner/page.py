@@ -36,7 +36,7 @@ def as_page(
         parts.append(Figure(pareto(plotted(question), "Latency against throughput")))
     if best is not None:
         if available():
-            drawn = timeline(best, f"{best.candidate}, {best.us / 1e3:.3f} ms")
+            drawn = timeline(best, question.phase, f"{best.candidate}, {best.us / 1e3:.3f} ms")
             parts.append(Figure(drawn, "What rides on a kernel is drawn as long as the kernel."))
         parts += [Heading("To run the recommendation"), Code(shlex.join(words))]
     parts += [Heading("What fits, GiB of a GPU"), _table(work(question).fit_table(question))]

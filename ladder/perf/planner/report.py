@@ -105,8 +105,12 @@ def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> l
         f"80 % interval: the middle 80 % of measured / predicted, of the {NEAREST} nearest times "
         f"among {'; '.join(sources)}.{doubt if any(row.interval.far for row in rows) else ''}"
     ]
-    provenance = dict.fromkeys(each for row in rows for each in row.prediction.provenance)
-    found += [f"{each}." for each in provenance]
+    fitted = {each for row in rows for each in row.prediction.provenance}
+    if fitted:
+        found.append(
+            f"{len(fitted)} values of machine {question.machine.name!r} are fitted to records, "
+            f"which --json names."
+        )
     if question.nodes > 1:
         found.append(
             f"tokens/s: of {question.nodes} machines with copies of their own; no link between "

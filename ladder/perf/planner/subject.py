@@ -13,7 +13,7 @@ from ladder.models.presets import resolve_plan
 from ladder.perf.machine import Machine, load, shipped
 
 CHECKPOINT = "checkpoint"  # the name of a folder's own plan, as in `ladder bench inference`
-ON_ONE_GPU = ("copy", "product", "matrix", "attention", "landing")
+BETWEEN_GPUS = ("peer copy", "all-reduce", "all-gather", "reduce-scatter")  # curves
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def machines(names: Sequence[str]) -> dict[int, Machine]:
 
 def _at(machine: Machine, collectives: Machine, gpus: int) -> Machine:
     """`machine` with the collectives of another one's GPUs."""
-    own = tuple(each for each in machine.curves if each.name in ON_ONE_GPU)
-    theirs = tuple(each for each in collectives.curves if each.name not in ON_ONE_GPU)
+    own = tuple(each for each in machine.curves if each.name not in BETWEEN_GPUS)
+    theirs = tuple(each for each in collectives.curves if each.name in BETWEEN_GPUS)
     return replace(
         machine,
         gpus=gpus,

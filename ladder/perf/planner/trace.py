@@ -18,17 +18,19 @@ from ladder.perf.planner.question import Row
 
 PAUSE = 2e3  # microseconds around the pass, as in measured traces
 STREAM = 7  # of the first stream; real ones have small numbers, too
-OURS = {
+DECODE = {
     "product": "_project_kernel", "head": "_project_kernel", "attention": "_attention_kernel",
     "landing": "_land_kernel", "sum": "_land_kernel", "norm": "_land_kernel",
     "embed": "_embed_kernel", "send": "_send_kernel", "best": "_best_kernel",
     "choose": "_choose_kernel",
 }  # fmt: skip
-# Of prompts and of training, whose products are cuBLAS' and whose attention is torch's.
-WHOLE = OURS | {
+# Of prompts and of training, whose products are cuBLAS' and whose attention is cuDNN's.
+WHOLE = {
     "product": "nvjet_sm90", "head": "nvjet_sm90",
     "attention": "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16",
-    "landing": "_land_rows_kernel", "norm": "_norm_kernel",
+    "rotary": "_rotary_prompt_kernel", "swiglu": "_swiglu_kernel", "landing": "_norm_kernel",
+    "norm": "_norm_kernel", "peers": "_land_rows_kernel", "sum": "vectorized_elementwise_kernel",
+    "copies": "Memcpy PtoP (Device -> Device)", "barrier": "c10d::symmetric_memory::barrier_kernel",
 }  # fmt: skip
 COLLECTIVES = {
     "all-reduce": "ncclDevKernel_AllReduce_Sum_bf16_RING_LL",
@@ -37,28 +39,35 @@ COLLECTIVES = {
     "gather": "ncclDevKernel_AllGather_RING_LL",
     "copy": "Memcpy DtoD (Device -> Device)",
 }
-PUSHED = {
-    "all-reduce": "_push_all_reduce", "reduce-scatter": "Memcpy PtoP (Device -> Device)",
-    "all-gather": "Memcpy PtoP (Device -> Device)",
-}  # fmt: skip
-MEMORY, LINKS = "HBM", "links"
+OURS = {"push": "_push_all_reduce", "two-shot": "_two_shot_all_reduce"}
+MEMORY, SMS, LINKS = "HBM", "SMs", "links"
+ON_LINKS = (*REDUCES, "all-gather", "copies", "peers")
 
 
-def kernel_name(operation: Operation, phase: str, reducer: str) -> str:
-    """The name of its kernel in a real trace."""
-    key = operation.part if operation.kind == "choice" else operation.kind
+def kernel_name(each: Operation, phase: str, reducer: str, sharded: bool) -> str:
+    """The name of its kernel in a real trace. sharded: whether the residual is, by tokens."""
+    key = each.part if each.kind == "choice" else each.kind
+    if key == "all-reduce":
+        return OURS.get(reducer if phase == "decode" else each.algorithm, COLLECTIVES[key])
     if key in COLLECTIVES:
-        return (PUSHED if reducer == "push" else {}).get(key, COLLECTIVES[key])
-    names = OURS if phase == "decode" else WHOLE
-    return names.get(key, key)
+        return COLLECTIVES[key]
+    if key == "landing" and sharded and not each.few:
+        return "_land_rows_kernel"
+    return (DECODE if phase == "decode" else WHOLE).get(key, each.kind)
 
 
-def resources(operation: Operation) -> list[str]:
+def tracks(phase: str) -> tuple[str, str]:
+    """The resources of a phase: what computation holds (that of a decode step reads weights and
+    caches), and the links."""
+    return (MEMORY if phase == "decode" else SMS), LINKS
+
+
+def resources(operation: Operation, phase: str) -> list[str]:
     """What it holds, besides its stream."""
     found = []
     if operation.kind in (*COMPUTES, "head"):
-        found.append(MEMORY)
-    if operation.kind in (*REDUCES, "all-gather") or operation.pushes or operation.part == "gather":
+        found.append(tracks(phase)[0])
+    if operation.kind in ON_LINKS or operation.pushes or operation.part == "gather":
         found.append(LINKS)
     return found
 
@@ -86,13 +95,14 @@ def events(row: Row, phase: str) -> list[dict[str, Any]]:
     found = row.prediction
     streams = dict.fromkeys(each.stream for each in found.graph.operations)
     numbers = {name: STREAM + n for n, name in enumerate(streams)}
-    tracks = {name: 100 + n for n, name in enumerate((MEMORY, LINKS))}
+    held = {name: 100 + n for n, name in enumerate(tracks(phase))}
     title = f"predicted: {row.candidate}"
+    sharded = any(each.kind == "barrier" for each in found.graph.operations)
     made: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
         for pid, name in ((0, title), (1, "resources"))
     ]
-    for pid, names in ((0, numbers), (1, tracks)):
+    for pid, names in ((0, numbers), (1, held)):
         for name, number in names.items():
             about = {"name": f"stream {number}: {name}" if pid == 0 else name}
             track = {"ph": "M", "name": "thread_name", "pid": pid, "tid": number}
@@ -105,14 +115,15 @@ def events(row: Row, phase: str) -> list[dict[str, Any]]:
         about = {"is": describe(each)}
         place = {"ph": "X", "ts": PAUSE + start, "dur": end - start}
         if each.rides is None:
-            name, stream = kernel_name(each, phase, row.candidate.way), numbers[each.stream]
+            name = kernel_name(each, phase, row.candidate.way, sharded)
+            stream = numbers[each.stream]
             made.append(
                 place | {"cat": "kernel", "name": name, "pid": 0, "tid": stream,
                          "args": {"stream": stream, **about}}
             )  # fmt: skip
-        for name in resources(each):
+        for name in resources(each, phase):
             made.append(
-                place | {"cat": "resource", "name": describe(each), "pid": 1, "tid": tracks[name]}
+                place | {"cat": "resource", "name": describe(each), "pid": 1, "tid": held[name]}
             )
     return made
 

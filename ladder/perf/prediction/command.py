@@ -10,6 +10,7 @@ from typing import Any
 
 from ladder.models.errors import UserError
 from ladder.perf.machine import Machine, load
+from ladder.perf.prediction.ranking import rankings, table
 from ladder.perf.prediction.records import MEASURED, Score, calibrated, scores, summary
 from ladder.plans import aligned
 
@@ -66,6 +67,8 @@ def report(phase: str, found: Sequence[Score]) -> list[str]:
             f"{most:.1f} %"
         )
     lines += [speedup_line(found), order_line(found), ""]
+    if ranked := rankings(found):
+        lines += [aligned(table(ranked)), ""]
     return lines
 
 
