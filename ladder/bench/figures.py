@@ -61,12 +61,14 @@ def lines(
     subtitle: str = "",
     zero: str = "",
     colours: Mapping[str, str] | None = None,
+    bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
     height: int = 340,
 ) -> str:
     """Lines as SVG: name -> (x, y); a name is drawn to the right of its line's last point.
 
     ticks, y_ticks: the ticks of a logarithmic axis; (): a linear axis. zero: the meaning of the
-    line y = 0, which is then drawn. colours: those of lines whose names are no plans.
+    line y = 0, which is then drawn. colours: those of lines whose names are no plans. bands: the
+    least and the most of a line's points, drawn as an area around it.
     """
     figure, axes, above = _canvas(height, title, (subtitle, y_label))
     if zero:
@@ -77,6 +79,9 @@ def lines(
     for number, (name, (x, y)) in enumerate(series.items()):
         drawn[name] = known.get(name) or next(spare, INK)
         axes.plot(x, y, color=drawn[name], linewidth=2.2 if name == "ladder" else 1.6)
+        if bands and name in bands:
+            area = {"color": drawn[name], "alpha": 0.13, "linewidth": 0, "gid": f"band-{number}"}
+            axes.fill_between(x, *bands[name], **area)
         for i, point in enumerate(zip(x, y, strict=True) if len(x) < FEW else ()):
             axes.plot(*point, "o", color=drawn[name], markersize=6, gid=f"point-{number}-{i}")
             said[f"point-{number}-{i}"] = (

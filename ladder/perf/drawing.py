@@ -24,6 +24,7 @@ def _draw(chart: Dots | Curves, title: str) -> str:
         chart.x_label,
         chart.y_label,
         ticks=chart.ticks,
+        bands=chart.spans,
         title=title,
         colours=_colours(list(chart.series)),
     )

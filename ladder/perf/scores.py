@@ -102,7 +102,7 @@ class Curves:
 
     ticks: those of a logarithmic x axis, (): a linear one. tabled: all lines have the same x, and
     the details are a table of them, with so many digits. spans: of a line's points the least and
-    the most, for the table.
+    the most, in the table and as an area.
     """
 
     series: dict[str, tuple[list[float], list[float]]]

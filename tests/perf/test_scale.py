@@ -18,6 +18,7 @@ from ladder.config import model_config
 from ladder.models.plan import Plan, SublayerRecord
 from ladder.models.presets import resolve_plan
 from ladder.perf import graph, memory
+from ladder.perf.drawing import draw
 from ladder.perf.machine import FOLDER, read, shipped
 from ladder.perf.report import Study
 from ladder.perf.scale import curves, software, tables
@@ -251,6 +252,8 @@ def test_a_curve_lies_in_its_interval_and_slower_links_are_slower() -> None:
     (training, gain, decoding) = found("curves").results
     for result in (training, gain):
         assert set(result.chart.spans) == set(result.chart.series)  # type: ignore[union-attr]
+        (svg,) = draw(result)
+        assert svg.count('id="band-') == len(result.chart.series)  # type: ignore[union-attr]
     for row in decoding.chart.rows:  # type: ignore[union-attr]
         assert row.ours["least"] < row.ours["likely"] < row.ours["most"]
 

@@ -49,7 +49,7 @@ def batches() -> Result:
     }
     return Result(
         None,
-        "Figure 15: a DLRM on 128 nodes, time saved by fused embedding and all-to-all",
+        "Figure 15: a DLRM on 128 nodes, time saved by fused operators",
         (),
         Curves(series, "tables of a node", "time saved, %", ticks=TICKS, tabled=True),
         (
