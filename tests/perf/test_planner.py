@@ -71,7 +71,7 @@ def test_a_70b_over_all_plans_and_degrees_takes_under_two_seconds(capsys: Out) -
 def test_nothing_is_recommended_that_does_not_fit(tmp_path: Path, capsys: Out) -> None:
     """An 8B takes 15 GiB of weights on one GPU and 3.7 on four: where 8 fit, TP 4 alone."""
     machine = with_memory(tmp_path / "small.json", 8.0)
-    words = ("llama-3-8b", "--machine", machine, "--objective")
+    words = ("llama-3-8b", "--machine", machine, "--plans", "standard", "none", "--objective")
     for objective in ("latency", "throughput", "memory"):
         best = asked(capsys, *words, objective)["recommended"]
         assert best["fits"]

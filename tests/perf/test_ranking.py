@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 
 from ladder.bench.inference.points import InferencePoint
+from ladder.perf.machine import load
 from ladder.perf.prediction.ranking import rankings, table
-from ladder.perf.prediction.records import Score
+from ladder.perf.prediction.records import Score, scores
+from tests import ROOT
+
+RESULTS = ROOT / "benchmarks/results"
+FILES = [RESULTS / f"2026-11-21-{name}-h200x4.jsonl" for name in ("inference", "figures")]
+# Of plans and reducers on these records: the least tau of all, and the largest regret.
+LIMITS = {"decode": (0.73, 0.028), "prefill": (0.9, 0.017)}
 
 
 def score(plan: str, measured: float, predicted: float, **fields: object) -> Score:
@@ -47,3 +54,13 @@ def test_reducers_are_choices_of_one_case() -> None:
     found = [score("standard", 2.0, 1.0, reducer="async"), score("standard", 1.0, 2.0)]
     (each,) = rankings(found)
     assert (each.recommended, each.tau) == ("standard, async", -1.0)
+
+
+@pytest.mark.parametrize("phase", LIMITS)
+def test_what_is_recommended_is_near_the_best(phase: str) -> None:
+    ranked = rankings(scores(FILES, load("h200x4"), phase))
+    pairs, right = (sum(getattr(each, name) for each in ranked) for name in ("pairs", "right"))
+    regret = max(each.regret for each in ranked)
+    least, most = LIMITS[phase]
+    assert 2 * right / pairs - 1 >= least, 2 * right / pairs - 1
+    assert regret <= most, regret
