@@ -34,6 +34,7 @@ def test_orders_and_regret() -> None:
     assert each.tau == pytest.approx(0.6)
     assert each.recommended == "parallel, push"
     assert each.regret == pytest.approx(0.02)
+    assert each.speedup == (pytest.approx(100 * (1.10 / 1.01 - 1.30)),)
 
 
 def test_cases_are_apart_and_pooled() -> None:
@@ -53,7 +54,7 @@ def test_cases_are_apart_and_pooled() -> None:
 def test_reducers_are_choices_of_one_case() -> None:
     found = [score("standard", 2.0, 1.0, reducer="async"), score("standard", 1.0, 2.0)]
     (each,) = rankings(found)
-    assert (each.recommended, each.tau) == ("standard, async", -1.0)
+    assert (each.recommended, each.tau, each.speedup) == ("standard, async", -1.0, ())
 
 
 @pytest.mark.parametrize("phase", LIMITS)

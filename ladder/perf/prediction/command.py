@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from itertools import combinations
@@ -10,7 +11,7 @@ from typing import Any
 
 from ladder.models.errors import UserError
 from ladder.perf.machine import Machine, load
-from ladder.perf.prediction.ranking import rankings, table
+from ladder.perf.prediction.ranking import NOTE, rankings, table
 from ladder.perf.prediction.records import MEASURED, Score, calibrated, scores, summary
 from ladder.plans import aligned
 
@@ -68,7 +69,7 @@ def report(phase: str, found: Sequence[Score]) -> list[str]:
         )
     lines += [speedup_line(found), order_line(found), ""]
     if ranked := rankings(found):
-        lines += [aligned(table(ranked)), ""]
+        lines += [aligned(table(ranked)), "", *textwrap.wrap(NOTE, 100), ""]
     return lines
 
 

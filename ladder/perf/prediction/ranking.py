@@ -14,13 +14,14 @@ from ladder.perf.prediction.records import Score
 
 APART = 0.03  # pairs whose measured times are closer have no order
 CHOSEN = ("plan", "reducer", "degree", "no_comm", "layout")  # fields of a point that are a choice
-HEAD = ["plans and reducers", "choices", "pairs", "tau", "recommended", "regret"]
+HEAD = ["order", "choices", "pairs", "tau", "recommended", "regret", "ladder / standard"]
 
 
 @dataclass(frozen=True)
 class Ranking:
     """One case. pairs: more than APART apart; right: of those in the predicted order. regret: the
-    measured time of the predicted best over the measured best's, less 1."""
+    measured time of the predicted best over the measured best's, less 1. speedup: for each reducer
+    or layout, predicted less measured speedup of ladder over standard, in points."""
 
     case: str
     choices: int
@@ -28,6 +29,7 @@ class Ranking:
     right: int
     recommended: str
     regret: float
+    speedup: tuple[float, ...]
 
     @property
     def tau(self) -> float | None:
@@ -58,7 +60,7 @@ def _ranking(case: Sequence[tuple[str, object]], some: Sequence[Score]) -> Ranki
     where = ", ".join(f"{key} {said[key]}" for key in ("tp", "batch", "prompt") if key in said)
     return Ranking(
         f"{said['model']}, {where}", len(some), len(apart), right, _choice(best),
-        best.measured / least - 1,
+        best.measured / least - 1, tuple(_speedups(some)),
     )  # fmt: skip
 
 
@@ -67,19 +69,40 @@ def _choice(score: Score) -> str:
     return ", ".join(str(fields[key]) for key in ("plan", "reducer", "layout") if fields.get(key))
 
 
+def _speedups(some: Sequence[Score]) -> Iterable[float]:
+    times = {_choice(each): each for each in some}
+    for name, each in times.items():
+        plan, _, rest = name.partition(", ")
+        plain = times.get(f"standard, {rest}")
+        if plan == "ladder" and plain is not None:
+            found, real = (
+                plain.predicted / each.predicted, plain.measured / each.measured
+            )  # fmt: skip
+            yield 100 * (found - real)
+
+
 def table(found: Sequence[Ranking]) -> list[list[str]]:
     """A row for each case, and one for all of them."""
     rows = [HEAD]
     for each in found:
         tau = "-" if each.tau is None else f"{each.tau:.2f}"
+        speedup = ", ".join(f"{error:+.1f}" for error in each.speedup)
         rows.append([each.case, str(each.choices), str(each.pairs), tau, each.recommended,
-                     f"{100 * each.regret:.1f} %"])  # fmt: skip
+                     f"{100 * each.regret:.1f} %", speedup or "-"])  # fmt: skip
     pairs = sum(each.pairs for each in found)
     if len(found) > 1 and pairs:
-        most = max(each.regret for each in found)
+        errors = [abs(error) for each in found for error in each.speedup]
         rows.append(
             ["all", str(sum(each.choices for each in found)), str(pairs),
              f"{2 * sum(each.right for each in found) / pairs - 1:.2f}", "largest:",
-             f"{100 * most:.1f} %"]
+             f"{100 * max(each.regret for each in found):.1f} %",
+             f"mean {sum(errors) / len(errors):.1f}" if errors else "-"]
         )  # fmt: skip
     return rows
+
+
+NOTE = (
+    f"order: choices of one case; tau: Kendall's, of pairs more than {APART:.0%} apart; regret: "
+    f"what the recommended one takes beyond the best, measured; ladder / standard: predicted less "
+    f"measured speedup, points"
+)
