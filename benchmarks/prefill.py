@@ -1,12 +1,13 @@
 """Prefill by plan and transport, side by side on several GPUs.
 
     python benchmarks/prefill.py --nproc 4 [--layers 8] [--cases 1x1024 64x1024]
-        [--reducers async collective copy] [--rounds 7] [--carveout SMS]
+        [--reducers async collective copy fused] [--rounds 7] [--carveout SMS]
 
 Random weights. Each time is from token ids on the host to the first token chosen, the slowest
 rank's, the median over rounds in which all configurations take turns. "exposed" is the time beyond
 that of the same plan without communication. The floor is the FLOPs over the rate of a large
-matmul in the same run. `async` is NCCL's all-reduce; the others are transports of
+matmul in the same run. `async` is NCCL's all-reduce; `fused` is ladder.parallel.prefill, whose
+operators the table that LADDER_OPS_TABLE names picks; the others are transports of
 ladder.comm.transports. "differs" compares the logits with those of the plan's first reducer. The
 last line is JSON.
 """
@@ -36,6 +37,7 @@ from ladder.models.errors import UserError
 from ladder.models.reducer import Reducer
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
+from ladder.parallel.prefill import FusedPrefill
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sharded import ShardedReducer
 
@@ -83,6 +85,8 @@ def lines_of(options: argparse.Namespace, device: torch.device) -> list[Line]:
             prompts: Reducer = base
             if reducer in TRANSPORTS:
                 prompts = ShardedReducer(base.ranks, base.group, config.plan, reducer)
+            elif reducer == "fused":
+                prompts = FusedPrefill(base.ranks, base.group, config.plan)
             found.append(Line(config.plan.name, reducer, model, prompts))
     return found
 
@@ -185,8 +189,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--reducers",
         nargs="+",
-        choices=["async", *TRANSPORTS],
-        default=["async", "collective", "copy"],
+        choices=["async", "fused", *TRANSPORTS],
+        default=["async", "collective", "copy", "fused"],
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--carveout", type=int, default=0, help="SMs that cuBLAS is to leave free")

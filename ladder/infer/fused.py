@@ -41,7 +41,8 @@ from ladder.models.transformer import Parts, Transformer
 from ladder.parallel.choose import Choice, choose
 from ladder.parallel.decode import DecodeReducer, Matrix
 from ladder.parallel.dispatch import PREFILL_TRANSPORTS
-from ladder.parallel.reducers import PushReducer
+from ladder.parallel.prefill import FusedPrefill, FusedPrompts
+from ladder.parallel.reducers import AsyncReducer, PushReducer
 from ladder.parallel.sharded import ShardedReducer, sharded_refusal
 
 
@@ -233,7 +234,12 @@ def fuse(model: Transformer) -> InferenceTransformer:
         model.runtime,
         rotary=lambda config, positions, dtype: table,  # the fused kernels index it by position
         add_norm=fused_add_norm,
-        pick=PassReducers(base, plan, reduce_bytes(config, 1, weight.element_size())),
+        pick=PassReducers(
+            base,
+            plan,
+            reduce_bytes(config, 1, weight.element_size()),
+            isinstance(model.runtime.pick, FusedPrompts),
+        ),
     )
     fused.use(runtime)
     model.lm_head.to_empty(device="meta")  # a tied one is another parameter than the embedding's
@@ -265,11 +271,13 @@ def _rotary_table(config: ModelConfig, device: torch.device) -> Tensor:
 class PassReducers:
     """The reducers of a fused model's passes: `choose` decides by the tokens' shape [B, S].
 
-    base: the model's own reducer. token_bytes: the size of one token's partial.
+    base: the model's own reducer. token_bytes: the size of one token's partial. insists: prompts
+    run by fused operators (`FusedPrompts`).
     """
 
-    def __init__(self, base: Reducer, plan: Plan, token_bytes: int) -> None:
+    def __init__(self, base: Reducer, plan: Plan, token_bytes: int, insists: bool = False) -> None:
         self.base, self.plan, self.token_bytes = base, plan, token_bytes
+        self.insists = insists
         self.push = push = base if isinstance(base, PushReducer) else None
         self.makers: dict[tuple[str, str], PassFactory] = {("async", ""): base, ("push", ""): base}
         self.makers["decode", ""] = DecodeReducer(base, plan)
@@ -277,18 +285,26 @@ class PassReducers:
             for transport in PREFILL_TRANSPORTS:
                 sharded = ShardedReducer(base.ranks, push.group, plan, transport)
                 self.makers["sharded", transport] = sharded
+                if insists or push.dispatch.prefill.fused:
+                    fused = FusedPrefill(base.ranks, push.group, plan, transport)
+                    self.makers["fused", transport] = fused
+        elif insists:
+            assert isinstance(base, AsyncReducer), base
+            self.makers["fused", "collective"] = FusedPrefill(base.ranks, base.group, plan)
 
     def choice(self, shape: torch.Size) -> Choice:
         """The choice for a pass over tokens of `shape`, with its reason."""
         phase = "decode" if shape[1] == 1 else "prefill"
         table, asked = (None, "async") if self.push is None else (self.push.dispatch, "push")
+        asked = "fused" if self.insists else asked
         return choose(phase, self.plan, self.base.ranks, shape, self.token_bytes, table, asked)
 
     def __call__(self, shape: torch.Size) -> PassFactory:
         choice = self.choice(shape)
         if self.push is not None and choice.transport:
             size = shape.numel() * self.token_bytes
-            self.push.note(size, f"sharded by tokens, {choice.transport}")
+            inside = ", in products" if choice.reducer == "fused" else ""
+            self.push.note(size, f"sharded by tokens, {choice.transport}{inside}")
         return self.makers[choice.reducer, choice.transport]
 
 

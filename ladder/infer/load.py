@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,8 +24,9 @@ from ladder.models.quantised import matrices, quantise_model, round_activations
 from ladder.models.storage import FP8_CAPABILITY, QUANTISED
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
-from ladder.parallel.choose import INFERENCE, pick_reducer
+from ladder.parallel.choose import INFERENCE, check_base, inference_base
 from ladder.parallel.mesh import make_mesh
+from ladder.parallel.prefill import FusedPrompts
 
 ACTIVATIONS = ("auto", "fp8")
 
@@ -123,6 +125,13 @@ def check_activations(kind: str) -> None:
         raise unknown("type of --activations", kind, ACTIVATIONS)
 
 
+def fuse_prompts(model: Transformer) -> None:
+    """Let prompts run by fused operators; UserError if the plan or its ranks do not allow it."""
+    plan, base = model.config.plan, model.reducer
+    check_base("prefill", plan, base.ranks, "fused")
+    model.use(replace(model.runtime, pick=FusedPrompts(base, plan)))
+
+
 def load_for_inference(
     folder: str | Path,
     *,
@@ -164,9 +173,11 @@ def load_for_inference(
         None if mesh is None else mesh["tp"],
         device=joined,
         dtype=wanted,
-        reducer=pick_reducer(processes) if reducer == "auto" else reducer,
+        reducer=inference_base(reducer, processes),
     )
     model.config.refuse_no_comm()
+    if reducer == "fused":
+        fuse_prompts(model)
     if kind is not None:
         quantise_shards(model, kind)
     set_activations(model, activations)

@@ -73,7 +73,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reducer",
         default="auto",
-        help="how ranks sum partial outputs: auto, async (NCCL or gloo), or push (peer memory)",
+        help="how ranks sum partial outputs: auto, async (NCCL or gloo), push (peer memory), or "
+        "fused (prompts exchange within matrix products)",
     )
 
 

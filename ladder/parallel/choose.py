@@ -49,7 +49,11 @@ REDUCERS = {
     "decode": Capabilities(DecodeReducer, base=False),
 }
 TRAINING = tuple(name for name, each in REDUCERS.items() if each.base and each.backward)
-INFERENCE = tuple(n for n, each in REDUCERS.items() if each.base and not each.shards_residual)
+# `fused` is for prompts: a model's own reducer is then that of `auto` (see `inference_base`).
+INFERENCE = (
+    *(n for n, each in REDUCERS.items() if each.base and not each.shards_residual),
+    "fused",
+)
 
 
 @dataclass(frozen=True)
@@ -90,18 +94,31 @@ def choose(
         default = f"the default with sequence_parallel={str(sequence_parallel).lower()}"
         return Choice(chosen, why=default if base == "auto" else "it was asked for")
     check_base(phase, plan, ranks, base)
-    base = ("async" if table is None else "push") if base == "auto" else base
+    asked = base == "fused"
+    base = ("async" if table is None else "push") if base in ("auto", "fused") else base
     if phase == "decode":
         if shape[0] <= MAX_ROWS and ranks.held == 1:
             return Choice("decode", why=f"up to {MAX_ROWS} sequences; it reduces as {base}")
         return Choice(base, why=f"more than {MAX_ROWS} sequences, or virtual ranks")
+    if asked:
+        transport = "collective" if table is None else _transport(table, plan, shape, token_bytes)
+        return Choice("fused", transport, "it was asked for")
     refusal = sharded_refusal(plan, ranks)
     if base != "push" or table is None or refusal is not None:
         alone = "without the peers' memory, the residual cannot be sharded by tokens"
         return Choice(base, why=refusal or alone)
     tokens = shape[0] * shape[1]
-    transport = table.prefill.transport(tokens, tokens * token_bytes, all(plan.blocking))
-    return Choice("sharded", transport, f"{tokens} tokens of {token_bytes} bytes")
+    fused = all(plan.blocking) and 0 < table.prefill.fused <= tokens * token_bytes
+    transport = _transport(table, plan, shape, token_bytes)
+    why = f"{tokens} tokens of {token_bytes} bytes"
+    return Choice("fused" if fused else "sharded", transport, why)
+
+
+def _transport(
+    table: Dispatch, plan: Plan, shape: torch.Size | tuple[int, int], token_bytes: int
+) -> str:
+    tokens = shape[0] * shape[1]
+    return table.prefill.transport(tokens, tokens * token_bytes, all(plan.blocking))
 
 
 def training_reducer(reducer: str, sequence_parallel: bool) -> str:
@@ -127,9 +144,10 @@ def check_base(phase: str, plan: Plan, ranks: Ranks, base: str, option: str = "r
     if base != "auto" and REDUCERS[base].shards_residual:
         refusal = sharded_refusal(plan, ranks)
     if refusal is not None:
+        more = " and sequence_parallel=false" if phase == "train" else ""
         raise UserError(
             f"{option}={base} with tp={ranks.processes} and plan {plan.name!r}: {refusal}; use "
-            f"{option}=async and sequence_parallel=false"
+            f"{option}=async{more}"
         )
 
 
@@ -147,6 +165,14 @@ def check_name(phase: str, base: str, option: str = "reducer") -> None:
     elif phase != "train" and each.shards_residual and each.base:
         why = "it is for training"
     raise UserError(f"{option}={base} cannot be used here: {why}; use {', '.join(names)} or auto")
+
+
+def inference_base(reducer: str, processes: int) -> str:
+    """The model's own reducer for inference by `reducer`, a name in INFERENCE or "auto".
+
+    All ranks must call this.
+    """
+    return pick_reducer(processes) if reducer in ("auto", "fused") else reducer
 
 
 def pick_reducer(processes: int) -> str:

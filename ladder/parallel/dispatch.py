@@ -43,12 +43,14 @@ class Prefill:
     direct: the largest partial in bytes that the landing's kernel copies itself, on SMs that
     concurrent kernels then lack; direct_blocking: the same for a plan whose reduces all block, with
     no concurrent kernels. kernel_barrier: the most tokens for which a kernel synchronises the
-    ranks; beyond, the CUDA streams' memory operations do.
+    ranks; beyond, the CUDA streams' memory operations do. fused: the smallest partial in bytes from
+    which such a plan is prefilled by fused operators (ladder.parallel.prefill); 0: never.
     """
 
     direct: int = 8 * 2**20
     direct_blocking: int = 16 * 2**20
     kernel_barrier: int = 16384
+    fused: int = 0
 
     def transport(self, tokens: int, size: int, blocking: bool) -> str:
         """For `tokens` tokens whose partial has `size` bytes; blocking: all reduces block."""

@@ -47,11 +47,11 @@ class FusedProducts:
         """x: this rank's rows [B * S / T, D], which are gathered, or all of them [B, S, D]."""
         if x.dim() == 3:
             return MATRIX_PRODUCTS.column(x, weights)
-        held = [_held(weight, x.dtype) for weight in weights]
-        matrices = [matrix.t() for matrix, _ in held]
+        plain = [held(weight, x.dtype) for weight in weights]
+        matrices = [matrix.t() for matrix, _ in plain]
         _, products = torch.ops.ladder.all_gather_matmul(x, matrices, 0, self.group)
         found = []
-        for product, (_, bias) in zip(products, held, strict=True):
+        for product, (_, bias) in zip(products, plain, strict=True):
             whole = product.unflatten(0, self.shape)
             found.append(whole if bias is None else whole + bias)
         return tuple(found)
@@ -60,7 +60,7 @@ class FusedProducts:
         """A partial [B, S, D], or this rank's rows of the sum, [B * S / T, D]."""
         if not self.scatters:
             return MATRIX_PRODUCTS.row(x, weight)
-        matrix, bias = _held(weight, x.dtype)
+        matrix, bias = held(weight, x.dtype)
         # Not a Summed: FSDP looks for tensors in what a sublayer returns.
         rows: Tensor = torch.ops.ladder.matmul_reduce_scatter(
             x.flatten(0, 1), matrix.t(), "sum", 0, self.group
@@ -68,11 +68,14 @@ class FusedProducts:
         return rows if bias is None else rows + bias  # once, since the rows are this rank's alone
 
 
-def _held(weight: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def held(
+    weight: nn.Module, dtype: torch.dtype, instead: str = "sequence"
+) -> tuple[Tensor, Tensor | None]:
+    """The matrix that a module multiplies by, and its bias. instead: the reducer for others."""
     if not isinstance(weight, ParallelLinear):
         raise UserError(
             f"reducer=fused multiplies by plain matrices, and here is a {type(weight).__name__} "
-            f"(of an adapter?); use reducer=sequence"
+            f"(of an adapter?); use reducer={instead}"
         )
     return weight.held(dtype)
 

@@ -160,6 +160,11 @@ class ShardedPass(Pass):
             rows = torch.empty_like(source)
         else:
             source = rows = self.residual
+        if not self.gathers(n):
+            normed = torch.empty_like(rows)
+            with self._stream(rows, here=True):
+                self._land_rows(arrivals, source, norm, (rows, normed), [])
+            return InFlight((rows, normed))
         # Allocated on the main stream, which reads the normed rows, so that their memory is reused
         # only after that. The side stream waits for all earlier work of the main stream.
         full = self.transport.gather_buffer(len(rows), rows)
@@ -170,14 +175,7 @@ class ShardedPass(Pass):
         landing = InFlight[Landed]((rows, normed))
         landed = [output.total.value for _, output in arrivals if output.total is not None]
         with self._stream(rows, here):
-            weight = local(norm.weight).to(rows.dtype).flatten()
-            everything = [pieces for pieces, _ in landed] or [[]]
-            reads = source
-            for i, pieces in enumerate(everything):
-                last = i == len(everything) - 1
-                copies = self.transport.copies(full) if last else []
-                land_rows(pieces, reads, weight, norm.eps, (rows, mine), copies)
-                reads = rows
+            self._land_rows(arrivals, source, norm, (rows, mine), self.transport.copies(full))
             self.transport.gather(full)
             if rows.is_cuda and not here:
                 done = torch.cuda.Event()
@@ -185,6 +183,23 @@ class ShardedPass(Pass):
                 self.newest = landing
                 landing.arrive = functools.partial(self._arrive, landing, done, (landed, source))
         return landing
+
+    def gathers(self, n: int) -> bool:
+        """Whether read n gathers the normed rows; else it returns this rank's."""
+        return True
+
+    def _land_rows(
+        self, arrivals: Sequence[tuple[Landing, Output]], source: Tensor, norm: RMSNorm,
+        out: tuple[Tensor, Tensor], copies: list[Tensor],
+    ) -> None:  # fmt: skip
+        """Land and norm this rank's rows. copies: further targets of the normed rows."""
+        weight = local(norm.weight).to(source.dtype).flatten()
+        values = [output.total.value for _, output in arrivals if output.total is not None]
+        everything = [pieces for pieces, _ in values] or [[]]
+        for i, pieces in enumerate(everything):
+            last = i == len(everything) - 1
+            land_rows(pieces, source, weight, norm.eps, out, copies if last else [])
+            source = out[0]
 
     def _arrive(
         self, landing: InFlight[Landed], done: torch.cuda.Event, read: object, value: Landed

@@ -92,5 +92,5 @@ def test_training_cannot_shard_the_residual_of_this_plan() -> None:
 
 def test_the_registry() -> None:
     assert TRAINING == ("async", "sequence", "fused")
-    assert INFERENCE == ("async", "push")
+    assert INFERENCE == ("async", "push", "fused")
     assert all(each.make.__doc__ for each in REDUCERS.values())

@@ -213,8 +213,6 @@ def test_it_trains_as_one_process(
         ("train", "desync-2x", Ranks(4, 0, 1), True, "tp=4 and plan 'desync-2x': .*reduce='none'"),
         ("train", "dtp-1", Ranks(4, 0, 2), True, "tp=2 .*: 2 virtual ranks .*=async and seq"),
         ("train", "standard", Ranks(), True, "tp=1 .*there is one process"),
-        ("prefill", "standard", Ranks(4, 0, 1), False, "it is for training; use async"),
-        ("decode", "standard", Ranks(4, 0, 1), False, "it is for training; use async"),
     ],
 )
 def test_what_is_refused(phase: str, plan: str, ranks: Ranks, sharded: bool, message: str) -> None:

@@ -11,11 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.bench.inference.points import CHECKPOINT, InferencePoint
 from ladder.checkpoint import load_model, newest, quantised_as
-from ladder.infer.load import quantise_shards, refuse_device, set_activations
+from ladder.infer.load import fuse_prompts, quantise_shards, refuse_device, set_activations
 from ladder.models.config import ModelConfig
 from ladder.models.parameters import Initialisation
 from ladder.models.sublayers import Attention
 from ladder.models.transformer import Transformer, meta_model
+from ladder.parallel.choose import inference_base
 from ladder.parallel.mesh import make_mesh
 from ladder.parallel.sharding import local_parameters, local_tensor, shard_model
 
@@ -75,6 +76,8 @@ def build_model(
     Its matrices are stored as the point says, of random models, too.
     """
     kind = None if point.weights == "bf16" else point.weights
+    fuses = reducer == "fused" and not config.plan.no_comm
+    reducer = inference_base(reducer, point.tp)
     refuse_device(kind, device)
     if point.plan != CHECKPOINT or point.no_comm:
         model = random_model(config, reducer, point.tp, device)
@@ -83,6 +86,8 @@ def build_model(
         mesh = tp_mesh(device, point.tp)
         model = load_model(folder, mesh, device=device, dtype=torch.bfloat16, reducer=reducer)
         kind = None if quantised_as(folder) else kind
+    if fuses:
+        fuse_prompts(model)
     if kind is not None:
         quantise_shards(model, kind)
     set_activations(model, "fp8" if point.activations == "fp8" else "auto")

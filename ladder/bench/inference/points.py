@@ -13,8 +13,10 @@ from ladder.config import configs_folder, find, load_plan, load_yaml, model_conf
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, check_keys, unknown
 from ladder.models.presets import resolve_plan
+from ladder.models.reducer import Ranks
 from ladder.models.storage import QUANTISED
 from ladder.parallel.choose import INFERENCE
+from ladder.parallel.sharded import sharded_refusal
 
 CHECKPOINT = "checkpoint"  # the name of a checkpoint's own plan, with its weights
 SHAPE_PLANS = ("standard", "ladder", "none")
@@ -308,8 +310,19 @@ def _points(
             left_out[f"{plan} at TP {tp}: it does not divide tp_degree={degree}"] = None
             continue
         point = replace(point, degree=degree)
-        no_comm = resolve(point).plan.no_comm
-        found += [replace(point, reducer=r) for r in (usable[:1] if no_comm else usable)]
+        resolved = resolve(point).plan
+        mine = usable[:1] if resolved.no_comm else list(usable)
+        if "fused" in mine and not resolved.no_comm:
+            degree = max(degree, tp)
+            why = sharded_refusal(resolved, Ranks(degree, 0, degree // tp))
+            if each.weights != "bf16":
+                why = f"its products take no {each.weights} weights"
+            if why:
+                left_out[f"{plan} at TP {tp}, reducer fused: {why}"] = None
+                mine.remove("fused")
+        if not mine:
+            continue
+        found += [replace(point, reducer=r) for r in mine]
         bare = counterpart(point, usable[0])
         found += [bare] if bare is not None and bare not in found else []
     return list(dict.fromkeys(found))

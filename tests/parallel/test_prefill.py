@@ -1,0 +1,205 @@
+"""Prefill whose blocking exchanges are inside matrix products, on gloo ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ladder.bench.inference.points import Settings, expand
+from ladder.infer.engine import Engine
+from ladder.infer.fused import PassReducers
+from ladder.infer.load import fuse_prompts
+from ladder.models import Plan, Ranks, UserError, resolve_plan
+from ladder.models.quantised import quantise_model
+from ladder.parallel.choose import check_base, choose
+from ladder.parallel.dispatch import Dispatch, Prefill
+from ladder.parallel.prefill import FusedPrefill
+from ladder.parallel.reducers import AsyncReducer
+from ladder.parallel.sharding import shard_model
+from tests.distributed import Pools, tp_mesh
+from tests.parallel.test_fused import operations
+from tests.samples import (
+    DEPENDS_ON_T,
+    SAME_AT_ANY_T,
+    full_model,
+    relative_error,
+    sample_tokens,
+    small_config,
+)
+
+GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
+LANDING = f"{SCATTER}_add_rms_norm"
+PLANS = {**SAME_AT_ANY_T, "biased standard": SAME_AT_ANY_T["standard"]}
+
+
+def expected_calls(plan: Plan, bias: bool) -> dict[str, int]:
+    """The operators of a pass that returns all positions."""
+    found = {GATHER: sum(plan.blocking), SCATTER: 0, LANDING: 0}
+    for n, record in enumerate(plan.sublayers):
+        if plan.blocking[n] and record.kind != "attention+mlp":
+            found[SCATTER if bias or len(plan.landings[n + 1]) > 1 else LANDING] += 1
+    return {name: count for name, count in found.items() if count}
+
+
+def compared(rank: int, world_size: int, plan: str, batch: int, length: int) -> dict[str, Any]:
+    """In a worker: the logits against AsyncReducer's, and the operators that ran."""
+    bias = plan.startswith("biased")
+    changes = {"attention_bias": True, "mlp_bias": True} if bias else {}
+    config = small_config(PLANS[plan], **changes)
+    model = full_model(config, seed=4, dtype=torch.float32)
+    shard_model(model, tp_mesh(world_size))
+    tokens = sample_tokens(config, 1, batch, length)
+    base = model.reducer
+    assert isinstance(base, AsyncReducer)
+    with torch.no_grad():
+        last = torch.tensor([(3 * n) % length for n in range(batch)])
+        border = -(-batch * length // world_size)  # the second rank's first row
+        last[border // length] = border % length
+        expected = model(tokens), model(tokens, last=last)
+        prompts = FusedPrefill(base.ranks, base.group, config.plan)
+        model.use(replace(model.runtime, pick=lambda shape: prompts))
+        with operations() as calls:
+            logits = model(tokens)
+        found = logits, model(tokens, last=last)
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, found)
+    return {
+        "error": max(relative_error(a, b) for a, b in zip(found, expected, strict=True)),
+        "same": all(torch.equal(a, b) for e in everyone for a, b in zip(found, e, strict=True)),
+        "calls": dict(calls) == expected_calls(config.plan, bias),
+        "found": dict(calls),
+    }
+
+
+@pytest.mark.parametrize(
+    ("world_size", "batch", "length"), [(2, 2, 8), (2, 3, 7), (4, 3, 7), (4, 1, 2)]
+)
+@pytest.mark.parametrize("plan", PLANS)
+def test_prompts_compute_the_same(
+    pools: Pools, plan: str, batch: int, length: int, world_size: int
+) -> None:
+    """Rows that T does not divide, fewer rows than ranks, biases, all positions and the last ones.
+
+    Catches a wrong row, norm or residual; the counts catch a landing or a gather left outside.
+    """
+    for result in pools(world_size).run(compared, plan, batch, length):
+        assert result["error"] < 1e-5, result
+        assert result["same"]
+        assert result["calls"], result
+
+
+def test_it_is_chosen_from_its_size_on_and_only_where_everything_blocks() -> None:
+    ranks = Ranks(4, 1, 1)
+    table = Dispatch((), "a test", Prefill(100, 100, 10, fused=200))
+    for plan, tokens, expected in (
+        ("standard", 19, "sharded"), ("standard", 20, "fused"), ("parallel", 20, "fused"),
+        ("ladder", 99, "sharded"), ("hybrid", 99, "sharded"),
+    ):  # fmt: skip
+        choice = choose("prefill", resolve_plan(plan, 4, 4), ranks, (1, tokens), 10, table)
+        assert (choice.reducer, choice.transport) == (expected, "copy-kernels" if tokens < 11
+                                                      else "copy"), plan  # fmt: skip
+    never = replace(table, prefill=Prefill())
+    assert choose(
+        "prefill", resolve_plan("standard", 4, 4), ranks, (9, 999), 10, never
+    ).reducer == ("sharded")
+    for given, transport in ((table, "direct"), (None, "collective")):
+        choice = choose("prefill", resolve_plan("ladder", 4, 4), ranks, (1, 9), 10, given, "fused")
+        assert str(choice) == f"fused, {transport} (it was asked for)"
+    assert choose("decode", resolve_plan("ladder", 4, 4), ranks, (1, 1), 10, None, "fused") == (
+        choose("decode", resolve_plan("ladder", 4, 4), ranks, (1, 1), 10, None, "async")
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "message"),
+    [
+        ("desync-2x", Ranks(4, 0, 1), "sublayer 0 has reduce='none'.*; use reducer=async$"),
+        ("standard", Ranks(4, 0, 2), "2 virtual ranks"),
+        ("standard", Ranks(), "there is one process"),
+    ],
+)
+def test_what_is_refused(plan: str, ranks: Ranks, message: str) -> None:
+    with pytest.raises(UserError, match=f"reducer=fused with tp=.*{message}"):
+        check_base("prefill", resolve_plan(plan, 4, 4), ranks, "fused")
+
+
+def generated(rank: int, world_size: int, plan: str, weights: str = "") -> Any:
+    """In a worker: tokens by the plain and by the packed model; and how the latter is prefilled."""
+    config = small_config(SAME_AT_ANY_T[plan])
+    found = []
+    for packed in (False, True):
+        model = full_model(config, 5, torch.float32)
+        shard_model(model, tp_mesh(world_size))
+        fuse_prompts(model)
+        if weights:
+            quantise_model(model, weights)
+        engine = Engine(model, fused=packed)
+        with operations() as calls:
+            tokens = engine.generate([[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]], max_new_tokens=8)
+        assert calls[GATHER] > 0
+        found.append([each.tokens for each in tokens])
+    pick = engine.model.runtime.pick
+    assert isinstance(pick, PassReducers)
+    return found, [str(pick.choice(torch.Size((3, length)))) for length in (5, 1)]
+
+
+@pytest.mark.parametrize("plan", ["standard", "hybrid", "parallel"])
+def test_engines_generate_the_same_tokens(pools: Pools, plan: str) -> None:
+    """Prompts by fused operators, decoding as before, also of a model that an engine has packed."""
+    whole = full_model(small_config(SAME_AT_ANY_T[plan]), 5, torch.float32)
+    results = Engine(whole).generate([[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]], max_new_tokens=8)
+    expected = [each.tokens for each in results]
+    for found, (prefill, decode) in pools(2).run(generated, plan):
+        assert found == [expected, expected]
+        assert prefill == "fused, collective (it was asked for)"
+        assert decode.startswith("decode (")
+
+
+def in_8_bits(rank: int, world_size: int) -> str:
+    with pytest.raises(UserError) as error:
+        generated(rank, world_size, "standard", "int8")
+    return str(error.value)
+
+
+def test_matrices_in_8_bits_are_refused_by_name(pools: Pools) -> None:
+    for text in pools(2).run(in_8_bits):
+        assert text.startswith("reducer=fused multiplies by matrices of 16 or 32 bits")
+        assert "use --weights bf16, or another reducer" in text
+
+
+def loaded(rank: int, world_size: int, plan: str) -> str:
+    model = full_model(small_config(DEPENDS_ON_T[plan], world_size, True), 5, torch.float32)
+    shard_model(model, tp_mesh(world_size))
+    with pytest.raises(UserError) as error:
+        fuse_prompts(model)
+    return str(error.value)
+
+
+def test_a_model_whose_residuals_differ_is_refused_when_it_is_loaded(pools: Pools) -> None:
+    for text in pools(2).run(loaded, next(iter(DEPENDS_ON_T))):
+        assert text.startswith("reducer=fused with tp=2 and plan")
+
+
+def test_the_benchmark_leaves_out_what_is_refused() -> None:
+    """By name; plans without communication are measured once, with the first reducer."""
+    plans = ("standard", "desync-2x", "none")
+    given = Settings(
+        "tiny", plans=plans, reducers=("fused", "async"), tp=(2,), prompt=8, new_tokens=4,
+    )  # fmt: skip
+    cases, left_out = expand([given], 2, True, lambda reducer, tp: None)
+    found = [(point.plan, point.reducer, point.no_comm) for case in cases for point in case]
+    assert ("standard", "fused", False) in found
+    assert ("none", "fused", False) in found
+    assert [reducer for plan, reducer, bare in found if plan == "desync-2x" and not bare] == (
+        ["async"]
+    )
+    assert left_out == [
+        "desync-2x at TP 2, reducer fused: sublayer 0 has reduce='none', and only 'output' will do"
+    ]
+    eight = replace(given, plans=("standard",), weights="int8")
+    _, (line,) = expand([eight], 2, True, lambda reducer, tp: None)
+    assert line == "standard at TP 2, reducer fused: its products take no int8 weights"
