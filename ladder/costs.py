@@ -3,7 +3,8 @@
 Only matrices are counted: norms and biases are a thousandth. `tp` is the number of processes of the
 model. The functions return the part of one process, unless they say otherwise. Bytes are those of
 bfloat16; `weights` (bf16 or a name in QUANTISED) is how the matrices of layers and the head are
-stored, in 8 bits with their scales. Embedding, cache and activations are not.
+stored, in 8 bits with their scales, and `cache` how keys and values are. The embedding and
+activations are not.
 """
 
 from __future__ import annotations
@@ -94,22 +95,26 @@ def head_bytes(config: ModelConfig, tp: int, weights: str = "bf16") -> float:
     return _stored_bytes(vocabulary_parameters(config), config.vocab_size, weights) / tp
 
 
-def cache_bytes(config: ModelConfig, tp: int, tokens: float) -> float:
+def cache_bytes(config: ModelConfig, tp: int, tokens: float, cache: str = "bf16") -> float:
     """Bytes of the keys and values of `tokens` tokens, in all layers.
+
+    cache: bf16, or fp8 with the exponent of a scale for each head and token.
 
     If T exceeds the number of KV heads, each rank, including virtual ones, has a head of its own.
     """
     held = max(1, (config.tp_degree or tp) // tp)  # virtual ranks
     heads = held * max(1.0, config.num_kv_heads / (tp * held))
-    return BF16 * config.num_layers * 2 * heads * config.head_dim * tokens
+    each = BF16 * config.head_dim if cache == "bf16" else config.head_dim + 1
+    return config.num_layers * 2 * heads * each * tokens
 
 
 def decode_bytes(
-    config: ModelConfig, tp: int, batch: int, context: float, weights: str = "bf16"
-) -> float:
+    config: ModelConfig, tp: int, batch: int, context: float, weights: str = "bf16",
+    cache: str = "bf16",
+) -> float:  # fmt: skip
     """Bytes to read for one decode step of `batch` sequences of `context` tokens each."""
     matrices = layer_weight_bytes(config, tp, weights) + head_bytes(config, tp, weights)
-    return matrices + cache_bytes(config, tp, batch * context)
+    return matrices + cache_bytes(config, tp, batch * context, cache)
 
 
 def reduce_bytes(config: ModelConfig, tokens: int, itemsize: int = BF16) -> int:

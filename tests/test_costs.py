@@ -20,6 +20,7 @@ from ladder.costs import (
     training_flops_per_token,
     vocabulary_parameters,
 )
+from ladder.infer.cache import Cache
 from ladder.models import ModelConfig, Transformer
 from ladder.models.quantised import quantise_model
 from ladder.parallel.sharding import initialise
@@ -72,6 +73,17 @@ def counted_bytes(shape: ModelConfig, weights: str) -> int:
         for name, parameter in model.named_parameters()
         if "norm" not in name and "embed" not in name
     )
+
+
+def test_bytes_of_a_cache_as_stored() -> None:
+    """Of each head and token a byte for each element, and the exponent."""
+    model = Transformer(SHAPE).to(torch.bfloat16)
+    for kind, name in (("auto", "bf16"), ("fp8", "fp8")):
+        counted = sum(each.nbytes for each in Cache(model, 2, 5, kind).tensors())
+        assert cache_bytes(SHAPE, 1, 10, name) == counted
+        assert decode_bytes(SHAPE, 1, 2, 5, "int8", name) == (
+            decode_bytes(SHAPE, 1, 0, 0, "int8") + counted
+        )
 
 
 def test_bytes_of_blocks() -> None:

@@ -37,6 +37,7 @@ def add_inference_options(parser: argparse.ArgumentParser) -> None:
         "--activations",
         help="inputs of the products of prompts: bf16, or fp8 with --weights fp8 (bf16)",
     )
+    parser.add_argument("--cache", help="how keys and values are stored: bf16 or fp8 (bf16)")
     parser.add_argument(
         "--p2p",
         nargs="+",

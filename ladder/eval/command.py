@@ -18,6 +18,7 @@ from ladder.checkpoint import check_model, newest
 from ladder.data.tokenizer import load_tokenizer
 from ladder.eval import offline, results, suites
 from ladder.files import check_writable, make_folder, new_folder, refuse_inside, write_text
+from ladder.infer.cache import check_cache_kind
 from ladder.infer.load import (
     as_dtype,
     check_activations,
@@ -54,6 +55,7 @@ def eval_command(options: argparse.Namespace) -> int:
             raise UserError(f"--{name}={value} must be 1 or more")
     as_dtype(dtype_of(options.weights, options.dtype))
     check_activations(options.activations)
+    check_cache_kind(options.cache)
     if options.num_fewshot is not None and options.num_fewshot < 0:
         raise UserError(f"--num-fewshot={options.num_fewshot} must be 0 or more")
     suites.check_include(options.include_path)
@@ -145,7 +147,7 @@ def _compare(
             held = "" if weights is None else f", {weights} weights"
             print(f"{name}: {folder} ({dtype}{held})", flush=True)
         columns[name] = evaluate(
-            model, folder, tasks, options.batch, options.limit, options.chat_template
+            model, folder, tasks, options.batch, options.limit, options.chat_template, options.cache
         )
         models[name] = {
             "folder": str(folder),
@@ -155,6 +157,7 @@ def _compare(
             "dtype": dtype,
             "weights": weights or dtype,
             "activations": options.activations,
+            "cache": options.cache,
         }
         del model
         gc.collect()
@@ -174,12 +177,13 @@ def evaluate(
     batch: int = 8,
     limit: int | None = None,
     chat_template: str | None = None,
+    cache: str = "auto",
 ) -> list[results.Metric]:
     """The metrics of a sharded model (or of a model of the harness) on loaded tasks.
 
     Every rank calls it and gets the same. limit: examples of each task; None: all. chat_template:
     the template that examples are put into: a Jinja file's path, or "" for the tokenizer's own;
-    None: they stay plain text.
+    None: they stay plain text. cache: the type of keys and values (Engine).
     """
     from lm_eval import evaluator
     from lm_eval.api.model import LM
@@ -187,9 +191,11 @@ def evaluate(
     from ladder.eval.model import LadderLM
 
     suites.seed(tasks)
+    if not isinstance(model, LM):
+        model = LadderLM(model, folder, batch, chat_template, cache)
     with contextlib.redirect_stdout(sys.stderr):  # the harness prints while it bootstraps
         found = evaluator.evaluate(
-            lm=model if isinstance(model, LM) else LadderLM(model, folder, batch, chat_template),
+            lm=model,
             task_dict=tasks,
             limit=limit,
             bootstrap_iters=BOOTSTRAPS,
@@ -231,6 +237,7 @@ def _facts(
         "dtype": ", ".join(dtypes),
         "weights": ", ".join(weights),
         "activations": options.activations,
+        "cache": options.cache,
         "chat template": "the tokenizer's"
         if options.chat_template == ""
         else options.chat_template,

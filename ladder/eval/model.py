@@ -48,11 +48,17 @@ class LadderLM(TemplateLM):
 
     Tokens, prefixes and truncation follow the harness's Hugging Face model (HFLM), so the figures
     are comparable. chat_template: a Jinja file, or "" for the folder's template, if requests are
-    conversations; None: they are plain text.
+    conversations; None: they are plain text. cache: the type of keys and values (Engine), also of
+    those that a text's own tokens attend to.
     """
 
     def __init__(
-        self, model: Transformer, folder: Path, batch: int = 8, chat_template: str | None = None
+        self,
+        model: Transformer,
+        folder: Path,
+        batch: int = 8,
+        chat_template: str | None = None,
+        cache: str = "auto",
     ) -> None:
         super().__init__()
         folder = newest(folder)
@@ -72,7 +78,7 @@ class LadderLM(TemplateLM):
             for token in (self.prefix, self.end)
         )
         # Not fused: the fused modules compute only the logits of the last position.
-        self.engine = Engine(model, fused=False)
+        self.engine = Engine(model, fused=False, cache=cache)
 
     @property
     def eot_token_id(self) -> int:
@@ -158,7 +164,7 @@ class LadderLM(TemplateLM):
     def _score(self, requests: list[Request]) -> list[Score]:
         requests = launch.from_first(requests)
         with Progress("score", len(requests), "requests", quiet=launch.rank() != 0) as progress:
-            return score(self.model, requests, self.batch, progress.update)
+            return score(self.model, requests, self.batch, progress.update, cache=self.engine.cache)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """The text generated after each context, up to the first of the task's stop sequences."""

@@ -69,6 +69,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "e4m3 and multiplied in e4m3, with --weights fp8",
     )
     parser.add_argument(
+        "--cache",
+        default="auto",
+        help="keys and values: auto (in --dtype), or fp8 (e4m3, a scale for each head and token)",
+    )
+    parser.add_argument(
         "--out", default="runs/eval", help="folder for results and the suite's data"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the results in --out")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ladder.infer.cache import reading
 from ladder.infer.sampling import choose_greedily
 from ladder.models.errors import UserError
 from ladder.models.layers import vocabulary_start
@@ -39,6 +40,8 @@ def score(
     requests: Sequence[Request],
     batch: int,
     progress: Callable[[int], None] = lambda done: None,
+    *,
+    cache: str = "auto",
 ) -> list[Score]:
     """log p(continuation | context) of each request; every rank passes the same requests.
 
@@ -46,6 +49,7 @@ def score(
     Hugging Face model: its last max_seq_len + 1 tokens are kept, the last being only a target. The
     log-likelihood of an empty continuation is 0. Requests with the same input tokens (such as
     answers of one token) share a sequence. progress: called with the number of finished requests.
+    cache: the type of the keys and values that are attended to (`ladder.infer.cache.reading`).
 
     Raises UserError for a continuation longer than the model's context, RuntimeError if the
     logits are not finite.
@@ -74,7 +78,8 @@ def score(
     for start in range(0, len(order), batch):
         chunk = order[start : start + batch]
         wanted = [(row, i) for row, fed in enumerate(chunk) for i in sharing[fed]]
-        found = _score(model, chunk, [(row, requests[i].continuation) for row, i in wanted])
+        asked = [(row, requests[i].continuation) for row, i in wanted]
+        found = _score(model, chunk, asked, cache)
         for (_, i), each in zip(wanted, found, strict=True):
             results[i] = each
         done += len(wanted)
@@ -86,6 +91,7 @@ def _score(
     model: Transformer,
     chunk: Sequence[tuple[int, ...]],
     wanted: Sequence[tuple[int, Sequence[int]]],
+    cache: str,
 ) -> list[Score]:
     """The scores of pairs (row of the chunk, targets of the row's last positions)."""
     device = local_tensor(model.model.embed_tokens.weight).device
@@ -103,7 +109,8 @@ def _score(
         positions += range(end - size, end)
         targets += continuation
         sizes.append(size)
-    logits = model(tokens.to(device), gather=False)
+    tokens = tokens.to(device)
+    logits = model(tokens, gather=False, **reading(model, tokens, cache))
     # Only the continuations' logits are converted to float32 and compared between the ranks.
     logits = logits[torch.tensor(rows, device=device), torch.tensor(positions, device=device)]
     goal = torch.tensor(targets, device=device)

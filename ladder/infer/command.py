@@ -12,6 +12,7 @@ from ladder.checkpoint import newest, read_stop_tokens
 from ladder.comm.access import common_push_refusal
 from ladder.data.template import ChatTemplate, LeftOut, open_template
 from ladder.data.tokenizer import encode, load_tokenizer
+from ladder.infer.cache import check_cache_kind
 from ladder.infer.engine import NotFiniteError, generate
 from ladder.infer.load import load_for_inference
 from ladder.infer.sampling import Sampling
@@ -56,6 +57,7 @@ def generate_command(options: argparse.Namespace) -> int:
     """Run `ladder generate` on this rank; rank 0 prints."""
     if options.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens={options.max_new_tokens} must be 1 or more")
+    check_cache_kind(options.cache)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     launch.join(options.device)
     folder = newest(options.model)
@@ -89,6 +91,7 @@ def generate_command(options: argparse.Namespace) -> int:
             results = generate(
                 model,
                 prompts,
+                options.cache,
                 max_new_tokens=options.max_new_tokens,
                 sampling=sampling,
                 stop=stop,

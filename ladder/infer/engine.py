@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ladder.costs import CAPACITY_STEP, GRAPHED_PROMPT_TOKENS
-from ladder.infer.cache import Cache
+from ladder.infer.cache import Cache, check_cache_kind
 from ladder.infer.fused import InferenceTransformer, can_fuse, fuse
 from ladder.infer.graphs import capture_graph
-from ladder.infer.load import load_for_inference
+from ladder.infer.load import load_for_inference, refuse_device
 from ladder.infer.sampling import Sampling, choose_greedily, choose_parallel, draws
 from ladder.kernels.choice import GreedyChoice
 from ladder.models.errors import UserError
@@ -72,13 +72,14 @@ class Session:
         sampling: Sampling,
         fused: bool,
         graphs: bool,
+        cache: str = "auto",
     ) -> None:
         self.fused, self.graphs = fused, graphs
         # by width: the graph, its input (the tokens) and its output (the logits)
         self.prompt_graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         device = local_tensor(model.model.embed_tokens.weight).device
         self.model, self.sampling, self.capacity = model, sampling, capacity
-        self.cache = Cache(model, batch, capacity)
+        self.cache = Cache(model, batch, capacity, cache)
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
         self.positions = torch.zeros_like(self.tokens)
         self.out = torch.zeros_like(self.tokens)
@@ -110,8 +111,7 @@ class Session:
         for row, prompt in zip(padded, prompts, strict=True):
             row[: len(prompt)] = torch.as_tensor(prompt)
         if not self.fused:  # plain attention multiplies masked values by 0, and 0 * NaN is NaN
-            self.cache.keys.zero_()
-            self.cache.values.zero_()
+            self.cache.clear()
         self.uniforms[: len(uniforms)].copy_(uniforms)
         self.counter.zero_()
         self.positions.copy_(lengths)
@@ -201,8 +201,9 @@ class Engine:
     weights, activations: for a folder only, see `load_for_inference`. graphs: run decode steps as
     CUDA graphs; None: on GPUs. fused: pack the model's weights and decode with fused kernels
     (`ladder.infer.fused`, which empties the original model); None: on GPUs, if the kernels support
-    the model. The engine keeps the SESSIONS sessions that were used last (a cache and a graph for a
-    batch size, a cache length and a kind of sampling).
+    the model. cache: the type of keys and values, `auto` (the model's) or `fp8` (see
+    ladder.infer.cache). The engine keeps the SESSIONS sessions that were used last (a cache and a
+    graph for a batch size, a cache length and a kind of sampling).
     """
 
     def __init__(
@@ -211,12 +212,15 @@ class Engine:
         graphs: bool | None = None,
         fused: bool | None = None,
         *,
+        cache: str = "auto",
         tp: int = 0,
         reducer: str = "auto",
         device: str = "auto",
         weights: str = "auto",
         activations: str = "auto",
     ) -> None:
+        check_cache_kind(cache)
+        self.cache = cache
         if not isinstance(model, str | Path):
             loaded = model
             if (tp, reducer, device, weights, activations) != (0, *["auto"] * 4):
@@ -248,6 +252,9 @@ class Engine:
         if fused is None:
             fused = isinstance(loaded, InferenceTransformer) or (on_gpu and can_fuse(loaded))
         self.fused = fused
+        if cache == "fp8":
+            device = local_tensor(loaded.model.embed_tokens.weight).device
+            refuse_device("fp8", device, "keys and values", "--cache auto")
         if fused and not isinstance(loaded, InferenceTransformer):
             FUSED[loaded] = fused_model = fuse(loaded)
             loaded = fused_model
@@ -273,7 +280,9 @@ class Engine:
                 if self.on_gpu:
                     torch.cuda.synchronize()  # its graphs have finished
                 del self.sessions[next(iter(self.sessions))]
-            session = Session(self.model, batch, capacity, sampling, self.fused, self.graphs)
+            session = Session(
+                self.model, batch, capacity, sampling, self.fused, self.graphs, self.cache
+            )
             if self.graphs:
                 session.capture()
         if self.graphs:
@@ -343,10 +352,10 @@ class Engine:
 
 
 def generate(
-    model: Transformer, prompts: Sequence[Sequence[int]], **options: object
+    model: Transformer, prompts: Sequence[Sequence[int]], cache: str = "auto", **options: object
 ) -> list[Completion]:
-    """`Engine(model).generate(prompts, ...)`, for a single call."""
-    return Engine(model).generate(prompts, **options)
+    """`Engine(model, cache=cache).generate(prompts, ...)`, for a single call."""
+    return Engine(model, cache=cache).generate(prompts, **options)
 
 
 def _check_prompt(i: int, prompt: Sequence[int], context: int, vocab_size: int) -> None:

@@ -91,7 +91,7 @@ class FusedAttention(Sublayer):
         return decode_attention(
             packed, self.table, cache.positions[:, 0], cache.keys[self.layer],
             cache.values[self.layer], self.heads, self.head_dim**-0.5, self.arrived, self.bias,
-            self.gains, self.eps,
+            self.gains, self.eps, cache.layer_exponents(self.layer),
         )  # fmt: skip
 
     def _prompt(self, packed: Tensor, cache: Cache) -> Tensor:
@@ -99,7 +99,7 @@ class FusedAttention(Sublayer):
             packed = packed.add_(self.bias)
         q, k, v = rotary_prompt(
             packed, self.table, cache.keys[self.layer], cache.values[self.layer], self.heads,
-            self.kv_heads, self.gains, self.eps,
+            self.kv_heads, self.gains, self.eps, cache.layer_exponents(self.layer),
         )  # fmt: skip
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads

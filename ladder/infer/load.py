@@ -74,14 +74,16 @@ def kind_of(weights: str, folder: Path, device: torch.device) -> str | None:
     return None if stored else kind
 
 
-def refuse_device(kind: str | None, device: torch.device) -> None:
-    """Raise UserError if a GPU has no conversion of this 8-bit type."""
+def refuse_device(
+    kind: str | None, device: torch.device, what: str = "weights", remedy: str = "--weights int8"
+) -> None:
+    """Raise UserError if a GPU has no conversion of this 8-bit type. what: is stored in it."""
     if kind in ("fp8", "fp8-block") and device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if (major, minor) < FP8_CAPABILITY:
             raise UserError(
-                f"{kind} weights need a GPU of compute capability 8.9 or more, and {device} has "
-                f"{major}.{minor}: use --weights int8"
+                f"{kind} {what} need a GPU of compute capability 8.9 or more, and {device} has "
+                f"{major}.{minor}: use {remedy}"
             )
 
 

@@ -71,6 +71,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "e4m3 and multiplied in e4m3, with --weights fp8",
     )
     parser.add_argument(
+        "--cache",
+        default="auto",
+        help="keys and values: auto (in --dtype), or fp8 (e4m3, a scale for each head and token)",
+    )
+    parser.add_argument(
         "--reducer",
         default="auto",
         help="how ranks sum partial outputs: auto, async (NCCL or gloo), push (peer memory), or "

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ladder.comm.primitives import arrive
 from ladder.jit import (
-    check_dtype,
     check_tensor,
     gdc_launch_dependents,
     gdc_wait,
@@ -22,7 +21,10 @@ from ladder.jit import (
     tl,
     triton,
 )
+from ladder.kernels.cache_checks import check_cache, check_extras, check_stored
+from ladder.kernels.eight_bits import fitting_exponent, power, to_e4m3
 from ladder.kernels.norm import Pair
+from ladder.models import storage
 from ladder.models.errors import UserError
 
 LOG2_E = 1.4426950408889634
@@ -36,6 +38,7 @@ FULL = 96  # programs that fill the GPU without a split
 def decode_attention_reference(
     qkv: Tensor, table: Tensor, positions: Tensor, keys: Tensor, values: Tensor, num_heads: int,
     scale: float, bias: Tensor | None = None, gains: Pair | None = None, eps: float = 0.0,
+    exponents: Pair | None = None,
 ) -> Tensor:  # fmt: skip
     kv_heads = keys.shape[1]
     whole = qkv.float() if bias is None else qkv.float() + bias.float()
@@ -53,16 +56,22 @@ def decode_attention_reference(
         return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
     rows = torch.arange(len(qkv), device=qkv.device)
-    keys[rows, :, positions] = rotate(k).to(keys.dtype)
-    values[rows, :, positions] = v.to(values.dtype)
+    read = []
+    for n, (cache, new) in enumerate(((keys, rotate(k).to(qkv.dtype)), (values, v.to(qkv.dtype)))):
+        if exponents is None:
+            cache[rows, :, positions] = new
+            read.append(cache.float())
+        else:
+            stored, scales = storage.rounded(new, "fp8", storage.LEAST_CACHED)
+            cache.view(torch.uint8)[rows, :, positions] = stored.view(torch.uint8)
+            exponents[n][rows, :, positions] = storage.exponents(scales)
+            read.append(cache.float() * storage.powers(exponents[n])[..., None])
     q = rotate(q).to(qkv.dtype).float()
     seen = torch.arange(keys.shape[2], device=q.device) <= positions[:, None]
-    scores = torch.einsum(
-        "bhgd,bhld->bhgl", q.unflatten(1, (-1, num_heads // kv_heads)), keys.float()
-    )
+    scores = torch.einsum("bhgd,bhld->bhgl", q.unflatten(1, (-1, num_heads // kv_heads)), read[0])
     weights = (scores * scale).masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
     # Masked: unused memory may hold NaN, and 0 times NaN is NaN.
-    used = values.float().masked_fill(~seen[:, None, :, None], 0.0)
+    used = read[1].masked_fill(~seen[:, None, :, None], 0.0)
     return torch.einsum("bhgl,bhld->bhgd", weights, used).flatten(1).to(qkv.dtype)
 
 
@@ -72,44 +81,70 @@ def _keys(cache, base, i, positions, stop, HALF: tl.constexpr, HD: tl.constexpr)
     """Both halves of the keys at `positions`, [BN, HP]; 0 from `stop` on, where NaN may lie."""
     at = base + positions.to(tl.int64)[:, None] * HD + i[None, :]
     mask = (positions < stop)[:, None] & (i < HALF)[None, :]
-    return tl.load(cache + at, mask=mask, other=0), tl.load(cache + at + HALF, mask=mask, other=0)
+    # 0.0: an integer has no conversion to 8-bit floats
+    left = tl.load(cache + at, mask=mask, other=0.0)
+    return left, tl.load(cache + at + HALF, mask=mask, other=0.0)
 
 
 @jit
 @no_type_check
 def _values(cache, base, d, positions, stop, HD: tl.constexpr):
     at = base + positions.to(tl.int64)[:, None] * HD + d[None, :]
-    return tl.load(cache + at, mask=(positions < stop)[:, None] & (d < HD)[None, :], other=0)
+    return tl.load(cache + at, mask=(positions < stop)[:, None] & (d < HD)[None, :], other=0.0)
+
+
+@jit
+@no_type_check
+def _scales(exponents, base, positions, stop, HD: tl.constexpr):
+    """The scales of the keys or values at `positions`, [BN]; 1 from `stop` on."""
+    at = exponents + base // HD + positions
+    return power(tl.load(at, mask=positions < stop, other=127).to(tl.int32))
+
+
+@jit
+@no_type_check
+def _small(x, exponent):
+    """x in e4m3 over its scale, and the float32 that is read of it."""
+    found = to_e4m3(x.to(tl.float32) * power(254 - exponent))
+    return found, found.to(tl.float32) * power(exponent)
 
 
 @jit
 @no_type_check
 def _block(
-    high, weight, total, q_left, q_right, k_left, k_right, v, seen, scale,
-    KIND: tl.constexpr, EXACT: tl.constexpr,
+    high, weight, total, q_left, q_right, k_left, k_right, v, k_scale, v_scale, seen, scale,
+    WEIGHT: tl.constexpr, KIND: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one block of keys, at least one of which is visible, so that `high` is finite."""
+    """Attend to one block of keys, at least one of which is visible, so that `high` is finite.
+
+    WEIGHT: the dtype to which softmax weights are rounded.
+    """
     score = tl.dot(q_left, tl.trans(k_left.to(KIND)), input_precision=EXACT)
     score += tl.dot(q_right, tl.trans(k_right.to(KIND)), input_precision=EXACT)
+    if k_scale is not None:
+        score *= k_scale[None, :]
     score = tl.where(seen[None, :], score * scale, float("-inf"))
     top = tl.maximum(high, tl.max(score, 1))
     shrink = tl.exp2(high - top)
     p = tl.exp2(score - top[:, None])
     weight = weight * shrink + tl.sum(p, 1)
     total *= shrink[:, None]
-    total += tl.dot(p.to(v.dtype).to(KIND), v.to(KIND), input_precision=EXACT)
+    if v_scale is not None:
+        p *= v_scale[None, :]
+    total += tl.dot(p.to(WEIGHT).to(KIND), v.to(KIND), input_precision=EXACT)
     return top, weight, total
 
 
 @kernel("computation")
 @no_type_check
 def _attention_kernel(
-    qkv, table, positions, keys, values, out, part, stat, arrived, bias, q_gain, k_gain, scale, eps,
-    L, batch_stride, head_stride,
+    qkv, table, positions, keys, values, key_exponents, value_exponents, out, part, stat, arrived,
+    bias, q_gain, k_gain, scale, eps, L, batch_stride, head_stride,
     BIAS: tl.constexpr, NORM: tl.constexpr,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GC: tl.constexpr, HALF: tl.constexpr,
     HP: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
-    AHEAD: tl.constexpr, KIND: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, LEAST: tl.constexpr, KIND: tl.constexpr, EXACT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: the G query heads of one KV head of one sequence, over one split of the keys.
 
@@ -137,9 +172,14 @@ def _attention_kernel(
     sin = tl.load(turn + HALF + i, mask=half, other=0)
     base = b * batch_stride + h.to(tl.int64) * head_stride
     stop = tl.minimum(first + share, position)
+    k_scale = None  # of the first block
+    v_scale = None
     if AHEAD:
         k_left, k_right = _keys(keys, base, i, first + n, stop, HALF, HD)
         v = _values(values, base, d, first + n, stop, HD)
+        if key_exponents is not None:
+            k_scale = _scales(key_exponents, base, first + n, stop, HD)
+            v_scale = _scales(value_exponents, base, first + n, stop, HD)
     if PDL:
         gdc_wait()
     row = b * HKV + h
@@ -184,9 +224,21 @@ def _attention_kernel(
             key = (new_left * cos - new_right * sin).to(kind)
             key_right = (new_right * cos + new_left * sin).to(kind)
             target = base + position.to(tl.int64) * HD
-            tl.store(keys + target + i, key, mask=half)
-            tl.store(keys + target + HALF + i, key_right, mask=half)
-            tl.store(values + target + d, value, mask=d < HD)
+            place = base // HD + position
+            if key_exponents is not None:
+                top = tl.maximum(tl.max(tl.abs(key), 0), tl.max(tl.abs(key_right), 0))
+                exponent = fitting_exponent(top.to(tl.float32), LEAST)
+                tl.store(key_exponents + place, exponent.to(tl.uint8))
+                stored_key, key = _small(key, exponent)
+                stored_right, key_right = _small(key_right, exponent)
+                exponent = fitting_exponent(tl.max(tl.abs(value), 0).to(tl.float32), LEAST)
+                tl.store(value_exponents + place, exponent.to(tl.uint8))
+                stored_value, value = _small(value, exponent)
+            else:
+                stored_key, stored_right, stored_value = key, key_right, value
+            tl.store(keys + target + i, stored_key, mask=half)
+            tl.store(keys + target + HALF + i, stored_right, mask=half)
+            tl.store(values + target + d, stored_value, mask=d < HD)
             products = query.to(tl.float32) * key.to(tl.float32)[None, :]
             products += query_right.to(tl.float32) * key_right.to(tl.float32)[None, :]
             high = tl.sum(products, 1) * scale
@@ -196,12 +248,19 @@ def _attention_kernel(
         if AHEAD:  # noqa: SIM102  (known when this is compiled; `first` is not)
             if first < stop:
                 high, weight, total = _block(high, weight, total, q_left, q_right, k_left, k_right,
-                                             v, first + n < stop, scale, KIND, EXACT)  # fmt: skip
+                                             v, k_scale, v_scale, first + n < stop, scale, kind,
+                                             KIND, EXACT)  # fmt: skip
         for start in range(first + (BN if AHEAD else 0), stop, BN):
             k_left, k_right = _keys(keys, base, i, start + n, stop, HALF, HD)
             v = _values(values, base, d, start + n, stop, HD)
+            key_scale = None
+            value_scale = None
+            if key_exponents is not None:
+                key_scale = _scales(key_exponents, base, start + n, stop, HD)
+                value_scale = _scales(value_exponents, base, start + n, stop, HD)
             high, weight, total = _block(high, weight, total, q_left, q_right, k_left, k_right, v,
-                                         start + n < stop, scale, KIND, EXACT)  # fmt: skip
+                                         key_scale, value_scale, start + n < stop, scale, kind,
+                                         KIND, EXACT)  # fmt: skip
         inside = (g < G)[:, None] & (d < HD)[None, :]
         if SPLITS == 1:
             y = (total / weight[:, None]).to(kind)
@@ -232,47 +291,11 @@ def _attention_kernel(
             tl.store(arrived + row, 0)  # for the next launch
 
 
-def check_cache(keys: Tensor, values: Tensor, positions: Tensor, like: Tensor) -> None:
-    """Raise UserError unless keys and values are [B, heads, L, head_dim] with equal strides.
-
-    The last two dimensions must be dense; a cache sliced in the third, `keys[:, :, :extent]`, is
-    accepted.
-    """
-    batch = positions.shape[0]
-    for name, cache in (("keys", keys), ("values", values)):
-        if cache.dim() != 4 or cache.shape[0] != batch or cache.shape != keys.shape:
-            raise UserError(
-                f"{name} has shape {tuple(cache.shape)}; expected [{batch}, heads, L, head_dim] "
-                f"for {batch} positions, and the same for both"
-            )
-        if cache.stride()[2:] != (cache.shape[3], 1) or cache.stride() != keys.stride():
-            raise UserError(f"{name} has strides {cache.stride()}; expected dense rows of head_dim")
-        if cache.device != like.device:
-            raise UserError(
-                f"{name} is on {cache.device}, the rest on {like.device}; move it there"
-            )
-    check_tensor("positions", positions, (batch,), like)
-    if positions.dtype != torch.int64:
-        raise UserError(f"positions is {positions.dtype}; expected torch.int64")
-
-
-def check_extras(
-    bias: Tensor | None, gains: Pair | None, like: Tensor, width: int, head_dim: int
-) -> None:
-    """Raise UserError unless bias is [width] or None, and gains two of [head_dim] or None."""
-    named = {} if bias is None else {"bias": (bias, width)}
-    for n, gain in enumerate(gains or ()):
-        named[f"gains[{n}]"] = gain, head_dim
-    for name, (tensor, size) in named.items():
-        check_dtype(like=like, **{name: tensor})
-        check_tensor(name, tensor, (size,), like)
-
-
 @torch.no_grad()
 def decode_attention(
     qkv: Tensor, table: Tensor, positions: Tensor, keys: Tensor, values: Tensor, num_heads: int,
     scale: float, arrived: Tensor, bias: Tensor | None = None, gains: Pair | None = None,
-    eps: float = 0.0,
+    eps: float = 0.0, exponents: Pair | None = None,
 ) -> Tensor:  # fmt: skip
     """Rotate one token per sequence, store its key and value, attend: [B, num_heads * head_dim].
 
@@ -287,13 +310,16 @@ def decode_attention(
         its own.
     bias: added to each row of qkv. gains: the weights of the norms of queries and of keys, both
         [head_dim], applied before the rotation, with epsilon `eps`.
+    exponents: of keys and of values in e4m3 (see ladder.infer.cache), uint8
+        [B, num_kv_heads, L] each, written in place at positions[b]. The new token attends to
+        what is stored of itself.
 
     The launch depends only on shapes, so a captured graph serves every position. The rotation is in
     float32 and rounded once; scores, softmax and sums are in float32; softmax weights are rounded
     to the dtype of the values before the product, as in flash attention. Not differentiable.
     """
     batch, kv_heads, length, head_dim = keys.shape
-    check_dtype(qkv=qkv, keys=keys, values=values)
+    check_stored(keys, values, exponents, qkv=qkv)
     check_tensor("qkv", qkv, (batch, (num_heads + 2 * kv_heads) * head_dim), qkv)
     check_cache(keys, values, positions, qkv)
     if num_heads % kv_heads or head_dim % 2:
@@ -315,7 +341,7 @@ def decode_attention(
     check_extras(bias, gains, qkv, qkv.shape[1], head_dim)
     if not on_triton(qkv):
         return decode_attention_reference(
-            qkv, table, positions, keys, values, num_heads, scale, bias, gains, eps
+            qkv, table, positions, keys, values, num_heads, scale, bias, gains, eps, exponents
         )
     q_gain, k_gain = gains or (qkv, qkv)
     out = torch.empty(batch, num_heads * head_dim, dtype=qkv.dtype, device=qkv.device)
@@ -329,14 +355,14 @@ def decode_attention(
         stat = torch.empty(batch * num_heads * splits * 2, **scratch)
     launch(
         _attention_kernel, (batch, kv_heads, splits), qkv.device,
-        qkv, table, positions, keys, values, out, part, stat, arrived,
+        qkv, table, positions, keys, values, *(exponents or (None, None)), out, part, stat, arrived,
         qkv if bias is None else bias, q_gain, k_gain, scale * LOG2_E, eps, length,
         keys.stride(0), keys.stride(1),
         BIAS=bias is not None, NORM=gains is not None, HKV=kv_heads, G=group,
         GP=max(16, triton.next_power_of_2(group)),
         GC=triton.next_power_of_2(group), HALF=head_dim // 2,
         HP=max(16, triton.next_power_of_2(head_dim // 2)), DP=dims, BN=block, SPLITS=splits,
-        AHEAD=ahead,
+        AHEAD=ahead, LEAST=127 + storage.LEAST_CACHED,
         # The interpreter has no bfloat16 product.
         KIND=tl.float32 if interpreted() else getattr(tl, str(qkv.dtype).removeprefix("torch.")),
         EXACT="ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=warps,

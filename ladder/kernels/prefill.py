@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.jit import begin, check_dtype, check_tensor, jit, kernel, launch, on_triton, tl, triton
-from ladder.kernels.attention import check_extras
+from ladder.kernels.cache_checks import check_extras, check_stored
+from ladder.kernels.eight_bits import fitting_exponent, power, to_e4m3
 from ladder.kernels.norm import MAX_SIZE, Pair
+from ladder.models import storage
 from ladder.models.errors import UserError
 
 MAX_PIECES = 8
@@ -204,7 +206,7 @@ def swiglu(packed: Tensor) -> Tensor:
 
 def rotary_prompt_reference(
     packed: Tensor, table: Tensor, keys: Tensor, values: Tensor, num_heads: int, num_kv_heads: int,
-    gains: Pair | None = None, eps: float = 0.0,
+    gains: Pair | None = None, eps: float = 0.0, exponents: Pair | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     length = packed.shape[1]
     heads = packed.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
@@ -220,17 +222,27 @@ def rotary_prompt_reference(
         return turned.to(x.dtype).transpose(1, 2)
 
     q_gain, k_gain = gains or (None, None)
-    keys[:, :, :length], values[:, :, :length] = rotate(k, k_gain), v.transpose(1, 2)
+    k, v = rotate(k, k_gain), v.transpose(1, 2)
+    if exponents is not None:
+        for cache, scales, new in ((keys, exponents[0], k), (values, exponents[1], v)):
+            stored, factors = storage.rounded(new, "fp8", storage.LEAST_CACHED)
+            cache.view(torch.uint8)[:, :, :length] = stored.view(torch.uint8)
+            scales[:, :, :length] = storage.exponents(factors)
+        return rotate(q, q_gain), k, v
+    keys[:, :, :length], values[:, :, :length] = k, v
     return rotate(q, q_gain), keys[:, :, :length], values[:, :, :length]
 
 
 @kernel("computation")
 @no_type_check
 def _rotary_prompt_kernel(
-    packed, table, keys, values, q, q_gain, k_gain, eps, S, batch_stride, head_stride,
+    packed, table, keys, values, key_exponents, value_exponents, out, q_gain, k_gain, eps, S,
+    batch_stride, head_stride,
     NORM: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, HALF: tl.constexpr,
-    TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr,
+    LEAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """OUT: the first heads that go to `out`, [B, S, OUT, 2 HALF]."""
     begin(PDL)
     # [token, head, column]: the table's rows are read once for all heads of a program.
     blocks = tl.cdiv(S, TOKENS)
@@ -245,7 +257,7 @@ def _rotary_prompt_kernel(
     right = tl.load(source + HALF, mask=inside, other=0).to(tl.float32)
     cos = tl.load(table + position * 2 * HALF + i, mask=here, other=0)
     sin = tl.load(table + position * 2 * HALF + HALF + i, mask=here, other=0)
-    kind = keys.dtype.element_ty
+    kind = packed.dtype.element_ty
     turned = head < HQ + HKV
     if NORM:
         squares = tl.sum(left * left, 2, keep_dims=True) + tl.sum(right * right, 2, keep_dims=True)
@@ -259,10 +271,22 @@ def _rotary_prompt_kernel(
         right = tl.where(turned, right * norm * gain_right, right)
     new_left = tl.where(turned, left * cos - right * sin, left).to(kind)
     new_right = tl.where(turned, right * cos + left * sin, right).to(kind)
-    queries = inside & (head < HQ)
-    target = q + ((b * S + position) * HQ + head) * 2 * HALF + i
-    tl.store(target, new_left, mask=queries)
-    tl.store(target + HALF, new_right, mask=queries)
+    given = inside & (head < OUT)
+    target = out + ((b * S + position) * OUT + head) * 2 * HALF + i
+    tl.store(target, new_left, mask=given)
+    tl.store(target + HALF, new_right, mask=given)
+    if key_exponents is not None:
+        top = tl.maximum(tl.max(tl.abs(new_left), 2, keep_dims=True),
+                         tl.max(tl.abs(new_right), 2, keep_dims=True))  # fmt: skip
+        exponent = fitting_exponent(top.to(tl.float32), LEAST)
+        new_left = to_e4m3(new_left.to(tl.float32) * power(254 - exponent))
+        new_right = to_e4m3(new_right.to(tl.float32) * power(254 - exponent))
+        row = (b * batch_stride + (head - HQ) * head_stride) // (2 * HALF) + position
+        there = (position < S) & (head >= HQ) & (head < HQ + HKV)
+        tl.store(key_exponents + row, exponent.to(tl.uint8), mask=there)
+        row = (b * batch_stride + (head - HQ - HKV) * head_stride) // (2 * HALF) + position
+        there = (position < S) & (head >= HQ + HKV) & (head < HQ + 2 * HKV)
+        tl.store(value_exponents + row, exponent.to(tl.uint8), mask=there)
     cached = b * batch_stride + position * 2 * HALF + i
     stored = inside & (head >= HQ) & (head < HQ + HKV)
     target = keys + cached + (head - HQ) * head_stride
@@ -277,7 +301,7 @@ def _rotary_prompt_kernel(
 @torch.no_grad()
 def rotary_prompt(
     packed: Tensor, table: Tensor, keys: Tensor, values: Tensor, num_heads: int, num_kv_heads: int,
-    gains: Pair | None = None, eps: float = 0.0,
+    gains: Pair | None = None, eps: float = 0.0, exponents: Pair | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Rotate the queries and keys of prompts from position 0 on; store their keys and values.
 
@@ -289,8 +313,12 @@ def rotary_prompt(
     gains: the weights of the norms of queries and of keys, both [head_dim], applied before the
         rotation, with epsilon `eps`.
 
+    exponents: of keys and of values in e4m3 (see ladder.infer.cache), uint8 [B, num_kv_heads, L]
+        each, written in place.
+
     Returns queries [B, num_heads, S, head_dim], a view of dense [B, S, num_heads, head_dim], and
-    the first S positions of keys and values, which torch's attention takes without another copy.
+    the first S positions of keys and values, which torch's attention takes without another copy;
+    of a cache in e4m3 keys and values before they are rounded, views of other memory.
     The rotation is in float32 and rounded once; values are copied bit for bit. Not differentiable.
     """
     heads, head_dim = num_heads + 2 * num_kv_heads, keys.shape[-1]
@@ -300,7 +328,7 @@ def rotary_prompt(
             f"an even head_dim"
         )
     batch, length, _ = packed.shape
-    check_dtype(packed=packed, keys=keys, values=values)
+    check_stored(keys, values, exponents, packed=packed)
     check_tensor("packed", packed, (batch, length, heads * head_dim), packed)
     for name, cache in (("keys", keys), ("values", values)):
         expected = (batch, num_kv_heads, keys.shape[2], head_dim)
@@ -322,18 +350,26 @@ def rotary_prompt(
     check_extras(None, gains, packed, 0, head_dim)
     if not on_triton(packed):
         return rotary_prompt_reference(
-            packed, table, keys, values, num_heads, num_kv_heads, gains, eps
+            packed, table, keys, values, num_heads, num_kv_heads, gains, eps, exponents
         )
     q_gain, k_gain = gains or (packed, packed)
-    q = torch.empty(batch, length, num_heads, head_dim, dtype=packed.dtype, device=packed.device)
+    # Keys in e4m3 are not those that a prompt attends to.
+    given = num_heads + (0 if exponents is None else num_kv_heads)
+    out = torch.empty(batch, length, given, head_dim, dtype=packed.dtype, device=packed.device)
     block = triton.next_power_of_2(head_dim // 2)
     several = min(4, triton.next_power_of_2(heads))
     tokens = max(1, TILE // (block * several))
     launch(
         _rotary_prompt_kernel,
         (batch * triton.cdiv(length, tokens), triton.cdiv(heads, several)), packed.device,
-        packed, table, keys, values, q, q_gain, k_gain, eps, length, keys.stride(0), keys.stride(1),
+        packed, table, keys, values, *(exponents or (None, None)), out, q_gain, k_gain, eps, length,
+        keys.stride(0), keys.stride(1),
         NORM=gains is not None, HQ=num_heads, HKV=num_kv_heads, HALF=head_dim // 2,
-        TOKENS=tokens, HEADS=several, BLOCK=block, num_warps=WARPS,
+        TOKENS=tokens, HEADS=several, BLOCK=block, OUT=given, LEAST=127 + storage.LEAST_CACHED,
+        num_warps=WARPS,
     )  # fmt: skip
-    return q.transpose(1, 2), keys[:, :, :length], values[:, :, :length]
+    if exponents is None:
+        return out.transpose(1, 2), keys[:, :, :length], values[:, :, :length]
+    q, k = out.split((num_heads, num_kv_heads), dim=2)
+    v = packed.unflatten(-1, (heads, head_dim))[:, :, num_heads + num_kv_heads :]
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

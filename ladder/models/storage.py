@@ -22,6 +22,8 @@ LARGEST = {"fp8": 448.0, "fp8-block": 448.0, "int8": 127.0}
 # The largest error of a stored value: relative to it, and absolute, in units of the scale.
 ROUNDING = {"fp8": (2.0**-4, 2.0**-10), "fp8-block": (2.0**-4, 2.0**-10), "int8": (0.0, 0.5)}
 LEAST_EXPONENT = -126  # of a scale: smaller numbers are not normal in float32
+# Of a scale in the cache. A softmax weight is multiplied by it and rounded, in float16, too.
+LEAST_CACHED = -14
 SCALED = {  # what has a scale of its own
     "fp8": "row",
     "fp8-block": f"{BLOCK} columns of a row",
@@ -47,15 +49,18 @@ def scale_dtype(kind: str) -> torch.dtype:
     return torch.uint8 if kind == "fp8-block" else torch.float32
 
 
-def scales_of(largest: Tensor, kind: str) -> Tensor:
-    """The scales of groups of elements, from their largest magnitudes, in float32."""
+def scales_of(largest: Tensor, kind: str, least: int = LEAST_EXPONENT) -> Tensor:
+    """The scales of groups of elements, from their largest magnitudes, in float32.
+
+    least: the least exponent of those of fp8.
+    """
     if kind == "int8":
         # By a tensor: torch on a GPU multiplies by the reciprocal of a number.
         found = (largest / torch.full_like(largest, LARGEST[kind])).clamp(min=2.0**LEAST_EXPONENT)
         return found.where(largest > 0, 1.0)
     fraction, exponent = torch.frexp(largest)  # largest = fraction * 2^exponent, from 1/2 to 1
     exponent = exponent - 9 + (fraction > LARGEST[kind] / 2**9).int()
-    bits = (exponent.clamp(min=LEAST_EXPONENT).int() + 127) << 23  # exact, unlike a power
+    bits = (exponent.clamp(min=least).int() + 127) << 23  # exact, unlike a power
     return bits.view(torch.float32).where(largest > 0, 1.0)
 
 
@@ -77,13 +82,13 @@ def divided(values: Tensor, scales: Tensor, kind: str) -> Tensor:
     return scaled.to(QUANTISED[kind])
 
 
-def rounded(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def rounded(values: Tensor, kind: str, least: int = LEAST_EXPONENT) -> tuple[Tensor, Tensor]:
     """values [..., K] as stored, and a float32 scale [...] for each K; nothing waits for a GPU.
 
     What is not finite becomes NaN in fp8.
     """
     exact = values.float()
-    scales = scales_of(exact.abs().amax(-1), kind)
+    scales = scales_of(exact.abs().amax(-1), kind, least)
     return divided(exact, scales[..., None], kind), scales
 
 

@@ -180,6 +180,9 @@ def test_points_say_how_weights_are_stored(tmp_path: Path) -> None:
     assert held_as(model) == "fp8"
     with pytest.raises(UserError, match="unknown type of --weights 'fp4'"):
         Settings(weights="fp4")
+    with pytest.raises(UserError, match="unknown type of --cache 'int8'"):
+        Settings(cache="int8")
+    assert "4 new tokens, fp8 cache" in str(replace(case[0], weights="bf16", cache="fp8"))
     with pytest.raises(UserError, match="--activations=fp8 with --weights=bf16: products in fp8"):
         Settings(activations="fp8")
     write_config(tmp_path, resolve(case[0]), None, weights="int8")

@@ -149,6 +149,12 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
         positions = torch.zeros(2, dtype=torch.int64)
         kernels.decode_attention(heads[:, 0].contiguous(), table, positions, keys, values, 2, 1.0,
                                  arrived)  # fmt: skip
+        case = "a cache in fp8"
+        cache = torch.zeros(2, 2, 1, 64, 64, dtype=torch.float8_e4m3fn)
+        exponents = tuple(torch.zeros(2, 2, 1, 64, dtype=torch.uint8))
+        kernels.rotary_prompt(heads, table, *cache, 2, 1, exponents=exponents)
+        kernels.decode_attention(heads[:, 0].contiguous(), table, positions, *cache, 2, 1.0,
+                                 arrived, exponents=exponents)  # fmt: skip
         m, n, k = WORLD * 256, 512, 256
         order, table = torch.zeros(32, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
         track = gemm.Track(order, order, order, table, buffers, buffers)

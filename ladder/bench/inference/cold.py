@@ -20,7 +20,7 @@ from typing import IO, Any
 import torch
 
 from ladder.bench.inference.build import build_model
-from ladder.bench.inference.points import InferencePoint, resolve
+from ladder.bench.inference.points import InferencePoint, cache_kind, resolve
 from ladder.comm.access import P2P_SWITCH
 from ladder.infer.engine import Engine
 from ladder.infer.sampling import Sampling, draws
@@ -114,7 +114,7 @@ def child(point: InferencePoint, device_name: str = "cuda") -> int:
     model = build_model(point, config, point.reducer, device)
     done("weights")
     with torch.inference_mode():
-        engine = Engine(model)
+        engine = Engine(model, cache=cache_kind(point))
         session = engine.session(point.batch, point.prompt + point.new_tokens, Sampling())
         done("capture")
         source = torch.Generator().manual_seed(0)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ladder.bench.floors import prefill_floor_s
 from ladder.bench.inference.build import build_model
-from ladder.bench.inference.points import InferencePoint, counterpart, resolve
+from ladder.bench.inference.points import InferencePoint, cache_kind, counterpart, resolve
 from ladder.bench.inference.profile import profile_session
 from ladder.bench.inference.verify import (
     STEPS,
@@ -198,7 +198,8 @@ def _references(
             config = resolve(point)
             model = build_model(point, config, "async", device)
             steps = min(STEPS, point.new_tokens)
-            found[key] = reference(model, sequences(config, point), point.prompt, steps)
+            count = sequences(config, point)
+            found[key] = reference(model, count, point.prompt, steps, cache_kind(point))
             del model
             gc.collect()
             torch.cuda.empty_cache()
@@ -210,7 +211,8 @@ def _build(point: InferencePoint, expected: Reference, device: torch.device) -> 
     free_bytes(device)  # frees the memory of earlier points
     config = resolve(point)
     model = build_model(point, config, point.reducer, device)
-    session = Engine(model).session(point.batch, point.prompt + point.new_tokens, Sampling())
+    engine = Engine(model, cache=cache_kind(point))
+    session = engine.session(point.batch, point.prompt + point.new_tokens, Sampling())
     checked = check_session(session, expected)
     torch.cuda.empty_cache()  # the memory of the check
     prompts = list(expected.tokens[torch.arange(point.batch) % len(expected.tokens)])
@@ -221,7 +223,7 @@ def _build(point: InferencePoint, expected: Reference, device: torch.device) -> 
 
 def held_bytes(session: Session) -> int:
     """The session's bytes on this rank's GPU: weights, KV cache and graphs."""
-    found = [session.cache.keys, session.cache.values]
+    found = session.cache.tensors()
     for module in session.model.modules():
         own = (vars(module), module._parameters, module._buffers)  # packed weights are attributes
         found += [local_tensor(v) for each in own for v in each.values() if isinstance(v, Tensor)]
@@ -304,7 +306,9 @@ def _result(timed: TimedSession, timing: Timings, speed: float, rate: float) -> 
         decode_ms=statistics.median(ordered),
         decode_p99_ms=ordered[int(len(ordered) * 0.99)],
         decode_rounds_ms=[statistics.median(steps) for steps in timing.steps],
-        floor_ms=decode_bytes(config, point.tp, point.batch, context, point.weights) / speed * 1e3,
+        floor_ms=1e3
+        * decode_bytes(config, point.tp, point.batch, context, point.weights, point.cache)
+        / speed,
         total_ms=statistics.median(timing.totals),
         memory_gib=timed.memory,
         picked=None if picked is None else {str(size): str(name) for size, name in picked.items()},

@@ -30,7 +30,7 @@ class InferencePoint:
     degree: T, for plans that depend on it (above tp: virtual ranks); 0 for others. no_comm: the
     plan without its reduces, for the difference to the plan: its exposed communication. weights:
     how matrices are stored, bf16 or a name in QUANTISED. activations: of the products of prompts,
-    bf16 or fp8. Older records lack these.
+    bf16 or fp8. cache: of keys and values, bf16 or fp8. Older records lack these.
     """
 
     model: str
@@ -46,6 +46,7 @@ class InferencePoint:
     no_comm: bool = False
     weights: str = "bf16"
     activations: str = "bf16"
+    cache: str = "bf16"
 
     @property
     def case(self) -> InferencePoint:
@@ -65,7 +66,13 @@ def describe_case(case: InferencePoint) -> str:
         f"{case.prompt}, {case.new_tokens} new tokens{'' if case.p2p else ', P2P off'}"
         f"{'' if case.weights == 'bf16' else f', {case.weights} weights'}"
         f"{'' if case.activations == 'bf16' else f', {case.activations} activations'}"
+        f"{'' if case.cache == 'bf16' else f', {case.cache} cache'}"
     )
+
+
+def cache_kind(point: InferencePoint) -> str:
+    """The type of a point's cache, as the engine's argument."""
+    return "auto" if point.cache == "bf16" else point.cache
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,7 @@ class Settings:
     p2p: tuple[bool, ...] = (True,)
     weights: str = "bf16"
     activations: str = "bf16"
+    cache: str = "bf16"
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "") -> Settings:
@@ -118,8 +126,9 @@ class Settings:
                     raise UserError(f"{_option(name)}={each!r} must be a name")
         if self.weights not in ("bf16", *QUANTISED):
             raise unknown("type of --weights", self.weights, ("bf16", *QUANTISED))
-        if self.activations not in ("bf16", "fp8"):
-            raise unknown("type of --activations", self.activations, ("bf16", "fp8"))
+        for name in ("activations", "cache"):
+            if getattr(self, name) not in ("bf16", "fp8"):
+                raise unknown(f"type of --{name}", getattr(self, name), ("bf16", "fp8"))
         if self.activations == "fp8" and self.weights != "fp8":
             raise UserError(
                 f"--activations=fp8 with --weights={self.weights}: products in fp8 need --weights "
@@ -287,6 +296,7 @@ def _point(each: Settings, plan: str, tp: int) -> InferencePoint:
     return InferencePoint(
         each.model, plan, each.reducers[0], tp, each.batch[0], each.prompt, each.new_tokens,
         layers, weights=each.weights, activations=each.activations,
+        cache=each.cache,
     )  # fmt: skip
 
 

@@ -87,10 +87,12 @@ def sequences(config: ModelConfig, point: InferencePoint) -> int:
 
 
 @torch.inference_mode()
-def reference(model: Transformer, count: int, prompt: int, steps: int) -> Reference:
+def reference(
+    model: Transformer, count: int, prompt: int, steps: int, cache: str = "auto"
+) -> Reference:
     """The logits of `count` random sequences, computed by the plain modules of a sharded model.
 
-    The model has the engine's weights, plan and T. It is left in float32.
+    The model has the engine's weights, plan and T. It is left in float32. cache: see Engine.
     """
     source = torch.Generator().manual_seed(SEED)
     shape = (count, prompt + steps)
@@ -100,7 +102,7 @@ def reference(model: Transformer, count: int, prompt: int, steps: int) -> Refere
     for dtype, found in ((None, plain), (torch.float32, exact)):
         # float32: the same weights, converted when they are used
         model.use(replace(model.runtime, compute_dtype=dtype))
-        engine = Engine(model, graphs=False, fused=False)
+        engine = Engine(model, graphs=False, fused=False, cache=cache)
         session = engine.session(count, prompt + steps, Sampling())
         found += forced(session, tokens, prompt)
     logits = torch.stack(exact)

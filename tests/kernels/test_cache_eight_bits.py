@@ -1,0 +1,167 @@
+"""Keys and values in e4m3: what prompts and decode steps store, and attention over it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ladder.kernels import decode_attention, rotary_prompt
+from ladder.models import ModelConfig
+from ladder.models.errors import UserError
+from ladder.models.layers import rotary_tables, rotate
+from ladder.models.storage import LEAST_CACHED, ROUNDING, exponents, powers, rounded
+from tests.kernels.support import DTYPES, _poisoned_memory, assert_close, on  # noqa: F401  (fixtures)
+from tests.kernels.test_decode_attention import attend, some_positions
+
+CACHES = [  # batch, query heads, KV heads, length, head_dim
+    on("cpu", 3, 4, 1, 70, 80),
+    *(on("interpreter", *s) for s in ((1, 4, 2, 70, 12), (3, 4, 1, 40, 80), (2, 2, 2, 70, 64))),
+    *(on("cuda", *s) for s in ((1, 8, 4, 100, 12), (2, 5, 1, 333, 96), (1, 8, 2, 8192, 128))),
+    *(on("cuda", *s) for s in ((64, 8, 2, 2048, 128), (256, 8, 2, 512, 128))),
+]
+
+
+def tables_of(length: int, size: int, heads: int, device: str) -> tuple[Tensor, Tensor]:
+    """The model's rotary tables, and the kernels' form of them."""
+    shape = ModelConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=1,
+                        num_heads=heads, num_kv_heads=heads, head_dim=size)  # fmt: skip
+    tables = rotary_tables(shape, torch.arange(length, device=device)[None], torch.float32)
+    return tables, tables[:, 0, 0, :, : size // 2].transpose(0, 1).flatten(1).contiguous()
+
+
+def stored(values: Tensor) -> tuple[Tensor, Tensor]:
+    small, scales = rounded(values, "fp8", LEAST_CACHED)
+    return small, exponents(scales)
+
+
+def read(cache: Tensor, scales: Tensor) -> Tensor:
+    return cache.double() * powers(scales).double()[..., None]
+
+
+def rounding(values: Tensor, scales: Tensor) -> Tensor:
+    """The largest error of values in e4m3."""
+    relative, absolute = ROUNDING["fp8"]
+    return relative * values.abs() + absolute * powers(scales).double()[..., None]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("device", "batch", "heads", "kv", "length", "size"), CACHES)
+def test_decode_attention_over_e4m3(
+    device: str, batch: int, heads: int, kv: int, length: int, size: int, dtype: torch.dtype
+) -> None:
+    """Exact over what is stored; against exact keys and values, within what e4m3 rounds.
+
+    Positions have very different scales, so that another one's is off by far. Memory from the
+    token's place on is NaN before; the cache changes at that place only.
+    """
+    tables, table = tables_of(length, size, heads, device)
+    arrived = torch.zeros(batch * kv, dtype=torch.int32, device=device)
+    powers_of_4 = 4.0 ** torch.randint(-3, 2, (2, batch, kv, length + 8, 1), device=device)
+    exact_cache = (torch.randn(2, batch, kv, length + 8, size, device=device) * powers_of_4).to(
+        dtype
+    )
+    rows = torch.arange(batch, device=device)
+    for positions in some_positions(batch, length, device):
+        qkv = torch.randn(batch, (heads + 2 * kv) * size, device=device).to(dtype)
+        own = tables[:, 0, 0, positions][:, :, None, None]
+        q, k, v = qkv.unflatten(1, (-1, 1, size)).split((heads, kv, kv), 1)
+        turned = [rotate(x.double(), own.double()) for x in (q, k)]
+        cache, scales = stored(exact_cache)
+        for b, position in enumerate(positions.tolist()):
+            cache.view(torch.uint8)[:, b, :, position:] = 0x7F
+            scales[:, b, :, position:] = 0xFF
+        before = cache.clone(), scales.clone()
+        parts = [each[n, :, :, :length] for n in range(2) for each in (cache, scales)]
+        keys, key_scales, values, value_scales = parts
+        found = decode_attention(
+            qkv, table, positions, keys, values, heads, size**-0.5, arrived,
+            exponents=(key_scales, value_scales),
+        )  # fmt: skip
+        for n, new in enumerate((turned[1].squeeze(2), v.squeeze(2).double())):
+            at = parts[2 * n][rows, :, positions], parts[2 * n + 1][rows, :, positions]
+            # A key is rounded to the dtype before, and e4m3 may round that 1/16 further off.
+            rotated = torch.finfo(dtype).eps * new.abs() + 1e-5 if n == 0 else 0.0
+            assert ((read(*at) - new).abs() <= rounding(new, at[1]) + 17 / 16 * rotated).all()
+            again = stored(read(*at).to(dtype))  # the scale is the least that fits
+            assert torch.equal(read(*again), read(*at))
+            assert (again[1] <= at[1]).all()
+            for old, whole in zip(before, (cache, scales), strict=True):
+                changed = old.view(torch.uint8)[n]
+                changed[rows, :, positions] = whole.view(torch.uint8)[n][rows, :, positions]
+        assert torch.equal(before[0].view(torch.uint8), cache.view(torch.uint8)), "another place"
+        assert torch.equal(before[1], scales), "another place"
+        results: list[list[Tensor]] = [[], [], []]
+        for b, position in enumerate(positions.tolist()):
+            there = slice(b, b + 1), slice(None), slice(position + 1)
+            k_read, v_read = (read(*(p[there] for p in parts[n : n + 2])) for n in (0, 2))
+            for kind, result in zip((torch.float64, dtype), results, strict=False):
+                query = turned[0][b : b + 1].to(kind)
+                result.append(attend(query, k_read.to(kind), v_read.to(kind), size**-0.5))
+            # And how far from keys and values that nothing has rounded: softmax weights are off
+            # by a factor of exp(2 d), if scores are off by d.
+            olds = exact_cache[:, b : b + 1, :, :position].double()
+            k_all = torch.cat((olds[0], turned[1][b : b + 1]), 2)
+            v_all = torch.cat((olds[1], v[b : b + 1].double()), 2)
+            query = turned[0][b : b + 1].unflatten(1, (kv, -1)).squeeze(3)
+            apart = rounding(k_all, key_scales[there]) + 1e-5 + 1e-2 * k_all.abs()
+            d = (query.abs() @ apart.mT).amax((2, 3)) * size**-0.5
+            most = torch.expm1(2 * d) * v_all.abs().amax((2, 3))
+            most += rounding(v_all, value_scales[there]).amax((2, 3))
+            exact = attend(turned[0][b : b + 1], k_all, v_all, size**-0.5)
+            error = (results[0][-1] - exact).abs().unflatten(1, (kv, -1)).amax((2, 3))
+            assert (error <= most).all()
+        assert_close(found, torch.cat(results[0]).flatten(1), torch.cat(results[1]).flatten(1))
+        assert not arrived.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("device", "batch", "length", "heads", "size"),
+    [on("cpu", 2, 9, (3, 1), 16), on("interpreter", 2, 9, (3, 1), 16),
+     on("interpreter", 1, 5, (2, 2), 12), on("cuda", 3, 300, (8, 2), 128)],
+)  # fmt: skip
+def test_prompts_are_stored_in_e4m3(
+    device: str, batch: int, length: int, heads: tuple[int, int], size: int, dtype: torch.dtype
+) -> None:
+    """What a prompt attends to is as without it, and what is stored is that, rounded."""
+    queries, kv = heads
+    _, table = tables_of(length + 3, size, queries, device)
+    packed = torch.randn(batch, length, (queries + 2 * kv) * size, device=device)
+    packed *= 4.0 ** torch.randint(-3, 2, (batch, length, 1), device=device)
+    packed = packed.to(dtype)
+    gains = tuple(torch.rand(2, size, device=device).to(dtype) + 0.5)
+    plain = torch.empty(2, batch, kv, length + 3, size, dtype=dtype, device=device)
+    expected = rotary_prompt(packed, table, *plain, queries, kv, gains, 1e-3)
+    cache = torch.full((2, batch, kv, length + 3, size), 0x55, dtype=torch.uint8, device=device)
+    scales = torch.full(cache.shape[:-1], 0x55, dtype=torch.uint8, device=device)
+    small = cache.view(torch.float8_e4m3fn)
+    found = rotary_prompt(
+        packed, table, *small, queries, kv, gains, 1e-3, exponents=(scales[0], scales[1])
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    for n in range(2):
+        wanted, wanted_scales = stored(plain[n, :, :, :length])
+        assert torch.equal(cache[n, :, :, :length], wanted.view(torch.uint8))
+        assert torch.equal(scales[n, :, :, :length], wanted_scales)
+    assert (cache[:, :, :, length:] == 0x55).all()
+    assert (scales[:, :, :, length:] == 0x55).all()
+
+
+def test_exponents_that_do_not_fit_are_refused() -> None:
+    cache = torch.zeros(2, 2, 2, 8, 4, dtype=torch.float8_e4m3fn)
+    scales = torch.zeros(2, 2, 2, 8, dtype=torch.uint8)
+    fits = torch.randn(2, 32), torch.randn(8, 4), torch.zeros(2, dtype=torch.int64)
+    arrived = torch.zeros(4, dtype=torch.int32)
+    decode_attention(*fits, *cache, 4, 0.5, arrived, exponents=(scales[0], scales[1]))
+    wrong = (
+        (cache, None),
+        (cache.float(), tuple(scales)),
+        (cache, tuple(scales.int())),
+        (cache, (scales[0], scales[1, :, :, :7])),
+        (cache, (scales[0], scales[1].transpose(0, 1).contiguous().transpose(0, 1))),
+    )
+    for held, given in wrong:
+        with pytest.raises(UserError, match=r"expected torch\.float8_e4m3fn with|dtypes"):
+            decode_attention(*fits, *held, 4, 0.5, arrived, exponents=given)  # type: ignore[arg-type]
