@@ -22,8 +22,9 @@ LARGEST = {"fp8": 448.0, "fp8-block": 448.0, "int8": 127.0}
 # The largest error of a stored value: relative to it, and absolute, in units of the scale.
 ROUNDING = {"fp8": (2.0**-4, 2.0**-10), "fp8-block": (2.0**-4, 2.0**-10), "int8": (0.0, 0.5)}
 LEAST_EXPONENT = -126  # of a scale: smaller numbers are not normal in float32
-# Of a scale in the cache. A softmax weight is multiplied by it and rounded, in float16, too.
-LEAST_CACHED = -14
+# Of a scale in the cache. A softmax weight is multiplied by it and rounded: in float16 to multiples
+# of 2^-24, which must be far below the scale. What is below 2^-20 becomes 0.
+LEAST_CACHED = -10
 SCALED = {  # what has a scale of its own
     "fp8": "row",
     "fp8-block": f"{BLOCK} columns of a row",

@@ -138,3 +138,20 @@ def check_rotary_prompt(
     assert (caches[:, :, :, :, length:] == 7.0).all()
     assert (caches[:, [0, 2]] == 7.0).all()
     return q, k, v
+
+
+def some_positions(batch: int, length: int, device: str) -> list[Tensor]:
+    """[batch] each, two at least: the first and last place, the edges of blocks, and random ones.
+
+    All edges are met, so a small batch takes many.
+    """
+    edges = {n * block + side for n in (1, 2) for block in (16, 32, 64, 128) for side in (-1, 0)}
+    chosen = [0, length - 1, *(edge for edge in edges if edge < length)]
+    turns = max(2, -(-len(chosen) // batch))
+    chosen += torch.randint(length, (turns * batch - len(chosen),)).tolist()
+    return list(torch.tensor(chosen, device=device)[torch.randperm(len(chosen))].view(turns, batch))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    return ((q @ k.mT * scale).softmax(-1) @ v).squeeze(2)

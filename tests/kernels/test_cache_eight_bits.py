@@ -11,8 +11,14 @@ from ladder.models import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.layers import rotary_tables, rotate
 from ladder.models.storage import LEAST_CACHED, ROUNDING, exponents, powers, rounded
-from tests.kernels.support import DTYPES, _poisoned_memory, assert_close, on  # noqa: F401  (fixtures)
-from tests.kernels.test_decode_attention import attend, some_positions
+from tests.kernels.support import (
+    DTYPES,
+    _poisoned_memory,  # noqa: F401  (a fixture)
+    assert_close,
+    attend,
+    on,
+    some_positions,
+)
 
 CACHES = [  # batch, query heads, KV heads, length, head_dim
     on("cpu", 3, 4, 1, 70, 80),

@@ -6,12 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from ladder.kernels import decode_attention
 from ladder.models import ModelConfig
 from ladder.models.layers import rotary_tables, rotate
-from tests.kernels.support import DTYPES, _poisoned_memory, assert_close, on  # noqa: F401  (fixtures)
+from tests.kernels.support import (
+    DTYPES,
+    _poisoned_memory,  # noqa: F401  (a fixture)
+    assert_close,
+    attend,
+    on,
+    some_positions,
+)
 
 CACHES = [  # batch, query heads, KV heads, length, head_dim
     *(on("cpu", *s) for s in ((1, 8, 4, 100, 12), (3, 4, 1, 70, 80), (2, 2, 2, 130, 64))),
@@ -22,23 +28,6 @@ CACHES = [  # batch, query heads, KV heads, length, head_dim
     on("cuda", 2, 40, 1, 500, 128),
     on("cuda", 2, 4, 2, 300, 256),
 ]
-
-
-def some_positions(batch: int, length: int, device: str) -> list[Tensor]:
-    """[batch] each, two at least: the first and last place, the edges of blocks, and random ones.
-
-    All edges are met, so a small batch takes many.
-    """
-    edges = {n * block + side for n in (1, 2) for block in (16, 32, 64, 128) for side in (-1, 0)}
-    chosen = [0, length - 1, *(edge for edge in edges if edge < length)]
-    turns = max(2, -(-len(chosen) // batch))
-    chosen += torch.randint(length, (turns * batch - len(chosen),)).tolist()
-    return list(torch.tensor(chosen, device=device)[torch.randperm(len(chosen))].view(turns, batch))
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    return ((q @ k.mT * scale).softmax(-1) @ v).squeeze(2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
