@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ladder.models import Plan, Transformer
+from ladder.ops import registry
 
 
 class Dispatched(TorchDispatchMode):
@@ -76,3 +80,17 @@ class Diary:
             last = layer.self_attn if record.kind == "attention" else layer.mlp
             first.register_forward_pre_hook(before(n))
             last.register_forward_hook(after(n))
+
+
+@contextlib.contextmanager
+def operations() -> Iterator[Counter[str]]:
+    """The calls of `torch.ops.ladder` that run within it, by name."""
+    found: Counter[str] = Counter()
+    run = registry.run
+
+    def counted(call: registry.Call, *arguments: Any) -> Any:
+        found[call.op] += 1
+        return run(call, *arguments)
+
+    with mock.patch.object(registry, "run", counted):
+        yield found

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ladder.models import Plan, Ranks, Transformer, UserError, resolve_plan
-from ladder.ops import registry
 from ladder.parallel.apply import CHECKPOINTING, make_model
 from ladder.parallel.choose import choose
 from ladder.parallel.mesh import make_mesh
 from ladder.parallel.sharding import initialise, shard_model
 from tests.distributed import Pools, tp_mesh
+from tests.parallel.calls import operations
 from tests.parallel.layouts import Layouts, compare
 from tests.parallel.steps import (
     LIMITS,
@@ -38,20 +36,6 @@ from tests.samples import (
 )
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
-
-
-@contextlib.contextmanager
-def operations() -> Iterator[Counter[str]]:
-    """The calls of `torch.ops.ladder` that run within it, by name."""
-    found: Counter[str] = Counter()
-    run = registry.run
-
-    def counted(call: registry.Call, *arguments: Any) -> Any:
-        found[call.op] += 1
-        return run(call, *arguments)
-
-    with mock.patch.object(registry, "run", counted):
-        yield found
 
 
 def calls_of(plan: Plan) -> dict[str, int]:

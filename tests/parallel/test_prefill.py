@@ -21,7 +21,7 @@ from ladder.parallel.prefill import FusedPrefill
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sharding import shard_model
 from tests.distributed import Pools, tp_mesh
-from tests.parallel.test_fused import operations
+from tests.parallel.calls import operations
 from tests.samples import (
     DEPENDS_ON_T,
     SAME_AT_ANY_T,
