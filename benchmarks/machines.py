@@ -39,12 +39,14 @@ FILES = (
     "2026-11-22-virtual-ranks-h200x2.jsonl",
 )
 COMM = {2: "2026-11-22-comm-h200x2.jsonl", 4: "2026-11-21-comm-h200x4.jsonl"}
-FITTED = ("launch_gap_us", "prompt_gap_us", "power_limit")
+FITTED = ("launch_gap_us", "prompt_gap_us", "power_limit", "training_bytes")
 CALIBRATION = (
     "2026-11-21-inference-h200x4.jsonl",
     "2026-11-21-figures-h200x4.jsonl",
     "2026-11-22-frame-before-h200x4.jsonl",
     "2026-11-22-frame-after-h200x4.jsonl",
+    "2026-11-21-train-ahead-h200x4.jsonl",
+    "2026-11-21-train-8b-again-h200x4.jsonl",
 )
 ATTENTION_RATE = (
     "declared: {} of FlashAttention-3 as published for an H100, causal, heads of 128: 400, 500, "

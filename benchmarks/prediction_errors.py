@@ -12,6 +12,7 @@ from typing import Any
 
 from ladder.perf.machine import load
 from ladder.perf.planner.intervals import FILE
+from ladder.perf.prediction.command import where
 from ladder.perf.prediction.records import MEASURED, scores
 
 MACHINE = "h200x4"  # and those of fewer of its GPUs
@@ -19,13 +20,15 @@ RESULTS = Path(__file__).parent / "results"
 # Of this code, on machines with shipped files; not those of settings that are no longer built.
 NAMES = (
     "inference", "figures", "frame-after", "frame-after-2b", "p2p-off", "quality-latency", "table1",
-    "half-8b", "accumulate", "rare-reduces-half-8b",
+    "half-8b", "accumulate", "rare-reduces-half-8b", "train-ahead", "train-8b-again", "train",
+    "train-compiled",
 )  # fmt: skip
+OLDER = ("2026-11-21-train-h200x4.jsonl",)
 
 
 def files() -> list[Path]:
     found = [path for name in NAMES for path in RESULTS.glob(f"2026-11-2[12]-{name}-h200x*.jsonl")]
-    return sorted(found)
+    return sorted(path for path in found if path.name not in OLDER)
 
 
 def entries() -> list[dict[str, Any]]:
@@ -33,9 +36,10 @@ def entries() -> list[dict[str, Any]]:
     machine = load(MACHINE)
     for phase in MEASURED:
         for each in scores(files(), machine, phase):
-            point = each.point
             if not each.calibrated:
-                key = machine.gpu, point.tp, phase, point.reducer, point.model
+                gpus, way = where(each)
+                reducer = "" if phase == "train" else way
+                key = machine.gpu, gpus, phase, reducer, each.point.model
                 ratio = each.measured / each.predicted
                 found.setdefault(key, []).append([round(1e3 * each.predicted, 1), round(ratio, 3)])
     return [

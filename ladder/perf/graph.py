@@ -22,7 +22,7 @@ from ladder.parallel.sharded import sharded_refusal
 MAIN, SIDE, COMM, DATA = "main", "side", "communication", "data parallel"
 COMPUTES = ("product", "attention")
 REDUCES = ("all-reduce", "reduce-scatter", "push", "send", "barrier")
-STYLES = ("all-reduce", "sharded")
+STYLES = ("all-reduce", "sharded", "alone")
 
 
 @dataclass(frozen=True)
@@ -177,9 +177,10 @@ LAST = {"attention": "output", "mlp": "down"}
 def forward(plan: Plan, style: str = "all-reduce") -> Graph:
     """The forward pass over whole sequences.
 
-    style: `all-reduce` (residual whole on every rank, NCCL on a stream of its own), or `sharded`
+    style: `all-reduce` (residual whole on every rank, NCCL on a stream of its own), `sharded`
     (residual sharded by tokens: reduce-scatter, land, gather; what does not block on a side
-    stream), as prompts with push and training with sequence parallelism have it.
+    stream), as training with sequence parallelism has it, or `alone` (one process has all ranks,
+    and sums what it holds).
     """
     if style not in STYLES:
         raise unknown("style of a pass", style, STYLES)
@@ -187,7 +188,7 @@ def forward(plan: Plan, style: str = "all-reduce") -> Graph:
         refusal = sharded_refusal(plan, Ranks(2, 0, 1))
         if refusal:
             raise UserError(f"plan {plan.name!r} cannot be sharded by tokens: {refusal}")
-    loop = Loop(plan)
+    loop = Loop(plan, reduces=style != "alone")
     graph, early, last = loop.graph, dict[int, int](), len(plan.sublayers)
 
     def land(n: int) -> int:
@@ -195,7 +196,7 @@ def forward(plan: Plan, style: str = "all-reduce") -> Graph:
         landings = plan.landings[n]
         source = loop.base if landings and landings[0].on_base else loop.residual
         needs = [source, *loop.arrivals(landings)]
-        here = style == "all-reduce" or any(plan.blocking[each.output] for each in landings)
+        here = style != "sharded" or any(plan.blocking[each.output] for each in landings)
         stream = MAIN if here else SIDE
         found = graph.add("landing", needs, sublayer=n, landings=landings, stream=stream)
         loop.landed(n, found)
@@ -221,13 +222,15 @@ def forward(plan: Plan, style: str = "all-reduce") -> Graph:
         loop.group = []
         if record.reduce == "residual":
             needs.append(loop.residual)
-        if style == "all-reduce":
+        if style == "alone":
+            loop.starts[n] = graph.add("sum", needs, sublayer=n, output=n)
+        elif style == "all-reduce":
             loop.starts[n] = graph.add("all-reduce", needs, sublayer=n, output=n, stream=COMM)
         else:
             stream = MAIN if plan.blocking[n] else SIDE
             loop.starts[n] = graph.add("reduce-scatter", needs, sublayer=n, output=n, stream=stream)
     read = early.pop(last) if last in early else land(last)
-    if plan.final_mean:
+    if plan.final_mean and style != "alone":
         read = graph.add("all-reduce", [read], part="final mean", stream=COMM)
     graph.add("head", [read])
     return graph

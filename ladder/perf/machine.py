@@ -37,6 +37,7 @@ VALUES = {
     "host_launch_us": "the host's time to launch one kernel",
     "prompt_gap_us": "what a kernel of a prompt takes beyond its arithmetic or bytes; fitted",
     "power_limit": "the power that a GPU may take, of what products without a pause would; fitted",
+    "training_bytes": "bytes of a parameter in a training step beyond those counted; fitted",
     "boost_ms": "how long the GPU stays above its power limit",
     "product_beside_nccl": "the speed of a product beside an NCCL collective, of its speed alone",
     "nccl_beside_product": "the speed of an NCCL collective beside a product, of its speed alone",
@@ -47,6 +48,7 @@ VALUES = {
 # What holds where nobody has measured: of an H200. Where it is from is in benchmarks/machines.py.
 DECLARED = {
     "power_limit": 1.0,  # no limit
+    "training_bytes": 0.0,
     "boost_ms": 10.0,
     "product_beside_nccl": 0.64,
     "nccl_beside_product": 0.75,

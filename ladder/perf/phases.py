@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
+from ladder.bench.training.points import parse_layout
 from ladder.costs import BF16
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
@@ -15,13 +16,16 @@ from ladder.models.plan import Plan
 from ladder.models.reducer import Ranks
 from ladder.parallel.choose import choose
 from ladder.parallel.dispatch import load_dispatch
+from ladder.parallel.sharded import sharded_refusal
 from ladder.perf.cost import WAY, DecodeCost
 from ladder.perf.cost_prefill import PromptCost, resource
-from ladder.perf.graph import REDUCES, Graph, Operation
+from ladder.perf.cost_training import TrainingCost, TrainingShape
+from ladder.perf.graph import REDUCES, Graph, Operation, training
 from ladder.perf.lower_decode import decode as lower_decode
 from ladder.perf.lower_prefill import Way
 from ladder.perf.lower_prefill import prefill as lower_prefill
 from ladder.perf.machine import Basis, Machine, for_degree, worst
+from ladder.perf.memory import held_ranks
 from ladder.perf.simulate import Times, simulate
 
 # What the longest path of a pass is made of, by the kind of operation.
@@ -172,11 +176,70 @@ def _limited(graph: Graph, cost: PromptCost) -> Times:
 
 def train(
     config: ModelConfig, machine: Machine, layout: str, seq_len: int, batch: int,
-    micro_batch: int = 0, activation_checkpointing: str = "none",
+    micro_batch: int = 0, activation_checkpointing: str = "none", no_comm: bool = False,
+    gpus: int = 0,
 ) -> Prediction:  # fmt: skip
-    """A compiled training step in bfloat16 with AdamW. layout: a name such as tp4+sp+fsdp, over
-    the GPUs of the machine. batch: sequences of each data-parallel rank."""
-    raise UserError("training is not predicted yet; leave out --train")
+    """A compiled training step in bfloat16 with AdamW.
+
+    layout: a name such as tp4+sp+fsdp, over `gpus` GPUs (0: those of the machine). batch: sequences
+    of each data-parallel rank, of which `micro_batch` at once (0: all). no_comm: without the
+    sublayers' reduces, as `ladder bench train` measures it.
+
+    Raises UserError for a layout that the GPUs, the plan or the model cannot have.
+    """
+    micro = micro_batch or batch
+    if batch % micro:
+        raise UserError(f"--micro-batch={micro} does not divide --batch={batch}")
+    shape = training_shape(
+        config, gpus or machine.gpus, layout, micro, seq_len, activation_checkpointing
+    )
+    style = "sharded" if shape.sequence_parallel else "all-reduce" if shape.tp > 1 else "alone"
+    data = "none" if shape.replicas == 1 else "ddp" if shape.shards == 1 else "fsdp"
+
+    def timed(data: str, no_comm: bool) -> tuple[Graph, Times, TrainingCost, float]:
+        plan = config.plan
+        cost = TrainingCost(config, machine, shape, batch > micro, no_comm)
+        graph = training(plan, style, data)
+        times = _limited(graph, cost)
+        earlier = 0.0
+        if batch > micro:  # gradients of earlier micro-batches stay where they are
+            before = training(plan, style, "none" if data == "ddp" else data)
+            found = simulate(before, cost, cost.beside)
+            earlier = (batch // micro - 1) * (found.total - cost(before.operations[-1]))
+        return graph, times, cost, earlier
+
+    graph, times, cost, earlier = timed(data, no_comm)
+
+    def bare() -> float:
+        _, found, _, before = timed("none", True)
+        return found.total + before
+
+    found = _prediction(graph, times, bare, cost.bases, machine)
+    return found if not earlier else replace(
+        found, us=times.total + earlier,
+        limits=tuple((name, us * (1 + earlier / times.total)) for name, us in found.limits),
+    )  # fmt: skip
+
+
+def training_shape(
+    config: ModelConfig, gpus: int, layout: str, sequences: int, seq_len: int, kept: str
+) -> TrainingShape:
+    """The layout of a name on so many GPUs. Raises UserError if they cannot have it."""
+    found = parse_layout(layout)
+    config.check_divides(found.tp, "--layouts tp")
+    if gpus % found.tp:
+        raise UserError(f"--layouts {layout}: {found.tp} does not divide the {gpus} GPUs")
+    replicas = gpus // found.tp
+    shards = found.dp_shard or replicas
+    if replicas % shards:
+        raise UserError(f"--layouts {layout}: {shards} shards do not divide {replicas} replicas")
+    held = held_ranks(config, found.tp)
+    if found.sequence_parallel:
+        refusal = sharded_refusal(config.plan, Ranks(found.tp * held, 0, held))
+        if refusal:
+            raise UserError(f"--layouts {layout} with plan {config.plan.name!r}: {refusal}")
+    return TrainingShape(found.tp, replicas, shards, held, found.sequence_parallel, sequences,
+                         seq_len, kept == "full")  # fmt: skip
 
 
 Phase = Callable[[ModelConfig, Machine, int, str, int, int], Prediction]

@@ -333,7 +333,6 @@ def old(path: Path) -> str:
         (("--plans", "checkpoint"), "needs MODEL to be a folder"),
         (("--trace", "nowhere/trace.json"), "--trace nowhere/trace.json: name a file"),
         (("--page", "."), "--page .: name a file"),
-        (("--train",), "training is not predicted yet; leave out --train"),
     ],
 )
 def test_bad_input_is_one_line(

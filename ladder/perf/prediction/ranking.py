@@ -57,7 +57,9 @@ def _ranking(case: Sequence[tuple[str, object]], some: Sequence[Score]) -> Ranki
     best = min(some, key=lambda each: each.predicted)
     least = min(each.measured for each in some)
     said = dict(case)
-    where = ", ".join(f"{key} {said[key]}" for key in ("tp", "batch", "prompt") if key in said)
+    where = ", ".join(
+        f"{key} {said[key]}" for key in ("tp", "gpus", "batch", "prompt") if key in said
+    )
     return Ranking(
         f"{said['model']}, {where}", len(some), len(apart), right, _choice(best),
         best.measured / least - 1, tuple(_speedups(some)),

@@ -1,7 +1,8 @@
-"""Recorded inference: what a prediction is calibrated from, and scored against."""
+"""Recorded inference and training: what a prediction is calibrated from, and scored against."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -10,6 +11,7 @@ from typing import Any
 
 from ladder.bench.inference.points import InferencePoint, resolve
 from ladder.bench.results import read_results
+from ladder.bench.training.points import TrainingPoint, is_virtual, parse_layout, shape_of
 from ladder.kernels.decode import MAX_ROWS
 from ladder.models.errors import UserError
 from ladder.perf import phases
@@ -18,13 +20,35 @@ from ladder.perf.machine import Machine, Value, shipped
 from ladder.perf.machine import load as load_machine
 
 CALIBRATED = ("llama-3-8b", "none")  # on all GPUs: what fitted values may come from
-MEASURED = {"decode": "decode_ms", "prefill": "prefill_ms"}
+MEASURED = {"decode": "decode_ms", "prefill": "prefill_ms", "train": "step_ms"}
+TP_DEGREE = 4  # T of recorded training steps of plans that depend on it, the default of bench train
 LONG = 16 * 1024  # tokens of prompts that show the power limit
 
 
 @dataclass(frozen=True)
+class Run(TrainingPoint):
+    """A recorded training step, on `gpus` GPUs."""
+
+    gpus: int = 1
+
+    def __str__(self) -> str:
+        plan = f"{self.plan} no_comm" if self.no_comm else self.plan
+        layers = f", {self.layers} layers" if self.layers else ""
+        return (
+            f"{plan}, {self.model}{layers}, {self.layout} on {self.gpus} GPUs, {self.batch} "
+            f"({self.micro_batch}) x {self.seq_len} tokens"
+        )
+
+    @property
+    def virtual(self) -> bool:
+        """Whether a process computes several ranks of the plan's T."""
+        return is_virtual(self, TP_DEGREE)
+
+
+@dataclass(frozen=True)
 class Score:
-    """A recorded pass (the median of a point's records) and its prediction, in milliseconds."""
+    """A recorded pass and its prediction, in milliseconds. Of a point's records the median counts,
+    and of training steps the least: some machines' hosts were slow, and no GPU too fast."""
 
     phase: str
     point: Any
@@ -56,6 +80,20 @@ def inference_times(
     return {point: statistics.median(times) for point, times in found.items()}
 
 
+def training_times(files: Iterable[Path], machine: Machine) -> dict[Run, float]:
+    """Milliseconds of each training step that was recorded on this machine's GPUs; the least."""
+    found: dict[Run, float] = {}
+    degrees = known_degrees(machine)
+    for record in records(files):
+        data, about = record.get("point", {}), record.get("machine", {})
+        if "layout" not in data or about.get("gpu") != machine.gpu or not record.get("result"):
+            continue
+        run = Run(**data, gpus=about["ranks"])
+        if run.gpus in degrees and run.dtype == "bfloat16" and run.compile:
+            found[run] = min(record["result"]["step_ms"], found.get(run, math.inf))
+    return found
+
+
 def records(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
     for file in files:
         if not file.is_file():
@@ -81,11 +119,18 @@ def is_calibration(point: InferencePoint, machine: Machine, phase: str) -> bool:
     return this and one and not point.no_comm
 
 
+def is_training_calibration(run: Run, machine: Machine) -> bool:
+    """The step of `none` is recorded as that of standard without its reduces."""
+    this = (run.model, run.plan, run.no_comm) == (CALIBRATED[0], "standard", True)
+    return this and parse_layout(run.layout).tp == run.gpus == machine.gpus
+
+
 def calibrated(machine: Machine, *files: Path) -> Machine:
     """The machine with its fitted values from the records of CALIBRATED, and from no other.
 
-    `launch_gap_us` from the decode step of one sequence, `prompt_gap_us` from its prefill, and
-    `power_limit` from the longest prefill, if it is long enough to show it.
+    `launch_gap_us` from the decode step of one sequence, `prompt_gap_us` from its prefill,
+    `power_limit` from the longest prefill, if it is long enough to show it, and `training_bytes`
+    from a training step, if there is one.
     """
     said = ", ".join(file.name for file in files)
     steps = calibrations(files, machine, "decode")
@@ -104,13 +149,14 @@ def calibrated(machine: Machine, *files: Path) -> Machine:
         )  # fmt: skip
         machine = _fitted(machine, "launch_gap_us", found, point, ms, said)
     by_length = sorted(prompts.items(), key=lambda each: each[0].batch * each[0].prompt)
-    if not by_length:
-        return machine
-    short, long = by_length[0], by_length[-1]
-    for _ in range(2):  # each has a little of the other
-        machine = _fit_prompts(machine, "prompt_gap_us", *short, (3.0, 6.0), said)
+    for _ in range(2 if by_length else 0):  # each has a little of the other
+        short, long = by_length[0], by_length[-1]
+        machine = _fit(machine, "prompt_gap_us", "prefill", *short, (3.0, 6.0), said)
         if long[0].batch * long[0].prompt > LONG:
-            machine = _fit_prompts(machine, "power_limit", *long, (0.6, 0.65), said)
+            machine = _fit(machine, "power_limit", "prefill", *long, (0.6, 0.65), said)
+    for run, ms in training_times(files, machine).items():
+        if is_training_calibration(run, machine):
+            machine = _fit(machine, "training_bytes", "train", run, ms, (20.0, 40.0), said)
     return machine
 
 
@@ -125,15 +171,15 @@ def calibrations(
     return {point: statistics.median(times) for point, times in found.values()}
 
 
-def _fit_prompts(
-    machine: Machine, name: str, point: InferencePoint, ms: float, begin: tuple[float, float],
+def _fit(
+    machine: Machine, name: str, phase: str, point: Any, ms: float, begin: tuple[float, float],
     said: str,
 ) -> Machine:  # fmt: skip
-    """With the value that explains a prefill, from two guesses by secants."""
+    """With the value that explains a pass, from two guesses by secants."""
 
     def off(value: float) -> float:
         tried = replace(machine, values={**machine.values, name: Value(value, "fitted: tried")})
-        return predicted("prefill", point, tried) - ms
+        return predicted(phase, point, tried) - ms
 
     one, two = begin
     low, high = off(one), off(two)
@@ -146,7 +192,7 @@ def _fit_prompts(
 
 
 def _fitted(
-    machine: Machine, name: str, value: float, point: InferencePoint, ms: float, said: str
+    machine: Machine, name: str, value: float, point: object, ms: float, said: str
 ) -> Machine:
     if value < 0:
         raise UserError(
@@ -157,8 +203,14 @@ def _fitted(
     return replace(machine, values={**machine.values, name: Value(round(value, 4), text)})
 
 
-def predicted(phase: str, point: InferencePoint, machine: Machine) -> float:
+def predicted(phase: str, point: Any, machine: Machine) -> float:
     """Milliseconds."""
+    if isinstance(point, Run):
+        found = phases.train(
+            shape_of(point, TP_DEGREE), machine, point.layout, point.seq_len, point.batch,
+            point.micro_batch, point.checkpointing, point.no_comm, point.gpus,
+        )  # fmt: skip
+        return found.us / 1e3
     phased = phases.PHASES[phase]
     context = context_of(point) if phase == "decode" else point.prompt
     return phased(resolve(point), machine, point.tp, point.reducer, point.batch, context).us / 1e3
@@ -166,16 +218,19 @@ def predicted(phase: str, point: InferencePoint, machine: Machine) -> float:
 
 def scores(files: Iterable[Path], machine: Machine, phase: str) -> list[Score]:
     """All recorded passes of a phase with their predictions."""
-    return [
-        Score(
-            phase,
-            point,
-            ms,
-            predicted(phase, point, machine),
-            is_calibration(point, machine, phase),
-        )
-        for point, ms in inference_times(files, machine, phase).items()
-    ]
+    times: dict[Any, float] = {}
+    if phase == "train":
+        times |= training_times(files, machine)
+    else:
+        times |= inference_times(files, machine, phase)
+    found = []
+    for point, ms in times.items():
+        if isinstance(point, Run):
+            seen = is_training_calibration(point, machine)
+        else:
+            seen = is_calibration(point, machine, phase)
+        found.append(Score(phase, point, ms, predicted(phase, point, machine), seen))
+    return found
 
 
 def summary(

@@ -1,0 +1,201 @@
+"""What the operations of a training step cost on a machine: of one micro-batch, and the optimiser.
+
+The operations are those of `ladder.perf.graph.training`; each stands for the kernels that torch
+makes of it when sublayers, landings and losses are compiled. Products in the backward pass are two,
+of the input's gradient and of the weight's. What kernels between products read and write is counted
+in tensors (READS and below), of 2 bytes an element; weights and gradients are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ladder.costs import BF16
+from ladder.models.config import ModelConfig
+from ladder.perf.cost_prefill import PromptCost, power_share
+from ladder.perf.graph import DATA, Operation
+from ladder.perf.machine import Basis, Estimate, Machine, for_degree
+from ladder.perf.memory import FP32, local_parameters
+
+BACKWARD_ATTENTION = 2.5 / 0.85  # its arithmetic, and its rate, of those of the forward pass
+LANDED = 3  # tensors of a landing: the residual, and both results; and one for each addend
+BACKWARD_LANDING = 5  # two gradients, the residual, the result, and the sums for the weight's
+SWIGLU = {False: 3, True: 5}  # of the inner size
+ROTARY = 2  # of queries and keys: read and written
+LOGITS = {False: 2, True: 2}  # passes over the logits
+ADAMW = 28 + 12  # bytes of a parameter: AdamW reads four numbers and writes three; clipping three
+CAST = FP32 + BF16  # bytes of a weight that is cast for the products, and of its gradient
+ADDED = 2 * FP32  # bytes of a gradient that is added to an earlier micro-batch's
+
+
+@dataclass(frozen=True)
+class TrainingShape:
+    """A layout on so many GPUs, and a micro-batch. held: the ranks of the plan's T that a process
+    computes. shards: of parameters, gradients and optimiser, over data-parallel ranks."""
+
+    tp: int
+    replicas: int
+    shards: int
+    held: int
+    sequence_parallel: bool
+    sequences: int
+    seq_len: int
+    recompute: bool
+
+    @property
+    def rows(self) -> int:
+        return self.sequences * self.seq_len
+
+
+class TrainingCost(PromptCost):
+    """Microseconds of each operation. adds: whether gradients are added to earlier ones. no_comm:
+    whether the sublayers' reduces take nothing, as `ladder bench train` leaves them out."""
+
+    def __init__(
+        self, config: ModelConfig, machine: Machine, shape: TrainingShape, adds: bool,
+        no_comm: bool,
+    ) -> None:  # fmt: skip
+        degree = shape.tp * shape.held
+        super().__init__(config, machine, degree, shape.sequences, shape.seq_len)
+        self.shape, self.adds, self.no_comm = shape, adds, no_comm
+        self._times: dict[tuple[object, ...], float] = {}
+        self.collectives = {n: for_degree(machine, n) for n in {shape.tp, shape.replicas} if n > 1}
+        rows = shape.rows / (shape.tp if shape.sequence_parallel else 1)
+        self.whole = self.tensor(shape.rows) * shape.held  # bytes of all rows of a residual
+        self.mine = self.tensor(rows) * shape.held
+        self.parameters = local_parameters(config, shape.tp)
+
+    def __call__(self, operation: Operation) -> float:
+        each = operation
+        if each.kind == "landing":
+            about: object = self._landing_tensors(each)
+        else:
+            about = each.output is not None and self.config.plan.sublayers[each.output].reduce
+        key = (each.kind, each.part, each.stream, each.backward, about)
+        if key not in self._times:
+            found = self.estimate(operation)
+            self.bases.append(found.basis)
+            self._times[key] = found.us
+        return self._times[key]
+
+    def estimate(self, operation: Operation) -> Estimate:
+        kind, back = operation.kind, operation.backward
+        if kind in ("all-reduce", "reduce-scatter", "all-gather"):
+            return self._collective(operation)
+        if kind == "sum":
+            return Estimate(self._local(operation), "extrapolated")
+        if kind == "product":
+            return Estimate(self._again(operation, self._sublayer_products), "extrapolated")
+        if kind == "attention":
+            return Estimate(self._again(operation, self._attention), "extrapolated")
+        if kind == "head":
+            return Estimate(self._products("head", 1, back), "extrapolated")
+        if kind == "loss":
+            passes = LOGITS[False] + LOGITS[True]
+            return self.moved(passes * BF16 * self.shape.rows * self.shapes["head"][0])
+        if kind == "landing":
+            return self.moved(self._landing_tensors(operation) * self.mine)
+        if kind == "embed":
+            table = FP32 * self.config.vocab_size * self.config.hidden_size / self.shape.tp
+            return self.moved(self.whole / self.shape.held + (table if back else 0))
+        if kind == "optimiser":
+            nbytes = ADAMW + self.machine.value("training_bytes")
+            return self.moved(nbytes * self.parameters / self.shape.shards)
+        return self.moved(2 * self.mine)
+
+    def _again(self, operation: Operation, cost: Callable[[str, bool], float]) -> float:
+        """The cost, and that of the forward pass again where it is recomputed."""
+        us = cost(operation.part, operation.backward)
+        if operation.backward and self.shape.recompute:
+            us += cost(operation.part, False)
+        return us
+
+    def _sublayer_products(self, part: str, back: bool) -> float:
+        inner = self.shape.held * self.inner * BF16 * self.shape.rows
+        us = self._products(part, {"qkv": 3, "gate-up": 2}.get(part, 1), back)
+        if part == "gate-up":
+            us += SWIGLU[back] * inner / self.memory + self.gap
+        return us
+
+    def _products(self, part: str, launches: int, back: bool) -> float:
+        """Products of all held ranks, with the casts of their weights and gradients."""
+        held = 1 if part == "head" else self.shape.held
+        outputs, inputs = self.shapes[part]
+        if part == "head":
+            outputs = -(-self.config.vocab_size // self.shape.tp)
+        weights = outputs * inputs * held
+        one = self.product(part, self.shape.rows) - self.gap
+        if part == "head":
+            one *= outputs / self.shapes[part][0]
+        if not back:
+            return held * one + CAST * weights / self.memory + launches * 2 * self.gap
+        added = CAST + (ADDED if self.adds else 0)
+        return 2 * held * one + added * weights / self.memory + launches * 3 * self.gap
+
+    def _attention(self, part: str, back: bool) -> float:
+        one = self.shape.held * self.attention(self.shape.seq_len)
+        turned = ROTARY * BF16 * self.shape.held * self.packed * self.shape.rows / self.memory
+        return one * (BACKWARD_ATTENTION if back else 1) + turned + (3 if back else 2) * self.gap
+
+    def _landing_tensors(self, operation: Operation) -> float:
+        if operation.backward:
+            return BACKWARD_LANDING + sum(1 for each in operation.landings if each.own)
+        found = LANDED
+        for each in operation.landings:
+            found += (each.summed and not each.replaces) + (each.own != 0)
+        return found
+
+    def _collective(self, operation: Operation) -> Estimate:
+        if operation.stream == DATA:
+            return self._over_data(operation)
+        local = self._local(operation) if operation.output is not None else 0.0
+        if self.no_comm and operation.part != "embedding":
+            return Estimate(local + self._repeated(operation.kind), "extrapolated")
+        found = self._wire(operation.kind, self.tensor(self.shape.rows), self.shape.tp)
+        return Estimate(found.us + local + self.gap, found.basis)
+
+    def _local(self, operation: Operation) -> float:
+        """What a process sums, copies or adds itself around a reduce."""
+        assert operation.output is not None
+        tensors = 0.0
+        if self.shape.held > 1:  # the sum over the held ranks, and its gradient for each
+            tensors += 1 + 1 / self.shape.held
+        if self.config.plan.sublayers[operation.output].reduce == "residual":
+            tensors += 3
+        if operation.kind == "all-reduce" and operation.backward:
+            tensors += 2  # the gradient's copy, which the reduce changes in place
+        return tensors * self.whole / self.memory + (self.gap if tensors else 0.0)
+
+    def _repeated(self, kind: str) -> float:
+        """What a benchmark without communication does in its place: it repeats a rank's rows in
+        place of gathering, and takes some in place of scattering."""
+        if kind == "all-reduce":
+            return 0.0
+        tensors = 1 + 1 / self.shape.tp if kind == "all-gather" else 2 / self.shape.tp
+        return tensors * self.whole / self.memory + self.gap
+
+    def _over_data(self, operation: Operation) -> Estimate:
+        """Of one layer's weights or gradients."""
+        shape, plan = self.shape, self.config.plan
+        layer = self.parameters / max(1, plan.num_layers)
+        if shape.replicas == 1:
+            return Estimate(0.0, "measured")
+        nbytes = (BF16 if operation.kind == "all-gather" else FP32) * layer
+        return self._wire(operation.kind, nbytes, shape.replicas)
+
+    def _wire(self, kind: str, nbytes: float, degree: int) -> Estimate:
+        """NCCL's time. Where the machine has all-reduces alone, a half is half of one."""
+        machine = self.collectives[degree]
+        if kind != "all-reduce" and machine.family(kind, algorithm="nccl"):
+            return machine.curve(kind, algorithm="nccl").at(nbytes)
+        found = machine.curve("all-reduce", algorithm="nccl").at(nbytes)
+        if kind == "all-reduce":
+            return found
+        basis: Basis = "extrapolated"
+        return Estimate(found.us / 2, basis)
+
+    def limit(self, busy_us: float, total_us: float) -> None:
+        """As for prompts, but without a beginning."""
+        self.share = power_share(self.machine.value("power_limit"), 1e-3, busy_us, total_us)
+        self._times.clear()
