@@ -19,6 +19,7 @@ import torch
 from ladder.checkpoint import newest, read_config
 from ladder.data.prepared import TokenData, check_tokenizer, heldout_order, open_data, text_bytes
 from ladder.files import check_writable, make_folder, refuse_inside, write_text
+from ladder.infer.cache import reading
 from ladder.infer.load import load_for_inference
 from ladder.models.documents import starts_of
 from ladder.models.errors import UserError
@@ -137,12 +138,14 @@ def costs(
     batch: int,
     title: str,
     original: Transformer | None = None,
+    cache: str = "auto",
 ) -> tuple[int, list[Cost]]:
     """The number of tokens, and the costs of the unchanged model and of each set of layers.
 
     windows: the number of held-out windows; None: all. original: the model from which divergence is
     measured, with the same ranks and vocabulary (for example the one from which `model` was
-    converted). None: `model` itself, whose divergence is then 0.
+    converted). None: `model` itself, whose divergence is then 0. cache: the type of the keys and
+    values that `model` attends to (`ladder.infer.cache.reading`), for data without documents.
     """
     config, reducer = model.config, model.reducer
     first = vocabulary_start(config.vocab_size, reducer.ranks)
@@ -164,8 +167,9 @@ def costs(
             theirs = (
                 None if original is None else original(given, documents=documents, gather=False)
             )
+            inputs_of = {"documents": documents, **reading(model, given, cache)}
             for n, plan in enumerate(plans):
-                logits = model(given, documents=documents, gather=False, plan=plan)
+                logits = model(given, gather=False, plan=plan, **inputs_of)
                 theirs = logits if theirs is None else theirs
                 nats = token_losses(logits, wanted, first, reducer, model.runtime.losses)
                 apart = teacher_losses(logits, theirs, wanted, 1.0, reducer)
