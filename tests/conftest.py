@@ -37,9 +37,10 @@ LONGEST = (
     "parallel/test_parity", "parallel/test_tensor_parallel", "parallel/test_sequence_parallel",
     "models/test_documents", "train/test_faults", "train/test_cluster", "parallel/test_apply",
     "parallel/test_fused", "test_checkpoint", "comm/test_all_reduce", "parallel/test_sharded",
-    "kernels/test_decode", "infer/test_sampling", "benchmarks/test_quality", "hf/test_axolotl",
-    "test_cli", "parallel/test_data_parallel", "infer/test_fused", "hf/test_folders", "hf/test_hf",
-    "parallel/test_collectives", "train/test_train", "train/test_resume",
+    "kernels/test_compiled", "kernels/test_decode", "infer/test_sampling",
+    "benchmarks/test_quality", "hf/test_axolotl", "test_cli", "parallel/test_data_parallel",
+    "infer/test_fused", "hf/test_folders", "hf/test_hf", "parallel/test_collectives",
+    "train/test_train", "train/test_resume",
 )  # fmt: skip
 
 

@@ -369,7 +369,7 @@ def project(
     blocked = scales is not None and scales[0].dim() == 2
     if stages and blocked:  # the same bytes in flight
         step, stages = BLOCK, stages * step // BLOCK
-    if stages and x.is_cuda:
+    if stages and x.device.type != "cpu":
         stage_bytes = padded * x.itemsize + block * (1 if up is None else 2) * weight.itemsize
         stages = decode_shapes.fitting(stages, stage_bytes * step, x.device)
     products = triton.cdiv(outputs, block)

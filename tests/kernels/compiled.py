@@ -1,8 +1,15 @@
 """Every kernel compiled for GPUs of compute capability 9.0, on any machine.
 
-`python -m tests.kernels.compiled` prints a JSON object: `kinds`, of each kernel, `ptx`, of each
-launch, called "kernel: case", that of docs/primitives.md too, and `primitives`, of the kernels of
-tests.primitives. It is a process of its own, as tests import the kernels for Triton's interpreter.
+`python -m tests.kernels.compiled` prints a JSON object: `kinds`, of each kernel; `ptx`, of each
+launch here, called "kernel: case", that of docs/primitives.md too; `primitives`, of the kernels of
+tests.primitives; `made`, the shared memory and the spills of these and of hot decode steps
+(tests.kernels.steps); `unread`, what no launch has compiled of the package's Triton functions;
+`defaults`, those that some versions of Triton do not take. --everything: more steps, all to machine
+code, and none of the launches here.
+
+It is a process of its own, as tests import the kernels for Triton's interpreter. A new kernel needs
+a launch here or in tests.kernels.steps, and so does each side of what is decided when a kernel is
+compiled.
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ import pkgutil
 import sys
 import tempfile
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -22,40 +29,11 @@ import torch
 from ladder.models.storage import QUANTISED, scale_dtype, scale_shape
 from tests import ROOT, pages
 
+if TYPE_CHECKING:
+    from tests.kernels.standin import Gpu
+
 BF16, FP32 = torch.bfloat16, torch.float32
-POINTERS = {BF16: "*bf16", FP32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
-            torch.float8_e4m3fn: "*fp8e4nv", torch.int8: "*i8", torch.uint8: "*u8"}  # fmt: skip
 WORLD, RANK, ROWS, SIZE = 4, 1, 1, 4096
-
-
-def compile_launch(kernel: Any, args: tuple, meta: dict[str, Any]) -> str:
-    """The PTX, with arguments specialised as at a launch: 16-byte aligned, multiples of 16, 1."""
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    values = dict(zip(kernel.arg_names, args, strict=False))
-    values |= {name: value for name, value in meta.items() if name in kernel.arg_names}
-    options = {name: value for name, value in meta.items() if name not in kernel.arg_names}
-    types, constants, attributes = {}, {}, {}
-    for n, parameter in enumerate(kernel.params):
-        name, value = parameter.name, values[parameter.name]
-        aligned = isinstance(value, torch.Tensor)
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
-            types[name], constants[name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            types[name] = POINTERS[value.dtype]
-        elif hasattr(value, "block_shape"):  # a descriptor for TMA
-            shape = ",".join(map(str, value.block_shape))
-            types[name] = f"tensordesc<{POINTERS[value.base.dtype][1:]}[{shape}]>"
-        elif isinstance(value, int):
-            types[name], aligned = "i32", value % 16 == 0
-        else:
-            types[name] = "fp32"
-        if aligned:
-            attributes[(n,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, types, constants, attributes)
-    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
 def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
@@ -184,20 +162,46 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
     return found
 
 
-def main() -> None:
+def main(everything: bool) -> None:
     # Without CUDA `ladder.jit` would leave Triton alone.
     with mock.patch.object(torch.backends.cuda, "is_built", return_value=True):
-        found = launches()
-    from ladder import jit
+        from ladder import jit
+    from tests.kernels import steps
+    from tests.kernels.standin import Gpu, functions, odd_defaults, unread
+
+    gpu, ptx, primitives = Gpu(), {}, {}
+    with gpu.present():
+        if not everything:
+            ptx, primitives = machine_code(gpu)
+        steps.run_all(gpu, everything)
+    made = {
+        launch: {"shared": machine.shared, "spilled": machine.spilled}
+        for launch, machine in gpu.compiled.items()
+        if machine.ptx
+    }
+    found = functions()
+    checks = {
+        "kinds": jit.KERNELS,
+        "made": made,
+        "unread": [line for each in found for line in unread(each, gpu.entered)],
+        "defaults": [line for each in found for line in odd_defaults(each)],
+    }
+    json.dump(checks | {"ptx": ptx, "primitives": primitives}, sys.stdout)
+
+
+def machine_code(gpu: Gpu) -> tuple[dict[str, str], dict[str, str]]:
+    """The PTX of each launch of `launches`, and of each of tests.primitives'."""
     from tests import primitives as one_each
 
-    ptx = {
-        f"{kernel.__name__}: {case}": compile_launch(kernel, args, meta)
-        for case, kernel, args, meta in found
-    }
-    primitives = {name: compile_launch(*launch) for name, launch in one_each.launches().items()}
-    json.dump({"kinds": jit.KERNELS, "ptx": ptx, "primitives": primitives}, sys.stdout)
+    for gpu.case, kernel, args, meta in launches():
+        kernel.run(*args, grid=(1,), warmup=True, **meta)
+    ptx = {launch: machine.ptx for launch, machine in gpu.compiled.items()}
+    primitives = {}
+    for name, (kernel, args, meta) in one_each.launches().items():
+        gpu.case = "a primitive"
+        primitives[name] = kernel.run(*args, grid=(1,), warmup=True, **meta).ptx
+    return ptx, primitives
 
 
 if __name__ == "__main__":
-    main()
+    main(everything="--everything" in sys.argv)

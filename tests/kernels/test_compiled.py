@@ -41,13 +41,28 @@ PRIMITIVES = {
 }
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+SHARED = 227 * 1024  # bytes that a program may have
+
+
+def compiled(*options: str) -> dict[str, Any]:
     """What tests.kernels.compiled prints."""
-    code = [sys.executable, "-m", "tests.kernels.compiled"]
-    run = subprocess.run(code, capture_output=True, cwd=ROOT, timeout=PATIENCE, check=False)
+    code = [sys.executable, "-m", "tests.kernels.compiled", *options]
+    run = subprocess.run(code, capture_output=True, cwd=ROOT, timeout=2 * PATIENCE, check=False)
     assert run.returncode == 0, run.stderr.decode()
     return json.loads(run.stdout)
+
+
+def check_resources(made: dict[str, dict[str, int]]) -> None:
+    """Shared memory that a program may have; nothing spilled by the kernels of hot steps."""
+    for launch, machine in made.items():
+        assert machine["shared"] <= SHARED, launch
+        assert machine["spilled"] == 0 or ": hot " not in launch, launch
+    assert any(": hot " in launch for launch in made)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return compiled()
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
@@ -65,6 +80,31 @@ def test_kernels_compile_for_a_gpu(found: dict[str, Any]) -> None:
             assert "v4.b32" in re.findall(STORES, ptx), launch
         if "ld.volatile" in ptx and kind != "both":
             assert "ld.volatile.global.v4.b32" in ptx, launch
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_every_statement_of_every_kernel_compiles(found: dict[str, Any]) -> None:
+    """What only one side of an `if` calls, and calls wrongly, fails; so does a side without a case.
+
+    Triton compiles the side that a launch's constants choose, and its interpreter checks no types.
+    """
+    assert not found["unread"], "\n".join(found["unread"])
+    check_resources(found["made"])
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_defaults_are_numbers(found: dict[str, Any]) -> None:
+    """Triton 3.6, of torch 2.11, compiles no call that leaves out an argument with a text."""
+    assert not found["defaults"], "\n".join(found["defaults"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_steps_of_all_sizes_compile_to_machine_code() -> None:
+    """One, two, four and eight ranks; 1 to 64 rows; weights of every type."""
+    found = compiled("--everything")
+    assert not found["unread"], "\n".join(found["unread"])
+    check_resources(found["made"])
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")

@@ -1,0 +1,159 @@
+"""Prompts and decode steps of engines on a stand-in for a GPU (tests.kernels.standin).
+
+What an engine launches for a Llama-3 8B's shape, of a few layers: the shapes, riders and options of
+every kernel are those of real use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from ladder.bench.inference.points import load_shape
+from ladder.comm import symmetric, transports
+from ladder.infer.engine import Session
+from ladder.infer.fused import fuse
+from ladder.infer.sampling import Sampling
+from ladder.kernels.choice import GreedyChoice
+from ladder.kernels.gemm import Tiling, gemm
+from ladder.kernels.norm import MAX_ADDENDS, add_rms_norm
+from ladder.models import Transformer, resolve_plan
+from ladder.models.presets import PlanSpec
+from ladder.models.quantised import declare_quantised
+from ladder.models.storage import QUANTISED
+from ladder.parallel import reducers
+from ladder.parallel.sharding import shard_model
+from tests.kernels.standin import Gpu
+
+LAYERS = 4
+FP16, FP32 = torch.float16, torch.float32
+
+
+@dataclass(frozen=True)
+class Step:
+    """A batch of one model on `world` GPUs.
+
+    weights: of 8 bits. qwen: with biases and norms of queries and keys. context: positions of the
+    cache. prompt: the tokens of a prefill before the step; 0: none.
+    """
+
+    plan: PlanSpec
+    world: int
+    batch: int
+    dtype: torch.dtype = torch.bfloat16
+    weights: str | None = None
+    qwen: bool = False
+    context: int = 2048
+    prompt: int = 0
+
+
+# To machine code, without spilled registers.
+HOT = (Step("ladder", 4, 1, prompt=512), Step("standard", 2, 16))
+# By the front end alone; in the slow test to machine code.
+OTHERS = (
+    Step("ladder", 1, 1, prompt=48, qwen=True),
+    Step("ladder", 2, 64, prompt=256),
+    Step("ladder", 4, 1, context=8192),
+    Step("ladder", 8, 1, prompt=64),
+    Step("standard", 4, 1),
+    Step("standard", 1, 64),
+    Step("parallel", 1, 1),
+    Step("parallel", 4, 1),
+    Step("desync-4x", 4, 2, qwen=True),
+    Step("accumulate-2x-lag1", 2, 1),
+    Step("dtp-2", 4, 1),
+    *(
+        Step("ladder", world, batch, weights=kind)
+        for kind in QUANTISED
+        for world, batch in ((4, 1), (2, 16))
+    ),
+    *(Step("ladder", 2, batch, dtype) for dtype in (FP16, FP32) for batch in (1, 16)),
+)
+# Those of the slow test alone, as HOT.
+MORE = tuple(
+    Step(plan, world, batch)
+    for plan in ("ladder", "standard")
+    for world in (1, 4)
+    for batch in (1, 2, 16, 64)
+)
+
+
+@contextlib.contextmanager
+def ranks(world: int, rank: int) -> Iterator[None]:
+    """One of `world` ranks, whose peers never answer."""
+    with contextlib.ExitStack() as patched:
+
+        def patch(where: Any, **stand_ins: Any) -> None:
+            for name, stand_in in stand_ins.items():
+                patched.enter_context(mock.patch.object(where, name, stand_in))
+
+        def allocate(shape: Any, dtype: Any, *_: Any, **__: Any) -> symmetric.SymmetricTensor:
+            parts = [torch.empty(shape, dtype=dtype, device="meta") for _ in range(world)]
+            addresses = torch.empty(world, dtype=torch.int64, device="meta")
+            return symmetric.SymmetricTensor(rank, parts, addresses, mock.MagicMock())
+
+        patch(symmetric, allocate=allocate)
+        patch(reducers, push_refusal=lambda processes: None)
+        patch(transports, push_refusal=lambda processes: None)
+        patch(
+            torch.cuda,
+            Stream=mock.MagicMock(),
+            Event=mock.MagicMock(),
+            current_stream=mock.MagicMock(),
+            stream=lambda stream: contextlib.nullcontext(),
+        )
+        patch(
+            torch.distributed,
+            get_rank=lambda group=None: rank,
+            get_world_size=lambda group=None: world,
+            all_reduce=mock.MagicMock(),
+        )
+        yield
+
+
+@torch.inference_mode()
+def run(step: Step) -> None:
+    """A prompt and a decode step, as `Session` runs them, with the choice of a token."""
+    rank = step.world - 1
+    degree = step.world if resolve_plan(step.plan, LAYERS, step.world).depends_on_tp else None
+    changes = {"qkv_bias": step.qwen, "qk_norm": step.qwen, "plan": step.plan, "tp_degree": degree}
+    config = replace(load_shape("llama-3-8b", LAYERS), **changes)
+    mesh: Any = SimpleNamespace(
+        size=lambda: step.world, get_local_rank=lambda: rank, get_group=lambda: None
+    )
+    with torch.device("meta"), ranks(step.world, rank):
+        model = Transformer(config)
+        if step.weights is not None:
+            declare_quantised(model, step.weights)
+        shard_model(model, mesh, device="meta", dtype=step.dtype, reducer="push")
+        session = Session(fuse(model), step.batch, step.context, Sampling(), True, False)
+        session.greedy = GreedyChoice(step.batch, rank, step.world, None, torch.device("meta"))
+        if step.prompt:
+            session._prefill(torch.zeros(step.batch, step.prompt, dtype=torch.int64))
+        session._step()
+
+
+def sides() -> None:
+    """What no step takes: many addends, and products that TMA cannot read."""
+    with torch.device("meta"):
+        x, gain = torch.empty(2, 4096), torch.empty(4096)
+        add_rms_norm(x, [(x, 1.0)] * MAX_ADDENDS, gain, 1e-5)
+        a, b = torch.empty(256, 512, dtype=FP16), torch.empty(512, 513, dtype=FP16)[:, :512]
+        gemm(a, b, torch.empty(4, dtype=torch.int32), tiling=Tiling(halves=False))
+
+
+def run_all(gpu: Gpu, everything: bool) -> None:
+    """The launches of hot steps are called so: see `tests.kernels.test_compiled`."""
+    steps = [*HOT, *OTHERS, *(MORE if everything else ())]
+    for step in steps:
+        hot = step not in OTHERS
+        gpu.case, gpu.whole = f"{'hot ' if hot else ''}{step}", everything or hot
+        run(step)
+    gpu.case = "sides"
+    sides()
