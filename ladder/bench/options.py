@@ -152,6 +152,11 @@ def add_ops_options(parser: argparse.ArgumentParser) -> None:
         help="those to time, with their options; staged is always there (all)",
     )
     parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="time all implementations, also with options that may be faster",
+    )
+    parser.add_argument(
         "--budget", type=float, metavar="MINUTES", help="start no point after this many minutes"
     )
     parser.add_argument(

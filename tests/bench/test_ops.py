@@ -16,11 +16,23 @@ import torch.distributed as dist
 
 from ladder.bench import figures
 from ladder.bench.ops import command, measure
+from ladder.bench.ops.best import best_rows
 from ladder.bench.ops.cases import make_case, plain
 from ladder.bench.ops.command import measure_point
-from ladder.bench.ops.derive import Timed, entries, records, summarise, write_table
+from ladder.bench.ops.derive import Timed, entries, picked_by, records, summarise, write_table
 from ladder.bench.ops.page import finding, write_page
-from ladder.bench.ops.points import BAGS, EXPERTS, OPS, OpPoint, Variant, expand, variants
+from ladder.bench.ops.points import (
+    BAGS,
+    COLUMNS,
+    EXPERTS,
+    OPS,
+    ROWS,
+    OpPoint,
+    Variant,
+    accepts,
+    expand,
+    variants,
+)
 from ladder.cli import main
 from ladder.models.errors import UserError
 from ladder.ops import explain, registry, use
@@ -207,7 +219,9 @@ def refused(rank: int, world_size: int) -> None:
 
 def failed(rank: int, world_size: int, folder: str) -> int:
     """The command, where an implementation that would be the fastest computes nothing."""
-    given = options(ops=[OP], shapes=["tiny"], m=[64, 128], implementations=None, budget=None)
+    given = options(
+        ops=[OP], shapes=["tiny"], m=[64, 128], implementations=None, budget=None, tune=False
+    )
     files = {"out": folder, "write_table": Path(folder) / "table.json"}
     given = SimpleNamespace(**vars(given), **files, nproc=1, device="cpu")
     with registered("empty", lambda group, A, B: A.new_zeros(len(A), B.shape[1])):
@@ -299,6 +313,7 @@ def test_points() -> None:
     """FLUX's shapes before they are split; what a model multiplies by; dtypes and default rows."""
     points, left_out = expand(options(), 4, cpu=False)
     flux = {(p.op, p.m, p.n, p.k) for p in points}
+    assert {p.m for p in points if p.op == OP} == {1, 8, 64, 512, 1024, 2048, 4096, 8192}
     assert ("all_gather_matmul", 8192, 49152, 12288) in flux
     assert ("matmul_reduce_scatter", 64, 12288, 49152) in flux
     assert {p.m for p in points if p.op == "linear_all_reduce"} == {1, 8, 64}
@@ -327,6 +342,67 @@ def test_options_of_implementations() -> None:
         assert values == [None, 3, 0.5, True, "128x64"]
 
 
+def test_tuning_tries_every_option_that_an_implementation_has() -> None:
+    ops = [*COLUMNS, *ROWS]
+    found = variants(None, ops, tune=True) or []
+    assert len(set(found)) == len(found)
+    assert variants(None, ops) is None
+    for op in ops:
+        for name, each in OPERATORS[op].implementations.items():
+            tried = [v for v in found if v.name == name and accepts(each, v)]
+            assert Variant(name) in tried
+            assert {key for v in tried for key, _ in v.options} == set(each.options), (op, name)
+
+
+# -- the best of each point -------------------------------------------------------------------
+
+
+def test_the_best_way_beside_the_aim() -> None:
+    """By hand: the collective costs 160 - 100 us; at m 1024 an E of 0.30 is aimed at, 142 us."""
+    found: list[dict[str, Any]] = []
+    for shape, op, m, us in (
+        ("flux-gpt3", OP, 1024, 140.0), ("flux-gpt3", OP, 2048, 140.0), ("flux-gpt3", OP, 64, 90.0),
+        ("llama-3-8b o", OP, 1024, 115.0), ("llama-3-8b o", OP, 64, 115.0),
+        ("gemv", "linear_all_reduce", 8, 102.1), (("dlrm"), BAGS, 512, 110.0),
+    ):  # fmt: skip
+        point = OpPoint(op, shape, m, 8, 8, 4, "bfloat16", 0, 2 * (op == BAGS), 2)
+        each = [
+            timed("alone", "alone", 100.0), timed("NCCL", "collective", 160.0),
+            timed("staged", "operator", 170.0), timed("tracked:pieces=2", "operator", us),
+            timed("torch fused", "torch", 130.0), timed("torch native", "torch", 145.0),
+        ]  # fmt: skip
+        found += records(point, summarise(each, 40.0), {"ranks": 4})
+    head, *cells = best_rows(found)
+    assert (head[2], head[4:8]) == ("path", ["us", "ECT", "E", "floor"])
+    assert {row[2] for row in cells} == {"tracked:pieces=2"}
+    first = cells[0]
+    assert first[4:11] == ["140.0", "40.0", "0.33", "100.0", "1.40", "60.0", "0.50"]
+    # E 0.30, E 0.50, none, 1.05 x 100 + 10, none, 100 + 2, 1.10 x 100
+    assert [row[-2:] for row in cells] == [
+        ["142.0", "yes"], ["130.0", "no"], ["-", "-"], ["115.0", "yes"], ["-", "-"],
+        ["102.0", "no"], ["110.0", "yes"],
+    ]  # fmt: skip
+    page = write_page(found)
+    assert "tracked:pieces=2" in page
+    if figures.available():
+        assert "140 us, ECT 40, E 0.33" in page
+        assert "m 1024: torch fused" in page
+
+
+def test_what_a_new_table_picks() -> None:
+    """In either order of sums; what was not measured in it is left out."""
+    with registered("fast", None):
+        points = [
+            measured(64, captured={STAGED: 9, BACKEND: 6, FAST: 8}),
+            measured(128, captured={STAGED: 60, BACKEND: 60, FAST: 70}),
+        ]
+        found = picked_by(points, entries(points, "a test"))
+    assert found == [
+        f"{OP} -0.20 to 0.86 (below 0, slower than the baseline: 1 of 2)",
+        f"{OP} in any order -0.20 to 0.90 (below 0, slower than the baseline: 1 of 2)",
+    ]
+
+
 # -- the command ------------------------------------------------------------------------------
 
 
@@ -340,6 +416,7 @@ def test_options_of_implementations() -> None:
         (["--dtype", "int8"], "unknown --dtype 'int8'; known: bfloat16, float16, float32, float64"),
         (["--implementations", "stagedd"], "unknown --implementations 'stagedd' (did you mean"),
         (["--implementations", "staged:x=1"], "'x=1' is no option; staged has none"),
+        (["--tune", "--implementations", "staged"], "--tune with --implementations: leave one"),
         (["--budget", "0"], "--budget=0.0 must be above 0 minutes"),
         (["--write-table", "{}/no/table.json"], "its folder does not exist; create it first"),
         (["--write-table", __file__], "cannot read the table of operators"),
@@ -420,7 +497,7 @@ def test_the_page_has_figures_and_says_what_lost() -> None:
     assert "115.0 (0.75)*" in page
     assert "369 GB/s of the link" in page
     if figures.available():
-        assert page.count("<figure>") == 3  # E by m, bars of the largest m, and all bags
+        assert page.count("<figure>") == 4  # E by m, bars by m and of the largest, and all bags
         assert "{128 | 2}, pooling 2: product" not in page
         assert "{128 | 2}, pooling 2: staged (picked)" in page
     newer = summarise([timed("alone", "alone", 90.0), timed("NCCL", "collective", 160.0)], 40.0)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ladder.bench.ops import derive
+from ladder.bench.ops.best import BEST, best_rows
 from ladder.bench.ops.cases import make_case
 from ladder.bench.ops.derive import Measured, Timed
 from ladder.bench.ops.measure import link_rate, measure, pick, prepare, ways
@@ -27,6 +28,7 @@ from ladder.files import check_writable, make_folder, write_text
 from ladder.models.errors import UserError
 from ladder.ops import registry
 from ladder.parallel import launch
+from ladder.plans import aligned
 from ladder.records import append, facts
 
 RESULTS, PAGE = "ops.jsonl", "ops.html"
@@ -71,7 +73,8 @@ def main(options: Any) -> int:
     _say(f"link: {rate / 1e9:.1f} GB/s into each rank, all at once")
     _left_out(left_out)
     deadline = float("inf") if options.budget is None else time.time() + 60 * options.budget
-    asked = variants(options.implementations, options.ops or [point.op for point in points])
+    ops = options.ops or [point.op for point in points]
+    asked = variants(options.implementations, ops, options.tune)
     measured: list[Measured] = []
     made: list[dict[str, Any]] = []
     wrong: list[str] = []
@@ -127,6 +130,7 @@ def _finish(
     if made:
         write_text(out / PAGE, write_page(read_results(out / RESULTS)))
         print(f"\n{derive.text_table(made)}\n\n{derive.EXPLANATION}\n")
+        print(f"{aligned(best_rows(made), left=3)}\n\n{BEST}\n")
         print("E of what is picked:", *picked_ranges(made), out / PAGE, sep="\n", flush=True)
     else:
         print("nothing was measured", flush=True)
@@ -135,6 +139,7 @@ def _finish(
         where = f"{gpu} x{about['ranks']}, torch {about['torch']}, {about['date']}"
         new = derive.entries(measured, f"`ladder bench ops`, {where}")
         derive.write_table(options.write_table, new)
+        print("E of what the new table picks:", *derive.picked_by(measured, new), sep="\n")
         plain = registry.DEFAULT, registry.ANY_ORDER
         faster = sum(entry["implementation"] not in plain for entry in new)
         print(

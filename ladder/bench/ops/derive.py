@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -221,6 +221,43 @@ def _fastest(
     firsts = [point[0] for point in beside]  # captured, if it can be
     best = min(able, key=lambda variant: (sum(f[variant] for f in firsts), variant != base))
     return best, "; ".join(_times(first, best, base) for first in firsts)
+
+
+def picked_by(measured: Sequence[Measured], new: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The ranges of E, at these points, of what these entries pick."""
+    known = {(*(str(entry[key]) for key in KEY), entry["order"]): entry for entry in new}
+    found: dict[str, list[float]] = {}
+    for call, timed in measured:
+        dtype = str(call.dtype).removeprefix("torch.")
+        key = call.op, call.device, dtype, str(call.ranks), str([*call.sizes])
+        for order, name in zip(registry.ORDERS, (call.op, f"{call.op} in any order"), strict=True):
+            entry = known.get((*key, order)) or known.get((*key, "ranks"))
+            if entry is None or (order == "any" and ANY_ORDER not in _names(call)):
+                continue
+            variant = Variant(entry["implementation"], tuple(entry["options"].items()))
+            found.setdefault(name, []).extend(
+                result.efficiency
+                for each, result in timed
+                if each.variant == variant and result.efficiency is not None
+            )
+    return ranges(found)
+
+
+def _names(call: Call) -> Iterable[str]:
+    return registry.OPERATORS[call.op].implementations
+
+
+def ranges(found: Mapping[str, Sequence[float]]) -> list[str]:
+    """By operator, the range of E, and how often it is below 0."""
+    lines = []
+    for op, each in found.items():
+        if not each:
+            continue
+        lost = sum(e < 0 for e in each)
+        behind = f" (below 0, slower than the baseline: {lost} of {len(each)})" if lost else ""
+        ends = dict.fromkeys(f"{e:.2f}" for e in (min(each), max(each)))
+        lines.append(f"{op} {' to '.join(ends)}{behind}")
+    return lines
 
 
 def _times(times: Mapping[Variant, float], best: Variant, base: Variant) -> str:

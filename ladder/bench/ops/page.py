@@ -8,6 +8,8 @@ from typing import Any
 
 from ladder.bench import figures
 from ladder.bench.figures import COLOURS, MUTED, Bar
+from ladder.bench.ops import derive
+from ladder.bench.ops.best import BEST, best_rows, of_role
 from ladder.bench.ops.cases import plain
 from ladder.bench.ops.derive import EXPLANATION, groups, rows, sizes
 from ladder.bench.ops.points import BAGS
@@ -31,7 +33,9 @@ def write_page(records: Records) -> str:
         head, *cells = rows(points)
         about = f"Microseconds (E), {point['dtype']}, {point['ranks']} ranks"
         parts.append(Table(head, cells, about))
-    parts.append(Aside("Columns", EXPLANATION))
+    head, *cells = best_rows(records)
+    parts = [Table(head, cells, "The fastest implementation of each point"), *parts]
+    parts += [Aside("Columns of the first table", BEST), Aside("Columns", EXPLANATION)]
     if not figures.available():
         parts = [NO_FIGURES, *parts]
     machines = [record["machine"] for record in records]
@@ -62,13 +66,7 @@ def picked_ranges(records: Records) -> list[str]:
             found.setdefault(op, []).append(result["efficiency"])
         if result["picked_any"] and plain(op) == ANY_ORDER:
             found.setdefault(f"{op} in any order", []).append(result["efficiency"])
-    ranges = []
-    for op, each in found.items():
-        lost = sum(e < 0 for e in each)
-        behind = f" (below 0, slower than the baseline: {lost} of {len(each)})" if lost else ""
-        ends = dict.fromkeys(f"{e:.2f}" for e in (min(each), max(each)))
-        ranges.append(f"{op} {' to '.join(ends)}{behind}")
-    return ranges
+    return derive.ranges(found)
 
 
 def _figures(op: str, points: Mapping[str, Records]) -> list[PagePart]:
@@ -90,6 +88,9 @@ def _figures(op: str, points: Mapping[str, Records]) -> list[PagePart]:
                 zero="product, then collective",
             )  # fmt: skip
             parts.append(Figure(drawn, f"{shape}: overlap efficiency"))
+        if len(by_m) > 1:
+            what = f"{shape}: time a call by m; hatched: the product alone"
+            parts.append(Figure(figures.bars(_bars_by_m(by_m), "us"), what))
         largest = max(by_m)
         what = f"{shape}, m {largest}: time a call; hatched: bounds"
         parts.append(Figure(figures.bars(_bars(by_m[largest]), "us"), what))
@@ -105,6 +106,28 @@ def _lines(by_m: Mapping[int, Records]) -> dict[str, tuple[list[float], list[flo
             if e is not None and role in ("operator", "torch"):
                 found.setdefault(record["point"]["way"], {})[m] = 100 * e
     return {way: ([*each], [*each.values()]) for way, each in found.items()}
+
+
+def _bars_by_m(by_m: Mapping[int, Records]) -> list[Bar]:
+    """For each m product and collective, torch's fastest, ours: as FLUX, Figures 11 to 14.
+
+    The label has ECT, the time beyond the hatched product, and E.
+    """
+    found = []
+    for m in sorted(by_m):
+        for role in ("collective", "torch", "operator"):
+            record = of_role(by_m[m], role)
+            if record is None:
+                continue
+            result, e = record["result"], record["result"]["efficiency"]
+            said = f"{result['us']:.0f} us, ECT {result['ect_us']:.0f}"
+            said += "" if e is None else f", E {e:.2f}"
+            found.append(Bar(f"m {m}: {_name(record)}", result["us"], said, _colour(record)))
+        alone = of_role(by_m[m], "alone")
+        assert alone is not None
+        us = alone["result"]["us"]
+        found.append(Bar(f"m {m}: product alone", us, f"{us:.0f} us", MUTED, bound=True))
+    return found
 
 
 def _bars(records: Records) -> list[Bar]:

@@ -20,7 +20,19 @@ OPS = (*COLUMNS, *ROWS, BAGS, EXPERTS)
 SCATTERED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_reduce_scatter_add_rms_norm")
 FEW = "linear_all_reduce"  # for so few rows that its all-reduce is one message
 FEW_ROWS = (1, 8, 64)
-PRODUCT_ROWS = (64, 512, 1024, 2048, 4096, 8192)  # m of FLUX's figures
+PRODUCT_ROWS = (64, 512, 1024, 2048, 4096, 8192)  # m of FLUX's figures 11 to 14
+# Options that may be faster for some shapes, by implementation: what --tune tries.
+TRIES: dict[str, tuple[dict[str, Any], ...]] = {
+    "chunked": ({"blocks": 2}, {"blocks": 4}),
+    "waiting": (
+        {"stages": 4}, {"tile": "256x128x64", "stages": 4}, {"tile": "128x128x64", "stages": 4},
+    ),
+    "tracked": (
+        {"pieces": 2}, {"stages": 4}, {"stages": 4, "pieces": 2},
+        {"tile": "256x128x64", "stages": 4}, {"tile": "256x128x64", "stages": 4, "pieces": 2},
+        {"tile": "128x128x64", "stages": 4},
+    ),
+}  # fmt: skip
 TOKENS = (1024, 4096)  # tokens of a rank, of a mixture of experts
 BATCHES = (512, 1024, 2048)  # samples over all ranks, of embedding bags
 DIM, TABLE_ROWS = 256, 10_000
@@ -131,14 +143,30 @@ def check_options(options: Any) -> None:
                 raise UserError(f"--{name}={value} must be 1 or more")
     if options.dtype is not None and options.dtype not in FLOATS:
         raise unknown("--dtype", options.dtype, FLOATS)
+    if options.tune and options.implementations:
+        raise UserError("--tune with --implementations: leave one of the two out")
     variants(options.implementations, options.ops or OPS)
     if options.budget is not None and not options.budget > 0:
         raise UserError(f"--budget={options.budget} must be above 0 minutes")
 
 
-def variants(words: Sequence[str] | None, ops: Sequence[str]) -> list[Variant] | None:
-    """The implementations of NAME or NAME:key=value,... ; None: all that there are."""
-    return None if words is None else [_variant(word, ops) for word in words]
+def variants(
+    words: Sequence[str] | None, ops: Sequence[str], tune: bool = False
+) -> list[Variant] | None:
+    """The implementations of NAME or NAME:key=value,... ; None: all that there are.
+
+    tune: those of all operators, and with the options in TRIES.
+    """
+    if words is not None:
+        return [_variant(word, ops) for word in words]
+    if not tune:
+        return None
+    names = dict.fromkeys(name for op in ops for name in OPERATORS[op].implementations)
+    return [
+        Variant(name, tuple(options.items()))
+        for name in names
+        for options in ({}, *TRIES.get(name, ()))
+    ]
 
 
 def _variant(word: str, ops: Sequence[str]) -> Variant:
@@ -203,7 +231,7 @@ def _of_shape(shape: str, options: Any, ranks: int, cpu: bool) -> list[OpPoint]:
             continue
         name = f"{shape} {matrix.name}".rstrip()
         for op in matrix.ops if options.ops is None else [op for op in matrix.ops if op in ops]:
-            for m in options.m or (FEW_ROWS if op == FEW else PRODUCT_ROWS):
+            for m in options.m or rows_of(op):
                 points.append(OpPoint(op, name, m, n, k, ranks, dtype))
     if shape == "dlrm" and BAGS in ops:
         dtype = options.dtype or "float32"
@@ -214,6 +242,13 @@ def _of_shape(shape: str, options: Any, ranks: int, cpu: bool) -> list[OpPoint]:
             for pooling in options.pooling
         ]
     return points
+
+
+def rows_of(op: str) -> tuple[int, ...]:
+    """The default m of a product; what scatters no rows has some for decoding, too."""
+    if op == FEW:
+        return FEW_ROWS
+    return PRODUCT_ROWS if op in SCATTERED else tuple(sorted({*FEW_ROWS, *PRODUCT_ROWS}))
 
 
 def _refusal(point: OpPoint) -> str | None:
