@@ -39,7 +39,7 @@ FILES = (
     "2026-11-22-virtual-ranks-h200x2.jsonl",
 )
 COMM = {2: "2026-11-22-comm-h200x2.jsonl", 4: "2026-11-21-comm-h200x4.jsonl"}
-FITTED = ("launch_gap_us", "prompt_gap_us", "power_limit", "training_bytes")
+FITTED = ("step_stretch", "prompt_gap_us", "power_limit", "training_bytes")
 CALIBRATION = (
     "2026-11-21-inference-h200x4.jsonl",
     "2026-11-21-figures-h200x4.jsonl",

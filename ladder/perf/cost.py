@@ -1,12 +1,12 @@
 """What the operations of a decode step cost on a machine, from its curves.
 
-Products, attention and all-reduces take what the machine's file says. What its curves leave out is
-one number for every launch, `launch_gap_us`, fitted to one recorded step of a model without
-communication (`calibrate`); a kernel that only moves a few rows (the embedding, the choice of the
-token, and a landing of which the file has no curve) takes no more than that. What rides on a
-product is free, and a product that pushes ends when all ranks have its result.
-
-Not known here: kernels that slow each other down, as NCCL beside products does.
+Products, attention and all-reduces take what the machine's file says. Products and attention take
+more in a step than in a chain of their own: `step_stretch` times as long, which is fitted to one
+recorded step of a model without communication (`calibrate`). A kernel that only moves a few rows
+(the embedding, the choice of the token, and a landing of which the file has no curve) takes
+`launch_us`. What rides on a product is free, and a product that pushes ends when all ranks have its
+result. With NCCL every change of stream takes another `launch_us`, and products slow collectives as
+in prompts.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from ladder.costs import BF16
 from ladder.kernels.decode import MAX_ROWS
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
-from ladder.perf.graph import Operation
+from ladder.models.plan import Plan
+from ladder.perf.cost_prefill import resource, together
+from ladder.perf.graph import Graph, Operation
 from ladder.perf.lower_decode import decode
 from ladder.perf.machine import Basis, Estimate, Machine, worst
 from ladder.perf.simulate import simulate
 
 WAY = {"push": "push", "async": "nccl"}
+FULL_MESSAGE = 2**19  # bytes for which NCCL takes as many multiprocessors as for prompts
+HEAD_DIM = 128  # of the curves of attention
 
 
 class DecodeCost:
@@ -40,9 +44,11 @@ class DecodeCost:
             )
         self.config, self.machine, self.tp, self.reducer = config, machine, tp, reducer
         self.batch, self.context = batch, context
-        self.gap = 0.0
-        if "launch_gap_us" in machine.values:
-            self.gap = machine.value("launch_gap_us")
+        self.gap = machine.value("launch_gap_us")
+        self.small = machine.value("launch_us")
+        self.stretch = 1.0
+        if "step_stretch" in machine.values:
+            self.stretch = machine.value("step_stretch")
         heads = max(1, config.num_kv_heads // tp)
         queries = config.num_heads // tp
         hidden, inner = config.hidden_size, config.intermediate_size // tp
@@ -58,6 +64,17 @@ class DecodeCost:
         self.message = BF16 * batch * hidden
         self.bases: list[Basis] = []
         self._known: dict[tuple[str, str, bool, bool], Estimate] = {}
+        self.crossing: set[int] = set()  # what waits for another stream
+
+    def lowered(self, plan: Plan) -> Graph:
+        """The step of a plan, whose costs this then knows."""
+        graph = decode(plan, WAY[self.reducer] if self.tp > 1 else "alone")
+        self.crossing = {
+            each.index
+            for each in graph.operations
+            if any(graph.operations[need].stream != each.stream for need in each.needs)
+        }
+        return graph
 
     def __call__(self, operation: Operation) -> float:
         rides = operation.rides is not None
@@ -65,22 +82,34 @@ class DecodeCost:
         if key not in self._known:
             self._known[key] = found = self.estimate(operation)
             self.bases.append(found.basis)
-        return self._known[key].us + (0.0 if rides else self.gap)
+        crossing = self.small if operation.index in self.crossing else 0.0
+        return self._known[key].us + crossing + (0.0 if rides else self.gap)
+
+    def beside(self, operation: Operation, other: Operation) -> float:
+        """The speed of an operation beside one of another stream. NCCL takes the fewer
+        multiprocessors the smaller the message, but waits for memory beside products."""
+        one, two = resource(operation), resource(other)
+        if one != "nccl" == two:
+            loss = 1 - self.machine.value("product_beside_nccl")
+            return 1 - loss * min(1.0, self.message / FULL_MESSAGE)
+        return together(self.machine, one, two)
 
     def estimate(self, operation: Operation) -> Estimate:
         """What it takes alone. Raises UserError if the machine lacks the curve."""
         kind = operation.kind
         if operation.rides is not None:
             # A send is there when it has reached the others; a landing runs under the product.
-            return self._reduce() if kind == "send" else Estimate(0.0, "measured")
+            return self._sent() if kind == "send" else Estimate(0.0, "measured")
         if kind == "product":
             found = self._product(self.weights[operation.part])
+            found = Estimate(self.stretch * found.us, found.basis)
             if not operation.pushes:
                 return found
-            sent = self._reduce()
+            sent = self._sent()
             return Estimate(found.us + sent.us, worst([found.basis, sent.basis]))
         if kind == "attention":
-            return self.machine.between("attention", "keys", self.context, self.heads)
+            found = self._attention()
+            return Estimate(self.stretch * found.us, found.basis)
         if kind == "all-reduce":
             return self._reduce()
         if kind in ("landing", "sum") and self.machine.family("landing"):
@@ -89,18 +118,41 @@ class DecodeCost:
             return self._reduce()
         if operation.part == "gather" and self.tp > 1:
             return self._reduce(8 * self.batch)
-        return Estimate(0.0, "interpolated")
+        return Estimate(self.small, "interpolated")
+
+    def _attention(self) -> Estimate:
+        """By bytes: a head of another size, and a context beyond those of the curves, count as so
+        many heads."""
+        keys = [float(each.where["keys"]) for each in self.machine.family("attention")]
+        heads = self.heads * self.config.head_dim / HEAD_DIM
+        if keys and not min(keys) <= self.context <= max(keys):
+            nearest = min(keys) if self.context < min(keys) else max(keys)
+            more = max(1.0, self.context / nearest)
+            return Estimate(
+                self.machine.between("attention", "keys", nearest, heads * more).us, "extrapolated"
+            )
+        return self.machine.between("attention", "keys", self.context, heads)
 
     def _product(self, nbytes: float) -> Estimate:
-        """By bytes as with one row, times what more rows cost at the sizes where both are known."""
+        """By bytes as with one row, and what more rows cost at the size where both are known: they
+        are other kernels, which take as much longer to begin and to end."""
         one = self.machine.curve("product", rows=1)
         found = one.at(nbytes)
+        least, us = one.points[0]
+        if nbytes < least:  # down to a kernel without bytes
+            small = self.small + max(0.0, us - self.small) * nbytes / least
+            found = Estimate(min(small, us), "extrapolated")
         if self.batch == 1:
             return found
         places = [x for x, _ in self.machine.family("product")[-1].points]
         middle = places[len(places) // 2]
         more = self.machine.between("product", "rows", self.batch, middle)
-        return Estimate(found.us * more.us / one.at(middle).us, "extrapolated")
+        return Estimate(found.us + max(0.0, more.us - one.at(middle).us), "extrapolated")
+
+    def _sent(self) -> Estimate:
+        """A push that is no kernel of its own."""
+        found = self._reduce()
+        return Estimate(max(0.0, found.us - self.small), found.basis)
 
     def _reduce(self, nbytes: float | None = None) -> Estimate:
         if self.tp == 1:
@@ -118,10 +170,11 @@ def calibrate(
     context: int,
     us: float,
 ) -> float:
-    """The gap of a launch with which a step of this model takes `us` microseconds."""
+    """The `step_stretch` with which a step of this model takes `us` microseconds."""
     cost = DecodeCost(config, machine, tp, reducer, batch, context)
-    graph = decode(config.plan, WAY[reducer] if tp > 1 else "alone")
-    cost.gap = 0.0
-    none = simulate(graph, cost).total
-    cost.gap = 1.0
-    return (us - none) / (simulate(graph, cost).total - none)
+    times = []
+    for stretch in (1.0, 2.0):  # linear without a collective that something hides
+        cost.stretch = stretch
+        cost._known.clear()
+        times.append(simulate(cost.lowered(config.plan), cost).total)
+    return 1 + (us - times[0]) / (times[1] - times[0])

@@ -132,19 +132,11 @@ class PromptCost:
     def beside(self, operation: Operation, other: Operation) -> float:
         """The speed of an operation beside another one, of its speed alone."""
         one, two = resource(operation), resource(other)
-        if "wait" in (one, two):
-            return 1.0
-        if one == "link":
-            return 1.0
-        if two == "link":
+        if two == "link" and one == "all":
             if operation.kind == "product":
                 return self.machine.value("product_beside_copies")
             return 1 - self.copied / self.memory
-        if two == "nccl" and one != "nccl":
-            return self.machine.value("product_beside_nccl")
-        if one == "nccl" and two != "nccl":
-            return self.machine.value("nccl_beside_product")
-        return 0.5  # both take all multiprocessors
+        return together(self.machine, one, two)
 
     @property
     def copied(self) -> float:
@@ -159,6 +151,17 @@ def power_share(limit: float, boost_ms: float, busy_us: float, total_us: float) 
     share = min(1.0, (limit / power) ** (1 / 3))
     time = total_us / 1e3 / boost_ms
     return share + (1 - share) * -math.expm1(-time) / time
+
+
+def together(machine: Machine, one: str, two: str) -> float:
+    """The speed of what takes `one` while what takes `two` runs, of its speed alone."""
+    if "wait" in (one, two) or "link" in (one, two):
+        return 1.0
+    if two == "nccl" and one != "nccl":
+        return machine.value("product_beside_nccl")
+    if one == "nccl" and two != "nccl":
+        return machine.value("nccl_beside_product")
+    return 0.5  # both take all multiprocessors
 
 
 def resource(operation: Operation) -> str:

@@ -33,7 +33,8 @@ VALUES = {
     "copy_tb_s": "TB/s read and written by a large copy on one GPU",
     "matrix_tflop_s": "TFLOP/s of a product of two matrices of 8192 x 8192, bfloat16",
     "launch_us": "one kernel without work, in a CUDA graph",
-    "launch_gap_us": "what a launch takes in a step beyond its curve; fitted, see --calibrate",
+    "step_stretch": "the time of a decode step's kernels, of that in a chain of their own; fitted",
+    "launch_gap_us": "what a launch takes in a step besides; no longer fitted",
     "host_launch_us": "the host's time to launch one kernel",
     "prompt_gap_us": "what a kernel of a prompt takes beyond its arithmetic or bytes; fitted",
     "power_limit": "the power that a GPU may take, of what products without a pause would; fitted",
@@ -47,6 +48,8 @@ VALUES = {
 }
 # What holds where nobody has measured: of an H200. Where it is from is in benchmarks/machines.py.
 DECLARED = {
+    "launch_us": 1.2,
+    "launch_gap_us": 0.0,
     "power_limit": 1.0,  # no limit
     "training_bytes": 0.0,
     "boost_ms": 10.0,
@@ -201,7 +204,7 @@ class Machine:
 
     def _lacks(self, name: str, meaning: str) -> UserError:
         remedy = f"measure it: ladder bench machine --nproc {self.gpus} --out machine.json"
-        if name in ("launch_gap_us", "prompt_gap_us"):
+        if name in ("step_stretch", "prompt_gap_us"):
             remedy = "give --calibrate=RECORDS, results of `ladder bench inference`"
         return UserError(f"machine {self.name!r} has no {name!r} ({meaning}); {remedy}")
 

@@ -17,11 +17,10 @@ from ladder.models.reducer import Ranks
 from ladder.parallel.choose import choose
 from ladder.parallel.dispatch import load_dispatch
 from ladder.parallel.sharded import sharded_refusal
-from ladder.perf.cost import WAY, DecodeCost
+from ladder.perf.cost import DecodeCost
 from ladder.perf.cost_prefill import PromptCost, resource
 from ladder.perf.cost_training import TrainingCost, TrainingShape
 from ladder.perf.graph import REDUCES, Graph, Operation, training
-from ladder.perf.lower_decode import decode as lower_decode
 from ladder.perf.lower_prefill import Way
 from ladder.perf.lower_prefill import prefill as lower_prefill
 from ladder.perf.machine import Basis, Machine, for_degree, worst
@@ -84,14 +83,14 @@ def decode(
     degree, batch or context that the step or the model cannot have.
     """
     machine = for_degree(machine, tp)
-    machine.value("launch_gap_us")
+    if "launch_gap_us" not in machine.values:
+        machine.value("step_stretch")
     cost = DecodeCost(config, machine, tp, reducer, batch, context)
-    way = WAY[reducer] if tp > 1 else "alone"
-    graph = lower_decode(config.plan, way)
-    times = simulate(graph, cost)
+    graph = cost.lowered(config.plan)
+    times = simulate(graph, cost, cost.beside if reducer == "async" else None)
 
     def bare() -> float:
-        return simulate(lower_decode(config.plan.as_no_comm(), way), cost).total
+        return simulate(cost.lowered(config.plan.as_no_comm()), cost).total
 
     return _prediction(graph, times, bare, cost.bases, machine)
 

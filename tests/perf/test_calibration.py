@@ -37,7 +37,7 @@ def test_one_process_measures_all_but_what_is_between_ranks(
     found = load(str(out))
     assert (found.name, found.gpus) == ("here", 1)
     names = [each.split(":")[0] for each in found.missing]
-    assert names == ["launch_gap_us", "prompt_gap_us"]  # fitted to records, and not measured
+    assert names == ["step_stretch", "prompt_gap_us"]  # fitted to records, and not measured
     assert [x for x, _ in found.curve("copy").points] == list(CPU.copies)
     assert found.curve("product", rows=4).points[-1][0] == 4 * CPU.hidden * CPU.outputs[-1]
     assert all("ladder bench machine" in each.provenance for each in found.curves)

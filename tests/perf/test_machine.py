@@ -38,8 +38,8 @@ def test_shipped_machines_name_what_is_missing() -> None:
     assert any(each.startswith("matrix") for each in found.missing)
     assert "declared" in found.values["memory_gib"].provenance  # and so are not recorded
     assert not any(each.startswith(("copy_tb_s", "all-reduce")) for each in found.missing)
-    with pytest.raises(UserError, match=r"h200x4.*launch_us.*ladder bench machine --nproc 4"):
-        found.value("launch_us")
+    with pytest.raises(UserError, match=r"h200x4.*host_launch_us.*ladder bench machine --nproc 4"):
+        found.value("host_launch_us")
     with pytest.raises(UserError, match=r"no 'all-gather algorithm=nccl'"):
         found.curve("all-gather", algorithm="nccl")
 

@@ -165,7 +165,7 @@ def test_degrees_come_from_files_of_the_same_gpu(tmp_path: Path) -> None:
     assert found[2].curve("all-reduce", algorithm="push") == load("h200x2").curve(
         "all-reduce", algorithm="push"
     )
-    assert found[2].value("launch_gap_us") == load("h200x4").value("launch_gap_us")
+    assert found[2].value("step_stretch") == load("h200x4").value("step_stretch")
     assert not found[1].family("all-reduce")
     other = replace(load("h200x2"), gpu="NVIDIA H100")
     write(other, tmp_path / "h100x2.json")

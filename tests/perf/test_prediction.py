@@ -13,7 +13,7 @@ from ladder.models import Plan, UserError, resolve_plan
 from ladder.perf import phases
 from ladder.perf.graph import COMM, Graph, Operation, forward
 from ladder.perf.lower_decode import decode
-from ladder.perf.machine import Curve, Machine, load
+from ladder.perf.machine import Curve, Machine, Value, load
 from ladder.perf.prediction.records import calibrated
 from ladder.perf.simulate import simulate
 from tests import ROOT
@@ -86,7 +86,7 @@ def test_the_calibration_reads_one_step_alone(tmp_path: Path) -> None:
     (tmp_path / "rest.jsonl").write_text("\n".join(line for line in lines if line not in kept))
     machine = load("h200x4")
     alone = calibrated(machine, tmp_path / "none.jsonl")
-    assert alone.value("launch_gap_us") == calibrated(machine, FILE).value("launch_gap_us")
+    assert alone.value("step_stretch") == calibrated(machine, FILE).value("step_stretch")
     assert alone.value("power_limit") == calibrated(machine, FILE).value("power_limit")
     with pytest.raises(UserError, match=r"no decode step of llama-3-8b, plan none.*measure it"):
         calibrated(machine, tmp_path / "rest.jsonl")
@@ -120,4 +120,32 @@ def test_landings_take_what_their_curve_says_where_there_is_one() -> None:
     curve = Curve("landing", {"hidden": 4096}, ((1.0, 2.0), (4.0, 2.5)), "measured")
     more = replace(machine, curves=(*machine.curves, curve))
     for plan, landings in (("none", 65), ("ladder", 2)):
-        assert step(plan, more) - step(plan, machine) == pytest.approx(2.0 * landings, abs=0.1)
+        longer = 2.0 - machine.value("launch_us")  # which they take without one
+        assert step(plan, more) - step(plan, machine) == pytest.approx(longer * landings, abs=0.1)
+
+
+def reducing(reducer: str, **values: float) -> float:
+    machine = load("h200x4")
+    more = {name: Value(value, "declared") for name, value in values.items()}
+    machine = replace(machine, values={**machine.values, **more})
+    shape = replace(model_config("llama-3-8b"), plan=resolve_plan("ladder", 32, 4))
+    return phases.decode(shape, machine, 4, reducer, 64, 1024).us
+
+
+def test_nccl_beside_products() -> None:
+    """Streams that wait, and products that lose multiprocessors, cost an async step and no other."""
+    for name, value in (("product_beside_nccl", 1.0), ("nccl_beside_product", 1.0)):
+        assert reducing("async", **{name: value}) < 0.99 * reducing("async")
+        assert reducing("push", **{name: value}) == reducing("push")
+
+
+def test_a_step_stretches_with_its_kernels() -> None:
+    """A longer context is as many more bytes for attention, and stretched as products are."""
+    machine = load("h200x4")
+    shape = replace(model_config("llama-3-8b"), plan=resolve_plan("none", 32, 4), tp_degree=4)
+    one, four = (
+        phases.decode(shape, machine, 4, "push", 64, context).us for context in (1100, 4400)
+    )
+    curve = machine.family("attention")[0]
+    more = machine.value("step_stretch") * (curve.at(4 * 128).us - curve.at(128).us)
+    assert four - one == pytest.approx(32 * more)

@@ -128,7 +128,7 @@ def is_training_calibration(run: Run, machine: Machine) -> bool:
 def calibrated(machine: Machine, *files: Path) -> Machine:
     """The machine with its fitted values from the records of CALIBRATED, and from no other.
 
-    `launch_gap_us` from the decode step of one sequence, `prompt_gap_us` from its prefill,
+    `step_stretch` from the decode step of one sequence, `prompt_gap_us` from its prefill,
     `power_limit` from the longest prefill, if it is long enough to show it, and `training_bytes`
     from a training step, if there is one.
     """
@@ -147,7 +147,7 @@ def calibrated(machine: Machine, *files: Path) -> Machine:
             resolve(point), machine, point.tp, point.reducer, point.batch, context_of(point),
             1e3 * ms,
         )  # fmt: skip
-        machine = _fitted(machine, "launch_gap_us", found, point, ms, said)
+        machine = _fitted(machine, "step_stretch", found, point, ms, said)
     by_length = sorted(prompts.items(), key=lambda each: each[0].batch * each[0].prompt)
     for _ in range(2 if by_length else 0):  # each has a little of the other
         short, long = by_length[0], by_length[-1]
@@ -194,7 +194,7 @@ def _fit(
 def _fitted(
     machine: Machine, name: str, value: float, point: object, ms: float, said: str
 ) -> Machine:
-    if value < 0:
+    if value < (1 if name == "step_stretch" else 0):
         raise UserError(
             f"--calibrate={said}: {point} takes {ms:.3f} ms, less than the machine's "
             f"curves say; measure both again on one machine"
