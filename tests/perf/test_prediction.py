@@ -133,7 +133,7 @@ def reducing(reducer: str, **values: float) -> float:
 
 
 def test_nccl_beside_products() -> None:
-    """Streams that wait, and products that lose multiprocessors, cost an async step and no other."""
+    """Products that lose multiprocessors, and reduces that wait for memory, are of async steps."""
     for name, value in (("product_beside_nccl", 1.0), ("nccl_beside_product", 1.0)):
         assert reducing("async", **{name: value}) < 0.99 * reducing("async")
         assert reducing("push", **{name: value}) == reducing("push")
