@@ -141,7 +141,7 @@ def test_a_plan_of_another_degree_is_left_out_with_a_line(tmp_path: Path, capsys
     path = folder(tmp_path / "model", "desync-2x", 4)
     found = asked(capsys, str(path), "--context", "64", "--plans", "checkpoint")
     assert {row["tp"] for row in found["rows"]} == {4}
-    assert any("checkpoint at TP 2: its T is 4" in line for line in found["left_out"])
+    assert any("checkpoint at TP 1, TP 2: T is 4" in line for line in found["left_out"])
     assert (
         main(["predict", str(path), "--context", "64", "--plans", "checkpoint", "--tp", "2"]) == 2
     )

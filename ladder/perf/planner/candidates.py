@@ -9,7 +9,7 @@ from ladder.models.presets import MOST_RANKS
 from ladder.perf import memory
 from ladder.perf.planner import inference, training
 from ladder.perf.planner.intervals import interval
-from ladder.perf.planner.question import Question, Row, order
+from ladder.perf.planner.question import LeftOut, Question, Row, order
 
 WORK = {"decode": inference, "prefill": inference, "train": training}
 
@@ -25,19 +25,20 @@ def ask(question: Question) -> tuple[list[Row], list[str]]:
     Raises UserError for what the user has named and cannot be.
     """
     check(question)
-    of, left_out = work(question), dict[str, None]()
+    of, left_out = work(question), LeftOut()
     rows = []
     for each in of.candidates(question, left_out):
         held, found = of.held(question, each), of.predict(question, each)
         machine = question.machines.get(each.tp, question.machine)
-        like = question.machine if question.phase == "train" else machine
-        near = interval(question.phase, like.gpu, like.gpus, each.way, found.us)
+        trains = question.phase == "train"
+        like, way = (question.machine, "") if trains else (machine, each.way)
+        near = interval(question.phase, like.gpu, like.gpus, way, found.us)
         tokens_s = of.tokens(question, each) / found.us * 1e6
         rows.append(Row(each, held, memory.fits(held, machine), found, near, tokens_s))
     if not rows:
-        raise UserError(f"nothing is left to predict: {'; '.join(left_out)}")
+        raise UserError(f"nothing is left to predict: {'; '.join(left_out.lines())}")
     rows.sort(key=lambda row: (row.candidate.batch, not row.fits, *order(question.objective)(row)))
-    return rows, list(left_out)
+    return rows, left_out.lines()
 
 
 def check(question: Question) -> None:

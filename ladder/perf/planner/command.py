@@ -53,13 +53,15 @@ def question_of(options: Any) -> Question:
         gap = calibrated(known[whole], options.calibrate).values
         known = {tp: replace(each, values=gap) for tp, each in known.items()}
     about = subject(options.model)
+    objective = options.objective or ("throughput" if options.phase == "train" else "latency")
     if options.tp_degree == 0:
         raise UserError("--tp-degree=0 must be 1 or more; leave it out for that of --tp")
+    several = BATCHES[options.phase] if objective == "throughput" else (1,)
     return Question(
         subject=about,
         machines=known,
         phase=options.phase,
-        batches=tuple(options.batch or (BATCHES if options.objective == "throughput" else (1,))),
+        batches=tuple(options.batch or several),
         context=options.context
         if options.context is not None
         else min(CONTEXT, about.shape.max_seq_len),
@@ -71,5 +73,5 @@ def question_of(options: Any) -> Question:
         micro_batch=options.micro_batch,
         checkpointing=options.activation_checkpointing,
         nodes=options.nodes,
-        objective=options.objective,
+        objective=objective,
     )

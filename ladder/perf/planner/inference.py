@@ -12,7 +12,7 @@ from ladder.perf.cost import WAY
 from ladder.perf.machine import Machine
 from ladder.perf.memory import GIB, Memory
 from ladder.perf.phases import Prediction
-from ladder.perf.planner.question import Candidate, Question
+from ladder.perf.planner.question import Candidate, LeftOut, Question
 from ladder.perf.planner.subject import CHECKPOINT, check_names, degrees
 
 MEASURED_TOKENS = 64  # that the command of a recommended decode step decodes
@@ -37,7 +37,7 @@ def check(question: Question) -> None:
     check_names("reducer of --reducers", question.reducers, tuple(WAY))
 
 
-def candidates(question: Question, left_out: dict[str, None]) -> Iterator[Candidate]:
+def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
     """Everything to compare. What a default includes and cannot run goes to `left_out`."""
     subject = question.subject
     for tp in degrees(subject, question.machines, question.tp):
@@ -56,18 +56,16 @@ def candidates(question: Question, left_out: dict[str, None]) -> Iterator[Candid
                     yield Candidate(plan, config, tp, reducer if tp > 1 else "", batch)
 
 
-def _refuse_degree(
-    question: Question, plan: str, degree: int, tp: int, left_out: dict[str, None]
-) -> None:
-    """A plan of another T than the TP degree: a line, or UserError if the user named both."""
+def _refuse_degree(question: Question, plan: str, degree: int, tp: int, left_out: LeftOut) -> None:
+    """A plan of another T than the TP degree: left out, or UserError if the user named both."""
     if question.tp and question.tp_degree:
         raise UserError(
             f"--tp-degree={degree} with --tp={tp}: no virtual ranks are predicted; give both alike"
         )
-    said = f"{plan} at TP {tp}: its T is {degree}, and no virtual ranks are predicted"
+    why = f"T is {degree}, and no virtual ranks are predicted"
     if plan != CHECKPOINT:
-        said += f"; --tp-degree {tp} predicts it with T = {tp}, another model"
-    left_out[said] = None
+        why += "; without --tp-degree T is that of TP, another model"
+    left_out.add(plan, f"TP {tp}", why)
 
 
 def held(question: Question, each: Candidate) -> Memory:

@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--batch",
         type=int,
         nargs="+",
-        help="sequences of a copy of the model (1; for throughput 1 4 16 64)",
+        help="sequences of a copy of the model (1; for throughput 1 4 16 64, in training 1 2 4 8)",
     )
     parser.add_argument(
         "--context", type=int, help="tokens of each sequence (1024, or as many as the model takes)"
@@ -70,9 +70,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--objective",
         choices=OBJECTIVES,
-        default="latency",
         help="what to recommend: the least time, the most tokens a second on all GPUs, or the "
-        "least memory",
+        "least memory (latency; of --train throughput)",
     )
     add_calibration(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")

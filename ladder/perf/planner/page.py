@@ -53,7 +53,7 @@ def as_page(
 
 def plotted(question: Question) -> list[Row]:
     """The rows of the plot: those of more batches, too."""
-    batches = {*question.batches, *BATCHES}
+    batches = {*question.batches, *BATCHES[question.phase]}
     return ask(replace(question, batches=tuple(sorted(batches))))[0]
 
 

@@ -13,7 +13,8 @@ from ladder.perf.planner.intervals import Interval
 from ladder.perf.planner.subject import CHECKPOINT, Subject
 from ladder.plans import OVERVIEW
 
-BATCHES = (1, 4, 16, 64)  # where throughput is asked for
+# Where throughput is asked for.
+BATCHES = {"decode": (1, 4, 16, 64), "prefill": (1, 4, 16, 64), "train": (1, 2, 4, 8)}
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,31 @@ class Row:
         """What most of the longest path is, and its share."""
         name, us = self.prediction.limits[0]
         return name, us / self.us
+
+
+class LeftOut:
+    """What a default includes and cannot run: which plans, where, and why."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+
+    def add(self, plan: str, where: str, why: str) -> None:
+        plans, places = self._found.setdefault(why, ({}, {}))
+        plans[plan] = places[where] = None
+
+    def lines(self) -> list[str]:
+        """A line for each reason."""
+        return [
+            f"{', '.join(plans)} at {', '.join(places)}: {why}"
+            for why, (plans, places) in self._found.items()
+        ]
+
+
+def score(row: Row, objective: str) -> float:
+    """How much longer, or larger, a row is than another one is told by the ratio of this."""
+    if objective == "throughput":
+        return 1 / row.tokens_s
+    return row.us if objective == "latency" else row.memory.total
 
 
 def order(objective: str) -> Callable[[Row], tuple[float, ...]]:

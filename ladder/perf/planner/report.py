@@ -12,9 +12,10 @@ from ladder.costs import HEADROOM
 from ladder.perf.memory import GIB, Memory
 from ladder.perf.planner.candidates import work
 from ladder.perf.planner.intervals import NEAREST
-from ladder.perf.planner.question import Question, Row, order
+from ladder.perf.planner.question import Question, Row, order, score
 from ladder.plans import aligned
 
+NAMED = 4  # of those that are close
 CLOSE = 0.03  # two predictions that are closer are not told apart
 PHASES = {"decode": "decode steps after", "prefill": "prompts of", "train": "training steps of"}
 HEAD = ["plan", "TP", "way", "ms", "80 % interval", "tokens/s", "limited by", "exposed ms",
@@ -99,11 +100,13 @@ def text(question: Question, rows: Sequence[Row], left_out: Sequence[str], best:
 
 def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> list[str]:
     """Where intervals and times are from, and what is left out."""
-    sources = dict.fromkeys(row.interval.source for row in rows)
+    sources = dict.fromkeys(row.interval.source for row in rows if row.interval.low is not None)
     doubt = " ?: from other GPUs, another TP degree, or from times unlike the row's."
     found = [
         f"80 % interval: the middle 80 % of measured / predicted, of the {NEAREST} nearest times "
         f"among {'; '.join(sources)}.{doubt if any(row.interval.far for row in rows) else ''}"
+        if sources
+        else "No interval: no such pass was recorded."
     ]
     fitted = {each for row in rows for each in row.prediction.provenance}
     if fitted:
@@ -122,23 +125,29 @@ def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> l
 def verdict(question: Question, rows: Sequence[Row], best: Row) -> str:
     """The recommendation in words, with what it is not told apart from."""
     said = [f"Recommended for {question.objective}: {best.candidate}, {best.us / 1e3:.3f} ms"]
+    batch = best.candidate.batch if question.objective == "latency" else None
     alike = [
         row for row in rows
-        if row.fits and not row.candidate.bound and row.candidate.batch == best.candidate.batch
+        if row.fits and not row.candidate.bound and batch in (None, row.candidate.batch)
     ]  # fmt: skip
     plain = min(
         (row for row in alike if row.candidate.plan == "standard"),
         key=order(question.objective), default=None,
     )  # fmt: skip
+    own = score(best, question.objective)
+    by = {"latency": "as fast as", "throughput": "the tokens/s of", "memory": "as small as"}
     if plain is not None and plain is not best:
-        said.append(f"{plain.us / best.us:.2f} times as fast as the best of standard")
-        if plain.us / best.us - 1 < CLOSE:
+        gain = score(plain, question.objective) / own
+        said.append(f"{gain:.2f} times {by[question.objective]} the best of standard")
+        if gain - 1 < CLOSE:
             said[-1] += ", so that no other plan pays here"
     close = [
-        f"{row.candidate.plan}, TP {row.candidate.tp}, {row.candidate.way or 'one GPU'}"
+        str(row.candidate)
         for row in alike
-        if row is not best and abs(row.us / best.us - 1) < CLOSE
+        if row is not best and score(row, question.objective) / own - 1 < CLOSE
     ]
+    if len(close) > NAMED:
+        close[NAMED:] = [f"and {len(close) - NAMED} more"]
     if close and question.objective != "memory":
         said.append(f"within {CLOSE:.0%} of it, so measure them too: {'; '.join(close)}")
     return f"{'; '.join(said)}."

@@ -12,7 +12,7 @@ from ladder.parallel.sharded import sharded_refusal
 from ladder.perf import memory, phases
 from ladder.perf.memory import GIB, Memory
 from ladder.perf.phases import Prediction
-from ladder.perf.planner.question import Candidate, Question
+from ladder.perf.planner.question import Candidate, LeftOut, Question
 from ladder.perf.planner.subject import CHECKPOINT, check_names
 from ladder.train.config import MOST
 
@@ -59,11 +59,12 @@ def layouts(question: Question) -> list[Layout]:
     return [parse_layout(each) for each in names]
 
 
-def candidates(question: Question, left_out: dict[str, None]) -> Iterator[Candidate]:
+def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
     """Everything to compare. What a default includes and cannot run goes to `left_out`.
 
     Under data parallelism alone there is nothing to sum, and all plans are the same work: only
-    those that the user names are there besides `standard`.
+    those that the user names are there besides `standard`. A plan that sequence parallelism refuses
+    has its default layouts without.
     """
     for layout in layouts(question):
         tp = layout.tp
@@ -71,21 +72,26 @@ def candidates(question: Question, left_out: dict[str, None]) -> Iterator[Candid
         if tp == 1 and not question.plans:
             plans = (CHECKPOINT,) if question.subject.own else ("standard",)
         for plan in dict.fromkeys(plans):
+            if plan == "none" and not question.plans:
+                continue  # not a model
             config = question.subject.config(plan, tp, question.tp_degree)
             if question.is_own(plan, config):
                 continue
             degree = config.tp_degree or tp
             if degree % tp:
-                left_out[f"{plan} in {layout.name}: its T is {degree}"] = None
+                left_out.add(plan, layout.name, f"T is {degree}, which {tp} does not divide")
                 continue
             if tp == 1 and config.plan.no_comm:
                 continue  # without TP there is no reduce to leave out
+            name = layout.name
             refusal = sharded_refusal(config.plan, Ranks(degree, 0, degree // tp))
             if layout.sequence_parallel and refusal:
-                left_out[f"{plan} in {layout.name}: {refusal}"] = None
-                continue
+                if question.layouts:
+                    left_out.add(plan, name, f"not for sequence parallelism ({refusal})")
+                    continue
+                name = name.replace("+sp", "")
             for batch in dict.fromkeys(question.batches):
-                yield Candidate(plan, config, tp, layout.name, batch)
+                yield Candidate(plan, config, tp, name, batch)
 
 
 def held(question: Question, each: Candidate) -> Memory:
