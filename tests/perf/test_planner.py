@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ladder.bench.trace import kernels_of, overlap, read_trace
+from ladder.bench.training.points import points, shape_of
 from ladder.cli import main, make_parser
 from ladder.config import model_config
 from ladder.files import write_text
@@ -263,6 +264,57 @@ def test_axes_have_ticks(low: float, high: float) -> None:
     assert all(low <= each <= high for each in found)
 
 
+def test_training_is_ranked_by_tokens(tmp_path: Path, capsys: Out) -> None:
+    """A ladder keeps sequence parallelism, desync has its layouts without; ddp does not fit."""
+    trace = tmp_path / "trace.json"
+    words = ("llama-3-8b", "--train", "--context", "4096", "--plans", "standard", "ladder")
+    found = asked(capsys, *words, "desync-4x", "--batch", "2", "--trace", str(trace))
+    rows = {(row["plan"], row["way"]): row for row in found["rows"]}
+    assert {way for plan, way in rows if plan == "ladder"} == {
+        "ddp", "fsdp", "tp2+sp", "tp2+sp+fsdp", "tp4+sp"
+    }  # fmt: skip
+    assert ("desync-4x", "tp4") in rows
+    assert not rows["standard", "ddp"]["fits"]
+    best = found["recommended"]
+    fitting = [row["tokens_s"] for row in rows.values() if row["fits"]]
+    assert best["tokens_s"] == max(fitting)
+    assert rows["ladder", "tp4+sp"]["us"] < rows["standard", "tp4+sp"]["us"]
+    options = make_parser().parse_args(shlex.split(found["command"])[1:])
+    for point in points(options):
+        shape_of(point, options.tp_degree)
+    assert overlap(kernels_of(read_trace(trace), "train")).span == pytest.approx(best["us"], 1e-6)
+
+
+def test_checkpointing_makes_larger_batches_fit(capsys: Out) -> None:
+    words = ("llama-3-8b", "--train", "--context", "4096", "--batch", "8", "--plans", "standard")
+    held = [
+        asked(capsys, *words, "--layouts", "fsdp", "--activation-checkpointing", kept)["rows"][0]
+        for kept in ("none", "full")
+    ]
+    assert [each["fits"] for each in held] == [False, True]
+    assert held[0]["us"] < held[1]["us"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--layouts", "tp8+sp"), "--layouts tp8+sp: 8 does not divide the 4 GPUs"),
+        (("--layouts", "tp2+ps"), "'ps' of 'tp2+ps' is unknown"),
+        (("--layouts", "tp4+sp", "--plans", "desync-4x"), "desync-4x at tp4+sp: not for sequence"),
+        (("--tp", "4"), "--tp is of inference"),
+        (("--reducers", "push"), "--reducers is of inference"),
+        (("--nodes", "2"), "--nodes=2 with --train: traffic between nodes"),
+        (("--batch", "3", "--micro-batch", "2"), "--micro-batch=2 does not divide --batch=3"),
+        (("--activation-checkpointing", "most"), "'most'"),
+    ],
+)
+def test_bad_training_is_one_line(words: tuple[str, ...], said: str, capsys: Out) -> None:
+    assert main(["predict", "llama-3-8b", "--train", *words]) == 2
+    found = capsys.readouterr().err
+    assert said in found
+    assert found.count("\n") == 1
+
+
 def test_the_table_says_what_it_means(capsys: Out) -> None:
     assert main(["predict", "llama-3-8b", "--nodes", "2"]) == 0
     found = capsys.readouterr().out
@@ -333,6 +385,7 @@ def old(path: Path) -> str:
         (("--plans", "checkpoint"), "needs MODEL to be a folder"),
         (("--trace", "nowhere/trace.json"), "--trace nowhere/trace.json: name a file"),
         (("--page", "."), "--page .: name a file"),
+        (("--layouts", "ddp"), "--layouts is of training; give --train"),
     ],
 )
 def test_bad_input_is_one_line(

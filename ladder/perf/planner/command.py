@@ -50,7 +50,7 @@ def question_of(options: Any) -> Question:
         from ladder.perf.prediction.records import calibrated  # slow to import
 
         whole = max(known)
-        gap = calibrated(known[whole], options.calibrate).values
+        gap = calibrated(known[whole], *options.calibrate).values
         known = {tp: replace(each, values=gap) for tp, each in known.items()}
     about = subject(options.model)
     objective = options.objective or ("throughput" if options.phase == "train" else "latency")
@@ -68,7 +68,7 @@ def question_of(options: Any) -> Question:
         plans=tuple(options.plans or ()),
         tp=tuple(options.tp or ()),
         tp_degree=options.tp_degree,
-        reducers=tuple(dict.fromkeys(options.reducers)),
+        reducers=tuple(dict.fromkeys(options.reducers or ())),
         layouts=tuple(options.layouts or ()),
         micro_batch=options.micro_batch,
         checkpointing=options.activation_checkpointing,

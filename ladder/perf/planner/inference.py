@@ -15,6 +15,7 @@ from ladder.perf.phases import Prediction
 from ladder.perf.planner.question import Candidate, LeftOut, Question
 from ladder.perf.planner.subject import CHECKPOINT, check_names, degrees
 
+REDUCERS = tuple(WAY)
 MEASURED_TOKENS = 64  # that the command of a recommended decode step decodes
 MOST_BATCH = 2**20  # of prompts
 FITS = ["TP", "batch", "weights", "cache", "activations", "reserve", "GiB", "fits", "at most"]
@@ -34,7 +35,7 @@ def check(question: Question) -> None:
         if not 1 <= batch <= most:
             why = ", as fused decode steps have; split it into steps" if most == MAX_ROWS else ""
             raise UserError(f"--batch={batch} must be 1 to {most:,}{why}")
-    check_names("reducer of --reducers", question.reducers, tuple(WAY))
+    check_names("reducer of --reducers", question.reducers, REDUCERS)
 
 
 def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
@@ -51,7 +52,8 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
             if tp == 1 and config.plan.depends_on_tp and plan != CHECKPOINT:
                 continue  # with T = 1 it is another plan
             alone = tp == 1 or config.plan.no_comm
-            for reducer in question.reducers[:1] if alone else question.reducers:
+            reducers = question.reducers or REDUCERS
+            for reducer in reducers[:1] if alone else reducers:
                 for batch in dict.fromkeys(question.batches):
                     yield Candidate(plan, config, tp, reducer if tp > 1 else "", batch)
 
@@ -74,7 +76,7 @@ def held(question: Question, each: Candidate) -> Memory:
 
 def predict(question: Question, each: Candidate) -> Prediction:
     predicted = phases.PHASES[question.phase]
-    reducer = each.way or question.reducers[0]
+    reducer = each.way or REDUCERS[0]
     machine = question.machines[each.tp]
     return predicted(each.config, machine, each.tp, reducer, each.batch, question.context)
 

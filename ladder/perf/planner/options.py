@@ -52,9 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tp", type=int, nargs="+", help="tensor-parallel degrees (all)")
     parser.add_argument("--tp-degree", type=int, help="T of plans that depend on it (that of --tp)")
-    parser.add_argument(
-        "--reducers", nargs="+", default=["push", "async"], help="push, async: NCCL (push async)"
-    )
+    parser.add_argument("--reducers", nargs="+", help="push, async: NCCL (push async)")
     parser.add_argument(
         "--layouts",
         nargs="+",
@@ -90,9 +88,10 @@ def add_calibration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate",
         type=Path,
+        nargs="+",
         metavar="RECORDS",
-        help="an inference.jsonl with llama-3-8b, none, batch 1, from which the gap between "
-        "launches is fitted",
+        help="records of your own machine, from which what its file leaves out is fitted: an "
+        "inference.jsonl with llama-3-8b, none, batch 1; for training a train.jsonl, too",
     )
 
 

@@ -19,9 +19,11 @@ BATCHES = {"decode": (1, 4, 16, 64), "prefill": (1, 4, 16, 64), "train": (1, 2, 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked. machines: by TP degree, see `subject.machines`. plans, tp, layouts: () for
-    all. reducers and tp are of inference; layouts, micro_batch (0: the batch) and checkpointing of
-    training."""
+    """What is asked.
+
+    machines: by TP degree, see `subject.machines`. plans, tp, reducers, layouts: () for all. tp and
+    reducers are of inference; layouts, micro_batch (0: the batch) and checkpointing of training.
+    """
 
     subject: Subject
     machines: dict[int, Machine]
@@ -31,7 +33,7 @@ class Question:
     plans: tuple[str, ...] = ()
     tp: tuple[int, ...] = ()
     tp_degree: int | None = None
-    reducers: tuple[str, ...] = ("push", "async")
+    reducers: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ()
     micro_batch: int = 0
     checkpointing: str = "none"

@@ -51,6 +51,8 @@ def kernel_name(each: Operation, phase: str, reducer: str, sharded: bool) -> str
         return OURS.get(reducer if phase == "decode" else each.algorithm, COLLECTIVES[key])
     if key in COLLECTIVES:
         return COLLECTIVES[key]
+    if key == "attention" and each.backward:
+        return WHOLE[key].replace("fprop", "bprop")
     if key == "landing" and sharded and not each.few:
         return "_land_rows_kernel"
     return (DECODE if phase == "decode" else WHOLE).get(key, each.kind)

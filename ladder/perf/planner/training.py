@@ -13,7 +13,7 @@ from ladder.perf import memory, phases
 from ladder.perf.memory import GIB, Memory
 from ladder.perf.phases import Prediction
 from ladder.perf.planner.question import Candidate, LeftOut, Question
-from ladder.perf.planner.subject import CHECKPOINT, check_names
+from ladder.perf.planner.subject import check_names
 from ladder.train.config import MOST
 
 FITS = ["layout", "batch", "weights", "optimiser", "gradients", "activations", "reserve", "GiB",
@@ -24,6 +24,13 @@ def check(question: Question) -> None:
     """Raise UserError for options that no candidate can have."""
     if question.tp:
         raise UserError("--tp is of inference; name the degree in --layouts, as tp4+sp")
+    if question.reducers:
+        raise UserError("--reducers is of inference; leave it out, layouts have their own")
+    if question.subject.own is not None:
+        raise UserError(
+            f"--train: {question.subject.name} is a folder, and steps are timed by shape; give a "
+            f"name of configs/models or a YAML file"
+        )
     if question.nodes > 1:
         raise UserError(
             f"--nodes={question.nodes} with --train: traffic between nodes is not predicted; leave "
@@ -70,13 +77,11 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
         tp = layout.tp
         plans = question.chosen_plans
         if tp == 1 and not question.plans:
-            plans = (CHECKPOINT,) if question.subject.own else ("standard",)
+            plans = ("standard",)
         for plan in dict.fromkeys(plans):
             if plan == "none" and not question.plans:
                 continue  # not a model
             config = question.subject.config(plan, tp, question.tp_degree)
-            if question.is_own(plan, config):
-                continue
             degree = config.tp_degree or tp
             if degree % tp:
                 left_out.add(plan, layout.name, f"T is {degree}, which {tp} does not divide")
@@ -128,7 +133,7 @@ def fit_table(question: Question) -> list[list[str]]:
 
 
 def command(question: Question, each: Candidate) -> list[str]:
-    """The words that time it. A folder is timed by its shape, which a recipe trains."""
+    """The words that time it."""
     words = ["bench", "train", "--model", question.subject.name, "--plans", each.plan]
     words += ["--layouts", each.way, "--seq-len", str(question.context)]
     words += ["--batch", str(each.batch), "--compile", "--nproc", str(question.machine.gpus)]

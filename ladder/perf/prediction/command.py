@@ -19,7 +19,7 @@ WAYS = {"decode": "reducer", "prefill": "reducer", "train": "layout"}
 
 def machine_of(options: Any) -> Machine:
     machine = load(options.machine)
-    return machine if options.calibrate is None else calibrated(machine, options.calibrate)
+    return machine if options.calibrate is None else calibrated(machine, *options.calibrate)
 
 
 def validate(options: Any) -> int:
