@@ -124,6 +124,25 @@ def test_the_last_line_is_a_command_that_parses(context: str, batch: str, capsys
     assert options.ranks == options.tp[0]
 
 
+def test_a_machine_without_peer_access_is_asked_about_nccl(tmp_path: Path, capsys: Out) -> None:
+    """Its file has no curve of push: that is left out, or refused where the user asks for it."""
+    machine = load("h200x4")
+    kept = tuple(each for each in machine.curves if each.where.get("algorithm") != "push")
+    write(replace(machine, name="pcie", gpu="other", curves=kept), tmp_path / "pcie.json")
+    words = ("llama-3-8b", "--machine", str(tmp_path / "pcie.json"))
+    found = asked(capsys, *words)
+    assert {row["way"] for row in found["rows"]} == {"", "async"}
+    assert found["left_out"] == ["push at TP 4: machine 'pcie' has no curve of it"]
+    assert main(["predict", *words, "--reducers", "push"]) == 2
+    assert "machine 'pcie' has no 'all-reduce algorithm=push'" in capsys.readouterr().err
+
+
+def test_a_bound_alone_is_not_recommended(capsys: Out) -> None:
+    assert main(["predict", "llama-3-8b", "--plans", "none", "--tp", "4"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("nothing is recommended: a plan without communication is a bound")
+
+
 def test_a_folder_is_asked_about_with_its_own_plan(tmp_path: Path, capsys: Out) -> None:
     """Its plan comes first, once; recommended, the folder generates."""
     path = folder(tmp_path / "model")

@@ -44,6 +44,7 @@ def ask(question: Question) -> tuple[list[Row], list[str]]:
 def check(question: Question) -> None:
     """Raise UserError for options that no candidate can have."""
     shape = question.subject.shape
+    question.machine.value("memory_gib")  # without it nothing could be recommended
     for option, value in (("nodes", question.nodes), ("tp-degree", question.tp_degree or 1)):
         if not 1 <= value <= MOST_RANKS:
             raise UserError(f"--{option}={value} must be 1 to {MOST_RANKS:,}")

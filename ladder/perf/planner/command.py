@@ -34,13 +34,15 @@ def main(options: Any) -> int:
         from ladder.perf.planner.trace import write_trace
 
         if best is None:
-            raise UserError("--trace is of the recommended step, and none fits; see --batch, --tp")
+            raise UserError(
+                f"--trace is of what is recommended; {report.nothing_fits(question, rows)}"
+            )
         write_trace(options.trace, best, question.phase)
     if options.json:
         print(json.dumps(report.as_data(question, rows, left_out, best, words), indent=1))
         return 0
     print(report.text(question, rows, left_out, best))
-    print(f"next: {shlex.join(words)}" if best else report.nothing_fits(question))
+    print(f"next: {shlex.join(words)}" if best else report.nothing_fits(question, rows))
     return 0
 
 

@@ -42,6 +42,7 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
     """Everything to compare. What a default includes and cannot run goes to `left_out`."""
     subject = question.subject
     for tp in degrees(subject, question.machines, question.tp):
+        reducers = question.reducers or _measured(question.machines[tp], tp, left_out)
         for plan in dict.fromkeys(question.chosen_plans):
             config = subject.config(plan, tp, question.tp_degree)
             if config.tp_degree not in (None, tp):
@@ -52,10 +53,20 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
             if tp == 1 and config.plan.depends_on_tp and plan != CHECKPOINT:
                 continue  # with T = 1 it is another plan
             alone = tp == 1 or config.plan.no_comm
-            reducers = question.reducers or REDUCERS
             for reducer in reducers[:1] if alone else reducers:
                 for batch in dict.fromkeys(question.batches):
                     yield Candidate(plan, config, tp, reducer if tp > 1 else "", batch)
+
+
+def _measured(machine: Machine, tp: int, left_out: LeftOut) -> tuple[str, ...]:
+    """The reducers of which a machine's file has all-reduces; on one GPU they are all the same."""
+    found = REDUCERS[:1] if tp == 1 else ()
+    for reducer, algorithm in WAY.items() if tp > 1 else ():
+        if machine.family("all-reduce", algorithm=algorithm):
+            found = (*found, reducer)
+        else:
+            left_out.add(reducer, f"TP {tp}", f"machine {machine.name!r} has no curve of it")
+    return found
 
 
 def _refuse_degree(question: Question, plan: str, degree: int, tp: int, left_out: LeftOut) -> None:

@@ -30,7 +30,7 @@ def as_page(
     words: Sequence[str],
 ) -> str:  # fmt: skip
     title = report.title(question)
-    finding = report.verdict(question, rows, best) if best else report.nothing_fits(question)
+    finding = report.verdict(question, rows, best) if best else report.nothing_fits(question, rows)
     parts: list[PagePart] = [] if available() else [NO_FIGURES]
     if available() and any(row.fits for row in rows):
         parts.append(Figure(pareto(plotted(question), "Latency against throughput")))

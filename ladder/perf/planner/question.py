@@ -104,20 +104,20 @@ class Row:
 
 
 class LeftOut:
-    """What a default includes and cannot run: which plans, where, and why."""
+    """What a default includes and cannot run: plans or reducers, where, and why."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
 
-    def add(self, plan: str, where: str, why: str) -> None:
-        plans, places = self._found.setdefault(why, ({}, {}))
-        plans[plan] = places[where] = None
+    def add(self, what: str, where: str, why: str) -> None:
+        names, places = self._found.setdefault(why, ({}, {}))
+        names[what] = places[where] = None
 
     def lines(self) -> list[str]:
         """A line for each reason."""
         return [
-            f"{', '.join(plans)} at {', '.join(places)}: {why}"
-            for why, (plans, places) in self._found.items()
+            f"{', '.join(names)} at {', '.join(places)}: {why}"
+            for why, (names, places) in self._found.items()
         ]
 
 
@@ -133,7 +133,7 @@ def order(objective: str) -> Callable[[Row], tuple[float, ...]]:
     return {
         "latency": lambda row: (row.us, row.memory.total),
         "throughput": lambda row: (-row.tokens_s, row.us),
-        "memory": lambda row: (round(row.memory.total / GIB, 2), row.us),
+        "memory": lambda row: (round(row.memory.total / GIB, 1), row.us),
     }[objective]
 
 

@@ -153,7 +153,9 @@ def verdict(question: Question, rows: Sequence[Row], best: Row) -> str:
     return f"{'; '.join(said)}."
 
 
-def nothing_fits(question: Question) -> str:
+def nothing_fits(question: Question, rows: Sequence[Row]) -> str:
+    if any(row.fits for row in rows):
+        return "nothing is recommended: a plan without communication is a bound and no model"
     return (
         f"nothing fits {room(question):.1f} GiB of a GPU: lower --batch or --context, or give "
         f"--machine more GPUs"
