@@ -1,4 +1,4 @@
-"""The quality of weights, activations, keys and values in 8 bits, in one table.
+"""The quality of weights, activations, cache and all-reduces in 8 bits, in one table.
 
     python benchmarks/formats.py run MODEL ... --data FOLDER [--formats NAME ...] [--dtype DTYPE]
         [--windows N] [--limit N] [--batch N] [--no-suite] [--out FOLDER] [--device DEVICE]
@@ -7,7 +7,8 @@
 `run` measures each model folder in each format, on the held-out text of a folder of `ladder data
 prepare`: bits per byte; the divergence KL(model in float32 || model in the format), in nats per
 token; the tasks of the offline suite (which needs the extra `eval`), built from the same text. The
-activations are in --dtype, but for the format `float32`. On several ranks start it with torchrun.
+activations are in --dtype, but for the format `float32`. Formats with `reduce` are for several
+ranks: with torchrun, all formats run on its ranks.
 
 Lines go to `--out`/formats.jsonl, a table to formats.txt. What is in that file is skipped.
 """
@@ -55,6 +56,8 @@ FORMATS: dict[str, dict[str, str]] = {
     "cache fp8": {"cache": "fp8"},
     "fp8 + cache": {"weights": "fp8", "cache": "fp8"},
     "fp8 + both": {"weights": "fp8", "activations": "fp8", "cache": "fp8"},
+    "reduce int8": {"reducer": "async-int8"},
+    "reduce fp8": {"reducer": "async-fp8"},
 }
 # Of the suite, the figure of each task that is shown: by name, with its unit.
 SHOWN = {
@@ -135,9 +138,12 @@ def _cell(found: dict[str, Any] | None) -> str:
 
 def check(options: argparse.Namespace) -> None:
     """Raise UserError for options that cannot be met."""
-    for name in options.formats:
+    several = launch.world_size() > 1
+    for name in options.formats or ():
         if name not in FORMATS:
             raise unknown("format of --formats", name, FORMATS)
+        if "reducer" in FORMATS[name] and not several:
+            raise UserError(f"--formats {name!r} needs several ranks: start it with torchrun")
     for key in ("windows", "batch", "limit"):
         value = getattr(options, key)
         if value is not None and value < 1:
@@ -155,6 +161,8 @@ def run(options: argparse.Namespace) -> int:
     folders = {str(each): newest(each) for each in options.models}
     for folder in folders.values():
         check_tokenizer(data, folder, f"--data={options.data}", str(folder))
+    several = launch.world_size() > 1
+    names = options.formats or [n for n in FORMATS if several or "reducer" not in FORMATS[n]]
     file = options.out / RESULTS
     tasks = None
     if main:
@@ -173,7 +181,7 @@ def run(options: argparse.Namespace) -> int:
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     for model, folder in folders.items():
         original = None
-        for name in options.formats:
+        for name in names:
             about = {"model": model, "format": name, "dtype": options.dtype,
                      "ranks": launch.world_size()}  # fmt: skip
             if tuple(about[key] for key in KEYS) in done:
@@ -205,7 +213,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add.add_argument("models", nargs="+", type=Path, metavar="MODEL", help="model folders")
     add.add_argument("--data", type=Path, default=Path("runs/data"), help="held-out text")
     add.add_argument(
-        "--formats", nargs="+", default=[*FORMATS], metavar="NAME", help=", ".join(FORMATS)
+        "--formats", nargs="+", metavar="NAME", help=f"{', '.join(FORMATS)} (all that can run)"
     )
     add.add_argument("--dtype", default="bfloat16", help="of activations (bfloat16)")
     add.add_argument("--windows", type=int, help="held-out windows (all)")

@@ -22,7 +22,9 @@ def add_inference_options(parser: argparse.ArgumentParser) -> None:
         help="presets (random weights), or `checkpoint`: the plan and weights of --model=FOLDER "
         "(standard ladder none; for a folder: checkpoint standard none)",
     )
-    parser.add_argument("--reducers", nargs="+", help="async (NCCL), push, fused (push async)")
+    parser.add_argument(
+        "--reducers", nargs="+", help="async (NCCL), push, fused, async-fp8 ... (push async)"
+    )
     parser.add_argument("--tp", type=int, nargs="+", help="tensor-parallel degrees (all ranks)")
     parser.add_argument(
         "--tp-degree", type=int, help="T of plans that depend on it; 0: that of --tp (0)"

@@ -78,8 +78,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reducer",
         default="auto",
-        help="how ranks sum partial outputs: auto, async (NCCL or gloo), push (peer memory), or "
-        "fused (prompts exchange within matrix products)",
+        help="how ranks sum partial outputs: auto, async (NCCL or gloo), push (peer memory), fused "
+        "(prompts exchange within matrix products), or async-fp8 or async-int8 (messages of more "
+        "than 64 tokens in 8 bits)",
     )
 
 

@@ -86,10 +86,15 @@ def divided(values: Tensor, scales: Tensor, kind: str) -> Tensor:
 def rounded(values: Tensor, kind: str, least: int = LEAST_EXPONENT) -> tuple[Tensor, Tensor]:
     """values [..., K] as stored, and a float32 scale [...] for each K; nothing waits for a GPU.
 
-    What is not finite becomes NaN in fp8.
+    What is not finite becomes NaN, in int8 with its whole group.
     """
     exact = values.float()
-    scales = scales_of(exact.abs().amax(-1), kind, least)
+    largest = exact.abs().amax(-1)
+    scales = scales_of(largest, kind, least)
+    if kind == "int8":  # which has no NaN
+        scales = scales.where(largest.isfinite(), torch.nan)
+    else:  # conversions of infinities differ
+        exact = exact.where(exact.isfinite(), torch.nan)
     return divided(exact, scales[..., None], kind), scales
 
 

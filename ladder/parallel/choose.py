@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from ladder.models.plan import Plan
 from ladder.models.reducer import Ranks
 from ladder.parallel.decode import DecodeReducer
 from ladder.parallel.dispatch import Dispatch
+from ladder.parallel.eight_bits import EightBitReducer
 from ladder.parallel.fused import FusedReducer
 from ladder.parallel.reducers import AsyncReducer, PushReducer
 from ladder.parallel.sequence import SequenceReducer
@@ -29,7 +31,8 @@ class Capabilities:
     make: the class. base: whether it can be a model's own reducer, made from ranks and a group;
     other reducers are for some passes of a model with a base. backward: it has gradients.
     peer_memory: it needs access to the peers' memory. shards_residual: each rank holds the residual
-    of its own tokens only. virtual_ranks: a process may hold several ranks.
+    of its own tokens only. virtual_ranks: a process may hold several ranks. rounds: its sums of
+    prompts are not those of the others.
     """
 
     make: Any
@@ -38,10 +41,18 @@ class Capabilities:
     peer_memory: bool = False
     shards_residual: bool = False
     virtual_ranks: bool = False
+    rounds: bool = False
+
+
+def _in_eight_bits(kind: str) -> Capabilities:
+    make = functools.partial(EightBitReducer, kind=kind)
+    return Capabilities(make, base=True, virtual_ranks=True, rounds=True)
 
 
 REDUCERS = {
     "async": Capabilities(AsyncReducer, base=True, backward=True, virtual_ranks=True),
+    "async-fp8": _in_eight_bits("fp8"),
+    "async-int8": _in_eight_bits("int8"),
     "push": Capabilities(PushReducer, base=True, peer_memory=True, virtual_ranks=True),
     "sequence": Capabilities(SequenceReducer, base=True, backward=True, shards_residual=True),
     "fused": Capabilities(FusedReducer, base=True, backward=True, shards_residual=True),

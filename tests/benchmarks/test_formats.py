@@ -56,6 +56,7 @@ def test_a_table_of_formats(
     assert formats.main(["report", str(out / "formats.jsonl")]) == 0
     for wrong, text in (
         (["--formats", "fp4"], "unknown format of --formats 'fp4'"),
+        (["--formats", "reduce fp8"], "--formats 'reduce fp8' needs several ranks"),
         (["--windows", "0"], "--windows=0 must be 1 or more"),
     ):
         capsys.readouterr()

@@ -32,6 +32,7 @@ from ladder.infer.fused import PassReducers
 from ladder.infer.sampling import Sampling, draws
 from ladder.models.config import ModelConfig
 from ladder.parallel import launch
+from ladder.parallel.choose import REDUCERS
 from ladder.parallel.sharding import local_tensor
 
 ROUNDS = 3
@@ -182,21 +183,22 @@ def measure(
     return records, refused
 
 
-def _function(point: InferencePoint) -> tuple[str, int, bool]:
-    """The fields that determine the function that a point of a case computes."""
-    return point.plan, point.degree, point.no_comm
+def _function(point: InferencePoint) -> tuple[str, int, bool, str]:
+    """What determines the function that a point of a case computes, and its plain reducer."""
+    rounds = REDUCERS[point.reducer].rounds
+    return point.plan, point.degree, point.no_comm, point.reducer if rounds else "async"
 
 
 def _references(
     points: Sequence[InferencePoint], device: torch.device
-) -> dict[tuple[str, int, bool], Reference]:
+) -> dict[tuple[str, int, bool, str], Reference]:
     """The reference of each plan, from the plain modules with NCCL; one model is in memory."""
-    found: dict[tuple[str, int, bool], Reference] = {}
+    found: dict[tuple[str, int, bool, str], Reference] = {}
     for point in points:
         key = _function(point)
         if key not in found:
             config = resolve(point)
-            model = build_model(point, config, "async", device)
+            model = build_model(point, config, key[-1], device)
             steps = min(STEPS, point.new_tokens)
             count = sequences(config, point)
             found[key] = reference(model, count, point.prompt, steps, cache_kind(point))

@@ -1,0 +1,121 @@
+"""`EightBitReducer`: all-reduces of many tokens whose messages are in 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ladder.comm.collectives import all_gather
+from ladder.kernels.decode import MAX_ROWS
+from ladder.kernels.eight_bits import round_rows
+from ladder.models.errors import UserError
+from ladder.models.forward_pass import Norm, Pass
+from ladder.models.in_flight import InFlight
+from ladder.models.plan import Plan
+from ladder.models.reducer import Ranks
+from ladder.models.storage import QUANTISED, rounded
+from ladder.parallel.reducers import AsyncReducer
+
+if TYPE_CHECKING:
+    from ladder.models.runtime import Runtime
+
+SCALE_BYTES = 4  # of a token's scale, float32, behind its elements
+
+
+def packed(rows: Tensor, kind: str) -> Tensor:
+    """rows [M, D] as a message: uint8 [M, D + SCALE_BYTES], each row with its scale."""
+    small, scales = round_rows(rows) if kind == "fp8" else rounded(rows, kind)
+    return torch.cat((small.view(torch.uint8), scales[:, None].view(torch.uint8)), 1)
+
+
+def unpacked(message: Tensor, kind: str) -> Tensor:
+    """The values of a message [M, D + SCALE_BYTES], float32 [M, D]."""
+    small = message[:, :-SCALE_BYTES].view(QUANTISED[kind])
+    scales = message[:, -SCALE_BYTES:].contiguous().view(torch.float32)
+    return small.float().mul_(scales)
+
+
+class EightBitReducer(AsyncReducer):
+    """All-reduces whose messages are in 8 bits, half the bytes of bfloat16. Inference only.
+
+    Each token's partial is rounded, with a scale of its own; an all-to-all brings each rank the
+    others' parts of its share of the tokens; it adds them to its own part in float32 and rank
+    order, rounds the sums, and an all-gather brings these to all. So every rank has the same bits.
+    A sum has the errors of two roundings: of the partials of the other ranks, and of the sum.
+
+    kind: fp8 or int8. Messages of up to MAX_ROWS tokens (decode steps) are summed exactly, by
+    AsyncReducer, and so are embeddings and the logits of a final mean (`sum`).
+    """
+
+    def __init__(self, ranks: Ranks, group: dist.ProcessGroup, kind: str) -> None:
+        super().__init__(ranks, group)
+        self.kind = kind
+        self.side_stream: torch.cuda.Stream | None = None
+
+    def begin(self, runtime: Runtime, plan: Plan, norms: Sequence[Norm], shape: torch.Size) -> Pass:
+        if any(record.reduce == "residual" for record in plan.sublayers):
+            raise UserError(
+                f"reducer=async-{self.kind} with plan {plan.name!r}, some of whose reduces sum the "
+                f"residual itself, which 8 bits would round again and again; use reducer=async"
+            )
+        return super().begin(runtime, plan, norms, shape)
+
+    def sum(self, partial: Tensor) -> Tensor:
+        return super().reduce(partial, blocking=True).wait()
+
+    def reduce(self, partial: Tensor, blocking: bool = False) -> InFlight[Tensor]:
+        rows = partial.flatten(0, -2)
+        if len(rows) <= MAX_ROWS:
+            return super().reduce(partial, blocking)
+        assert not partial.requires_grad, "reduces in 8 bits have no backward"
+        if not partial.is_cuda:
+            parts, arriving = self._exchange(rows, wait=False)
+
+            def finish(partial: Tensor) -> Tensor:
+                arriving.wait()
+                return self._sum(rows, parts).view(partial.shape)
+
+            return InFlight(partial, finish)
+        if self.side_stream is None:
+            self.side_stream = torch.cuda.Stream(partial.device, priority=-1)
+        self.side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side_stream):
+            total = self._sum(rows, self._exchange(rows, wait=True)[0]).view(partial.shape)
+            done = torch.cuda.Event()
+            done.record()
+
+        def arrive(partial: Tensor) -> Tensor:
+            torch.cuda.current_stream().wait_event(done)
+            return total
+
+        return InFlight(partial, arrive)  # keeps the partial alive until then
+
+    def _exchange(self, rows: Tensor, wait: bool) -> tuple[Tensor, dist.Work]:
+        """The ranks' messages for this rank's share of the rows, and what to wait for."""
+        message = packed(rows, self.kind)
+        world = self.ranks.processes
+        message = F.pad(message, (0, 0, 0, -len(message) % world))
+        parts = torch.empty_like(message)
+        work = dist.all_to_all_single(parts, message, group=self.group, async_op=not wait)
+        return parts.unflatten(0, (world, -1)), work
+
+    def _sum(self, rows: Tensor, parts: Tensor) -> Tensor:
+        """The sums of all rows [M, D], from this rank's rows and all ranks' parts of its share."""
+        world, share, _ = parts.shape
+        rank = self.ranks.process
+        own = rows[rank * share : (rank + 1) * share].float()
+        total = torch.zeros(share, rows.shape[1], device=rows.device)
+        for other in range(world):
+            if other == rank:
+                total[: len(own)] += own
+            else:
+                total += unpacked(parts[other], self.kind)
+        mine = packed(total, self.kind)
+        whole = torch.empty(world * share, mine.shape[1], dtype=mine.dtype, device=mine.device)
+        all_gather(whole, mine, group=self.group)
+        return unpacked(whole[: len(rows)], self.kind).to(rows.dtype)
