@@ -107,8 +107,23 @@ class PromptCost:
         read = BF16 * (outputs * inputs + rows * (outputs + inputs)) / self.memory
         if rows <= 64:
             return read + self.gap
+        return max(self.arithmetic(rows, outputs, inputs) / self.share, read) + self.gap
+
+    def arithmetic(self, rows: int, outputs: int, inputs: int) -> float:
+        """By the curve of the nearest shape, or else at the rate of a large square."""
+        curves = self.machine.family("matrix")
+        if curves:
+            nearest = min(
+                curves,
+                key=lambda each: (
+                    abs(math.log(float(each.where["outputs"]) / outputs))
+                    + abs(math.log(float(each.where["inputs"]) / inputs))
+                ),
+            )
+            size = float(nearest.where["outputs"]) * float(nearest.where["inputs"])
+            return nearest.at(rows).us * outputs * inputs / size
         flops = 2.0 * rows * outputs * inputs * (1 + FILL / inputs) / (1 + FILL / SQUARE)
-        return max(flops / (self.rate * self.share), read) + self.gap
+        return flops / self.rate
 
     def attention(self, prompt: int) -> float:
         """Causal attention of whole prompts; too few blocks leave multiprocessors idle."""

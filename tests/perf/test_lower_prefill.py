@@ -15,7 +15,7 @@ from ladder.perf import phases
 from ladder.perf.cost_prefill import PromptCost, power_share
 from ladder.perf.graph import MAIN, SIDE
 from ladder.perf.lower_prefill import Way, prefill
-from ladder.perf.machine import Machine, Value, load
+from ladder.perf.machine import Curve, Machine, Value, load
 from ladder.perf.simulate import simulate
 from tests.samples import FUSED_PLANS, random_plan
 
@@ -151,6 +151,20 @@ def test_attention_of_few_blocks_leaves_multiprocessors_idle() -> None:
     cost = PromptCost(model("none"), load("h200x4"), 4, 1, 1024)
     more = PromptCost(model("none"), load("h200x4"), 4, 16, 1024)
     assert cost.attention(1024) > more.attention(1024) / 16
+
+
+def test_products_take_what_the_curve_of_the_nearest_shape_says() -> None:
+    """Gate and up of an 8B at TP 4 are 7168 x 4096: of the two, 8192 x 4096 is nearer."""
+    machine, config = load("h200x4"), model("none")
+    shapes = (((8192, 4096), 80.0), ((1024, 1024), 5.0))
+    curves = tuple(
+        Curve("matrix", {"outputs": a, "inputs": b}, ((1024.0, us), (2048.0, 2 * us)), "measured")
+        for (a, b), us in shapes
+    )
+    more = replace(machine, curves=(*machine.curves, *curves))
+    cost = PromptCost(config, more, 4, 1, 1024)
+    assert cost.product("gate-up", 1024) == pytest.approx(80 * 7168 / 8192 + cost.gap)
+    assert cost.product("gate-up", 2048) == pytest.approx(160 * 7168 / 8192 + cost.gap)
 
 
 def test_a_transport_that_is_unknown_is_refused() -> None:

@@ -75,7 +75,7 @@ def inference_times(
             continue
         point = InferencePoint(**{key: data[key] for key in data if key in names})
         fused = point.degree in (0, point.tp) and (phase == "prefill" or point.batch <= MAX_ROWS)
-        if point.p2p and fused and point.tp in degrees:
+        if point.p2p and point.weights == "bf16" and fused and point.tp in degrees:
             found.setdefault(point, []).append(record["result"][MEASURED[phase]])
     return {point: statistics.median(times) for point, times in found.items()}
 
