@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -14,9 +15,16 @@ WARM_UP_STEPS = 2  # runs before a capture, which load kernels and make NCCL's b
 Result = TypeVar("Result")
 
 
+@functools.cache
+def capture_stream(device: int) -> torch.cuda.Stream:
+    """The stream of all captures. What operators keep for each stream (ladder.ops.workspace) would
+    otherwise be made anew for each graph, and streams of torch's pool be used twice."""
+    return torch.cuda.Stream(device)
+
+
 def capture_graph(work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
     """A CUDA graph of `work`, captured after warm-up runs, and the result of `work`."""
-    stream = torch.cuda.Stream()
+    stream = capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARM_UP_STEPS):

@@ -252,7 +252,7 @@ def lose_a_rank(op: str, name: str) -> int:
 
 
 @pytest.mark.parametrize("world", WORLDS[-1:])
-@pytest.mark.parametrize(("op", "name"), [*EVERY[1:4], FEW_ROWS[0]])
+@pytest.mark.parametrize(("op", "name"), [*EVERY[1:4], *EVERY[5:7], FEW_ROWS[0]])
 def test_a_dead_rank_ends_the_job_and_is_named(
     op: str, name: str, world: int, capfd: pytest.CaptureFixture[str]
 ) -> None:

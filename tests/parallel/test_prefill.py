@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -9,18 +10,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ladder.ops
 from ladder.bench.inference.points import Settings, expand
 from ladder.infer.engine import Engine
 from ladder.infer.fused import PassReducers
 from ladder.infer.load import fuse_prompts
 from ladder.models import Plan, Ranks, UserError, resolve_plan
 from ladder.models.quantised import quantise_model
+from ladder.parallel import launch
 from ladder.parallel.choose import check_base, choose
 from ladder.parallel.dispatch import Dispatch, Prefill
+from ladder.parallel.mesh import make_mesh
 from ladder.parallel.prefill import FusedPrefill
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sharding import shard_model
 from tests.distributed import Pools, tp_mesh
+from tests.gpu import make
 from tests.parallel.calls import operations
 from tests.samples import (
     DEPENDS_ON_T,
@@ -203,3 +208,35 @@ def test_the_benchmark_leaves_out_what_is_refused() -> None:
     eight = replace(given, plans=("standard",), weights="int8")
     _, (line,) = expand([eight], 2, True, lambda reducer, tp: None)
     assert line == "standard at TP 2, reducer fused: its products take no int8 weights"
+
+
+def on_gpus(plan: str, implementation: str) -> int:
+    """Captured and eager prompts by an implementation of the operators: the CPU's tokens."""
+    prompts = [[1 + n % 60 for n in range(length)] for length in (150, 37, 300)]
+    device, world = launch.join("cuda"), launch.world_size()
+    oracle = Engine(make(plan, None, torch.float32)).generate(prompts, max_new_tokens=6)
+    where = {"mesh": make_mesh(device, world)["tp"], "device": device, "reducer": "push"}
+    for graphs in (True, False):
+        model = make(plan, None, torch.float32, **where)
+        fuse_prompts(model)
+        with contextlib.ExitStack() as stack:
+            for op in (GATHER, SCATTER, LANDING):
+                name = implementation
+                if op == GATHER and name == "collective":
+                    name = "staged"
+                stack.enter_context(ladder.ops.use(op, name))
+            engine = Engine(model, graphs=graphs)
+            with operations() as calls:
+                for _ in range(3):  # graphs are replayed
+                    found = engine.generate(prompts, max_new_tokens=6)
+                    assert [each.tokens for each in found] == [each.tokens for each in oracle]
+        assert calls[GATHER] > 0
+    return 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("implementation", ["staged", "collective", "chunked"])
+@pytest.mark.parametrize("plan", ["standard", "hybrid", "parallel"])
+def test_on_gpus(plan: str, implementation: str) -> None:
+    assert launch.run(on_gpus, (plan, implementation), nproc=2) == 0
