@@ -80,32 +80,41 @@ def sum_slots(slots: Tensor, out: Tensor, average: bool = False) -> Tensor:
 @kernel("landing")
 @no_type_check
 def _land_slots_kernel(
-    slots, residual, weight, landed, normed, eps, flags, table, piece, stride,
+    slots, residual, weight, landed, normed, eps, flags, table, piece, stride, rows,
     WORLD: tl.constexpr, WAITS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     SPIN_LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row a program. piece: rows of a piece."""
+    """Each program lands rows in ascending order, as they come. piece: rows of a piece."""
     begin(PDL)
-    row = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     inside = i < D
-    at = row.to(tl.int64) * D + i
     gain = tl.load(weight + i, mask=inside, other=0).to(tl.float32)
-    before = tl.load(residual + at, mask=inside, other=0).to(tl.float32)
-    if WAITS:
-        for other in tl.static_range(WORLD):
-            flag = tl.load(table + row // piece * WORLD + other)
-            if flag >= 0:
-                wait(flags + flag, 1, SPIN_LIMIT)
-    total = tl.zeros([BLOCK], tl.float32)
-    place = slots + at
-    for _ in tl.static_range(WORLD):
-        total += load(place, inside, 0).to(tl.float32)
-        place += stride
-    total += before
-    tl.store(landed + at, total.to(landed.dtype.element_ty), mask=inside)
-    y = norm_row(total, gain, eps, D).to(normed.dtype.element_ty)
-    tl.store(normed + at, y, mask=inside)
+    seen = -1
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=1):
+        if WAITS:
+            now = row // piece
+            if now != seen:  # a poll of each piece, not of each row
+                for other in tl.static_range(WORLD):
+                    flag = tl.load(table + now * WORLD + other)
+                    if flag >= 0:
+                        wait(flags + flag, 1, SPIN_LIMIT)
+            seen = now
+        at = (tl.zeros([BLOCK], tl.int64) + row) * D + i
+        total = tl.zeros([BLOCK], tl.float32)
+        place = slots + at
+        for _ in tl.static_range(WORLD):
+            total += load(place, inside, 0).to(tl.float32)
+            place += stride
+        total += tl.load(residual + at, mask=inside, other=0).to(tl.float32)
+        tl.store(landed + at, total.to(landed.dtype.element_ty), mask=inside)
+        y = norm_row(total, gain, eps, D).to(normed.dtype.element_ty)
+        tl.store(normed + at, y, mask=inside)
+
+
+def waiting_programs(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 2
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @torch.no_grad()
@@ -131,12 +140,14 @@ def land_slots(
     if rows == 0:
         return out
     block = triton.next_power_of_2(size)
+    # Programs that wait are few, so that each polls for several rows.
+    programs = rows if arrivals is None else min(rows, waiting_programs(residual.device))
     launch(
-        _land_slots_kernel, (rows,), residual.device,
+        _land_slots_kernel, (programs,), residual.device,
         slots, residual, weight, *out, eps,
         slots if arrivals is None else arrivals.flags,
         slots if arrivals is None else arrivals.table, 1 if arrivals is None else arrivals.rows,
-        slots.stride(0), WORLD=len(slots), WAITS=arrivals is not None, D=size, BLOCK=block,
+        slots.stride(0), rows, WORLD=len(slots), WAITS=arrivals is not None, D=size, BLOCK=block,
         SPIN_LIMIT=SPIN_LIMIT, num_warps=min(16, max(1, block // 512)),
         dependent=False,  # it follows waits and copies, not a kernel
     )  # fmt: skip
