@@ -84,7 +84,7 @@ def test_nothing_is_recommended_that_does_not_fit(tmp_path: Path, capsys: Out) -
 
 def test_the_most_sequences_that_fit_are_the_most(capsys: Out) -> None:
     (fits,) = asked(capsys, "llama-3-70b", "--tp", "2")["fits"]
-    most = int(fits["at most"].replace(",", ""))
+    most = int(fits["at most"])
     shape, machine = model_config("llama-3-70b"), load("h200x2")
     held = [memory.inference(shape, 2, most + more, 1024, 1024) for more in (0, 1)]
     assert [memory.fits(each, machine) for each in held] == [True, False]
@@ -135,6 +135,17 @@ def test_a_machine_without_peer_access_is_asked_about_nccl(tmp_path: Path, capsy
     assert found["left_out"] == ["push at TP 4: machine 'pcie' has no curve of it"]
     assert main(["predict", *words, "--reducers", "push"]) == 2
     assert "machine 'pcie' has no 'all-reduce algorithm=push'" in capsys.readouterr().err
+
+
+def test_a_plan_of_ones_own(tmp_path: Path, capsys: Out) -> None:
+    """A YAML plan is ranked and recommended by its path; one of other layers is refused."""
+    plan = tmp_path / "mine.yaml"
+    write_text(plan, "layers: [{layers: 0-15, preset: ladder}, {layers: 16-31, preset: parallel}]")
+    found = asked(capsys, "llama-3-8b", "--plans", str(plan), "standard", "--tp", "4")
+    assert found["recommended"]["plan"] == str(plan)
+    assert str(plan) in shlex.split(found["command"])
+    assert main(["predict", "llama-3-70b", "--plans", str(plan)]) == 2
+    assert "layers" in capsys.readouterr().err
 
 
 def test_a_bound_alone_is_not_recommended(capsys: Out) -> None:
@@ -213,11 +224,31 @@ def test_intervals_are_of_the_nearest_records() -> None:
 
 
 def test_intervals_say_when_nothing_like_it_was_recorded() -> None:
-    near = intervals.interval("decode", "NVIDIA H200", 4, "push", 1500.0)
+    near = intervals.interval("decode", "NVIDIA H200", 4, "push", "llama-3-8b", 1500.0)
     assert not near.far
-    assert intervals.interval("decode", "NVIDIA H200", 8, "push", 1500.0).far
-    assert intervals.interval("decode", "NVIDIA H200", 4, "push", 1e6).far
-    assert intervals.interval("knitting", "NVIDIA H200", 4, "push", 1500.0).of(1.0) is None
+    assert intervals.interval("decode", "NVIDIA H200", 8, "push", "llama-3-8b", 1500.0).far
+    assert intervals.interval("decode", "NVIDIA H200", 4, "push", "llama-3-8b", 1e6).far
+    assert intervals.interval("knitting", "NVIDIA H200", 4, "push", "tiny", 1.0).of(1.0) is None
+
+
+def test_intervals_of_other_models_are_wider(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of one model are off by a half for the other: so are those of a third expected."""
+    points = {
+        "one": [[100.0 + n, 1.0] for n in range(10)],
+        "two": [[100.0 + n, 1.5] for n in range(10)],
+    }
+    made = tuple(
+        {"gpu": "made up", "gpus": 2, "phase": "decode", "reducer": "push", "model": model,
+         "points": each} for model, each in points.items()
+    )  # fmt: skip
+    monkeypatch.setattr(intervals, "recorded", lambda: made)
+    known, other = (
+        intervals.interval("decode", "made up", 2, "push", model, 100.0)
+        for model in ("one", "three")
+    )
+    assert known.of(1.0) == (1.0, 1.5)
+    assert other.of(1.0) == (pytest.approx(1 / 1.5), pytest.approx(1.5 * 1.5))
+    assert "wider for three" in other.source
 
 
 def test_shipped_intervals_hold_what_was_recorded() -> None:
@@ -228,7 +259,7 @@ def test_shipped_intervals_hold_what_was_recorded() -> None:
     for each in made:
         for us, ratio in each["points"]:
             found = intervals.interval(
-                each["phase"], each["gpu"], each["gpus"], each["reducer"], us
+                *(each[key] for key in ("phase", "gpu", "gpus", "reducer", "model")), us
             )
             assert found.low is not None
             assert found.high is not None

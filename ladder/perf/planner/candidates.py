@@ -32,7 +32,8 @@ def ask(question: Question) -> tuple[list[Row], list[str]]:
         machine = question.machines.get(each.tp, question.machine)
         trains = question.phase == "train"
         like, way = (question.machine, "") if trains else (machine, each.way)
-        near = interval(question.phase, like.gpu, like.gpus, way, found.us)
+        model = question.subject.name
+        near = interval(question.phase, like.gpu, like.gpus, way, model, found.us)
         tokens_s = of.tokens(question, each) / found.us * 1e6
         rows.append(Row(each, held, memory.fits(held, machine), found, near, tokens_s))
     if not rows:

@@ -4,8 +4,9 @@ errors.json has the predicted microseconds and measured / predicted of every rec
 nothing was fitted, by GPU, phase, reducer and model (`python benchmarks/prediction_errors.py`
 writes it). An interval holds the middle 80 % of the ratios of the NEAREST passes, those whose
 predicted times are nearest to the prediction's by their ratio, since errors depend on how long
-kernels take. It covers what the simulation gets wrong on a machine whose curves are measured, and
-not what is wrong with the machine's own file.
+kernels take. For a model of which nothing was recorded it is wider: by what 80 % of the recorded
+passes need when those of their own model are left out. It covers what the simulation gets wrong on
+a machine whose curves are measured, and not what is wrong with the machine's own file.
 """
 
 from __future__ import annotations
@@ -45,24 +46,61 @@ def recorded() -> tuple[Mapping[str, Any], ...]:
     return tuple(json.loads(FILE.read_text(encoding="utf-8"))["entries"])
 
 
-def interval(phase: str, gpu: str, gpus: int, reducer: str, us: float) -> Interval:
-    """That of a pass predicted to take `us` on so many GPUs. reducer: "" for one GPU alone."""
+def interval(phase: str, gpu: str, gpus: int, reducer: str, model: str, us: float) -> Interval:
+    """That of a pass of a model predicted to take `us` on so many GPUs. reducer: "" for one GPU
+    alone."""
+    found, here = _alike(phase, gpu, gpus, reducer)
+    if not found:
+        return Interval(None, None, "no record")
+    low, high = middle([point for each in found.values() for point in each], us)
+    if model not in found:
+        margin = _margin(phase, gpu, gpus, reducer)
+        low, high = low / margin, high * margin
+    times = [time for each in found.values() for time, _ in each]
+    far = not here or not min(times) / FAR <= us <= max(times) * FAR
+    far |= model not in found and len(found) == 1
+    where = f"{phase}, {reducer}" if reducer else phase
+    where += f", {gpus} x {gpu}" if here else ", other numbers of GPUs"
+    wider = "" if model in found else f", wider for {model}, which is none of them"
+    return Interval(low, high, f"{len(times)} records of {len(found)} models ({where}){wider}", far)
+
+
+Points = dict[str, list[tuple[float, float]]]
+
+
+@functools.cache
+def _alike(phase: str, gpu: str, gpus: int, reducer: str) -> tuple[Points, bool]:
+    """The points of each model: predicted us, measured / predicted; and whether they are of so many
+    of these GPUs."""
     alike = [
         each for each in recorded() if each["phase"] == phase and reducer in ("", each["reducer"])
     ]
     here = [each for each in alike if (each["gpu"], each["gpus"]) == (gpu, gpus)]
-    found = here or alike
-    if not found:
-        return Interval(None, None, "no record")
-    points = [(float(time), float(ratio)) for each in found for time, ratio in each["points"]]
-    low, high = middle(points, us)
-    times = [time for time, _ in points]
-    far = not here or not min(times) / FAR <= us <= max(times) * FAR
-    machines = sorted({f"{each['gpus']} x {each['gpu']}" for each in found})
-    kind = f"{phase}, {reducer}" if reducer else phase
-    models = len({each["model"] for each in found})
-    said = f"{len(points)} records of {models} models ({kind}, {', '.join(machines)})"
-    return Interval(low, high, said, far)
+    found: Points = {}
+    for each in here or alike:
+        points = found.setdefault(each["model"], [])
+        points += [(float(time), float(ratio)) for time, ratio in each["points"]]
+    return found, bool(here)
+
+
+@functools.cache
+def _margin(phase: str, gpu: str, gpus: int, reducer: str) -> float:
+    """The factor by which intervals from other models' records must be wider at both ends to hold
+    COVERS of a model's records, each model with the same weight."""
+    found, _ = _alike(phase, gpu, gpus, reducer)
+    needed: list[tuple[float, float]] = []
+    for model, points in found.items():
+        others = [point for name, each in found.items() if name != model for point in each]
+        for us, ratio in points if others else ():
+            low, high = middle(others, us)
+            needed.append((max(1.0, low / ratio, ratio / high), 1 / len(points)))
+    total = sum(weight for _, weight in needed)
+    held = 0.0
+    for factor, weight in sorted(needed):
+        held += weight
+        if held >= COVERS * total - 1e-9:
+            return factor
+    return 1.0
 
 
 def middle(points: Sequence[tuple[float, float]], us: float) -> tuple[float, float]:

@@ -171,12 +171,23 @@ def as_data(
         "model": question.subject.name, "machine": question.machine.name, "gpus": question.gpus,
         "phase": question.phase, "context": question.context, "objective": question.objective,
         "room_gib": round(room(question), 2),
-        "fits": [dict(zip(head, each, strict=True)) for each in fitting],
+        "fits": [{key: _plain(cell) for key, cell in zip(head, each, strict=True)}
+                 for each in fitting],
         "rows": [row_data(row) for row in rows],
         "left_out": list(left_out),
         "recommended": None if best is None else row_data(best),
         "command": shlex.join(words),
     }  # fmt: skip
+
+
+def _plain(cell: str) -> str | float | bool:
+    """A table's cell as data."""
+    if cell in ("yes", "NO"):
+        return cell == "yes"
+    try:
+        return float(cell.replace(",", ""))
+    except ValueError:
+        return cell
 
 
 def row_data(row: Row) -> dict[str, Any]:
