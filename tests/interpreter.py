@@ -28,7 +28,7 @@ from torch import Tensor
 
 MODULES = (
     *(f"ladder.kernels.{name}" for name in ("attention", "choice", "decode", "landing", "norm")),
-    *("ladder.kernels.gemm", "ladder.kernels.prefill", "ladder.kernels.slots"),
+    *(f"ladder.kernels.{name}" for name in ("bags", "gemm", "prefill", "slots")),
     "ladder.kernels.eight_bits",
     *("ladder.comm.push", "ladder.comm.two_shot"),
     "tests.primitives",

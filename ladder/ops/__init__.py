@@ -5,11 +5,21 @@ The operators are `torch.ops.ladder.*`, which importing this package defines: do
 lets the backend of a group add.
 """
 
-from ladder.ops import backend, bags, landings, overlapped, products, pushed, rows, spread
+from ladder.ops import (
+    backend,
+    bags,
+    landings,
+    overlapped,
+    products,
+    pushed,
+    pushed_bags,
+    rows,
+    spread,
+)
 from ladder.ops.calls import allow_any_order
 from ladder.ops.registry import Choice, explain, use
 
 __all__ = [
     "Choice", "allow_any_order", "backend", "bags", "explain", "landings", "overlapped", "products",
-    "pushed", "rows", "spread", "use",
+    "pushed", "pushed_bags", "rows", "spread", "use",
 ]  # fmt: skip

@@ -1,0 +1,137 @@
+"""Embedding bags by one kernel that pushes: on ranks that share memory, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ladder.ops
+from ladder.kernels import bags as kernels
+from ladder.kernels.bags import ORDERS
+from ladder.ops import workspace
+from ladder.ops.mailbox import MAX_TABLES, addresses
+from ladder.ops.registry import OPERATORS
+from tests.distributed import Pools
+from tests.kernels.support import on
+from tests.ops.everyone import check_refused, world
+from tests.ops.pushes import check_same, pushing
+
+OP = "embedding_bag_all_to_all"
+RUN = OPERATORS[OP].implementations
+
+
+class Lookup(NamedTuple):
+    """A rank's tables, and its bags of all samples, table by table."""
+
+    weights: list[Tensor]
+    indices: Tensor
+    offsets: Tensor
+
+
+def lookup(
+    rank: int, call: int, batch: int, tables: int, dim: int, dtype: torch.dtype, longest: int
+) -> Lookup:
+    """Tables of different sizes; ragged bags with repetitions, empty ones, or all empty.
+
+    Rows differ in size, so that sums depend on their order.
+    """
+    source = torch.Generator().manual_seed(100 * call + rank)
+    weights, lengths, indices = [], [], []
+    for table in range(tables):
+        rows = 2 + 3 * table + rank
+        made = torch.randn(rows, dim, generator=source)
+        weights.append((made * 9 ** torch.randn(rows, 1, generator=source)).to(dtype))
+        lengths.append(torch.randint(longest + 1, (batch,), generator=source))
+        indices.append(torch.randint(rows, (int(lengths[-1].sum()),), generator=source))
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), *lengths]).cumsum(0)
+    kind = torch.int32 if call % 2 else torch.int64
+    return Lookup(weights, torch.cat(indices).to(kind), ends.to(kind))
+
+
+def pooled(each: Lookup, mode: str) -> Tensor:
+    """[B, tables x dim] by a plain loop: in float32 in the order of the indices, rounded once."""
+    batch = (len(each.offsets) - 1) // len(each.weights)
+    columns = []
+    for table, weight in enumerate(each.weights):
+        rows = []
+        for sample in range(batch):
+            start, end = each.offsets[table * batch + sample :][:2].tolist()
+            total = torch.zeros(weight.shape[1])
+            for index in each.indices[start:end].tolist():
+                total += weight[index].float()
+            rows.append(total / max(1, end - start) if mode == "mean" else total)
+        columns.append(torch.stack(rows).to(weight.dtype))
+    return torch.cat(columns, dim=1)
+
+
+# Samples of a rank, tables of a rank (more on each odd one), dim, longest bag, programs, the rest.
+CALLS: list[tuple[int, int, int, int, int, dict[str, Any]]] = [
+    (3, 2, 5, 6, 2, {}),
+    (5, 1, 16, 3, 3, {"order": "oblivious"}),
+    (2, 1, 8, 0, 1, {"order": "tables"}),
+    (9, 2, 3, 9, 2, {"order": "tables"}),
+    (1, 1, 4, 4, 3, {}),  # fewer items than programs
+    (4, 3, 20, 2, 1, {"order": "oblivious"}),
+]
+
+
+def on_ranks(rank: int, ranks: int, folder: str, dtype: torch.dtype) -> list[str]:
+    """Calls of several shapes, orders and numbers of programs, one after the other."""
+    group: Any = dist.group.WORLD
+    with (
+        pushing(rank, ranks, folder) as ran,
+        # Blocks of few bags, rows in several tiles.
+        mock.patch.object(kernels, "MOST_BAGS", 2), mock.patch.object(kernels, "WIDEST", 8),
+    ):  # fmt: skip
+        found = []
+        for call, (share, tables, dim, longest, programs, options) in enumerate(CALLS):
+            counts = [tables + q % 2 * (call != 1) for q in range(ranks)]
+            each = [
+                lookup(q, call, share * ranks, counts[q], dim, dtype, longest) for q in range(ranks)
+            ]
+            mode = ("sum", "mean")[call % 2]
+            mine = each[rank]
+            weights = [w.t().contiguous().t() if call == 3 else w for w in mine.weights]
+            given = weights, mine.indices, mine.offsets, mode, counts
+            out = RUN["pushed"].run(group, *given, programs=programs, **options)
+            whole = torch.cat([pooled(one, mode) for one in each], dim=1)
+            found.append((call, out, whole.chunk(ranks)[rank]))
+        for call, out, wanted in found:  # later calls have written to the same slots
+            check_same(out, wanted, (call, rank))
+        lent(group, rank, ranks, dtype)
+    return ran
+
+
+def lent(group: Any, rank: int, ranks: int, dtype: torch.dtype) -> None:
+    """The result is the slots: right until the next call, which is told of the end of its use."""
+    for call in range(3):
+        each = [lookup(q, call, 3 * ranks, 2, 5, dtype, 4) for q in range(ranks)]
+        mine = each[rank]
+        given = mine.weights, mine.indices, mine.offsets, "sum", [2] * ranks
+        out = RUN["pushed"].run(group, *given, programs=2, lent=True)
+        whole = torch.cat([pooled(one, "sum") for one in each], dim=1)
+        check_same(out, whole.chunk(ranks)[rank], (call, rank))
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "dtype"),
+    [on("interpreter", 2, torch.float32), on("interpreter", 4, torch.bfloat16)],
+)
+def test_bags_are_pooled_in_order_and_reach_their_ranks(
+    pools: Pools, tmp_path: Path, interpreted: list[str], device: str, ranks: int,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Bit for bit; without a wait, a word that is cleared, or with stores before `open`, it fails.
+
+    So do an order that misses an item, bags of another rank's offsets, and rows that are added
+    twice.
+    """
+    for ran in pools(ranks).run(on_ranks, str(tmp_path), dtype):
+        assert ran == ["_push_bags_kernel"]
+        interpreted += ran
