@@ -177,4 +177,4 @@ def default_programs(device: torch.device) -> int:
     """As many as the GPU runs at once, or a few less; the same on all GPUs of a kind."""
     if device.type == "cpu":
         return 3
-    return 4 * torch.cuda.get_device_properties(device).multi_processor_count
+    return 8 * torch.cuda.get_device_properties(device).multi_processor_count

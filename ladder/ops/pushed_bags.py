@@ -29,7 +29,7 @@ def pushed(
     group: dist.ProcessGroup, weights: list[Tensor], indices: Tensor, offsets: Tensor, mode: str,
     counts: list[int], programs: int | None = None, order: str = "remote", lent: bool = False,
 ) -> Tensor:  # fmt: skip
-    """programs: of the persistent kernel, 4 for each SM by default. order: of its work.
+    """programs: of the persistent kernel, 8 for each SM by default. order: of its work.
 
     lent: the result is the shared memory itself, which saves a copy of the peers' part. The next
     call of this operator on this stream overwrites it, on whatever shapes.

@@ -53,6 +53,10 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
     found: list[tuple[str, Any, tuple, dict[str, Any]]] = []
     case = ""
 
+    def cases(name: str) -> None:
+        nonlocal case
+        case = name
+
     def launch(kernel: Any, grid: Any, device: Any, *args: Any, dependent: bool = True,
                **meta: Any) -> None:  # fmt: skip
         pdl = {"PDL": dependent, "launch_pdl": dependent}
@@ -159,7 +163,40 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
             made = [torch.zeros(ROWS, SIZE, dtype=BF16) for _ in range(3)]
             gain = torch.zeros(SIZE, dtype=BF16)
             slots_module.land_slots(gathered, made[0], gain, 1e-5, (made[1], made[2]), arrivals)
+        push_all(allocate, cases)
     return found
+
+
+def push_all(allocate: Any, cases: Any) -> None:
+    """The kernels that push bags and rows. cases(name) names the launches that follow."""
+    from ladder.kernels import bags, rows
+
+    words = allocate((2 * WORLD * bags.MAX_PROGRAMS,), torch.int32)
+    firsts, table = torch.zeros(WORLD + 1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    for dtype, kind, dim in ((FP32, torch.int64, 256), (BF16, torch.int32, 128)):
+        weights = [torch.zeros(100, dim, dtype=dtype)] * 2
+        offsets = torch.zeros(2 * WORLD * 16 + 1, dtype=kind)
+        out = torch.zeros(16, 2 * WORLD * dim, dtype=dtype)
+        slots = allocate((out.numel(),), torch.int32)
+        for order in bags.ORDERS[:: 1 if dtype == FP32 else 2]:
+            cases(f"{str(dtype).removeprefix('torch.')}, {order}")
+            bags.push_bags(
+                weights, table, offsets, offsets, "mean", firsts, out, slots, words,
+                programs=64, order=order, lent=order == "oblivious",
+            )  # fmt: skip
+    x = torch.zeros(1000, SIZE, dtype=BF16)
+    owners, counter = torch.zeros(1000, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
+    counts, overflow = torch.zeros(WORLD, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    pieces = torch.zeros(WORLD, 64, SIZE, dtype=BF16)
+    slots = allocate((pieces.numel(),), torch.int32)
+    cases("bfloat16")
+    places = rows.place(owners, owners, 64, words)
+    bits, received = rows.as_bits(x), rows.as_bits(pieces)
+    memory = slots, words
+    rows.push_rows(bits, places, owners, received, counts, overflow, *memory, counter)
+    rows.receive_rows(received, counts, *memory, counter)
+    rows.push_pieces(received, *memory, counter)
+    rows.gather_rows(received, places, owners, bits, *memory, counter)
 
 
 def main(everything: bool) -> None:

@@ -32,7 +32,7 @@ def pushing(rank: int, world: int, folder: str) -> Iterator[list[str]]:
         interpreting() as ran,
         shared_memory(rank, world, folder),
         mock.patch.object(workspace, "CudaStreams", mock.MagicMock()),
-        mock.patch.object(workspace, "MIN_WORDS", 64),
+        mock.patch.object(workspace, "MIN_WORDS", 4096),
         mock.patch.object(workspace, "_workspaces", {}),
         mock.patch.object(torch.Tensor, "new_empty", poisoned),
     ):

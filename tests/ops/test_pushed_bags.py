@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -82,41 +83,33 @@ CALLS: list[tuple[int, int, int, int, int, dict[str, Any]]] = [
 
 
 def on_ranks(rank: int, ranks: int, folder: str, dtype: torch.dtype) -> list[str]:
-    """Calls of several shapes, orders and numbers of programs, one after the other."""
+    """Calls of several shapes, orders and numbers of programs, one right after the other."""
     group: Any = dist.group.WORLD
+    made = []
+    for call, (share, tables, dim, longest, programs, options) in enumerate(CALLS):
+        counts = [tables + q % 2 * (call != 1) for q in range(ranks)]
+        each = [
+            lookup(q, call, share * ranks, counts[q], dim, dtype, longest) for q in range(ranks)
+        ]
+        mode = ("sum", "mean")[call % 2]
+        weights = [w.t().contiguous().t() if call == 3 else w for w in each[rank].weights]
+        given = weights, each[rank].indices, each[rank].offsets, mode, counts
+        whole = torch.cat([pooled(one, mode) for one in each], dim=1).chunk(ranks)[rank]
+        made.append((given, {"programs": programs, **options}, whole))
     with (
         pushing(rank, ranks, folder) as ran,
         # Blocks of few bags, rows in several tiles.
         mock.patch.object(kernels, "MOST_BAGS", 2), mock.patch.object(kernels, "WIDEST", 8),
     ):  # fmt: skip
-        found = []
-        for call, (share, tables, dim, longest, programs, options) in enumerate(CALLS):
-            counts = [tables + q % 2 * (call != 1) for q in range(ranks)]
-            each = [
-                lookup(q, call, share * ranks, counts[q], dim, dtype, longest) for q in range(ranks)
-            ]
-            mode = ("sum", "mean")[call % 2]
-            mine = each[rank]
-            weights = [w.t().contiguous().t() if call == 3 else w for w in mine.weights]
-            given = weights, mine.indices, mine.offsets, mode, counts
-            out = RUN["pushed"].run(group, *given, programs=programs, **options)
-            whole = torch.cat([pooled(one, mode) for one in each], dim=1)
-            found.append((call, out, whole.chunk(ranks)[rank]))
-        for call, out, wanted in found:  # later calls have written to the same slots
-            check_same(out, wanted, (call, rank))
-        lent(group, rank, ranks, dtype)
+        found = [RUN["pushed"].run(group, *given, **options) for given, options, _ in made]
+        for call, (out, (_, _, wanted)) in enumerate(zip(found, made, strict=True)):
+            check_same(out, wanted, (call, rank))  # later calls have written to the same slots
+        for call, (given, options, wanted) in enumerate(made):
+            out = RUN["pushed"].run(group, *given, **options, lent=True)
+            if rank == call % ranks:
+                time.sleep(0.05)  # the others are ahead, and must not write to what is lent
+            check_same(out, wanted, (call, rank, "lent"))
     return ran
-
-
-def lent(group: Any, rank: int, ranks: int, dtype: torch.dtype) -> None:
-    """The result is the slots: right until the next call, which is told of the end of its use."""
-    for call in range(3):
-        each = [lookup(q, call, 3 * ranks, 2, 5, dtype, 4) for q in range(ranks)]
-        mine = each[rank]
-        given = mine.weights, mine.indices, mine.offsets, "sum", [2] * ranks
-        out = RUN["pushed"].run(group, *given, programs=2, lent=True)
-        whole = torch.cat([pooled(one, "sum") for one in each], dim=1)
-        check_same(out, whole.chunk(ranks)[rank], (call, rank))
 
 
 @pytest.mark.parametrize(

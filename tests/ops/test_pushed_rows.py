@@ -1,0 +1,78 @@
+"""Rows that are pushed to their owners, on ranks that share memory, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ladder.kernels import rows as kernels
+from ladder.ops.registry import OPERATORS
+from tests.distributed import Pools
+from tests.kernels.support import on
+from tests.ops.pushes import check_same, pushing
+
+SEND, BACK = (OPERATORS[op].implementations for op in ("all_to_all_rows", "return_rows"))
+
+# Rows of each rank (rank + 1 times as many, or none on rank 0), columns, capacity, dtype.
+CALLS = [
+    (7, 5, 9, torch.bfloat16),  # rows of 10 bytes
+    (40, 8, 200, torch.float32),
+    (11, 24, 3, torch.bfloat16),  # rows that do not fit
+    (0, 4, 2, torch.float64),
+    (30, 1, 40, torch.int64),
+    (9, 40, 12, torch.float16),  # several tiles in a row
+]
+
+
+def inputs(rank: int, ranks: int, call: int) -> tuple[Tensor, Tensor]:
+    """Rows, and their owners: of all ranks and of none; on call 1 rank 1 owns all."""
+    count, columns, _, dtype = CALLS[call]
+    source = torch.Generator().manual_seed(100 * call + rank)
+    m = count * (rank + 1) if call != 2 or rank else 0
+    x = (100 * torch.randn(m, columns, generator=source)).to(dtype)
+    owners = torch.randint(-1, ranks, (m,), generator=source)
+    if call == 1:
+        owners.fill_(1)
+    return x, owners.to(torch.int32 if call % 2 else torch.int64)
+
+
+def on_ranks(rank: int, ranks: int, folder: str) -> list[str]:
+    """Calls of several shapes and dtypes one after the other, against `staged` on the same."""
+    group: Any = dist.group.WORLD
+    given = [(*inputs(rank, ranks, call), CALLS[call][2]) for call in range(len(CALLS))]
+    with (
+        pushing(rank, ranks, folder) as ran,
+        # Several chunks, scans, programs and tiles already for few rows.
+        mock.patch.multiple(kernels, CHUNK=4, SCAN=8, TILE=32, WIDEST=8),
+    ):
+        sent = [SEND["pushed"].run(group, *each) for each in given]
+        back = [
+            BACK["pushed"].run(group, found[0], owners)
+            for found, (_, owners, _) in zip(sent, given, strict=True)
+        ]
+    for call, (x, owners, capacity) in enumerate(given):
+        wanted = SEND["staged"].run(group, x, owners, capacity)
+        for found, exact in zip(sent[call], wanted, strict=True):
+            check_same(found, exact, (call, rank))
+        returned = BACK["staged"].run(group, wanted[0], owners)
+        check_same(back[call], returned, (call, rank, "back"))
+    return ran
+
+
+@pytest.mark.parametrize(("device", "ranks"), [on("interpreter", 2), on("interpreter", 4)])
+def test_rows_reach_their_owners_and_come_back(
+    pools: Pools, tmp_path: Path, interpreted: list[str], device: str, ranks: int
+) -> None:
+    """Bit for bit as `staged`: counts, rows that do not fit, rows of none, ranks without rows."""
+    for ran in pools(ranks).run(on_ranks, str(tmp_path)):
+        assert set(ran) == {
+            "_place_kernel", "_push_rows_kernel", "_receive_rows_kernel", "_push_pieces_kernel",
+            "_gather_rows_kernel",
+        }  # fmt: skip
+        interpreted += ran
