@@ -28,8 +28,8 @@ from torch import Tensor
 
 MODULES = (
     *(f"ladder.kernels.{name}" for name in ("attention", "choice", "decode", "landing", "norm")),
-    *(f"ladder.kernels.{name}" for name in ("bags", "gemm", "prefill", "rows", "slots")),
-    "ladder.kernels.eight_bits",
+    *(f"ladder.kernels.{name}" for name in ("bags", "gemm", "grouped", "prefill")),
+    *("ladder.kernels.rows", "ladder.kernels.slots", "ladder.kernels.eight_bits"),
     *("ladder.comm.push", "ladder.comm.two_shot"),
     "tests.primitives",
 )

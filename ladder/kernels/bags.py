@@ -18,7 +18,7 @@ Idea: embedding + all-to-all in fused computation-collective operations (Punniya
 
 from __future__ import annotations
 
-from typing import Literal, get_args, no_type_check
+from typing import no_type_check
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ from ladder.jit import begin, check_dtype, kernel, launch, tl, triton
 
 # remote: the peers' samples first, own ones last. oblivious: rank 0's samples first, on every rank.
 # tables: table by table, in each the peers' samples first.
-Order = Literal["remote", "oblivious", "tables"]
-ORDERS = get_args(Order)
+ORDERS = ("remote", "oblivious", "tables")
 TILE, WIDEST = 1024, 1024  # elements of a tile; of them in a row
 AHEAD = 4  # rows of a bag that are read at once
 MOST_BAGS = 32
@@ -146,7 +145,7 @@ def _push_bags_kernel(
 def push_bags(
     weights: list[Tensor], table: Tensor, indices: Tensor, offsets: Tensor, mode: str,
     firsts: Tensor, out: Tensor, slots: SymmetricTensor, words: SymmetricTensor, *,
-    programs: int, order: Order = "remote", lent: bool = False,
+    programs: int, order: str = "remote", lent: bool = False,
 ) -> None:  # fmt: skip
     """Pool the bags of this rank's tables for all ranks, and receive those of the own samples.
 
@@ -154,7 +153,7 @@ def push_bags(
     and offsets: contiguous, of all samples, table by table. firsts: int32 [T + 1], the number of
     tables of the ranks before each, and of all. out: [B / T, tables x dim]. slots: of 32-bit words,
     memory for an `out` on each rank; words: zeroed, 2 x T x MAX_PROGRAMS. programs: of the kernel,
-    the same on all ranks. lent: the slots are the result, and `out` is not written.
+    the same on all ranks. order: of ORDERS. lent: the slots are the result, `out` is not written.
     """
     check_dtype(out=out, **{f"weights[{n}]": each for n, each in enumerate(weights)})
     dim, rank, world = weights[0].shape[1], slots.rank, len(slots.by_rank)

@@ -150,7 +150,7 @@ def hand_over(
 @no_type_check
 def close(counter, own, rank, WORLD: tl.constexpr):
     """The end of a program that has waited for `sent` of the peers; the last of all clears it."""
-    if arrive(counter, tl.num_programs(0)):
+    if arrive(counter, tl.num_programs(0), "gpu"):
         tl.store(counter, 0)
         for s in tl.static_range(1, WORLD):
             tl.store(own + (WORLD + rotate(s, rank, WORLD)) * 2, 0)

@@ -13,6 +13,7 @@ from ladder.ops import (
     products,
     pushed,
     pushed_bags,
+    pushed_experts,
     pushed_rows,
     rows,
     spread,
@@ -22,5 +23,6 @@ from ladder.ops.registry import Choice, explain, use
 
 __all__ = [
     "Choice", "allow_any_order", "backend", "bags", "explain", "landings", "overlapped", "products",
-    "pushed", "pushed_bags", "pushed_rows", "rows", "spread", "use",
+    "pushed", "pushed_bags", "pushed_experts", "pushed_rows", "rows", "spread",
+    "use",
 ]  # fmt: skip

@@ -7,15 +7,15 @@ Such a call has three steps on every rank, in one kernel or in several that foll
    `sent` at that peer.
 3. *Receive*: wait for each peer's `sent`, clear it, and read the slots.
 
-Why no memory is written too early, whatever the shapes, and also if a graph of one call is replayed:
+Why no memory is written too early, whatever the shapes, and if a graph of one call is replayed:
 
 - *Slots.* A kernel that opens starts when all that its stream held before has ended, since it is
   launched without a dependent launch: so the slots have been read, by the call before or by who was
   lent them. A peer stores only after that.
-- *The word `open`* of call n + 1 is set by a rank that has ended call n, so after it saw the peer's
-  `sent` of call n, which the peer set after it had cleared `open`.
-- *The word `sent`* of call n + 1 is set by a rank that saw the peer's `open` of call n + 1, so after
-  the peer's call n had ended, which cleared `sent`.
+- *The word `open`* of call n + 1 is set by a rank that has ended call n, so after it saw `sent` of
+  call n from the peer, who had cleared `open` before.
+- *The word `sent`* of call n + 1 is set by a rank that saw `open` of call n + 1 from the peer; that
+  one had ended call n by then, and cleared `sent`.
 
 So one set of slots is enough, words are 0 or 1 and never overflow, and nothing counts calls. All
 ranks make the same calls in the same order, on one stream for each mailbox. A word of a mailbox

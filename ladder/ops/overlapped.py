@@ -73,7 +73,7 @@ def landing_kernel_refusal(call: Call) -> str | None:
     return _wide_refusal(call) or kernel_refusal(call)
 
 
-def _tiling(tile: str | None, stages: int | None) -> Tiling:
+def tiling_of(tile: str | None, stages: int | None) -> Tiling:
     """The options of a table. tile: rows x columns x depth, such as 128x256x64."""
     found = Tiling(stages=stages or Tiling.stages)
     if tile is None:
@@ -132,7 +132,7 @@ def waiting_all_gather_matmul(
     group: dist.ProcessGroup, A: Tensor, Bs: list[Tensor], gather_dim: int, return_A: bool,
     tile: str | None = None, stages: int | None = None,
 ) -> tuple[Tensor | None, list[Tensor]]:  # fmt: skip
-    own, tiling = rows_first(A, gather_dim).contiguous(), _tiling(tile, stages)
+    own, tiling = rows_first(A, gather_dim).contiguous(), tiling_of(tile, stages)
     space = workspace.workspace(group, "all_gather_matmul", A.device)
     space.reserve(own.numel() * own.element_size())
     chosen, rank, world = space.next(), space.rank, space.world
@@ -339,7 +339,7 @@ def tracked_landing(
 def _tracked_tiling(tile: str | None, stages: int | None, pieces: int) -> Tiling:
     if pieces < 1:
         raise UserError(f"pieces={pieces}; expected 1 or more")
-    return _tiling(tile, stages)
+    return tiling_of(tile, stages)
 
 
 def scatter_tiles(

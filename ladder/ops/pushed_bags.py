@@ -24,7 +24,7 @@ from ladder.ops.workspace import workspace
 OP = "embedding_bag_all_to_all"
 
 
-@implement(OP, "pushed", peer_refusal, ("programs", "order", "lent"))
+@implement(OP, "pushed", peer_refusal, ("programs", "order", "lent"), insisted=("lent",))
 def pushed(
     group: dist.ProcessGroup, weights: list[Tensor], indices: Tensor, offsets: Tensor, mode: str,
     counts: list[int], programs: int | None = None, order: str = "remote", lent: bool = False,

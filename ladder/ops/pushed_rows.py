@@ -56,7 +56,9 @@ def pushed_all_to_all_rows(
     out, counts, overflow = found
     memory = box.slots, box.words
     places = place(owners, None, capacity, box.words)
-    push_rows(as_bits(dense(x)), places, owners, as_bits(out), counts, overflow, *memory, box.counters)
+    push_rows(
+        as_bits(dense(x)), places, owners, as_bits(out), counts, overflow, *memory, box.counters
+    )
     receive_rows(as_bits(out), counts, *memory, box.counters[1:])
     return found
 

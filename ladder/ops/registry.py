@@ -91,7 +91,8 @@ class Implementation:
     run: called as run(group, *arguments of the operator without group_name, **options). refusal:
     the reason why it cannot run a call on this machine, with the remedy, or None; it must be the
     same on all ranks. options: the names of its options. ordered: whether it adds in the order of
-    the ranks.
+    the ranks. insisted: options that only `use` may give, and no table: with them the caller may do
+    less with what is returned.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Implementation:
     refusal: Callable[[Call], str | None] = always
     options: tuple[str, ...] = ()
     ordered: bool = True
+    insisted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -150,13 +152,14 @@ def implement(
     refusal: Callable[[Call], str | None] = always,
     options: tuple[str, ...] = (),
     ordered: bool = True,
+    insisted: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a function that computes the operator `op`: see `Implementation`."""
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         found = OPERATORS[op].implementations
         assert name not in found, (op, name)
-        found[name] = Implementation(name, run, refusal, options, ordered)
+        found[name] = Implementation(name, run, refusal, options, ordered, insisted)
         _choose.cache_clear()
         return run
 
@@ -327,7 +330,8 @@ def _check_entry(where: str, entry: dict[str, Any]) -> None:
         if not isinstance(entry.get(key), kind):
             raise UserError(f"{where}: {key}={entry.get(key)!r} is no {kind.__name__}")
     implementation = _implementation(entry["op"], entry["implementation"], f" in {where}")
-    check_keys(f"options in {where}", entry["options"], implementation.options)
+    known = [name for name in implementation.options if name not in implementation.insisted]
+    check_keys(f"options in {where}", entry["options"], known)
     if entry["order"] not in ORDERS:
         raise unknown(f"order in {where}", entry["order"], ORDERS)
     if entry["order"] == "ranks" and not implementation.ordered:

@@ -169,7 +169,7 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
 
 def push_all(allocate: Any, cases: Any) -> None:
     """The kernels that push bags and rows. cases(name) names the launches that follow."""
-    from ladder.kernels import bags, rows
+    from ladder.kernels import bags, gemm, grouped, rows
 
     words = allocate((2 * WORLD * bags.MAX_PROGRAMS,), torch.int32)
     firsts, table = torch.zeros(WORLD + 1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
@@ -197,6 +197,17 @@ def push_all(allocate: Any, cases: Any) -> None:
     rows.receive_rows(received, counts, *memory, counter)
     rows.push_pieces(received, *memory, counter)
     rows.gather_rows(received, places, owners, bits, *memory, counter)
+    h, ends = torch.zeros(512, 256, dtype=BF16), torch.zeros(9, dtype=torch.int64)
+    out = torch.zeros(WORLD, 64, 512, dtype=BF16)
+    for name, W in (
+        ("[experts, k, n]", torch.zeros(8, 256, 512, dtype=BF16)),
+        ("[experts, n, k]", torch.zeros(8, 512, 256, dtype=BF16).transpose(1, 2)),
+        ("without TMA", torch.zeros(8, 240, 512, dtype=BF16)),
+    ):
+        cases(name)
+        x = h[:, : W.shape[1]].contiguous()
+        where = places, owners, out, counts, overflow, *memory, counter
+        grouped.grouped_push(x, W, ends, *where, gemm.Tiling())
 
 
 def main(everything: bool) -> None:

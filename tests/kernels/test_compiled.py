@@ -172,6 +172,44 @@ def test_a_landing_of_slots_reads_them_after_their_flags(found: dict[str, Any]) 
             assert re.search(".*?".join((BARRIER, slots)), last, re.DOTALL)
 
 
+# What pushes rows: opens, waits, stores at the peers, hands over. A lent result is not copied.
+COUNTED = r"atom\.global\.{}\.acq_rel\.add"
+COPIED = (r"st\.global\.b32", LOAD, STORE)  # the word is cleared before
+SENDS = (*ACQUIRE, STORE, BARRIER, COUNTED.format("sys"), *RELEASE)
+RECEIVES = (*ACQUIRE, LOAD, STORE, BARRIER, COUNTED.format("gpu"))
+PUSHES = {
+    "_push_bags_kernel: float32, remote": (*RELEASE, *ACQUIRE, STORE, *RELEASE, *ACQUIRE, *COPIED),
+    "_push_bags_kernel: float32, tables": (*RELEASE, *ACQUIRE, STORE, *RELEASE, *ACQUIRE, *COPIED),
+    "_push_bags_kernel: float32, oblivious": (*RELEASE, *ACQUIRE, STORE, *RELEASE, *ACQUIRE),
+    "_push_bags_kernel: bfloat16, remote": (*RELEASE, *ACQUIRE, STORE, *RELEASE, *ACQUIRE, *COPIED),
+    "_place_kernel: bfloat16": (r"st\.global\.b32", *RELEASE),
+    "_push_rows_kernel: bfloat16": SENDS,
+    "_push_pieces_kernel: bfloat16": SENDS,
+    "_receive_rows_kernel: bfloat16": RECEIVES,
+    "_gather_rows_kernel: bfloat16": RECEIVES,
+    "_grouped_push_kernel: [experts, k, n]": SENDS,
+    "_grouped_push_kernel: [experts, n, k]": SENDS,
+}
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("name", PUSHES)
+def test_rows_are_pushed_in_order_and_by_16_bytes(name: str, found: dict[str, Any]) -> None:
+    """A store before the peer has opened its slots, or after it was told, fails; so do spills."""
+    ptx = found["ptx"][name]
+    assert re.search(".*?".join(PUSHES[name]), ptx, flags=re.DOTALL), name
+    assert ".local" not in ptx
+    if STORE in PUSHES[name]:
+        assert not re.search(STORE, re.split(ACQUIRE[0], ptx, maxsplit=1)[0])
+    if PUSHES[name] == SENDS:
+        assert not re.search(STORE, re.split(COUNTED.format("sys"), ptx)[-1])
+    if "_push_bags" in name:  # four rows of a bag at once
+        assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= 4
+    if "_grouped" in name:
+        assert "wgmma.mma_async" in ptx
+        assert re.search(READ, ptx)
+
+
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 def test_weights_in_8_bits_are_read_as_they_are_stored(found: dict[str, Any]) -> None:
     """Half the copies of 16 bytes of bfloat16's product, converted in registers, no spills.

@@ -12,15 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import ladder.ops
 from ladder.kernels import bags as kernels
-from ladder.kernels.bags import ORDERS
 from ladder.ops import workspace
 from ladder.ops.mailbox import MAX_TABLES, addresses
 from ladder.ops.registry import OPERATORS
 from tests.distributed import Pools
 from tests.kernels.support import on
-from tests.ops.everyone import check_refused, world
+from tests.ops.everyone import check_refused
 from tests.ops.pushes import check_same, pushing
 
 OP = "embedding_bag_all_to_all"
@@ -128,3 +126,41 @@ def test_bags_are_pooled_in_order_and_reach_their_ranks(
     for ran in pools(ranks).run(on_ranks, str(tmp_path), dtype):
         assert ran == ["_push_bags_kernel"]
         interpreted += ran
+
+
+def asked(rank: int, ranks: int, folder: str) -> list[str]:
+    """What is wrong, what a capture cannot make, and tables of addresses, which do not pile up."""
+    group: Any = dist.group.WORLD
+    each = lookup(rank, 0, 2 * ranks, 2, 4, torch.float32, 3)
+    given = *each, "sum", [2] * ranks
+    with pushing(rank, ranks, folder) as ran:
+        for options, words in (
+            ({"order": "remotely"}, r"unknown order 'remotely' \(did you mean 'remote'\?\)"),
+            ({"programs": 0}, "programs=0; expected 1 to 4096"),
+            ({"programs": 5000}, "programs=5000; expected 1 to 4096"),
+        ):
+            check_refused(words, RUN["pushed"].run, group, *given, **options)
+        with mock.patch.object(workspace, "capturing", return_value=True):
+            check_refused(f"{OP} needs new memory", RUN["pushed"].run, group, *given)
+        RUN["pushed"].run(group, *given)
+        moved = [weight.clone() for weight in each.weights], *given[1:]
+        with mock.patch.object(workspace, "capturing", return_value=True):
+            RUN["pushed"].run(group, *given)
+            words = r"needs new memory \(a table of its tensors' addresses\)"
+            check_refused(words, RUN["pushed"].run, group, *moved)
+        tables = workspace.workspace(group, OP, each.indices.device).made["addresses"]
+        captured = addresses(group, OP, each.weights)
+        others = [torch.zeros(1) for _ in range(2 * MAX_TABLES)]
+        for other in others:
+            addresses(group, OP, [other])
+        assert len(tables) == MAX_TABLES + 1
+        assert addresses(group, OP, each.weights) is captured
+        assert addresses(group, OP, others[:1]).tolist() == [others[0].data_ptr()]
+    return ran
+
+
+@pytest.mark.parametrize(("device", "ranks"), [on("interpreter", 2)])
+def test_what_cannot_run_is_refused(
+    pools: Pools, tmp_path: Path, interpreted: list[str], device: str, ranks: int
+) -> None:
+    interpreted += pools(ranks).run(asked, str(tmp_path))[0]

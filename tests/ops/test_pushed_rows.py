@@ -17,16 +17,17 @@ from tests.distributed import Pools
 from tests.kernels.support import on
 from tests.ops.pushes import check_same, pushing
 
-SEND, BACK = (OPERATORS[op].implementations for op in ("all_to_all_rows", "return_rows"))
+OPS = ("all_to_all_rows", "return_rows", "matmul_all_to_all")
+SEND, BACK, PRODUCT = (OPERATORS[op].implementations for op in OPS)
 
 # Rows of each rank (rank + 1 times as many, or none on rank 0), columns, capacity, dtype.
 CALLS = [
     (7, 5, 9, torch.bfloat16),  # rows of 10 bytes
-    (40, 8, 200, torch.float32),
+    (13, 8, 70, torch.float32),
     (11, 24, 3, torch.bfloat16),  # rows that do not fit
     (0, 4, 2, torch.float64),
-    (30, 1, 40, torch.int64),
-    (9, 40, 12, torch.float16),  # several tiles in a row
+    (11, 1, 40, torch.int64),
+    (4, 40, 12, torch.float16),  # several tiles in a row
 ]
 
 
@@ -75,4 +76,69 @@ def test_rows_reach_their_owners_and_come_back(
             "_place_kernel", "_push_rows_kernel", "_receive_rows_kernel", "_push_pieces_kernel",
             "_gather_rows_kernel",
         }  # fmt: skip
+        interpreted += ran
+
+
+# Rows of each expert on a rank, rows of none, k, n, capacity, and whether W is [experts, n, k].
+EXPERTS = [
+    ([7, 0, 20], 5, 24, 40, 64, False),
+    ([0, 0, 0], 3, 8, 8, 4, True),
+    ([33, 1, 4], 0, 40, 8, 6, True),  # rows that do not fit
+    ([3, 18, 2], 2, 16, 24, 40, False),
+]
+
+
+def expert_inputs(
+    rank: int, call: int, ranks: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    """h, W, offsets, owners, capacity. A row of h has one power of two: products are exact."""
+    lengths, more, k, n, capacity, turned = EXPERTS[call]
+    lengths = [length + rank * (length > 3) for length in lengths]
+    m = sum(lengths) + more
+    source = torch.Generator().manual_seed(100 * call + rank)
+    h = torch.zeros(m, k)
+    at = torch.randint(k, (m, 1), generator=source)
+    h.scatter_(1, at, 2.0 ** torch.randint(-3, 4, (m, 1), generator=source))
+    h[sum(lengths) :] = torch.nan  # rows of no expert
+    W = torch.randn(len(lengths), k, n, generator=source).to(dtype)
+    W = W.transpose(1, 2).contiguous().transpose(1, 2) if turned else W
+    owners = torch.randint(-1, ranks, (m,), generator=source)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    kind = torch.int32 if call % 2 else torch.int64
+    return h.to(dtype), W, offsets.to(kind), owners.to(kind), capacity
+
+
+def products(rank: int, ranks: int, folder: str, dtype: torch.dtype) -> list[str]:
+    """Both implementations by turns, in one mailbox; several tiles of an expert, or none."""
+    group: Any = dist.group.WORLD
+    given = [expert_inputs(rank, call, ranks, dtype) for call in range(len(EXPERTS))]
+    names = ["pushed", "grouped"] if dtype == torch.bfloat16 else ["pushed"]
+    options: dict[str, dict[str, Any]] = {"pushed": {"tile": "16x32x16", "stages": 2}}
+    with (
+        pushing(rank, ranks, folder) as ran,
+        mock.patch.multiple(kernels, CHUNK=4, SCAN=8, TILE=32, WIDEST=8),
+    ):
+        found = [
+            (call, name, PRODUCT[name].run(group, *each, **options.get(name, {})))
+            for call, each in enumerate(given)
+            for name in names
+        ]
+    for call, name, results in found:
+        for one, exact in zip(results, PRODUCT["staged"].run(group, *given[call]), strict=True):
+            check_same(one, exact, (call, rank, name))
+    return ran
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "dtype"),
+    [on("interpreter", 2, torch.bfloat16), on("interpreter", 4, torch.float16)],
+)
+def test_products_of_experts_reach_the_owners_of_their_rows(
+    pools: Pools, tmp_path: Path, interpreted: list[str], device: str, ranks: int,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Bit for bit as `staged`: ragged experts, experts without rows, rows of none, overflow."""
+    for ran in pools(ranks).run(products, str(tmp_path), dtype):
+        assert {"_place_kernel", "_grouped_push_kernel", "_receive_rows_kernel"} <= set(ran)
+        assert ("_push_rows_kernel" in ran) == (dtype == torch.bfloat16)
         interpreted += ran

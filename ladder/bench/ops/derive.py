@@ -17,7 +17,7 @@ from typing import Any
 from ladder.bench.ops.points import BAGS, OpPoint, Variant
 from ladder.files import write_text
 from ladder.ops import registry
-from ladder.ops.registry import ANY_ORDER, DEFAULT, Call
+from ladder.ops.registry import ANY_ORDER, DEFAULT, Call, Implementation
 from ladder.plans import aligned
 
 EXPLANATION = """\
@@ -216,7 +216,7 @@ def _fastest(
         variant
         for variant in modes[0]
         if all(variant in mode and mode[variant] <= mode[base] for mode in modes)
-        and (order == "any" or variant.name not in known or known[variant.name].ordered)
+        and _listable(known.get(variant.name), variant, order)
     ]
     firsts = [point[0] for point in beside]  # captured, if it can be
     best = min(able, key=lambda variant: (sum(f[variant] for f in firsts), variant != base))
@@ -258,6 +258,14 @@ def ranges(found: Mapping[str, Sequence[float]]) -> list[str]:
         ends = dict.fromkeys(f"{e:.2f}" for e in (min(each), max(each)))
         lines.append(f"{op} {' to '.join(ends)}{behind}")
     return lines
+
+
+def _listable(found: Implementation | None, variant: Variant, order: str) -> bool:
+    """Whether a table may name this for calls whose sums are in this order."""
+    if found is None:
+        return True
+    options = dict(variant.options)
+    return (order == "any" or found.ordered) and not any(name in options for name in found.insisted)
 
 
 def _times(times: Mapping[Variant, float], best: Variant, base: Variant) -> str:
