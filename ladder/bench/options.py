@@ -130,8 +130,8 @@ def add_ops_options(parser: argparse.ArgumentParser) -> None:
         "--shapes",
         nargs="+",
         help="flux-gpt3, flux-llama2-70b, a name from configs/models (its four products), dlrm "
-        "(embedding bags), mixtral-8x7b, qwen3-30b-a3b, deepseek-v3 (experts), gemv (flux-gpt3; on "
-        "CPUs tiny)",
+        "(embedding bags), tutel, mixtral-8x7b, qwen3-30b-a3b, deepseek-v3 (experts), gemv "
+        "(flux-gpt3; on CPUs tiny)",
     )
     parser.add_argument(
         "--m",
@@ -144,7 +144,11 @@ def add_ops_options(parser: argparse.ArgumentParser) -> None:
         "--tables", type=int, nargs="+", default=[256], help="tables a rank, of dlrm (256)"
     )
     parser.add_argument(
-        "--pooling", type=int, nargs="+", default=[70], help="rows a bag, of dlrm (70)"
+        "--pooling",
+        type=int,
+        nargs="+",
+        default=[10, 30, 70],
+        help="rows a bag, of dlrm (10 30 70)",
     )
     parser.add_argument("--dtype", help="of all (bfloat16; float32 for dlrm and on CPUs)")
     parser.add_argument(

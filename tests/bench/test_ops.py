@@ -24,7 +24,7 @@ from ladder.bench.ops.page import finding, write_page
 from ladder.bench.ops.points import (
     BAGS,
     COLUMNS,
-    EXPERTS,
+    OF_EXPERTS,
     OPS,
     ROWS,
     OpPoint,
@@ -78,6 +78,10 @@ def test_ect_efficiency_and_floor() -> None:
     idle = [timed("alone", "alone", 100.0), timed("NCCL", "collective", 100.0)]
     assert [result.efficiency for _, result in summarise(idle, 40.0)] == [None, None]
     assert summarise(captured[2:], 40.0) == []  # no product: it was wrong
+    # Of lookups, the bytes count: what is looked up again comes from a cache.
+    floors = {result.floor_us for _, result in summarise(captured, 40.0, 60.0)}
+    assert floors == {60.0}
+    assert {result.floor_us for _, result in summarise(captured, 70.0, 60.0)} == {70.0}
 
 
 # -- the table --------------------------------------------------------------------------------
@@ -153,6 +157,21 @@ def test_the_backends_sums_have_entries_of_their_own(
             assert choice.implementation == variant.name
 
 
+def test_a_lent_result_enters_no_table(tmp_path: Path) -> None:
+    """It is the fastest, and the caller may keep it only until the next call."""
+    lent, kept = (Variant("pushed", (("lent", flag),)) if flag else Variant("pushed")
+                  for flag in (True, False))  # fmt: skip
+    bags = Call(BAGS, "H", torch.float32, 4, (8, 8, 8))
+    _, found = measured(64, eager={STAGED: 9, kept: 5, lent: 3})
+    (entry,) = entries([(bags, found)], "a test")
+    assert (entry["implementation"], entry["options"]) == ("pushed", {})
+    file = tmp_path / "table.json"
+    write_table(file, [entry])
+    file.write_text(file.read_text().replace("{}", '{"lent": true}'))
+    with pytest.raises(UserError, match="'lent'"):
+        registry.read_table(file)
+
+
 @contextlib.contextmanager
 def registered(name: str, run: Any) -> Iterator[None]:
     more = {name: registry.Implementation(name, run, options=("chunk",))}
@@ -204,7 +223,7 @@ def refused(rank: int, world_size: int) -> None:
         registered("wrong", wrong), registered("broken", broken),
         mock.patch.object(measure, "ROUNDS", 1),
     ):  # fmt: skip
-        (_, found), _, errors = measure_point(POINT, CPU, dist.group.WORLD, None, 1e9, False)
+        (_, found), _, errors = measure_point(POINT, CPU, dist.group.WORLD, None, (1e9, 1e9), False)
     assert calls == measure.CHECKS
     error, failed = errors
     assert failed == f"{POINT} by broken, eager: no such kernel; it is not timed"
@@ -282,7 +301,7 @@ def correct(rank: int, world_size: int, dtype: str) -> None:
         point = OpPoint(op, "x", 4 * T, 3 * T, 5 * T, T, dtype)
         if op == BAGS:
             point = OpPoint(op, "x", 2 * T, 2 * T * 256, 256, T, dtype, 0, 2, 3)
-        elif op == EXPERTS:
+        elif op in OF_EXPERTS:
             point = OpPoint(op, "x", 4 * T, 6, 5, T, dtype, 2 * T)
         case = make_case(point, group, CPU)
         for way, _ in [(case.collective, "gloo"), (case.operator, "staged")]:
@@ -446,9 +465,9 @@ def test_a_whole_run(start: Start, tmp_path: Path) -> None:
     result = started.result()
     assert result.returncode == 0, result.stderr
     # Torch's own, m 7 three times, and the implementations that need GPUs, each once.
-    assert result.stderr.count("left out: ") == 7
+    assert result.stderr.count("left out: ") == 8
     for op, name in (("all_gather_matmul", "chunked"), ("all_gather_matmul", "waiting"),
-                     ("linear_all_reduce", "pushed")):  # fmt: skip
+                     ("linear_all_reduce", "pushed"), (BAGS, "pushed")):  # fmt: skip
         assert result.stderr.count(f"left out: {op} by {name}: it") == 1
     assert "2 ranks do not divide m 7; give another --nproc or --m" in result.stderr
     assert "torch's fused operators, which need peer memory: it needs GPUs" in result.stderr

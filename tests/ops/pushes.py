@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import random
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from ladder import jit
 from ladder.ops import workspace
 from tests.comm.mapped import shared_memory
 from tests.interpreter import interpreting
@@ -37,6 +40,18 @@ def pushing(rank: int, world: int, folder: str) -> Iterator[list[str]]:
         mock.patch.object(torch.Tensor, "new_empty", poisoned),
     ):
         yield ran
+
+
+def late(rank: int) -> Callable[..., None]:
+    """`launch`, before which this rank is late at times, so that the others are ahead."""
+    source = random.Random(rank)
+
+    def launched(*args: Any, **options: Any) -> None:
+        if source.random() < 0.4:
+            time.sleep(0.03)
+        jit.launch(*args, **options)
+
+    return launched
 
 
 def check_same(found: Tensor, wanted: Tensor, what: object) -> None:

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ladder.kernels import grouped
 from ladder.kernels import rows as kernels
 from ladder.ops.registry import OPERATORS
 from tests.distributed import Pools
 from tests.kernels.support import on
-from tests.ops.pushes import check_same, pushing
+from tests.ops.pushes import check_same, late, pushing
 
 OPS = ("all_to_all_rows", "return_rows", "matmul_all_to_all")
 SEND, BACK, PRODUCT = (OPERATORS[op].implementations for op in OPS)
@@ -50,7 +51,7 @@ def on_ranks(rank: int, ranks: int, folder: str) -> list[str]:
     with (
         pushing(rank, ranks, folder) as ran,
         # Several chunks, scans, programs and tiles already for few rows.
-        mock.patch.multiple(kernels, CHUNK=4, SCAN=8, TILE=32, WIDEST=8),
+        mock.patch.multiple(kernels, launch=late(rank), CHUNK=4, SCAN=8, TILE=32, WIDEST=8),
     ):
         sent = [SEND["pushed"].run(group, *each) for each in given]
         back = [
@@ -116,7 +117,8 @@ def products(rank: int, ranks: int, folder: str, dtype: torch.dtype) -> list[str
     options: dict[str, dict[str, Any]] = {"pushed": {"tile": "16x32x16", "stages": 2}}
     with (
         pushing(rank, ranks, folder) as ran,
-        mock.patch.multiple(kernels, CHUNK=4, SCAN=8, TILE=32, WIDEST=8),
+        mock.patch.multiple(kernels, launch=late(rank), CHUNK=4, SCAN=8, TILE=32, WIDEST=8),
+        mock.patch.object(grouped, "launch", late(rank)),
     ):
         found = [
             (call, name, PRODUCT[name].run(group, *each, **options.get(name, {})))

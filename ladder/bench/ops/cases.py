@@ -19,6 +19,8 @@ from ladder.bench.ops.points import (
     EXPERTS,
     FEW,
     FLOATS,
+    OF_EXPERTS,
+    SEND,
     TABLE_ROWS,
     OpPoint,
 )
@@ -38,6 +40,7 @@ class Case:
     product or lookup without communication, in several forms. collective: the baseline, a plain
     form, then the backend's collective (`plain` of a product). outputs: the tensors to check among
     what a call returns. expected: their exact values. link_bytes: what each rank must receive.
+    memory_bytes: of embedding bags, what a rank must read and write in its own memory.
     """
 
     point: OpPoint
@@ -50,6 +53,7 @@ class Case:
     expected: list[Tensor]
     link_bytes: float
     group: dist.ProcessGroup
+    memory_bytes: float = 0.0
 
     def operator(self) -> Any:
         """Call torch.ops.ladder.<op>, which runs the implementation that is in use."""
@@ -64,6 +68,8 @@ def make_case(point: OpPoint, group: dist.ProcessGroup, device: torch.device) ->
         return _bags(point, group, device)
     if point.op == EXPERTS:
         return _experts(point, group, device)
+    if point.op in OF_EXPERTS:
+        return _moved(point, group, device)
     return _columns(point, group, device) if point.op in COLUMNS else _rows(point, group, device)
 
 
@@ -177,12 +183,15 @@ def _bags(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Cas
         dim=1,
     )
     parts = exchange.all_to_all(exact.view(ranks, batch // ranks, tables * DIM), group)
+    found = sum(len(rows.unique()) for rows in looked)  # each row once, from then on in a cache
+    memory = (found * DIM + received.numel()) * joined.element_size()
+    memory += indices.nbytes + offsets.nbytes
     return Case(
         point, (weights, indices, offsets, "sum"), {},
         ([each.shape for each in weights], offsets.shape),
         {"alone": lookup, "alone, by table": by_table}, collective, _first,
         [parts.transpose(0, 1).reshape(batch // ranks, -1)],
-        (ranks - 1) / ranks * received.nbytes, group,
+        (ranks - 1) / ranks * received.nbytes, group, memory,
     )  # fmt: skip
 
 
@@ -216,6 +225,36 @@ def _experts(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> 
         {"alone": batched, "alone, one by one": one_by_one}, collective,
         lambda result: [result[0]], [exchange.all_to_all(exact.view(ranks, capacity, -1), group)],
         (ranks - 1) / ranks * received.nbytes, group,
+    )  # fmt: skip
+
+
+def _moved(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Case:
+    """The rows of experts alone: to their owners, as many to each rank; or back from them."""
+    ranks, capacity = point.ranks, point.m // point.ranks
+    x = _random(point, device, point.m, point.n)
+    owners = torch.arange(point.m, device=device)[torch.randperm(point.m, device=device)] % ranks
+    order = owners.argsort(stable=True)
+    back, pieces = order.argsort(), torch.empty_like(x)
+    sent = exchange.all_to_all(x[order].view(ranks, capacity, -1), group)
+    link = (ranks - 1) / ranks * x.nbytes
+    if point.op == SEND:
+
+        def send() -> tuple[Tensor]:
+            dist.all_to_all_single(pieces, x[order], group=group)
+            return (pieces.view(ranks, capacity, -1),)
+
+        return Case(
+            point, (x, owners, capacity), {}, (x.shape, capacity), {"alone": lambda: x[order]},
+            send, lambda result: [result[0]], [sent.double()], link, group,
+        )  # fmt: skip
+
+    def bring() -> Tensor:
+        dist.all_to_all_single(pieces, sent.view(point.m, -1), group=group)
+        return pieces[back]
+
+    return Case(
+        point, (sent, owners), {}, (sent.shape,), {"alone": lambda: x[back]}, bring, _first,
+        [x.double()], link, group,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ladder.bench.floors import bandwidth
 from ladder.bench.ops import derive
 from ladder.bench.ops.best import BEST, best_rows
 from ladder.bench.ops.cases import make_case
@@ -69,7 +70,8 @@ def main(options: Any) -> int:
     if refusal:
         left_out.append(f"torch's fused operators, which need peer memory: {refusal}")
     rate = link_rate(group, device, not refusal)
-    about = _machine(device, world, rate)
+    memory = bandwidth(device) if device.type == "cuda" else float("inf")
+    about = _machine(device, world, rate, memory)
     _say(f"link: {rate / 1e9:.1f} GB/s into each rank, all at once")
     _left_out(left_out)
     deadline = float("inf") if options.budget is None else time.time() + 60 * options.budget
@@ -82,7 +84,9 @@ def main(options: Any) -> int:
         if launch.from_first(time.time() > deadline):
             _left_out([f"the budget is spent: {each}" for each in points[number - 1 :]])
             break
-        found, lines, errors = measure_point(point, device, group, asked, rate, not refusal)
+        found, lines, errors = measure_point(
+            point, device, group, asked, (rate, memory), not refusal
+        )
         _left_out(line for line in lines if line not in left_out)
         left_out += lines
         wrong += errors
@@ -100,10 +104,13 @@ def main(options: Any) -> int:
 
 
 def measure_point(
-    point: OpPoint, device: torch.device, group: dist.ProcessGroup, asked: Any, rate: float,
-    fused: bool,
+    point: OpPoint, device: torch.device, group: dist.ProcessGroup, asked: Any,
+    rates: tuple[float, float], fused: bool,
 ) -> tuple[Measured, list[str], list[str]]:  # fmt: skip
-    """The results of a point, lines of what is left out, and errors of what is wrong."""
+    """The results of a point, lines of what is left out, and errors of what is wrong.
+
+    rates: bytes per second of the link and of a rank's memory.
+    """
     case = make_case(point, group, device)
     choices = [pick(case, device, any_order) for any_order in (False, True)]
     backend = {"cpu": "gloo", "cuda": "NCCL"}[device.type]
@@ -118,7 +125,11 @@ def measure_point(
         )
         for one in ready
     ]  # fmt: skip
-    found = derive.summarise(timed, case.link_bytes / rate * 1e6)
+    link, memory = (
+        1e6 * size / rate
+        for size, rate in zip((case.link_bytes, case.memory_bytes), rates, strict=True)
+    )
+    found = derive.summarise(timed, link, memory)
     return (choices[0].call, found), [*left_out, *more], wrong
 
 
@@ -149,10 +160,11 @@ def _finish(
         )
 
 
-def _machine(device: torch.device, world: int, rate: float) -> dict[str, Any]:
+def _machine(device: torch.device, world: int, rate: float, memory: float) -> dict[str, Any]:
     about = {"ranks": world, "link_gb_s": round(rate / 1e9, 1)}
     if device.type == "cpu":
         return {**facts("none"), **about}
+    about["memory_gb_s"] = round(memory / 1e9, 1)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return {**facts(torch.cuda.get_device_name(device)), "nccl": nccl, **about}
 

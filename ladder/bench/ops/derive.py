@@ -22,8 +22,9 @@ from ladder.plans import aligned
 
 EXPLANATION = """\
 alone: the fastest plain product or lookup. link: bytes received over the measured rate. floor: the
-larger of the two. In brackets, E: the share of the communication's cost that is hidden; 0: product,
-then NCCL (on a CPU gloo); 1: nothing is left. * is what runs when nothing is insisted on, + what
+larger of the two, where a lookup counts as its bytes over the memory's measured rate. In brackets,
+E: the share of the communication's cost that is hidden; 0: product, then NCCL (on a CPU gloo); 1:
+nothing is left. * is what runs when nothing is insisted on, + what
 runs where the group allows any order of sums."""
 
 
@@ -74,9 +75,12 @@ def efficiency(us: float, alone_us: float, collective_us: float) -> float | None
     return 1 - ect_us(us, alone_us) / baseline if baseline > 0 else None
 
 
-def summarise(timed: Sequence[Timed], link_us: float) -> list[tuple[Timed, Result]]:
+def summarise(
+    timed: Sequence[Timed], link_us: float, memory_us: float = 0.0
+) -> list[tuple[Timed, Result]]:
     """The results of a point. Each mode has a product and a collective of its own.
 
+    memory_us: the least time that reading and writing take; 0: the product counts, as measured.
     A mode in which either is missing, because it was wrong, has none.
     """
     found = []
@@ -86,7 +90,8 @@ def summarise(timed: Sequence[Timed], link_us: float) -> list[tuple[Timed, Resul
         staged = [statistics.median(each.times) for each in members if each.role == "collective"]
         if not alone or not staged:
             continue
-        product, floor = min(alone), max(min(alone), link_us)
+        product = min(alone)
+        floor = max(memory_us or product, link_us)
         for each in members:
             us = statistics.median(each.times)
             tenths = statistics.quantiles(each.times, n=10, method="inclusive")

@@ -16,7 +16,9 @@ ROWS = (
     "matmul_reduce_scatter_add_rms_norm", "matmul_all_reduce_add_rms_norm",
 )  # fmt: skip
 BAGS, EXPERTS = "embedding_bag_all_to_all", "matmul_all_to_all"
-OPS = (*COLUMNS, *ROWS, BAGS, EXPERTS)
+SEND, BACK = "all_to_all_rows", "return_rows"  # of the rows that experts get, and give back
+OF_EXPERTS = (EXPERTS, SEND, BACK)
+OPS = (*COLUMNS, *ROWS, BAGS, *OF_EXPERTS)
 SCATTERED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_reduce_scatter_add_rms_norm")
 FEW = "linear_all_reduce"  # for so few rows that its all-reduce is one message
 FEW_ROWS = (1, 8, 64)
@@ -64,6 +66,7 @@ SHAPES: dict[str, tuple[Matrix | Experts, ...]] = {
     "flux-gpt3": (Matrix("", 49152, 12288, COLUMNS), Matrix("", 12288, 49152, ROWS)),
     "flux-llama2-70b": (Matrix("", 57344, 8192, COLUMNS), Matrix("", 8192, 28672, ROWS)),
     "gemv": tuple(Matrix(f"{n}", n, 8192, (FEW,)) for n in (8192, 16384, 32768, 65536)),
+    "tutel": (Experts(2048, 2048, 8, 2),),  # as its example: two experts on each of four GPUs
     "mixtral-8x7b": (Experts(4096, 14336, 8, 2),),
     "qwen3-30b-a3b": (Experts(2048, 768, 128, 8),),
     "deepseek-v3": (Experts(7168, 2048, 256, 8),),
@@ -225,9 +228,10 @@ def _of_shape(shape: str, options: Any, ranks: int, cpu: bool) -> list[OpPoint]:
     for matrix in matrices(shape):
         name, n, k = shape, matrix.n, matrix.k
         if isinstance(matrix, Experts):
-            for m in (options.m or TOKENS) if EXPERTS in ops else ():
-                rows = m * matrix.top
-                points.append(OpPoint(EXPERTS, name, rows, n, k, ranks, dtype, matrix.experts))
+            for op in OF_EXPERTS if options.ops is None else [op for op in OF_EXPERTS if op in ops]:
+                for m in options.m or TOKENS:
+                    rows = m * matrix.top
+                    points.append(OpPoint(op, name, rows, n, k, ranks, dtype, matrix.experts))
             continue
         name = f"{shape} {matrix.name}".rstrip()
         for op in matrix.ops if options.ops is None else [op for op in matrix.ops if op in ops]:
@@ -254,14 +258,14 @@ def rows_of(op: str) -> tuple[int, ...]:
 def _refusal(point: OpPoint) -> str | None:
     """Why so many ranks cannot share the call, with the remedy."""
     split = {"n": point.n} if point.op in COLUMNS else {"k": point.k}
-    if point.op in (BAGS, EXPERTS):
+    if point.op in (BAGS, *OF_EXPERTS):
         split = {"experts": point.experts}
-    if point.op in (*SCATTERED, BAGS, EXPERTS):
+    if point.op in (*SCATTERED, BAGS, *OF_EXPERTS):
         split["m"] = point.m
     for name, size in split.items():
         if size % point.ranks:
             return f"{point.ranks} ranks do not divide {name} {size}; give another --nproc or --m"
-    if point.op == EXPERTS and point.m * point.ranks % point.experts:
+    if point.op in OF_EXPERTS and point.m * point.ranks % point.experts:
         return (
             f"{point.experts} experts do not share {point.m} rows a rank evenly; give another --m"
         )
