@@ -199,15 +199,16 @@ def push_all(allocate: Any, cases: Any) -> None:
     rows.gather_rows(received, places, owners, bits, *memory, counter)
     h, ends = torch.zeros(512, 256, dtype=BF16), torch.zeros(9, dtype=torch.int64)
     out = torch.zeros(WORLD, 64, 512, dtype=BF16)
-    for name, W in (
-        ("[experts, k, n]", torch.zeros(8, 256, 512, dtype=BF16)),
-        ("[experts, n, k]", torch.zeros(8, 512, 256, dtype=BF16).transpose(1, 2)),
-        ("without TMA", torch.zeros(8, 240, 512, dtype=BF16)),
+    for name, W, tiling in (
+        ("[experts, k, n]", torch.zeros(8, 256, 512, dtype=BF16), gemm.Tiling()),
+        ("[experts, n, k]", torch.zeros(8, 512, 256, dtype=BF16).mT, gemm.Tiling()),
+        ("without TMA", torch.zeros(8, 240, 512, dtype=BF16), gemm.Tiling()),
+        ("of odd rows", torch.zeros(8, 512, 255, dtype=BF16).mT, gemm.Tiling(halves=False)),
     ):
         cases(name)
         x = h[:, : W.shape[1]].contiguous()
         where = places, owners, out, counts, overflow, *memory, counter
-        grouped.grouped_push(x, W, ends, *where, gemm.Tiling())
+        grouped.grouped_push(x, W, ends, *where, tiling)
 
 
 def main(everything: bool) -> None:

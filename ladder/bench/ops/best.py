@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ladder.bench.ops.derive import groups, sizes
-from ladder.bench.ops.points import BAGS, EXPERTS, FEW
+from ladder.bench.ops.points import BAGS, FEW, OF_EXPERTS
 
 Records = Sequence[Mapping[str, Any]]
 # The overlap efficiencies to reach with FLUX's shapes of GPT-3 on four H200s.
@@ -37,7 +37,7 @@ def aim_us(point: Mapping[str, Any], alone: float, link: float, collective: floa
         return alone + DECODE_AIMS[m] if m in DECODE_AIMS else None
     if op == BAGS:
         return 1.10 * max(alone, link)
-    if op == EXPERTS or m < 1024 or point["shape"].startswith("flux"):
+    if op in OF_EXPERTS or m < 1024 or point["shape"].startswith("flux"):
         return None
     return 1.05 * max(alone, link) + 10
 
