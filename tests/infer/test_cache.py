@@ -11,6 +11,7 @@ from ladder.infer.engine import Engine
 from ladder.infer.sampling import Sampling
 from ladder.models import Transformer, UserError
 from ladder.models.storage import ROUNDING, powers
+from ladder.parallel.sharding import shard_model
 from tests.samples import SAME_AT_ANY_T, full_model, small_config
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6]]
@@ -86,3 +87,12 @@ def test_scores_read_what_is_stored() -> None:
 def test_unknown_types_are_refused() -> None:
     with pytest.raises(UserError, match=r"unknown type of --cache 'fp4'.* known: auto, fp8"):
         Engine("nowhere", cache="fp4")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_engine_on_a_gpu() -> None:
+    """Graphs and kernels, with the CPU's tokens."""
+    whole, model = (full_model(small_config("ladder"), 5, torch.float32) for _ in range(2))
+    shard_model(model, device="cuda")
+    assert tokens(model, True, "fp8") == tokens(whole, False, "fp8")

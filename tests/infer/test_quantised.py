@@ -136,7 +136,7 @@ def test_folders_of_blocks_on_ranks(tmp_path: Path, pools: Pools) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("kind", [*QUANTISED])
 def test_the_engine_on_a_gpu(kind: str) -> None:
     """Graphs and kernels, with the CPU's tokens; the same bytes are stored on both devices."""
     whole, model = (full_model(small_config("ladder"), 5, torch.float32) for _ in range(2))
