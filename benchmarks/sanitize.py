@@ -31,8 +31,19 @@ from ladder.comm.primitives import EMPTY
 from ladder.comm.symmetric import SymmetricTensor
 from ladder.infer.sampling import choose_greedily
 from ladder.kernels import choice
+from ladder.kernels.gemm import (
+    GEMM_DTYPES,
+    Arrivals,
+    Tiling,
+    Track,
+    gemm_reference,
+    tiles_of,
+)
+from ladder.kernels.gemm import gemm as run_gemm
 from ladder.kernels.landing import CHUNK
+from ladder.kernels.slots import SlotArrivals, land_slots, sum_slots, sum_slots_reference
 from ladder.models import Reducer
+from ladder.ops.track_maps import all_to_all, rotated
 
 Pairs = Iterator[tuple[Tensor, Tensor]]
 CASES: dict[str, Callable[[torch.dtype], Pairs]] = {}
@@ -259,6 +270,63 @@ def send_best(logits: Tensor, first: int, to: choice.GreedyChoice) -> None:
     sent = torch.stack((top.view(torch.int32), (token + first).int()), dim=1).flatten()
     assert to.slots is not None
     to.slots.own[2 * batch : 4 * batch] = sent
+
+
+@case("gemm")
+def gemm(dtype: torch.dtype) -> Pairs:
+    """Ragged tiles, both layouts of a weight, alone, with shards that have arrived, and tracked."""
+    if dtype not in GEMM_DTYPES:
+        return
+    tiling = Tiling(16, 32, 16, 2, 4)
+    for m, n, k in ((2 * 7, 40, 24), (2 * 20, 72, 33), (2 * 33, 9, 64)):
+        a, flags = random(dtype, m, k), torch.ones(2, dtype=torch.int32, device=DEVICE)
+        down, across = tiles_of(m, n, 2, tiling)
+        order = torch.tensor(rotated(down, across, 2, down, 0), dtype=torch.int32, device=DEVICE)
+        for b in (random(dtype, k, n), random(dtype, n, k).t()):
+            wanted = gemm_reference(a, b)
+            for arrivals in (None, Arrivals(flags, 0)):
+                yield run_gemm(a, b, order, tiling=tiling, shards=2, arrivals=arrivals), wanted
+        # All tiles of the own shard go to its slot, in this GPU's memory; the others stay.
+        program = all_to_all(down, across, 2, down // 2).compile(0)
+        slots, out = random(dtype, m, n), random(dtype, m, n)
+        counters = torch.zeros(len(program.blocks), dtype=torch.int32, device=DEVICE)
+        tables = [
+            each.to(DEVICE)
+            for each in (program.target, program.counter, program.chunk, program.peer)
+        ]
+        bases = [torch.tensor([each.data_ptr()] * 2, device=DEVICE) for each in (slots, counters)]
+        track = Track(*tables, *bases)
+        run_gemm(
+            a, b, program.order.to(DEVICE), tiling=tiling, shards=2, out=out, track=track
+        )  # fmt: skip
+        yield torch.cat((slots[: m // 2], out[m // 2 :])), wanted
+        yield counters, program.count.to(counters)
+
+
+@case("sum_slots")
+def sums(dtype: torch.dtype) -> Pairs:
+    for count, rows, size in ((2, 1, 5), (3, 7, 603), (8, 3, 2048)):
+        slots = random(dtype, count, rows, size)
+        for average in (False, True):
+            found, wanted = random(dtype, rows, size), random(dtype, rows, size)
+            yield sum_slots(slots, found, average), sum_slots_reference(slots, wanted, average)
+
+
+@case("land_slots")
+def landings(dtype: torch.dtype) -> Pairs:
+    """With all there, and with flags of pieces of 3 rows, which are set."""
+    for count, rows, size in ((2, 1, 12), (3, 7, 603), (8, 300, 2048)):
+        slots, residual, weight = (
+            random(dtype, *shape) for shape in ((count, rows, size), (rows, size), (size,))
+        )
+        wanted = kernels.land_rows_reference(list(slots), residual, weight, 1e-5)
+        pieces = -(-rows // 3)
+        flags = torch.ones(pieces * count, dtype=torch.int32, device=DEVICE)
+        table = torch.arange(pieces * count, dtype=torch.int32, device=DEVICE).view(pieces, count)
+        for arrivals in (None, SlotArrivals(flags, table, 3)):
+            out = torch.empty_like(residual), torch.empty_like(residual)
+            found = land_slots(slots, residual, weight, 1e-5, out, arrivals)
+            yield from zip(found, wanted, strict=True)
 
 
 def compare(name: str, found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:

@@ -43,7 +43,7 @@ WORLDS = [world for world in (2, 4) if world <= torch.cuda.device_count()]
 # Rows of all ranks, columns, and columns of A: whole tiles, several to a program; ragged; few rows.
 SHAPES = [(4096, 4096, 1024), (1036, 1000, 520), (8, 2056, 264), (2048, 1024, 4096), (60, 136, 72)]
 FEW = [(8, 4096, 1024), (1, 8200, 3584), (64, 2048, 512), (3, 1001, 264), (33, 1024, 2048)]
-REPLAYS = 300
+REPLAYS = int(os.environ.get("LADDER_TEST_REPLAYS", "300"))  # 100000 takes some minutes
 LIMIT = 60.0  # seconds until a job has ended whose rank died
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "chunked": [{}],
