@@ -12,6 +12,7 @@ from ladder.perf.planner.intervals import interval
 from ladder.perf.planner.question import LeftOut, Question, Row, order
 
 WORK = {"decode": inference, "prefill": inference, "train": training}
+NO_ROOM = "does not fit"
 
 
 def work(question: Question) -> ModuleType:
@@ -20,7 +21,7 @@ def work(question: Question) -> ModuleType:
 
 
 def ask(question: Question) -> tuple[list[Row], list[str]]:
-    """All rows, the best first in each batch, and what is left out, with the reason.
+    """What fits as rows, the best first in each batch; and what is left out, with the reason.
 
     Raises UserError for what the user has named and cannot be.
     """
@@ -28,17 +29,22 @@ def ask(question: Question) -> tuple[list[Row], list[str]]:
     of, left_out = work(question), LeftOut()
     rows = []
     for each in of.candidates(question, left_out):
-        held, found = of.held(question, each), of.predict(question, each)
+        held = of.held(question, each)
         machine = question.machines.get(each.tp, question.machine)
+        if not memory.fits(held, machine):
+            place = each.way if question.phase == "train" else f"TP {each.tp}"
+            left_out.add(each.plan, f"{place} with batch {each.batch}", NO_ROOM)
+            continue
+        found = of.predict(question, each)
         trains = question.phase == "train"
         like, way = (question.machine, "") if trains else (machine, each.way)
         model = question.subject.name
         near = interval(question.phase, like.gpu, like.gpus, way, model, found.us)
         tokens_s = of.tokens(question, each) / found.us * 1e6
-        rows.append(Row(each, held, memory.fits(held, machine), found, near, tokens_s))
-    if not rows:
+        rows.append(Row(each, held, found, near, tokens_s))
+    if not rows and not any(line.endswith(NO_ROOM) for line in left_out.lines()):
         raise UserError(f"nothing is left to predict: {'; '.join(left_out.lines())}")
-    rows.sort(key=lambda row: (row.candidate.batch, not row.fits, *order(question.objective)(row)))
+    rows.sort(key=lambda row: (row.candidate.batch, *order(question.objective)(row)))
     return rows, left_out.lines()
 
 

@@ -47,8 +47,8 @@ def front(rows: Sequence[Row]) -> list[Row]:
 
 
 def pareto(rows: Sequence[Row], title: str) -> str:
-    """Every row that fits as a point; those that none beats are full, joined and named."""
-    drawn = [row for row in rows if row.fits and not row.candidate.bound]
+    """Every row as a point; those that none beats are full, joined and named."""
+    drawn = [row for row in rows if not row.candidate.bound]
     best = front(drawn)
     figure, above = headed(HEIGHT, title, ("full: none is better in both", "tokens/s of all GPUs"))
     axes = figure.subplots()

@@ -12,7 +12,7 @@ from ladder.perf.cost import WAY
 from ladder.perf.machine import Machine
 from ladder.perf.memory import GIB, Memory
 from ladder.perf.phases import Prediction
-from ladder.perf.planner.question import Candidate, LeftOut, Question
+from ladder.perf.planner.question import ALONE, Candidate, LeftOut, Question
 from ladder.perf.planner.subject import CHECKPOINT, check_names, degrees
 
 REDUCERS = tuple(WAY)
@@ -51,7 +51,9 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
             if question.is_own(plan, config):
                 continue
             if tp == 1 and config.plan.depends_on_tp and plan != CHECKPOINT:
-                continue  # with T = 1 it is another plan
+                if question.plans:
+                    left_out.add(plan, "TP 1", ALONE)
+                continue
             alone = tp == 1 or config.plan.no_comm
             for reducer in reducers[:1] if alone else reducers:
                 for batch in dict.fromkeys(question.batches):

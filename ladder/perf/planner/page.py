@@ -32,7 +32,7 @@ def as_page(
     title = report.title(question)
     finding = report.verdict(question, rows, best) if best else report.nothing_fits(question, rows)
     parts: list[PagePart] = [] if available() else [NO_FIGURES]
-    if available() and any(row.fits for row in rows):
+    if available() and best is not None:
         parts.append(Figure(pareto(plotted(question), "Latency against throughput")))
     if best is not None:
         if available():

@@ -15,6 +15,7 @@ from ladder.plans import OVERVIEW
 
 # Where throughput is asked for.
 BATCHES = {"decode": (1, 4, 16, 64), "prefill": (1, 4, 16, 64), "train": (1, 2, 4, 8)}
+ALONE = "with T = 1 it is another plan"  # why one that depends on T is left out
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Row:
-    """A candidate with its memory and its time. tokens_s: of all GPUs, each copy alike."""
+    """A candidate that fits, with its memory and its time. tokens_s: of all GPUs, each copy
+    alike."""
 
     candidate: Candidate
     memory: Memory
-    fits: bool
     prediction: Prediction
     interval: Interval
     tokens_s: float
@@ -107,18 +108,22 @@ class LeftOut:
     """What a default includes and cannot run: plans or reducers, where, and why."""
 
     def __init__(self) -> None:
-        self._found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+        self._found: dict[str, dict[str, dict[str, None]]] = {}
 
     def add(self, what: str, where: str, why: str) -> None:
-        names, places = self._found.setdefault(why, ({}, {}))
-        names[what] = places[where] = None
+        self._found.setdefault(why, {}).setdefault(where, {})[what] = None
 
     def lines(self) -> list[str]:
-        """A line for each reason."""
-        return [
-            f"{', '.join(names)} at {', '.join(places)}: {why}"
-            for why, (names, places) in self._found.items()
-        ]
+        """A line for each reason and all places where it is that of the same ones."""
+        found = []
+        for why, places in self._found.items():
+            groups: dict[tuple[str, ...], list[str]] = {}
+            for where, names in places.items():
+                groups.setdefault(tuple(names), []).append(where)
+            found += [
+                f"{', '.join(names)} at {', '.join(some)}: {why}" for names, some in groups.items()
+            ]
+        return found
 
 
 def score(row: Row, objective: str) -> float:
@@ -138,6 +143,6 @@ def order(objective: str) -> Callable[[Row], tuple[float, ...]]:
 
 
 def recommended(rows: Sequence[Row], objective: str) -> Row | None:
-    """The best row that is a model and fits; None if there is none."""
-    able = [row for row in rows if row.fits and not row.candidate.bound]
+    """The best row that is a model; None if there is none."""
+    able = [row for row in rows if not row.candidate.bound]
     return min(able, key=order(objective), default=None)

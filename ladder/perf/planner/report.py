@@ -66,7 +66,7 @@ def _cells(row: Row) -> list[str]:
     return [
         f"{each.plan} (bound)" if each.bound else each.plan, str(each.tp), each.way or "-",
         f"{row.us / 1e3:.3f}", said, f"{row.tokens_s:,.0f}", f"{name} {share:.0%}",
-        f"{found.exposed_us / 1e3:.3f}", f"{_gib(row.memory)}{'' if row.fits else ' NO'}",
+        f"{found.exposed_us / 1e3:.3f}", f"{_gib(row.memory)}",
         found.basis,
     ]  # fmt: skip
 
@@ -107,7 +107,7 @@ def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> l
         f"among {'; '.join(sources)}.{doubt if any(row.interval.far for row in rows) else ''}"
         if sources
         else "No interval: no such pass was recorded."
-    ]
+    ] * bool(rows)
     fitted = {each for row in rows for each in row.prediction.provenance}
     if fitted:
         found.append(
@@ -128,7 +128,7 @@ def verdict(question: Question, rows: Sequence[Row], best: Row) -> str:
     batch = best.candidate.batch if question.objective == "latency" else None
     alike = [
         row for row in rows
-        if row.fits and not row.candidate.bound and batch in (None, row.candidate.batch)
+        if not row.candidate.bound and batch in (None, row.candidate.batch)
     ]  # fmt: skip
     plain = min(
         (row for row in alike if row.candidate.plan == "standard"),
@@ -154,7 +154,7 @@ def verdict(question: Question, rows: Sequence[Row], best: Row) -> str:
 
 
 def nothing_fits(question: Question, rows: Sequence[Row]) -> str:
-    if any(row.fits for row in rows):
+    if rows:
         return "nothing is recommended: a plan without communication is a bound and no model"
     return (
         f"nothing fits {room(question):.1f} GiB of a GPU: lower --batch or --context, or give "
@@ -195,7 +195,7 @@ def row_data(row: Row) -> dict[str, Any]:
     ends = row.interval.of(row.us) or (None, None)
     return {
         "plan": each.plan, "tp": each.tp, "way": each.way, "batch": each.batch,
-        "bound": each.bound, "fits": row.fits, "us": found.us, "low_us": ends[0],
+        "bound": each.bound, "us": found.us, "low_us": ends[0],
         "high_us": ends[1], "interval": row.interval.source, "far":
         row.interval.far, "tokens_s": row.tokens_s, "limits": dict(found.limits),
         "exposed_us": found.exposed_us, "collectives": found.collectives,

@@ -12,7 +12,7 @@ from ladder.parallel.sharded import sharded_refusal
 from ladder.perf import memory, phases
 from ladder.perf.memory import GIB, Memory
 from ladder.perf.phases import Prediction
-from ladder.perf.planner.question import Candidate, LeftOut, Question
+from ladder.perf.planner.question import ALONE, Candidate, LeftOut, Question
 from ladder.perf.planner.subject import check_names
 from ladder.train.config import MOST
 
@@ -82,6 +82,9 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
             if plan == "none" and not question.plans:
                 continue  # not a model
             config = question.subject.config(plan, tp, question.tp_degree)
+            if config.tp_degree == 1:
+                left_out.add(plan, layout.name, f"{ALONE}; --tp-degree gives another")
+                continue
             degree = config.tp_degree or tp
             if degree % tp:
                 left_out.add(plan, layout.name, f"T is {degree}, which {tp} does not divide")
