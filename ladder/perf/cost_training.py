@@ -20,7 +20,11 @@ from ladder.perf.memory import FP32, local_parameters
 
 BACKWARD_ATTENTION = 2.5 / 0.85  # its arithmetic, and its rate, of those of the forward pass
 LANDED = 3  # tensors of a landing: the residual, and both results; and one for each addend
-BACKWARD_LANDING = 5  # two gradients, the residual, the result, and the sums for the weight's
+BACKWARD_LANDING = 6  # two gradients, the residual, the result; two again for the weight's
+GRADIENTS = {
+    "qkv": 4,
+    "gate-up": 3,
+}  # the inputs' gradients of products of one input, and their sum
 SWIGLU = {False: 3, True: 5}  # of the inner size
 ROTARY = 2  # of queries and keys: read and written
 LOGITS = {False: 2, True: 2}  # passes over the logits
@@ -114,6 +118,8 @@ class TrainingCost(PromptCost):
     def _sublayer_products(self, part: str, back: bool) -> float:
         inner = self.shape.held * self.inner * BF16 * self.shape.rows
         us = self._products(part, {"qkv": 3, "gate-up": 2}.get(part, 1), back)
+        if back and part in GRADIENTS:
+            us += GRADIENTS[part] * self.whole / self.memory
         if part == "gate-up":
             us += SWIGLU[back] * inner / self.memory + self.gap
         return us
@@ -163,6 +169,9 @@ class TrainingCost(PromptCost):
             tensors += 1 + 1 / self.shape.held
         if self.config.plan.sublayers[operation.output].reduce == "residual":
             tensors += 3
+        begins = self.config.plan.group_begins[operation.output]
+        if begins is not None:  # partials are added up, and so are their gradients
+            tensors += 3 * (operation.output - begins)
         if operation.kind == "all-reduce" and operation.backward:
             tensors += 2  # the gradient's copy, which the reduce changes in place
         return tensors * self.whole / self.memory + (self.gap if tensors else 0.0)
