@@ -11,6 +11,10 @@ in prompts.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
 from ladder.costs import BF16
 from ladder.kernels.decode import MAX_ROWS
 from ladder.models.config import ModelConfig
@@ -19,7 +23,7 @@ from ladder.models.plan import Plan
 from ladder.perf.cost_prefill import resource, together
 from ladder.perf.graph import Graph, Operation
 from ladder.perf.lower_decode import decode
-from ladder.perf.machine import Basis, Estimate, Machine, worst
+from ladder.perf.machine import Basis, Curve, Estimate, Machine, Value, worst
 from ladder.perf.simulate import simulate
 
 WAY = {"push": "push", "async": "nccl"}
@@ -144,6 +148,9 @@ class DecodeCost:
             found = Estimate(min(small, us), "extrapolated")
         if self.batch == 1:
             return found
+        fitted = self.machine.family("more rows")
+        if fitted:
+            return Estimate(found.us + fitted[0].at(self.batch).us, "extrapolated")
         places = [x for x, _ in self.machine.family("product")[-1].points]
         middle = places[len(places) // 2]
         more = self.machine.between("product", "rows", self.batch, middle)
@@ -161,20 +168,38 @@ class DecodeCost:
         return curve.at(self.message if nbytes is None else nbytes)
 
 
+Recorded = tuple[int, int, float]  # batch, context, microseconds
+
+
 def calibrate(
-    config: ModelConfig,
-    machine: Machine,
-    tp: int,
-    reducer: str,
-    batch: int,
-    context: int,
-    us: float,
-) -> float:
-    """The `step_stretch` with which a step of this model takes `us` microseconds."""
+    config: ModelConfig, machine: Machine, tp: int, reducer: str, steps: Sequence[Recorded]
+) -> tuple[float, list[tuple[float, float]]]:
+    """The `step_stretch` that explains the step of the least batch, and with it the points of `more
+    rows` that explain the others."""
+    (batch, context, us), *others = sorted(steps)
+    times = partial(_us, config, machine, tp, reducer)
+    stretch = _solve(us, lambda value: times(batch, context, value, None))
+    points = []
+    for rows, context, us in others:
+        points.append((float(rows), _solve(us, partial(times, rows, context, stretch))))
+    return stretch, points
+
+
+def _us(
+    config: ModelConfig, machine: Machine, tp: int, reducer: str, batch: int, context: int,
+    stretch: float, more: float | None,
+) -> float:  # fmt: skip
+    curves = machine.curves
+    if more is not None:
+        curves = tuple(each for each in curves if each.name != "more rows")
+        curves += (Curve("more rows", {}, ((float(batch), more),), "fitted: tried"),)
+    values = {**machine.values, "step_stretch": Value(stretch, "fitted: tried")}
+    machine = replace(machine, values=values, curves=curves)
     cost = DecodeCost(config, machine, tp, reducer, batch, context)
-    times = []
-    for stretch in (1.0, 2.0):  # linear without a collective that something hides
-        cost.stretch = stretch
-        cost._known.clear()
-        times.append(simulate(cost.lowered(config.plan), cost).total)
-    return 1 + (us - times[0]) / (times[1] - times[0])
+    return simulate(cost.lowered(config.plan), cost).total
+
+
+def _solve(us: float, time: Callable[[float], float]) -> float:
+    """Where `time`, which is linear without a collective that something hides, is `us`."""
+    one, two = time(1.0), time(2.0)
+    return 1 + (us - one) / (two - one)

@@ -64,6 +64,7 @@ CURVES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "copy": ("bytes", (), "a copy on one GPU"),
     "peer copy": ("bytes", (), "a copy to another GPU's memory, by a copy engine"),
     "product": ("bytes", ("rows",), "a product of few rows in a chain, by bytes of its weight"),
+    "more rows": ("rows", (), "what a product of more rows than one takes besides; fitted"),
     "matrix": ("rows", ("outputs", "inputs"), "a product of many rows"),
     "attention": ("heads", ("keys",), "attention of a decode step, by KV heads of all sequences"),
     "landing": ("rows", ("hidden",), "a landing of own partials as a kernel of its own"),
@@ -198,7 +199,8 @@ class Machine:
         names = [f"{name}: {text}" for name, text in VALUES.items() if name not in known]
         alone = ("all-reduce", "all-gather", "reduce-scatter", "peer copy")
         for name, (_, _, text) in CURVES.items():
-            if not self.family(name) and not (self.gpus == 1 and name in alone):
+            optional = name == "more rows" or (self.gpus == 1 and name in alone)
+            if not self.family(name) and not optional:
                 names.append(f"{name}: {text}")
         return names + (["links: latency and rate"] if self.gpus > 1 and not self.links else [])
 

@@ -16,7 +16,7 @@ from ladder.kernels.decode import MAX_ROWS
 from ladder.models.errors import UserError
 from ladder.perf import phases
 from ladder.perf.cost import calibrate
-from ladder.perf.machine import Machine, Value, shipped
+from ladder.perf.machine import Curve, Machine, Value, shipped
 from ladder.perf.machine import load as load_machine
 
 CALIBRATED = ("llama-3-8b", "none")  # on all GPUs: what fitted values may come from
@@ -112,11 +112,10 @@ def context_of(point: InferencePoint) -> int:
     return point.prompt + point.new_tokens // 2
 
 
-def is_calibration(point: InferencePoint, machine: Machine, phase: str) -> bool:
-    """Whether a fitted value comes from it: of decode steps, that of one sequence."""
-    one = phase == "prefill" or point.batch == 1
+def is_calibration(point: InferencePoint, machine: Machine) -> bool:
+    """Whether a fitted value comes from it, or could."""
     this = (point.model, point.plan) == CALIBRATED and point.tp == machine.gpus
-    return this and one and not point.no_comm
+    return this and not point.no_comm
 
 
 def is_training_calibration(run: Run, machine: Machine) -> bool:
@@ -128,26 +127,29 @@ def is_training_calibration(run: Run, machine: Machine) -> bool:
 def calibrated(machine: Machine, *files: Path) -> Machine:
     """The machine with its fitted values from the records of CALIBRATED, and from no other.
 
-    `step_stretch` from the decode step of one sequence, `prompt_gap_us` from its prefill,
-    `power_limit` from the longest prefill, if it is long enough to show it, and `training_bytes`
-    from a training step, if there is one.
+    `step_stretch` from the decode step of one sequence, `more rows` from those of more,
+    `prompt_gap_us` from the prefill of one, `power_limit` from the longest prefill, if it is long
+    enough to show it, and `training_bytes` from a training step, if there is one.
     """
     said = ", ".join(file.name for file in files)
     steps = calibrations(files, machine, "decode")
     prompts = calibrations(files, machine, "prefill")
-    if not steps:
+    if not any(each.batch == 1 for each in steps):
         model, plan = CALIBRATED
         raise UserError(
             f"--calibrate={said} has no decode step of {model}, plan {plan}, batch 1, at TP "
             f"{machine.gpus} on {machine.gpu}; measure it: ladder bench inference --model {model} "
             f"--plans {plan} --nproc {machine.gpus}"
         )
-    for point, ms in steps.items():
-        found = calibrate(
-            resolve(point), machine, point.tp, point.reducer, point.batch, context_of(point),
-            1e3 * ms,
-        )  # fmt: skip
-        machine = _fitted(machine, "step_stretch", found, point, ms, said)
+    point = min(steps, key=lambda each: each.batch)
+    taken = [(each.batch, context_of(each), 1e3 * ms) for each, ms in steps.items()]
+    stretch, more = calibrate(resolve(point), machine, point.tp, point.reducer, taken)
+    machine = _fitted(machine, "step_stretch", stretch, point, steps[point], said)
+    if more and min(us for _, us in more) > 0:
+        points = tuple((rows, round(us, 3)) for rows, us in more)
+        about = f"fitted: the same of more sequences; {said}"
+        curves = tuple(each for each in machine.curves if each.name != "more rows")
+        machine = replace(machine, curves=(*curves, Curve("more rows", {}, points, about)))
     by_length = sorted(prompts.items(), key=lambda each: each[0].batch * each[0].prompt)
     for _ in range(2 if by_length else 0):  # each has a little of the other
         short, long = by_length[0], by_length[-1]
@@ -166,7 +168,7 @@ def calibrations(
     """What was recorded of CALIBRATED, once for each batch."""
     found: dict[tuple[int, int], tuple[InferencePoint, list[float]]] = {}
     for point, ms in inference_times(files, machine, phase).items():
-        if is_calibration(point, machine, phase):
+        if is_calibration(point, machine):
             found.setdefault((point.batch, point.prompt), (point, []))[1].append(ms)
     return {point: statistics.median(times) for point, times in found.values()}
 
@@ -228,7 +230,7 @@ def scores(files: Iterable[Path], machine: Machine, phase: str) -> list[Score]:
         if isinstance(point, Run):
             seen = is_training_calibration(point, machine)
         else:
-            seen = is_calibration(point, machine, phase)
+            seen = is_calibration(point, machine)
         found.append(Score(phase, point, ms, predicted(phase, point, machine), seen))
     return found
 
