@@ -2,11 +2,11 @@
 
 Products, attention and all-reduces take what the machine's file says. Products and attention take
 more in a step than in a chain of their own: `step_stretch` times as long, which is fitted to one
-recorded step of a model without communication (`calibrate`). A kernel that only moves a few rows
-(the embedding, the choice of the token, and a landing of which the file has no curve) takes
-`launch_us`. What rides on a product is free, and a product that pushes ends when all ranks have its
-result. With NCCL every change of stream takes another `launch_us`, and products slow collectives as
-in prompts.
+recorded step of a model without communication (`calibrate`), and `more rows` to the same of more
+sequences. A kernel that only moves a few rows (the embedding, the choice of the token, and a
+landing of which the file has no curve) takes `launch_us` and its rows' bytes. What rides on a
+product takes its bytes alone, and a product that pushes ends when all ranks have its result. With
+NCCL every change of stream takes another `launch_us`, and products slow collectives as in prompts.
 """
 
 from __future__ import annotations
@@ -69,6 +69,9 @@ class DecodeCost:
         self.bases: list[Basis] = []
         self._known: dict[tuple[str, str, bool, bool], Estimate] = {}
         self.crossing: set[int] = set()  # what waits for another stream
+        self.riding: dict[int, float] = {}  # microseconds of the rows that ride on a launch
+        self.memory = 1e6 * machine.value("copy_tb_s")  # bytes a microsecond
+        self.landings = bool(machine.family("landing"))
 
     def lowered(self, plan: Plan) -> Graph:
         """The step of a plan, whose costs this then knows."""
@@ -78,7 +81,21 @@ class DecodeCost:
             for each in graph.operations
             if any(graph.operations[need].stream != each.stream for need in each.needs)
         }
+        self.riding = {}
+        for each in graph.operations:
+            if each.rides is not None:
+                found = self.riding.get(each.rides, 0.0) + self._moved(each)
+                self.riding[each.rides] = found
         return graph
+
+    def _moved(self, operation: Operation) -> float:
+        """Microseconds of the rows that a landing, a sum or a send reads and writes: a push has a
+        row of each rank to read, and to store for each."""
+        tensors = float(self.tp if operation.kind == "send" else 3)
+        for each in operation.landings:
+            pieces = self.tp if self.reducer == "push" else 1
+            tensors += (pieces if each.summed else 0) + (each.own != 0)
+        return tensors * self.message / self.memory
 
     def __call__(self, operation: Operation) -> float:
         rides = operation.rides is not None
@@ -86,8 +103,12 @@ class DecodeCost:
         if key not in self._known:
             self._known[key] = found = self.estimate(operation)
             self.bases.append(found.basis)
-        crossing = self.small if operation.index in self.crossing else 0.0
-        return self._known[key].us + crossing + (0.0 if rides else self.gap)
+        more = 0.0 if rides else self.gap + self.riding.get(operation.index, 0.0)
+        if operation.index in self.crossing:
+            more += self.small
+        if not rides and operation.kind in ("landing", "sum") and not self.landings:
+            more += self._moved(operation)
+        return self._known[key].us + more
 
     def beside(self, operation: Operation, other: Operation) -> float:
         """The speed of an operation beside one of another stream. NCCL takes the fewer

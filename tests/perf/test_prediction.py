@@ -14,7 +14,7 @@ from ladder.perf import phases
 from ladder.perf.graph import COMM, Graph, Operation, forward
 from ladder.perf.lower_decode import decode
 from ladder.perf.machine import Curve, Machine, Value, load
-from ladder.perf.prediction.records import calibrated
+from ladder.perf.prediction.records import calibrated, scores
 from ladder.perf.simulate import simulate
 from tests import ROOT
 
@@ -120,7 +120,8 @@ def test_landings_take_what_their_curve_says_where_there_is_one() -> None:
     curve = Curve("landing", {"hidden": 4096}, ((1.0, 2.0), (4.0, 2.5)), "measured")
     more = replace(machine, curves=(*machine.curves, curve))
     for plan, landings in (("none", 65), ("ladder", 2)):
-        longer = 2.0 - machine.value("launch_us")  # which they take without one
+        # Without one they take a launch, and the bytes of four tensors of a row.
+        longer = 2.0 - machine.value("launch_us") - 4 * 8192 / (1e6 * machine.value("copy_tb_s"))
         assert step(plan, more) - step(plan, machine) == pytest.approx(longer * landings, abs=0.1)
 
 
@@ -149,3 +150,12 @@ def test_a_step_stretches_with_its_kernels() -> None:
     curve = machine.family("attention")[0]
     more = machine.value("step_stretch") * (curve.at(4 * 128).us - curve.at(128).us)
     assert four - one == pytest.approx(32 * more)
+
+
+def test_more_sequences_are_fitted_to_the_model_without_communication() -> None:
+    """Both recorded steps of it are explained, and nothing else of the file is read."""
+    machine = calibrated(load("h200x4"), FILE)
+    found = [each for each in scores([FILE], machine, "decode") if each.calibrated]
+    assert sorted(each.point.batch for each in found) == [1, 64]
+    for each in found:
+        assert each.predicted == pytest.approx(each.measured, rel=1e-3)
