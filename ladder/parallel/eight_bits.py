@@ -40,6 +40,13 @@ def unpacked(message: Tensor, kind: str) -> Tensor:
     return small.float().mul_(scales)
 
 
+def rounding_refusal(plan: Plan) -> str | None:
+    """The reason why this plan's reduces cannot be in 8 bits, or None."""
+    if all(record.reduce != "residual" for record in plan.sublayers):
+        return None
+    return "some of its reduces sum the residual itself, which 8 bits would round again and again"
+
+
 class EightBitReducer(AsyncReducer):
     """All-reduces whose messages are in 8 bits, half the bytes of bfloat16. Inference only.
 
@@ -58,10 +65,9 @@ class EightBitReducer(AsyncReducer):
         self.side_stream: torch.cuda.Stream | None = None
 
     def begin(self, runtime: Runtime, plan: Plan, norms: Sequence[Norm], shape: torch.Size) -> Pass:
-        if any(record.reduce == "residual" for record in plan.sublayers):
+        if reason := rounding_refusal(plan):
             raise UserError(
-                f"reducer=async-{self.kind} with plan {plan.name!r}, some of whose reduces sum the "
-                f"residual itself, which 8 bits would round again and again; use reducer=async"
+                f"reducer=async-{self.kind} with plan {plan.name!r}: {reason}; use reducer=async"
             )
         return super().begin(runtime, plan, norms, shape)
 

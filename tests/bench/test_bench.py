@@ -110,6 +110,17 @@ def test_one_process_has_one_reducer_and_nothing_to_drop() -> None:
     assert [(p.plan, p.reducer) for p in points] == [("ladder", "async"), ("desync-2x", "async")]
 
 
+def test_plans_whose_reduces_cannot_be_rounded_are_left_out() -> None:
+    settings = Settings("tiny", plans=("desync-2x", "ladder"), reducers=("async", "async-fp8"),
+                        prompt=8, new_tokens=4)  # fmt: skip
+    (points,), left_out = expand([settings], 4, True, anything)
+    assert [line.partition(":")[0] for line in left_out] == ["desync-2x at TP 4, reducer async-fp8"]
+    found = {(each.plan, each.reducer) for each in points if not each.no_comm}
+    assert ("ladder", "async-fp8") in found
+    assert ("desync-2x", "async") in found
+    assert ("desync-2x", "async-fp8") not in found
+
+
 def test_a_refused_reducer_is_left_out_with_the_reason() -> None:
     settings = Settings("tiny", prompt=8, new_tokens=4)
 

@@ -15,7 +15,8 @@ from ladder.models.errors import UserError, check_keys, unknown
 from ladder.models.presets import resolve_plan
 from ladder.models.reducer import Ranks
 from ladder.models.storage import QUANTISED
-from ladder.parallel.choose import INFERENCE
+from ladder.parallel.choose import INFERENCE, REDUCERS
+from ladder.parallel.eight_bits import rounding_refusal
 from ladder.parallel.sharded import sharded_refusal
 
 CHECKPOINT = "checkpoint"  # the name of a checkpoint's own plan, with its weights
@@ -330,6 +331,10 @@ def _points(
             if why:
                 left_out[f"{plan} at TP {tp}, reducer fused: {why}"] = None
                 mine.remove("fused")
+        why = None if resolved.no_comm else rounding_refusal(resolved)
+        for reducer in [each for each in mine if why and REDUCERS[each].rounds]:
+            left_out[f"{plan} at TP {tp}, reducer {reducer}: {why}"] = None
+            mine.remove(reducer)
         if not mine:
             continue
         found += [replace(point, reducer=r) for r in mine]
