@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ladder.bench.ops.points import OPS
+from ladder.bench.ops.points import OF_EXPERTS, OPS
 from ladder.cli import main
 
 pytestmark = [
@@ -37,6 +37,9 @@ def test_bench_ops(tmp_path: Path, capfd: pytest.CaptureFixture[str], world: int
     # It waits for offsets on the host, which no graph can hold.
     assert ("embedding_bag_all_to_all", "staged", "captured") not in timed
     assert "embedding_bag_all_to_all, dlrm" in said.err
+    for op in ("embedding_bag_all_to_all", *OF_EXPERTS):
+        assert {(op, "pushed", mode) for mode in ("captured", "eager")} <= timed
+    assert ("matmul_all_to_all", "grouped", "captured") in timed
     for way in ("torch fused", "torch native"):
         assert ("all_gather_matmul", way, "eager") in timed
     assert ("matmul_reduce_scatter", "torch fused", "eager") in timed
