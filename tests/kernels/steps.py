@@ -75,11 +75,12 @@ OTHERS = (
     ),
     *(Step("ladder", 2, batch, dtype) for dtype in (FP16, FP32) for batch in (1, 16)),
 )
-# Those of the slow test alone, as HOT.
+# Those of the slow test alone, as HOT. Of one rank, a product with a landing keeps to a limit of
+# registers, under which Triton 3.6 spills (`ladder.kernels.decode_shapes.registers`).
 MORE = tuple(
     Step(plan, world, batch)
     for plan in ("ladder", "standard")
-    for world in (1, 4)
+    for world in (2, 4)
     for batch in (1, 2, 16, 64)
 )
 
