@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,7 +23,7 @@ from ladder.perf.cost_training import TrainingCost, TrainingShape
 from ladder.perf.graph import REDUCES, Graph, Operation, training
 from ladder.perf.lower_prefill import Way
 from ladder.perf.lower_prefill import prefill as lower_prefill
-from ladder.perf.machine import Basis, Machine, for_degree, worst
+from ladder.perf.machine import Basis, Estimate, Machine, for_degree, worst
 from ladder.perf.memory import held_ranks
 from ladder.perf.simulate import Times, simulate
 
@@ -55,7 +55,7 @@ class Prediction:
     the operations by what they are (products, attention, landings, communication, launches),
     microseconds that add up to `us`, the most first. collectives, launches: how many. provenance:
     where the curves and values come from. graph, times: all operations and when they run, for
-    pictures and traces.
+    pictures and traces. estimate: what an operation takes alone.
     """
 
     us: float
@@ -67,6 +67,16 @@ class Prediction:
     graph: Graph
     times: Times
     bare: Callable[[], float]
+    estimate: Callable[[Operation], Estimate]
+
+    @cached_property
+    def bases(self) -> dict[Basis, float]:
+        """The shares of the longest path whose operations have each basis."""
+        found: dict[Basis, float] = {}
+        for index, us in self.times.longest_path():
+            basis = self.estimate(self.graph.operations[index]).basis
+            found[basis] = found.get(basis, 0.0) + us / self.times.total
+        return found
 
     @cached_property
     def exposed_us(self) -> float:
@@ -92,14 +102,14 @@ def decode(
     def bare() -> float:
         return simulate(cost.lowered(config.plan.as_no_comm()), cost).total
 
-    return _prediction(graph, times, bare, cost.bases, machine)
+    return _prediction(graph, times, bare, cost, machine)
 
 
 def _prediction(
     graph: Graph,
     times: Times,
     bare: Callable[[], float],
-    bases: Sequence[Basis],
+    cost: DecodeCost | PromptCost | TrainingCost,
     machine: Machine,
 ) -> Prediction:
     spent: dict[str, float] = {}
@@ -110,7 +120,7 @@ def _prediction(
     fitted = [each.provenance for each in machine.values.values() if "fitted" in each.provenance]
     return Prediction(
         us=times.total,
-        basis=worst(bases),
+        basis=worst(cost.bases),
         limits=limits,
         collectives=len(graph.reduces),
         launches=sum(graph.launches.values()),
@@ -118,6 +128,7 @@ def _prediction(
         graph=graph,
         times=times,
         bare=bare,
+        estimate=cost.estimate,
     )
 
 
@@ -144,7 +155,7 @@ def prefill(
         way = prompt_way(plan, machine.gpu, tp, reducer, (batch, prompt), token)
         return _limited(lower_prefill(plan, way), cost).total
 
-    return _prediction(graph, times, bare, cost.bases, machine)
+    return _prediction(graph, times, bare, cost, machine)
 
 
 def prompt_way(
@@ -213,7 +224,7 @@ def train(
         _, found, _, before = timed("none", True)
         return found.total + before
 
-    found = _prediction(graph, times, bare, cost.bases, machine)
+    found = _prediction(graph, times, bare, cost, machine)
     return found if not earlier else replace(
         found, us=times.total + earlier,
         limits=tuple((name, us * (1 + earlier / times.total)) for name, us in found.limits),

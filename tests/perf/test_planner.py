@@ -63,6 +63,8 @@ def test_a_70b_over_all_plans_and_degrees_takes_under_two_seconds(capsys: Out) -
     assert time.process_time() - start < 4  # on a busy machine
     rows = found["rows"]
     assert {row["tp"] for row in rows} == {2, 4}
+    assert all(sum(row["bases"].values()) == pytest.approx(1.0) for row in rows)
+    assert all(row["bases"][row["basis"]] > 0 for row in rows)
     assert len({row["plan"] for row in rows}) == 10
     assert [row["us"] for row in rows] == sorted(row["us"] for row in rows)
     (line,) = found["left_out"]  # 131 GiB of weights

@@ -67,7 +67,7 @@ def _cells(row: Row) -> list[str]:
         f"{each.plan} (bound)" if each.bound else each.plan, str(each.tp), each.way or "-",
         f"{row.us / 1e3:.3f}", said, f"{row.tokens_s:,.0f}", f"{name} {share:.0%}",
         f"{found.exposed_us / 1e3:.3f}", f"{_gib(row.memory)}",
-        found.basis,
+        f"{found.basis} {found.bases.get(found.basis, 0.0):.0%}",
     ]  # fmt: skip
 
 
@@ -199,7 +199,8 @@ def row_data(row: Row) -> dict[str, Any]:
         "high_us": ends[1], "interval": row.interval.source, "far":
         row.interval.far, "tokens_s": row.tokens_s, "limits": dict(found.limits),
         "exposed_us": found.exposed_us, "collectives": found.collectives,
-        "launches": found.launches, "basis": found.basis, "provenance": list(found.provenance),
+        "launches": found.launches, "basis": found.basis, "bases": found.bases,
+        "provenance": list(found.provenance),
         "memory_gib": row.memory.total / GIB,
         "memory": {name: size / GIB for name, size in asdict(row.memory).items() if size},
     }  # fmt: skip
