@@ -11,13 +11,13 @@ import torch
 from ladder.bench.training.points import parse_layout
 from ladder.costs import BF16
 from ladder.models.config import ModelConfig
-from ladder.models.errors import UserError
+from ladder.models.errors import UserError, unknown
 from ladder.models.plan import Plan
 from ladder.models.reducer import Ranks
 from ladder.parallel.choose import choose
 from ladder.parallel.dispatch import load_dispatch
 from ladder.parallel.sharded import sharded_refusal
-from ladder.perf.cost import DecodeCost
+from ladder.perf.cost import WAY, DecodeCost
 from ladder.perf.cost_prefill import PromptCost, resource
 from ladder.perf.cost_training import TrainingCost, TrainingShape
 from ladder.perf.graph import REDUCES, Graph, Operation, training
@@ -100,6 +100,8 @@ def decode(
     times = simulate(graph, cost, cost.beside if reducer == "async" else None)
 
     def bare() -> float:
+        if tp == 1:
+            return times.total
         return simulate(cost.lowered(config.plan.as_no_comm()), cost).total
 
     return _prediction(graph, times, bare, cost, machine)
@@ -143,6 +145,10 @@ def prefill(
 
     reducer: push, or async (NCCL). Raises UserError as `decode` does.
     """
+    config.check_divides(tp, "--tp")
+    _check_tokens(config, batch, prompt)
+    if reducer not in WAY:
+        raise unknown("reducer of --reducers", reducer, WAY)
     machine = for_degree(machine, tp)
     cost = PromptCost(config, machine, tp, batch, prompt)
     token = BF16 * config.hidden_size
@@ -151,11 +157,23 @@ def prefill(
     times = _limited(graph, cost)
 
     def bare() -> float:
+        if tp == 1:
+            return times.total
         plan = config.plan.as_no_comm()
         way = prompt_way(plan, machine.gpu, tp, reducer, (batch, prompt), token)
         return _limited(lower_prefill(plan, way), cost).total
 
     return _prediction(graph, times, bare, cost, machine)
+
+
+def _check_tokens(config: ModelConfig, batch: int, tokens: int) -> None:
+    """Raise UserError unless the model can take so many sequences and tokens."""
+    if batch < 1:
+        raise UserError(f"--batch={batch} must be 1 or more")
+    if not 1 <= tokens <= config.max_seq_len:
+        raise UserError(
+            f"--context={tokens} must be 1 to the model's context, {config.max_seq_len}"
+        )
 
 
 def prompt_way(
@@ -197,8 +215,9 @@ def train(
 
     Raises UserError for a layout that the GPUs, the plan or the model cannot have.
     """
+    _check_tokens(config, batch, seq_len)
     micro = micro_batch or batch
-    if batch % micro:
+    if micro < 1 or batch % micro:
         raise UserError(f"--micro-batch={micro} does not divide --batch={batch}")
     shape = training_shape(
         config, gpus or machine.gpus, layout, micro, seq_len, activation_checkpointing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -124,7 +125,7 @@ def test_one_rank_reduces_nothing_and_takes_longer() -> None:
     config = model("standard")
     one = phases.prefill(config, load("h200x4"), 1, "push", 1, 1024)
     two = phases.prefill(config, load("h200x4"), 2, "push", 1, 1024)
-    assert one.collectives == 0
+    assert (one.collectives, one.exposed_us) == (0, 0.0)
     assert not [each for each in one.graph.operations if each.kind == "all-reduce"]
     assert one.us > 1.2 * two.us
 
@@ -165,6 +166,21 @@ def test_products_take_what_the_curve_of_the_nearest_shape_says() -> None:
     cost = PromptCost(config, more, 4, 1, 1024)
     assert cost.product("gate-up", 1024) == pytest.approx(80 * 7168 / 8192 + cost.gap)
     assert cost.product("gate-up", 2048) == pytest.approx(160 * 7168 / 8192 + cost.gap)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tp": 3}, "--tp=3"),
+        ({"reducer": "ring"}, "unknown reducer of --reducers 'ring'"),
+        ({"batch": 0}, "--batch=0 must be 1 or more"),
+        ({"prompt": 8193}, "--context=8193 must be 1 to the model's context, 8192"),
+    ],
+)
+def test_prompts_that_cannot_be(given: dict[str, object], said: str) -> None:
+    asked = {"tp": 4, "reducer": "push", "batch": 1, "prompt": 1024} | given
+    with pytest.raises(UserError, match=re.escape(said)):
+        phases.prefill(model("ladder"), load("h200x4"), **asked)  # type: ignore[arg-type]
 
 
 def test_a_transport_that_is_unknown_is_refused() -> None:

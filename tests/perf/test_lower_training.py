@@ -156,3 +156,7 @@ def test_layouts_that_cannot_be(layout: str, plan: str, said: str) -> None:
         step(plan, layout)
     with pytest.raises(UserError, match="--micro-batch=2 does not divide --batch=3"):
         step("standard", "ddp", batch=3, micro_batch=2)
+    with pytest.raises(UserError, match="--batch=0 must be 1 or more"):
+        step("standard", "ddp", batch=0)
+    with pytest.raises(UserError, match="--context=8193 must be 1 to the model's context, 8192"):
+        phases.train(model("standard"), load("h200x4"), "ddp", 8193, 1)
