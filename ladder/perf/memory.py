@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from ladder.bench.training.points import parse_layout
 from ladder.costs import (
@@ -32,6 +33,7 @@ from ladder.perf.machine import Machine
 
 GIB = 2**30
 FP32 = 4
+PLANNED = ("plan", "tp_degree")  # fields of a config that are no part of the shape
 MOMENTS = 2  # of AdamW, in float32
 
 
@@ -61,11 +63,14 @@ def local_parameters(config: ModelConfig, tp: int) -> int:
     Those of the plan `standard`: plans differ in their norms alone, by less than a thousandth.
     """
     config.check_divides(tp, "--tp")
-    return _local_parameters(replace(config, plan="standard", tp_degree=None), tp)  # type: ignore[arg-type]
+    values = (getattr(config, item.name) for item in fields(config) if item.name not in PLANNED)
+    return _local_parameters(tuple(values), tp)
 
 
 @functools.lru_cache(maxsize=64)
-def _local_parameters(config: ModelConfig, tp: int) -> int:
+def _local_parameters(shape: tuple[Any, ...], tp: int) -> int:
+    names = (item.name for item in fields(ModelConfig) if item.name not in PLANNED)
+    config = ModelConfig(**dict(zip(names, shape, strict=True)))
     ranks = Ranks(tp, 0, 1)
     model = meta_model(config)
     found, seen = 0, set()
