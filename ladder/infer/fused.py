@@ -41,7 +41,7 @@ from ladder.models.transformer import Parts, Transformer
 from ladder.parallel.choose import Choice, choose
 from ladder.parallel.decode import DecodeReducer, Matrix
 from ladder.parallel.dispatch import PREFILL_TRANSPORTS
-from ladder.parallel.prefill import FusedPrefill, FusedPrompts
+from ladder.parallel.prefill import FusedPrefill, FusedPrompts, fused_passes
 from ladder.parallel.reducers import AsyncReducer, PushReducer
 from ladder.parallel.sharded import ShardedReducer, sharded_refusal
 
@@ -289,8 +289,9 @@ class PassReducers:
                     fused = FusedPrefill(base.ranks, push.group, plan, transport)
                     self.makers["fused", transport] = fused
         elif insists:
+            transport = "" if sharded_refusal(plan, base.ranks) else "collective"
             assert isinstance(base, AsyncReducer), base
-            self.makers["fused", "collective"] = FusedPrefill(base.ranks, base.group, plan)
+            self.makers["fused", transport] = fused_passes(base, plan)
 
     def choice(self, shape: torch.Size) -> Choice:
         """The choice for a pass over tokens of `shape`, with its reason."""

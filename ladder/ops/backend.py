@@ -16,6 +16,7 @@ from torch import Tensor
 from ladder.comm import collectives
 from ladder.ops.calls import rows_back, rows_first
 from ladder.ops.landings import land
+from ladder.ops.products import product
 from ladder.ops.registry import ANY_ORDER, implement
 
 
@@ -57,8 +58,10 @@ def collective_matmul_reduce_scatter(
 
 
 @implement("matmul_all_reduce", ANY_ORDER, ordered=False)
-def collective_matmul_all_reduce(group: dist.ProcessGroup, A: Tensor, B: Tensor) -> Tensor:
-    return summed(group, A @ B)
+def collective_matmul_all_reduce(
+    group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None
+) -> Tensor:
+    return summed(group, product(A, B, addend))
 
 
 @implement("linear_all_reduce", ANY_ORDER, ordered=False)

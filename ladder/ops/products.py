@@ -31,6 +31,7 @@ from ladder.ops.checks import (
     check_matrix,
     check_reduce_op,
     check_rows,
+    check_shape,
 )
 from ladder.ops.collectives import (
     all_gather,
@@ -226,13 +227,18 @@ matmul_reduce_scatter.register_autograd(
 
 # -- matmul_all_reduce, linear_all_reduce -----------------------------------------------------
 
-define("matmul_all_reduce", ("m", "n", "k"), lambda ranks, A, B: (rows_of(A), B[1], A[-1]))
+define(
+    "matmul_all_reduce", ("m", "n", "k"),
+    lambda ranks, A, B, addend=None: (rows_of(A), B[1], A[-1]),
+)  # fmt: skip
 define("linear_all_reduce", ("m", "n", "k"), lambda ranks, x, weight: (rows_of(x), *weight))
 
 
 @implement("matmul_all_reduce", "staged")
-def staged_matmul_all_reduce(group: dist.ProcessGroup, A: Tensor, B: Tensor) -> Tensor:
-    return exchange.sum_everywhere(A @ B, group)
+def staged_matmul_all_reduce(
+    group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None
+) -> Tensor:
+    return exchange.sum_everywhere(product(A, B, addend), group)
 
 
 @implement("linear_all_reduce", "staged")
@@ -241,41 +247,57 @@ def staged_linear_all_reduce(group: dist.ProcessGroup, x: Tensor, weight: Tensor
     return exchange.sum_in_order(exchange.gather(F.linear(x, weight), group)).to(x.dtype)
 
 
-def _check_matmul_all_reduce(A: Tensor, B: Tensor, group_name: str) -> None:
+def product(A: Tensor, B: Tensor, addend: Tensor | None) -> Tensor:
+    """A @ B + addend, rounded once."""
+    if addend is None:
+        return A @ B
+    rows = torch.addmm(addend.flatten(0, -2), A.flatten(0, -2), B)
+    return rows.unflatten(0, A.shape[:-1])
+
+
+def _check_matmul_all_reduce(A: Tensor, B: Tensor, group_name: str, addend: Tensor | None) -> None:
     check_like("A", A, B=B)
     check_matrix("B", B, "A", A)
+    if addend is not None:
+        check_like("A", A, addend=addend)
+        check_shape("addend", addend, [*A.shape[:-1], B.shape[1]], "the shape of A @ B")
     size_of(group_name)
 
 
 @custom_op("ladder::matmul_all_reduce", mutates_args=())
-def matmul_all_reduce(A: Tensor, B: Tensor, group_name: str) -> Tensor:
+def matmul_all_reduce(
+    A: Tensor, B: Tensor, group_name: str, addend: Tensor | None = None
+) -> Tensor:
     """The sum of the ranks' A @ B, [..., n], on every rank. A: [..., k], any rows. B: [k, n].
+
+    addend: [..., n], added to this rank's product, and so a part of the sum.
 
     Adjoint: the ranks' gradients are summed, then multiplied. A rank's gradient is that of its own
     copy of the result, and the loss is counted once over all ranks (ladder.models.reducer): where
     every rank computes the whole loss from its copy, each divides it by T.
     """
-    _check_matmul_all_reduce(A, B, group_name)
-    return execute("matmul_all_reduce", group_name, A, (A.shape, B.shape), A, B)
+    _check_matmul_all_reduce(A, B, group_name, addend)
+    return execute("matmul_all_reduce", group_name, A, (A.shape, B.shape), A, B, addend)
 
 
 @matmul_all_reduce.register_fake
-def _(A: Tensor, B: Tensor, group_name: str) -> Tensor:
-    _check_matmul_all_reduce(A, B, group_name)
+def _(A: Tensor, B: Tensor, group_name: str, addend: Tensor | None = None) -> Tensor:
+    _check_matmul_all_reduce(A, B, group_name, addend)
     return A.new_empty((*A.shape[:-1], B.shape[1]))
 
 
 def _save_both(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    A, B, ctx.group = inputs
+    A, B, ctx.group, *_ = inputs
     ctx.save_for_backward(A, B)
 
 
 def _matmul_all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     A, B = ctx.saved_tensors
     total = all_reduce(grad, ctx.group)
-    needs_A, needs_B, _ = ctx.needs_input_grad
+    needs_A, needs_B, _, needs_addend = ctx.needs_input_grad
     grad_B = transposed_product(A, total) if needs_B else None
-    return total @ B.t() if needs_A else None, grad_B, None
+    of_addend = total if needs_addend else None
+    return total @ B.t() if needs_A else None, grad_B, None, of_addend
 
 
 matmul_all_reduce.register_autograd(_matmul_all_reduce_backward, setup_context=_save_both)

@@ -14,6 +14,7 @@ from ladder.comm.push import DTYPES, PushAllReduce
 from ladder.kernels import project
 from ladder.kernels.decode import MAX_ROWS
 from ladder.ops.overlapped import peer_refusal
+from ladder.ops.products import product
 from ladder.ops.registry import Call, implement
 from ladder.ops.workspace import workspace
 
@@ -33,12 +34,16 @@ def pushed_linear_all_reduce(group: dist.ProcessGroup, x: Tensor, weight: Tensor
 
 
 @implement("matmul_all_reduce", "pushed", push_refusal)
-def pushed_matmul_all_reduce(group: dist.ProcessGroup, A: Tensor, B: Tensor) -> Tensor:
-    return _sum(group, "matmul_all_reduce", A, B.t())
+def pushed_matmul_all_reduce(
+    group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None
+) -> Tensor:
+    return _sum(group, "matmul_all_reduce", A, B.t(), addend)
 
 
-def _sum(group: dist.ProcessGroup, op: str, x: Tensor, weight: Tensor) -> Tensor:
-    """The sum of the ranks' x @ weight^T."""
+def _sum(
+    group: dist.ProcessGroup, op: str, x: Tensor, weight: Tensor, addend: Tensor | None = None
+) -> Tensor:
+    """The sum of the ranks' x @ weight^T + addend."""
     rows = x.flatten(0, -2).contiguous()
     count = len(rows) * len(weight)
     padded = count + -count % (16 // x.element_size())  # accesses of 16 bytes
@@ -49,9 +54,10 @@ def _sum(group: dist.ProcessGroup, op: str, x: Tensor, weight: Tensor) -> Tensor
         f"slots for {padded} elements",
     )  # fmt: skip
     # To lay a weight out anew takes longer than a product that reads it as it lies.
-    product = project(rows, weight) if weight.is_contiguous() else rows @ weight.t()
-    assert product is not None
-    flat = product.view(-1)
+    own = weight.is_contiguous() and addend is None
+    partial = project(rows, weight) if own else product(rows, weight.t(), addend)
+    assert partial is not None
+    flat = partial.view(-1)
     if padded > count:  # else padding would copy
         flat = F.pad(flat, (0, padded - count))
     total: Tensor = push(flat, True)

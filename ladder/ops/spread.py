@@ -26,7 +26,7 @@ MAX_BLOCKS = 8
 
 @implement("matmul_all_reduce", "chunked", peer_refusal, ("blocks",))
 def chunked_matmul_all_reduce(
-    group: dist.ProcessGroup, A: Tensor, B: Tensor, blocks: int = 1
+    group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None, blocks: int = 1
 ) -> Tensor:
     """blocks: of rows, whose sums are sent while later ones are computed."""
     rows = A.flatten(0, -2)
@@ -35,7 +35,7 @@ def chunked_matmul_all_reduce(
     def add(slots: Tensor, mine: slice) -> None:
         sum_slots(slots, total[mine])
 
-    _spread(group, rows, B, [total], add, blocks)
+    _spread(group, rows, B, [total], add, blocks, addend)
     return total.unflatten(0, A.shape[:-1])
 
 
@@ -57,7 +57,7 @@ def chunked_landing(
 
 def _spread(
     group: dist.ProcessGroup, rows: Tensor, B: Tensor, outs: list[Tensor],
-    finish: Callable[[Tensor, slice], object], blocks: int,
+    finish: Callable[[Tensor, slice], object], blocks: int, addend: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill `outs`, each [m, n], on all ranks: `finish` puts there what this rank's rows give.
 
@@ -74,6 +74,7 @@ def _spread(
     chosen = space.next()
     slots = [space.slots(q, chosen, (held * shard, n), rows.dtype) for q in range(world)]
     partial = rows.new_empty(len(rows), n)
+    more = None if addend is None else addend.flatten(0, -2)
 
     def part(chunk: int) -> slice:
         """The rows of a chunk; the last chunks may have fewer, or none."""
@@ -89,7 +90,10 @@ def _spread(
         if mine.start < mine.stop:
             own = chunk % world == rank
             to = slots[rank][rank][place(chunk)] if own else partial[mine]
-            torch.mm(rows[mine], B, out=to)
+            if more is None:
+                torch.mm(rows[mine], B, out=to)
+            else:
+                torch.addmm(more[mine], rows[mine], B, out=to)
 
     def copy(chunk: int) -> None:
         slots[chunk % world][rank][place(chunk)].copy_(partial[part(chunk)], non_blocking=True)

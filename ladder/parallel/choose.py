@@ -17,6 +17,7 @@ from ladder.parallel.decode import DecodeReducer
 from ladder.parallel.dispatch import Dispatch
 from ladder.parallel.eight_bits import EightBitReducer
 from ladder.parallel.fused import FusedReducer
+from ladder.parallel.prefill import fused_refusal
 from ladder.parallel.reducers import AsyncReducer, PushReducer
 from ladder.parallel.sequence import SequenceReducer
 from ladder.parallel.sharded import ShardedReducer, sharded_refusal
@@ -111,10 +112,10 @@ def choose(
         if shape[0] <= MAX_ROWS and ranks.held == 1:
             return Choice("decode", why=f"up to {MAX_ROWS} sequences; it reduces as {base}")
         return Choice(base, why=f"more than {MAX_ROWS} sequences, or virtual ranks")
+    refusal = sharded_refusal(plan, ranks)
     if asked:
         transport = "collective" if table is None else _transport(table, plan, shape, token_bytes)
-        return Choice("fused", transport, "it was asked for")
-    refusal = sharded_refusal(plan, ranks)
+        return Choice("fused", "" if refusal else transport, "it was asked for")
     if base != "push" or table is None or refusal is not None:
         alone = "without the peers' memory, the residual cannot be sharded by tokens"
         return Choice(base, why=refusal or alone)
@@ -153,7 +154,7 @@ def check_base(phase: str, plan: Plan, ranks: Ranks, base: str, option: str = "r
     check_name(phase, base, option)
     refusal = None
     if base != "auto" and REDUCERS[base].shards_residual:
-        refusal = sharded_refusal(plan, ranks)
+        refusal = (sharded_refusal if phase == "train" else fused_refusal)(plan, ranks)
     if refusal is not None:
         more = " and sequence_parallel=false" if phase == "train" else ""
         raise UserError(

@@ -10,6 +10,9 @@ The operators' table (`ladder.ops.registry`) picks their implementations. All el
 `ladder.parallel.sharded`: sums that a plan keeps in flight, as a ladder's, run beneath whole
 sublayers; the one sum of attention and MLP side by side is scattered after both; the end of a
 prompt is narrowed to its last position.
+
+Where the ranks' residuals differ, as those of desync, they stay whole, and `row` is
+`matmul_all_reduce` wherever the plan waits for a sum at once (`FusedSums`).
 """
 
 from __future__ import annotations
@@ -25,15 +28,15 @@ from torch import Tensor, nn
 
 from ladder.kernels.prefill import swiglu
 from ladder.models.errors import UserError
-from ladder.models.forward_pass import MATRIX_PRODUCTS, Landed, Norm, Operators, Output
+from ladder.models.forward_pass import MATRIX_PRODUCTS, Landed, Norm, Operators, Output, Pass
 from ladder.models.in_flight import InFlight
 from ladder.models.layers import RMSNorm, local
 from ladder.models.plan import Landing, Plan
 from ladder.models.reducer import Ranks, Reducer
 from ladder.parallel.decode import Matrix
 from ladder.parallel.fused import held
-from ladder.parallel.reducers import AsyncReducer
-from ladder.parallel.sharded import ShardedPass, ShardedReducer
+from ladder.parallel.reducers import AsyncReducer, PushReducer
+from ladder.parallel.sharded import ShardedPass, ShardedReducer, sharded_refusal
 
 if TYPE_CHECKING:
     from ladder.models.runtime import PassFactory, Runtime
@@ -206,6 +209,99 @@ def _plain(weight: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor | None
     return weight.weight.to(dtype), None, weight.gated
 
 
+@dataclass(frozen=True)
+class Reduced:
+    """A sublayer's sum over the ranks, [B, S, D], of all that its reduce sums."""
+
+    total: Tensor
+
+
+class FusedSums:
+    """Makes passes whose blocking sums are inside products, for plans whose residuals differ.
+
+    Such residuals cannot be sharded by tokens: `row` is `matmul_all_reduce`, which also takes in
+    what else the reduce sums (the residual, or the open group). base: does all the rest.
+    """
+
+    def __init__(self, base: Reducer) -> None:
+        import ladder.ops  # late: see FusedPrefill
+
+        assert isinstance(base, AsyncReducer), base
+        self.base = base
+        if not isinstance(base, PushReducer):  # whose own sums are in the order of the ranks
+            ladder.ops.allow_any_order(base.group.group_name)
+
+    def begin(
+        self, runtime: Runtime, plan: Plan, norms: Sequence[Norm], shape: torch.Size
+    ) -> FusedSumsPass:
+        return FusedSumsPass(runtime, self.base, plan, norms)
+
+
+def sums_in_products(plan: Plan, n: int) -> bool:
+    """Whether `FusedSumsPass` sums the output of sublayer n inside its product."""
+    record = plan.sublayers[n]
+    single = record.kind != "attention+mlp" and not plan.own_needed[n]
+    return plan.blocking[n] and record.reduce != "none" and single
+
+
+class FusedSumsPass(Pass):
+    """A pass with the whole residual on every rank: see `FusedSums`."""
+
+    reducer: AsyncReducer
+
+    def operators(self, n: int) -> Operators:
+        fused = n < len(self.plan.sublayers) and sums_in_products(self.plan, n)
+        return _Sums(self, n) if fused else MATRIX_PRODUCTS
+
+    def reduce(self, n: int, partial: Tensor | Reduced) -> Output:
+        if not isinstance(partial, Reduced):
+            return super().reduce(n, partial)
+        if self.plan.group_begins[n] is not None:
+            self.group = None  # it is in the sum
+        return Output(InFlight(partial.total))
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """The operators of sublayer n of such a pass."""
+
+    run: FusedSumsPass
+    n: int
+
+    def column(self, x: Tensor, weights: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+        return MATRIX_PRODUCTS.column(x, weights)
+
+    def row(self, x: Tensor, weight: nn.Module) -> Tensor | Reduced:
+        run = self.run
+        if x.shape[1] == 1:  # a few rows, which other kernels are made for
+            return MATRIX_PRODUCTS.row(x, weight)
+        matrix, bias, _ = _plain(weight, x.dtype)
+        addend: Tensor | None = run.group
+        if run.plan.sublayers[self.n].reduce == "residual":
+            addend = run.residual / run.ranks.degree
+        total: Tensor = torch.ops.ladder.matmul_all_reduce(
+            x, matrix.t(), run.reducer.group.group_name, None if addend is None else addend.to(x)
+        )
+        return Reduced(total if bias is None else total + bias)
+
+
+def fused_refusal(plan: Plan, ranks: Ranks) -> str | None:
+    """The reason why no prompt of this plan and these ranks runs by fused operators, or None."""
+    refusal = sharded_refusal(plan, ranks)
+    if refusal is None or ranks.held > 1 or ranks.processes == 1:
+        return refusal
+    if any(sums_in_products(plan, n) for n in range(len(plan.sublayers))):
+        return None
+    return f"no product of it waits for its own sum alone ({refusal})"
+
+
+def fused_passes(base: AsyncReducer, plan: Plan, transport: str = "collective") -> PassFactory:
+    """What makes the passes of prompts by fused operators; see `fused_refusal`."""
+    if sharded_refusal(plan, base.ranks) is None:
+        return FusedPrefill(base.ranks, base.group, plan, transport)
+    return FusedSums(base)
+
+
 class FusedPrompts:
     """The reducers of a model whose prompts shall run by fused operators, and all else by its own.
 
@@ -214,7 +310,7 @@ class FusedPrompts:
 
     def __init__(self, base: Reducer, plan: Plan) -> None:
         assert isinstance(base, AsyncReducer), base
-        self.base, self.prompts = base, FusedPrefill(base.ranks, base.group, plan)
+        self.base, self.prompts = base, fused_passes(base, plan)
 
     def __call__(self, shape: torch.Size) -> PassFactory:
         return self.base if shape[1] == 1 else self.prompts

@@ -205,7 +205,7 @@ def refused(rank: int, world_size: int) -> None:
     """What is wrong on one rank, in one element, is called for its check alone."""
     calls = 0
 
-    def wrong(group: Any, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    def wrong(group: Any, A: torch.Tensor, B: torch.Tensor, addend: None) -> torch.Tensor:
         nonlocal calls
         calls += 1
         with torch.no_grad():
@@ -215,7 +215,7 @@ def refused(rank: int, world_size: int) -> None:
             total[3, 5] += 1.0
         return total
 
-    def broken(group: Any, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    def broken(group: Any, A: torch.Tensor, B: torch.Tensor, addend: None) -> torch.Tensor:
         raise RuntimeError("no such kernel\nat line 3")
 
     assert dist.group.WORLD is not None
@@ -243,7 +243,7 @@ def failed(rank: int, world_size: int, folder: str) -> int:
     )
     files = {"out": folder, "write_table": Path(folder) / "table.json"}
     given = SimpleNamespace(**vars(given), **files, nproc=1, device="cpu")
-    with registered("empty", lambda group, A, B: A.new_zeros(len(A), B.shape[1])):
+    with registered("empty", lambda group, A, B, addend: A.new_zeros(len(A), B.shape[1])):
         return command.main(given)
 
 

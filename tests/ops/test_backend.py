@@ -43,6 +43,7 @@ def values(rank: int, world_size: int, dtype: torch.dtype) -> None:
         (OPS.reduce_scatter(A @ B, "avg", 0, name), mine / T),
         (OPS.all_reduce(A @ B, name), total),
         (OPS.matmul_all_reduce(A, B, name), total),
+        (OPS.matmul_all_reduce(A, B, name, residual), total + T * residual.double()),
         (OPS.linear_all_reduce(A[0, :3], B.t(), name), total[0, :3]),
         *zip(OPS.matmul_all_reduce_add_rms_norm(A, B, residual, weight, EPS, name),
              landed(total, residual), strict=True),

@@ -75,6 +75,10 @@ def values(rank: int, world_size: int, dtype: torch.dtype, group: str | None = N
     for rows_used in (2 * T, 1):  # with 1, the elements are no multiple of T
         some = [A[:rows_used] @ B for A, B in zip(As, Ws, strict=True)]
         exact(OPS.matmul_all_reduce(A[:rows_used], B, name), in_order(some).to(dtype))
+    addends = [random(2 * T, 7, 5, seed=20 + q, dtype=dtype) for q in range(T)]
+    added = [torch.addmm(C.flatten(0, 1), A.flatten(0, 1), B).unflatten(0, A.shape[:2])
+             for A, B, C in zip(As, Ws, addends, strict=True)]  # fmt: skip
+    exact(OPS.matmul_all_reduce(A, B, name, addends[rank]), in_order(added).to(dtype))
     few = [F.linear(A[0, :3], B.t()) for A, B in zip(As, Ws, strict=True)]
     exact(OPS.linear_all_reduce(A[0, :3], B.t(), name), in_order(few).to(dtype))
 
@@ -110,6 +114,8 @@ def gradients(rank: int, world_size: int) -> None:
     for op in ("sum", "avg"):
         check_gradients(lambda a, b, op=op: OPS.matmul_reduce_scatter(a, b, op, 0, name), A, B)
     check_gradients(lambda a, b: OPS.matmul_all_reduce(a, b, name), A, B)
+    more = random(T, 2, 2, 2, seed=3)
+    check_gradients(lambda a, b, c: OPS.matmul_all_reduce(a, b, name, c), A, B, more)
     check_gradients(lambda a, b: OPS.linear_all_reduce(a, b, name), A, B.transpose(1, 2))
     check_gradients(lambda a: OPS.all_gather(a, 0, name), A)
     check_gradients(lambda a: OPS.reduce_scatter(a, "avg", 1, name), A)

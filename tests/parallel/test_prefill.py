@@ -21,7 +21,7 @@ from ladder.parallel import launch
 from ladder.parallel.choose import check_base, choose
 from ladder.parallel.dispatch import Dispatch, Prefill
 from ladder.parallel.mesh import make_mesh
-from ladder.parallel.prefill import FusedPrefill
+from ladder.parallel.prefill import FusedPrefill, fused_refusal, sums_in_products
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sharding import shard_model
 from tests.distributed import Pools, tp_mesh
@@ -39,6 +39,12 @@ from tests.samples import (
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 LANDING = f"{SCATTER}_add_rms_norm"
 PLANS = {**SAME_AT_ANY_T, "biased standard": SAME_AT_ANY_T["standard"]}
+
+WHOLE = {
+    name: plan
+    for name, plan in DEPENDS_ON_T.items()
+    if fused_refusal(resolve_plan(plan, 4, 4), Ranks(4, 0, 1)) is None
+}
 
 
 def expected_calls(plan: Plan, bias: bool) -> dict[str, int]:
@@ -97,6 +103,33 @@ def test_prompts_compute_the_same(
         assert result["calls"], result
 
 
+def compared_whole(rank: int, world_size: int, plan: Any, length: int) -> dict[str, Any]:
+    """In a worker: the logits of a plan whose residuals differ, and the products that sum."""
+    config = small_config(plan, world_size, True)
+    model = full_model(config, seed=4, dtype=torch.float32)
+    shard_model(model, tp_mesh(world_size))
+    tokens = sample_tokens(config, 1, 2, length)
+    last = torch.tensor([length - 1, length // 2])
+    with torch.no_grad():
+        expected = model(tokens), model(tokens, last=last)
+        fuse_prompts(model)
+        with operations() as calls:
+            logits = model(tokens)
+        found = logits, model(tokens, last=last)
+    sums = sum(sums_in_products(config.plan, n) for n in range(len(config.plan.sublayers)))
+    assert sums > 0
+    assert calls == {"matmul_all_reduce": sums}, calls
+    return {"error": max(relative_error(a, b) for a, b in zip(found, expected, strict=True))}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", WHOLE)
+def test_prompts_of_plans_whose_residuals_differ(pools: Pools, name: str, world_size: int) -> None:
+    """A sum without the residual, or without the group before it, or with it twice, fails."""
+    for result in pools(world_size).run(compared_whole, WHOLE[name], 7):
+        assert result["error"] < 1e-5
+
+
 def test_it_is_chosen_from_its_size_on_and_only_where_everything_blocks() -> None:
     ranks = Ranks(4, 1, 1)
     table = Dispatch((), "a test", Prefill(100, 100, 10, fused=200))
@@ -122,7 +155,7 @@ def test_it_is_chosen_from_its_size_on_and_only_where_everything_blocks() -> Non
 @pytest.mark.parametrize(
     ("plan", "ranks", "message"),
     [
-        ("desync-2x", Ranks(4, 0, 1), "sublayer 0 has reduce='none'.*; use reducer=async$"),
+        ("dtp-1", Ranks(4, 0, 1), "no product of it waits .*own_scale.*; use reducer=async$"),
         ("standard", Ranks(4, 0, 2), "2 virtual ranks"),
         ("standard", Ranks(), "there is one process"),
     ],
@@ -176,22 +209,22 @@ def test_matrices_in_8_bits_are_refused_by_name(pools: Pools) -> None:
         assert "use --weights bf16, or another reducer" in text
 
 
-def loaded(rank: int, world_size: int, plan: str) -> str:
-    model = full_model(small_config(DEPENDS_ON_T[plan], world_size, True), 5, torch.float32)
+def loaded(rank: int, world_size: int) -> str:
+    model = full_model(small_config("dtp-1", world_size, True), 5, torch.float32)
     shard_model(model, tp_mesh(world_size))
     with pytest.raises(UserError) as error:
         fuse_prompts(model)
     return str(error.value)
 
 
-def test_a_model_whose_residuals_differ_is_refused_when_it_is_loaded(pools: Pools) -> None:
-    for text in pools(2).run(loaded, next(iter(DEPENDS_ON_T))):
-        assert text.startswith("reducer=fused with tp=2 and plan")
+def test_a_plan_that_waits_for_no_sum_is_refused_when_it_is_loaded(pools: Pools) -> None:
+    for text in pools(2).run(loaded):
+        assert text.startswith("reducer=fused with tp=2 and plan 'dtp-1': no product of it waits")
 
 
 def test_the_benchmark_leaves_out_what_is_refused() -> None:
     """By name; plans without communication are measured once, with the first reducer."""
-    plans = ("standard", "desync-2x", "none")
+    plans = ("standard", "dtp-1", "none")
     given = Settings(
         "tiny", plans=plans, reducers=("fused", "async"), tp=(2,), prompt=8, new_tokens=4,
     )  # fmt: skip
@@ -199,12 +232,9 @@ def test_the_benchmark_leaves_out_what_is_refused() -> None:
     found = [(point.plan, point.reducer, point.no_comm) for case in cases for point in case]
     assert ("standard", "fused", False) in found
     assert ("none", "fused", False) in found
-    assert [reducer for plan, reducer, bare in found if plan == "desync-2x" and not bare] == (
-        ["async"]
-    )
-    assert left_out == [
-        "desync-2x at TP 2, reducer fused: sublayer 0 has reduce='none', and only 'output' will do"
-    ]
+    assert [reducer for plan, reducer, bare in found if plan == "dtp-1" and not bare] == ["async"]
+    (line,) = left_out
+    assert line.startswith("dtp-1 at TP 2, reducer fused: no product of it waits for its own sum")
     eight = replace(given, plans=("standard",), weights="int8")
     _, (line,) = expand([eight], 2, True, lambda reducer, tp: None)
     assert line == "standard at TP 2, reducer fused: its products take no int8 weights"

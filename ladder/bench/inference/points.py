@@ -17,7 +17,7 @@ from ladder.models.reducer import Ranks
 from ladder.models.storage import QUANTISED
 from ladder.parallel.choose import INFERENCE, REDUCERS
 from ladder.parallel.eight_bits import rounding_refusal
-from ladder.parallel.sharded import sharded_refusal
+from ladder.parallel.prefill import fused_refusal
 
 CHECKPOINT = "checkpoint"  # the name of a checkpoint's own plan, with its weights
 SHAPE_PLANS = ("standard", "ladder", "none")
@@ -325,7 +325,7 @@ def _points(
         mine = usable[:1] if resolved.no_comm else list(usable)
         if "fused" in mine and not resolved.no_comm:
             degree = max(degree, tp)
-            why = sharded_refusal(resolved, Ranks(degree, 0, degree // tp))
+            why = fused_refusal(resolved, Ranks(degree, 0, degree // tp))
             if each.weights != "bf16":
                 why = f"its products take no {each.weights} weights"
             if why:
