@@ -294,9 +294,9 @@ def _save_both(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _matmul_all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     A, B = ctx.saved_tensors
     total = all_reduce(grad, ctx.group)
-    needs_A, needs_B, _, needs_addend = ctx.needs_input_grad
+    needs_A, needs_B, _, *needs_addend = ctx.needs_input_grad  # none if it was left out
     grad_B = transposed_product(A, total) if needs_B else None
-    of_addend = total if needs_addend else None
+    of_addend = total if any(needs_addend) else None
     return total @ B.t() if needs_A else None, grad_B, None, of_addend
 
 
