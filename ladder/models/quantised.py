@@ -170,7 +170,7 @@ def round_activations(model: Transformer) -> None:
     kind = held_as(model)
     if kind != "fp8":
         raise UserError(
-            f"--activations=fp8 with matrices in {kind or 'the activations own type'}: products in "
+            f"--activations=fp8 with matrices in {kind or 'the type of activations'}: products in "
             f"fp8 need --weights fp8; give that, or leave --activations out"
         )
     for name, matrix in matrices(model):

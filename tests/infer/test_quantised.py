@@ -72,7 +72,7 @@ def test_activations_that_have_no_products_are_refused() -> None:
         if kind is not None:
             quantise_model(model, kind)
         with pytest.raises(
-            UserError, match=f"--activations=fp8 with matrices in {kind or 'the a'}"
+            UserError, match=f"--activations=fp8 with matrices in {kind or 'the t'}"
         ):
             set_activations(model, "fp8")
     with pytest.raises(UserError, match=r"unknown type of --activations .fp4.* known: auto, fp8"):
