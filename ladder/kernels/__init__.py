@@ -2,8 +2,9 @@
 
 `project`, `land`, `decode_attention`, `add_rms_norm` are for decoding: one token of each of a few
 sequences. `land_rows`, `rotary_prompt`, `swiglu` are for prompts. Kernels that write to other GPUs
-have no reference and need GPUs: those with a `PushTarget`, `send`, and the all-reduces, which are
-classes in `ladder.comm.push` and `ladder.comm.two_shot`.
+have no reference and need GPUs: those with a `PushTarget`, `send`, the modules `bags`, `rows` and
+`grouped`, which `ladder.ops` uses, and the all-reduces, which are classes in `ladder.comm.push` and
+`ladder.comm.two_shot`.
 
 The module can be imported without Triton, and runs on CPU tensors without it: see `ladder.jit`.
 """

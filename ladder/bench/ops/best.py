@@ -21,10 +21,10 @@ HEAD = ["operator, mode", "shape", "path", "m", "us", "ECT", "E", "floor", "of f
         "torch E", "aim us", "reached"]  # fmt: skip
 BEST = """\
 path: the fastest implementation, with its options. ECT: time less the fastest product. floor: the
-larger of product and link. NCCL ECT: of the product, then the backend's collective. torch E: of the
-faster of torch's fused operators. aim: for FLUX's shapes of GPT-3, the E that is aimed at on four
-H200s; in decoding, the product + 2, 2, 6 us for m 1, 8, 64; for other products from m 1024 on,
-1.05 x floor + 10 us; for lookups, 1.10 x floor."""
+larger of product, of a lookup its bytes, and link. NCCL ECT: of the product, then the backend's
+collective. torch E: of the faster of torch's fused operators. aim: for FLUX's shapes of GPT-3, the
+E that is aimed at on four H200s; in decoding, the product + 2, 2, 6 us for m 1, 8, 64; for other
+products from m 1024 on, 1.05 x floor + 10 us; for lookups, 1.10 x the larger of alone and link."""
 
 
 def aim_us(point: Mapping[str, Any], alone: float, link: float, collective: float) -> float | None:

@@ -24,8 +24,8 @@ EXPLANATION = """\
 alone: the fastest plain product or lookup. link: bytes received over the measured rate. floor: the
 larger of the two, where a lookup counts as its bytes over the memory's measured rate. In brackets,
 E: the share of the communication's cost that is hidden; 0: product, then NCCL (on a CPU gloo); 1:
-nothing is left. * is what runs when nothing is insisted on, + what
-runs where the group allows any order of sums."""
+nothing is left. * is what runs when nothing is insisted on, + what runs where the group allows any
+order of sums."""
 
 
 @dataclass(frozen=True)

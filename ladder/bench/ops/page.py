@@ -12,7 +12,7 @@ from ladder.bench.ops import derive
 from ladder.bench.ops.best import BEST, best_rows, of_role
 from ladder.bench.ops.cases import plain
 from ladder.bench.ops.derive import EXPLANATION, groups, rows, sizes
-from ladder.bench.ops.points import BAGS
+from ladder.bench.ops.points import BACK, BAGS, SEND
 from ladder.bench.report import NO_FIGURES, Aside, Figure, Heading, PagePart, Table, page
 from ladder.ops.registry import ANY_ORDER
 
@@ -166,7 +166,8 @@ def _normalised(text: str, records: Records) -> list[Bar]:
 def _name(record: Mapping[str, Any]) -> str:
     name = record["point"]["way"]
     if record["point"]["role"] == "collective":
-        name = f"{'lookup' if record['point']['op'] == BAGS else 'product'}, then {name}"
+        before = {BAGS: "lookup, then ", SEND: "sort, then ", BACK: ""}
+        name = f"{before.get(record['point']['op'], 'product, then ')}{name}"
     picked = record["result"]["picked"] or record["result"]["picked_any"]
     return f"{name} (picked)" if picked else name
 
