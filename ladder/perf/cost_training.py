@@ -64,6 +64,8 @@ class TrainingCost(PromptCost):
         super().__init__(config, machine, degree, shape.sequences, shape.seq_len)
         self.shape, self.adds, self.no_comm = shape, adds, no_comm
         self._times: dict[tuple[object, ...], float] = {}
+        self.vocabulary = -(-config.vocab_size // shape.tp)  # split over processes alone
+        self.shapes["head"] = self.vocabulary, config.hidden_size
         self.collectives = {n: for_degree(machine, n) for n in {shape.tp, shape.replicas} if n > 1}
         rows = shape.rows / (shape.tp if shape.sequence_parallel else 1)
         self.whole = self.tensor(shape.rows) * shape.held  # bytes of all rows of a residual
@@ -75,13 +77,18 @@ class TrainingCost(PromptCost):
         if each.kind == "landing":
             about: object = self._landing_tensors(each)
         else:
-            about = each.output is not None and self.config.plan.sublayers[each.output].reduce
+            about = each.output is not None and self._reduced(each.output)
         key = (each.kind, each.part, each.stream, each.backward, about)
         if key not in self._times:
             found = self.estimate(operation)
             self.bases.append(found.basis)
             self._times[key] = found.us
         return self._times[key]
+
+    def _reduced(self, output: int) -> tuple[str, int]:
+        """How an output is reduced, and with how many partials before its own."""
+        begins = self.config.plan.group_begins[output]
+        return self.config.plan.sublayers[output].reduce, 0 if begins is None else output - begins
 
     def estimate(self, operation: Operation) -> Estimate:
         kind, back = operation.kind, operation.backward
@@ -97,7 +104,7 @@ class TrainingCost(PromptCost):
             return Estimate(self._products("head", 1, back), "extrapolated")
         if kind == "loss":
             passes = LOGITS[False] + LOGITS[True]
-            return self.moved(passes * BF16 * self.shape.rows * self.shapes["head"][0])
+            return self.moved(passes * BF16 * self.shape.rows * self.vocabulary)
         if kind == "landing":
             return self.moved(self._landing_tensors(operation) * self.mine)
         if kind == "embed":
@@ -128,12 +135,8 @@ class TrainingCost(PromptCost):
         """Products of all held ranks, with the casts of their weights and gradients."""
         held = 1 if part == "head" else self.shape.held
         outputs, inputs = self.shapes[part]
-        if part == "head":
-            outputs = -(-self.config.vocab_size // self.shape.tp)
         weights = outputs * inputs * held
         one = self.product(part, self.shape.rows) - self.gap
-        if part == "head":
-            one *= outputs / self.shapes[part][0]
         if not back:
             return held * one + CAST * weights / self.memory + launches * 2 * self.gap
         added = CAST + (ADDED if self.adds else 0)
@@ -167,11 +170,10 @@ class TrainingCost(PromptCost):
         tensors = 0.0
         if self.shape.held > 1:  # the sum over the held ranks, and its gradient for each
             tensors += 1 + 1 / self.shape.held
-        if self.config.plan.sublayers[operation.output].reduce == "residual":
+        reduce, others = self._reduced(operation.output)
+        if reduce == "residual":
             tensors += 3
-        begins = self.config.plan.group_begins[operation.output]
-        if begins is not None:  # partials are added up, and so are their gradients
-            tensors += 3 * (operation.output - begins)
+        tensors += 3 * others  # partials are added up, and so are their gradients
         if operation.kind == "all-reduce" and operation.backward:
             tensors += 2  # the gradient's copy, which the reduce changes in place
         return tensors * self.whole / self.memory + (self.gap if tensors else 0.0)

@@ -98,6 +98,19 @@ def test_virtual_ranks_move_more() -> None:
     assert dict(found.limits)["landings"] > 2 * dict(one.limits)["landings"]
 
 
+def test_virtual_ranks_share_their_process_part_of_the_vocabulary() -> None:
+    """Head and loss are those of a process, whatever ranks of T it holds."""
+    machine, found = load("h200x4"), []
+    for plan in ("standard", "desync-4x"):
+        config = model(plan)
+        shape = phases.training_shape(config, 1, "ddp", 1, SEQ, "none")
+        cost = TrainingCost(config, machine, shape, False, False)
+        graph = training(config.plan, "alone")
+        found.append([cost(each) for each in graph.operations if each.kind in ("head", "loss")])
+    assert found[0] == pytest.approx(found[1])
+    assert len(found[0]) == 3
+
+
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp4", "tp4+sp"])
 def test_slower_links_never_make_a_step_faster(layout: str) -> None:
     machine = load("h200x4")
