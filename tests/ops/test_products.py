@@ -155,6 +155,7 @@ def checked(rank: int, world_size: int) -> None:
         check_operator(OPS.all_gather_matmul, A, [B, B], 0, name, return_A=return_A)
     check_operator(OPS.matmul_reduce_scatter, A, B, "sum", 0, name)
     check_operator(OPS.matmul_all_reduce, A, B, name)
+    check_operator(OPS.matmul_all_reduce, A, B, name, (A @ B).detach().requires_grad_())
     check_operator(OPS.linear_all_reduce, A, B.detach().t(), name)
     check_operator(OPS.all_gather, A, 0, name)
     check_operator(OPS.reduce_scatter, A, "avg", 0, name)
@@ -180,6 +181,8 @@ def refused(rank: int, world_size: int) -> None:
     check_refused(r"scatter_dim=-1 of A", scatter, A, B, "sum", -1, name)
     check_refused(r"A has 3 rows in dimension 0, which 2 ranks", scatter, A[:3], B, "sum", 0, name)
     check_refused(r"B has shape \[5, 3\]", OPS.matmul_all_reduce, A, B.t(), name)
+    words = r"addend has shape \[3, 5\]; expected \[4, 5\], the shape of A @ B"
+    check_refused(words, OPS.matmul_all_reduce, torch.ones(4, 3), torch.ones(3, 5), name, B)
     check_refused(
         r"weight has shape \[3, 5\]; expected \[n, 3\]", OPS.linear_all_reduce, A, B, name
     )

@@ -244,13 +244,14 @@ def on_gpus(plan: str, implementation: str) -> int:
     """Captured and eager prompts by an implementation of the operators: the CPU's tokens."""
     prompts = [[1 + n % 60 for n in range(length)] for length in (150, 37, 300)]
     device, world = launch.join("cuda"), launch.world_size()
-    oracle = Engine(make(plan, None, torch.float32)).generate(prompts, max_new_tokens=6)
+    degree = world if plan.startswith("desync") else None
+    oracle = Engine(make(plan, degree, torch.float32)).generate(prompts, max_new_tokens=6)
     where = {"mesh": make_mesh(device, world)["tp"], "device": device, "reducer": "push"}
     for graphs in (True, False):
-        model = make(plan, None, torch.float32, **where)
+        model = make(plan, degree, torch.float32, **where)
         fuse_prompts(model)
         with contextlib.ExitStack() as stack:
-            for op in (GATHER, SCATTER, LANDING):
+            for op in (GATHER, SCATTER, LANDING, "matmul_all_reduce"):
                 name = implementation
                 if op == GATHER and name == "collective":
                     name = "staged"
@@ -260,13 +261,13 @@ def on_gpus(plan: str, implementation: str) -> int:
                 for _ in range(3):  # graphs are replayed
                     found = engine.generate(prompts, max_new_tokens=6)
                     assert [each.tokens for each in found] == [each.tokens for each in oracle]
-        assert calls[GATHER] > 0
+        assert calls["matmul_all_reduce" if degree else GATHER] > 0
     return 0
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("implementation", ["staged", "collective", "chunked"])
-@pytest.mark.parametrize("plan", ["standard", "hybrid", "parallel"])
+@pytest.mark.parametrize("plan", ["standard", "hybrid", "parallel", "desync-2x"])
 def test_on_gpus(plan: str, implementation: str) -> None:
     assert launch.run(on_gpus, (plan, implementation), nproc=2) == 0
