@@ -54,15 +54,15 @@ def question_of(options: Any) -> Question:
         whole = max(known)
         gap = calibrated(known[whole], *options.calibrate).values
         known = {tp: replace(each, values=gap) for tp, each in known.items()}
-    about = subject(options.model)
-    objective = options.objective or ("throughput" if options.phase == "train" else "latency")
+    about, phase = subject(options.model), options.phase or "decode"
+    objective = options.objective or ("throughput" if phase == "train" else "latency")
     if options.tp_degree == 0:
         raise UserError("--tp-degree=0 must be 1 or more; leave it out for that of --tp")
-    several = BATCHES[options.phase] if objective == "throughput" else (1,)
+    several = BATCHES[phase] if objective == "throughput" else (1,)
     return Question(
         subject=about,
         machines=known,
-        phase=options.phase,
+        phase=phase,
         batches=tuple(options.batch or several),
         context=options.context
         if options.context is not None

@@ -35,7 +35,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         phase.add_argument(
             f"--{name}", dest="phase", action="store_const", const=name, help=f"predict {text}"
         )
-    parser.set_defaults(phase="decode")
     parser.add_argument(
         "--batch",
         type=int,
