@@ -52,9 +52,9 @@ def _in_eight_bits(kind: str) -> Capabilities:
 
 REDUCERS = {
     "async": Capabilities(AsyncReducer, base=True, backward=True, virtual_ranks=True),
+    "push": Capabilities(PushReducer, base=True, peer_memory=True, virtual_ranks=True),
     "async-fp8": _in_eight_bits("fp8"),
     "async-int8": _in_eight_bits("int8"),
-    "push": Capabilities(PushReducer, base=True, peer_memory=True, virtual_ranks=True),
     "sequence": Capabilities(SequenceReducer, base=True, backward=True, shards_residual=True),
     "fused": Capabilities(FusedReducer, base=True, backward=True, shards_residual=True),
     "sharded": Capabilities(ShardedReducer, base=False, shards_residual=True),

@@ -63,7 +63,7 @@ def test_the_choice(
         ("train", "ladder", "push", "reducer=push .*; use async, sequence, fused or auto"),
         ("train", "desync-2x", "sequence", "reducer=sequence with tp=4 and plan 'desync-2x': .*"),
         ("train", "ladder", "asinc", "did you mean 'async'"),
-        ("prefill", "ladder", "sequence", "reducer=sequence .* for training; use async, async-fp8"),
+        ("prefill", "ladder", "sequence", "reducer=sequence .* for training; use async, push, async-fp8"),
         ("decode", "ladder", "sharded", "reducer=sharded .* no model's own"),
     ],
 )
@@ -93,5 +93,5 @@ def test_training_cannot_shard_the_residual_of_this_plan() -> None:
 
 def test_the_registry() -> None:
     assert TRAINING == ("async", "sequence", "fused")
-    assert INFERENCE == ("async", "async-fp8", "async-int8", "push", "fused")
+    assert INFERENCE == ("async", "push", "async-fp8", "async-int8", "fused")
     assert all(each.make.__doc__ for each in REDUCERS.values())
