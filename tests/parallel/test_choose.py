@@ -63,7 +63,7 @@ def test_the_choice(
         ("train", "ladder", "push", "reducer=push .*; use async, sequence, fused or auto"),
         ("train", "desync-2x", "sequence", "reducer=sequence with tp=4 and plan 'desync-2x': .*"),
         ("train", "ladder", "asinc", "did you mean 'async'"),
-        ("prefill", "ladder", "sequence", "reducer=sequence .* for training; use async, push, async-fp8"),
+        ("prefill", "ladder", "sequence", "reducer=sequence .* for training; use async, push"),
         ("decode", "ladder", "sharded", "reducer=sharded .* no model's own"),
     ],
 )
