@@ -28,7 +28,8 @@ from ladder.comm.symmetric import SymmetricTensor
 from ladder.jit import begin, check_dtype, kernel, launch, tl, triton
 
 # remote: the peers' samples first, own ones last. oblivious: rank 0's samples first, on every rank.
-# tables: table by table, in each the peers' samples first.
+# tables: table by table, in each the peers' samples first; it spreads what is sent over the whole
+# call, and a table's rows are in the cache for all ranks' samples.
 ORDERS = ("remote", "oblivious", "tables")
 TILE, WIDEST = 1024, 1024  # elements of a tile; of them in a row
 AHEAD = 4  # rows of a bag that are read at once

@@ -23,10 +23,8 @@ from ladder.bench.ops.derive import Timed, entries, picked_by, records, summaris
 from ladder.bench.ops.page import finding, write_page
 from ladder.bench.ops.points import (
     BAGS,
-    COLUMNS,
     OF_EXPERTS,
     OPS,
-    ROWS,
     OpPoint,
     Variant,
     accepts,
@@ -362,7 +360,7 @@ def test_options_of_implementations() -> None:
 
 
 def test_tuning_tries_every_option_that_an_implementation_has() -> None:
-    ops = [*COLUMNS, *ROWS]
+    ops = OPS
     found = variants(None, ops, tune=True) or []
     assert len(set(found)) == len(found)
     assert variants(None, ops) is None

@@ -34,6 +34,11 @@ TRIES: dict[str, tuple[dict[str, Any], ...]] = {
         {"tile": "256x128x64", "stages": 4}, {"tile": "256x128x64", "stages": 4, "pieces": 2},
         {"tile": "128x128x64", "stages": 4},
     ),
+    "pushed": (  # of bags, as the fused operators' paper: order of work, occupancy; of experts
+        {"order": "tables"}, {"order": "oblivious"}, {"programs": 264}, {"programs": 528},
+        {"programs": 792}, {"lent": True}, {"order": "tables", "lent": True},
+        {"stages": 4}, {"tile": "128x128x64", "stages": 4},
+    ),
 }  # fmt: skip
 TOKENS = (1024, 4096)  # tokens of a rank, of a mixture of experts
 BATCHES = (512, 1024, 2048)  # samples over all ranks, of embedding bags
