@@ -43,6 +43,8 @@ from ladder.ops.collectives import (
 )
 from ladder.ops.registry import define, implement
 
+FEW_BYTES = 2**21  # of a partial that each rank gathers from all
+
 
 def transposed_product(x: Tensor, grad: Tensor) -> Tensor:
     """x^T grad over all rows: the gradient of the matrix in x @ matrix."""
@@ -243,8 +245,11 @@ def staged_matmul_all_reduce(
 
 @implement("linear_all_reduce", "staged")
 def staged_linear_all_reduce(group: dist.ProcessGroup, x: Tensor, weight: Tensor) -> Tensor:
+    partial = F.linear(x, weight)
+    if partial.nbytes > FEW_BYTES:
+        return exchange.sum_everywhere(partial, group)
     # One gather and a sum on each rank: for a few rows, latency matters and not the traffic.
-    return exchange.sum_in_order(exchange.gather(F.linear(x, weight), group)).to(x.dtype)
+    return exchange.rounded_sum(exchange.gather(partial, group))
 
 
 def product(A: Tensor, B: Tensor, addend: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ladder.ops  # noqa: F401  (defines the operators)
+from ladder.ops import products
 from ladder.ops.checks import check_backend
 from tests.distributed import Pools, mesh
 from tests.ops.everyone import (
@@ -80,7 +82,9 @@ def values(rank: int, world_size: int, dtype: torch.dtype, group: str | None = N
              for A, B, C in zip(As, Ws, addends, strict=True)]  # fmt: skip
     exact(OPS.matmul_all_reduce(A, B, name, addends[rank]), in_order(added).to(dtype))
     few = [F.linear(A[0, :3], B.t()) for A, B in zip(As, Ws, strict=True)]
-    exact(OPS.linear_all_reduce(A[0, :3], B.t(), name), in_order(few).to(dtype))
+    for most in (products.FEW_BYTES, 0):  # by a gather, and by an all-to-all first
+        with mock.patch.object(products, "FEW_BYTES", most):
+            exact(OPS.linear_all_reduce(A[0, :3], B.t(), name), in_order(few).to(dtype))
 
 
 def in_half(rank: int, world_size: int) -> None:
