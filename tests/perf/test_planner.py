@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import importlib
 import json
 import shlex
 import time
@@ -23,11 +22,7 @@ from ladder.models.config import ModelConfig
 from ladder.models.presets import resolve_plan
 from ladder.perf import memory
 from ladder.perf.machine import Curve, Machine, Value, load, write
-from ladder.perf.planner import intervals
-from ladder.perf.planner.candidates import ask
-from ladder.perf.planner.drawing import _ticks, front
-from ladder.perf.planner.question import Question
-from ladder.perf.planner.subject import machines, subject
+from ladder.perf.planner.subject import machines
 
 Out = pytest.CaptureFixture[str]
 SMALL = {
@@ -217,62 +212,6 @@ def test_a_file_of_ones_own_adds_a_degree(tmp_path: Path) -> None:
     assert found[2].curve("all-reduce", algorithm="push").points[0][1] == 2.0
 
 
-def test_intervals_are_of_the_nearest_records() -> None:
-    points = [(100.0 + n, 1.0 + n / 100) for n in range(40)] + [(1e6, 9.0)]
-    low, high = intervals.middle(points, 100.0)  # the 20 of 1.00 to 1.19, without 2 at each end
-    assert (low, high) == (pytest.approx(1.02), pytest.approx(1.17))
-    assert intervals.middle(points[:3], 100.0) == (1.0, 1.02)  # of few all
-
-
-def test_intervals_say_when_nothing_like_it_was_recorded() -> None:
-    near = intervals.interval("decode", "NVIDIA H200", 4, "push", "llama-3-8b", 1500.0)
-    assert not near.far
-    assert intervals.interval("decode", "NVIDIA H200", 8, "push", "llama-3-8b", 1500.0).far
-    assert intervals.interval("decode", "NVIDIA H200", 4, "push", "llama-3-8b", 1e6).far
-    assert intervals.interval("knitting", "NVIDIA H200", 4, "push", "tiny", 1.0).of(1.0) is None
-
-
-def test_intervals_of_other_models_are_wider(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records of one model are off by a half for the other: so are those of a third expected."""
-    points = {
-        "one": [[100.0 + n, 1.0] for n in range(10)],
-        "two": [[100.0 + n, 1.5] for n in range(10)],
-    }
-    made = tuple(
-        {"gpu": "made up", "gpus": 2, "phase": "decode", "reducer": "push", "model": model,
-         "points": each} for model, each in points.items()
-    )  # fmt: skip
-    monkeypatch.setattr(intervals, "recorded", lambda: made)
-    known, other = (
-        intervals.interval("decode", "made up", 2, "push", model, 100.0)
-        for model in ("one", "three")
-    )
-    assert known.of(1.0) == (1.0, 1.5)
-    assert other.of(1.0) == (pytest.approx(1 / 1.5), pytest.approx(1.5 * 1.5))
-    assert "wider for three" in other.source
-
-
-def test_shipped_intervals_hold_what_was_recorded() -> None:
-    """Fails when predictions have changed and benchmarks/prediction_errors.py was not run again:
-    the intervals of 80 % hold 70 to 97 % of the records."""
-    made = importlib.import_module("benchmarks.prediction_errors").entries()
-    inside, count = 0, 0
-    for each in made:
-        for us, ratio in each["points"]:
-            found = intervals.interval(
-                *(each[key] for key in ("phase", "gpu", "gpus", "reducer", "model")), us
-            )
-            assert found.low is not None
-            assert found.high is not None
-            inside += found.low <= ratio <= found.high
-            count += 1
-    assert 0.7 <= inside / count <= 0.97, (inside / count, "run benchmarks/prediction_errors.py")
-    stored = {(e["gpus"], e["phase"], e["reducer"], e["model"]): e for e in intervals.recorded()}
-    for each in made:
-        key = (each["gpus"], each["phase"], each["reducer"], each["model"])
-        assert len(stored[key]["points"]) == len(each["points"]), key
-
-
 def test_a_trace_is_read_as_a_measured_one(tmp_path: Path, capsys: Out) -> None:
     """One kernel for each launch, the span of the prediction, and what NCCL hides."""
     words = ("llama-3-8b", "--plans", "ladder", "--tp", "4", "--reducers")
@@ -306,13 +245,6 @@ def test_a_prompt_is_predicted_traced_and_drawn(tmp_path: Path, capsys: Out) -> 
     assert {"_swiglu_kernel", "_land_rows_kernel", "nvjet_sm90"} <= names
     assert "_project_kernel" not in names
     assert page.read_text(encoding="utf-8").count("<svg") == 2
-
-
-@pytest.mark.parametrize(("low", "high"), [(1.2, 9.0), (11_900.0, 19_000.0), (100.0, 101.0)])
-def test_axes_have_ticks(low: float, high: float) -> None:
-    found = _ticks(low, high)
-    assert 2 <= len(found) <= 9
-    assert all(low <= each <= high for each in found)
 
 
 def test_training_is_ranked_by_tokens(tmp_path: Path, capsys: Out) -> None:
@@ -390,17 +322,6 @@ def test_the_page_has_its_figures_and_the_command(tmp_path: Path, capsys: Out) -
     assert html.escape(found["command"]) in text
     for words in ("ladder, TP 4, batch 64", "qkv of sublayer 32", "80 % interval", "What fits"):
         assert words in text, words
-
-
-def test_the_front_is_what_nothing_beats(capsys: Out) -> None:
-    question = Question(
-        subject("llama-3-8b"), machines(["h200x4"]), "decode", (1, 16), 1024, ("standard", "ladder")
-    )
-    rows = ask(question)[0]
-    best = front(rows)
-    for row in rows:
-        beaten = any(o.us <= row.us and o.tokens_s >= row.tokens_s and o is not row for o in rows)
-        assert beaten != any(row is each for each in best)
 
 
 def test_a_verdict_says_where_no_other_plan_pays(capsys: Out) -> None:
