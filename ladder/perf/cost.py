@@ -169,6 +169,8 @@ class DecodeCost:
             found = Estimate(min(small, us), "extrapolated")
         if self.batch == 1:
             return found
+        if rows_measured(self.machine):
+            return self.machine.between("product", "rows", self.batch, nbytes)
         fitted = self.machine.family("more rows")
         if fitted:
             return Estimate(found.us + fitted[0].at(self.batch).us, "extrapolated")
@@ -187,6 +189,13 @@ class DecodeCost:
             return Estimate(0.0, "measured")
         curve = self.machine.curve("all-reduce", algorithm=WAY[self.reducer])
         return curve.at(self.message if nbytes is None else nbytes)
+
+
+def rows_measured(machine: Machine) -> bool:
+    """Whether products of more rows than one were measured at several sizes."""
+    return any(
+        each.where["rows"] != 1 and len(each.points) > 1 for each in machine.family("product")
+    )
 
 
 Recorded = tuple[int, int, float]  # batch, context, microseconds

@@ -11,6 +11,7 @@ import pytest
 from ladder.config import model_config
 from ladder.models import Plan, UserError, resolve_plan
 from ladder.perf import phases
+from ladder.perf.cost import DecodeCost
 from ladder.perf.graph import COMM, Graph, Operation, forward
 from ladder.perf.lower_decode import decode
 from ladder.perf.machine import Curve, Machine, Value, load
@@ -159,3 +160,19 @@ def test_more_sequences_are_fitted_to_the_model_without_communication() -> None:
     assert sorted(each.point.batch for each in found) == [1, 64]
     for each in found:
         assert each.predicted == pytest.approx(each.measured, rel=1e-3)
+
+
+def test_products_of_more_rows_take_what_was_measured_of_their_size() -> None:
+    """Where a file has them at several sizes, nothing is fitted to them."""
+    machine = load("h200x4")
+    rows = Curve("product", {"rows": 64}, ((1e6, 2.0), (1e9, 1001.0)), "measured")
+    kept = [each for each in machine.curves if each.where.get("rows") in (None, 1)]
+    more = replace(machine, curves=(*kept, rows))
+    shape = replace(model_config("llama-3-8b"), plan=resolve_plan("none", 32, 4), tp_degree=4)
+    cost = DecodeCost(shape, more, 4, "push", 64, 1024)
+    nbytes = cost.weights["down"]
+    found = next(each for each in cost.lowered(shape.plan).operations if each.part == "down")
+    alone = more.value("step_stretch") * (2 + 999 * (nbytes - 1e6) / (1e9 - 1e6))
+    assert cost(found) == pytest.approx(alone)
+    fitted = calibrated(replace(more, curves=(*kept, rows)), FILE)
+    assert fitted.family("more rows") == more.family("more rows")
