@@ -205,12 +205,12 @@ def calibrate(
     config: ModelConfig, machine: Machine, tp: int, reducer: str, steps: Sequence[Recorded]
 ) -> tuple[float, list[tuple[float, float]]]:
     """The `step_stretch` that explains the step of the least batch, and with it the points of `more
-    rows` that explain the others."""
+    rows` that explain the others: none where products of more rows were measured."""
     (batch, context, us), *others = sorted(steps)
     times = partial(_us, config, machine, tp, reducer)
     stretch = _solve(us, lambda value: times(batch, context, value, None))
     points = []
-    for rows, context, us in others:
+    for rows, context, us in () if rows_measured(machine) else others:
         points.append((float(rows), _solve(us, partial(times, rows, context, stretch))))
     return stretch, points
 

@@ -15,14 +15,14 @@ from ladder.bench.training.points import TrainingPoint, is_virtual, parse_layout
 from ladder.kernels.decode import MAX_ROWS
 from ladder.models.errors import UserError
 from ladder.perf import phases
-from ladder.perf.cost import calibrate, rows_measured
+from ladder.perf.cost import calibrate
 from ladder.perf.machine import Curve, Machine, Value, shipped
 from ladder.perf.machine import load as load_machine
 
 CALIBRATED = ("llama-3-8b", "none")  # on all GPUs: what fitted values may come from
 MEASURED = {"decode": "decode_ms", "prefill": "prefill_ms", "train": "step_ms"}
 TP_DEGREE = 4  # T of recorded training steps of plans that depend on it, the default of bench train
-# Below these, curves and records are not of one machine. A step may take a little less than a curve.
+# Below these, curves and records are not of one machine. A step may take a little less than curves.
 LEAST = {"step_stretch": 0.8, "prompt_gap_us": -2.0}
 LONG = 16 * 1024  # tokens of prompts that show the power limit
 
@@ -147,7 +147,7 @@ def calibrated(machine: Machine, *files: Path) -> Machine:
     taken = [(each.batch, context_of(each), 1e3 * ms) for each, ms in steps.items()]
     stretch, more = calibrate(resolve(point), machine, point.tp, point.reducer, taken)
     machine = _fitted(machine, "step_stretch", stretch, point, steps[point], said)
-    if more and not rows_measured(machine) and min(us for _, us in more) > 0:
+    if more and min(us for _, us in more) > 0:
         points = tuple((rows, round(us, 3)) for rows, us in more)
         about = f"fitted: the same of more sequences; {said}"
         curves = tuple(each for each in machine.curves if each.name != "more rows")
