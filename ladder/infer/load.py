@@ -156,6 +156,11 @@ def load_for_inference(
     check_activations(activations)
     if reducer not in ("auto", *INFERENCE):
         raise unknown("reducer", reducer, ("auto", *INFERENCE))
+    if reducer == "fused" and activations == "fp8":
+        raise UserError(
+            "--activations=fp8 with --reducer=fused, whose products take no 8 bits: leave one of "
+            "the two out"
+        )
     joined = launch.join(device)
     processes = launch.world_size()
     check_tp(tp)

@@ -77,6 +77,8 @@ def test_activations_that_have_no_products_are_refused() -> None:
             set_activations(model, "fp8")
     with pytest.raises(UserError, match=r"unknown type of --activations .fp4.* known: auto, fp8"):
         load_for_inference("nowhere", activations="fp4")
+    with pytest.raises(UserError, match="--activations=fp8 with --reducer=fused"):
+        load_for_inference("nowhere", activations="fp8", reducer="fused")
 
 
 def check_ranks(rank: int, world: int, name: str, kind: str) -> None:
