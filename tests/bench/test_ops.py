@@ -228,7 +228,8 @@ def refused(rank: int, world_size: int) -> None:
     assert error.startswith(f"{POINT} by wrong, eager: its error is 0.")
     assert error.endswith("above 1e-05; it is not timed")
     names = [each.name for each, _ in found]
-    assert names == ["alone", "alone, B contiguous", "gloo", "staged", "collective"]
+    alone = ["alone", "alone, B contiguous", "alone, in chunks"]
+    assert names == [*alone, "gloo", "staged", "collective"]
     assert [each.name for each, result in found if result.picked] == ["staged"]
     assert [each.name for each, result in found if result.picked_any] == ["collective"]
     assert all(result.us > 0 and each.error < 1e-5 for each, result in found)
@@ -481,7 +482,7 @@ def test_a_whole_run(start: Start, tmp_path: Path) -> None:
     assert {way for op, way in ways if op == BAGS} == {
         "alone", "alone, by table", "gloo", "staged"
     }  # fmt: skip
-    assert len(found) == 7 * 4 + 4  # and linear_all_reduce by `collective`
+    assert len(found) == 6 * 5 + 4 + 4  # and linear_all_reduce by `collective`
     assert all(r["result"]["us"] > 0 and r["machine"]["ranks"] == 2 for r in found)
     in_order = [each["implementation"] for each in kept if each["order"] == "ranks"]
     assert in_order == ["staged"] * 5

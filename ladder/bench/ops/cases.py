@@ -92,12 +92,22 @@ def _random(point: OpPoint, device: torch.device, *shape: int, scale: float = 1.
     return (torch.randn(shape, device=device) * scale).to(FLOATS[point.dtype])
 
 
-def _products(x: Tensor, weight: Tensor, out: Tensor) -> dict[str, Call]:
-    """x by the transposed weight [n, k], and by a copy [k, n]: cuBLAS may prefer either."""
+def _products(x: Tensor, weight: Tensor, out: Tensor, ranks: int) -> dict[str, Call]:
+    """x by the transposed weight [n, k], by a copy [k, n], and in the chunks of the ranks.
+
+    cuBLAS may be the fastest with any of them.
+    """
     copied = weight.t().contiguous()
+    pieces = list(zip(x.chunk(ranks), out.chunk(ranks), strict=True))
+
+    def in_chunks() -> None:
+        for piece, into in pieces:
+            torch.mm(piece, weight.t(), out=into)
+
     return {
         "alone": lambda: torch.mm(x, weight.t(), out=out),
         "alone, B contiguous": lambda: torch.mm(x, copied, out=out),
+        "alone, in chunks": in_chunks,
     }
 
 
@@ -111,7 +121,7 @@ def _columns(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> 
     arguments = shard, [weight.t()], 0
     return Case(
         point, arguments, {"return_A": False}, (shard.shape, [weight.t().shape]),
-        _products(read, weight, read.new_empty(point.m, len(weight))),
+        _products(read, weight, read.new_empty(point.m, len(weight)), ranks),
         _plainly(point, group, *arguments, False), lambda result: list(result[1]), exact,
         (ranks - 1) * shard.nbytes, group,
     )  # fmt: skip
@@ -129,7 +139,7 @@ def _rows(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Cas
     shapes: tuple[Any, ...] = tuple(each.shape for each in arguments)
     partial = x.new_empty(point.m, point.n)
     link = (1 if scattered else 2) * (ranks - 1) / ranks * partial.nbytes
-    alone = _products(x, weight, partial)
+    alone = _products(x, weight, partial, ranks)
     if not point.op.endswith("add_rms_norm"):
         arguments += ("sum", 0) if scattered else ()
         baseline = _plainly(point, group, *arguments)
