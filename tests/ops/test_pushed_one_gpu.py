@@ -8,7 +8,7 @@ since all that wait for one another must fit on the GPU at once.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
 from unittest import mock
@@ -59,37 +59,42 @@ def boxes(world: int, size: int, words: int) -> list[Box]:
     return [Box(*each) for each in zip(slots, flags, zeros, strict=True)]
 
 
-def together(made: list[Box], calls: list[Callable[[int], list[Tensor]]]) -> list[Any]:
-    """The results [round][call][rank] of calls that all ranks make, each on a stream of its own.
+Results = list[dict[int, list[Tensor]]]  # [call][rank]
 
-    First every rank makes each alone, since a kernel that is loaded while another waits may wait
-    for it: all words are set, so that nothing waits.
+
+def together(made: list[Box], calls: list[Callable[[int], list[Tensor]]]) -> Iterator[Results]:
+    """The results of calls that all ranks make, each on a stream of its own, round by round.
+
+    First every rank makes each alone, with all words set, so that nothing waits: a kernel that is
+    loaded, or memory that is allocated, while another waits for it may wait for that one.
     """
-    world = len(made)
+    streams = [torch.cuda.Stream() for _ in made]
+    kept = []
     for call in calls:
         for rank, box in enumerate(made):
             box.words.own.fill_(1)
-            call(rank)
             torch.cuda.synchronize()
+            with torch.cuda.stream(streams[rank]):
+                kept.append(call(rank))
+            torch.cuda.synchronize()
+    del kept
     for box in made:
         box.words.own.zero_()
         box.counters.zero_()
-    streams = [torch.cuda.Stream() for _ in made]
     torch.cuda.synchronize()
     source = random.Random(0)
-    results: list[list[dict[int, list[Tensor]]]] = []
     for _ in range(ROUNDS):
-        results.append([])
+        results: Results = []
         for call in calls:
             found: dict[int, list[Tensor]] = {}
-            for rank in source.sample(range(world), world):
+            for rank in source.sample(range(len(made)), len(made)):
                 with torch.cuda.stream(streams[rank]):
                     if source.random() < 0.3:
                         torch.cuda._sleep(source.randrange(3_000_000))
                     found[rank] = call(rank)
-            results[-1].append(found)
-    torch.cuda.synchronize()
-    return results
+            results.append(found)
+        torch.cuda.synchronize()
+        yield results
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -180,13 +185,13 @@ def test_rows(world: int, dtype: torch.dtype) -> None:
         return [out]
 
     ways = [(way, case) for case in cases for way in (send, bring)]
+    calls = [lambda rank, way=way: way[0](way[1], rank) for way in ways]
     with mock.patch.object(rows, "PROGRAMS", 32):
-        found = together(made, [lambda rank, way=way: way[0](way[1], rank) for way in ways])
-    for results in found:
-        for (way, case), of_ranks in zip(ways, results, strict=True):
-            for rank in range(world):
-                check = check_sent if way is send else check_back
-                check([each.cpu() for each in of_ranks[rank]], case, rank)
+        for results in together(made, calls):
+            for (way, case), of_ranks in zip(ways, results, strict=True):
+                for rank in range(world):
+                    check = check_sent if way is send else check_back
+                    check([each.cpu() for each in of_ranks[rank]], case, rank)
 
 
 def check_sent(found: list[Tensor], case: Any, rank: int) -> None:
@@ -237,16 +242,17 @@ def test_products_of_experts(world: int, dtype: torch.dtype) -> None:
         rows.receive_rows(rows.as_bits(found[0]), found[1], *memory, box.counters[1:])
         return list(found)
 
+    calls = [lambda rank, case=case: call(case, rank) for case in cases]
     with (
         mock.patch.object(rows, "PROGRAMS", 16),
         mock.patch.object(grouped, "_programs", return_value=16),
     ):
-        results = together(made, [lambda rank, case=case: call(case, rank) for case in cases])
-    for each in results:
-        for (ys, owners, _, capacity), found in zip(cases, each, strict=True):
-            for rank in range(world):
-                wanted = torch.zeros_like(found[rank][0].cpu())
-                for piece, own in zip(wanted, sent(ys, owners, rank, capacity), strict=True):
-                    piece[: len(own)] = own
-                check_same(found[rank][0].cpu(), wanted, rank)
-                assert found[rank][1].tolist() == [own.count(rank) for own in owners]
+        for results in together(made, calls):
+            for (ys, owners, _, capacity), found in zip(cases, results, strict=True):
+                for rank in range(world):
+                    out, counts, _ = (each.cpu() for each in found[rank])
+                    wanted = torch.zeros_like(out)
+                    for piece, own in zip(wanted, sent(ys, owners, rank, capacity), strict=True):
+                        piece[: len(own)] = own
+                    check_same(out, wanted, rank)
+                    assert counts.tolist() == [own.count(rank) for own in owners]
