@@ -66,8 +66,9 @@ def grouped_matmul_all_to_all(
     found = received(box.world, capacity, n, h)
     out, counts, overflow = found
     memory = box.slots, box.words
-    places = place(owners, offsets[-1:], capacity, box.words)
+    # First: an error of torch's must not leave the slots open.
     y = F.grouped_mm(h.contiguous(), W, offs=offsets[1:].to(torch.int32))
+    places = place(owners, offsets[-1:], capacity, box.words)
     push_rows(as_bits(y), places, owners, as_bits(out), counts, overflow, *memory, box.counters)
     receive_rows(as_bits(out), counts, *memory, box.counters[1:])
     return found

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ladder.kernels import bags as kernels
 from ladder.ops import workspace
-from ladder.ops.mailbox import MAX_TABLES, addresses
+from ladder.ops.mailbox import MAX_TABLES, addresses, mailbox
 from ladder.ops.registry import OPERATORS
 from tests.distributed import Pools
 from tests.kernels.support import on
@@ -149,6 +149,11 @@ def asked(rank: int, ranks: int, folder: str) -> list[str]:
             words = r"needs new memory \(a table of its tensors' addresses\)"
             check_refused(words, RUN["pushed"].run, group, *moved)
         tables = workspace.workspace(group, OP, each.indices.device).made["addresses"]
+        made = [mailbox(group, OP, each.indices, size, 8) for size in (20_000, 9, 40_000, 20_000)]
+        assert [one is made[0] for one in made] == [True, False, False, True]  # 9 bytes: the first
+        with mock.patch.object(workspace, "capturing", return_value=True):
+            assert mailbox(group, OP, each.indices, 40_000, 8) is made[2]
+            check_refused("needs new memory .* MiB", mailbox, group, OP, each.indices, 50_000, 8)
         captured = addresses(group, OP, each.weights)
         others = [torch.zeros(1) for _ in range(2 * MAX_TABLES)]
         for other in others:
