@@ -40,13 +40,19 @@ def allocate(
     """Allocate a tensor on every rank; all ranks must call this, outside a graph capture.
 
     bits: the initial content of each element, as a signed integer of its size; set on every rank
-    when this returns. None: the memory is not initialised.
+    when this returns. None: the memory has any content.
+
+    torch 2.11 zeroes the memory, and the flags of `handle` beside it, on the default stream without
+    waiting. The current stream may be one that does not wait for that stream, as in the warm-up of
+    a capture. On a busy GPU the zeros could then overwrite what this stream or a peer has written:
+    a zero in a slot looks like data that has arrived.
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 
     assert not torch.cuda.is_current_stream_capturing(), "run it once before a capture"
     rank = dist.get_rank(group)
     own = symmetric_memory.empty(*shape, dtype=dtype, device=device)
+    torch.cuda.synchronize(device)  # until it is zeroed; peers learn of it only by the rendezvous
     if bits is not None:
         own.view(INTEGERS[dtype.itemsize]).fill_(bits)
     handle = symmetric_memory.rendezvous(own, group.group_name)
@@ -54,7 +60,7 @@ def allocate(
     assert by_rank[rank].data_ptr() == own.data_ptr()
     by_rank[rank] = own  # it keeps the memory alive
     addresses = torch.tensor([each.data_ptr() for each in by_rank], device=device)
+    torch.cuda.synchronize(device)  # filled, and the handle's own addresses are on the device
     if bits is not None:
-        torch.cuda.synchronize(device)
         dist.barrier(group)
     return SymmetricTensor(rank, by_rank, addresses, handle)
