@@ -17,6 +17,7 @@ from typing import Any
 
 from ladder.config import model_config
 from ladder.costs import BF16
+from ladder.perf.machine import DECLARED as DEFAULTS
 from ladder.perf.machine import FOLDER, Curve, Link, Machine, Value, fit_link, write
 from ladder.perf.prediction.records import calibrated
 
@@ -58,17 +59,23 @@ BESIDE_NCCL = (
 )
 DECLARED = {
     "boost_ms": Value(
-        10.0,
+        DEFAULTS["boost_ms"],
         "declared: between what batches 4 and 16 of llama-3-8b, none, TP 4 ask for, whose prefill "
         "is off by +1 and -3 % with it; 2026-11-21-figures-h200x4.jsonl",
     ),
-    "prompt_attention_tflop_s": Value(650.0, ATTENTION_RATE.format("the rate")),
-    "prompt_attention_half": Value(750.0, ATTENTION_RATE.format("the shape of the curve")),
+    "prompt_attention_tflop_s": Value(
+        DEFAULTS["prompt_attention_tflop_s"], ATTENTION_RATE.format("the rate")
+    ),
+    "prompt_attention_half": Value(
+        DEFAULTS["prompt_attention_half"], ATTENTION_RATE.format("the shape of the curve")
+    ),
 }
 TOGETHER = {
-    "nccl_beside_product": Value(0.75, BESIDE_NCCL.format("declared", "")),
+    "nccl_beside_product": Value(
+        DEFAULTS["nccl_beside_product"], BESIDE_NCCL.format("declared", "")
+    ),
     "product_beside_nccl": Value(
-        0.64,
+        DEFAULTS["product_beside_nccl"],
         "measured by hand: layers of products on 4x H200 (torch 2.11, 2026-11-20) lose 0.40 to "
         "0.62 of the time of NCCL's all-reduces beside them, five shapes, 0.48 on average; "
         "1 - 0.48 x nccl_beside_product",
@@ -81,7 +88,7 @@ COPIES = {
         "standard's, and copies run for 23 % of the time; 2026-11-21-profile-half-8b-h200x2.txt",
     ),
     4: Value(
-        0.75,
+        DEFAULTS["product_beside_copies"],
         "measured by hand: a product of 8192 rows takes 3650 us for 3533 while 409 us of copies "
         "run beside it on 4x H200 (torch 2.11, 2026-11-22), which is 0.71; rounded up",
     ),

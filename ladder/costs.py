@@ -15,7 +15,7 @@ from ladder.models.config import ModelConfig
 from ladder.models.storage import BLOCK, scale_dtype
 from ladder.models.sublayers import FEED_FORWARDS, MIXERS
 
-BF16 = 2  # bytes
+BF16, FP32 = 2, 4  # bytes
 # Of sessions of the engine, and of the memory that they take.
 CAPACITY_STEP = 256  # graphs are kept for cache lengths that are multiples of this
 GRAPHED_PROMPT_TOKENS = 16384  # a longer prefill keeps the GPU busy without a graph

@@ -85,6 +85,12 @@ def check_writable(path: Path, option: str = "--out") -> None:
             ) from error
 
 
+def check_names_file(path: Path, option: str) -> None:
+    """Raise UserError, before the work, unless `path` names a file in a folder that exists."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise UserError(f"{option}={path}: name a file in a folder that exists")
+
+
 def _probe(path: Path) -> None:
     folder, missing = path.parent, list[Path]()
     probe = folder / f".{path.name}.{secrets.token_hex(4)}"

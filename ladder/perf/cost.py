@@ -31,6 +31,20 @@ FULL_MESSAGE = 2**19  # bytes for which NCCL takes as many multiprocessors as fo
 HEAD_DIM = 128  # of the curves of attention
 
 
+def check_reducer(name: str) -> None:
+    """Raise UserError unless it is one of inference."""
+    if name not in WAY:
+        raise unknown("reducer of --reducers", name, WAY)
+
+
+def check_context(config: ModelConfig, tokens: int) -> None:
+    """Raise UserError unless the model takes so many tokens."""
+    if not 1 <= tokens <= config.max_seq_len:
+        raise UserError(
+            f"--context={tokens} must be 1 to the model's context, {config.max_seq_len}"
+        )
+
+
 class DecodeCost:
     """Microseconds of each operation of a step of `batch` sequences after `context` tokens."""
 
@@ -38,14 +52,10 @@ class DecodeCost:
         self, config: ModelConfig, machine: Machine, tp: int, reducer: str, batch: int, context: int
     ) -> None:
         config.check_divides(tp, "--tp")
-        if reducer not in WAY:
-            raise unknown("reducer of --reducers", reducer, WAY)
+        check_reducer(reducer)
         if not 1 <= batch <= MAX_ROWS:
             raise UserError(f"--batch={batch} must be 1 to {MAX_ROWS}, as fused decode steps have")
-        if not 1 <= context <= config.max_seq_len:
-            raise UserError(
-                f"--context={context} must be 1 to the model's context, {config.max_seq_len}"
-            )
+        check_context(config, context)
         self.config, self.machine, self.tp, self.reducer = config, machine, tp, reducer
         self.batch, self.context = batch, context
         self.gap = machine.value("launch_gap_us")

@@ -16,9 +16,8 @@ import math
 from ladder.costs import BF16
 from ladder.models.config import ModelConfig
 from ladder.perf.graph import COMM, Operation
-from ladder.perf.machine import Basis, Estimate, Machine
+from ladder.perf.machine import COLLECTIVES, Basis, Estimate, Machine
 
-WIRED = ("all-reduce", "reduce-scatter", "all-gather")
 IDLE_POWER = 0.64  # while nothing computes, of the power under products
 FILL, SQUARE = 128, 8192  # what fills a tile's pipeline, of its inputs; `matrix_tflop_s` has SQUARE
 MULTIPROCESSORS = 132
@@ -186,4 +185,4 @@ def resource(operation: Operation) -> str:
         return "link"
     if operation.kind == "barrier":
         return "wait"
-    return "nccl" if operation.kind in WIRED else "all"
+    return "nccl" if operation.kind in COLLECTIVES else "all"

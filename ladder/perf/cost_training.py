@@ -11,23 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ladder.costs import BF16
+from ladder.costs import BF16, FP32
 from ladder.models.config import ModelConfig
 from ladder.perf.cost_prefill import PromptCost, power_share
 from ladder.perf.graph import DATA, Operation
-from ladder.perf.machine import Basis, Estimate, Machine, for_degree
-from ladder.perf.memory import FP32, local_parameters
+from ladder.perf.machine import COLLECTIVES, Basis, Estimate, Machine, for_degree
+from ladder.perf.memory import local_parameters
 
 BACKWARD_ATTENTION = 2.5 / 0.85  # its arithmetic, and its rate, of those of the forward pass
 LANDED = 3  # tensors of a landing: the residual, and both results; and one for each addend
 BACKWARD_LANDING = 6  # two gradients, the residual, the result; two again for the weight's
-GRADIENTS = {
-    "qkv": 4,
-    "gate-up": 3,
-}  # the inputs' gradients of products of one input, and their sum
+INPUT_GRADIENTS = {"qkv": 4, "gate-up": 3}  # of products of one input, and their sum
 SWIGLU = {False: 3, True: 5}  # of the inner size
 ROTARY = 2  # of queries and keys: read and written
-LOGITS = {False: 2, True: 2}  # passes over the logits
+LOGITS = 2 + 2  # passes over the logits, forward and backward
 ADAMW = 28 + 12  # bytes of a parameter: AdamW reads four numbers and writes three; clipping three
 CAST = FP32 + BF16  # bytes of a weight that is cast for the products, and of its gradient
 ADDED = 2 * FP32  # bytes of a gradient that is added to an earlier micro-batch's
@@ -92,7 +89,7 @@ class TrainingCost(PromptCost):
 
     def estimate(self, operation: Operation) -> Estimate:
         kind, back = operation.kind, operation.backward
-        if kind in ("all-reduce", "reduce-scatter", "all-gather"):
+        if kind in COLLECTIVES:
             return self._collective(operation)
         if kind == "sum":
             return Estimate(self._local(operation), "extrapolated")
@@ -103,8 +100,7 @@ class TrainingCost(PromptCost):
         if kind == "head":
             return Estimate(self._products("head", 1, back), "extrapolated")
         if kind == "loss":
-            passes = LOGITS[False] + LOGITS[True]
-            return self.moved(passes * BF16 * self.shape.rows * self.vocabulary)
+            return self.moved(LOGITS * BF16 * self.shape.rows * self.vocabulary)
         if kind == "landing":
             return self.moved(self._landing_tensors(operation) * self.mine)
         if kind == "embed":
@@ -125,8 +121,8 @@ class TrainingCost(PromptCost):
     def _sublayer_products(self, part: str, back: bool) -> float:
         inner = self.shape.held * self.inner * BF16 * self.shape.rows
         us = self._products(part, {"qkv": 3, "gate-up": 2}.get(part, 1), back)
-        if back and part in GRADIENTS:
-            us += GRADIENTS[part] * self.whole / self.memory
+        if back and part in INPUT_GRADIENTS:
+            us += INPUT_GRADIENTS[part] * self.whole / self.memory
         if part == "gate-up":
             us += SWIGLU[back] * inner / self.memory + self.gap
         return us

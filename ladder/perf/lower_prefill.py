@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from ladder.kernels.norm import MAX_ADDENDS
 from ladder.models.errors import unknown
 from ladder.models.plan import Landing, Plan
+from ladder.parallel.dispatch import PREFILL_TRANSPORTS
 from ladder.perf.graph import COMM, LAST, MAIN, SIDE, Graph, Loop
-
-TRANSPORTS = ("direct", "copy-kernels", "copy")
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,8 @@ class Way:
     small: str = "nccl"
 
     def __post_init__(self) -> None:
-        if self.transport not in ("", *TRANSPORTS):
-            raise unknown("transport", self.transport, TRANSPORTS)
+        if self.transport not in ("", *PREFILL_TRANSPORTS):
+            raise unknown("transport", self.transport, PREFILL_TRANSPORTS)
 
 
 def prefill(plan: Plan, way: Way) -> Graph:

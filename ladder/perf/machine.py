@@ -34,7 +34,7 @@ VALUES = {
     "matrix_tflop_s": "TFLOP/s of a product of two matrices of 8192 x 8192, bfloat16",
     "launch_us": "one kernel without work, in a CUDA graph",
     "step_stretch": "the time of a decode step's kernels, of that in a chain of their own; fitted",
-    "launch_gap_us": "what a launch takes in a step besides; no longer fitted",
+    "launch_gap_us": "what a launch takes in a step besides, in files without step_stretch",
     "host_launch_us": "the host's time to launch one kernel",
     "prompt_gap_us": "what a kernel of a prompt takes beyond its arithmetic or bytes; fitted",
     "power_limit": "the power that a GPU may take, of what products without a pause would; fitted",
@@ -46,7 +46,7 @@ VALUES = {
     "prompt_attention_tflop_s": "TFLOP/s of causal attention of a very long prompt",
     "prompt_attention_half": "the tokens of a prompt at which attention has half of that rate",
 }
-# What holds where nobody has measured: of an H200. Where it is from is in benchmarks/machines.py.
+# Where a file has no such value: those of H200s, whose sources benchmarks/machines.py names.
 DECLARED = {
     "launch_us": 1.2,
     "launch_gap_us": 0.0,
@@ -72,6 +72,8 @@ CURVES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "all-gather": ("bytes", ("algorithm",), "bytes of the gathered whole"),
     "reduce-scatter": ("bytes", ("algorithm",), "bytes of the whole partial"),
 }
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter")
+BETWEEN_GPUS = ("peer copy", *COLLECTIVES)
 ALGORITHMS = ("nccl", "gloo", "push", "two-shot", "torch one-shot", "torch two-shot")
 
 
@@ -197,9 +199,8 @@ class Machine:
         """What has not been measured, each with its meaning."""
         known = {*self.values, *DECLARED}
         names = [f"{name}: {text}" for name, text in VALUES.items() if name not in known]
-        alone = ("all-reduce", "all-gather", "reduce-scatter", "peer copy")
         for name, (_, _, text) in CURVES.items():
-            optional = name == "more rows" or (self.gpus == 1 and name in alone)
+            optional = name == "more rows" or (self.gpus == 1 and name in BETWEEN_GPUS)
             if not self.family(name) and not optional:
                 names.append(f"{name}: {text}")
         return names + (["links: latency and rate"] if self.gpus > 1 and not self.links else [])

@@ -20,6 +20,7 @@ from ladder.bench.training.points import parse_layout
 from ladder.costs import (
     BF16,
     CAPACITY_STEP,
+    FP32,
     GRAPHED_PROMPT_TOKENS,
     HEADROOM,
     WORKSPACES,
@@ -32,7 +33,6 @@ from ladder.models.transformer import meta_model
 from ladder.perf.machine import Machine
 
 GIB = 2**30
-FP32 = 4
 PLANNED = ("plan", "tp_degree")  # fields of a config that are no part of the shape
 MOMENTS = 2  # of AdamW, in float32
 
@@ -161,12 +161,7 @@ def training(
     has left them. Where the backward pass ends they all do, and no activations.
     """
     found = parse_layout(layout)
-    if ranks % found.tp:
-        raise UserError(f"--layouts {layout}: {found.tp} does not divide the {ranks} ranks")
-    replicas = ranks // found.tp
-    shards = found.dp_shard or replicas
-    if replicas % shards:
-        raise UserError(f"--layouts {layout}: {shards} shards do not divide {replicas} replicas")
+    _, shards = found.data_parallel(ranks)
     parameters = local_parameters(config, found.tp)
     micro = micro_batch or batch
     tokens = micro * seq_len

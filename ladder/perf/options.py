@@ -25,8 +25,9 @@ def add_t3_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_t3(options: argparse.Namespace) -> int:
+    from ladder.files import check_names_file
     from ladder.models import UserError
-    from ladder.perf.report import Study, show, writable
+    from ladder.perf.report import Study, show
     from ladder.perf.t3.figures import FIGURES, figure, known
     from ladder.perf.t3.sweep import sweep
     from ladder.perf.t3.system import DECLARED, FITTED, SOURCE
@@ -34,7 +35,8 @@ def run_t3(options: argparse.Namespace) -> int:
     if options.sweep and options.figure:
         raise UserError("--sweep is of no figure; leave out --figure")
     numbers = [known(number) for number in options.figure or FIGURES]
-    writable(options.page)
+    if options.page is not None:
+        check_names_file(options.page, "--page")
     results = [sweep()] if options.sweep else [figure(each) for each in dict.fromkeys(numbers)]
     show(Study(SOURCE, results, FITTED, DECLARED), options.json, options.page)
     if options.page is None and not options.json:

@@ -11,13 +11,13 @@ import torch
 from ladder.bench.training.points import parse_layout
 from ladder.costs import BF16
 from ladder.models.config import ModelConfig
-from ladder.models.errors import UserError, unknown
+from ladder.models.errors import UserError
 from ladder.models.plan import Plan
 from ladder.models.reducer import Ranks
 from ladder.parallel.choose import choose
 from ladder.parallel.dispatch import load_dispatch
 from ladder.parallel.sharded import sharded_refusal
-from ladder.perf.cost import WAY, DecodeCost
+from ladder.perf.cost import DecodeCost, check_context, check_reducer
 from ladder.perf.cost_prefill import PromptCost, resource
 from ladder.perf.cost_training import TrainingCost, TrainingShape
 from ladder.perf.graph import REDUCES, Graph, Operation, training
@@ -147,8 +147,7 @@ def prefill(
     """
     config.check_divides(tp, "--tp")
     _check_tokens(config, batch, prompt)
-    if reducer not in WAY:
-        raise unknown("reducer of --reducers", reducer, WAY)
+    check_reducer(reducer)
     machine = for_degree(machine, tp)
     cost = PromptCost(config, machine, tp, batch, prompt)
     token = BF16 * config.hidden_size
@@ -170,10 +169,7 @@ def _check_tokens(config: ModelConfig, batch: int, tokens: int) -> None:
     """Raise UserError unless the model can take so many sequences and tokens."""
     if batch < 1:
         raise UserError(f"--batch={batch} must be 1 or more")
-    if not 1 <= tokens <= config.max_seq_len:
-        raise UserError(
-            f"--context={tokens} must be 1 to the model's context, {config.max_seq_len}"
-        )
+    check_context(config, tokens)
 
 
 def prompt_way(
@@ -256,12 +252,7 @@ def training_shape(
     """The layout of a name on so many GPUs. Raises UserError if they cannot have it."""
     found = parse_layout(layout)
     config.check_divides(found.tp, "--layouts tp")
-    if gpus % found.tp:
-        raise UserError(f"--layouts {layout}: {found.tp} does not divide the {gpus} GPUs")
-    replicas = gpus // found.tp
-    shards = found.dp_shard or replicas
-    if replicas % shards:
-        raise UserError(f"--layouts {layout}: {shards} shards do not divide {replicas} replicas")
+    replicas, shards = found.data_parallel(gpus)
     held = held_ranks(config, found.tp)
     if found.sequence_parallel:
         refusal = sharded_refusal(config.plan, Ranks(found.tp * held, 0, held))

@@ -12,7 +12,6 @@ from typing import Any
 from ladder.bench.figures import available
 from ladder.bench.report import NO_FIGURES, Aside, Figure, Heading, PagePart, Table, Text, page
 from ladder.files import write_text
-from ladder.models.errors import UserError
 from ladder.perf.drawing import draw
 from ladder.perf.scores import HEAD, Result
 from ladder.plans import aligned
@@ -87,12 +86,6 @@ class Study:
             parts.append(Table(["fitted", "to"], list(self.fitted.items())))
         parts += [Text(f"Declared, since the paper does not give it: {x}.") for x in self.declared]
         return page(self.source, f"{self.summary()}.", parts)
-
-
-def writable(page: Path | None) -> None:
-    """Raise UserError, before the work, if `--page` names no file in a folder that exists."""
-    if page is not None and (page.is_dir() or not page.parent.is_dir()):
-        raise UserError(f"--page {page}: name a file in a folder that exists")
 
 
 def show(study: Study, as_json: bool, page: Path | None) -> None:

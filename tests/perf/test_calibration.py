@@ -71,7 +71,7 @@ def test_a_spent_budget_leaves_parts_out_and_names_them() -> None:
     ("words", "said"),
     [
         (("--budget", "0"), "--budget=0.0 must be a number of minutes above 0"),
-        (("--out", "nowhere/m.json"), "--out=nowhere/m.json must be a file in a folder"),
+        (("--out", "nowhere/m.json"), "--out=nowhere/m.json: name a file in a folder"),
     ],
 )
 def test_wrong_options_are_one_line(

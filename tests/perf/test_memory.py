@@ -99,7 +99,7 @@ def test_more_of_anything_takes_more() -> None:
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("tp3", "--layouts tp3: 3 does not divide the 8 ranks"),
+        ("tp3", "--layouts tp3: 3 does not divide the 8 GPUs"),
         ("hsdp3", "--layouts hsdp3: 3 shards do not divide 8 replicas"),
     ],
 )

@@ -355,8 +355,8 @@ def old(path: Path) -> str:
         (("--plans", "laddder"), "laddder"),
         (("--plans", "dtp-2", "--tp", "1"), "dtp-2 at TP 1: with T = 1 it is another plan"),
         (("--plans", "checkpoint"), "needs MODEL to be a folder"),
-        (("--trace", "nowhere/trace.json"), "--trace nowhere/trace.json: name a file"),
-        (("--page", "."), "--page .: name a file"),
+        (("--trace", "nowhere/trace.json"), "--trace=nowhere/trace.json: name a file"),
+        (("--page", "."), "--page=.: name a file"),
         (("--layouts", "ddp"), "--layouts is of training; give --train"),
     ],
 )

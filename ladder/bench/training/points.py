@@ -25,6 +25,21 @@ class Layout:
     sequence_parallel: bool = False
     reducer: str = "auto"
 
+    def data_parallel(self, gpus: int) -> tuple[int, int]:
+        """The replicas of a TP group over so many GPUs, and the shards of each parameter.
+
+        Raises UserError for a layout that they cannot have.
+        """
+        if gpus % self.tp:
+            raise UserError(f"--layouts {self.name}: {self.tp} does not divide the {gpus} GPUs")
+        replicas = gpus // self.tp
+        shards = self.dp_shard or replicas
+        if replicas % shards:
+            raise UserError(
+                f"--layouts {self.name}: {shards} shards do not divide {replicas} replicas"
+            )
+        return replicas, shards
+
 
 def parse_layout(text: str) -> Layout:
     """The layout of a name such as `tp4+sp+fsdp`. Raises UserError for an unknown one."""

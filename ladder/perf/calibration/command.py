@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ladder.comm.access import common_push_refusal
-from ladder.files import check_writable
+from ladder.files import check_names_file, check_writable
 from ladder.models.errors import UserError
 from ladder.parallel import launch
 from ladder.perf.calibration.parts import CPU, GPU, Part, parts
@@ -26,8 +26,7 @@ def check(options: Any) -> None:
     launch.check_nproc(options.nproc)
     if not 0 < options.budget < math.inf:
         raise UserError(f"--budget={options.budget} must be a number of minutes above 0")
-    if options.out.is_dir() or not options.out.parent.is_dir():
-        raise UserError(f"--out={options.out} must be a file in a folder that exists")
+    check_names_file(options.out, "--out")
 
 
 @torch.inference_mode()

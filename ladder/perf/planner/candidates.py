@@ -7,6 +7,7 @@ from types import ModuleType
 from ladder.models.errors import UserError
 from ladder.models.presets import MOST_RANKS
 from ladder.perf import memory
+from ladder.perf.cost import check_context
 from ladder.perf.planner import inference, training
 from ladder.perf.planner.intervals import interval
 from ladder.perf.planner.question import LeftOut, Question, Row, order
@@ -50,13 +51,9 @@ def ask(question: Question) -> tuple[list[Row], list[str]]:
 
 def check(question: Question) -> None:
     """Raise UserError for options that no candidate can have."""
-    shape = question.subject.shape
     question.machine.value("memory_gib")  # without it nothing could be recommended
     for option, value in (("nodes", question.nodes), ("tp-degree", question.tp_degree or 1)):
         if not 1 <= value <= MOST_RANKS:
             raise UserError(f"--{option}={value} must be 1 to {MOST_RANKS:,}")
-    if not 1 <= question.context <= shape.max_seq_len:
-        raise UserError(
-            f"--context={question.context} must be 1 to the model's context, {shape.max_seq_len}"
-        )
+    check_context(question.subject.shape, question.context)
     work(question).check(question)

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import replace
 from typing import Any
 
-from ladder.files import write_text
+from ladder.files import check_names_file, write_text
 from ladder.models.errors import UserError
 from ladder.perf.planner import report
 from ladder.perf.planner.candidates import ask, work
@@ -20,8 +20,8 @@ CONTEXT = 1024  # unless the user gives one
 def main(options: Any) -> int:
     for name in ("page", "trace"):
         path = getattr(options, name)
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise UserError(f"--{name} {path}: name a file in a folder that exists")
+        if path is not None:
+            check_names_file(path, f"--{name}")
     question = question_of(options)
     rows, left_out = ask(question)
     best = recommended(rows, question.objective)

@@ -10,10 +10,9 @@ from ladder.config import configs_folder, load_plan, model_config
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.models.presets import resolve_plan
-from ladder.perf.machine import Machine, load, shipped
+from ladder.perf.machine import BETWEEN_GPUS, Machine, load, shipped
 
 CHECKPOINT = "checkpoint"  # the name of a folder's own plan, as in `ladder bench inference`
-BETWEEN_GPUS = ("peer copy", "all-reduce", "all-gather", "reduce-scatter")  # curves
 
 
 @dataclass(frozen=True)

@@ -46,11 +46,7 @@ def check(question: Question) -> None:
                 f"divisor"
             )
     for layout in layouts(question):
-        if question.gpus % layout.tp:
-            raise UserError(
-                f"--layouts {layout.name}: {layout.tp} does not divide the {question.gpus} GPUs of "
-                f"machine {question.machine.name!r}"
-            )
+        layout.data_parallel(question.gpus)
         question.subject.shape.check_divides(layout.tp, "--layouts tp")
 
 

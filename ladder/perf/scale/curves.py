@@ -13,14 +13,14 @@ from functools import cache, partial
 
 from ladder.bench.training.points import Layout, parse_layout
 from ladder.config import model_config
-from ladder.costs import BF16, layer_parameters, vocabulary_parameters
+from ladder.costs import BF16, FP32, layer_parameters, vocabulary_parameters
 from ladder.models.config import ModelConfig
 from ladder.models.plan import Plan
 from ladder.models.presets import resolve_plan
 from ladder.perf import graph
 from ladder.perf.graph import Operation
-from ladder.perf.machine import FOLDER, Curve, Machine, load, read
-from ladder.perf.memory import FP32, MOMENTS, local_parameters
+from ladder.perf.machine import COLLECTIVES, FOLDER, Curve, Machine, load, read
+from ladder.perf.memory import MOMENTS, local_parameters
 from ladder.perf.phases import decode
 from ladder.perf.scale.networks import Group
 from ladder.perf.scale.tables import BESIDE
@@ -42,7 +42,6 @@ TRAINED = {  # layout and plan
 # with sequence parallelism, 8192 tokens take 99.1 ms on four H200 (docs/results/training.md).
 EFFICIENCY = 0.63
 NORM_TENSORS = 5  # read and written by a landing: residual, sum, result; residual and norm again
-COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
 
 
 @dataclass(frozen=True)
@@ -95,11 +94,11 @@ class Step:
 
     @property
     def replicas(self) -> int:
-        return self.gpus // self.layout.tp
+        return self.layout.data_parallel(self.gpus)[0]
 
     @property
     def shards(self) -> int:
-        return self.layout.dp_shard or self.replicas
+        return self.layout.data_parallel(self.gpus)[1]
 
     def data_parallel(self, ranks: int) -> Group:
         """Ranks with one shard each: a GPU of each TP group, so `NODE / tp` of a node."""

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ladder.costs import FP32
 from ladder.perf.engine import SECOND, Engine, Line, picoseconds
 from ladder.perf.scale.networks import Torus
 
-FP32 = 4
 NODES = 128
 GBIT = 1e9 / 8
+HBM = 1.6384e12  # bytes a second, of an MI210
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Case:
     rows: int = 8
     batch: int = 512
     tables: int = 8
-    gather: float = 0.6 * 1.6384e12
+    gather: float = 0.6 * HBM
     flops: float = 0.5 * 45.3e12
     kernel: float = 10e-6
     bottom: int = 8

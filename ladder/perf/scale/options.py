@@ -22,14 +22,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from ladder.files import check_names_file
     from ladder.models.errors import unknown
-    from ladder.perf.report import show, writable
+    from ladder.perf.report import show
     from ladder.perf.scale.studies import study
 
     for name in options.studies:
         if name not in STUDIES:
             raise unknown("study", name, STUDIES)
-    writable(options.page)
+    if options.page is not None:
+        check_names_file(options.page, "--page")
     show(study(tuple(dict.fromkeys(options.studies or STUDIES))), options.json, options.page)
     if options.page is None and not options.json:
         say_next("predict", "scale", *options.studies, "--page", free(Path("scale.html")))

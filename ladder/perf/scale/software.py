@@ -14,6 +14,7 @@ from ladder.costs import BF16, vocabulary_parameters
 from ladder.models.config import ModelConfig
 from ladder.models.plan import Plan
 from ladder.perf.graph import Operation, forward
+from ladder.perf.machine import FOLDER, read
 from ladder.perf.scale.published import NEW, PROMPT
 from ladder.perf.simulate import simulate
 
@@ -32,7 +33,7 @@ class Software:
     each attention score of a prompt.
     """
 
-    hbm: float = 2.96e12
+    hbm: float
     flops: float = 530e12
     kernel: float = 2.5
     rows: float = 3.7
@@ -40,7 +41,8 @@ class Software:
     score: float = 45.0
 
 
-SOFTWARE = Software()
+H100 = read(FOLDER / "declared" / "h100x8.json")
+SOFTWARE = Software(hbm=1e12 * H100.value("copy_tb_s"))
 
 
 @dataclass(frozen=True)

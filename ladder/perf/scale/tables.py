@@ -27,7 +27,7 @@ from ladder.perf.scale.published import (
     TWO_NODES,
     Table,
 )
-from ladder.perf.scale.software import PHASES, Phase, Work, as_run, bare, time
+from ladder.perf.scale.software import H100, PHASES, SOFTWARE, Phase, Work, as_run, bare, time
 from ladder.perf.scores import FIT, OUT, Dots, Result, Row, Score, factor, points
 
 # The share of their speed that operations lose beside one of NCCL's all-reduces: medians over our
@@ -197,14 +197,14 @@ FITTED = {
         "the bound rows of Tables 2 and 6, and of Figure 2 at batch 4"
     ),
     "what an all-reduce of two nodes takes beyond one": "the bound of Figure 3 at batch 4",
-    "kernel = 2.5 us, rows = 3.7 us, flops = 530 T, repeated = 0.83, score = 45 B": (
-        "milliseconds of four rows without communication"
-    ),
+    f"kernel = {SOFTWARE.kernel:g} us, rows = {SOFTWARE.rows:g} us, flops = "
+    f"{1e-12 * SOFTWARE.flops:g} T, repeated = {SOFTWARE.repeated:g}, score = "
+    f"{SOFTWARE.score:g} B": ("milliseconds of four rows without communication"),
 }
 DECLARED = (
     "what products lose beside an all-reduce: medians of our own records of H200, by phase and "
-    "batch (prefill 0.545, 0.459 and 0.455, decode 0.276, 0.230 and 0.501 at batch 1, 4 and 64); "
-    "the all-reduce loses nothing",
-    "H100: 2.96 TB/s, as much of the data sheet's 3.35 as an H200 reaches of its 4.8",
+    f"batch ({', '.join(f'{p} {share:.3f} at {b}' for (p, b), share in BESIDE.items())}); the "
+    "all-reduce loses nothing",
+    f"H100: {1e-12 * SOFTWARE.hbm:g} TB/s, {H100.values['copy_tb_s'].provenance}",
     "kernels: one for each product and each landing, 5 for attention, 2 for gate and up",
 )
