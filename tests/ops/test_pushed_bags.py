@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ladder.kernels import bags as kernels
 from ladder.ops import workspace
@@ -19,54 +18,11 @@ from ladder.ops.registry import OPERATORS
 from tests.distributed import Pools
 from tests.kernels.support import on
 from tests.ops.everyone import check_refused
+from tests.ops.pushed_inputs import lookup, pooled
 from tests.ops.pushes import check_same, pushing
 
 OP = "embedding_bag_all_to_all"
 RUN = OPERATORS[OP].implementations
-
-
-class Lookup(NamedTuple):
-    """A rank's tables, and its bags of all samples, table by table."""
-
-    weights: list[Tensor]
-    indices: Tensor
-    offsets: Tensor
-
-
-def lookup(
-    rank: int, call: int, batch: int, tables: int, dim: int, dtype: torch.dtype, longest: int
-) -> Lookup:
-    """Tables of different sizes; ragged bags with repetitions, empty ones, or all empty.
-
-    Rows differ in size, so that sums depend on their order.
-    """
-    source = torch.Generator().manual_seed(100 * call + rank)
-    weights, lengths, indices = [], [], []
-    for table in range(tables):
-        rows = 2 + 3 * table + rank
-        made = torch.randn(rows, dim, generator=source)
-        weights.append((made * 9 ** torch.randn(rows, 1, generator=source)).to(dtype))
-        lengths.append(torch.randint(longest + 1, (batch,), generator=source))
-        indices.append(torch.randint(rows, (int(lengths[-1].sum()),), generator=source))
-    ends = torch.cat([torch.zeros(1, dtype=torch.int64), *lengths]).cumsum(0)
-    kind = torch.int32 if call % 2 else torch.int64
-    return Lookup(weights, torch.cat(indices).to(kind), ends.to(kind))
-
-
-def pooled(each: Lookup, mode: str) -> Tensor:
-    """[B, tables x dim] by a plain loop: in float32 in the order of the indices, rounded once."""
-    batch = (len(each.offsets) - 1) // len(each.weights)
-    columns = []
-    for table, weight in enumerate(each.weights):
-        rows = []
-        for sample in range(batch):
-            start, end = each.offsets[table * batch + sample :][:2].tolist()
-            total = torch.zeros(weight.shape[1])
-            for index in each.indices[start:end].tolist():
-                total += weight[index].float()
-            rows.append(total / max(1, end - start) if mode == "mean" else total)
-        columns.append(torch.stack(rows).to(weight.dtype))
-    return torch.cat(columns, dim=1)
 
 
 # Samples of a rank, tables of a rank (more on each odd one), dim, longest bag, programs, the rest.

@@ -24,10 +24,8 @@ from ladder.kernels.gemm import Tiling
 from ladder.ops.pushed_rows import received
 from tests.interpreter import addresses
 from tests.kernels.support import GPU
+from tests.ops.pushed_inputs import EXPERTS, Lookup, expert_inputs, lookup, pooled, sent
 from tests.ops.pushes import check_same
-from tests.ops.test_pushed_bags import Lookup, lookup, pooled
-from tests.ops.test_pushed_rows import EXPERTS, expert_inputs
-from tests.ops.test_rows import sent
 
 pytestmark = GPU
 WORLDS = (2, 4)

@@ -16,6 +16,7 @@ from ladder.kernels import rows as kernels
 from ladder.ops.registry import OPERATORS
 from tests.distributed import Pools
 from tests.kernels.support import on
+from tests.ops.pushed_inputs import EXPERTS, expert_inputs
 from tests.ops.pushes import check_same, late, pushing
 
 OPS = ("all_to_all_rows", "return_rows", "matmul_all_to_all")
@@ -78,35 +79,6 @@ def test_rows_reach_their_owners_and_come_back(
             "_gather_rows_kernel",
         }  # fmt: skip
         interpreted += ran
-
-
-# Rows of each expert on a rank, rows of none, k, n, capacity, and whether W is [experts, n, k].
-EXPERTS = [
-    ([7, 0, 20], 5, 24, 40, 64, False),
-    ([0, 0, 0], 3, 8, 8, 4, True),
-    ([33, 1, 4], 0, 40, 8, 6, True),  # rows that do not fit
-    ([3, 18, 2], 2, 16, 24, 40, False),
-]
-
-
-def expert_inputs(
-    rank: int, call: int, ranks: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """h, W, offsets, owners, capacity. A row of h has one power of two: products are exact."""
-    lengths, more, k, n, capacity, turned = EXPERTS[call]
-    lengths = [length + rank * (length > 3) for length in lengths]
-    m = sum(lengths) + more
-    source = torch.Generator().manual_seed(100 * call + rank)
-    h = torch.zeros(m, k)
-    at = torch.randint(k, (m, 1), generator=source)
-    h.scatter_(1, at, 2.0 ** torch.randint(-3, 4, (m, 1), generator=source))
-    h[sum(lengths) :] = torch.nan  # rows of no expert
-    W = torch.randn(len(lengths), k, n, generator=source).to(dtype)
-    W = W.transpose(1, 2).contiguous().transpose(1, 2) if turned else W
-    owners = torch.randint(-1, ranks, (m,), generator=source)
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    kind = torch.int32 if call % 2 else torch.int64
-    return h.to(dtype), W, offsets.to(kind), owners.to(kind), capacity
 
 
 def products(rank: int, ranks: int, folder: str, dtype: torch.dtype) -> list[str]:

@@ -20,6 +20,7 @@ from tests.ops.everyone import (
     random,
     world,
 )
+from tests.ops.pushed_inputs import sent
 from tests.samples import relative_error
 
 OPS = torch.ops.ladder
@@ -43,15 +44,6 @@ def nothing(rank: int, ranks: int) -> list[int]:
 OWNERS: dict[str, Callable[[int, int], list[int]]] = {
     each.__name__: each for each in (some, all_to_one, nothing)
 }
-
-
-def sent(xs: list[Tensor], owners: list[list[int]], to: int, capacity: int) -> list[Tensor]:
-    """What `to` gets of each rank: its rows in their order, up to the capacity."""
-    pieces = []
-    for x, own in zip(xs, owners, strict=True):
-        rows = [x[j] for j, owner in enumerate(own) if owner == to][:capacity]
-        pieces.append(torch.stack(rows) if rows else x.new_zeros(0, x.shape[1]))
-    return pieces
 
 
 def check_sent(
