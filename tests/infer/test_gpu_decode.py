@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,10 +15,14 @@ import torch
 from ladder.bench.inference.build import random_model
 from ladder.bench.inference.points import InferencePoint, resolve
 from ladder.bench.inference.verify import STEPS, check_session, reference
-from ladder.infer.engine import Engine, Session, generate
+from ladder.comm import symmetric
+from ladder.comm.symmetric import SymmetricTensor
+from ladder.infer.engine import Completion, Engine, Session, generate
 from ladder.infer.sampling import Sampling
 from ladder.kernels.decode import MAX_ROWS
+from ladder.models.forward_pass import Output
 from ladder.parallel import launch
+from ladder.parallel.decode import DecodePass, Product
 from ladder.parallel.mesh import make_mesh
 from ladder.parallel.sharding import shard_model
 from tests import samples
@@ -105,32 +113,67 @@ def test_every_plan_passes_the_check_before_timing(world: int) -> None:
     assert launch.run(check_on_gpus, (), nproc=world) == 0
 
 
-def decode_late(plans: list[str], turns: int) -> int:
-    """Sessions in turns, whose steps begin late on some rank: the tokens of one process."""
-    device = launch.join("cuda")
-    source, late = torch.Generator().manual_seed(8), random.Random(launch.rank())
-    undelayed = Session.step
+@contextmanager
+def late_ranks(late: random.Random) -> Iterator[None]:
+    """This rank is late at random: before steps and in the midst of them, and with new memory.
+
+    What a rank does in the midst of a step is part of its graph. New symmetric memory is asked for
+    while the default stream is behind.
+    """
 
     def step(session: Session) -> None:
         if late.random() < 0.2:
-            torch.cuda._sleep(late.randrange(400_000))
-        undelayed(session)
+            torch.cuda._sleep(late.choice((400_000, 400_000, 400_000, 8_000_000)))
+        undelayed_step(session)
 
+    def reduce(run: DecodePass, n: int, partial: Product) -> Output:
+        if late.random() < 0.2:
+            torch.cuda._sleep(late.randrange(100_000))
+        return undelayed_reduce(run, n, partial)
+
+    def allocate(*args: Any, **options: Any) -> SymmetricTensor:
+        if late.random() < 0.7:
+            with torch.cuda.stream(torch.cuda.default_stream()):
+                torch.cuda._sleep(late.randrange(40_000_000))
+        return undelayed_allocate(*args, **options)
+
+    undelayed_step, undelayed_reduce = Session.step, DecodePass.reduce
+    undelayed_allocate = symmetric.allocate
+    with (
+        mock.patch.object(Session, "step", step),
+        mock.patch.object(DecodePass, "reduce", reduce),
+        mock.patch.object(symmetric, "allocate", allocate),
+    ):
+        yield
+
+
+def decode_late(plans: list[str], engines: int, turns: int) -> int:
+    """Sessions in turns, on engines that are dropped at work: the tokens of one process."""
+    device = launch.join("cuda")
+    source, late = torch.Generator().manual_seed(8), random.Random(launch.rank())
     for name in plans:
-        oracle, engine = pushing_engine(name, device)
-        cases = [short_prompts(count, source) for count in (1, 33)]
-        expected = [generate(oracle, prompts, max_new_tokens=24) for prompts in cases]
-        with mock.patch.object(Session, "step", step):
-            for turn in range(turns):
-                for prompts, wanted in zip(cases, expected, strict=True):
-                    found = engine.generate(prompts, max_new_tokens=24)
-                    assert found == wanted, (name, len(prompts), turn)
+        cases = [short_prompts(count, source) for count in (1, 3, 33)]
+        expected: list[list[Completion]] = []
+        for number in range(engines):
+            with late_ranks(late):
+                oracle, engine = pushing_engine(name, device)
+                if not expected:
+                    expected = [generate(oracle, prompts, max_new_tokens=24) for prompts in cases]
+                for turn in range(turns):
+                    for prompts, wanted in zip(cases, expected, strict=True):
+                        found = engine.generate(prompts, max_new_tokens=24)
+                        assert found == wanted, (name, number, len(prompts), turn)
+                for session in engine.sessions.values():
+                    session.step()  # still at work when the engine and its slots are let go
+                del engine, session
+                if late.random() < 0.5:  # before the other ranks
+                    gc.collect()
     return 0
 
 
 @pytest.mark.parametrize("world", WORLDS[1:])
 def test_decoding_survives_provocation(world: int) -> None:
-    """Thousands of replays, by graphs that share slots. A slot cleared too late or read too early
-    gives other tokens, or a hang."""
-    plans = ["standard", "ladder", "desync-2x", "dtp-2"]
-    assert launch.run(decode_late, (plans, 25), nproc=world) == 0
+    """Thousands of replays, by graphs that share slots. A slot cleared too late, read too early or
+    not empty when it is new gives other tokens, or a hang."""
+    plans = ["standard", "ladder", "desync-2x", "desync-2x then ladder", "dtp-2"]
+    assert launch.run(decode_late, (plans, 4, 4), nproc=world) == 0
