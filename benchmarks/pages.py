@@ -230,7 +230,7 @@ def pages() -> list[Page]:
             found.append(Page(file.stem, ops.finding(records), ops.write_page(records)))
         elif "algorithm" in point:
             found.append(Page(file.stem, *bench_pages.comm_page(records)))
-        elif "settings" in records[0] and not repeats(records, "name"):
+        elif {"name", "settings"} <= records[0].keys() and not repeats(records, "name"):
             found.append(Page(file.stem, *adapt_report.write_page(records)))
     return found
 

@@ -33,9 +33,10 @@ def write_page(records: Records) -> str:
         head, *cells = rows(points)
         about = f"Microseconds (E), {point['dtype']}, {point['ranks']} ranks"
         parts.append(Table(head, cells, about))
+    parts.append(Aside("Columns", EXPLANATION))
     head, *cells = best_rows(records)
-    parts = [Table(head, cells, "The fastest implementation of each point"), *parts]
-    parts += [Aside("Columns of the first table", BEST), Aside("Columns", EXPLANATION)]
+    parts += [Heading("The fastest implementation of each point"), Table(head, cells)]
+    parts.append(Aside("Columns of this table", BEST))
     if not figures.available():
         parts = [NO_FIGURES, *parts]
     machines = [record["machine"] for record in records]
