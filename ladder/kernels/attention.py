@@ -21,6 +21,7 @@ from ladder.jit import (
     tl,
     triton,
 )
+from ladder.kernels.attention_shapes import heads_at_once, shape
 from ladder.kernels.cache_checks import check_cache, check_extras, check_stored
 from ladder.kernels.eight_bits import fitting_exponent, power, to_e4m3
 from ladder.kernels.norm import Pair
@@ -28,11 +29,6 @@ from ladder.models import storage
 from ladder.models.errors import UserError
 
 LOG2_E = 1.4426950408889634
-# The wanted number of programs: twice the SMs of an H100 or H200. It is a constant, so that the
-# order of sums does not depend on the device.
-PROGRAMS = 264
-MAX_SPLITS = 128
-FULL = 96  # programs that fill the GPU without a split
 
 
 def decode_attention_reference(
@@ -143,8 +139,8 @@ def _attention_kernel(
     BIAS: tl.constexpr, NORM: tl.constexpr,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GC: tl.constexpr, HALF: tl.constexpr,
     HP: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
-    AHEAD: tl.constexpr, LEAST: tl.constexpr, KIND: tl.constexpr, EXACT: tl.constexpr,
-    PDL: tl.constexpr,
+    PIECE: tl.constexpr, AHEAD: tl.constexpr, LEAST: tl.constexpr, KIND: tl.constexpr,
+    EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: the G query heads of one KV head of one sequence, over one split of the keys.
 
@@ -273,21 +269,25 @@ def _attention_kernel(
     if SPLITS > 1:  # noqa: SIM102  (known when this is compiled)
         if arrive(arrived + row, SPLITS, "gpu"):
             tl.debug_barrier()
-            # [split, query head, element]: every load before the first use.
+            # [split, query head, element], PIECE heads at a time: every load before the first use.
             s = tl.arange(0, SPLITS)[:, None, None]
-            e = tl.arange(0, GC)[None, :, None]
             c = d[None, None, :]
-            used = (s * share < end) & (e < G)
-            slot = (row * SPLITS + s) * G + e
-            highs = tl.load(stat + slot * 2, mask=used, other=float("-inf"), cache_modifier=".cg")
-            weights = tl.load(stat + slot * 2 + 1, mask=used, other=0, cache_modifier=".cg")
-            totals = tl.load(part + slot * HD + c, mask=used & (c < HD), other=0,
-                             cache_modifier=".cg")  # fmt: skip
-            best = tl.maximum(tl.max(highs, 0, keep_dims=True), -1e30)  # of a head beyond G: no NaN
-            factor = tl.exp2(highs - best)
-            y = tl.sum(totals * factor, 0) / tl.sum(weights * factor, 0)
-            e, c = tl.arange(0, GC)[:, None], d[None, :]
-            tl.store(out + (row * G + e) * HD + c, y.to(kind), mask=(e < G) & (c < HD))
+            for start in range(0, G, PIECE):
+                e = start + tl.arange(0, PIECE)[None, :, None]
+                used = (s * share < end) & (e < G)
+                slot = (row * SPLITS + s) * G + e
+                highs = tl.load(stat + slot * 2, mask=used, other=float("-inf"),
+                                cache_modifier=".cg")  # fmt: skip
+                weights = tl.load(stat + slot * 2 + 1, mask=used, other=0, cache_modifier=".cg")
+                totals = tl.load(part + slot * HD + c, mask=used & (c < HD), other=0,
+                                 cache_modifier=".cg")  # fmt: skip
+                # -1e30: of a head beyond G, no NaN
+                best = tl.maximum(tl.max(highs, 0, keep_dims=True), -1e30)
+                factor = tl.exp2(highs - best)
+                y = tl.sum(totals * factor, 0) / tl.sum(weights * factor, 0)
+                e = start + tl.arange(0, PIECE)[:, None]
+                to = out + (row * G + e) * HD + d[None, :]
+                tl.store(to, y.to(kind), mask=(e < G) & (d < HD)[None, :])
             tl.store(arrived + row, 0)  # for the next launch
 
 
@@ -347,7 +347,7 @@ def decode_attention(
     out = torch.empty(batch, num_heads * head_dim, dtype=qkv.dtype, device=qkv.device)
     dims = max(16, triton.next_power_of_2(head_dim))
     group = num_heads // kv_heads
-    block, splits, warps, ahead = _shape(batch * kv_heads, length, dims * qkv.element_size())
+    block, splits, warps, ahead = shape(batch * kv_heads, length, dims, dims * qkv.element_size())
     part = stat = out
     if splits > 1:
         scratch = {"dtype": torch.float32, "device": qkv.device}
@@ -362,26 +362,10 @@ def decode_attention(
         GP=max(16, triton.next_power_of_2(group)),
         GC=triton.next_power_of_2(group), HALF=head_dim // 2,
         HP=max(16, triton.next_power_of_2(head_dim // 2)), DP=dims, BN=block, SPLITS=splits,
-        AHEAD=ahead, LEAST=127 + storage.LEAST_CACHED,
+        PIECE=heads_at_once(group, splits, dims), AHEAD=ahead, LEAST=127 + storage.LEAST_CACHED,
         # The interpreter has no bfloat16 product.
         KIND=tl.float32 if interpreted() else getattr(tl, str(qkv.dtype).removeprefix("torch.")),
         EXACT="ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=warps,
         num_stages=3 if qkv.element_size() == 2 else 2,
     )  # fmt: skip
     return out
-
-
-def _shape(sequences_and_heads: int, length: int, row_bytes: int) -> tuple[int, int, int, bool]:
-    """(keys per block, splits, warps, ahead): enough programs to fill the GPU, none idle.
-
-    ahead: read the first block before the wait for the previous kernel, if there are few programs.
-    Chosen by measurements on an H200 (benchmarks/results/README.md).
-    """
-    if sequences_and_heads >= FULL:
-        return max(16, min(128, 32768 // row_bytes)), 1, 8, False
-    # At most 16 KiB per block of keys with 4 warps: larger blocks spill registers.
-    block = max(16, min(64, 16384 // row_bytes))
-    wanted = min(-(-PROGRAMS // sequences_and_heads), MAX_SPLITS)
-    most = triton.next_power_of_2(triton.cdiv(length, block))
-    splits = min(1 << (wanted.bit_length() - 1), most)
-    return block, splits, 4, sequences_and_heads * 16 <= PROGRAMS

@@ -20,6 +20,7 @@ from ladder.comm import symmetric, transports
 from ladder.infer.engine import Session
 from ladder.infer.fused import fuse
 from ladder.infer.sampling import Sampling
+from ladder.kernels.attention import decode_attention
 from ladder.kernels.choice import GreedyChoice
 from ladder.kernels.gemm import Tiling, gemm
 from ladder.kernels.norm import MAX_ADDENDS, add_rms_norm
@@ -82,6 +83,32 @@ MORE = tuple(
     for plan in ("ladder", "standard")
     for world in (2, 4)
     for batch in (1, 2, 16, 64)
+)
+
+
+@dataclass(frozen=True)
+class Long:
+    """Attention of one token: what one rank has of the heads. e4m3: the cache. extras: biases and
+    norms of queries and keys."""
+
+    group: int
+    kv_heads: int
+    context: int
+    e4m3: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    size: int = 128
+    extras: bool = False
+
+
+# As HOT: 32 splits, 64 and 128, of which one program combines some heads at a time.
+LONG = (Long(8, 2, 2048), Long(8, 2, 8192), Long(4, 1, 32768, e4m3=True))
+LONGER = tuple(
+    Long(group, kv, context, e4m3, dtype, size, extras=group == 8 and size == 64)
+    for kv, context in ((2, 2048), (2, 8192), (1, 32768))
+    for group in (1, 4, 8)
+    for e4m3 in (False, True)
+    for dtype in (torch.bfloat16, FP16)
+    for size in (64, 128)
 )
 
 
@@ -149,6 +176,23 @@ def sides() -> None:
         gemm(a, b, torch.empty(4, dtype=torch.int32), tiling=Tiling(halves=False))
 
 
+def attend(case: Long) -> None:
+    kv, size, heads = case.kv_heads, case.size, case.group * case.kv_heads
+    width = (heads + 2 * kv) * size
+    stored = torch.float8_e4m3fn if case.e4m3 else case.dtype
+    with torch.device("meta"):
+        bias, gains = torch.empty(width, dtype=case.dtype), torch.empty(2, size, dtype=case.dtype)
+        exponents = torch.empty(2, 1, kv, case.context, dtype=torch.uint8)
+        decode_attention(
+            torch.empty(1, width, dtype=case.dtype), torch.empty(case.context, size),
+            torch.empty(1, dtype=torch.int64),
+            *torch.empty(2, 1, kv, case.context, size, dtype=stored), heads, size**-0.5,
+            torch.empty(kv, dtype=torch.int32), bias if case.extras else None,
+            (gains[0], gains[1]) if case.extras else None, 1e-5,
+            (exponents[0], exponents[1]) if case.e4m3 else None,
+        )  # fmt: skip
+
+
 def run_all(gpu: Gpu, everything: bool) -> None:
     """The launches of hot steps are called so: see `tests.kernels.test_compiled`."""
     steps = [*HOT, *OTHERS, *(MORE if everything else ())]
@@ -156,5 +200,8 @@ def run_all(gpu: Gpu, everything: bool) -> None:
         hot = step not in OTHERS
         gpu.case, gpu.whole = f"{'hot ' if hot else ''}{step}", everything or hot
         run(step)
+    for case in (*LONG, *(LONGER if everything else ())):
+        gpu.case, gpu.whole = f"hot {case}", True
+        attend(case)
     gpu.case = "sides"
     sides()

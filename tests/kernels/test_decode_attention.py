@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from ladder.kernels import decode_attention
+from ladder.kernels import attention, attention_shapes, decode_attention
 from ladder.models import ModelConfig
 from ladder.models.layers import rotary_tables, rotate
 from tests.kernels.support import (
@@ -26,6 +27,7 @@ CACHES = [  # batch, query heads, KV heads, length, head_dim
     *(on("cuda", *s) for s in ((1, 8, 2, 8192, 128), (1, 16, 2, 4096, 128), (64, 8, 2, 2048, 128))),
     *(on("cuda", *s) for s in ((1, 8, 2, 32768, 64), (256, 8, 2, 512, 128), (4, 6, 6, 1000, 64))),
     on("cuda", 2, 40, 1, 500, 128),
+    on("cuda", 1, 8, 1, 32768, 128),  # 128 splits, a head at a time
     on("cuda", 2, 4, 2, 300, 256),
 ]
 
@@ -38,6 +40,55 @@ def test_decode_attention(
     extras: bool,
 ) -> None:  # fmt: skip
     """Memory from the token's place on is NaN before; the cache changes at that place only."""
+    check_decode_attention(device, (heads, kv, size), length, dtype, extras,
+                           some_positions(batch, length, device))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "heads", "used"),
+    [on("interpreter", *s) for s in ((8, 1), (5, 2), (8, 31), (5, 32), (5, 33), (8, 128))],
+)
+def test_splits_are_combined_some_heads_at_a_time(device: str, heads: int, used: int) -> None:
+    """128 splits of 16 keys, of which the position uses some; the last piece has heads to spare."""
+    length, size, pieces = 128 * 16, 16, 128 * 16 * 2  # two heads at a time
+    with (
+        mock.patch.object(attention, "shape", return_value=(16, 128, 4, used % 2 == 0)),
+        mock.patch.object(attention_shapes, "COMBINED", pieces),
+    ):
+        check_decode_attention(device, (heads, 1, size), length, torch.float32, False,
+                               [torch.tensor([used * 16 - 1])])  # fmt: skip
+
+
+def test_splits_of_long_contexts() -> None:
+    """Few sequences: at most one program per SM beyond 32 splits, and two blocks to each."""
+    sizes = {1: 1024, 2: 2048, 8: 8192, 16: 16384, 32: 32768, 128: 131072}
+    found = {
+        pairs: [attention_shapes.splits(pairs, length // 64) for length in sizes.values()]
+        for pairs in (1, 2, 3, 8, 32, 64)
+    }
+    assert found == {
+        1: [16, 32, 64, 128, 128, 128],
+        2: [16, 32, 64, 64, 64, 64],
+        3: [16, 32, 32, 32, 32, 32],
+        8: [16, 32, 32, 32, 32, 32],
+        32: [8] * 6,
+        64: [4] * 6,
+    }
+    for dims in (16, 64, 128, 256):
+        for pairs in (1, 2, 32):
+            splits = attention_shapes.shape(pairs, 131072, dims, 2 * dims)[1]
+            for group in (1, 3, 8):
+                heads = attention_shapes.heads_at_once(group, splits, dims)
+                assert splits * heads * dims <= attention_shapes.COMBINED
+
+
+def check_decode_attention(
+    device: str, heads_of: tuple[int, int, int], length: int, dtype: torch.dtype, extras: bool,
+    turns: list[torch.Tensor],
+) -> None:  # fmt: skip
+    """heads_of: query heads, KV heads, head_dim. turns: the positions of each step, [batch]."""
+    heads, kv, size = heads_of
+    batch = len(turns[0])
     shape = ModelConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=1,
                         num_heads=heads, num_kv_heads=kv, head_dim=size)  # fmt: skip
     places = torch.arange(length, device=device)
@@ -46,7 +97,7 @@ def test_decode_attention(
     arrived = torch.zeros(batch * kv, dtype=torch.int32, device=device)
     # A cache cut from a longer one, as a captured graph for short contexts may use it.
     cache = torch.randn(2, batch, kv, length + 8, size, device=device).to(dtype)
-    for positions in some_positions(batch, length, device):
+    for positions in turns:
         qkv = torch.randn(batch, (heads + 2 * kv) * size, device=device).to(dtype)
         qkv[:, : heads * size] *= 2  # some keys weigh more than others
         own = tables[:, 0, 0, positions][:, :, None, None]
