@@ -13,17 +13,26 @@ RENAMED = {"dropped": "no_comm", "silent": "no_comm", "without_reduces": "no_com
 
 
 def read_results(file: Path) -> list[dict[str, Any]]:
-    """The records of a file. Raises UserError if a line is not JSON."""
+    """The records of a file. Raises UserError if a line is not JSON, or no record."""
     records = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            record = _renamed(json.loads(line))
+            record = json.loads(line)
         except ValueError as error:
             raise UserError(
                 f"line {number} of {file} is not JSON ({error}): its writing was interrupted; "
                 f"remove the line, or choose another --out"
             ) from error
-        if "point" in record:
+        parts = ("point", "machine", "result")
+        if not isinstance(record, dict) or any(
+            record.get(part) is not None and not isinstance(record[part], dict) for part in parts
+        ):
+            raise UserError(
+                f"line {number} of {file} is no record of a benchmark; name a file that `ladder "
+                f"bench` has written"
+            )
+        record = _renamed(record)
+        if record.get("point"):
             record["point"] = _renamed(record["point"])
         records.append(record)
     return records

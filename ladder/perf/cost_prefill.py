@@ -135,13 +135,18 @@ class PromptCost:
         blocks = self.batch * self.heads * math.ceil(prompt / ATTENTION_ROWS)
         return flops / (rate * min(1.0, blocks / MULTIPROCESSORS))
 
+    def unlimit(self) -> None:
+        """Give products their whole speed."""
+        self.share = 1.0
+        self._known.clear()
+
     def limit(self, busy_us: float, total_us: float) -> None:
         """Slow products to what the power limit leaves in a pass that computes for `busy_us`."""
+        self.unlimit()
         self.share = power_share(
             self.machine.value("power_limit"), self.machine.value("boost_ms"),
             busy_us, total_us,
         )  # fmt: skip
-        self._known.clear()
 
     def beside(self, operation: Operation, other: Operation) -> float:
         """The speed of an operation beside another one, of its speed alone."""

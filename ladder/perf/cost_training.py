@@ -202,7 +202,11 @@ class TrainingCost(PromptCost):
         basis: Basis = "extrapolated"
         return Estimate(found.us / 2, basis)
 
+    def unlimit(self) -> None:
+        self.share = 1.0
+        self._times.clear()
+
     def limit(self, busy_us: float, total_us: float) -> None:
         """As for prompts, but without a beginning."""
+        self.unlimit()
         self.share = power_share(self.machine.value("power_limit"), 1e-3, busy_us, total_us)
-        self._times.clear()

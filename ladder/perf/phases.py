@@ -191,7 +191,7 @@ def prompt_way(
 
 def _limited(graph: Graph, cost: PromptCost) -> Times:
     """The times with the rate of products that the power limit leaves at this mix of kernels."""
-    cost.share = 1.0
+    cost.unlimit()
     times = simulate(graph, cost, cost.beside)
     busy = sum(cost(each) for each in graph.operations if resource(each) == "all")
     cost.limit(busy, times.total)

@@ -327,9 +327,28 @@ def test_the_page_has_its_figures_and_the_command(tmp_path: Path, capsys: Out) -
 def test_a_verdict_says_where_no_other_plan_pays(capsys: Out) -> None:
     """On one GPU there is nothing to hide: all plans take about the same."""
     assert main(["predict", "llama-3-8b", "--tp", "1"]) == 0
-    assert "so that no other plan pays here" in " ".join(capsys.readouterr().out.split())
+    found = " ".join(capsys.readouterr().out.split())
+    assert "no other plan gains 3%, so that none pays here" in found
+    assert "next: ladder bench inference --model llama-3-8b --plans standard --tp 1" in found
     assert main(["predict", "llama-3-8b", "--tp", "4", "--reducers", "async"]) == 0
-    assert "pays here" not in " ".join(capsys.readouterr().out.split())
+    found = " ".join(capsys.readouterr().out.split())
+    assert "pays here" not in found
+    assert "tokens/s: of all 4 GPUs" not in found
+
+
+def test_what_reduces_nothing_exposes_nothing(capsys: Out) -> None:
+    words = ("llama-3-8b", "--prefill", "--batch", "4", "--plans", "none", "--tp", "2")
+    assert {row["exposed_us"] for row in asked(capsys, *words)["rows"]} == {0.0}
+
+
+def test_words_below_the_table_say_what_is_counted(capsys: Out) -> None:
+    assert main(["predict", "llama-3-8b", "--tp", "1", "4"]) == 0
+    assert "of all 4 GPUs, which hold copies of the model (TP 1: 4, TP 4: 1)" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    words = ["--plans", "ladder", "standard", "--layouts", "tp4+sp", "--batch", "1"]
+    assert main(["predict", "llama-3-8b", "--train", *words]) == 0
+    assert "activations: at the start of the backward pass" in capsys.readouterr().out
 
 
 def old(path: Path) -> str:

@@ -100,3 +100,43 @@ def test_prompts_are_calibrated_from_their_records_alone(tmp_path: Path) -> None
     found = calibrated(machine, file)
     assert found.value("prompt_gap_us") > 3 * machine.value("prompt_gap_us")
     assert found.value("power_limit") == machine.value("power_limit")
+
+
+LINE = {
+    "machine": {"gpu": "NVIDIA H200", "ranks": 4}, "result": {"decode_ms": 1.0, "prefill_ms": 7.0},
+    "point": {"model": "llama-3-8b", "plan": "ladder", "reducer": "push", "tp": 4, "batch": 1,
+              "prompt": 1024, "new_tokens": 64, "layers": 32},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        [],
+        3,
+        {**LINE, "point": []},
+        {**LINE, "machine": "h200"},
+        {**LINE, "result": {"other": 1}},
+        {**LINE, "point": {"new_tokens": 64}},
+        {**LINE, "point": {"layout": "tp4+sp", "unknown": 1}},
+    ],
+)
+def test_what_is_no_record_is_refused_in_one_line(
+    line: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "records.jsonl"
+    file.write_text(json.dumps(line), encoding="utf-8")
+    assert main(["predict", "validate", str(file)]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert str(file) in said
+    assert "`ladder bench`" in said
+
+
+def test_records_in_other_formats_are_not_scored(tmp_path: Path) -> None:
+    """Predictions are of 16 bits, and of push and NCCL; the file's other records are scored."""
+    others = ({"cache": "fp8"}, {"weights": "int8"}, {"reducer": "fused"}, {"reducer": "async-fp8"})
+    lines = [{**LINE, "point": {**LINE["point"], **each}} for each in ({}, *others)]
+    file = tmp_path / "records.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    for phase in ("decode", "prefill"):
+        assert len(scores([file], load("h200x4"), phase)) == 1

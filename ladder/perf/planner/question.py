@@ -15,6 +15,7 @@ from ladder.plans import OVERVIEW
 
 # Where throughput is asked for.
 BATCHES = {"decode": (1, 4, 16, 64), "prefill": (1, 4, 16, 64), "train": (1, 2, 4, 8)}
+CLOSE = 0.03  # two predictions that are closer are not told apart
 ALONE = "with T = 1 it is another plan"  # why one that depends on T is left out
 
 
@@ -143,6 +144,18 @@ def order(objective: str) -> Callable[[Row], tuple[float, ...]]:
 
 
 def recommended(rows: Sequence[Row], objective: str) -> Row | None:
-    """The best row that is a model; None if there is none."""
+    """The best row that is a model; None if there is none.
+
+    Where it is not told apart from the model as it is (the folder's own plan, or else `standard`),
+    that one: another plan is another model, and has to be trained.
+    """
     able = [row for row in rows if not row.candidate.bound]
-    return min(able, key=order(objective), default=None)
+    best = min(able, key=order(objective), default=None)
+    if best is None or objective == "memory":
+        return best
+    for plan in (CHECKPOINT, "standard"):
+        same = [row for row in able if row.candidate.plan == plan]
+        if same:
+            kept = min(same, key=order(objective))
+            return kept if score(kept, objective) / score(best, objective) - 1 < CLOSE else best
+    return best

@@ -12,11 +12,11 @@ from ladder.costs import HEADROOM
 from ladder.perf.memory import GIB, Memory
 from ladder.perf.planner.candidates import work
 from ladder.perf.planner.intervals import NEAREST
-from ladder.perf.planner.question import Question, Row, order, score
+from ladder.perf.planner.question import CLOSE, Question, Row, order, score
+from ladder.perf.planner.subject import CHECKPOINT
 from ladder.plans import aligned
 
 NAMED = 4  # of those that are close
-CLOSE = 0.03  # two predictions that are closer are not told apart
 PHASES = {"decode": "decode steps after", "prefill": "prompts of", "train": "training steps of"}
 HEAD = ["plan", "TP", "way", "ms", "80 % interval", "tokens/s", "limited by", "exposed ms",
         "GiB", "basis"]  # fmt: skip
@@ -108,6 +108,18 @@ def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> l
         if sources
         else "No interval: no such pass was recorded."
     ] * bool(rows)
+    if question.phase == "train":
+        found.append(
+            "activations: at the start of the backward pass, beyond the room that gradients take "
+            "later."
+        )
+    copies = {row.candidate.tp: question.gpus // row.candidate.tp for row in rows}
+    if max(copies.values(), default=1) > 1:
+        said = ", ".join(f"TP {tp}: {n}" for tp, n in sorted(copies.items()))
+        found.append(
+            f"tokens/s: of all {question.gpus} GPUs, which hold copies of the model ({said}), a "
+            f"batch each. All columns: docs/predict.md"
+        )
     fitted = {each for row in rows for each in row.prediction.provenance}
     if fitted:
         found.append(
@@ -115,10 +127,7 @@ def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> l
             f"which --json names."
         )
     if question.nodes > 1:
-        found.append(
-            f"tokens/s: of {question.nodes} machines with copies of their own; no link between "
-            f"machines is used."
-        )
+        found.append(f"No link between the {question.nodes} machines is used.")
     return [*found, *(f"left out: {each}" for each in left_out), DOUBT]
 
 
@@ -136,11 +145,15 @@ def verdict(question: Question, rows: Sequence[Row], best: Row) -> str:
     )  # fmt: skip
     own = score(best, question.objective)
     by = {"latency": "as fast as", "throughput": "the tokens/s of", "memory": "as small as"}
-    if plain is not None and plain is not best:
-        gain = score(plain, question.objective) / own
+    gain = score(plain, question.objective) / own if plain is not None else 1.0
+    if plain is not None and plain is not best and gain - 1 >= CLOSE:
         said.append(f"{gain:.2f} times {by[question.objective]} the best of standard")
-        if gain - 1 < CLOSE:
-            said[-1] += ", so that no other plan pays here"
+    elif (
+        question.objective != "memory"
+        and best.candidate.plan in ("standard", CHECKPOINT)
+        and {row.candidate.plan for row in alike} - {best.candidate.plan}
+    ):
+        said.append(f"no other plan gains {CLOSE:.0%}, so that none pays here")
     close = [
         str(row.candidate)
         for row in alike

@@ -15,7 +15,7 @@ from ladder.bench.training.points import TrainingPoint, is_virtual, parse_layout
 from ladder.kernels.decode import MAX_ROWS
 from ladder.models.errors import UserError
 from ladder.perf import phases
-from ladder.perf.cost import calibrate
+from ladder.perf.cost import WAY, calibrate
 from ladder.perf.machine import Curve, Machine, Value, shipped
 from ladder.perf.machine import load as load_machine
 
@@ -75,10 +75,15 @@ def inference_times(
         data, gpu = record.get("point", {}), record.get("machine", {}).get("gpu")
         if "new_tokens" not in data or gpu != machine.gpu or not record.get("result"):
             continue
-        point = InferencePoint(**{key: data[key] for key in data if key in names})
+        try:
+            point = InferencePoint(**{key: data[key] for key in data if key in names})
+            ms = record["result"][MEASURED[phase]]
+        except (KeyError, TypeError) as error:
+            raise _cut(files, error) from error
         fused = point.degree in (0, point.tp) and (phase == "prefill" or point.batch <= MAX_ROWS)
-        if point.p2p and point.weights == "bf16" and fused and point.tp in degrees:
-            found.setdefault(point, []).append(record["result"][MEASURED[phase]])
+        plain = {point.weights, point.activations, point.cache} == {"bf16"} and point.reducer in WAY
+        if point.p2p and plain and fused and point.tp in degrees:
+            found.setdefault(point, []).append(ms)
     return {point: statistics.median(times) for point, times in found.items()}
 
 
@@ -90,16 +95,29 @@ def training_times(files: Iterable[Path], machine: Machine) -> dict[Run, float]:
         data, about = record.get("point", {}), record.get("machine", {})
         if "layout" not in data or about.get("gpu") != machine.gpu or not record.get("result"):
             continue
-        run = Run(**data, gpus=about["ranks"])
+        try:
+            run, ms = Run(**data, gpus=about["ranks"]), record["result"]["step_ms"]
+        except (KeyError, TypeError) as error:
+            raise _cut(files, error) from error
         if run.gpus in degrees and run.dtype == "bfloat16" and run.compile:
-            found[run] = min(record["result"]["step_ms"], found.get(run, math.inf))
+            found[run] = min(ms, found.get(run, math.inf))
     return found
+
+
+def _cut(files: Iterable[Path], error: Exception) -> UserError:
+    said = ", ".join(map(str, files))
+    return UserError(
+        f"{said}: a record lacks a field, or has one that is unknown ({error}); name files that "
+        f"this version of `ladder bench` has written"
+    )
 
 
 def records(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
     for file in files:
         if not file.is_file():
-            raise UserError(f"{file} does not exist; name the inference.jsonl of a benchmark")
+            raise UserError(
+                f"{file} does not exist, or is a folder; name the inference.jsonl of a benchmark"
+            )
         yield from read_results(file)
 
 
