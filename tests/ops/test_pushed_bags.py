@@ -28,11 +28,11 @@ RUN = OPERATORS[OP].implementations
 # Samples of a rank, tables of a rank (more on each odd one), dim, longest bag, programs, the rest.
 CALLS: list[tuple[int, int, int, int, int, dict[str, Any]]] = [
     (3, 2, 5, 6, 2, {}),
-    (5, 1, 16, 3, 3, {"order": "oblivious"}),
+    (3, 1, 16, 3, 3, {"order": "oblivious"}),
     (2, 1, 8, 0, 1, {"order": "tables"}),
-    (9, 2, 3, 9, 2, {"order": "tables"}),
+    (5, 2, 3, 9, 2, {"order": "tables"}),
     (1, 1, 4, 4, 3, {}),  # fewer items than programs
-    (4, 3, 20, 2, 1, {"order": "oblivious"}),
+    (3, 2, 20, 2, 1, {"order": "oblivious"}),
 ]
 
 
