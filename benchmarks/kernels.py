@@ -1,6 +1,7 @@
 """Times of the kernels on one GPU, beside the floor and cuBLAS or plain PyTorch.
 
     python benchmarks/kernels.py [--check] [--shapes 8B/TP4 ...] [--rows 1 8 64]
+    python benchmarks/kernels.py [--check] --rows 1 16 --contexts 8192 32768 131072 [--splits 32 64]
 
 Each time is the median over replays of one CUDA graph of many calls, divided by the calls. Every
 call has its own weights (or cache, or prompt), together larger than the L2 cache, but for `tiny`,
@@ -13,7 +14,10 @@ same run and also in a graph:
 - land: the sum of the residual and an output, and F.rms_norm, which `norm` excludes.
 - add_rms_norm: the same. swiglu: F.silu and a product. rotary_prompt: its reference.
 - decode_attention: F.scaled_dot_product_attention alone, of rotated queries and stored keys, over
-  the used part of the cache without a mask.
+  the used part of the cache without a mask; nothing for a cache in e4m3.
+
+--contexts times decode_attention alone, over caches full of so many tokens, in bfloat16 and in
+e4m3: how it is cut into programs, and with --splits other numbers of splits beside it.
 
 The last line is JSON.
 """
@@ -21,12 +25,14 @@ The last line is JSON.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +41,8 @@ from torch import Tensor
 from ladder import jit, kernels
 from ladder.bench.floors import bandwidth, matrix_rate
 from ladder.bench.inference.command import machine
+from ladder.kernels import attention as decode
+from ladder.kernels import attention_shapes
 from ladder.kernels.decode import MAX_ROWS
 
 SHAPES = {  # on one rank: hidden_size, query heads, KV heads, head_dim, intermediate_size
@@ -144,34 +152,64 @@ def landings(rows: int, size: int) -> Iterator[Case]:
     )
 
 
-def attention(batch: int, heads: int, kv: int, size: int, length: int, used: int) -> Case:
-    bytes_read = 2 * batch * kv * used * size * 2
+def attention(
+    batch: int, heads: int, kv: int, size: int, length: int, used: int, e4m3: bool = False,
+    splits: int | None = None,
+) -> Case:  # fmt: skip
+    """splits: in place of the chosen number."""
+    bytes_read = 2 * batch * kv * used * (size + 1 if e4m3 else 2 * size)
     # No more than 8 GB of caches: at such sizes a few of them exceed L2.
     count = min(len(copies(bytes_read)), max(2, int(8e9 / (bytes_read * length / used))))
     caches = [random(2, batch, kv, length, size) for _ in range(count)]
+    exponents = None
+    if e4m3:
+        caches = [cache.to(torch.float8_e4m3fn) for cache in caches]
+        small = torch.randint(124, 128, (2, batch, kv, length), device="cuda", dtype=torch.uint8)
+        exponents = small[0], small[1]
     positions = torch.full((batch,), used - 1, device="cuda")
     qkv, q = random(batch, (heads + 2 * kv) * size), random(batch, heads, 1, size)
     shared = qkv, rotary(length, size), positions
     arrived = torch.zeros(batch * kv, dtype=torch.int32, device="cuda")
+    extra = {"exponents": exponents}
+    block, number, *rest = chosen(batch * kv, length, size)
+    number = splits or number
 
     def ours(cache: Tensor) -> Tensor:
-        return kernels.decode_attention(*shared, *cache, heads, size**-0.5, arrived)
+        with mock.patch.object(decode, "shape", return_value=(block, number, *rest)):
+            return kernels.decode_attention(*shared, *cache, heads, size**-0.5, arrived, **extra)
 
     def plain(cache: Tensor) -> Tensor:
         keys, values = cache[:, :, :, :used]
         return F.scaled_dot_product_attention(q, keys, values, enable_gqa=heads != kv)
 
     def same() -> float:
-        wanted = kernels.decode_attention_reference(*shared, *caches[0], heads, size**-0.5)
+        wanted = kernels.decode_attention_reference(*shared, *caches[0], heads, size**-0.5, **extra)
         return error(ours(caches[0]), wanted)
 
     return Case(
-        f"decode_attention B {batch}, {heads}/{kv} heads of {size}, {used} of {length}",
+        f"decode_attention B {batch}, {heads}/{kv} heads of {size}, {used} of {length}"
+        f"{', e4m3' * e4m3}, {number} splits, blocks of {block}",
         bytes_read,
         [partial(ours, cache) for cache in caches],
-        [partial(plain, cache) for cache in caches],
+        [] if e4m3 else [partial(plain, cache) for cache in caches],
         same,
     )
+
+
+def chosen(sequences_and_heads: int, length: int, size: int) -> tuple[int, int, int, bool]:
+    """How `decode_attention` is cut, for bfloat16."""
+    dims = max(16, jit.triton.next_power_of_2(size))
+    return attention_shapes.shape(sequences_and_heads, length, dims, 2 * dims)
+
+
+def contexts(
+    shape: tuple[int, int, int, int, int], batches: list[int], lengths: list[int], splits: list[int]
+) -> Iterator[Case]:
+    heads, kv, size = shape[1:4]
+    for batch, length, e4m3 in itertools.product(batches, lengths, (False, True)):
+        own = chosen(batch * kv, length, size)[1]
+        for number in (own, *(each for each in splits if each != own)):
+            yield attention(batch, heads, kv, size, length, length, e4m3, number)
 
 
 def rotary(length: int, size: int) -> Tensor:
@@ -234,6 +272,8 @@ def main() -> None:
     parser.add_argument(
         "--rows", nargs="+", type=int, default=[1, 8, 64], help=f"batch, 1 to {MAX_ROWS}"
     )
+    parser.add_argument("--contexts", nargs="+", type=int, help="attention alone, at these tokens")
+    parser.add_argument("--splits", nargs="+", type=int, default=[], help="beside the chosen one")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device: there is nothing to measure")
@@ -241,16 +281,20 @@ def main() -> None:
     rate = bandwidth(device)
     print(f"{torch.cuda.get_device_name()}: copy {rate / 1e12:.2f} TB/s; microseconds")
     for name in args.shapes:
-        for case in cases(SHAPES[name], args.rows):
+        shape = SHAPES[name]
+        found = cases(shape, args.rows)
+        if args.contexts:
+            found = contexts(shape, args.rows, args.contexts, args.splits)
+        for case in found:
             if args.check and not (off := case.same()) < 0.01:
                 wrong.append(f"{name} {case.name}: relative error {off}")
                 print("WRONG", wrong[-1], flush=True)
             floor = case.bytes / rate * 1e6
-            ours, plain = timed(case.ours), timed(case.plain)
+            ours, plain = timed(case.ours), timed(case.plain) if case.plain else None
             row = {"shape": name, "kernel": case.name, "us": ours, "floor": floor, "plain": plain}
             results.append(row)
-            print(f"{name:8} {case.name:60} {ours:8.2f}", end="")
-            print(f"  floor {floor:8.2f}  plain {plain:8.2f}  x{plain / ours:.2f}", flush=True)
+            print(f"{name:8} {case.name:60} {ours:8.2f}  floor {floor:8.2f}", end="")
+            print(f"  plain {plain:8.2f}  x{plain / ours:.2f}" if plain else "", flush=True)
     record = machine(device, rate, matrix_rate(device)) | {
         "command": " ".join(["python", *sys.argv]),
         "triton": jit.triton.__version__,
