@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ladder.infer.options import add_load_options
 from ladder.next_step import PROMPT, say_next
 
 
@@ -52,27 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="put the examples into a chat template: the tokenizer's, or that of a Jinja file",
     )
     parser.add_argument("--batch", type=int, default=8, help="sequences per forward pass")
-    parser.add_argument(
-        "--tp", type=int, default=0, help="ranks that share the model; 0: all ranks"
-    )
-    parser.add_argument("--dtype", default="auto", help="auto (as stored), float32 or bfloat16")
-    parser.add_argument(
-        "--weights",
-        default="auto",
-        help="matrices in memory: auto (in --dtype, or as stored), bf16, fp8 (e4m3), fp8-block "
-        "(e4m3, a scale for each 128 columns of a row) or int8",
-    )
-    parser.add_argument(
-        "--activations",
-        default="auto",
-        help="inputs of the products of prompts: auto (in --dtype), or fp8: each token rounded to "
-        "e4m3 and multiplied in e4m3, with --weights fp8",
-    )
-    parser.add_argument(
-        "--cache",
-        default="auto",
-        help="keys and values: auto (in --dtype), or fp8 (e4m3, a scale for each head and token)",
-    )
+    add_load_options(parser)
     parser.add_argument(
         "--out", default="runs/eval", help="folder for results and the suite's data"
     )

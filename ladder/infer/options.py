@@ -54,6 +54,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ignore-eos", action="store_true", help="continue past the end-of-text token"
     )
+    add_load_options(parser)
+    parser.add_argument(
+        "--reducer",
+        default="auto",
+        help="how ranks sum partial outputs: auto, async (NCCL or gloo), push (peer memory), fused "
+        "(prompts exchange within matrix products), or async-fp8 or async-int8 (messages of more "
+        "than 64 tokens in 8 bits)",
+    )
+
+
+def add_load_options(parser: argparse.ArgumentParser) -> None:
+    """How a model's weights, activations and cache are held, here and in `ladder eval`."""
     parser.add_argument(
         "--tp", type=int, default=0, help="ranks that share the model; 0: all ranks"
     )
@@ -74,13 +86,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--cache",
         default="auto",
         help="keys and values: auto (in --dtype), or fp8 (e4m3, a scale for each head and token)",
-    )
-    parser.add_argument(
-        "--reducer",
-        default="auto",
-        help="how ranks sum partial outputs: auto, async (NCCL or gloo), push (peer memory), fused "
-        "(prompts exchange within matrix products), or async-fp8 or async-int8 (messages of more "
-        "than 64 tokens in 8 bits)",
     )
 
 
