@@ -5,8 +5,8 @@ definition of each. What the parts leave out is `reserve`: NCCL's buffers, libra
 
 Against `memory_gib` of the records of this code (tests/perf/test_memory.py): training within 1.0 %
 (virtual ranks 3.8 %), inference within 1.6 % (small models with 4 graphed prompts up to 14 % too
-little: their graphs hold more than one prefill's tensors). Which tensors count was chosen with the
-records of two GPUs in view; those of four were not.
+little: their graphs hold more than one prefill's tensors). Which tensors count was decided by the
+records of two GPUs; those of four are held out.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ NAMED = 4  # of those that are close
 PHASES = {"decode": "decode steps after", "prefill": "prompts of", "train": "training steps of"}
 HEAD = ["plan", "TP", "way", "ms", "80 % interval", "tokens/s", "limited by", "exposed ms",
         "GiB", "basis"]  # fmt: skip
-DOUBT = (
+CAVEAT = (
     "Predicted, not measured: `ladder predict validate RECORDS` prints the errors. Plans are other "
     "models: what each costs in quality is measured elsewhere (docs/results/quality.md)."
 )
@@ -128,7 +128,7 @@ def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> l
         )
     if question.nodes > 1:
         found.append(f"No link between the {question.nodes} machines is used.")
-    return [*found, *(f"left out: {each}" for each in left_out), DOUBT]
+    return [*found, *(f"left out: {each}" for each in left_out), CAVEAT]
 
 
 def verdict(question: Question, rows: Sequence[Row], best: Row) -> str:
