@@ -119,7 +119,7 @@ def read_entries(path: Path, what: str, remedy: str) -> list[dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {what} {path}: {error}; {remedy}") from error
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise UserError(f"{what} {path} must be a list of entries, each with keys")
+        raise UserError(f"{what} {path} must be a list of entries, each with keys; {remedy}")
     return entries
 
 

@@ -22,7 +22,7 @@ from ladder.comm.access import push_refusal
 from ladder.comm.push import PushAllReduce, reference_all_reduce
 from ladder.comm.two_shot import TwoShotAllReduce
 from ladder.config import DTYPES
-from ladder.files import check_writable, make_folder
+from ladder.files import check_names_file, check_writable, make_folder
 from ladder.infer.graphs import capture_graph, time_turns
 from ladder.models.errors import UserError, unknown
 from ladder.parallel import launch
@@ -205,10 +205,8 @@ def check_options(options: Any) -> None:
             raise UserError(f"--sizes={size} must be a number of bytes, a multiple of 16")
     if options.programs < 1:
         raise UserError(f"--programs={options.programs} must be 1 or more")
-    if options.write_table is not None and not options.write_table.parent.is_dir():
-        raise UserError(
-            f"--write-table={options.write_table}: its folder does not exist; create it first"
-        )
+    if options.write_table is not None:
+        check_names_file(options.write_table, "--write-table")
     if options.write_table is not None and options.write_table.is_file():
         read_table(options.write_table)  # an invalid table is an error now, not at the end
     refusal = push_refusal(launch.world_size())

@@ -140,16 +140,8 @@ def add_ops_options(parser: argparse.ArgumentParser) -> None:
         help="rows of the whole product; tokens a rank, of experts; samples of embedding bags (64 "
         "to 8192; of linear_all_reduce 1 to 64)",
     )
-    parser.add_argument(
-        "--tables", type=int, nargs="+", default=[256], help="tables a rank, of dlrm (256)"
-    )
-    parser.add_argument(
-        "--pooling",
-        type=int,
-        nargs="+",
-        default=[10, 30, 70],
-        help="rows a bag, of dlrm (10 30 70)",
-    )
+    parser.add_argument("--tables", type=int, nargs="+", help="tables a rank, of dlrm (256)")
+    parser.add_argument("--pooling", type=int, nargs="+", help="rows a bag, of dlrm (10 30 70)")
     parser.add_argument("--dtype", help="of all (bfloat16; float32 for dlrm and on CPUs)")
     parser.add_argument(
         "--implementations",
@@ -184,10 +176,12 @@ def _check_ops(options: argparse.Namespace) -> None:
 
 
 def run_ops(options: argparse.Namespace) -> int:
-    from ladder.bench.ops.command import main
+    from ladder.bench.ops.command import main, on_cpu
 
     code = main(options)
-    if not code:
+    if not code and on_cpu(options):  # no other benchmark of inference runs there
+        say_next("doctor")
+    elif not code:
         say_next("bench", "inference", "--nproc", options.nproc)
     return code
 

@@ -172,8 +172,13 @@ def load_for_inference(
     mesh = make_mesh(joined, processes)
     found = newest(Path(folder))
     launch.agree({"model": str(found)})
-    kind = kind_of(weights, found, joined)
-    reader = TensorReader(found, WEIGHTS, quantised=quantised_as(found) is not None)
+    kind, stored = kind_of(weights, found, joined), quantised_as(found)
+    if reducer == "fused" and (kind or stored):
+        given = f"--weights={kind}" if kind else f"the {stored} weights of {found}"
+        raise UserError(
+            f"{given} with --reducer=fused, whose products take no 8 bits: use another reducer"
+        )
+    reader = TensorReader(found, WEIGHTS, quantised=stored is not None)
     refuse_damage(reader, "use another checkpoint of the run")
     model = load_model(
         found,

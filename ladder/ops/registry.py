@@ -46,6 +46,7 @@ from ladder.config import read_entries
 from ladder.models.errors import UserError, check_keys, unknown
 
 VARIABLE = "LADDER_OPS_TABLE"
+UNSET = f"unset {VARIABLE}, or correct it"
 PACKAGED = Path(__file__).with_name("table.json")
 DEFAULT, ANY_ORDER = "staged", "collective"  # without a measurement
 ORDERS = ("ranks", "any")
@@ -315,9 +316,9 @@ def _entry(call: Call, file: str | None) -> tuple[Path, dict[str, Any] | None]:
 
 
 @functools.cache
-def read_table(path: Path) -> list[dict[str, Any]]:
-    """The entries of a table. Raises UserError if the file is not a valid table."""
-    entries = read_entries(path, "the table of operators", f"unset {VARIABLE}, or correct it")
+def read_table(path: Path, remedy: str = UNSET) -> list[dict[str, Any]]:
+    """The entries of a table. Raises UserError, with `remedy`, if the file is not a valid table."""
+    entries = read_entries(path, "the table of operators", remedy)
     for entry in entries:
         entry.setdefault("order", "ranks")
         _check_entry(f"the table of operators {path}", entry)

@@ -118,6 +118,8 @@ def load_blocks(rank: int, world: int, whole: str, cut: str) -> list[list[int]]:
     """The folder's tokens on all ranks; a folder whose blocks two ranks would share is refused."""
     with pytest.raises(UserError, match=r"mlp\.down_proj\.weight .* its 320 columns, and --tp=2"):
         load_for_inference(cut)
+    with pytest.raises(UserError, match=r"the fp8-block weights of .* with --reducer=fused"):
+        load_for_inference(whole, reducer="fused")
     found = load_for_inference(whole)
     assert found.model.layers[1].mlp.down_proj.scales.shape == (32, 2)
     return tokens(found, True)

@@ -25,7 +25,7 @@ from ladder.bench.ops.page import picked_ranges, write_page
 from ladder.bench.ops.points import OpPoint, Variant, check_options, expand, variants
 from ladder.bench.results import read_results
 from ladder.comm.access import common_push_refusal
-from ladder.files import check_writable, make_folder, write_text
+from ladder.files import check_names_file, check_writable, make_folder, write_text
 from ladder.models.errors import UserError
 from ladder.ops import registry
 from ladder.parallel import launch
@@ -40,10 +40,15 @@ def check(options: Any) -> None:
     launch.check_nproc(options.nproc)
     check_options(options)
     table = options.write_table
-    if table is not None and not table.parent.is_dir():
-        raise UserError(f"--write-table={table}: its folder does not exist; create it first")
+    if table is not None:
+        check_names_file(table, "--write-table")
     if table is not None and table.is_file():
-        registry.read_table(table)  # an invalid table is an error now, not at the end
+        registry.read_table(table, "give another --write-table")  # now, and not at the end
+
+
+def on_cpu(options: Any) -> bool:
+    """Whether the ranks compute on CPUs."""
+    return options.device == "cpu" or not torch.cuda.is_available()
 
 
 @torch.inference_mode()

@@ -43,6 +43,7 @@ TRIES: dict[str, tuple[dict[str, Any], ...]] = {
 TOKENS = (1024, 4096)  # tokens of a rank, of a mixture of experts
 BATCHES = (512, 1024, 2048)  # samples over all ranks, of embedding bags
 DIM, TABLE_ROWS = 256, 10_000
+TABLES, POOLING = (256,), (10, 30, 70)  # tables of a rank, rows of a bag
 FLOATS = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
@@ -149,6 +150,11 @@ def check_options(options: Any) -> None:
         for value in getattr(options, name) or ():
             if value < 1:
                 raise UserError(f"--{name}={value} must be 1 or more")
+    for name in ("tables", "pooling"):
+        value = getattr(options, name)
+        if value is not None and "dlrm" not in (options.shapes or ()):
+            said = " ".join(map(str, value))
+            raise UserError(f"--{name}={said} is of embedding bags; add --shapes dlrm")
     if options.dtype is not None and options.dtype not in FLOATS:
         raise unknown("--dtype", options.dtype, FLOATS)
     if options.tune and options.implementations:
@@ -247,8 +253,8 @@ def _of_shape(shape: str, options: Any, ranks: int, cpu: bool) -> list[OpPoint]:
         points += [
             OpPoint(BAGS, shape, m, ranks * tables * DIM, DIM, ranks, dtype, 0, tables, pooling)
             for m in options.m or BATCHES
-            for tables in options.tables
-            for pooling in options.pooling
+            for tables in options.tables or TABLES
+            for pooling in options.pooling or POOLING
         ]
     return points
 
