@@ -88,14 +88,12 @@ def test_gradients(pools: Pools) -> None:
     pools(2).run(gradients)
 
 
-def test_every_sum_has_a_backends() -> None:
+def test_every_sum_can_be_the_backends() -> None:
     """What adds has an implementation that is not ordered; what only moves rows has none."""
-    moves = {"all_gather", "all_gather_matmul", "all_to_all_rows", "return_rows"}
     sums = {name for name in OPERATORS if "reduce" in name}
     for name, operator in OPERATORS.items():
         unordered = {each.name for each in operator.implementations.values() if not each.ordered}
         assert unordered == ({ANY_ORDER} if name in sums else set()), name
-    assert not moves & sums
 
 
 @gpus
