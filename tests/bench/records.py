@@ -1,4 +1,4 @@
-"""A record of `ladder bench inference`, made up."""
+"""Made up: a record of `ladder bench inference`, and times of `ladder bench ops`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ladder.bench.inference.points import InferencePoint, counterpart
+from ladder.bench.ops.derive import Timed
 
 POINT = InferencePoint("tiny", "standard", "push", 4, 2, 8, 4, 4)
 
@@ -31,3 +32,7 @@ def record(
         "no_comm": None if bare is None else [bare.plan, bare.no_comm],
         "machine": {"gpu": "none"},
     }
+
+
+def timed(name: str, role: str, us: float, mode: str = "eager", **more: Any) -> Timed:
+    return Timed(name, role, mode, [us - 1, us, us + 1], 0.0, **more)
