@@ -26,7 +26,7 @@ import torch
 from jobs import finish
 from quality_report import read
 
-from ladder.checkpoint import newest
+from ladder.checkpoint import newest, quantised_as
 from ladder.cli import parse_words
 from ladder.convert.sensitivity import costs
 from ladder.data.prepared import TokenData, check_tokenizer, open_data
@@ -45,6 +45,7 @@ from ladder.records import append, facts
 SEQ_LEN = 1024  # tokens; less if the model's context is shorter
 RESULTS, TABLE = "formats.jsonl", "formats.txt"
 KEYS = ("model", "format", "dtype", "ranks")
+MEASURED = (*KEYS, "tokens")  # of a record
 # The arguments of `load_for_inference`, and the type of the cache.
 FORMATS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
@@ -108,10 +109,10 @@ def measured(
 
 
 def describe(records: Sequence[dict[str, Any]]) -> str:
-    """A table for each model: formats, one below the other."""
-    parts = []
-    for model in dict.fromkeys(record["model"] for record in records):
-        members = [record for record in records if record["model"] == model]
+    """A table for each model, type of activations and text: formats, one below the other."""
+    parts, alike = [], ("model", "dtype", "tokens", "seq_len")
+    for case in dict.fromkeys(tuple(record[key] for key in alike) for record in records):
+        members = [record for record in records if tuple(record[key] for key in alike) == case]
         tasks = [task for task in SHOWN if any(task in each["suite"] for each in members)]
         rows = [["format", "ranks", "matrices MB", "bits per byte", "KL", *tasks]]
         for each in members:
@@ -122,7 +123,7 @@ def describe(records: Sequence[dict[str, Any]]) -> str:
             ])  # fmt: skip
         first = members[0]
         parts.append(
-            f"{model}, plan {first['plan']}, activations in {first['dtype']}, "
+            f"{first['model']}, plan {first['plan']}, activations in {first['dtype']}, "
             f"{first['tokens']:,} held-out tokens in windows of {first['seq_len']}\n"
             f"{aligned(rows, left=1)}"
         )
@@ -159,7 +160,11 @@ def run(options: argparse.Namespace) -> int:
     main = launch.rank() == 0
     data = open_data(options.data)
     folders = {str(each): newest(each) for each in options.models}
-    for folder in folders.values():
+    for model, folder in folders.items():
+        if stored := quantised_as(folder):
+            raise UserError(
+                f"{model} holds {stored} weights: give the folder that it was converted from"
+            )
         check_tokenizer(data, folder, f"--data={options.data}", str(folder))
     several = launch.world_size() > 1
     names = options.formats or [n for n in FORMATS if several or "reducer" not in FORMATS[n]]
@@ -174,7 +179,7 @@ def run(options: argparse.Namespace) -> int:
         launch.from_first(None)  # the data is there
         tasks = suites.load(chosen, options.out / "offline")
     done = launch.from_first(
-        {tuple(each[key] for key in KEYS) for each in read(file, KEYS, "formats.py")}
+        {measured_as(each) for each in read(file, MEASURED, "formats.py")}
         if main and file.is_file()
         else set()
     )
@@ -183,8 +188,8 @@ def run(options: argparse.Namespace) -> int:
         original = None
         for name in names:
             about = {"model": model, "format": name, "dtype": options.dtype,
-                     "ranks": launch.world_size()}  # fmt: skip
-            if tuple(about[key] for key in KEYS) in done:
+                     "ranks": launch.world_size(), "windows": options.windows}  # fmt: skip
+            if measured_as(about) in done:
                 continue
             if original is None:
                 original = load_for_inference(folder, dtype="float32", device=options.device)
@@ -194,14 +199,19 @@ def run(options: argparse.Namespace) -> int:
                 append(file, [{**about, **found, "machine": machine}])
             gc.collect()
     if main:
-        text = describe(read(file, KEYS, "formats.py"))
+        text = describe(read(file, MEASURED, "formats.py"))
         write_text(options.out / TABLE, text)
         print(f"{text}\n{file}")
     return 0
 
 
+def measured_as(record: dict[str, Any]) -> tuple[Any, ...]:
+    """What a pass is told apart by. Older records, without windows, are of all."""
+    return (*(record[key] for key in KEYS), record.get("windows"))
+
+
 def report(options: argparse.Namespace) -> int:
-    print(describe(read(options.file, KEYS, "formats.py")))
+    print(describe(read(options.file, MEASURED, "formats.py")))
     return 0
 
 

@@ -192,6 +192,8 @@ def load_plan(spec: Any) -> Any:
     """A plan's specification; the path of a YAML or JSON file is replaced by the file's data."""
     if isinstance(spec, str) and spec.endswith(FILES):
         data = load_yaml(Path(spec))
+        if not data:
+            raise UserError(f"the plan {spec} is empty; give it `layers` or a list of records")
         return {"name": Path(spec).stem, **data} if isinstance(data, dict) else data
     return spec
 

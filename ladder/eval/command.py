@@ -145,6 +145,9 @@ def _compare(
         weights = held_as(model)
         if main:
             held = "" if weights is None else f", {weights} weights"
+            for what in ("activations", "cache"):
+                if (kind := getattr(options, what)) != "auto":
+                    held += f", {kind} {what}"
             print(f"{name}: {folder} ({dtype}{held})", flush=True)
         columns[name] = evaluate(
             model, folder, tasks, options.batch, options.limit, options.chat_template, options.cache

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ladder.convert.command import convert
 from ladder.data.prepared import open_data, text_bytes
 from ladder.infer.cache import reading
 from ladder.infer.load import load_for_inference
@@ -53,7 +54,16 @@ def test_a_table_of_formats(
     assert (out / "formats.txt").read_text() in printed
     assert formats.main(command) == 0
     assert (out / "formats.jsonl").read_text().splitlines() == lines
+    fewer = ["1" if word == "2" else word for word in command[:-2]]
+    assert formats.main(fewer) == 0  # measured, and no row of the same table
+    capsys.readouterr()
     assert formats.main(["report", str(out / "formats.jsonl")]) == 0
+    heads = [line for line in capsys.readouterr().out.splitlines() if "held-out tokens" in line]
+    assert [f"{2 * exact['seq_len']:,} held-out" in line for line in heads] == [True, False]
+    convert(llama, tmp_path / "small", weights="int8")
+    assert formats.main(["run", str(tmp_path / "small"), *command[2:]]) == 2
+    said = capsys.readouterr().err
+    assert "small holds int8 weights: give the folder that it was converted from" in said
     for wrong, text in (
         (["--formats", "fp4"], "unknown format of --formats 'fp4'"),
         (["--formats", "reduce fp8"], "--formats 'reduce fp8' needs several ranks"),

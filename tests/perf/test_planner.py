@@ -142,6 +142,9 @@ def test_a_plan_of_ones_own(tmp_path: Path, capsys: Out) -> None:
     assert str(plan) in shlex.split(found["command"])
     assert main(["predict", "llama-3-70b", "--plans", str(plan)]) == 2
     assert "layers" in capsys.readouterr().err
+    write_text(plan, "")
+    assert main(["predict", "llama-3-8b", "--plans", str(plan)]) == 2
+    assert f"the plan {plan} is empty" in capsys.readouterr().err
 
 
 def test_a_bound_alone_is_not_recommended(capsys: Out) -> None:
