@@ -272,9 +272,14 @@ def _attention_kernel(
             # [split, query head, element], PIECE heads at a time: every load before the first use.
             s = tl.arange(0, SPLITS)[:, None, None]
             c = d[None, None, :]
-            for start in range(0, G, PIECE):
+            # What is moved out of the loop would need registers in it.
+            for start in tl.range(0, G, PIECE, disable_licm=True):
                 e = start + tl.arange(0, PIECE)[None, :, None]
-                used = (s * share < end) & (e < G)
+                used = s * share < end
+                if PIECE == GC:
+                    used &= e < G
+                else:  # a head twice takes fewer registers than a mask
+                    e = tl.minimum(e, G - 1)
                 slot = (row * SPLITS + s) * G + e
                 highs = tl.load(stat + slot * 2, mask=used, other=float("-inf"),
                                 cache_modifier=".cg")  # fmt: skip

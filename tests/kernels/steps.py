@@ -103,9 +103,9 @@ class Long:
 # As HOT: 32 splits, 64 and 128, of which one program combines some heads at a time.
 LONG = (Long(8, 2, 2048), Long(8, 2, 8192), Long(4, 1, 32768, e4m3=True))
 LONGER = tuple(
-    Long(group, kv, context, e4m3, dtype, size, extras=group == 8 and size == 64)
+    Long(group, kv, context, e4m3, dtype, size, extras=group > 4 and size == 64)
     for kv, context in ((2, 2048), (2, 8192), (1, 32768))
-    for group in (1, 4, 8)
+    for group in (1, 4, 7, 8)
     for e4m3 in (False, True)
     for dtype in (torch.bfloat16, FP16)
     for size in (64, 128)
