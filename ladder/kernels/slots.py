@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ladder.comm.primitives import SPIN_LIMIT, load, wait
-from ladder.jit import begin, check_dtype, check_tensor, kernel, launch, on_triton, tl, triton
+from ladder.jit import begin, check_dtype, check_tensor, jit, kernel, launch, on_triton, tl, triton
 from ladder.kernels.norm import MAX_SIZE, Pair
 from ladder.kernels.prefill import land_rows_reference, norm_row
 from ladder.models.errors import UserError
@@ -38,6 +38,17 @@ def sum_slots_reference(slots: Tensor, out: Tensor, average: bool = False) -> Te
     return out.copy_(total / len(slots) if average else total)
 
 
+@jit
+@no_type_check
+def _add_slots(place, stride, inside, WORLD: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of WORLD slots, `stride` elements apart, in rank order, in float32."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for _ in tl.static_range(WORLD):
+        total += load(place, inside, 0).to(tl.float32)
+        place += stride  # not a product by it, which could leave 32 bits
+    return total
+
+
 @kernel("landing")
 @no_type_check
 def _sum_slots_kernel(
@@ -47,11 +58,7 @@ def _sum_slots_kernel(
     begin(PDL)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
-    total = tl.zeros([BLOCK], tl.float32)
-    place = slots + i
-    for _ in tl.static_range(WORLD):
-        total += load(place, inside, 0).to(tl.float32)
-        place += stride  # not a product by it, which could leave 32 bits
+    total = _add_slots(slots + i, stride, inside, WORLD, BLOCK)
     if AVERAGE:
         total = tl.div_rn(total, tl.full([BLOCK], WORLD, tl.float32))
     tl.store(out + i, total.to(out.dtype.element_ty), mask=inside)
@@ -100,11 +107,7 @@ def _land_slots_kernel(
                         wait(flags + flag, 1, SPIN_LIMIT)
             seen = now
         at = (tl.zeros([BLOCK], tl.int64) + row) * D + i
-        total = tl.zeros([BLOCK], tl.float32)
-        place = slots + at
-        for _ in tl.static_range(WORLD):
-            total += load(place, inside, 0).to(tl.float32)
-            place += stride
+        total = _add_slots(slots + at, stride, inside, WORLD, BLOCK)
         total += tl.load(residual + at, mask=inside, other=0).to(tl.float32)
         tl.store(landed + at, total.to(landed.dtype.element_ty), mask=inside)
         y = norm_row(total, gain, eps, D).to(normed.dtype.element_ty)

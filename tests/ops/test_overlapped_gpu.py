@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
-import time
 from typing import Any
 from unittest import mock
 
@@ -20,6 +18,7 @@ from ladder.models.errors import UserError
 from ladder.ops.track_maps import rotated
 from ladder.parallel import launch
 from tests.ops.everyone import TOLERANCE
+from tests.ops.loss import check_loss, end_one_rank
 from tests.ops.overlapped import (
     EPS,
     EVERY,
@@ -44,7 +43,6 @@ WORLDS = [world for world in (2, 4) if world <= torch.cuda.device_count()]
 SHAPES = [(4096, 4096, 1024), (1036, 1000, 520), (8, 2056, 264), (2048, 1024, 4096), (60, 136, 72)]
 FEW = [(8, 4096, 1024), (1, 8200, 3584), (64, 2048, 512), (3, 1001, 264), (33, 1024, 2048)]
 REPLAYS = int(os.environ.get("LADDER_TEST_REPLAYS", "300"))  # 100000 takes some minutes
-LIMIT = 60.0  # seconds until a job has ended whose rank died
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "chunked": [{}],
     "blocks": [{"blocks": 1}, {"blocks": 3}],  # of `chunked` all-reduces
@@ -235,20 +233,9 @@ def test_graphs(which: str, world: int) -> None:
 
 
 def lose_a_rank(op: str, name: str) -> int:
-    device = launch.join("cuda")
-    made = inputs_of(op, name, 0, device, torch.bfloat16)
+    made = inputs_of(op, name, 0, launch.join("cuda"), torch.bfloat16)
     given = arguments(op, *made, False, launch.world_size())
-    for _ in range(3):
-        run_of(op, name)(dist.group.WORLD, *given)
-    torch.cuda.synchronize()
-    dist.barrier()
-    if launch.rank() == launch.world_size() - 1:
-        time.sleep(0.5)  # the others are waiting by now
-        os.kill(os.getpid(), signal.SIGKILL)
-    for _ in range(3):
-        run_of(op, name)(dist.group.WORLD, *given)
-    torch.cuda.synchronize()
-    return 0
+    return end_one_rank(lambda: run_of(op, name)(dist.group.WORLD, *given))
 
 
 @pytest.mark.parametrize("world", WORLDS[-1:])
@@ -256,11 +243,7 @@ def lose_a_rank(op: str, name: str) -> int:
 def test_a_dead_rank_ends_the_job_and_is_named(
     op: str, name: str, world: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    begun = time.monotonic()
-    assert launch.run(lose_a_rank, (op, name), nproc=world) == 1
-    assert time.monotonic() - begun < LIMIT
-    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert errors == [f"error: rank {world - 1} was killed by signal 9 (SIGKILL)"]
+    check_loss(lose_a_rank, (op, name), world, capfd)
 
 
 @pytest.mark.parametrize("shape", [(4096, 4096, 4096), (1024, 12288, 4096), (1000, 1304, 776)])

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -19,6 +16,7 @@ import ladder.ops
 from ladder.models.errors import UserError
 from ladder.ops.registry import OPERATORS
 from ladder.parallel import launch
+from tests.ops.loss import check_loss, end_one_rank
 from tests.ops.pushes import check_same, poisoned
 
 pytestmark = [
@@ -41,7 +39,6 @@ OPTIONS: dict[tuple[str, str], list[dict[str, Any]]] = {
 }  # fmt: skip
 CASES = [*OPTIONS]
 REPLAYS = 300
-LIMIT = 60.0  # seconds until a job has ended whose rank died
 
 # Samples of a rank, tables of a rank, dim, longest bag: large; odd; wide rows; all bags empty.
 LOOKUPS = [(256, 24, 256, 60), (7, 3, 100, 9), (33, 2, 1500, 20), (64, 5, 64, 0)]
@@ -256,19 +253,8 @@ def test_through_the_operators(world: int) -> None:
 
 
 def lose_a_rank(op: str, name: str) -> int:
-    device = launch.join("cuda")
-    given = given_for(op, 0, device, torch.bfloat16)
-    for _ in range(3):
-        run_of(op, name)(dist.group.WORLD, *given)
-    torch.cuda.synchronize()
-    dist.barrier()
-    if launch.rank() == launch.world_size() - 1:
-        time.sleep(0.5)  # the others are waiting by now
-        os.kill(os.getpid(), signal.SIGKILL)
-    for _ in range(3):
-        run_of(op, name)(dist.group.WORLD, *given)
-    torch.cuda.synchronize()
-    return 0
+    given = given_for(op, 0, launch.join("cuda"), torch.bfloat16)
+    return end_one_rank(lambda: run_of(op, name)(dist.group.WORLD, *given))
 
 
 @pytest.mark.parametrize("world", WORLDS[-1:])
@@ -276,8 +262,4 @@ def lose_a_rank(op: str, name: str) -> int:
 def test_a_dead_rank_ends_the_job_and_is_named(
     op: str, name: str, world: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    begun = time.monotonic()
-    assert launch.run(lose_a_rank, (op, name), nproc=world) == 1
-    assert time.monotonic() - begun < LIMIT
-    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert errors == [f"error: rank {world - 1} was killed by signal 9 (SIGKILL)"]
+    check_loss(lose_a_rank, (op, name), world, capfd)
