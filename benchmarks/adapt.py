@@ -60,7 +60,6 @@ from quality_plans import T
 
 from ladder.checkpoint import newest, read_config
 from ladder.cli import main as ladder
-from ladder.cli import parse_words
 from ladder.convert.sensitivity import costs, free_layers
 from ladder.data.mix import open_sources
 from ladder.eval import offline, suites
@@ -68,6 +67,7 @@ from ladder.eval.command import evaluate
 from ladder.files import checksum, make_folder, write_text
 from ladder.infer.load import load_for_inference
 from ladder.models.errors import UserError
+from ladder.parser import Parser, parse_words
 from ladder.plans import aligned
 from ladder.records import append, facts
 from ladder.train import metrics
@@ -212,7 +212,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Post-training adaptation in small.")
+    parser = Parser(description="Post-training adaptation in small.")
     verbs = parser.add_subparsers(metavar="COMMAND", required=True)
     add = verbs.add_parser("run", help="make and measure what is not finished; print the table")
     add.set_defaults(verb=run)
@@ -254,7 +254,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = verbs.add_parser("report", help="the table of what `run` wrote, as Markdown")
     add.set_defaults(verb=report)
     add.add_argument("file", type=Path)
-    options = parse_words(parser, sys.argv[1:] if arguments is None else arguments)
+    options = parse_words(parser, arguments)
     if options.verb is run:
         options.runs = options.runs or options.out
         options.choices = options.choices or ("half" if options.wiring else "all")

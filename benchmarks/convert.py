@@ -35,6 +35,7 @@ from ladder.files import checksum, sync
 from ladder.hf_config import config_to_huggingface
 from ladder.models import ModelConfig, resolve_plan
 from ladder.models.transformer import tensor_shapes
+from ladder.parser import Parser, parse_words
 
 # Runs its arguments as `ladder` does, or imports alone; prints peak bytes and seconds.
 CHILD = """
@@ -78,13 +79,13 @@ def measured(*arguments: str) -> tuple[int, float]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="llama-3-8b", help="a name from configs/models")
     parser.add_argument("--layers", type=int, default=5, help="its layers; 5 of 8B's are 4.3 GB")
     parser.add_argument("--plans", nargs="+", default=["standard", "ladder", "parallel"])
     parser.add_argument("--folder", type=Path, help="where to write, on the disk to be measured")
     parser.set_defaults(verb=run)
-    return parser.parse_args()
+    return parse_words(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -27,7 +27,6 @@ from jobs import finish
 from quality_report import read
 
 from ladder.checkpoint import newest, quantised_as
-from ladder.cli import parse_words
 from ladder.convert.sensitivity import costs
 from ladder.data.prepared import TokenData, check_tokenizer, open_data
 from ladder.eval import offline, suites
@@ -39,6 +38,7 @@ from ladder.models.errors import UserError, unknown
 from ladder.models.quantised import matrices
 from ladder.parallel import launch
 from ladder.parallel.sharding import local_tensor
+from ladder.parser import Parser, parse_words
 from ladder.plans import aligned
 from ladder.records import append, facts
 
@@ -216,7 +216,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="The quality of formats of 8 bits.")
+    parser = Parser(description="The quality of formats of 8 bits.")
     verbs = parser.add_subparsers(metavar="COMMAND", required=True)
     add = verbs.add_parser("run", help="measure models in each format")
     add.set_defaults(verb=run)
@@ -235,7 +235,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = verbs.add_parser("report", help="print the table of a file of results")
     add.set_defaults(verb=report)
     add.add_argument("file", type=Path)
-    return parse_words(parser, sys.argv[1:] if arguments is None else arguments)
+    return parse_words(parser, arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

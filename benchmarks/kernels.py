@@ -24,7 +24,6 @@ The last line is JSON.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
@@ -44,6 +43,7 @@ from ladder.bench.inference.command import machine
 from ladder.kernels import attention as decode
 from ladder.kernels import attention_shapes
 from ladder.kernels.decode import MAX_ROWS
+from ladder.parser import Parser, parse_words
 
 SHAPES = {  # on one rank: hidden_size, query heads, KV heads, head_dim, intermediate_size
     "8B/TP4": (4096, 8, 2, 128, 3584),
@@ -266,7 +266,7 @@ def cases(shape: tuple[int, int, int, int, int], batches: list[int]) -> Iterator
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="first compare with the references")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument(
@@ -274,7 +274,7 @@ def main() -> None:
     )
     parser.add_argument("--contexts", nargs="+", type=int, help="attention alone, at these tokens")
     parser.add_argument("--splits", nargs="+", type=int, default=[], help="beside the chosen one")
-    args = parser.parse_args()
+    args = parse_words(parser)
     if not torch.cuda.is_available():
         parser.error("no CUDA device: there is nothing to measure")
     device, results, wrong = torch.device("cuda"), [], []

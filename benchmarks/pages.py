@@ -29,8 +29,8 @@ from ladder.bench.inference import page as inference
 from ladder.bench.inference.derive import by_case, derive_rows, improvements
 from ladder.bench.ops import page as ops
 from ladder.bench.report import Link, PagePart, Text, page
-from ladder.cli import parse_words
 from ladder.files import make_folder, write_text
+from ladder.parser import Parser, parse_words
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -264,11 +264,11 @@ def draw(options: argparse.Namespace) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Pages and figures of the recorded results.")
+    parser = Parser(description="Pages and figures of the recorded results.")
     parser.set_defaults(verb=draw)
     parser.add_argument("--out", type=Path, default=Path("runs/pages"), help="for the pages")
     parser.add_argument("--figures", type=Path, default=Path("docs/figures"), help="for the SVGs")
-    return parse_words(parser, sys.argv[1:] if arguments is None else arguments)
+    return parse_words(parser, arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -40,6 +40,7 @@ from ladder.parallel import launch
 from ladder.parallel.prefill import FusedPrefill
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sharded import ShardedReducer
+from ladder.parser import Parser, parse_words
 
 PLANS = {"standard": "none", "ladder": "ladder no_comm"}  # and what they are measured by
 
@@ -181,7 +182,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--nproc", type=int, default=1, help="GPUs; 1 under torchrun")
     parser.add_argument("--model", default="llama-3-8b")
     parser.add_argument("--layers", type=int, default=0, help="instead of all")
@@ -194,7 +195,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--carveout", type=int, default=0, help="SMs that cuBLAS is to leave free")
-    return parser.parse_args()
+    return parse_words(parser)
 
 
 if __name__ == "__main__":

@@ -44,13 +44,13 @@ from quality_plans import NAMED, T, called, chosen, depends_on_tp, initially, wr
 from quality_report import COLUMNS, KEYS, LOGGED, caption, different, read, read_all, rows
 
 from ladder.checkpoint import checkpoints
-from ladder.cli import parse_words
 from ladder.data.mix import open_sources
 from ladder.data.prepared import TokenData
 from ladder.files import make_folder, write_text
 from ladder.models import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.transformer import tensor_shapes
+from ladder.parser import Parser, parse_words
 from ladder.plans import aligned
 from ladder.records import append, facts
 from ladder.train import metrics
@@ -286,7 +286,7 @@ def plans(options: argparse.Namespace) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Quality at equal tokens, plan by plan.")
+    parser = Parser(description="Quality at equal tokens, plan by plan.")
     verbs = parser.add_subparsers(metavar="COMMAND", required=True)
     add = verbs.add_parser("run", help="train what is not finished, and print the table")
     add.set_defaults(verb=run)
@@ -311,7 +311,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add.add_argument("--model", help="whose latency is drawn (the trained shape)")
     add.add_argument("--tp", type=int, default=T, help=f"TP degree of that latency ({T})")
     add.add_argument("--out", type=Path, default=OUT / "quality.html")
-    options = parse_words(parser, sys.argv[1:] if arguments is None else arguments)
+    options = parse_words(parser, arguments)
     if options.verb is run:
         default = OUT if options.recipe == RECIPE else OUT.with_name(Path(options.recipe).stem)
         options.out = options.out or default

@@ -26,6 +26,7 @@ from pathlib import Path
 from ladder.cli import main as ladder
 from ladder.files import make_folder
 from ladder.models.errors import UserError
+from ladder.parser import Parser, parse_words
 
 LINUX = "usr/share/doc/linux-doc-6.1"
 GCIDE = "usr/share/dictd/gcide.dict.dz"
@@ -183,14 +184,14 @@ def pack(folder: Path, archive: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="The corpus of the quality benchmark.")
+    parser = Parser(description="The corpus of the quality benchmark.")
     parser.add_argument("--archive", type=Path, required=True, help="the .tar.xz to write")
     parser.add_argument("--root", type=Path, default=Path("/"), help="where the packages lie (/)")
     parser.add_argument("--out", type=Path, default=Path("runs/quality-data"))
     parser.add_argument("--vocab-size", type=int, default=16384)
     parser.add_argument("--heldout-fraction", type=float, default=0.03)
     try:
-        return build(parser.parse_args(arguments))
+        return build(parse_words(parser, arguments))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

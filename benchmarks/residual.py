@@ -42,7 +42,6 @@ from residual_measure import measure
 from residual_report import describe, read
 from torch import Tensor
 
-from ladder.cli import parse_words
 from ladder.config import FILES, load_plan
 from ladder.data.mix import open_sources
 from ladder.files import make_folder, write_text
@@ -50,6 +49,7 @@ from ladder.infer.load import load_for_inference
 from ladder.models import ModelConfig, Plan, Transformer, resolve_plan
 from ladder.models.errors import UserError
 from ladder.parallel.sharding import initialise
+from ladder.parser import Parser, parse_words
 from ladder.records import append, facts
 from ladder.train import metrics
 from ladder.train.config import TrainConfig, load_train_config
@@ -193,7 +193,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="What later layers read of each output.")
+    parser = Parser(description="What later layers read of each output.")
     verbs = parser.add_subparsers(metavar="COMMAND", required=True)
     add = verbs.add_parser("run", help="train and measure, or measure trained runs")
     add.set_defaults(verb=run)
@@ -210,7 +210,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = verbs.add_parser("report", help="print the table of a file of results")
     add.set_defaults(verb=report)
     add.add_argument("file", type=Path)
-    return parse_words(parser, sys.argv[1:] if arguments is None else arguments)
+    return parse_words(parser, arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,7 +15,6 @@ yields (found, wanted) pairs and decorate it with @case("name of the kernel's fu
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -44,6 +43,7 @@ from ladder.kernels.landing import CHUNK
 from ladder.kernels.slots import SlotArrivals, land_slots, sum_slots, sum_slots_reference
 from ladder.models import Reducer
 from ladder.ops.track_maps import all_to_all, rotated
+from ladder.parser import Parser, parse_words
 
 Pairs = Iterator[tuple[Tensor, Tensor]]
 CASES: dict[str, Callable[[torch.dtype], Pairs]] = {}
@@ -342,9 +342,9 @@ def main() -> None:
     taken = {"LandingJob", "PushTarget", "SendJob", "new_landing"}  # by `project` and `land`
     missing = exported - set(CASES) - taken
     assert not missing, f"ladder.kernels exports {sorted(missing)}: add a case for each here"
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=sorted(CASES), default=list(CASES))
-    only = parser.parse_args().only
+    only = parse_words(parser).only
     if not jit.on_triton(torch.zeros(1, device=DEVICE)):
         parser.error("no CUDA device: there is no kernel to check (or set TRITON_INTERPRET=1)")
     torch.manual_seed(0)

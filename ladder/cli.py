@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from ladder.doctor import options as doctor
 from ladder.eval import options as evaluation
 from ladder.infer import options as infer
 from ladder.parallel import launch
+from ladder.parser import Help, Parser, parse_words
 from ladder.perf import options as perf
 from ladder.perf.calibration import options as calibration
 from ladder.perf.planner import options as planner
@@ -185,7 +185,6 @@ VERBS = (
 JOINED = tuple(
     each.name for each in VERBS if " " in each.name and each.name.split()[0] not in GROUPS
 )
-OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")  # key=value, for a recipe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -221,34 +220,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def parse_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line in which `overrides` (key=value) may also follow options.
-
-    argparse itself takes positional arguments in one place only, and gives a key=value that follows
-    an option of several words to that option.
-    """
-    options, rest = parser.parse_known_args(words)
-    if rest and (not hasattr(options, "overrides") or any(item.startswith("-") for item in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if not hasattr(options, "overrides"):
-        return options
-    for name, value in list(vars(options).items()):
-        if name == "overrides" or not isinstance(value, list):
-            continue
-        taken = [item for item in value if isinstance(item, str) and OVERRIDE.match(item)]
-        if not taken:
-            continue
-        if len(taken) == len(value):
-            parser.error(f"argument --{name}: expected at least one argument before {taken[0]}")
-        setattr(options, name, [item for item in value if item not in taken])
-        rest = [*taken, *rest]
-    options.overrides = [*options.overrides, *rest]
-    return options
-
-
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The parser of every command in VERBS."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ladder",
         description="Transformers whose architecture makes tensor parallelism cheap.",
         epilog="`ladder COMMAND --help` lists the options. To begin: `ladder doctor` checks "
@@ -274,7 +248,7 @@ def _add_verb(commands: Any, name: str, verb: Verb) -> None:
         name,
         help=verb.help,
         description=verb.help[0].upper() + verb.help[1:] + ".",
-        formatter_class=_Help,
+        formatter_class=Help,
     )
     verb.add_options(parser)
     parser.set_defaults(verb=verb)
@@ -283,13 +257,3 @@ def _add_verb(commands: Any, name: str, verb: Verb) -> None:
             "--nproc", type=int, default=1, help="processes to start; with GPUs, one for each"
         )
         parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-
-
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Help with each option's default; where that is a list, the help text itself names it."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        default = action.default
-        if default is None or default is False or isinstance(default, list):
-            return action.help
-        return super()._get_help_string(action)

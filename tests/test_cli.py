@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ladder.cli import main, parse_words
+from ladder.cli import main
 from ladder.parallel import launch
 from tests import ROOT
 from tests.commands import Start
@@ -293,19 +292,6 @@ def test_overrides_may_follow_options(trained: Path, capsys: pytest.CaptureFixtu
     assert "has finished its steps=2" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["train", recipe, "--devise", "cpu"])
-
-
-def test_overrides_may_follow_several_words(capsys: pytest.CaptureFixture[str]) -> None:
-    """argparse hands them to that option."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--only", nargs="+")
-    options = parse_words(parser, ["a=1", "--only", "ladder", "dtp-1", "b.c=2", "d=3"])
-    assert options.only == ["ladder", "dtp-1"]
-    assert options.overrides == ["a=1", "b.c=2", "d=3"]
-    with pytest.raises(SystemExit, match="2"):
-        parse_words(parser, ["--only", "b=2"])
-    assert "--only: expected at least one argument before b=2" in capsys.readouterr().err
 
 
 def test_a_tokenizer_is_not_overwritten(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

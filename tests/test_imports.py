@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "models": "",
     "jit": "models",
     "lock": "models",
+    "parser": "models",
     "progress": "",
     "config": "models",
     "costs": "models",
@@ -46,7 +47,7 @@ MAY_IMPORT = {
     "perf": f"{JOBS} train infer bench",
     "demo": f"{JOBS} train infer convert eval bench",
     "doctor": "models next_step perf",
-    "cli": f"{JOBS} train infer convert eval hf bench perf demo doctor",
+    "cli": f"{JOBS} train infer convert eval hf bench perf demo doctor parser",
     "__main__": "cli",
 }
 MODULE = r"ladder(\.\w+)+"

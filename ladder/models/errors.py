@@ -22,9 +22,15 @@ def brief(text: str, most: int = 2000) -> str:
 def unknown(what: str, name: object, choices: Iterable[str]) -> UserError:
     """The error for a `name` that is not in `choices`; it suggests the nearest and lists all."""
     choices = list(choices)
-    near = difflib.get_close_matches(str(name), choices, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return UserError(f"unknown {what} {name!r}{hint}; known: {', '.join(choices)}")
+    return UserError(
+        f"unknown {what} {name!r}{nearest(name, choices)}; known: {', '.join(choices)}"
+    )
+
+
+def nearest(name: object, choices: Iterable[str]) -> str:
+    """` (did you mean ...?)` with the nearest of `choices`; empty if none is near."""
+    near = difflib.get_close_matches(str(name), list(choices), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def is_plain_name(value: object) -> bool:

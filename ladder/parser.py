@@ -1,0 +1,100 @@
+"""Command lines: argparse whose errors are one line, with key=value overrides among the options."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from ladder.models.errors import brief, nearest, unknown
+
+OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")  # key=value, for a recipe
+TYPES: dict[Any, str] = {int: "a whole number", float: "a number"}
+REWORDED = (  # argparse's messages that do not name the remedy
+    (r"argument (\S+): expected one argument",
+     r"\1 needs a value (one that begins with - is given as \1=VALUE)"),
+    (r"argument (\S+): expected at least one argument", r"\1 needs a value"),
+    (r"argument (\S+): ignored explicit argument (.*)", r"\1 takes no value: leave out \2"),
+    (r"argument (\S+): not allowed with argument (\S+)", r"\1 and \2 exclude each other"),
+    (r"the following arguments are required: (.*)", r"missing: \1"),
+)  # fmt: skip
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line, as UserError's, and exit with code 2.
+
+    Its subparsers are alike. The namespace has the parser of the command as `parser`;
+    `parse_words` removes it.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.set_defaults(parser=self)
+
+    def error(self, message: str) -> NoReturn:
+        for pattern, words in REWORDED:
+            message = re.sub(pattern, words, message, flags=re.DOTALL)
+        self.exit(2, f"error: {brief(message)}; see `{self.prog} --help`\n")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError:
+            if action.type not in TYPES:
+                raise
+            self.error(f"{_name(action)}={arg_string} must be {TYPES[action.type]}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            self.error(str(unknown(_name(action), value, action.choices)))
+
+
+def _name(action: argparse.Action) -> str:
+    """What the user calls an option, an argument or (in lower case) the command."""
+    if action.option_strings:
+        return action.option_strings[-1]
+    return "command" if action.metavar == "COMMAND" else str(action.metavar or action.dest)
+
+
+def parse_words(parser: Parser, words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse a command line in which `overrides` (key=value) may also follow options.
+
+    words: None is this process's command line.
+
+    argparse itself takes positional arguments in one place only, and gives a key=value that follows
+    an option of several words to that option.
+    """
+    options, rest = parser.parse_known_args(words)
+    own: Parser = vars(options).pop("parser")
+    strange = [word for word in rest if word.startswith("-")]
+    if strange:
+        name = strange[0].partition("=")[0]
+        own.error(f"unknown option {name}{nearest(name, own._option_string_actions)}")
+    if not hasattr(options, "overrides"):
+        if rest:
+            own.error(f"unexpected argument {rest[0]!r}: leave it out, or move it to the others")
+        return options
+    for action in own._actions:
+        value = getattr(options, action.dest, None)
+        if action.dest == "overrides" or not isinstance(value, list):
+            continue
+        taken = [item for item in value if isinstance(item, str) and OVERRIDE.match(item)]
+        if not taken:
+            continue
+        if len(taken) == len(value):
+            own.error(f"{_name(action)} needs a value before {taken[0]}")
+        setattr(options, action.dest, [item for item in value if item not in taken])
+        rest = [*taken, *rest]
+    options.overrides = [*options.overrides, *rest]
+    return options
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Help with each option's default; where that is a list, the help text itself names it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default = action.default
+        if default is None or default is False or isinstance(default, list):
+            return action.help
+        return super()._get_help_string(action)

@@ -1,0 +1,66 @@
+"""Errors of command lines: one line with the option, its value and the remedy; overrides."""
+
+from __future__ import annotations
+
+import pytest
+
+from ladder.cli import main
+from ladder.parser import Parser, parse_words
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("", "missing: COMMAND; see `ladder --help`"),
+        ("bench", "missing: COMMAND; see `ladder bench --help`"),
+        ("bench inferense", "unknown command 'inferense' (did you mean 'inference'?); known: "
+         "inference, comm, ops, train, machine; see `ladder bench --help`"),
+        ("generate", "missing: MODEL, --prompt; see `ladder generate --help`"),
+        ("train tiny --devise cpu steps=2",
+         "unknown option --devise (did you mean '--device'?); see `ladder train --help`"),
+        ("convert sensitivity x --device=cpu --windws=3 --data x --layers 1",
+         "unknown option --windws (did you mean '--windows'?); see `ladder convert sensitivity "
+         "--help`"),
+        ("doctor cpu", "unexpected argument 'cpu': leave it out, or move it to the others; see "
+         "`ladder doctor --help`"),
+        ("train tiny --nproc two",
+         "--nproc=two must be a whole number; see `ladder train --help`"),
+        ("predict llama-3-8b --batch 1 2.5",
+         "--batch=2.5 must be a whole number; see `ladder predict --help`"),
+        ("generate x --temperature hot",
+         "--temperature=hot must be a number; see `ladder generate --help`"),
+        ("convert x --to hff",
+         "unknown --to 'hff' (did you mean 'hf'?); known: ladder, hf; see `ladder convert --help`"),
+        ("generate x --prompt", "--prompt needs a value (one that begins with - is given as "
+         "--prompt=VALUE); see `ladder generate --help`"),
+        ("predict x --plans", "--plans needs a value; see `ladder predict --help`"),
+        ("plans --json=yes", "--json takes no value: leave out 'yes'; see `ladder plans --help`"),
+        ("predict x --decode --train",
+         "--train and --decode exclude each other; see `ladder predict --help`"),
+        ("predict x --m h100",
+         "ambiguous option: --m could match --machine, --micro-batch; see `ladder predict --help`"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(line: str, told: str, capsys: Captured) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(line.split())
+    captured = capsys.readouterr()
+    assert captured.err == f"error: {told}\n"
+    assert captured.out == ""
+
+
+def test_overrides_may_follow_several_words(capsys: Captured) -> None:
+    """argparse hands them to that option."""
+    parser = Parser()
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--only-these", nargs="+")
+    options = parse_words(parser, ["a=1", "--only-these", "ladder", "dtp-1", "b.c=2", "d=3"])
+    assert vars(options) == {
+        "only_these": ["ladder", "dtp-1"],
+        "overrides": ["a=1", "b.c=2", "d=3"],
+    }
+    with pytest.raises(SystemExit, match="2"):
+        parse_words(parser, ["--only-these", "b=2"])
+    assert capsys.readouterr().err.startswith("error: --only-these needs a value before b=2; see `")
