@@ -71,11 +71,23 @@ class Subject:
     config: TrainConfig | None = None
 
 
+def waiting(plan: Plan) -> list[bool]:
+    """Whether each sublayer's partial is read on its own rank before a later sum replaces it.
+
+    Where sums lag, that of the sublayer that reduces is, too.
+    """
+    return [
+        read_apart and record.reduce in ("none", "accumulated")
+        for record, read_apart in zip(plan.sublayers, plan.own_needed, strict=True)
+    ]
+
+
 def scaled(plan: Plan, scale: float, degree: int) -> Plan:
-    """The plan with `own_scale` on all partials that are not reduced at once, named as quality.py
-    names it: -sqrt and -full for sqrt(T) and T."""
+    """The plan with `own_scale` on all partials that wait for their sum, named as quality.py names
+    it: -sqrt and -full for sqrt(T) and T."""
     records = tuple(
-        replace(each, own_scale=scale) if each.reduce == "none" else each for each in plan.sublayers
+        replace(each, own_scale=scale) if waits else each
+        for each, waits in zip(plan.sublayers, waiting(plan), strict=True)
     )
     if records == plan.sublayers:
         return plan
@@ -85,8 +97,9 @@ def scaled(plan: Plan, scale: float, degree: int) -> Plan:
 
 def variants(plan: Plan, scales: Sequence[float], degree: int) -> list[Plan]:
     """The plan at each scale; alone, if all partials are reduced at once or some never are."""
-    waiting = any(each.reduce == "none" for each in plan.sublayers) and not plan.final_mean
-    return [scaled(plan, scale, degree) for scale in scales] if waiting else [plan]
+    if plan.final_mean or not any(waiting(plan)):
+        return [plan]
+    return [scaled(plan, scale, degree) for scale in scales]
 
 
 def to_train(options: argparse.Namespace) -> list[Subject]:

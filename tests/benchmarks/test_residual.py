@@ -155,6 +155,10 @@ def test_scales_are_those_of_partials_that_wait_for_a_reduce() -> None:
     accumulate = resolve_plan("accumulate-2x", 2, 4)
     names = [each.name for each in residual.variants(accumulate, (1.0, 2.0), 4)]
     assert names == ["accumulate-2x-scale-1", "accumulate-2x"]  # sqrt(T) is its own
+    late = residual.variants(resolve_plan("accumulate-2x-lag1", 3, 4), (1.0, 2.0), 4)
+    assert [each.name for each in late] == ["accumulate-2x-lag1-scale-1", "accumulate-2x-lag1"]
+    # Sums that lag are read after the own part of the sublayer that reduces, but for the last.
+    assert [[r.own_scale for r in each.sublayers] for each in late] == [[1] * 6, [2] * 5 + [1]]
     for alone in (resolve_plan("standard", 2), resolve_plan("dtp-1", 2, 4)):
         assert residual.variants(alone, (1.0, 2.0), 4) == [alone]
 
