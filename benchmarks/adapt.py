@@ -54,7 +54,7 @@ from adapt_points import (
     sizes,
 )
 from adapt_report import caption, markdown, read, tables
-from jobs import Started, deadline, finish, run_all, visible_gpus
+from jobs import Started, add_report, deadline, finish, run_all, visible_gpus
 from quality import check_common, summary
 from quality_plans import T
 
@@ -251,9 +251,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add.add_argument("--first", nargs=argparse.REMAINDER, help="a `ladder` command that makes it")
     for name, default in (("--windows", 0), ("--seq-len", 1024), ("--batch", 8), ("--limit", None)):
         add.add_argument(name, type=int, default=default)
-    add = verbs.add_parser("report", help="the table of what `run` wrote, as Markdown")
-    add.set_defaults(verb=report)
-    add.add_argument("file", type=Path)
+    add_report(verbs, report)
     options = parse_words(parser, arguments)
     if options.verb is run:
         options.runs = options.runs or options.out

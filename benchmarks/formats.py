@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jobs import finish
+from jobs import add_report, finish
 from quality_report import read
 
 from ladder.checkpoint import newest, quantised_as
@@ -232,9 +232,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add.add_argument("--no-suite", dest="suite", action="store_false", help="no offline suite")
     add.add_argument("--out", type=Path, default=Path("runs/formats"))
     add.add_argument("--device", default="auto")
-    add = verbs.add_parser("report", help="print the table of a file of results")
-    add.set_defaults(verb=report)
-    add.add_argument("file", type=Path)
+    add_report(verbs, report)
     return parse_words(parser, arguments)
 
 

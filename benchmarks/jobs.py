@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Generic, Protocol, TypeVar, cast
+from typing import IO, Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
@@ -61,6 +61,13 @@ class Started(Generic[J]):
     @property
     def wall_s(self) -> float:
         return round(time.monotonic() - self.since, 1)
+
+
+def add_report(verbs: Any, run: Callable[[argparse.Namespace], int]) -> None:
+    """The verb `report FILE` of a script's subparsers."""
+    add = verbs.add_parser("report", help="print the table of a file of results")
+    add.set_defaults(verb=run)
+    add.add_argument("file", type=Path)
 
 
 def finish(options: argparse.Namespace) -> int:

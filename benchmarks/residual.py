@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jobs import finish
+from jobs import add_report, finish
 from quality import check_overrides
 from residual_measure import measure
 from residual_report import describe, read
@@ -220,9 +220,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add.add_argument("--data", type=Path, help="(runs/data, or that of the run)")
     add.add_argument("--out", type=Path, default=Path("runs/residual"))
     add.add_argument("--windows", type=int, default=8, help="held-out windows to measure on")
-    add = verbs.add_parser("report", help="print the table of a file of results")
-    add.set_defaults(verb=report)
-    add.add_argument("file", type=Path)
+    add_report(verbs, report)
     return parse_words(parser, arguments)
 
 
