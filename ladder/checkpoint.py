@@ -59,29 +59,36 @@ def read_config(folder: Path, quantised: bool = False) -> ModelConfig:
 
     quantised: also of a folder whose matrices are in 8 bits; without it that is a UserError.
     """
-    if not quantised and (kind := quantised_as(folder)):
+    config, kind = read_stored(folder)
+    if kind and not quantised:
         raise UserError(
             f"{folder} holds {kind} weights, which are for inference only (generate, eval, bench "
             f"inference); give the folder that it was converted from"
         )
+    return config
+
+
+def read_stored(folder: Path) -> tuple[ModelConfig, str | None]:
+    """The model config of a folder, and the type of its matrices in 8 bits; None: it holds none."""
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{folder} is no model folder: it has no config.json")
     data = read_json(path)
-    if data.get("model_type") == "ladder":
-        model = data.get("model")
-        if not isinstance(model, dict):
-            raise UserError(f"{path} has model={model!r}, no object of fields; the file is damaged")
-        return ModelConfig.from_dict(model, where=str(path))
-    return config_from_huggingface(data, str(path))
+    if data.get("model_type") != "ladder":
+        return config_from_huggingface(data, str(path)), None
+    model = data.get("model")
+    if not isinstance(model, dict):
+        raise UserError(f"{path} has model={model!r}, no object of fields; the file is damaged")
+    kind = _quantised_as(data, path) if QUANTISATION in data else None
+    return ModelConfig.from_dict(model, where=str(path)), kind
 
 
 def quantised_as(folder: Path) -> str | None:
     """The type of a folder's matrices in 8 bits, a name in QUANTISED; None: it holds none."""
-    path = folder / "config.json"
-    data = read_json(path) if path.is_file() else {}
-    if data.get("model_type") != "ladder" or QUANTISATION not in data:
-        return None
+    return read_stored(folder)[1]
+
+
+def _quantised_as(data: dict[str, Any], path: Path) -> str:
     found = data[QUANTISATION]
     kind = found.get("weights") if isinstance(found, dict) else None
     if kind not in QUANTISED:
@@ -294,7 +301,7 @@ def check_model(folder: Path) -> None:
 
 def _opened(folder: Path) -> tuple[Transformer, TensorReader]:
     """The model of a folder without storage, and a reader of its tensors, which were checked."""
-    config, kind = read_config(folder, quantised=True), quantised_as(folder)
+    config, kind = read_stored(folder)
     reader = TensorReader(folder, WEIGHTS, quantised=kind is not None)
     model = meta_model(config)
     if kind is not None:

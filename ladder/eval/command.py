@@ -24,7 +24,7 @@ from ladder.infer.load import (
     check_activations,
     check_tp,
     dtype_of,
-    kind_of,
+    kinds_of,
     load_for_inference,
 )
 from ladder.lock import remove_empty
@@ -69,7 +69,7 @@ def eval_command(options: argparse.Namespace) -> int:
         raise UserError(f"MODEL={twice} is given twice; give each model once")
     for folder in folders.values():  # every model is checked before the first takes hours
         check_model(folder)
-        kind_of(options.weights, folder, device)
+        kinds_of(options.weights, folder, device)
         open_template(folder, load_tokenizer(folder), options.chat_template)
     launch.agree(vars(options))
     own = any(entry.task.startswith(suites.OWN) for entry in chosen)

@@ -58,8 +58,8 @@ def dtype_of(weights: str, dtype: str) -> str:
     return "bfloat16"
 
 
-def kind_of(weights: str, folder: Path, device: torch.device) -> str | None:
-    """The 8-bit type that a folder's matrices are still to be stored in, or None.
+def kinds_of(weights: str, folder: Path, device: torch.device) -> tuple[str | None, str | None]:
+    """The 8-bit type that a folder's matrices are still to be stored in, and their own; or None.
 
     Raises UserError if the folder holds another type, and if the device cannot read the type.
     """
@@ -71,7 +71,7 @@ def kind_of(weights: str, folder: Path, device: torch.device) -> str | None:
         )
     kind = weights if weights in QUANTISED else None
     refuse_device(stored or kind, device)
-    return None if stored else kind
+    return None if stored else kind, stored
 
 
 def refuse_device(
@@ -172,7 +172,7 @@ def load_for_inference(
     mesh = make_mesh(joined, processes)
     found = newest(Path(folder))
     launch.agree({"model": str(found)})
-    kind, stored = kind_of(weights, found, joined), quantised_as(found)
+    kind, stored = kinds_of(weights, found, joined)
     if reducer == "fused" and (kind or stored):
         given = f"--weights={kind}" if kind else f"the {stored} weights of {found}"
         raise UserError(
