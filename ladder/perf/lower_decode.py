@@ -5,6 +5,7 @@ This is the schedule of `DecodePass` without its tensors; tests count the launch
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +29,7 @@ class _Job:
     operation: int | None = None
 
 
+@functools.lru_cache(maxsize=64)  # the same at all TP degrees and batches
 def decode(plan: Plan, way: str = "push") -> Graph:
     """One decode step. way: `push` (products and extra programs write to the peers' slots), `nccl`
     (all-reduces on a stream of their own), or `alone` (one process)."""

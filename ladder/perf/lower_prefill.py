@@ -11,6 +11,7 @@ From the last attention on, one position of each sequence is computed (`few`).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from ladder.kernels.norm import MAX_ADDENDS
@@ -36,6 +37,7 @@ class Way:
             raise unknown("transport", self.transport, PREFILL_TRANSPORTS)
 
 
+@functools.lru_cache(maxsize=64)  # the same for all batches that reduce alike
 def prefill(plan: Plan, way: Way) -> Graph:
     """The operations of one prefill."""
     return _Prefill(plan, way).run()

@@ -25,7 +25,7 @@ from ladder.perf.lower_prefill import Way
 from ladder.perf.lower_prefill import prefill as lower_prefill
 from ladder.perf.machine import Basis, Estimate, Machine, for_degree, worst
 from ladder.perf.memory import held_ranks
-from ladder.perf.simulate import Times, simulate
+from ladder.perf.simulate import Times, simulate, waiting
 
 # What the longest path of a pass is made of, by the kind of operation.
 LIMITS = {
@@ -45,6 +45,7 @@ LIMITS = {
     "barrier": "communication",
     **dict.fromkeys((*REDUCES, "all-gather"), "communication"),
 }
+WAITING = "waiting"  # for slower ranks, see `simulate.Skew`
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class Prediction:
     the operations by what they are (products, attention, landings, communication, launches),
     microseconds that add up to `us`, the most first. collectives, launches: how many. provenance:
     where the curves and values come from. graph, times: all operations and when they run, for
-    pictures and traces. estimate: what an operation takes alone.
+    pictures and traces: of a rank where all are alike. estimate: what an operation takes alone.
+    waiting_us: what of `us` is added by ranks that are not, see `simulate.Skew`.
     """
 
     us: float
@@ -68,6 +70,7 @@ class Prediction:
     times: Times
     bare: Callable[[], float]
     estimate: Callable[[Operation], Estimate]
+    waiting_us: float = 0.0
 
     @cached_property
     def bases(self) -> dict[Basis, float]:
@@ -85,26 +88,30 @@ class Prediction:
 
 
 def decode(
-    config: ModelConfig, machine: Machine, tp: int, reducer: str, batch: int, context: int
-) -> Prediction:
+    config: ModelConfig, machine: Machine, tp: int, reducer: str, batch: int, context: int,
+    jitter: float = 0.0,
+) -> Prediction:  # fmt: skip
     """A fused decode step of `batch` sequences after `context` tokens each.
 
-    reducer: push, or async (NCCL). Raises UserError if the machine lacks what it needs, and for a
-    degree, batch or context that the step or the model cannot have.
+    reducer: push, or async (NCCL). jitter: of the ranks, see `simulate.Skew`. Raises UserError if
+    the machine lacks what it needs, and for a degree, batch or context that the step or the model
+    cannot have.
     """
     machine = for_degree(machine, tp)
     if "launch_gap_us" not in machine.values:
         machine.value("step_stretch")
     cost = DecodeCost(config, machine, tp, reducer, batch, context)
     graph = cost.lowered(config.plan)
-    times = simulate(graph, cost, cost.beside if reducer == "async" else None)
+    beside = cost.beside if reducer == "async" else None
+    times = simulate(graph, cost, beside)
+    added = waiting(graph, cost, beside, times.total, tp, tp, jitter)
 
     def bare() -> float:
         if tp == 1:
             return times.total
         return simulate(cost.lowered(config.plan.as_no_comm()), cost).total
 
-    return _prediction(graph, times, bare, cost, machine)
+    return _prediction(graph, times, bare, cost, machine, added)
 
 
 def _prediction(
@@ -113,15 +120,18 @@ def _prediction(
     bare: Callable[[], float],
     cost: DecodeCost | PromptCost | TrainingCost,
     machine: Machine,
+    added: float,
 ) -> Prediction:
     spent: dict[str, float] = {}
     for index, us in times.longest_path():
         label = _label(graph.operations[index])
         spent[label] = spent.get(label, 0.0) + us
+    if added:
+        spent[WAITING] = added
     limits = tuple(sorted(spent.items(), key=lambda each: -each[1]))
     fitted = [each.provenance for each in machine.values.values() if "fitted" in each.provenance]
     return Prediction(
-        us=times.total,
+        us=times.total + added,
         basis=worst(cost.bases),
         limits=limits,
         collectives=len(graph.reduces),
@@ -131,6 +141,7 @@ def _prediction(
         times=times,
         bare=bare,
         estimate=cost.estimate,
+        waiting_us=added,
     )
 
 
@@ -139,8 +150,9 @@ def _label(operation: Operation) -> str:
 
 
 def prefill(
-    config: ModelConfig, machine: Machine, tp: int, reducer: str, batch: int, prompt: int
-) -> Prediction:
+    config: ModelConfig, machine: Machine, tp: int, reducer: str, batch: int, prompt: int,
+    jitter: float = 0.0,
+) -> Prediction:  # fmt: skip
     """The prefill of `batch` prompts of `prompt` tokens each, as the fused engine runs it.
 
     reducer: push, or async (NCCL). Raises UserError as `decode` does.
@@ -154,6 +166,7 @@ def prefill(
     way = prompt_way(config.plan, machine.gpu, tp, reducer, (batch, prompt), token)
     graph = lower_prefill(config.plan, way)
     times = _limited(graph, cost)
+    added = waiting(graph, cost, cost.beside, times.total, tp, tp, jitter)
 
     def bare() -> float:
         if tp == 1:
@@ -162,7 +175,7 @@ def prefill(
         way = prompt_way(plan, machine.gpu, tp, reducer, (batch, prompt), token)
         return _limited(lower_prefill(plan, way), cost).total
 
-    return _prediction(graph, times, bare, cost, machine)
+    return _prediction(graph, times, bare, cost, machine, added)
 
 
 def _check_tokens(config: ModelConfig, batch: int, tokens: int) -> None:
@@ -201,7 +214,7 @@ def _limited(graph: Graph, cost: PromptCost) -> Times:
 def train(
     config: ModelConfig, machine: Machine, layout: str, seq_len: int, batch: int,
     micro_batch: int = 0, activation_checkpointing: str = "none", no_comm: bool = False,
-    gpus: int = 0,
+    gpus: int = 0, jitter: float = 0.0,
 ) -> Prediction:  # fmt: skip
     """A compiled training step in bfloat16 with AdamW.
 
@@ -221,28 +234,36 @@ def train(
     style = "sharded" if shape.sequence_parallel else "all-reduce" if shape.tp > 1 else "alone"
     data = "none" if shape.replicas == 1 else "ddp" if shape.shards == 1 else "fsdp"
 
-    def timed(data: str, no_comm: bool) -> tuple[Graph, Times, TrainingCost, float]:
-        plan = config.plan
+    def timed(
+        data: str, no_comm: bool, jitter: float = 0.0
+    ) -> tuple[Graph, Times, TrainingCost, float, float]:
+        plan, ranks = config.plan, shape.tp * shape.replicas
         cost = TrainingCost(config, machine, shape, batch > micro, no_comm)
         graph = training(plan, style, data)
         times = _limited(graph, cost)
+        added = waiting(graph, cost, cost.beside, times.total, ranks, shape.tp, jitter)
         earlier = 0.0
         if batch > micro:  # gradients of earlier micro-batches stay where they are
             before = training(plan, style, "none" if data == "ddp" else data)
             found = simulate(before, cost, cost.beside)
+            more = waiting(before, cost, cost.beside, found.total, ranks, shape.tp, jitter)
+            added += (batch // micro - 1) * more
             earlier = (batch // micro - 1) * (found.total - cost(before.operations[-1]))
-        return graph, times, cost, earlier
+        return graph, times, cost, earlier, added
 
-    graph, times, cost, earlier = timed(data, no_comm)
+    graph, times, cost, earlier, added = timed(data, no_comm, jitter)
 
     def bare() -> float:
-        _, found, _, before = timed("none", True)
+        _, found, _, before, _ = timed("none", True)
         return found.total + before
 
-    found = _prediction(graph, times, bare, cost, machine)
+    found = _prediction(graph, times, bare, cost, machine, added)
     return found if not earlier else replace(
-        found, us=times.total + earlier,
-        limits=tuple((name, us * (1 + earlier / times.total)) for name, us in found.limits),
+        found, us=found.us + earlier,
+        limits=tuple(
+            (name, us if name == WAITING else us * (1 + earlier / times.total))
+            for name, us in found.limits
+        ),
     )  # fmt: skip
 
 
@@ -262,6 +283,6 @@ def training_shape(
                          seq_len, kept == "full")  # fmt: skip
 
 
-Phase = Callable[[ModelConfig, Machine, int, str, int, int], Prediction]
-# (config, machine, tp, reducer, batch, context or prompt) -> Prediction
+Phase = Callable[..., Prediction]
+# (config, machine, tp, reducer, batch, context or prompt, jitter) -> Prediction
 PHASES: dict[str, Phase] = {"decode": decode, "prefill": prefill}

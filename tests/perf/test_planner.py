@@ -411,3 +411,29 @@ def test_words_beside_a_model(capsys: Out) -> None:
     assert {"predict", "predict validate", "predict t3"} <= set(
         make_parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
     )
+
+
+def test_jitter_costs_a_ladder_less_than_standard(capsys: Out) -> None:
+    """What waiting adds is a column and part of the time, also with NCCL and in training."""
+    words = ("llama-3-8b", "--tp", "4", "--plans", "standard", "ladder", "--jitter")
+    for phase in ("--decode", "--prefill"):
+        none, some = (asked(capsys, *words, n, phase)["rows"] for n in ("0", "5"))
+        plain = {(row["plan"], row["way"]): row["us"] for row in none}
+        assert {row["waiting_us"] for row in none} == {0.0}
+        waited = {(row["plan"], row["way"]): row["waiting_us"] for row in some}
+        for row in some:
+            key = row["plan"], row["way"]
+            assert row["us"] == pytest.approx(plain[key] + waited[key])
+            assert sum(row["limits"].values()) == pytest.approx(row["us"])
+        for way in ("push", "async"):
+            assert 0 < 1.5 * waited["ladder", way] < waited["standard", way]
+    training = ("llama-3-8b", "--train", "--plans", "standard", "--layouts", "tp2+sp+fsdp")
+    (row,) = asked(capsys, *training, "--batch", "2", "--micro-batch", "1", "--jitter", "5")["rows"]
+    assert 0 < row["waiting_us"] < 0.1 * row["us"]
+    assert sum(row["limits"].values()) == pytest.approx(row["us"])
+    assert main(["predict", *words, "5"]) == 0
+    shown = capsys.readouterr().out
+    assert "waiting ms" in shown
+    assert "vary by 5 % of their time" in shown
+    assert main(["predict", *words, "26"]) == 2
+    assert "--jitter=26 must be 0 to 25" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from ladder.perf.cost import check_context
 from ladder.perf.planner import inference, training
 from ladder.perf.planner.intervals import interval
 from ladder.perf.planner.question import LeftOut, Question, Row, order
+from ladder.perf.simulate import check_jitter
 
 WORK = {"decode": inference, "prefill": inference, "train": training}
 NO_ROOM = "does not fit"
@@ -56,4 +57,5 @@ def check(question: Question) -> None:
         if not 1 <= value <= MOST_RANKS:
             raise UserError(f"--{option}={value} must be 1 to {MOST_RANKS:,}")
     check_context(question.subject.shape, question.context)
+    check_jitter(question.jitter)
     work(question).check(question)

@@ -76,4 +76,5 @@ def question_of(options: Any) -> Question:
         checkpointing=options.activation_checkpointing,
         nodes=options.nodes,
         objective=objective,
+        jitter=options.jitter / 100,
     )

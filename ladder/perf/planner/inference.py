@@ -91,7 +91,9 @@ def predict(question: Question, each: Candidate) -> Prediction:
     predicted = phases.PHASES[question.phase]
     reducer = each.way or REDUCERS[0]
     machine = question.machines[each.tp]
-    return predicted(each.config, machine, each.tp, reducer, each.batch, question.context)
+    return predicted(
+        each.config, machine, each.tp, reducer, each.batch, question.context, question.jitter
+    )
 
 
 def tokens(question: Question, each: Candidate) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from pathlib import Path
 
 OBJECTIVES = ("latency", "throughput", "memory")
@@ -81,6 +82,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="also write the recommended step's kernels as a trace, for Perfetto",
     )
+    parser.add_argument(
+        "--jitter",
+        type=float,
+        default=0.0,
+        metavar="PERCENT",
+        help="by how much what an operation takes differs between ranks: its standard deviation in "
+        "%% (0); what waiting for the slowest then adds to each plan",
+    )
 
 
 def add_calibration(parser: argparse.ArgumentParser) -> None:
@@ -95,6 +104,10 @@ def add_calibration(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ladder.perf.planner.command import main
+    gc.disable()  # a quarter of the time goes into scanning torch's modules; there are no cycles
+    try:
+        from ladder.perf.planner.command import main
 
-    return main(options)
+        return main(options)
+    finally:
+        gc.enable()

@@ -25,6 +25,7 @@ class Question:
 
     machines: by TP degree, see `subject.machines`. plans, tp, reducers, layouts: () for all. tp and
     reducers are of inference; layouts, micro_batch (0: the batch) and checkpointing of training.
+    jitter: of the ranks, see `ladder.perf.simulate.Skew`.
     """
 
     subject: Subject
@@ -41,6 +42,7 @@ class Question:
     checkpointing: str = "none"
     nodes: int = 1
     objective: str = "latency"
+    jitter: float = 0.0
 
     @property
     def machine(self) -> Machine:

@@ -41,7 +41,13 @@ def room(question: Question) -> float:
 
 
 def ranked(question: Question, rows: Sequence[Row]) -> list[list[str]]:
-    return [HEAD, *([*_cells(row)] for row in rows)]
+    head, found = list(HEAD), [_cells(row) for row in rows]
+    if question.jitter:
+        at = head.index("exposed ms")
+        head.insert(at, "waiting ms")
+        for cells, row in zip(found, rows, strict=True):
+            cells.insert(at, f"{row.prediction.waiting_us / 1e3:.3f}")
+    return [head, *found]
 
 
 def leading(rows: Sequence[Row]) -> list[Row]:
@@ -119,6 +125,12 @@ def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> l
         found.append(
             f"tokens/s: of all {question.gpus} GPUs, which hold copies of the model ({said}), a "
             f"batch each. All columns: docs/predict.md"
+        )
+    if question.jitter and rows:
+        found.append(
+            f"waiting: for the slowest of ranks whose operations vary by {100 * question.jitter:g} "
+            f"% of their time (standard deviation), each by itself; the other columns include it. "
+            f"The interval knows nothing of it."
         )
     fitted = {each for row in rows for each in row.prediction.provenance}
     if fitted:
@@ -211,9 +223,9 @@ def row_data(row: Row) -> dict[str, Any]:
         "bound": each.bound, "us": found.us, "low_us": ends[0],
         "high_us": ends[1], "interval": row.interval.source, "far":
         row.interval.far, "tokens_s": row.tokens_s, "limits": dict(found.limits),
-        "exposed_us": found.exposed_us, "collectives": found.collectives,
-        "launches": found.launches, "basis": found.basis, "bases": found.bases,
-        "provenance": list(found.provenance),
+        "exposed_us": found.exposed_us, "waiting_us": found.waiting_us,
+        "collectives": found.collectives, "launches": found.launches,
+        "basis": found.basis, "bases": found.bases, "provenance": list(found.provenance),
         "memory_gib": row.memory.total / GIB,
         "memory": {name: size / GIB for name, size in asdict(row.memory).items() if size},
     }  # fmt: skip

@@ -108,7 +108,7 @@ def held(question: Question, each: Candidate) -> Memory:
 def predict(question: Question, each: Candidate) -> Prediction:
     return phases.train(
         each.config, question.machine, each.way, question.context, each.batch,
-        question.micro_batch, question.checkpointing,
+        question.micro_batch, question.checkpointing, jitter=question.jitter,
     )  # fmt: skip
 
 
