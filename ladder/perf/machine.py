@@ -6,8 +6,9 @@
                  "points": [[8192, 15.04], ...], "provenance": "..."}],
      "links": [{"tier": "NVLink", "alpha_us": 14.0, "beta_gb_s": 310.0, "provenance": "..."}]}
 
-A curve has microseconds over one quantity. Curves of one name are a family: `where` tells them
-apart. What a file lacks has not been measured: `missing` names it, and asking for it is an error.
+A curve has microseconds over one quantity (those of SPEEDS a share). Curves of one name are a
+family: `where` tells them apart. What a file lacks has not been measured: `missing` names it, and
+asking for it is an error.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ VALUES = {
     "product_beside_nccl": "the speed of a product beside an NCCL collective, of its speed alone",
     "nccl_beside_product": "the speed of an NCCL collective beside a product, of its speed alone",
     "product_beside_copies": "the speed of a product beside copies to peers, of its speed alone",
+    "copies_beside_product": "the speed of copies to peers beside a product, of their speed alone",
+    "product_beside_push": "the speed of a product beside our all-reduces, of its speed alone",
+    "push_beside_product": "the speed of our all-reduces beside a product, of their speed alone",
     "prompt_attention_tflop_s": "TFLOP/s of causal attention of a very long prompt",
     "prompt_attention_half": "the tokens of a prompt at which attention has half of that rate",
 }
@@ -56,6 +60,9 @@ DECLARED = {
     "product_beside_nccl": 0.64,
     "nccl_beside_product": 0.75,
     "product_beside_copies": 0.75,
+    "copies_beside_product": 1.0,
+    "product_beside_push": 0.64,
+    "push_beside_product": 0.75,
     "prompt_attention_tflop_s": 650.0,
     "prompt_attention_half": 750.0,
 }
@@ -71,9 +78,12 @@ CURVES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "all-reduce": ("bytes", ("algorithm",), "a sum over all GPUs"),
     "all-gather": ("bytes", ("algorithm",), "bytes of the gathered whole"),
     "reduce-scatter": ("bytes", ("algorithm",), "bytes of the whole partial"),
+    "decode beside nccl": ("bytes", (), "the speed of decode products beside NCCL's all-reduces"),
+    "nccl beside decode": ("bytes", (), "the speed of NCCL's all-reduces beside decode products"),
 }
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter")
-BETWEEN_GPUS = ("peer copy", *COLLECTIVES)
+SPEEDS = ("decode beside nccl", "nccl beside decode")  # of the speed alone, in place of times
+BETWEEN_GPUS = ("peer copy", *COLLECTIVES, *SPEEDS)
 ALGORITHMS = ("nccl", "gloo", "push", "two-shot", "torch one-shot", "torch two-shot")
 
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ladder.cli import main
-from ladder.perf.calibration import command, timing
-from ladder.perf.calibration.parts import CPU, Part
-from ladder.perf.machine import load
+from ladder.perf.calibration import command, timing, together
+from ladder.perf.calibration.options import FAMILIES
+from ladder.perf.calibration.sizes import CPU, Part
+from ladder.perf.calibration.table import table
+from ladder.perf.machine import SPEEDS, Curve, Machine, Value, load, write
 from tests.distributed import Pools
+
+HERE = Machine("here", "none", 1, {"launch_us": Value(7.0, "declared: a test")})
 
 
 def test_a_turn_counts_where_it_took_longest_and_the_median_of_turns() -> None:
@@ -41,22 +47,62 @@ def test_one_process_measures_all_but_what_is_between_ranks(
     assert [x for x, _ in found.curve("copy").points] == list(CPU.copies)
     assert found.curve("product", rows=4).points[-1][0] == 4 * CPU.hidden * CPU.outputs[-1]
     assert all("ladder bench machine" in each.provenance for each in found.curves)
-    assert capsys.readouterr().out.count("missing") == 2
+    said = capsys.readouterr().out
+    assert said.count("missing") == 2
+    assert f"{found.values['launch_us'].value:g}" in said
     assert list(tmp_path.iterdir()) == [out]
 
 
 def on_ranks(rank: int, world_size: int, out: Path) -> int:
-    options = argparse.Namespace(out=out, budget=5.0, nproc=1, device="cpu")
+    options = argparse.Namespace(out=out, budget=5.0, nproc=1, device="cpu", only=None)
     return command.main(options)
 
 
-def test_two_ranks_measure_collectives(pools: Pools, tmp_path: Path) -> None:
+def test_two_ranks_measure_collectives_and_what_runs_beside_them(
+    pools: Pools, tmp_path: Path
+) -> None:
     assert pools(2).run(on_ranks, tmp_path / "m.json") == [0, 0]
     found = load(str(tmp_path / "m.json"))
     assert (found.name, found.gpus) == ("m", 2)
     for kind in ("all-reduce", "all-gather", "reduce-scatter"):
         points = found.curve(kind, algorithm="gloo").points
         assert [x for x, _ in points] == list(CPU.messages)
+    steps = [rows * CPU.hidden * CPU.dtype.itemsize for rows in CPU.together.steps]
+    speeds = [found.value("product_beside_nccl"), found.value("nccl_beside_product")]
+    for name in SPEEDS:
+        points = found.curve(name).points
+        assert [x for x, _ in points] == steps
+        speeds += [speed for _, speed in points]
+    assert all(0 < speed <= 1 for speed in speeds)
+    assert {"product_beside_nccl", "nccl_beside_product"} <= set(found.values)
+
+
+def test_what_ends_too_early_beside_other_work_is_no_speed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """12 times as long is tried after 4 times; a speed is a ratio of medians, at most 1."""
+    asked: list[int] = []
+    lasts = 0
+
+    def beside(timed: Any, other: Any, pieces: int) -> tuple[float, bool]:
+        asked.append(pieces)
+        return 8.0, pieces >= lasts
+
+    monkeypatch.setattr(together, "_beside_in_thread", beside)
+    monkeypatch.setattr(together, "_alone", lambda turn, device: 4.0 if turn is one else 2.0)
+    one, two = together.Turn(lambda: None), together.Turn(lambda: None)
+    cpu = torch.device("cpu")
+    assert together.speed_beside(one, two, cpu) == 0.5
+    assert set(asked) == {16}  # 8 times 4 us, of 2 us each
+    lasts = 17
+    assert together.speed_beside(one, two, cpu) == 0.5
+    assert set(asked) == {16, 48}
+    lasts = 49
+    with pytest.raises(RuntimeError, match="ended before work of 4 us"):
+        together.speed_beside(one, two, cpu)
+    monkeypatch.setattr(together, "_alone", lambda turn, device: 9.0)
+    lasts = 0
+    assert together.speed_beside(one, two, cpu) == 1.0
 
 
 def test_a_spent_budget_leaves_parts_out_and_names_them() -> None:
@@ -64,13 +110,77 @@ def test_a_spent_budget_leaves_parts_out_and_names_them() -> None:
         raise AssertionError("it ran")
 
     parts = [Part("values", {}, run), Part("product", {"rows": 4}, run)]
-    assert command.measure(parts, 0.0, "measured") == ({}, [], ["values", "product rows=4"])
+    found = command.measure(parts, HERE, None, 0.0, "measured")
+    assert found == command.Outcome(HERE, ["values", "product rows=4"], [])
+
+
+def test_every_part_is_in_the_file_before_the_next_begins(tmp_path: Path) -> None:
+    """And a part that fails is named, and costs nothing of the others."""
+    out, seen = tmp_path / "here.json", list[dict[str, Any]]()
+
+    def values() -> dict[str, float]:
+        return {"launch_us": 1.23456}
+
+    def fails() -> dict[str, float]:
+        seen.append(load(str(out)).to_dict())
+        raise ValueError("no such kernel\non line 2")
+
+    def curve() -> list[tuple[float, float]]:
+        return [(1, 2.0), (2, 3.0)]
+
+    parts = [Part("values", {}, values), Part("copy", {}, fails), Part("copy", {}, curve)]
+    found = command.measure(parts, HERE, out, math.inf, "measured: here")
+    assert found.failed == ["copy: ValueError: no such kernel"]
+    assert seen[0]["values"]["launch_us"] == {"value": 1.235, "provenance": "measured: here"}
+    assert seen[0]["curves"] == []
+    assert load(str(out)).to_dict() == found.machine.to_dict()
+    assert found.machine.curve("copy").points == ((1, 2.0), (2, 3.0))
+
+
+def test_only_measures_some_parts_and_keeps_the_rest(tmp_path: Path) -> None:
+    out = tmp_path / "here.json"
+    attention = Curve("attention", {"keys": 8}, ((2.0, 1.0),), "measured: before")
+    copies = Curve("copy", {}, ((1.0, 1.0),), "measured: before")
+    write(Machine("here", "none", 1, HERE.values, (attention, copies)), out)
+    words = ["bench", "machine", "--device", "cpu", "--out", str(out)]
+    assert main([*words, "--only", "copy", "landing"]) == 0
+    found = load(str(out))
+    assert found.values == HERE.values
+    assert found.family("attention") == [attention]
+    assert [x for x, _ in found.curve("copy").points] == list(CPU.copies)
+    assert [each.name for each in found.curves] == ["attention", *["landing"] * 2, "copy"]
+
+
+def test_only_does_not_mix_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "other.json"
+    write(Machine("other", "a GPU", 4, {}), out)
+    before = out.read_bytes()
+    words = ["bench", "machine", "--device", "cpu", "--only", "copy", "--out", str(out)]
+    assert main(words) == 2
+    assert "describes 4 x a GPU, and --only measures 1 x none again" in capsys.readouterr().err
+    assert out.read_bytes() == before
+
+
+def test_every_part_has_a_name_for_only() -> None:
+    names = ["values", "peer copy", "product", "product beside push", *SPEEDS]
+    assert {Part(name, {}, list).family for name in names} <= set(FAMILIES)
+    assert Part(SPEEDS[0], {}, list).family == "beside"
+
+
+def test_the_table_has_what_is_declared_beside_what_was_measured() -> None:
+    values = {"product_beside_nccl": Value(0.7, "measured: here")}
+    curve = Curve("decode beside nccl", {}, ((8192, 0.9), (524288, 0.5)), "measured: here")
+    said = table(Machine("m", "a GPU", 2, values, (curve,))).splitlines()
+    assert said[1].split() == ["product_beside_nccl", "0.7", "0.64"]
+    assert "512 KiB: 0.5" in said[-1]
+    assert "us" not in said[-1]
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--budget", "0"), "--budget=0.0 must be a number of minutes above 0"),
+        (("--only", "copies"), "unknown part of --only 'copies' (did you mean 'copy'?); known: va"),
         (("--out", "nowhere/m.json"), "--out=nowhere/m.json: name a file in a folder"),
     ],
 )

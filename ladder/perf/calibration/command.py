@@ -2,85 +2,148 @@
 
 from __future__ import annotations
 
-import math
+import secrets
 import sys
 import time
+import traceback
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ladder.comm.access import common_push_refusal
-from ladder.files import check_names_file, check_writable
-from ladder.models.errors import UserError
+from ladder.files import check_writable
+from ladder.models.errors import UserError, brief
 from ladder.parallel import launch
-from ladder.perf.calibration.parts import CPU, GPU, Part, parts
+from ladder.perf.calibration.options import FAMILIES, check
+from ladder.perf.calibration.parts import parts
+from ladder.perf.calibration.sizes import CPU, GPU, Part
+from ladder.perf.calibration.table import table
 from ladder.perf.calibration.timing import REPEATS
-from ladder.perf.machine import Curve, Link, Machine, Value, fit_link, write
+from ladder.perf.machine import Curve, Link, Machine, Value, fit_link, read, write
 from ladder.records import facts
 
+PATIENCE = timedelta(seconds=60)  # for the other ranks at the end of a part
 
-def check(options: Any) -> None:
-    """Raise UserError for wrong options, before ranks are started."""
-    launch.check_nproc(options.nproc)
-    if not 0 < options.budget < math.inf:
-        raise UserError(f"--budget={options.budget} must be a number of minutes above 0")
-    check_names_file(options.out, "--out")
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the parts. left_out: those that began too late; failed: with the reasons."""
+
+    machine: Machine
+    left_out: list[str]
+    failed: list[str]
 
 
 @torch.inference_mode()
 def main(options: Any) -> int:
-    """Measure on this rank; rank 0 prints and writes the file, at the end."""
+    """Measure on this rank; rank 0 writes the file after each part, and prints it at the end."""
     deadline = time.monotonic() + 60 * options.budget
     check(options)
     device = launch.join(options.device)
     launch.agree(vars(options))
     world, head, out = launch.world_size(), launch.rank() == 0, Path(options.out)
-    if head:
-        check_writable(out)
     cuda = device.type == "cuda"
-    push = cuda and world > 1 and common_push_refusal(world) is None
     gpu = torch.cuda.get_device_name(device) if cuda else "none"
-    about = provenance(gpu, world)
+    before = launch.on_first(lambda: begun(out, gpu, world, options.only))
+    push = cuda and world > 1 and common_push_refusal(world) is None
     each = parts(GPU if cuda else CPU, device, push)
-    values, curves, left_out = measure(each, deadline, about)
-    machine = Machine(out.stem, gpu, world, values, tuple(curves), links(curves, world))
+    only = options.only or FAMILIES
+    wanted = (part for part in each if part.family in only)
+    if not head:
+        before = Machine(out.stem, gpu, world, {})
+    found = measure(wanted, before, out if head else None, deadline, provenance(gpu, world))
     if head:
-        write(machine, out)
-        print(f"{out}: {len(values)} values and {len(curves)} curves of {gpu} x{world}")
-        for line in left_out:
+        print(table(found.machine))
+        print(f"{out}: {len(found.machine.values)} values and {len(found.machine.curves)} curves "
+              f"of {gpu} x{world}")  # fmt: skip
+        for line in found.left_out:
             print(f"left out, the budget of {options.budget:g} minutes is spent: {line}")
-        for line in machine.missing:
+        for line in found.failed:
+            print(f"failed: {line}")
+        for line in found.machine.missing:
             print(f"missing: {line}")
         sys.stdout.flush()
-    return 0
+    return 1 if found.failed else 0
+
+
+def begun(out: Path, gpu: str, world: int, only: object) -> Machine:
+    """The machine before anything is measured: with `only`, that of the file, if there is one."""
+    check_writable(out)
+    if not only or not out.is_file():
+        return Machine(out.stem, gpu, world, {})
+    found = read(out)
+    if (found.gpu, found.gpus) != (gpu, world):
+        raise UserError(
+            f"--out={out} describes {found.gpus} x {found.gpu}, and --only measures {world} x "
+            f"{gpu} again; name another file"
+        )
+    return found
 
 
 def measure(
-    each: Iterable[Part], deadline: float, about: str
-) -> tuple[dict[str, Value], list[Curve], list[str]]:
-    """Run the parts until the deadline, which rank 0 watches: values, curves, what is left out."""
-    values: dict[str, Value] = {}
-    curves: list[Curve] = []
+    each: Iterable[Part], machine: Machine, out: Path | None, deadline: float, about: str
+) -> Outcome:
+    """Run the parts until the deadline, which rank 0 watches, and write the file after each.
+
+    A part that fails is reported, on every rank, and costs none of the others.
+    """
     left_out: list[str] = []
-    for part in each:
+    failed: list[str] = []
+    run = launch.from_first(secrets.token_hex(4))
+    for number, part in enumerate(each):
         if launch.from_first(time.monotonic() > deadline):
             left_out.append(str(part))
             continue
-        start = time.monotonic()
-        found = part.run()
-        if part.name == "values":
-            values |= {name: Value(rounded(each), about) for name, each in found.items()}
+        start, reason, found = time.monotonic(), "", None
+        try:
+            found = part.run()
+        except UserError:
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            reason = f"{type(error).__name__}: {brief(str(error).partition(chr(10))[0], 200)}"
+        reason = next((said for said in told(f"{run}/{number}", reason) if said), "")
+        if reason:
+            failed.append(f"{part}: {reason}")
         else:
-            points = tuple((x, rounded(us)) for x, us in found)
-            curves.append(Curve(part.name, part.where, points, about))
+            machine = with_part(machine, part, found, about)
+            if out is not None:
+                write(machine, out)
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         if launch.rank() == 0:
             took = time.monotonic() - start
             print(f"{part}: {took:.1f} s", file=sys.stderr, flush=True)
-    return values, curves, left_out
+    return Outcome(machine, left_out, failed)
+
+
+def told(key: str, reason: str) -> list[str]:
+    """Every rank's reason. Not by a collective: a rank whose part failed may have left the others
+    in one. Raises an error if they do not come out of it."""
+    world = launch.world_size()
+    if world == 1:
+        return [reason]
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{key}/{launch.rank()}", reason)
+    keys = [f"{key}/{rank}" for rank in range(world)]
+    store.wait(keys, PATIENCE)
+    return [store.get(each).decode() for each in keys]
+
+
+def with_part(machine: Machine, part: Part, found: Any, about: str) -> Machine:
+    """The machine with what a part found, in place of what it had of it."""
+    if isinstance(found, dict):
+        new = {name: Value(rounded(each), about) for name, each in found.items()}
+        return replace(machine, values={**machine.values, **new})
+    points = tuple((x, rounded(us)) for x, us in found)
+    curve = Curve(part.name, part.where, points, about)
+    curves = (*(each for each in machine.curves if str(each) != str(curve)), curve)
+    return replace(machine, curves=curves, links=links(curves, machine.gpus))
 
 
 def rounded(value: float) -> float:

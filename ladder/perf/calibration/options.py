@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
+from ladder.files import check_names_file
+from ladder.models.errors import UserError, unknown
 from ladder.next_step import say_next
+from ladder.parallel import launch
+
+# Of what is measured, for --only.
+FAMILIES = ("values", "product", "attention", "landing", "all-reduce", "peer-copy", "all-gather",
+            "reduce-scatter", "beside", "copy", "matrix")  # fmt: skip
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -22,13 +30,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="MINUTES",
         help="start no measurement after this many minutes; the file lacks what is left out",
     )
-    parser.set_defaults(check=_check)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="PART",
+        help=f"measure these alone, and keep the rest of an existing --out: {', '.join(FAMILIES)}",
+    )
+    parser.set_defaults(check=check)
 
 
-def _check(options: argparse.Namespace) -> None:
-    from ladder.perf.calibration.command import check
-
-    check(options)
+def check(options: argparse.Namespace) -> None:
+    """Raise UserError for wrong options, before ranks are started, and without torch: only a
+    process that has not imported it can fork them."""
+    launch.check_nproc(options.nproc)
+    if not 0 < options.budget < math.inf:
+        raise UserError(f"--budget={options.budget} must be a number of minutes above 0")
+    check_names_file(options.out, "--out")
+    for name in options.only or ():
+        if name not in FAMILIES:
+            raise unknown("part of --only", name, FAMILIES)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -3,99 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder.bench.communication import candidates, check_sums
-from ladder.comm import symmetric
-from ladder.comm.collectives import all_gather, reduce_scatter
-from ladder.comm.two_shot import TwoShotAllReduce
 from ladder.kernels.attention import decode_attention
-from ladder.kernels.decode import project
 from ladder.kernels.landing import land, new_landing
-from ladder.perf.calibration.timing import Work, host_microseconds, microseconds
+from ladder.perf.calibration import beside, collectives
+from ladder.perf.calibration.sizes import HELD, Part, Point, Sizes, copies_of, pairs, random
+from ladder.perf.calibration.timing import host_microseconds, microseconds
 
-Point = tuple[float, float]
-HELD = 2 * 10**8  # bytes that calls in turns touch, several times a GPU's L2 cache
-MOST_COPIES = 128
 KV_GROUP = 4  # query heads for each KV head
-PROGRAMS = 32  # thread blocks of our two-shot all-reduce, as `ladder bench comm` takes
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes to measure; `calls` calls are one turn of a short piece of work."""
-
-    dtype: torch.dtype
-    calls: int
-    copies: tuple[int, ...]  # bytes
-    rows: tuple[int, ...]  # of products of a decode step
-    hidden: int
-    outputs: tuple[int, ...]
-    matrix_rows: tuple[int, ...]
-    matrices: tuple[tuple[int, int], ...]  # outputs, inputs
-    head_dim: int
-    keys: tuple[int, ...]
-    heads: tuple[int, ...]  # KV heads of all sequences
-    landing_hidden: tuple[int, ...]
-    messages: tuple[int, ...]  # bytes
-    square: int  # of the product whose rate counts
-
-
-GPU = Sizes(
-    torch.bfloat16,
-    20,
-    tuple(2**n for n in range(14, 32, 2)),
-    (1, 2, 4, 16, 32, 64),
-    4096,
-    (512, 2048, 8192, 28672),
-    (128, 512, 2048, 8192),
-    ((2048, 2048), (8192, 2048), (2048, 8192), (8192, 8192)),
-    128,
-    (256, 1024, 4096),
-    (2, 8, 32, 128, 512),
-    (4096, 8192),
-    tuple(2**n for n in range(13, 27)),
-    8192,
-)
-CPU = Sizes(
-    torch.float32,
-    2,
-    (4096, 16384),
-    (1, 4),
-    32,
-    (16, 64),
-    (8, 32),
-    ((16, 32), (32, 16)),
-    8,
-    (8, 16),
-    (2, 4),
-    (32, 64),
-    (1024, 4096),
-    64,
-)
-
-
-@dataclass(frozen=True)
-class Part:
-    """One measurement; all ranks run it. name: a curve's, and `where` which; or "values".
-
-    run: the points of the curve; or numbers by the names of values.
-    """
-
-    name: str
-    where: dict[str, float | str]
-    run: Callable[[], Any]
-
-    def __str__(self) -> str:
-        return " ".join([self.name, *(f"{key}={value}" for key, value in self.where.items())])
 
 
 def parts(sizes: Sizes, device: torch.device, push: bool) -> Iterator[Part]:
@@ -108,22 +30,14 @@ def parts(sizes: Sizes, device: torch.device, push: bool) -> Iterator[Part]:
     for hidden in sizes.landing_hidden:
         yield Part("landing", {"hidden": hidden}, partial(_landings, sizes, hidden, device))
     if dist.is_initialized() and dist.get_world_size() > 1:
-        yield from _collectives(sizes, device, push)
+        group = dist.group.WORLD
+        assert group is not None
+        yield from collectives.parts(sizes, group, device, push)
+        yield from beside.parts(sizes, group, device, push)
     yield Part("copy", {}, partial(_copies, sizes, device))
     for outputs, inputs in sizes.matrices:
         run = partial(_matrix, sizes, outputs, inputs, device)
         yield Part("matrix", {"outputs": outputs, "inputs": inputs}, run)
-
-
-def random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.randn(shape, device=device).to(dtype) * 0.05
-
-
-def copies_of(nbytes: int, device: torch.device) -> int:
-    """How many pieces of memory make HELD bytes."""
-    if device.type != "cuda":
-        return 2
-    return max(2, min(MOST_COPIES, -(-HELD // nbytes)))
 
 
 def _values(sizes: Sizes, device: torch.device) -> dict[str, float]:
@@ -162,23 +76,10 @@ def _products(sizes: Sizes, rows: int, device: torch.device) -> list[Point]:
     """A product from `hidden`, then one back to it, each of a weight of its own, in a chain."""
     found: list[Point] = []
     for outputs in sizes.outputs:
-        nbytes = outputs * sizes.hidden * sizes.dtype.itemsize
-        options = {"dtype": sizes.dtype, "device": device}
-        pairs = [
-            (random(outputs, sizes.hidden, **options), random(sizes.hidden, outputs, **options))
-            for _ in range(-(-copies_of(nbytes, device) // 2))
-        ]
-        x = random(rows, sizes.hidden, **options)
-
-        works = [partial(_pair, x, *weights) for weights in pairs]
-        found.append((nbytes, microseconds(works, max(sizes.calls, len(works)), device) / 2))
+        works = pairs(sizes, rows, outputs, device)
+        us = microseconds(works, max(sizes.calls, len(works)), device)
+        found.append((outputs * sizes.hidden * sizes.dtype.itemsize, us / 2))
     return found
-
-
-def _pair(x: Tensor, first: Tensor, second: Tensor) -> None:
-    inner = project(x, first)
-    assert inner is not None
-    project(inner, second)
 
 
 def _matrix(sizes: Sizes, outputs: int, inputs: int, device: torch.device) -> list[Point]:
@@ -233,76 +134,3 @@ def _landings(sizes: Sizes, hidden: int, device: torch.device) -> list[Point]:
 
 def _land(residual: Tensor, own: Tensor) -> None:
     land(new_landing(residual, owns=[(own, 1.0)]))
-
-
-# -- between ranks ------------------------------------------------------------------------------
-
-
-def _collectives(sizes: Sizes, device: torch.device, push: bool) -> Iterator[Part]:
-    group = dist.group.WORLD
-    assert group is not None
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    algorithms = ["nccl", "push", "two-shot"] if push else [backend]
-    for name in algorithms:
-        run = partial(_all_reduces, sizes, name, push, group, device)
-        yield Part("all-reduce", {"algorithm": name}, run)
-    if push:
-        yield Part("peer copy", {}, partial(_peer_copies, sizes, group, device))
-    for kind, call in (("all-gather", _gather), ("reduce-scatter", _scatter)):
-        yield Part(kind, {"algorithm": backend}, partial(_whole, sizes, call, group, device))
-
-
-def _all_reduces(
-    sizes: Sizes, name: str, push: bool, group: dist.ProcessGroup, device: torch.device
-) -> list[Point]:
-    found: list[Point] = []
-    two_shot = TwoShotAllReduce(max(sizes.messages), group, device, PROGRAMS) if push else None
-    for nbytes in sizes.messages:
-        if two_shot is None:
-            source = torch.zeros(nbytes // sizes.dtype.itemsize, dtype=sizes.dtype, device=device)
-            work: Work = partial(dist.all_reduce, source, group=group)
-        else:
-            made = candidates(nbytes, sizes.dtype, group, device, two_shot)
-            if name not in made:  # push: it would send too much
-                continue
-            check_sums(name, made[name], group)
-            work = made[name].call
-        found.append((nbytes, microseconds([work], sizes.calls, device)))
-    return found
-
-
-def _peer_copies(sizes: Sizes, group: dist.ProcessGroup, device: torch.device) -> list[Point]:
-    """Every GPU copies to the next one's memory, at the same time."""
-    found: list[Point] = []
-    for nbytes in sizes.messages:
-        count = nbytes // sizes.dtype.itemsize
-        memory = symmetric.allocate((count,), sizes.dtype, group, device)
-        source = torch.zeros(count, dtype=sizes.dtype, device=device)
-        peer = memory.by_rank[(memory.rank + 1) % len(memory.by_rank)]
-        work = partial(peer.copy_, source)
-        found.append((nbytes, microseconds([work], sizes.calls, device)))
-    return found
-
-
-def _gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
-    all_gather(whole, part, group=group)
-
-
-def _scatter(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
-    reduce_scatter(part, whole, group=group)
-
-
-def _whole(
-    sizes: Sizes, call: Callable[[Tensor, Tensor, dist.ProcessGroup], None],
-    group: dist.ProcessGroup, device: torch.device,
-) -> list[Point]:  # fmt: skip
-    """A collective by the bytes of the whole, of which each rank has a part."""
-    found: list[Point] = []
-    world = dist.get_world_size(group)
-    for nbytes in sizes.messages:
-        part = nbytes // sizes.dtype.itemsize // world
-        whole = torch.zeros(part * world, dtype=sizes.dtype, device=device)
-        mine = torch.zeros(part, dtype=sizes.dtype, device=device)
-        work = partial(call, whole, mine, group)
-        found.append((nbytes, microseconds([work], sizes.calls, device)))
-    return found

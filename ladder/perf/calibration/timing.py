@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -23,6 +24,25 @@ def samples(works: Sequence[Work], calls: int, device: torch.device) -> list[flo
 
     works: the same work on different memory, taken in turns, so that caches hold none of it.
     """
+    turn = turn_of(works, calls, device)
+    if device.type != "cuda":
+        times = []
+        for _ in range(REPEATS + 1):
+            align()
+            start = time.perf_counter()
+            turn()
+            times.append((time.perf_counter() - start) * 1e6 / calls)
+        return times[1:]
+    align()
+    turn()
+    return [ms * 1e3 / calls for ms in time_turns(turn, REPEATS)]
+
+
+def turn_of(works: Sequence[Work], calls: int, device: torch.device, captured: bool = True) -> Work:
+    """A turn of `calls` calls; on a GPU a CUDA graph's replay, or, not captured, launch by launch.
+
+    All ranks must call this: it runs the work, which compiles kernels and makes buffers.
+    """
     turn = list(islice(cycle(works), calls))
 
     def run() -> None:
@@ -30,19 +50,15 @@ def samples(works: Sequence[Work], calls: int, device: torch.device) -> list[flo
             work()
 
     if device.type != "cuda":
-        times = []
-        for _ in range(REPEATS + 1):
-            _align()
-            start = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - start) * 1e6 / calls)
-        return times[1:]
+        return run
     for work in dict.fromkeys(turn):
-        work()  # compiles, and makes buffers
-    graph, _ = capture_graph(run)
-    _align()
+        work()
+    return partial(_replay, capture_graph(run)[0], turn) if captured else run
+
+
+def _replay(graph: torch.cuda.CUDAGraph, _: Sequence[Work]) -> None:
+    """The work is an argument since the graph uses its memory."""
     graph.replay()
-    return [ms * 1e3 / calls for ms in time_turns(graph.replay, REPEATS)]
 
 
 def slowest_median(found: Sequence[Sequence[float]]) -> float:
@@ -68,7 +84,7 @@ def host_microseconds(work: Work, calls: int, device: torch.device) -> float:
     return slowest_median(launch.gathered(times[1:]))
 
 
-def _align() -> None:
+def align() -> None:
     """Let all ranks begin together."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

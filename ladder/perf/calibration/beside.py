@@ -1,0 +1,92 @@
+"""What runs slower beside what: a large product, and products of a decode step, beside collectives
+and copies, and these beside the products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ladder.comm.two_shot import TwoShotAllReduce
+from ladder.perf.calibration.collectives import to_next
+from ladder.perf.calibration.sizes import Part, Point, Sizes, pairs, random
+from ladder.perf.calibration.timing import turn_of
+from ladder.perf.calibration.together import Turn, speed_beside
+
+PRODUCTS, COPIES = 8, 20  # of a turn
+URGENT = -1  # the priority of the streams of our all-reduces and of copies in prompts
+
+
+def parts(
+    sizes: Sizes, group: dist.ProcessGroup, device: torch.device, push: bool
+) -> Iterator[Part]:
+    """push: whether the ranks can write to peer memory."""
+    message = sizes.together.message * sizes.dtype.itemsize
+    others: dict[str, Callable[[], Turn]] = {
+        "nccl": partial(_reduces, sizes, message, group, device)
+    }
+    if push:
+        others["copies"] = partial(_copies, sizes, group, device)
+        others["push"] = partial(_two_shots, sizes, message, group, device)
+    for name, other in others.items():
+        yield Part(f"product beside {name}", {}, partial(_both, sizes, name, other, device))
+    yield Part("decode beside nccl", {}, partial(_steps, sizes, False, group, device))
+    yield Part("nccl beside decode", {}, partial(_steps, sizes, True, group, device))
+
+
+def _both(
+    sizes: Sizes, name: str, other: Callable[[], Turn], device: torch.device
+) -> dict[str, float]:
+    """The speed of a product beside the other work, and that of the other work beside it."""
+    rows, outputs, inputs = sizes.together.product
+    x, weight = (random(size, inputs, dtype=sizes.dtype, device=device) for size in (rows, outputs))
+    product = Turn(turn_of([partial(F.linear, x, weight)], PRODUCTS, device))
+    made = other()
+    return {
+        f"product_beside_{name}": speed_beside(product, made, device),
+        f"{name}_beside_product": speed_beside(made, product, device),
+    }
+
+
+def _reduces(
+    sizes: Sizes, nbytes: int, group: dist.ProcessGroup, device: torch.device, calls: int = 0
+) -> Turn:
+    """The backend's all-reduces, on the stream of a model's."""
+    source = torch.zeros(nbytes // sizes.dtype.itemsize, dtype=sizes.dtype, device=device)
+    work = partial(dist.all_reduce, source, group=group)
+    return Turn(turn_of([work], calls or sizes.calls, device))
+
+
+def _two_shots(sizes: Sizes, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Turn:
+    """Ours for messages of prompts. Launched one by one: a graph has the priorities with which it
+    was captured, and not that of the stream on which it runs."""
+    source = torch.zeros(nbytes // sizes.dtype.itemsize, dtype=sizes.dtype, device=device)
+    work = partial(TwoShotAllReduce(nbytes, group, device), source, False)
+    return Turn(turn_of([work], sizes.calls, device, captured=False), URGENT)
+
+
+def _copies(sizes: Sizes, group: dist.ProcessGroup, device: torch.device) -> Turn:
+    """By copy engines, launched one by one, as prompts are."""
+    work = to_next(sizes, sizes.together.copied, group, device)
+    return Turn(turn_of([work], COPIES, device, captured=False), URGENT)
+
+
+def _steps(
+    sizes: Sizes, turned: bool, group: dist.ProcessGroup, device: torch.device
+) -> list[Point]:
+    """The speed of decode products beside the backend's all-reduces, by the bytes of these.
+
+    turned: that of the all-reduces beside the products.
+    """
+    found: list[Point] = []
+    for rows in sizes.together.steps:
+        nbytes = rows * sizes.hidden * sizes.dtype.itemsize
+        works = pairs(sizes, rows, sizes.together.outputs, device)
+        products = Turn(turn_of(works, max(sizes.together.calls, len(works)), device))
+        reduces = _reduces(sizes, nbytes, group, device, sizes.together.calls)
+        timed, other = (reduces, products) if turned else (products, reduces)
+        found.append((nbytes, speed_beside(timed, other, device)))
+    return found

@@ -1,0 +1,142 @@
+"""The sizes to measure, and what a part is: one curve, or some values, of a few seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ladder.kernels.decode import project
+from ladder.perf.calibration.timing import Work
+
+Point = tuple[float, float]
+HELD = 2 * 10**8  # bytes that calls in turns touch, several times a GPU's L2 cache
+MOST_COPIES = 128
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes to measure; `calls` calls are one turn of a short piece of work."""
+
+    dtype: torch.dtype
+    calls: int
+    copies: tuple[int, ...]  # bytes
+    rows: tuple[int, ...]  # of products of a decode step
+    hidden: int
+    outputs: tuple[int, ...]
+    matrix_rows: tuple[int, ...]
+    matrices: tuple[tuple[int, int], ...]  # outputs, inputs
+    head_dim: int
+    keys: tuple[int, ...]
+    heads: tuple[int, ...]  # KV heads of all sequences
+    landing_hidden: tuple[int, ...]
+    messages: tuple[int, ...]  # bytes
+    square: int  # of the product whose rate counts
+    together: Together
+
+
+@dataclass(frozen=True)
+class Together:
+    """Of what runs at once. product: rows, outputs and inputs, as of a prompt; the message is its
+    input's bytes. copied: bytes of each copy to a peer. steps: rows of decode products, whose
+    weights have `outputs`, beside messages of as many rows. calls: of a short piece of work."""
+
+    product: tuple[int, int, int]
+    copied: int
+    steps: tuple[int, ...]
+    outputs: int
+    calls: int
+
+    @property
+    def message(self) -> int:
+        return self.product[0] * self.product[2]  # elements
+
+
+GPU = Sizes(
+    torch.bfloat16,
+    20,
+    tuple(2**n for n in range(14, 32, 2)),
+    (1, 2, 4, 16, 32, 64),
+    4096,
+    (128, 512, 2048, 8192, 28672),
+    (128, 512, 2048, 8192),
+    ((2048, 2048), (8192, 2048), (2048, 8192), (8192, 8192)),
+    128,
+    (256, 1024, 4096),
+    (2, 8, 32, 128, 512),
+    (4096, 8192),
+    tuple(2**n for n in range(13, 27)),
+    8192,
+    Together((4096, 8192, 4096), 2**24, (1, 8, 64), 2048, 80),
+)
+CPU = Sizes(
+    torch.float32,
+    2,
+    (4096, 16384),
+    (1, 4),
+    32,
+    (16, 64),
+    (8, 32),
+    ((16, 32), (32, 16)),
+    8,
+    (8, 16),
+    (2, 4),
+    (32, 64),
+    (1024, 4096),
+    64,
+    Together((16, 32, 32), 4096, (1, 4), 16, 2),
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One measurement; all ranks run it. name: a curve's, and `where` which; or of VALUES.
+
+    run: the points of the curve; or a dict of numbers by the names of values.
+    """
+
+    name: str
+    where: dict[str, float | str]
+    run: Callable[[], Any]
+
+    @property
+    def family(self) -> str:
+        """Its name for --only."""
+        return "beside" if "beside" in self.name else self.name.replace(" ", "-")
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *(f"{key}={value}" for key, value in self.where.items())])
+
+
+def random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(shape, device=device).to(dtype) * 0.05
+
+
+def copies_of(nbytes: int, device: torch.device) -> int:
+    """How many pieces of memory make HELD bytes."""
+    if device.type != "cuda":
+        return 2
+    return max(2, min(MOST_COPIES, -(-HELD // nbytes)))
+
+
+def pairs(sizes: Sizes, rows: int, outputs: int, device: torch.device) -> list[Work]:
+    """Products of a decode step: one from `hidden` to `outputs`, then one back, of weights that no
+    cache holds."""
+    options: dict[str, Any] = {"dtype": sizes.dtype, "device": device}
+    nbytes = outputs * sizes.hidden * sizes.dtype.itemsize
+    x = random(rows, sizes.hidden, **options)
+    return [
+        partial(_pair, x, random(outputs, sizes.hidden, **options),
+                random(sizes.hidden, outputs, **options))
+        for _ in range(-(-copies_of(nbytes, device) // 2))
+    ]  # fmt: skip
+
+
+def _pair(x: Tensor, first: Tensor, second: Tensor) -> None:
+    inner = project(x, first)
+    assert inner is not None
+    project(inner, second)

@@ -1,0 +1,126 @@
+"""How fast work is while other work runs on another stream, of its speed alone."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+import time
+from dataclasses import dataclass
+
+import torch
+
+from ladder.infer.graphs import time_turns
+from ladder.parallel import launch
+from ladder.perf.calibration.timing import REPEATS, Work, align, slowest_median
+
+# How many times as long as the timed work alone the other work runs: it must last until the end.
+COVERS = (4, 12)
+THREADED = 4  # turns on a CPU
+CLOCKED = 3  # turns by which the length of a turn is known
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of some work (`timing.turn_of`). priority: of the stream on which it runs beside other
+    work, as it runs in a model."""
+
+    run: Work
+    priority: int = 0
+
+
+def speed_beside(timed: Turn, other: Turn, device: torch.device) -> float:
+    """The speed of `timed` while `other` runs all the time: the same on every rank, at most 1.
+
+    Of the slowest rank and the median turn, as times alone; the two take turns, so that drift of
+    the machine affects both. Raises RuntimeError if `other` ends too early, however often it runs.
+    """
+    mine, others = (_length(each, device) for each in (timed, other))
+    beside = _beside_on_gpu if device.type == "cuda" else _beside_in_thread
+    for cover in COVERS:
+        pieces = math.ceil(2 * cover * mine / others)
+        alone, together, lasted = [], [], True
+        for number in range(REPEATS + 1):
+            us = _alone(timed, device)
+            slowed, enough = beside(timed, other, pieces)
+            if number:  # the first warms up
+                alone.append(us)
+                together.append(slowed)
+                lasted &= enough
+        found = launch.gathered((alone, together, lasted))
+        if all(each[2] for each in found):
+            own, slow = (slowest_median([each[n] for each in found]) for n in range(2))
+            return min(1.0, own / slow)
+    raise RuntimeError(
+        f"work of {others:.0f} us, {pieces} times, ended before work of {mine:.0f} us beside it"
+    )
+
+
+def _length(turn: Turn, device: torch.device) -> float:
+    """Microseconds of a turn alone, the same on every rank."""
+    times = [_alone(turn, device) for _ in range(CLOCKED)]
+    return max(slowest_median(launch.gathered(times)), 1e-3)
+
+
+def _alone(turn: Turn, device: torch.device) -> float:
+    """Microseconds of one turn after another one, which hides the host's launch."""
+    align()
+    turn.run()
+    if device.type == "cuda":
+        return time_turns(turn.run, 1)[0] * 1e3
+    start = time.perf_counter()
+    turn.run()
+    return (time.perf_counter() - start) * 1e6
+
+
+def _beside_on_gpu(timed: Turn, other: Turn, pieces: int) -> tuple[float, bool]:
+    """Microseconds of `timed`, and whether `other` ran until its end.
+
+    `timed` begins when the first turn of `other` has ended. Its first turn is not timed: it hides
+    the host's launch of the second.
+    """
+    align()
+    begin, start, end, last = (torch.cuda.Event(enable_timing=True) for _ in range(4))
+    begun = torch.cuda.Event()
+    begin.record()
+    front, back = _stream(0, timed.priority), _stream(1, other.priority)
+    for stream in (front, back):
+        stream.wait_event(begin)
+    with torch.cuda.stream(back):
+        other.run()
+        begun.record()
+        for _ in range(pieces):
+            other.run()
+        last.record()
+    with torch.cuda.stream(front):
+        front.wait_event(begun)
+        timed.run()
+        start.record()
+        timed.run()
+        end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3, begin.elapsed_time(last) >= begin.elapsed_time(end)
+
+
+@functools.cache
+def _stream(number: int, priority: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(priority=priority)
+
+
+def _beside_in_thread(timed: Turn, other: Turn, pieces: int) -> tuple[float, bool]:
+    """On a CPU, where it only shows that all of it runs: `other` may end before `timed`."""
+
+    @torch.inference_mode()
+    def run() -> None:
+        for _ in range(min(pieces, THREADED)):
+            other.run()
+
+    align()
+    thread = threading.Thread(target=run)
+    thread.start()
+    timed.run()
+    start = time.perf_counter()
+    timed.run()
+    us = (time.perf_counter() - start) * 1e6
+    thread.join()
+    return us, True
