@@ -73,11 +73,12 @@ def prefill_flops(config: ModelConfig, tp: int, batch: int, prompt: int) -> floa
 def layer_weight_bytes(config: ModelConfig, tp: int, weights: str = "bf16") -> float:
     """Bytes of all layers' weights, without embedding and head."""
     elements = layer_parameters(config) / tp
-    return config.num_layers * _stored_bytes(elements, _layer_rows(config, tp), weights)
+    return config.num_layers * stored_bytes(elements, _layer_rows(config, tp), weights)
 
 
-def _stored_bytes(elements: float, rows: float, weights: str) -> float:
-    """Bytes of matrices with their scales; blocks at the end of a row are counted as whole."""
+def stored_bytes(elements: float, rows: float, weights: str) -> float:
+    """Bytes of matrices of `rows` rows, with their scales; blocks at the end of a row count as
+    whole."""
     if weights == "bf16":
         return BF16 * elements
     scales = elements / BLOCK if weights == "fp8-block" else rows
@@ -92,7 +93,7 @@ def _layer_rows(config: ModelConfig, tp: int) -> float:
 
 def head_bytes(config: ModelConfig, tp: int, weights: str = "bf16") -> float:
     """Bytes of the head."""
-    return _stored_bytes(vocabulary_parameters(config), config.vocab_size, weights) / tp
+    return stored_bytes(vocabulary_parameters(config), config.vocab_size, weights) / tp
 
 
 def cache_bytes(config: ModelConfig, tp: int, tokens: float, cache: str = "bf16") -> float:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ladder.costs import BF16
+from ladder.costs import BF16, stored_bytes
 from ladder.kernels.decode import MAX_ROWS
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
@@ -46,11 +46,16 @@ def check_context(config: ModelConfig, tokens: int) -> None:
 
 
 class DecodeCost:
-    """Microseconds of each operation of a step of `batch` sequences after `context` tokens."""
+    """Microseconds of each operation of a step of `batch` sequences after `context` tokens.
+
+    weights: as stored, see `ladder.costs`; kernels read the bytes as they are, and what converting
+    them costs is not known.
+    """
 
     def __init__(
-        self, config: ModelConfig, machine: Machine, tp: int, reducer: str, batch: int, context: int
-    ) -> None:
+        self, config: ModelConfig, machine: Machine, tp: int, reducer: str, batch: int,
+        context: int, weights: str = "bf16",
+    ) -> None:  # fmt: skip
         config.check_divides(tp, "--tp")
         check_reducer(reducer)
         if not 1 <= batch <= MAX_ROWS:
@@ -66,14 +71,18 @@ class DecodeCost:
         heads = max(1, config.num_kv_heads // tp)
         queries = config.num_heads // tp
         hidden, inner = config.hidden_size, config.intermediate_size // tp
-        vocabulary = -(-config.vocab_size // tp)
-        self.weights = {
-            "qkv": BF16 * hidden * (queries + 2 * heads) * config.head_dim,
-            "output": BF16 * hidden * queries * config.head_dim,
-            "gate-up": BF16 * hidden * 2 * inner,
-            "down": BF16 * hidden * inner,
-            "head": BF16 * hidden * vocabulary,
+        shapes = {
+            "qkv": ((queries + 2 * heads) * config.head_dim, hidden),
+            "output": (hidden, queries * config.head_dim),
+            "gate-up": (2 * inner, hidden),
+            "down": (hidden, inner),
+            "head": (-(-config.vocab_size // tp), hidden),
         }
+        self.weights = {
+            part: stored_bytes(outputs * inputs, outputs, weights)
+            for part, (outputs, inputs) in shapes.items()
+        }
+        self.stored = weights
         self.heads = batch * heads
         self.message = BF16 * batch * hidden
         self.bases: list[Basis] = []
@@ -137,7 +146,8 @@ class DecodeCost:
             return self._sent() if kind == "send" else Estimate(0.0, "measured")
         if kind == "product":
             found = self._product(self.weights[operation.part])
-            found = Estimate(self.stretch * found.us, found.basis)
+            basis = found.basis if self.stored == "bf16" else "extrapolated"
+            found = Estimate(self.stretch * found.us, basis)
             if not operation.pushes:
                 return found
             sent = self._sent()

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import math
 
-from ladder.costs import BF16
+from ladder.costs import BF16, stored_bytes
+from ladder.kernels.decode import MAX_ROWS
+from ladder.kernels.eight_bits import PIECE
 from ladder.models.config import ModelConfig
 from ladder.perf.graph import COMM, Operation
 from ladder.perf.machine import COLLECTIVES, Basis, Estimate, Machine
@@ -25,11 +27,15 @@ ATTENTION_ROWS = 128  # queries of one thread block
 
 
 class PromptCost:
-    """Microseconds of each operation of a prefill of `batch` prompts of `prompt` tokens."""
+    """Microseconds of each operation of a prefill of `batch` prompts of `prompt` tokens.
+
+    weights: as stored, see `ladder.costs`. Those in 8 bits are converted before each product.
+    """
 
     def __init__(
-        self, config: ModelConfig, machine: Machine, tp: int, batch: int, prompt: int
-    ) -> None:
+        self, config: ModelConfig, machine: Machine, tp: int, batch: int, prompt: int,
+        weights: str = "bf16",
+    ) -> None:  # fmt: skip
         self.config, self.machine, self.tp = config, machine, tp
         self.batch, self.prompt, self.rows = batch, prompt, batch * prompt
         hidden, inner = config.hidden_size, config.intermediate_size // tp
@@ -43,6 +49,7 @@ class PromptCost:
             "head": (-(-config.vocab_size // tp), hidden),
         }
         self.packed, self.inner = packed, inner
+        self.stored = weights
         self.share = 1.0  # of the rate of products, at the power limit
         self.gap = machine.value("prompt_gap_us")
         self.rate = 1e6 * machine.value("matrix_tflop_s")  # FLOPs a microsecond
@@ -104,9 +111,16 @@ class PromptCost:
     def product(self, part: str, rows: int) -> float:
         outputs, inputs = self.shapes[part]
         read = BF16 * (outputs * inputs + rows * (outputs + inputs)) / self.memory
-        if rows <= 64:
-            return read + self.gap
-        return max(self.arithmetic(rows, outputs, inputs) / self.share, read) + self.gap
+        more = 0.0
+        if self.stored != "bf16":
+            stored = stored_bytes(outputs * inputs, outputs, self.stored)
+            if rows == self.batch <= MAX_ROWS:  # the kernel of decode steps
+                return (stored + BF16 * rows * (outputs + inputs)) / self.memory + self.gap
+            more = (stored + BF16 * outputs * inputs) / self.memory
+            more += 2 * self.gap * math.ceil(outputs * inputs / PIECE) - self.gap
+        if rows <= MAX_ROWS:
+            return read + self.gap + more
+        return max(self.arithmetic(rows, outputs, inputs) / self.share, read) + self.gap + more
 
     def arithmetic(self, rows: int, outputs: int, inputs: int) -> float:
         """By the curve of the nearest shape, or else at the rate of a large square."""

@@ -25,6 +25,8 @@ from ladder.costs import (
     HEADROOM,
     WORKSPACES,
     cache_bytes,
+    head_bytes,
+    layer_weight_bytes,
 )
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
@@ -101,8 +103,22 @@ def prompt_activations(config: ModelConfig, tp: int) -> float:
     return BF16 * (widths + inner)
 
 
-def inference(config: ModelConfig, tp: int, batch: int, prompt: int, length: int) -> Memory:
-    """Memory of an engine's session. length: tokens in the cache of each sequence."""
+def weight_bytes(config: ModelConfig, tp: int, weights: str) -> float:
+    """Bytes of the parameters of one process. weights: how matrices are stored, see `ladder.costs`;
+    in 8 bits a head that is tied to the embedding is a matrix of its own."""
+    whole = BF16 * local_parameters(config, tp)
+    if weights == "bf16":
+        return whole
+    head = 0.0 if config.tie_embeddings else head_bytes(config, tp)
+    kept = whole - layer_weight_bytes(config, tp) - head
+    return kept + layer_weight_bytes(config, tp, weights) + head_bytes(config, tp, weights)
+
+
+def inference(
+    config: ModelConfig, tp: int, batch: int, prompt: int, length: int, weights: str = "bf16"
+) -> Memory:
+    """Memory of an engine's session. length: tokens in the cache of each sequence. weights: as
+    stored, see `ladder.costs`."""
     capacity = min(math.ceil(length / CAPACITY_STEP) * CAPACITY_STEP, config.max_seq_len)
     if length > config.max_seq_len:
         raise UserError(
@@ -110,7 +126,7 @@ def inference(config: ModelConfig, tp: int, batch: int, prompt: int, length: int
             f"--context or --prompt"
         )
     return Memory(
-        weights=BF16 * local_parameters(config, tp),
+        weights=weight_bytes(config, tp, weights),
         cache=cache_bytes(config, tp, batch * capacity),
         activations=batch * prompt * prompt_activations(config, tp)
         + 6 * batch * config.vocab_size / tp,

@@ -89,18 +89,18 @@ class Prediction:
 
 def decode(
     config: ModelConfig, machine: Machine, tp: int, reducer: str, batch: int, context: int,
-    jitter: float = 0.0,
+    jitter: float = 0.0, weights: str = "bf16",
 ) -> Prediction:  # fmt: skip
     """A fused decode step of `batch` sequences after `context` tokens each.
 
-    reducer: push, or async (NCCL). jitter: of the ranks, see `simulate.Skew`. Raises UserError if
-    the machine lacks what it needs, and for a degree, batch or context that the step or the model
-    cannot have.
+    reducer: push, or async (NCCL). jitter: of the ranks, see `simulate.Skew`. weights: as stored,
+    see `ladder.costs`. Raises UserError if the machine lacks what it needs, and for a degree, batch
+    or context that the step or the model cannot have.
     """
     machine = for_degree(machine, tp)
     if "launch_gap_us" not in machine.values:
         machine.value("step_stretch")
-    cost = DecodeCost(config, machine, tp, reducer, batch, context)
+    cost = DecodeCost(config, machine, tp, reducer, batch, context, weights)
     graph = cost.lowered(config.plan)
     beside = cost.beside if reducer == "async" else None
     times = simulate(graph, cost, beside)
@@ -151,7 +151,7 @@ def _label(operation: Operation) -> str:
 
 def prefill(
     config: ModelConfig, machine: Machine, tp: int, reducer: str, batch: int, prompt: int,
-    jitter: float = 0.0,
+    jitter: float = 0.0, weights: str = "bf16",
 ) -> Prediction:  # fmt: skip
     """The prefill of `batch` prompts of `prompt` tokens each, as the fused engine runs it.
 
@@ -161,7 +161,7 @@ def prefill(
     _check_tokens(config, batch, prompt)
     check_reducer(reducer)
     machine = for_degree(machine, tp)
-    cost = PromptCost(config, machine, tp, batch, prompt)
+    cost = PromptCost(config, machine, tp, batch, prompt, weights)
     token = BF16 * config.hidden_size
     way = prompt_way(config.plan, machine.gpu, tp, reducer, (batch, prompt), token)
     graph = lower_prefill(config.plan, way)
@@ -284,5 +284,5 @@ def training_shape(
 
 
 Phase = Callable[..., Prediction]
-# (config, machine, tp, reducer, batch, context or prompt, jitter) -> Prediction
+# (config, machine, tp, reducer, batch, context or prompt, jitter, weights) -> Prediction
 PHASES: dict[str, Phase] = {"decode": decode, "prefill": prefill}

@@ -16,6 +16,7 @@ from ladder.bench.trace import kernels_of, overlap, read_trace
 from ladder.bench.training.points import points, shape_of
 from ladder.cli import main, make_parser
 from ladder.config import model_config
+from ladder.costs import head_bytes, layer_weight_bytes
 from ladder.files import write_text
 from ladder.models import UserError
 from ladder.models.config import ModelConfig
@@ -25,6 +26,7 @@ from ladder.perf.machine import Curve, Machine, Value, load, write
 from ladder.perf.planner.subject import machines
 
 Out = pytest.CaptureFixture[str]
+SHAPE = model_config("llama-3-8b")
 SMALL = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_layers": 2,
     "num_heads": 4, "num_kv_heads": 2, "max_seq_len": 128,
@@ -437,3 +439,44 @@ def test_jitter_costs_a_ladder_less_than_standard(capsys: Out) -> None:
     assert "vary by 5 % of their time" in shown
     assert main(["predict", *words, "26"]) == 2
     assert "--jitter=26 must be 0 to 25" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8-block", "int8"])
+def test_weights_in_8_bits_are_read_as_stored(kind: str, capsys: Out) -> None:
+    """Matrices take half, with their scales; products of a step as much less; prompts convert them
+    first, and take longer. Nothing of it is called measured."""
+    words = ("llama-3-8b", "--tp", "4", "--plans", "standard", "none", "--reducers", "push")
+    wide, narrow = (asked(capsys, *words, "--weights", each) for each in ("bf16", kind))
+    elements = [row["memory"]["weights"] * 2**30 for row in (wide["rows"][0], narrow["rows"][0])]
+    saved = layer_weight_bytes(SHAPE, 4) + head_bytes(SHAPE, 4)
+    saved -= layer_weight_bytes(SHAPE, 4, kind) + head_bytes(SHAPE, 4, kind)
+    assert elements[0] - elements[1] == pytest.approx(saved)
+    for one, other in zip(wide["rows"], narrow["rows"], strict=True):
+        assert one["plan"] == other["plan"]
+        assert 0.5 < other["limits"]["products"] / one["limits"]["products"] < 0.75
+        assert (other["basis"], other["far"]) == ("extrapolated", True)
+        assert other["bases"]["extrapolated"] > 0.5
+    words = (*words, "--prefill", "--weights")
+    one, other = (asked(capsys, *words, each)["rows"][0]["us"] for each in ("bf16", kind))
+    assert 1.1 * one < other < 1.3 * one
+    assert asked(capsys, *words, kind)["command"].endswith(
+        f"--weights {kind} --prompt 1024 --new-tokens 2 --nproc 4"
+    )
+
+
+def test_a_folder_in_8_bits_is_predicted_as_it_is(tmp_path: Path, capsys: Out) -> None:
+    path = folder(tmp_path / "small")
+    plain = asked(capsys, str(path), "--context", "64", "--tp", "4")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"weights": "int8"}
+    write_text(path / "config.json", json.dumps(config))
+    found = asked(capsys, str(path), "--context", "64", "--tp", "4")
+    assert (plain["weights"], found["weights"]) == ("bf16", "int8")
+    assert "--weights" not in found["command"]
+    assert found["rows"][0]["memory"]["weights"] < plain["rows"][0]["memory"]["weights"]
+    assert main(["predict", str(path), "--weights", "fp8"]) == 2
+    assert "holds int8 weights; leave it out" in capsys.readouterr().err
+    assert main(["predict", "llama-3-8b", "--weights", "int4"]) == 2
+    assert "--weights" in capsys.readouterr().err
+    assert main(["predict", "llama-3-8b", "--train", "--weights", "fp8"]) == 2
+    assert "--weights=fp8 is of inference" in capsys.readouterr().err

@@ -133,10 +133,13 @@ def test_what_is_no_record_is_refused_in_one_line(
 
 
 def test_records_in_other_formats_are_not_scored(tmp_path: Path) -> None:
-    """Predictions are of 16 bits, and of push and NCCL; the file's other records are scored."""
-    others = ({"cache": "fp8"}, {"weights": "int8"}, {"reducer": "fused"}, {"reducer": "async-fp8"})
-    lines = [{**LINE, "point": {**LINE["point"], **each}} for each in ({}, *others)]
+    """Of weights in 8 bits there are predictions, of other such formats there are none; the file's
+    other records are scored."""
+    others = ({"cache": "fp8"}, {"weights": "fp8", "activations": "fp8"}, {"reducer": "async-fp8"})
+    lines = [
+        {**LINE, "point": {**LINE["point"], **each}} for each in ({}, {"weights": "int8"}, *others)
+    ]
     file = tmp_path / "records.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     for phase in ("decode", "prefill"):
-        assert len(scores([file], load("h200x4"), phase)) == 1
+        assert len(scores([file], load("h200x4"), phase)) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 
 from ladder.models.errors import UserError
@@ -42,6 +43,8 @@ def ask(question: Question) -> tuple[list[Row], list[str]]:
         like, way = (question.machine, "") if trains else (machine, each.way)
         model = question.subject.name
         near = interval(question.phase, like.gpu, like.gpus, way, model, found.us)
+        if question.weights != "bf16":  # of which no record is
+            near = replace(near, far=True)
         tokens_s = of.tokens(question, each) / found.us * 1e6
         rows.append(Row(each, held, found, near, tokens_s))
     if not rows and not any(line.endswith(NO_ROOM) for line in left_out.lines()):

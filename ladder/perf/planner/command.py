@@ -12,7 +12,7 @@ from ladder.models.errors import UserError
 from ladder.perf.planner import report
 from ladder.perf.planner.candidates import ask, work
 from ladder.perf.planner.question import BATCHES, Question, recommended
-from ladder.perf.planner.subject import machines, subject
+from ladder.perf.planner.subject import machines, subject, weights_of
 
 CONTEXT = 1024  # unless the user gives one
 
@@ -77,4 +77,5 @@ def question_of(options: Any) -> Question:
         nodes=options.nodes,
         objective=objective,
         jitter=options.jitter / 100,
+        weights=weights_of(about, options.weights),
     )

@@ -84,7 +84,8 @@ def _refuse_degree(question: Question, plan: str, degree: int, tp: int, left_out
 
 
 def held(question: Question, each: Candidate) -> Memory:
-    return memory.inference(each.config, each.tp, each.batch, question.context, question.context)
+    length = question.context
+    return memory.inference(each.config, each.tp, each.batch, length, length, question.weights)
 
 
 def predict(question: Question, each: Candidate) -> Prediction:
@@ -92,8 +93,9 @@ def predict(question: Question, each: Candidate) -> Prediction:
     reducer = each.way or REDUCERS[0]
     machine = question.machines[each.tp]
     return predicted(
-        each.config, machine, each.tp, reducer, each.batch, question.context, question.jitter
-    )
+        each.config, machine, each.tp, reducer, each.batch, question.context, question.jitter,
+        question.weights,
+    )  # fmt: skip
 
 
 def tokens(question: Question, each: Candidate) -> int:
@@ -107,9 +109,9 @@ def fit_table(question: Question) -> list[list[str]]:
     subject, table = question.subject, [FITS]
     for tp in degrees(subject, question.machines, question.tp):
         machine, context = question.machines[tp], question.context
-        most = most_sequences(subject.shape, tp, machine, context)
+        most = most_sequences(subject.shape, tp, machine, context, question.weights)
         for batch in dict.fromkeys(question.batches):
-            found = memory.inference(subject.shape, tp, batch, context, context)
+            found = memory.inference(subject.shape, tp, batch, context, context, question.weights)
             parts = (found.weights, found.cache, found.activations, found.reserve, found.total)
             said = "yes" if memory.fits(found, machine) else "NO"
             sizes = [f"{each / GIB:.1f}" for each in parts]
@@ -117,11 +119,13 @@ def fit_table(question: Question) -> list[list[str]]:
     return table
 
 
-def most_sequences(config: ModelConfig, tp: int, machine: Machine, context: int) -> int:
+def most_sequences(
+    config: ModelConfig, tp: int, machine: Machine, context: int, weights: str
+) -> int:
     """How many prompts of `context` tokens fit."""
 
     def fits(batch: int) -> bool:
-        return memory.fits(memory.inference(config, tp, batch, context, context), machine)
+        return memory.fits(memory.inference(config, tp, batch, context, context, weights), machine)
 
     if not fits(1):
         return 0
@@ -140,7 +144,8 @@ def command(question: Question, each: Candidate) -> list[str]:
     ranks = ["--nproc", str(each.tp)] if each.tp > 1 else []
     if each.plan == CHECKPOINT:
         words = ["generate", model, "--prompt", "The", "--tp", str(each.tp)]
-        return [*words, *(("--reducer", each.way) if each.way else ()), *ranks]
+        words += ["--reducer", each.way] if each.way else []
+        return [*words, *_weights(question), *ranks]
     prompt, new = question.context, 2
     most = question.subject.shape.max_seq_len
     if question.phase == "decode":  # halfway through the new tokens there are `context`
@@ -149,4 +154,11 @@ def command(question: Question, each: Candidate) -> list[str]:
     words = ["bench", "inference", "--model", model, "--plans", each.plan]
     words += ["--reducers", each.way] if each.way else []
     words += ["--tp", str(each.tp), "--batch", str(each.batch)]
+    words += _weights(question)
     return [*words, "--prompt", str(min(prompt, most - new)), "--new-tokens", str(new), *ranks]
+
+
+def _weights(question: Question) -> list[str]:
+    """A folder's own are as they are."""
+    stored = question.subject.stored or "bf16"
+    return [] if question.weights == stored else ["--weights", question.weights]

@@ -54,6 +54,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp-degree", type=int, help="T of plans that depend on it (that of --tp)")
     parser.add_argument("--reducers", nargs="+", help="push, async: NCCL (push async)")
     parser.add_argument(
+        "--weights",
+        help="of inference, how matrices are stored: bf16, fp8, fp8-block or int8 (as in a folder, "
+        "or else bf16)",
+    )
+    parser.add_argument(
         "--layouts",
         nargs="+",
         help="of --train: how ranks share the work, as in `ladder bench train` (ddp fsdp tpN+sp "

@@ -25,7 +25,7 @@ class Question:
 
     machines: by TP degree, see `subject.machines`. plans, tp, reducers, layouts: () for all. tp and
     reducers are of inference; layouts, micro_batch (0: the batch) and checkpointing of training.
-    jitter: of the ranks, see `ladder.perf.simulate.Skew`.
+    jitter: of the ranks, see `ladder.perf.simulate.Skew`. weights: of inference, as stored.
     """
 
     subject: Subject
@@ -43,6 +43,7 @@ class Question:
     nodes: int = 1
     objective: str = "latency"
     jitter: float = 0.0
+    weights: str = "bf16"
 
     @property
     def machine(self) -> Machine:

@@ -29,8 +29,9 @@ CAVEAT = (
 def title(question: Question) -> str:
     machine, nodes = question.machine, question.nodes
     where = f"{nodes} x {machine.name}" if nodes > 1 else machine.name
+    stored = "" if question.weights == "bf16" else f" with {question.weights} weights"
     return (
-        f"{question.subject.name}, {PHASES[question.phase]} {question.context} tokens, on "
+        f"{question.subject.name}{stored}, {PHASES[question.phase]} {question.context} tokens, on "
         f"{where} ({question.gpus} x {machine.gpu})"
     )
 
@@ -107,7 +108,7 @@ def text(question: Question, rows: Sequence[Row], left_out: Sequence[str], best:
 def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> list[str]:
     """Where intervals and times are from, and what is left out."""
     sources = dict.fromkeys(row.interval.source for row in rows if row.interval.low is not None)
-    doubt = " ?: from other GPUs, another TP degree, or from times unlike the row's."
+    doubt = " ?: from other GPUs or weights, another TP degree, or times unlike the row's."
     found = [
         f"80 % interval: the middle 80 % of measured / predicted, of the {NEAREST} nearest times "
         f"among {'; '.join(sources)}.{doubt if any(row.interval.far for row in rows) else ''}"
@@ -193,7 +194,8 @@ def as_data(
 ) -> dict[str, Any]:  # fmt: skip
     head, *fitting = work(question).fit_table(question)
     return {
-        "model": question.subject.name, "machine": question.machine.name, "gpus": question.gpus,
+        "model": question.subject.name, "weights": question.weights,
+        "machine": question.machine.name, "gpus": question.gpus,
         "phase": question.phase, "context": question.context, "objective": question.objective,
         "room_gib": round(room(question), 2),
         "fits": [{key: _plain(cell) for key, cell in zip(head, each, strict=True)}

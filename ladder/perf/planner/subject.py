@@ -10,6 +10,7 @@ from ladder.config import configs_folder, load_plan, model_config
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.models.presets import resolve_plan
+from ladder.models.storage import QUANTISED
 from ladder.perf.machine import BETWEEN_GPUS, Machine, load, shipped
 
 CHECKPOINT = "checkpoint"  # the name of a folder's own plan, as in `ladder bench inference`
@@ -17,11 +18,13 @@ CHECKPOINT = "checkpoint"  # the name of a folder's own plan, as in `ladder benc
 
 @dataclass(frozen=True)
 class Subject:
-    """A model. shape: with the plan `standard`. own: a folder's config, with its own plan."""
+    """A model. shape: with the plan `standard`. own: a folder's config, with its own plan. stored:
+    the type of a folder's matrices in 8 bits."""
 
     name: str
     shape: ModelConfig
     own: ModelConfig | None = None
+    stored: str | None = None
 
     def divides(self, tp: int) -> bool:
         """Whether a TP degree divides its shape."""
@@ -49,7 +52,7 @@ class Subject:
 def subject(name: str) -> Subject:
     """A name of configs/models, a YAML file, or a model's folder or the config.json in it.
 
-    Raises UserError if there is none, and for a folder whose weights are in 8 bits.
+    Raises UserError if there is none.
     """
     if (configs_folder() / "models" / f"{name}.yaml").is_file():
         return Subject(name, model_config(name))
@@ -57,12 +60,26 @@ def subject(name: str) -> Subject:
     if path.name == "config.json":
         path = path.parent
     if name and path.is_dir():
-        from ladder.checkpoint import newest, read_config  # slow to import
+        from ladder.checkpoint import newest, read_stored  # slow to import
 
-        own = read_config(newest(path))
+        own, stored = read_stored(newest(path))
         plain = replace(own, plan="standard", tp_degree=None)  # type: ignore[arg-type]
-        return Subject(str(path), plain, own)
+        return Subject(str(path), plain, own, stored)
     return Subject(name, model_config(name))
+
+
+def weights_of(about: Subject, asked: str | None) -> str:
+    """How matrices are stored: as asked for, or as in the folder. Raises UserError for a type that
+    there is not, or that the folder does not hold."""
+    kinds = ("bf16", *QUANTISED)
+    if asked is not None and asked not in kinds:
+        raise unknown("type of --weights", asked, kinds)
+    if asked and about.stored and asked != about.stored:
+        raise UserError(
+            f"--weights={asked}: {about.name} holds {about.stored} weights; leave it out, or give "
+            f"the folder that it was converted from"
+        )
+    return asked or about.stored or "bf16"
 
 
 def machines(names: Sequence[str]) -> dict[int, Machine]:

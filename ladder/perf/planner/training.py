@@ -26,6 +26,8 @@ def check(question: Question) -> None:
         raise UserError("--tp is of inference; name the degree in --layouts, as tp4+sp")
     if question.reducers:
         raise UserError("--reducers is of inference; leave it out, layouts have their own")
+    if question.weights != "bf16":
+        raise UserError(f"--weights={question.weights} is of inference; leave it out of --train")
     if question.subject.own is not None:
         raise UserError(
             f"--train: {question.subject.name} is a folder, and steps are timed by shape; give a "

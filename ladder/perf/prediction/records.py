@@ -81,7 +81,7 @@ def inference_times(
         except (KeyError, TypeError) as error:
             raise _cut(files, error) from error
         fused = point.degree in (0, point.tp) and (phase == "prefill" or point.batch <= MAX_ROWS)
-        plain = {point.weights, point.activations, point.cache} == {"bf16"} and point.reducer in WAY
+        plain = {point.activations, point.cache} == {"bf16"} and point.reducer in WAY
         if point.p2p and plain and fused and point.tp in degrees:
             found.setdefault(point, []).append(ms)
     return {point: statistics.median(times) for point, times in found.items()}
@@ -135,7 +135,7 @@ def context_of(point: InferencePoint) -> int:
 def is_calibration(point: InferencePoint, machine: Machine) -> bool:
     """Whether a fitted value comes from it, or could."""
     this = (point.model, point.plan) == CALIBRATED and point.tp == machine.gpus
-    return this and not point.no_comm
+    return this and not point.no_comm and point.weights == "bf16"
 
 
 def is_training_calibration(run: Run, machine: Machine) -> bool:
@@ -236,7 +236,11 @@ def predicted(phase: str, point: Any, machine: Machine) -> float:
         return found.us / 1e3
     phased = phases.PHASES[phase]
     context = context_of(point) if phase == "decode" else point.prompt
-    return phased(resolve(point), machine, point.tp, point.reducer, point.batch, context).us / 1e3
+    found = phased(
+        resolve(point), machine, point.tp, point.reducer, point.batch, context,
+        weights=point.weights,
+    )  # fmt: skip
+    return found.us / 1e3
 
 
 def scores(files: Iterable[Path], machine: Machine, phase: str) -> list[Score]:
