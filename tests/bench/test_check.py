@@ -249,7 +249,12 @@ def test_points_take_turns_and_wrong_ones_are_not_timed(monkeypatch: pytest.Monk
         assert result["prefill_ms"] == result["decode_ms"] == result["decode_p99_ms"] == 1.0
         assert result["total_ms"] == TINY.new_tokens  # the prefill, and a step for each but one
         assert result["prefill_rounds_ms"] == result["decode_rounds_ms"] == [1.0] * measure.ROUNDS
+        assert result["decode_steps_ms"] == [1.0] * (TINY.new_tokens - 1)
     json.dumps(records)
+
+
+def test_steps_keep_their_order_over_rounds() -> None:
+    assert measure.in_order([[9.0, 2.0, 1.0], [7.0, 3.0, 1.0], [8.0, 9.0, 1.00004]]) == [8, 3, 1]
 
 
 # ---- models, on ranks too -------------------------------------------------------------------

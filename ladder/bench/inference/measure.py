@@ -43,8 +43,9 @@ class InferenceTimes:
     """The times of a point in milliseconds: medians over rounds, except for decode steps.
 
     prefill: from token ids on the host to the first token chosen. decode: between the ends of
-    consecutive steps, median and p99 over all steps of all rounds; its floor is a step's bytes over
-    the bandwidth. total: from the start of the prefill to the last of new_tokens tokens, in one go.
+    consecutive steps, median and p99 over all steps of all rounds, and of each step in order the
+    median over the rounds (older records lack it); its floor is a step's bytes over the bandwidth.
+    total: from the start of the prefill to the last of new_tokens tokens, in one go.
     memory: weights, KV cache and graphs, on the fullest rank. picked: message bytes -> the
     algorithm that the reducer used; None if the reducer does not report it. chosen: the reducer of
     a prefill and of a decode step, and the reason, by phase (see `choices`).
@@ -56,6 +57,7 @@ class InferenceTimes:
     decode_ms: float
     decode_p99_ms: float
     decode_rounds_ms: list[float]
+    decode_steps_ms: list[float]
     floor_ms: float
     total_ms: float
     memory_gib: float
@@ -273,6 +275,11 @@ def _round(timed: TimedSession, source: torch.Generator) -> tuple[float, list[fl
     return start.elapsed_time(marks[0]), steps, start.elapsed_time(marks[-1])
 
 
+def in_order(rounds: Sequence[Sequence[float]]) -> list[float]:
+    """The median over rounds of each step, to a tenth of a microsecond."""
+    return [round(statistics.median(step), 4) for step in zip(*rounds, strict=True)]
+
+
 def _prompts(timed: TimedSession, source: torch.Generator) -> list[Tensor]:
     shape = (timed.point.batch, timed.point.prompt)
     return list(torch.randint(0, timed.config.vocab_size, shape, generator=source))
@@ -308,6 +315,7 @@ def _result(timed: TimedSession, timing: Timings, speed: float, rate: float) -> 
         decode_ms=statistics.median(ordered),
         decode_p99_ms=ordered[int(len(ordered) * 0.99)],
         decode_rounds_ms=[statistics.median(steps) for steps in timing.steps],
+        decode_steps_ms=in_order(timing.steps),
         floor_ms=1e3
         * decode_bytes(config, point.tp, point.batch, context, point.weights, point.cache)
         / speed,
