@@ -2,7 +2,7 @@
 
 The operators are `torch.ops.ladder.*`, which importing this package defines: docs/operators.md.
 `explain` says which implementation runs a call and why, `use` insists on one, and `allow_any_order`
-lets the backend of a group add.
+lets the calls of a group add in other orders than that of the ranks.
 """
 
 from ladder.ops import (
@@ -15,6 +15,7 @@ from ladder.ops import (
     pushed_bags,
     pushed_experts,
     pushed_rows,
+    ring,
     rows,
     spread,
 )
@@ -23,6 +24,6 @@ from ladder.ops.registry import Choice, explain, use
 
 __all__ = [
     "Choice", "allow_any_order", "backend", "bags", "explain", "landings", "overlapped", "products",
-    "pushed", "pushed_bags", "pushed_experts", "pushed_rows", "rows", "spread",
-    "use",
+    "pushed", "pushed_bags", "pushed_experts", "pushed_rows", "ring", "rows",
+    "spread", "use",
 ]  # fmt: skip

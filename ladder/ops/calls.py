@@ -33,10 +33,10 @@ def execute(op: str, group_name: str, like: Tensor, shapes: tuple[Any, ...], *ar
 
 
 def allow_any_order(group_name: str, allowed: bool = True) -> None:
-    """Let all later calls with this group, also backward passes, add in the backend's order.
+    """Let all later calls with this group, also backward passes, add in any order.
 
-    Results then depend on the backend in their last bits. All ranks of the group must say the same.
-    Without it, sums are in the order of the ranks.
+    Results then depend on the backend, or on what is picked, in their last bits. All ranks of the
+    group must say the same. Without it, sums are in the order of the ranks.
     """
     groups = registry.any_order_groups
     (groups.add if allowed else groups.discard)(resolve(group_name))

@@ -6,10 +6,10 @@
   that wait for a count.
 
 A reduce-scatter ends in a sum, or in a landing: one kernel that waits for the pieces of each row,
-adds them and the residual, and norms. All-reduces are in `ladder.ops.spread`. The order of all this
-is in `ladder.ops.schedules`; here is what each step does. Sums are in rank
-order, in float32, rounded once, as in `staged`; the partials of `chunked` are cuBLAS's for m / T
-rows, which may differ in the last bit from those for m rows.
+adds them and the residual, and norms. All-reduces are in `ladder.ops.spread`, and products that add
+what has arrived in `ladder.ops.ring`. The order of all this is in `ladder.ops.schedules`; here is
+what each step does. Sums are in rank order, in float32, rounded once, as in `staged`; the partials
+of `chunked` are cuBLAS's for m / T rows, which may differ in the last bit from those for m rows.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ladder.ops.registry import Call, device_name, implement
 from ladder.ops.track_maps import all_to_all, rotated
 
 HALF = (torch.bfloat16, torch.float16)
+STREAMS = ("streams",)
 TILING = ("tile", "stages")
 SCATTER, LANDING = "matmul_reduce_scatter", "matmul_reduce_scatter_add_rms_norm"
 
@@ -87,6 +88,11 @@ def tiling_of(tile: str | None, stages: int | None) -> Tiling:
     return replace(found, rows=sizes[0], columns=sizes[1], depth=sizes[2])
 
 
+def check_streams(streams: int) -> None:
+    if streams not in range(1, len(schedules.LANES) + 1):
+        raise UserError(f"streams={streams}; expected 1 to {len(schedules.LANES)}")
+
+
 def _table(values: Any, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.as_tensor(values, dtype=dtype).to(device)
 
@@ -94,17 +100,20 @@ def _table(values: Any, device: torch.device, dtype: torch.dtype = torch.int32) 
 # -- all_gather_matmul ------------------------------------------------------------------------
 
 
-@implement("all_gather_matmul", "chunked", peer_refusal)
+@implement("all_gather_matmul", "chunked", peer_refusal, STREAMS)
 def chunked_all_gather_matmul(
-    group: dist.ProcessGroup, A: Tensor, Bs: list[Tensor], gather_dim: int, return_A: bool
-) -> tuple[Tensor | None, list[Tensor]]:
+    group: dist.ProcessGroup, A: Tensor, Bs: list[Tensor], gather_dim: int, return_A: bool,
+    streams: int = 1,
+) -> tuple[Tensor | None, list[Tensor]]:  # fmt: skip
+    """streams: 2: products take turns on two, so that one begins while another's tiles end."""
+    check_streams(streams)
     space = workspace.workspace(group, "all_gather_matmul", A.device)
     own = rows_first(A, gather_dim).contiguous()
-    return _gathered(*gather_chunks(space, own, Bs, return_A), A, gather_dim)
+    return _gathered(*gather_chunks(space, own, Bs, return_A, streams), A, gather_dim)
 
 
 def gather_chunks(
-    space: workspace.Workspace, own: Tensor, Bs: list[Tensor], return_A: bool
+    space: workspace.Workspace, own: Tensor, Bs: list[Tensor], return_A: bool, streams: int
 ) -> tuple[Tensor | None, list[Tensor]]:
     """The shards of all ranks, of which this one is `own`, and their products with each B."""
     space.reserve(own.numel() * own.element_size())
@@ -121,7 +130,7 @@ def gather_chunks(
             whole[mine].copy_(shard)
 
     space.run(
-        schedules.all_gather(rank, space.world), chosen,
+        schedules.all_gather(rank, space.world, streams=streams), chosen,
         {"product": product, "copy": lambda q: slots[q][rank].copy_(own, non_blocking=True)},
     )  # fmt: skip
     return whole, outs
@@ -192,25 +201,30 @@ def _gathered(
 Finish = Callable[[Tensor, SlotArrivals | None], object]
 
 
-@implement("matmul_reduce_scatter", "chunked", peer_refusal)
+@implement("matmul_reduce_scatter", "chunked", peer_refusal, STREAMS)
 def chunked_matmul_reduce_scatter(
-    group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int
-) -> Tensor:
+    group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int,
+    streams: int = 1,
+) -> Tensor:  # fmt: skip
+    """streams: as of `chunked_all_gather_matmul`."""
+    check_streams(streams)
     rows = rows_first(A, scatter_dim)
     space = workspace.workspace(group, SCATTER, A.device)
     out, finish = _adding(space.world, rows, B, reduce_op == "avg")
-    scatter_chunks(space, rows, B, finish)
+    scatter_chunks(space, rows, B, finish, streams)
     return rows_back(out, A, scatter_dim)
 
 
-@implement(LANDING, "chunked", landing_refusal)
+@implement(LANDING, "chunked", landing_refusal, STREAMS)
 def chunked_landing(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float,
-    scatter_dim: int,
+    scatter_dim: int, streams: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """streams: as of `chunked_all_gather_matmul`."""
+    check_streams(streams)
     landed, normed, finish = _landing(residual, weight, eps, scatter_dim)
     space = workspace.workspace(group, SCATTER, A.device)
-    scatter_chunks(space, rows_first(A, scatter_dim), B, finish, waiting=True)
+    scatter_chunks(space, rows_first(A, scatter_dim), B, finish, streams, waiting=True)
     return rows_back(landed, A, scatter_dim), rows_back(normed, A, scatter_dim)
 
 
@@ -234,8 +248,9 @@ def _landing(
 
 
 def scatter_chunks(
-    space: workspace.Workspace, rows: Tensor, B: Tensor, finish: Finish, waiting: bool = False
-) -> None:
+    space: workspace.Workspace, rows: Tensor, B: Tensor, finish: Finish, streams: int,
+    waiting: bool = False,
+) -> None:  # fmt: skip
     """`finish` with the ranks' parts of this rank's rows of rows @ B.
 
     waiting: it waits for them by itself.
@@ -256,7 +271,7 @@ def scatter_chunks(
         torch.mm(chunks[q], B, out=slots[rank][rank] if q == rank else partials[q])
 
     space.run(
-        schedules.reduce_scatter(rank, world, waiting), chosen,
+        schedules.reduce_scatter(rank, world, waiting, streams), chosen,
         {
             "product": product,
             "copy": lambda q: slots[q][rank].copy_(partials[q], non_blocking=True),

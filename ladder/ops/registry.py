@@ -6,8 +6,9 @@ calls that the table does not name. Nothing overlapped is chosen that has not be
 
 *The order of sums.* Most implementations add the ranks' partials in the order of the ranks, so that
 results are equal to the bit over runs and implementations. Those that let the backend add
-(`collective`) are not `ordered`. They are picked only for the calls of a group that
-`allow_any_order` has named; there, `collective` also runs what the table does not name.
+(`collective`), or add in an order of their own (`ring`), are not `ordered`. They are picked only
+for the calls of a group that `allow_any_order` has named; there, `collective` also runs what the
+table does not name.
 
 A table is a JSON list of entries:
 
@@ -50,6 +51,7 @@ UNSET = f"unset {VARIABLE}, or correct it"
 PACKAGED = Path(__file__).with_name("table.json")
 DEFAULT, ANY_ORDER = "staged", "collective"  # without a measurement
 ORDERS = ("ranks", "any")
+ANOTHER = "it adds in another order than that of the ranks"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MOVABLE = (*DTYPES, torch.int32, torch.int64)  # of rows that are only moved
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in MOVABLE}
@@ -63,7 +65,7 @@ KEYS = {
 class Call:
     """What is known of a call before it runs.
 
-    sizes: rounded up to powers of two. any_order: sums may be in the backend's order.
+    sizes: rounded up to powers of two. any_order: sums may be in any order.
     """
 
     op: str
@@ -130,7 +132,7 @@ class Choice:
 
     def __str__(self) -> str:
         options = "".join(f" {name}={value}" for name, value in self.options)
-        order = "" if self.ordered else "; it adds in the backend's order"
+        order = "" if self.ordered else f"; {ANOTHER}"
         lines = [f"{self.call.op}: {self.implementation}{options} ({self.why}{order})"]
         return "\n".join([*lines, *(f"  not {name}: {why}" for name, why in self.others)])
 
@@ -189,7 +191,7 @@ def use(op: str, implementation: str, **options: Any) -> Iterator[None]:
 
 
 def allows_any_order(group: dist.ProcessGroup) -> bool:
-    """Whether the calls with this group may add in the backend's order."""
+    """Whether the calls with this group may add in any order."""
     return group in any_order_groups
 
 
@@ -282,7 +284,7 @@ def _choose(
         if asked is not None:
             return "not asked for"
         if not each.ordered and not call.any_order:
-            return "it adds in the backend's order, which ladder.ops.allow_any_order allows"
+            return f"{ANOTHER}, which ladder.ops.allow_any_order allows"
         return "not measured as faster"
 
     chosen = implementations[picked]
@@ -337,8 +339,8 @@ def _check_entry(where: str, entry: dict[str, Any]) -> None:
         raise unknown(f"order in {where}", entry["order"], ORDERS)
     if entry["order"] == "ranks" and not implementation.ordered:
         raise UserError(
-            f'{where}: {entry["op"]} by {entry["implementation"]!r} has order="ranks", and it adds '
-            f'in the backend\'s order; set order="any"'
+            f'{where}: {entry["op"]} by {entry["implementation"]!r} has order="ranks", and '
+            f'{ANOTHER}; set order="any"'
         )
     if entry["dtype"] not in DTYPE_NAMES:
         raise unknown(f"dtype in {where}", entry["dtype"], DTYPE_NAMES)

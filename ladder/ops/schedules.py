@@ -1,9 +1,11 @@
-"""What a rank's two CUDA streams do in one call of an overlapped operator, as plain data.
+"""What a rank's CUDA streams do in one call of an overlapped operator, as plain data.
 
-The *main* stream computes, the *copies* stream moves pieces to peers by copy engines. A schedule is
-a list of steps in the order in which the host enqueues them; each stream runs its own in order. The
-streams of a rank meet by events (`Record`, `Follow`), the ranks by words of peer memory (`Await`,
-`Put`), and nowhere else: there is no barrier.
+The *main* stream computes, the *copies* stream moves pieces to peers by copy engines. Products can
+take turns between the main stream and the *second* one: then a product's tiles begin on the SMs
+that the last tiles of the product before leave idle. A schedule is a list of steps in the order in
+which the host enqueues them; each stream runs its own in order. The streams of a rank meet by
+events (`Record`, `Follow`), the ranks by words of peer memory (`Await`, `Put`), and nowhere else:
+there is no barrier.
 
 Each rank has slots, memory for one piece of every rank, in several sets; a call uses one set, the
 same on all ranks. Two kinds of words for each set and each pair of ranks go with them:
@@ -20,7 +22,8 @@ before it is waited for.
 
 Nothing waits for ever, as long as all ranks make the same calls in the same order: a call's copies
 wait for nothing but the own rank's product and for `free` of the last call with this set, whose end
-waits only for the copies of that call. So the oldest call that has not ended can always go on.
+waits only for the copies of that call. (In a ring, a product also waits for that of another rank's
+step before.) So the oldest call that has not ended can always go on.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from typing import Literal
 
 from ladder.ops.track import Program
 
-Stream = Literal["main", "copies"]
+Stream = Literal["main", "second", "copies"]
+LANES: tuple[Stream, ...] = ("main", "second")  # of the products
 # `full`: a count of tiles, in the sender's own memory.
 Kind = Literal["free", "arrived", "full"]
 KINDS: tuple[Kind, ...] = ("free", "arrived", "full")
@@ -112,10 +116,10 @@ def _send(
     return steps
 
 
-def _take(rank: int, flags: list[int]) -> list[Step]:
-    """The main stream waits until these pieces have arrived."""
+def _take(rank: int, flags: list[int], stream: Stream = "main") -> list[Step]:
+    """The stream waits until these pieces have arrived."""
     words = [Word(rank, "arrived", flag) for flag in flags]
-    return [*(Await("main", word) for word in words), *(Put("main", word, 0) for word in words)]
+    return [*(Await(stream, word) for word in words), *(Put(stream, word, 0) for word in words)]
 
 
 def _sum(rank: int, flags: list[int], waiting: bool) -> list[Step]:
@@ -126,19 +130,35 @@ def _sum(rank: int, flags: list[int], waiting: bool) -> list[Step]:
     return [Work("main", "sum", rank, words), *(Put("main", word, 0) for word in words)]
 
 
+def _fork(streams: int) -> list[Step]:
+    """The second stream, if there is one, begins here."""
+    return [Record("main", "forked"), Follow("second", "forked")] if streams > 1 else []
+
+
+def _join(streams: int) -> list[Step]:
+    """The main stream has what the second one has computed."""
+    return [Record("second", "computed"), Follow("main", "computed")] if streams > 1 else []
+
+
 def _release(rank: int, world: int) -> list[Step]:
     """Peers may write this rank's slots again; and what the copies read may be freed."""
-    free: list[Step] = [Put("main", Word(q, "free", rank), 1) for q in others(rank, world)]
-    return [*free, Record("copies", "sent"), Follow("main", "sent")]
+    return [*_free(rank, world), *_SENT]
 
 
-def all_gather(rank: int, world: int, waiting: bool = False) -> Schedule:
+_SENT: tuple[Step, ...] = (Record("copies", "sent"), Follow("main", "sent"))
+
+
+def _free(rank: int, world: int) -> list[Step]:
+    return [Put("main", Word(q, "free", rank), 1) for q in others(rank, world)]
+
+
+def all_gather(rank: int, world: int, waiting: bool = False, streams: int = 1) -> Schedule:
     """Each rank's shard to all peers, and the product of each as soon as it is there.
 
     The rank's own shard is first, then those of rank + 1, rank + 2, ...; so a rank sends to
     rank - 1 first, which needs it first. Actions: `copy` q sends this rank's shard to rank q,
     `product` q multiplies shard q. waiting: `own` puts the own shard into its slot, and one
-    `product` multiplies all and waits for each shard by itself.
+    `product` multiplies all and waits for each shard by itself. streams: 1 or 2, of the products.
     """
     steps: list[Step] = [Record("main", "begun"), Follow("copies", "begun")]
     for peer in others(rank, world, -1):
@@ -148,68 +168,112 @@ def all_gather(rank: int, world: int, waiting: bool = False) -> Schedule:
         steps += [Work("main", "own", rank), Work("main", "product", ALL, tuple(arrived))]
         steps += [Put("main", word, 0) for word in arrived]
     else:
-        steps.append(Work("main", "product", rank))
-        for q in others(rank, world):
-            steps += [*_take(rank, [q]), Work("main", "product", q)]
+        steps += [*_fork(streams), Work("main", "product", rank)]
+        for number, q in enumerate(others(rank, world), start=1):
+            lane = LANES[number % streams]
+            steps += [*_take(rank, [q], lane), Work(lane, "product", q)]
+        steps += _join(streams)
     return (*steps, *_release(rank, world))
 
 
-def reduce_scatter(rank: int, world: int, waiting: bool = False) -> Schedule:
+def reduce_scatter(rank: int, world: int, waiting: bool = False, streams: int = 1) -> Schedule:
     """The product of each peer's chunk, sent while the next is computed; the own chunk is last.
 
     Actions: `product` q, `copy` q sends that chunk to rank q, and `sum` adds the slots, of which
     the own product is one, in the order of the ranks. waiting: `sum` waits for them by itself.
+    streams: 1 or 2, of the products.
     """
-    steps: list[Step] = []
-    for peer in others(rank, world):
-        ready = f"product {peer}"
-        steps += [Work("main", "product", peer), Record("main", ready), Follow("copies", ready)]
+    steps = _fork(streams)
+    for number, peer in enumerate(others(rank, world)):
+        lane, ready = LANES[number % streams], f"product {peer}"
+        steps += [Work(lane, "product", peer), Record(lane, ready), Follow("copies", ready)]
         steps += _send(rank, peer, peer, rank)
-    steps += [Work("main", "product", rank), *_sum(rank, others(rank, world), waiting)]
+    steps += [Work(LANES[(world - 1) % streams], "product", rank), *_join(streams)]
+    steps += _sum(rank, others(rank, world), waiting)
     return (*steps, *_release(rank, world))
 
 
-def all_reduce(rank: int, world: int, blocks: int) -> Schedule:
-    """A reduce-scatter of each block of rows, and the sums to all ranks under the next products.
+def all_reduce(rank: int, world: int, blocks: int, streams: int = 1) -> Schedule:
+    """A reduce-scatter by blocks of rows, and each block's sums to all ranks under the products.
 
     Chunk b x T + q is the rows of rank q in block b. Actions: `product` c; `copy` c sends it to its
     rank; `sum` c adds this rank's chunk c; `spread` c sends this rank's sum of that block to the
-    rank of c; `take` c puts the sum of chunk c, which has arrived, to the others. A block's sums
-    are added and sent after the products of the next one, and taken after those of the one behind.
+    rank of c; `take` c puts the sum of chunk c, which has arrived, to the others. The peers' chunks
+    of all blocks come first. So what the peers send has arrived before the own chunks are done, and
+    each block's sums are sent under the own products of the next ones. streams: 1 or 2, of the
+    products and of the sums that follow them.
     """
-    steps: list[Step] = []
-    peers = others(rank, world)
-
-    def products(block: int) -> None:
+    steps = _fork(streams)
+    peers, number = others(rank, world), 0
+    for block in range(blocks):
         for peer in peers:
-            chunk = block * world + peer
-            ready = f"product {chunk}"
-            steps.append(Work("main", "product", chunk))
-            steps.extend([Record("main", ready), Follow("copies", ready)])
-            steps.extend(_send(rank, peer, chunk, block * world + rank, block == 0))
-        steps.append(Work("main", "product", block * world + rank))
-
-    def sums(block: int) -> None:
-        steps.extend(_take(rank, [block * world + peer for peer in peers]))
-        steps.append(Work("main", "sum", block * world + rank))
-        ready = f"sum {block}"
-        steps.extend([Record("main", ready), Follow("copies", ready)])
-        flag = (blocks + block) * world + rank
-        for peer in peers:
-            steps.extend(_send(rank, peer, block * world + peer, flag, False, "spread"))
-
-    def takes(block: int) -> None:
-        steps.extend(_take(rank, [(blocks + block) * world + peer for peer in peers]))
-        steps.extend(Work("main", "take", block * world + peer) for peer in peers)
-
-    for number in range(blocks + 2):
-        if number < blocks:
-            products(number)
-        if 1 <= number <= blocks:
-            sums(number - 1)
-        if number >= 2:
-            takes(number - 2)
+            lane, chunk = LANES[number % streams], block * world + peer
+            ready, number = f"product {chunk}", number + 1
+            steps += [Work(lane, "product", chunk), Record(lane, ready), Follow("copies", ready)]
+            steps += _send(rank, peer, chunk, block * world + rank, block == 0)
+    for block in range(blocks):
+        lane, chunk = LANES[number % streams], block * world + rank
+        number += 1
+        steps.append(Work(lane, "product", chunk))
+        steps += _take(rank, [block * world + peer for peer in peers], lane)
+        steps += [Work(lane, "sum", chunk), *_spread(rank, world, block, blocks * world, lane)]
+    for block in range(blocks):
+        steps += _collect(rank, world, block, blocks * world)
     return (*steps, *_release(rank, world))
+
+
+def _spread(rank: int, world: int, block: int, flags: int, lane: Stream) -> list[Step]:
+    """This rank's sums of a block, which the lane has made, to all peers. flags: the first one.
+
+    The main stream waits for the copies at the end, and so for the lane.
+    """
+    ready = f"sum {block}"
+    steps: list[Step] = [Record(lane, ready), Follow("copies", ready)]
+    for peer in others(rank, world):
+        flag = flags + block * world + rank
+        steps += _send(rank, peer, block * world + peer, flag, False, "spread")
+    return steps
+
+
+def _collect(rank: int, world: int, block: int, flags: int) -> list[Step]:
+    """The peers' sums of a block, which `_spread` has sent, to where they belong."""
+    chunks = [block * world + peer for peer in others(rank, world)]
+    taken = [Work("main", "take", chunk) for chunk in chunks]
+    return [*_take(rank, [flags + chunk for chunk in chunks]), *taken]
+
+
+def ring(rank: int, world: int, blocks: int, streams: int = 1, spread: bool = False) -> Schedule:
+    """Chunks travel from rank to rank + 1 and grow: each product adds what has arrived (T3, 3).
+
+    A chunk begins on the rank behind its owner and ends on its owner, so each rank computes the
+    chunk of rank - 1 first, then that of rank - 2, ..., and its own last. Each chunk is in blocks
+    of rows; with two or more, a block arrives under the products of others. Actions: `product`
+    s x blocks + b, of block b in step s, is added to what has arrived, but in step 0; `copy` of the
+    same number sends it on. It arrives in slot s + 1. spread: each block of sums then goes to all
+    ranks, as in `all_reduce`. streams: 1 or 2, of the products.
+    """
+    steps, peer, flags = _fork(streams), (rank + 1) % world, world * blocks
+    # Slots are in the order of the steps, and not of the senders, so all peers' are waited for.
+    free = [Word(rank, "free", q) for q in others(rank, world)]
+    for number in range(world * blocks):
+        lane, (step, block) = LANES[number % streams], divmod(number, blocks)
+        if step > 0:
+            steps += _take(rank, [number], lane)
+        steps.append(Work(lane, "product", number))
+        if step < world - 1:
+            ready = f"product {number}"
+            steps += [Record(lane, ready), Follow("copies", ready)]
+            if number == 0:
+                steps += [Await("copies", word) for word in free]
+                steps += [Put("copies", word, 0) for word in free]
+            steps += _send(rank, peer, number, number + blocks, False)
+        elif spread:
+            steps += _spread(rank, world, block, flags, lane)
+    steps += [] if spread else _join(streams)
+    for block in range(blocks if spread else 0):
+        steps += _collect(rank, world, block, flags)
+    # The copies read this rank's slots, too, so these are free only when all has been sent.
+    return (*steps, *_SENT, *_free(rank, world))
 
 
 def tracked(program: Program, world: int, waiting: bool = False) -> Schedule:

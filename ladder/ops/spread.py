@@ -1,10 +1,10 @@
 """Products whose sum every rank gets, overlapped: reduce-scatter and all-gather by blocks of rows.
 
-The rows are in `blocks`, and each block in a chunk for each rank. While cuBLAS computes a block,
-copy engines push the chunks of the last one to their owners; each owner adds its chunk, in rank
-order, or lands it, once for all ranks, and copy engines push that to the others under the next
-products. With one block, only the reduce-scatter is hidden. The steps are those of
-`ladder.ops.schedules.all_reduce`.
+The rows are in `blocks`, and each block in a chunk for each rank. While cuBLAS computes the next
+chunks, copy engines push those of the peers to their owners; each owner then computes its own, adds
+each chunk, in rank order, or lands it, once for all ranks, and copy engines push that to the others
+under the next products. The last block's is exposed: with one block, all of it. The steps are those
+of `ladder.ops.schedules.all_reduce`.
 """
 
 from __future__ import annotations
@@ -18,103 +18,148 @@ from torch import Tensor
 from ladder.kernels.slots import land_slots, sum_slots
 from ladder.models.errors import UserError
 from ladder.ops import schedules, workspace
-from ladder.ops.overlapped import landing_refusal, peer_refusal
+from ladder.ops.overlapped import STREAMS, check_streams, landing_refusal, peer_refusal
 from ladder.ops.registry import implement
 
-MAX_BLOCKS = 8
+MAX_BLOCKS, MAX_RATIO = 8, 8
+WHOLE_ROWS = 128  # of a tile of cuBLAS
+BLOCKS = ("blocks", "ratio", *STREAMS)
 
 
-@implement("matmul_all_reduce", "chunked", peer_refusal, ("blocks",))
+class Blocks:
+    """The rows of each rank in blocks, and the blocks of all ranks, one block after another.
+
+    rows: of all ranks together; the last rank's last blocks may have fewer, or none. ratio: each
+    block is 1/ratio as high as the one before, to whole tiles, if there are enough.
+    """
+
+    def __init__(self, rows: int, world: int, blocks: int, ratio: int) -> None:
+        if not 1 <= blocks <= MAX_BLOCKS:
+            raise UserError(f"blocks={blocks}; expected 1 to {MAX_BLOCKS}")
+        if not 1 <= ratio <= MAX_RATIO:
+            raise UserError(f"ratio={ratio}; expected 1 to {MAX_RATIO}")
+        self.rows, self.world, self.height = rows, world, -(-rows // world)
+        weights = [ratio ** (blocks - 1 - block) for block in range(blocks)]
+        step = WHOLE_ROWS if self.height >= WHOLE_ROWS * sum(weights) else 1
+        self.starts = [
+            (2 * self.height * sum(weights[:block]) + sum(weights) * step)
+            // (2 * sum(weights) * step) * step
+            for block in range(blocks)
+        ]  # fmt: skip
+        self.starts.append(self.height)
+
+    def part(self, block: int, rank: int) -> slice:
+        """The rows of a rank in a block, among all rows."""
+        start, end = self.starts[block : block + 2]
+        first = self.world * start + rank * (end - start)
+        return slice(min(first, self.rows), min(first + end - start, self.rows))
+
+    def place(self, block: int, rank: int, kind: int = 0) -> slice:
+        """The same rows among those of a rank alone; kind: behind so many others of all blocks."""
+        part, start = self.part(block, rank), kind * self.height + self.starts[block]
+        return slice(start, start + part.stop - part.start)
+
+
+@implement("matmul_all_reduce", "chunked", peer_refusal, BLOCKS)
 def chunked_matmul_all_reduce(
-    group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None, blocks: int = 1
-) -> Tensor:
-    """blocks: of rows, whose sums are sent while later ones are computed."""
+    group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None, blocks: int = 1,
+    ratio: int = 1, streams: int = 1,
+) -> Tensor:  # fmt: skip
+    """blocks: of rows, whose sums are sent while later ones are computed; ratio: see `Blocks`.
+
+    streams: as of `ladder.ops.overlapped.chunked_all_gather_matmul`.
+    """
     rows = A.flatten(0, -2)
     total = rows.new_empty(len(rows), B.shape[1])
 
     def add(slots: Tensor, mine: slice) -> None:
         sum_slots(slots, total[mine])
 
-    _spread(group, rows, B, [total], add, blocks, addend)
+    _spread(group, rows, B, [total], add, (blocks, ratio, streams), addend)
     return total.unflatten(0, A.shape[:-1])
 
 
-@implement("matmul_all_reduce_add_rms_norm", "chunked", landing_refusal, ("blocks",))
+@implement("matmul_all_reduce_add_rms_norm", "chunked", landing_refusal, BLOCKS)
 def chunked_landing(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float,
-    blocks: int = 1,
+    blocks: int = 1, ratio: int = 1, streams: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """blocks: see `chunked_matmul_all_reduce`. A row is landed by one rank, for all."""
+    """Options: see `chunked_matmul_all_reduce`. A row is landed by one rank, for all."""
     rows, before, gain = A.flatten(0, -2), residual.flatten(0, -2).contiguous(), weight.contiguous()
     landed, normed = torch.empty_like(before), torch.empty_like(before)
 
     def land(slots: Tensor, mine: slice) -> None:
         land_slots(slots, before[mine], gain, eps, (landed[mine], normed[mine]))
 
-    _spread(group, rows, B, [landed, normed], land, blocks)
+    _spread(group, rows, B, [landed, normed], land, (blocks, ratio, streams))
     return landed.view(residual.shape), normed.view(residual.shape)
 
 
 def _spread(
     group: dist.ProcessGroup, rows: Tensor, B: Tensor, outs: list[Tensor],
-    finish: Callable[[Tensor, slice], object], blocks: int, addend: Tensor | None = None,
+    finish: Callable[[Tensor, slice], object], options: tuple[int, int, int],
+    addend: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill `outs`, each [m, n], on all ranks: `finish` puts there what this rank's rows give.
 
     finish: called with this rank's slots of some rows [T, rows, n], and which rows these are.
+    options: blocks, ratio, streams.
     """
-    if not 1 <= blocks <= MAX_BLOCKS:
-        raise UserError(f"blocks={blocks}; expected 1 to {MAX_BLOCKS}")
+    blocks, ratio, streams = options
+    check_streams(streams)
     space = workspace.workspace(group, "matmul_all_reduce", rows.device)
     rank, world, n = space.rank, space.world, B.shape[1]
     # All sizes follow from the shapes and the options, so they are the same on all ranks.
-    shard = -(-len(rows) // (world * blocks))
-    held = (1 + len(outs)) * blocks  # chunks in a slot: those to add, then those of each output
-    space.reserve(held * shard * n * rows.element_size())
+    cut = Blocks(len(rows), world, blocks, ratio)
+    height = (1 + len(outs)) * cut.height  # of a slot: the rows to add, then those of each output
+    space.reserve(height * n * rows.element_size())
     chosen = space.next()
-    slots = [space.slots(q, chosen, (held * shard, n), rows.dtype) for q in range(world)]
+    slots = [space.slots(q, chosen, (height, n), rows.dtype) for q in range(world)]
     partial = rows.new_empty(len(rows), n)
     more = None if addend is None else addend.flatten(0, -2)
 
-    def part(chunk: int) -> slice:
-        """The rows of a chunk; the last chunks may have fewer, or none."""
-        return slice(min(chunk * shard, len(rows)), min((chunk + 1) * shard, len(rows)))
-
-    def place(chunk: int, kind: int = 0) -> slice:
-        """Where a chunk's rows are in a slot: 0 to add, n for the nth output."""
-        start, size = (kind * blocks + chunk // world) * shard, part(chunk)
-        return slice(start, start + size.stop - size.start)
-
     def product(chunk: int) -> None:
-        mine = part(chunk)
+        block, owner = divmod(chunk, world)
+        mine = cut.part(block, owner)
         if mine.start < mine.stop:
-            own = chunk % world == rank
-            to = slots[rank][rank][place(chunk)] if own else partial[mine]
+            to = slots[rank][rank][cut.place(block, owner)] if owner == rank else partial[mine]
             if more is None:
                 torch.mm(rows[mine], B, out=to)
             else:
                 torch.addmm(more[mine], rows[mine], B, out=to)
 
     def copy(chunk: int) -> None:
-        slots[chunk % world][rank][place(chunk)].copy_(partial[part(chunk)], non_blocking=True)
-
-    def spread(chunk: int) -> None:
-        mine = chunk // world * world + rank
-        for kind, out in enumerate(outs, start=1):
-            to = slots[chunk % world][rank][place(mine, kind)]
-            to.copy_(out[part(mine)], non_blocking=True)
+        block, owner = divmod(chunk, world)
+        to = slots[owner][rank][cut.place(block, owner)]
+        to.copy_(partial[cut.part(block, owner)], non_blocking=True)
 
     def add(chunk: int) -> None:
-        mine = part(chunk)
+        block = chunk // world
+        mine = cut.part(block, rank)
         if mine.start < mine.stop:
-            finish(slots[rank][:, place(chunk)], mine)
-
-    def take(chunk: int) -> None:
-        for kind, out in enumerate(outs, start=1):
-            arrived = slots[rank][chunk % world][place(chunk, kind)]
-            out[part(chunk)].copy_(arrived, non_blocking=True)
+            finish(slots[rank][:, cut.place(block, rank)], mine)
 
     space.run(
-        schedules.all_reduce(rank, world, blocks), chosen,
-        {"product": product, "copy": copy, "sum": add, "spread": spread, "take": take},
+        schedules.all_reduce(rank, world, blocks, streams), chosen,
+        {"product": product, "copy": copy, "sum": add, **to_all(rank, slots, cut, outs)},
     )  # fmt: skip
+
+
+def to_all(
+    rank: int, slots: list[Tensor], cut: Blocks, outs: list[Tensor]
+) -> dict[str, Callable[[int], object]]:
+    """The actions `spread` and `take` of a schedule: this rank's rows of `outs` to all others."""
+
+    def spread(chunk: int) -> None:
+        block, peer = divmod(chunk, cut.world)
+        for kind, out in enumerate(outs, start=1):
+            to = slots[peer][rank][cut.place(block, rank, kind)]
+            to.copy_(out[cut.part(block, rank)], non_blocking=True)
+
+    def take(chunk: int) -> None:
+        block, peer = divmod(chunk, cut.world)
+        for kind, out in enumerate(outs, start=1):
+            arrived = slots[rank][peer][cut.place(block, peer, kind)]
+            out[cut.part(block, peer)].copy_(arrived, non_blocking=True)
+
+    return {"spread": spread, "take": take}

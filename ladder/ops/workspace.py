@@ -44,15 +44,21 @@ Actions = Mapping[str, Callable[[int], object]]
 
 
 class CudaStreams:
-    """The current stream, and one beside it for copies."""
+    """The current stream, and those beside it that schedules name, made when they first do."""
 
     def __init__(self, device: torch.device) -> None:
-        self.copies = torch.cuda.Stream(device)
+        self.device = device
+        self.beside: dict[Stream, torch.cuda.Stream] = {}
         self.events: dict[str, torch.cuda.Event] = {}
 
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        with torch.cuda.stream(self.copies) if stream == "copies" else contextlib.nullcontext():
+        if stream == "main":
+            yield
+            return
+        if stream not in self.beside:
+            self.beside[stream] = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(self.beside[stream]):
             yield
 
     def record(self, event: str) -> None:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from ladder.ops.registry import OPERATORS
+from ladder.ops.spread import Blocks
 
 IMPLEMENTATIONS = {
     "all_gather_matmul": ("chunked", "waiting"),
-    "matmul_reduce_scatter": ("chunked", "tracked"),
-    "matmul_all_reduce": ("chunked",),
+    "matmul_reduce_scatter": ("chunked", "tracked", "ring"),
+    "matmul_all_reduce": ("chunked", "ring"),
     "matmul_reduce_scatter_add_rms_norm": ("chunked", "tracked"),
     "matmul_all_reduce_add_rms_norm": ("chunked",),
 }
@@ -57,6 +58,35 @@ def landing(rows: int, B: Tensor) -> tuple[Tensor, Tensor]:
     return residual.to(B.dtype), weight.to(B.dtype)
 
 
+def ring_sums(partials: list[Tensor], owners: list[int], scale: float = 1.0) -> Tensor:
+    """The sum of [m, n] of all ranks as `ring` adds it, rounded after each rank.
+
+    owners: of each row; the addition begins with the rank behind it.
+    """
+    world, whole = len(partials), torch.stack(partials)
+    owner = torch.tensor(owners, device=whole.device)
+    rows = torch.arange(len(owners), device=whole.device)
+    total = whole[(owner + 1) % world, rows]
+    for step in range(2, world + 1):
+        added = total.float() + whole[(owner + step) % world, rows].float()
+        total = (added * (scale if step == world else 1.0)).to(total.dtype)
+    return total
+
+
+def ring_owners(op: str, rows: int, world: int, options: dict[str, Any]) -> list[int]:
+    """The rank that ends the sum of each row."""
+    if op not in WHOLE:
+        return [row * world // rows for row in range(rows)]
+    count = options.get("blocks", 2)
+    cut, found = Blocks(rows, world, count, options.get("ratio", 1)), [-1] * rows
+    for block in range(count):
+        for owner in range(world):
+            part = cut.part(block, owner)
+            found[part] = [owner] * (part.stop - part.start)
+    assert -1 not in found
+    return found
+
+
 def arguments(op: str, A: Tensor, B: Tensor, average: bool, world: int = 1) -> tuple[Any, ...]:
     """world: the ranks that share the rows of the sum."""
     if lands(op):
@@ -77,11 +107,16 @@ def flat(result: Any) -> list[Tensor]:
     return [first, second] if isinstance(second, Tensor) else [first, *second]
 
 
-def check_same(op: str, what: object, found: list[Tensor], wanted: list[Tensor]) -> None:
-    """Bit for bit, without NaN; a norm, whose mean may be added in another order, almost."""
+def check_same(
+    op: str, what: object, found: list[Tensor], wanted: list[Tensor], averaged: bool = False
+) -> None:
+    """Bit for bit, without NaN; a norm, whose mean may be added in another order, almost.
+
+    averaged: by `ring`, whose products scale on the way, each of torch's in its own way.
+    """
     for n, (out, exact) in enumerate(zip(found, wanted, strict=True)):
         assert out.is_contiguous(), what
-        close = 1e-2 if lands(op) and n == 1 else 0.0
+        close = 1e-2 if averaged or (lands(op) and n == 1) else 0.0
         torch.testing.assert_close(
             out, exact, rtol=close, atol=0, msg=lambda text: f"{what} {text}"
         )

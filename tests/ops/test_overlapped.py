@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 import ladder.ops
 from ladder.comm import driver
 from ladder.kernels.prefill import land_rows_reference
+from ladder.models.errors import UserError
 from ladder.ops import schedules, workspace
 from ladder.ops.collectives import staged_all_gather
 from ladder.ops.landings import staged_everywhere, staged_scatter
@@ -26,7 +28,9 @@ from ladder.ops.products import (
     staged_matmul_all_reduce,
     staged_matmul_reduce_scatter,
 )
+from ladder.ops.registry import ANOTHER, OPERATORS
 from ladder.ops.schedules import Await, Follow, Put, Schedule
+from ladder.ops.spread import Blocks
 from ladder.ops.track_maps import all_to_all
 from tests.comm.mapped import shared_memory
 from tests.comm.threads import FakeDriver
@@ -48,40 +52,54 @@ from tests.ops.overlapped import (
     landing,
     lands,
     operands,
+    ring_owners,
+    ring_sums,
     run_of,
 )
 from tests.ops.streams import Everyone, Group, Machine, Queued, WrongOrderError
 
 TILE: dict[str, Any] = {"tile": "16x32x16", "stages": 2}
-# `chunked` has torch's products and, on a CPU, a sum by torch; the others need their kernel.
-CASES = [on("cpu" if name == "chunked" else "interpreter", op, name) for op, name in EVERY]
+BLOCKS: list[dict[str, Any]] = [{"blocks": 2}, {"blocks": 3, "ratio": 2, "streams": 2}]
+# `chunked` and `ring` have torch's products and, on a CPU, a sum by torch; the others need their
+# kernel.
+CASES = [
+    on("interpreter" if name in ("waiting", "tracked") else "cpu", op, name) for op, name in EVERY
+]
 
 
-def options_of(op: str, name: str) -> dict[str, Any]:
-    if op in WHOLE and name == "chunked":
-        return {"blocks": 2}
-    return {"waiting": TILE, "tracked": {**TILE, "pieces": 2}}.get(name, {})
+def options_of(op: str, name: str) -> list[dict[str, Any]]:
+    if name == "ring" or (op in WHOLE and name == "chunked"):
+        return BLOCKS
+    if name == "chunked":
+        return [{}, {"streams": 2}]
+    return [{"waiting": TILE, "tracked": {**TILE, "pieces": 2}}.get(name, {})]
 
 
-def expected(op: str, inputs: list[Any], rank: int, average: bool) -> list[Tensor]:
+def expected(
+    op: str, name: str, options: dict[str, Any], inputs: list[Any], rank: int, average: bool
+) -> list[Tensor]:
     """The exact results: see `operands`."""
     world = len(inputs)
     if op == "all_gather_matmul":
         whole = torch.cat([A for A, _ in inputs])
         return [whole, *(whole @ B for B in (inputs[rank][1], inputs[rank][1][:, :5]))]
     partials = [A @ B for A, B in inputs]
+    averaged = average and op not in WHOLE
+    if name == "ring":
+        owners = ring_owners(op, len(partials[0]), world, options)
+        total = ring_sums(partials, owners, 1 / world if averaged else 1.0)
+        return [total if op in WHOLE else total.chunk(world)[rank]]
     if op not in WHOLE:
         partials = [each.chunk(world)[rank] for each in partials]
     if lands(op):
         residual, weight = landing(len(partials[0]), inputs[rank][1])
         return list(land_rows_reference(partials, residual, weight, EPS))
     total = in_order(partials)
-    averaged = average and op not in WHOLE
     return [(total / world if averaged else total).to(inputs[0][0].dtype)]
 
 
 def provoke(
-    op: str, name: str, world: int, seed: int, calls: int = 4,
+    op: str, name: str, options: dict[str, Any], world: int, seed: int, calls: int = 4,
     change: Callable[[int, Schedule], Schedule] = lambda rank, schedule: schedule,
     rows: tuple[int, ...] = (1, 9, 20), columns: tuple[int, ...] = (8, 40),
 ) -> None:  # fmt: skip
@@ -110,13 +128,14 @@ def provoke(
                 machine.main(lambda A=A, mine=inputs[rank][0]: A.copy_(mine))
                 machine.main(lambda B=B, mine=inputs[rank][1]: B.copy_(mine))
                 given = arguments(op, A, B, average, world)
-                found = run_of(op, name)(group, *given, **options_of(op, name))
+                found = run_of(op, name)(group, *given, **options)
                 outs[rank, call] = flat(found)
                 machine.main(lambda A=A, B=B: (A.fill_(torch.nan), B.fill_(torch.nan)))
-                wanted[rank, call] = expected(op, inputs, rank, average)
+                wanted[rank, call] = expected(op, name, options, inputs, rank, average)
     machine.execute(source)
     for key, found in outs.items():
-        check_same(op, f"{op} {name} {key}", found, wanted[key])
+        averaged = name == "ring" and key[1] % 2 == 1
+        check_same(op, f"{op} {name} {options} {key}", found, wanted[key], averaged)
 
 
 @pytest.mark.parametrize(("device", "op", "name"), CASES)
@@ -125,8 +144,9 @@ def test_any_order_of_events_gives_the_sums_in_rank_order(device: str, op: str, 
 
     Sets of buffers alternate, or are one and the same, as in a graph of one call.
     """
-    for seed in range(3):
-        provoke(op, name, (2, 3, 4)[seed], seed)
+    for options in options_of(op, name):
+        for seed in range(3):
+            provoke(op, name, options, (2, 3, 4)[seed], seed)
 
 
 def schedules_of(world: int) -> dict[str, Callable[[int], Schedule]]:
@@ -136,6 +156,14 @@ def schedules_of(world: int) -> dict[str, Callable[[int], Schedule]]:
         "scatter": lambda rank: schedules.reduce_scatter(rank, world),
         "landing": lambda rank: schedules.reduce_scatter(rank, world, waiting=True),
         "spread": lambda rank: schedules.all_reduce(rank, world, 2),
+        "ring": lambda rank: schedules.ring(rank, world, 2),
+        "ring spread": lambda rank: schedules.ring(rank, world, 2, spread=True),
+        "gather 2": lambda rank: schedules.all_gather(rank, world, streams=2),
+        "scatter 2": lambda rank: schedules.reduce_scatter(rank, world, streams=2),
+        "landing 2": lambda rank: schedules.reduce_scatter(rank, world, True, streams=2),
+        "spread 2": lambda rank: schedules.all_reduce(rank, world, 3, streams=2),
+        "ring 2": lambda rank: schedules.ring(rank, world, 3, streams=2),
+        "ring spread 2": lambda rank: schedules.ring(rank, world, 3, streams=2, spread=True),
         "tracked": lambda rank: schedules.tracked(
             all_to_all(2 * world, 2, world, 1).compile(rank), world
         ),
@@ -160,13 +188,18 @@ def test_schedules(name: str, world: int) -> None:
             if isinstance(step, Follow):
                 recorded = [each for each in schedule if getattr(each, "event", "") == step.event]
                 assert recorded.index(step) > 0, step
-        assert schedule[-1] == Follow("main", "sent")
+        after_sent = schedule[schedule.index(Follow("main", "sent")) + 1 :]
+        # A ring's slots are read by copies, too; else they are free before all has been sent.
+        assert all(step.word.kind == "free" for step in after_sent)
+        assert bool(after_sent) == (name.startswith("ring") and world > 1)
         targets = [s.word.rank for s in schedule if isinstance(s, Put) and s.stream == "copies"
                    and s.word.kind == "arrived"]  # fmt: skip
-        assert set(targets) == set(range(world)) - {rank}
+        whole = "ring" not in name or "spread" in name
+        wanted = set(range(world)) if whole else {(rank + 1) % world}
+        assert set(targets) == wanted - {rank}
         order = list(dict.fromkeys(targets))
         assert [(q - rank) % world for q in order] in (
-            list(range(1, world)), list(range(world - 1, 0, -1)),
+            list(range(1, world)), list(range(world - 1, 0, -1)), [1],
         )  # fmt: skip
     for word, values in puts.items():
         values.sort()
@@ -174,15 +207,15 @@ def test_schedules(name: str, world: int) -> None:
         assert values == ([0] if own_counter else [0, 1]), word
 
 
-def steps_to_lose(op: str, name: str) -> list[int]:
+def steps_to_lose(op: str, name: str, options: dict[str, Any]) -> list[int]:
     """The steps of rank 0 of two without which something must fail."""
     gather = op == "all_gather_matmul"
     which = "gather" if gather else "landing" if lands(op) else "scatter"
     if op in WHOLE:
-        which = "spread"
+        which = "spread" if name == "chunked" else f"{name} spread"
     elif name != "chunked":
         which = f"{name} landing" if lands(op) else name
-    schedule = schedules_of(2)[which](0)
+    schedule = schedules_of(2)[which + (" 2" if options.get("streams") == 2 else "")](0)
     found = []
     for n, step in enumerate(schedule):
         ends = isinstance(step, Follow) and step.event == "sent" and not gather
@@ -197,12 +230,14 @@ def steps_to_lose(op: str, name: str) -> list[int]:
 @pytest.mark.parametrize(("device", "op", "name"), CASES)
 def test_a_schedule_without_a_step_fails(device: str, op: str, name: str) -> None:
     """Each wait, each word and each event is needed: in some order of events, all else is wrong."""
-    for lost in steps_to_lose(op, name):
+    for options in options_of(op, name):
+        for lost in steps_to_lose(op, name, options):
 
-        def change(rank: int, schedule: Schedule, lost: int = lost) -> Schedule:
-            return schedule if rank else (*schedule[:lost], *schedule[lost + 1 :])
+            def change(rank: int, schedule: Schedule, lost: int = lost) -> Schedule:
+                return schedule if rank else (*schedule[:lost], *schedule[lost + 1 :])
 
-        assert any(fails(op, name, seed, change) for seed in range(60)), f"without step {lost}"
+            found = (fails(op, name, options, seed, change) for seed in range(60))
+            assert any(found), f"{options} without step {lost}"
 
 
 @pytest.mark.parametrize("device", [on("interpreter")])
@@ -214,12 +249,16 @@ def test_counts_of_own_blocks_are_reset(device: str) -> None:
         assert any(step.stream == "main" for step in own)
         return tuple(s for s in schedule if s not in own or s.stream != "main")
 
-    assert any(fails("matmul_reduce_scatter", "tracked", seed, change) for seed in range(30))
+    (options,) = options_of(op := "matmul_reduce_scatter", name := "tracked")
+    assert any(fails(op, name, options, seed, change) for seed in range(30))
 
 
-def fails(op: str, name: str, seed: int, change: Callable[[int, Schedule], Schedule]) -> bool:
+def fails(
+    op: str, name: str, options: dict[str, Any], seed: int,
+    change: Callable[[int, Schedule], Schedule],
+) -> bool:  # fmt: skip
     try:
-        provoke(op, name, 2, seed, 3, change, (7, 20), (8,))
+        provoke(op, name, options, 2, seed, 3, change, (7, 20), (8,))
     except AssertionError:
         return True
     return False
@@ -281,10 +320,18 @@ def on_ranks(rank: int, world: int, folder: str, which: list[tuple[str, str]]) -
                 A, B = operands(world, call, rows, n - (name == "pushed"), dtype)[rank]
                 if op == "linear_all_reduce":  # a weight as in nn.Linear
                     B = B.t().contiguous().t()
-                given = arguments(op, A, B, call % 2 == 1, world)
-                results.append((op, given, run_of(op, name)(group, *given, **options_of(op, name))))
+                average = call % 2 == 1
+                given = arguments(op, A, B, average, world)
+                options = options_of(op, name)[call % len(options_of(op, name))]
+                found = flat(run_of(op, name)(group, *given, **options))
+                if name == "ring":  # it adds in another order
+                    inputs = operands(world, call, rows, n, dtype)
+                    wanted = expected(op, name, options, inputs, rank, average)
+                    check_same(op, f"{op} on rank {rank}", found, wanted, average)
+                else:
+                    results.append((op, given, found))
         for op, given, found in results:
-            check_same(op, f"{op} on rank {rank}", flat(found), flat(STAGED[op](group, *given)))
+            check_same(op, f"{op} on rank {rank}", found, flat(STAGED[op](group, *given)))
         turned(group)
     return ran
 
@@ -297,7 +344,7 @@ def turned(group: Any) -> None:
     for name in IMPLEMENTATIONS["all_gather_matmul"]:
         A = As[rank].transpose(0, 1)
         whole, (out,) = run_of("all_gather_matmul", name)(
-            group, A, [Bs[0]], 1, True, **options_of("all_gather_matmul", name)
+            group, A, [Bs[0]], 1, True, **options_of("all_gather_matmul", name)[-1]
         )
         joined = torch.cat([each.transpose(0, 1) for each in As], 1)
         assert torch.equal(whole, joined)
@@ -308,7 +355,7 @@ def turned(group: Any) -> None:
     exact = sum(A.double() @ B.double() for A, B in zip(As, Bs, strict=True))
     for name in IMPLEMENTATIONS["matmul_reduce_scatter"]:
         out = run_of("matmul_reduce_scatter", name)(
-            group, As[rank], Bs[rank], "sum", 1, **options_of("matmul_reduce_scatter", name)
+            group, As[rank], Bs[rank], "sum", 1, **options_of("matmul_reduce_scatter", name)[-1]
         )
         assert out.is_contiguous()
         wanted = exact.chunk(world, 1)[rank]
@@ -346,10 +393,12 @@ def test_what_cannot_run_is_refused_and_nothing_is_picked_unmeasured() -> None:
         choice = ladder.ops.explain(op, shapes, ranks=4, device="NVIDIA H200")
         assert choice.implementation == "staged"
         others = dict(choice.others)
-        assert {others[name] for name in names} == {"not measured as faster"}
+        for name in names:
+            ordered = OPERATORS[op].implementations[name].ordered
+            assert ("not measured as faster" if ordered else ANOTHER) in others[name]
         wide = ladder.ops.explain(op, shapes, ranks=4, device="NVIDIA H200", dtype=torch.float32)
         refused = {name for name, why in wide.others if "not float32" in why}
-        assert refused == set(names) - {"chunked"}
+        assert refused == set(names) - {"chunked", "ring"}
         empty = [(0, 256), *shapes[1:]]
         why = dict(ladder.ops.explain(op, empty, ranks=4, device="NVIDIA H200").others)
         assert all("a size is 0" in why[name] for name in names)
@@ -381,6 +430,41 @@ def test_a_wrong_tile_is_refused() -> None:
     check_refused("pieces=0; expected 1", tracked, None, A, B, "sum", 0, pieces=0)
 
 
+def test_wrong_options_are_refused() -> None:
+    A, B, group = torch.ones(8, 8), torch.ones(8, 8), Group(0, Everyone(2))
+    gather, scatter = "all_gather_matmul", "matmul_reduce_scatter"
+    for op, name, given in (
+        (gather, "chunked", (A, [B], 0, False)), (scatter, "chunked", (A, B, "sum", 0)),
+        (scatter, "ring", (A, B, "sum", 0)), ("matmul_all_reduce", "chunked", (A, B)),
+        ("matmul_all_reduce", "ring", (A, B)),
+    ):  # fmt: skip
+        for streams in (0, 3):
+            words = rf"streams={streams}; expected 1 to 2"
+            check_refused(words, run_of(op, name), group, *given, streams=streams)
+    for options, words in (
+        ({"blocks": 0}, "blocks=0; expected 1 to 8"), ({"blocks": 9}, "blocks=9; expected 1 to 8"),
+        ({"ratio": 0}, "ratio=0; expected 1 to 8"), ({"ratio": 9}, "ratio=9; expected 1 to 8"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=words):
+            Blocks(8, 2, **{"blocks": 1, "ratio": 1, **options})
+
+
+def test_blocks_share_all_rows_and_end_at_whole_tiles() -> None:
+    for rows, world, blocks, ratio in (
+        (4096, 2, 2, 2), (4096, 2, 3, 2), (4096, 4, 1, 1), (100, 3, 8, 8), (1, 4, 3, 2),
+        (8191, 2, 2, 1), (1000, 2, 2, 4),
+    ):  # fmt: skip
+        cut = Blocks(rows, world, blocks, ratio)
+        every = [cut.part(block, rank) for block in range(blocks) for rank in range(world)]
+        assert [row for part in every for row in range(part.start, part.stop)] == list(range(rows))
+        for rank in range(world):
+            own = [cut.place(block, rank) for block in range(blocks)]
+            assert all(a.stop <= b.start for a, b in pairwise(own))
+            assert own[-1].stop <= cut.height
+    assert Blocks(4096, 2, 2, 2).starts == [0, 1408, 2048]  # 11 and 5 tiles of 128 rows
+    assert Blocks(4096, 2, 4, 1).starts == [0, 512, 1024, 1536, 2048]
+
+
 def test_memory_cannot_be_made_in_a_capture() -> None:
     """Refused with the remedy, on any rank alike; what is there already is used."""
     machine = Machine(2, lambda n: n % 2)
@@ -389,9 +473,7 @@ def test_memory_cannot_be_made_in_a_capture() -> None:
     )
     tall = torch.ones(2**12, 8, dtype=torch.bfloat16)
     group: Any = Group(0, Everyone(2))
-    chunked, tracked = (
-        run_of("matmul_reduce_scatter", name) for name in IMPLEMENTATIONS["matmul_reduce_scatter"]
-    )
+    chunked, tracked = (run_of("matmul_reduce_scatter", name) for name in ("chunked", "tracked"))
     with machine.recording():
         with mock.patch.object(workspace, "capturing", return_value=True):
             check_refused("matmul_reduce_scatter needs new memory", chunked, group, A, B, "sum", 0)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ladder.ops
-from ladder.models.errors import UserError
 from ladder.ops.registry import OPERATORS
 from ladder.parallel import launch
 from tests.ops.loss import check_loss, end_one_rank
 from tests.ops.pushes import check_same, poisoned
+from tests.ops.replays import replay
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +38,6 @@ OPTIONS: dict[tuple[str, str], list[dict[str, Any]]] = {
     (PRODUCT, "grouped"): [{}],
 }  # fmt: skip
 CASES = [*OPTIONS]
-REPLAYS = 300
 
 # Samples of a rank, tables of a rank, dim, longest bag: large; odd; wide rows; all bags empty.
 LOOKUPS = [(256, 24, 256, 60), (7, 3, 100, 9), (33, 2, 1500, 20), (64, 5, 64, 0)]
@@ -170,51 +169,14 @@ def test_bags_in_any_order_of_work_are_the_same(world: int) -> None:
 
 
 def replayed(op: str, name: str) -> int:
-    """Graphs of one call and of three, which share memory, in turn, and calls between."""
     device = launch.join("cuda")
-    rank, group, run = launch.rank(), dist.group.WORLD, run_of(op, name)
-    same, own = random.Random(1), random.Random(100 + rank)
+    group, run = dist.group.WORLD, run_of(op, name)
     given = [given_for(op, call, device, torch.bfloat16) for call in range(4)]
-    values = [each[0][0] if op == BAGS else each[0] for each in given]
-    torch.cuda.synchronize()
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with (
-        pytest.raises(UserError, match="needs new memory"),
-        torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
-    ):
-        run(group, *given[0])
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        for each in given:
-            run(group, *each)
-    torch.cuda.synchronize()
-    dist.barrier()
-    graphs, outs = [], []
-    for numbers in ([0], [1, 2, 3]):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            outs.append([(n, flat(run(group, *given[n]))) for n in numbers])
-        graphs.append(graph)
-    with torch.cuda.stream(stream):
-        for turn in range(REPLAYS):
-            checked = turn % 50 in (0, 1, 49)
-            if checked:
-                for value in values:
-                    value.mul_(2.0 if turn % 100 < 50 else 0.5)  # exact, and other than before
-                for _, found in [pair for each in outs for pair in each]:
-                    for out in found:
-                        out.fill_(torch.nan if out.is_floating_point() else -7)
-            if own.random() < 0.2:
-                torch.cuda._sleep(own.randrange(2_000_000) * (rank + 1))
-            which = same.randrange(3)
-            if which == 2:
-                run(group, *given[1])  # not captured
-            for n in (0, 1) if checked or which == 2 else (which,):
-                graphs[n].replay()
-            if checked:
-                for n, found in [pair for each in outs for pair in each]:
-                    check((op, name, "graph", turn, n), found, op, given[n])
-    torch.cuda.synchronize()
+    replay(
+        lambda *each: flat(run(group, *each)), given,
+        [each[0][0] if op == BAGS else each[0] for each in given],
+        lambda turn, found, each: check((op, name, "graph", turn), found, op, each),
+    )  # fmt: skip
     return 0
 
 

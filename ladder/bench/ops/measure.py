@@ -48,7 +48,7 @@ class Way:
 def pick(case: Case, device: torch.device, any_order: bool = False) -> Choice:
     """What runs the case when nothing is insisted on.
 
-    any_order: where the group lets the backend add.
+    any_order: where the group allows any order of sums.
     """
     return explain(
         case.point.op, case.shapes, dtype=FLOATS[case.point.dtype], ranks=case.point.ranks,

@@ -25,7 +25,14 @@ FEW_ROWS = (1, 8, 64)
 PRODUCT_ROWS = (64, 512, 1024, 2048, 4096, 8192)  # m of FLUX's figures 11 to 14
 # Options that may be faster for some shapes, by implementation: what --tune tries.
 TRIES: dict[str, tuple[dict[str, Any], ...]] = {
-    "chunked": ({"blocks": 2}, {"blocks": 4}),
+    "chunked": (  # of all-reduces but for the first
+        {"streams": 2}, {"blocks": 2}, {"blocks": 4}, {"blocks": 2, "ratio": 2},
+        {"blocks": 2, "ratio": 2, "streams": 2}, {"blocks": 3, "ratio": 2, "streams": 2},
+    ),
+    "ring": (
+        {"streams": 2}, {"blocks": 4}, {"blocks": 3, "ratio": 2, "streams": 2},
+        {"blocks": 4, "streams": 2},
+    ),
     "waiting": (
         {"stages": 4}, {"tile": "256x128x64", "stages": 4}, {"tile": "128x128x64", "stages": 4},
     ),

@@ -1,0 +1,121 @@
+"""Products that add what has arrived: a reduce-scatter without a sum of its own.
+
+A chunk of rows travels from rank to rank + 1, and each rank's product is added to it by cuBLAS, on
+the way from the registers to memory. So no kernel reads the partials again, but each rank rounds
+the sum, and adds in the order of the ring: it starts behind the row's owner and ends at it. That is
+the same in all runs and on all ranks, and not what `staged` adds, so that groups must allow it
+(`ladder.ops.allow_any_order`). The steps are those of `ladder.ops.schedules.ring`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ladder.ops import schedules, workspace
+from ladder.ops.calls import rows_back, rows_first
+from ladder.ops.overlapped import SCATTER, check_streams, peer_refusal
+from ladder.ops.registry import implement
+from ladder.ops.spread import BLOCKS, Blocks, to_all
+
+
+@implement("matmul_reduce_scatter", "ring", peer_refusal, BLOCKS, ordered=False)
+def ring_matmul_reduce_scatter(
+    group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int,
+    blocks: int = 2, ratio: int = 1, streams: int = 1,
+) -> Tensor:  # fmt: skip
+    """blocks, ratio, streams: as of `chunked` all-reduces; a block arrives under other products."""
+    check_streams(streams)
+    rows = rows_first(A, scatter_dim)
+    space = workspace.workspace(group, SCATTER, A.device)
+    rank, world, n = space.rank, space.world, B.shape[1]
+    cut = Blocks(len(rows), world, blocks, ratio)
+    space.reserve(cut.height * n * rows.element_size())
+    chosen = space.next()
+    slots = [space.slots(q, chosen, (cut.height, n), rows.dtype) for q in range(world)]
+    out, shards = rows.new_empty(cut.height, n), rows.split(cut.height)
+    product, copy = _steps(
+        rank, slots, cut, lambda block, owner: shards[owner][cut.place(block, owner)], B,
+        lambda block: out[cut.place(block, rank)], scale=1 / world if reduce_op == "avg" else 1.0,
+    )  # fmt: skip
+    space.run(
+        schedules.ring(rank, world, blocks, streams), chosen, {"product": product, "copy": copy}
+    )
+    return rows_back(out, A, scatter_dim)
+
+
+@implement("matmul_all_reduce", "ring", peer_refusal, BLOCKS, ordered=False)
+def ring_matmul_all_reduce(
+    group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None, blocks: int = 2,
+    ratio: int = 1, streams: int = 1,
+) -> Tensor:  # fmt: skip
+    """blocks, ratio, streams: as of `chunked`. The sums go to all ranks as in it."""
+    check_streams(streams)
+    rows = A.flatten(0, -2)
+    space = workspace.workspace(group, "matmul_all_reduce", rows.device)
+    rank, world, n = space.rank, space.world, B.shape[1]
+    cut = Blocks(len(rows), world, blocks, ratio)
+    height = 2 * cut.height  # of a slot: the rows that grow, then the sums of a rank
+    space.reserve(height * n * rows.element_size())
+    chosen = space.next()
+    slots = [space.slots(q, chosen, (height, n), rows.dtype) for q in range(world)]
+    total = rows.new_empty(len(rows), n)
+    more = None if addend is None else addend.flatten(0, -2)
+    product, copy = _steps(
+        rank, slots, cut, lambda block, owner: rows[cut.part(block, owner)], B,
+        lambda block: total[cut.part(block, rank)],
+        None if more is None else lambda block, owner: more[cut.part(block, owner)],
+    )  # fmt: skip
+    space.run(
+        schedules.ring(rank, world, blocks, streams, spread=True), chosen,
+        {"product": product, "copy": copy, **to_all(rank, slots, cut, [total])},
+    )  # fmt: skip
+    return total.unflatten(0, A.shape[:-1])
+
+
+def _steps(
+    rank: int, slots: list[Tensor], cut: Blocks, rows: Callable[[int, int], Tensor], B: Tensor,
+    out: Callable[[int], Tensor], addend: Callable[[int, int], Tensor] | None = None,
+    scale: float = 1.0,
+) -> tuple[Callable[[int], None], Callable[[int], None]]:  # fmt: skip
+    """The actions `product` and `copy` of the ring.
+
+    rows, addend: those of a block and an owner. out: the memory of this rank's sums of a block.
+    scale: of the sums.
+    """
+    world, blocks = cut.world, len(cut.starts) - 1
+    begun = B.new_empty(cut.height, B.shape[1])  # what travels from here
+
+    def at(number: int) -> tuple[int, int, int, Tensor]:
+        """The step, block and owner, and where what travels is on this rank."""
+        step, block = divmod(number, blocks)
+        owner = (rank - 1 - step) % world
+        memory = slots[rank][step] if step else begun
+        return step, block, owner, memory[cut.place(block, owner)]
+
+    def product(number: int) -> None:
+        step, block, owner, travels = at(number)
+        mine = rows(block, owner)
+        if len(mine) == 0:
+            return
+        more = None if addend is None else addend(block, owner)
+        if step == 0 and more is None:
+            torch.mm(mine, B, out=travels)
+        elif step == 0:
+            torch.addmm(more, mine, B, out=travels)
+        else:
+            if more is not None:
+                travels.add_(more)
+            to = travels if step < world - 1 else out(block)
+            last = scale if step == world - 1 else 1.0
+            torch.addmm(travels, mine, B, beta=last, alpha=last, out=to)
+
+    def copy(number: int) -> None:
+        step, block, owner, travels = at(number)
+        to = slots[(rank + 1) % world][step + 1][cut.place(block, owner)]
+        to.copy_(travels, non_blocking=True)
+
+    return product, copy
