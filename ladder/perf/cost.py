@@ -20,11 +20,11 @@ from ladder.kernels.decode import MAX_ROWS
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.models.plan import Plan
-from ladder.perf.cost_prefill import resource, together
 from ladder.perf.graph import Graph, Operation
 from ladder.perf.lower_decode import decode
 from ladder.perf.machine import Basis, Curve, Estimate, Machine, Value, worst
 from ladder.perf.simulate import simulate
+from ladder.perf.slowdowns import Slowdowns, resource
 
 WAY = {"push": "push", "async": "nccl"}
 FULL_MESSAGE = 2**19  # bytes for which NCCL takes as many multiprocessors as for prompts
@@ -85,6 +85,7 @@ class DecodeCost:
         self.stored = weights
         self.heads = batch * heads
         self.message = BF16 * batch * hidden
+        self.slowdowns = Slowdowns(machine)
         self.bases: list[Basis] = []
         self._known: dict[tuple[str, str, bool, bool], Estimate] = {}
         self.crossing: set[int] = set()  # what waits for another stream
@@ -131,12 +132,19 @@ class DecodeCost:
 
     def beside(self, operation: Operation, other: Operation) -> float:
         """The speed of an operation beside one of another stream. NCCL takes the fewer
-        multiprocessors the smaller the message, but waits for memory beside products."""
+        multiprocessors the smaller the message, but waits for memory beside products; or what was
+        measured."""
         one, two = resource(operation), resource(other)
+        measured = None
+        if "nccl" in (one, two) and one != two:
+            name = "nccl beside decode" if one == "nccl" else "decode beside nccl"
+            measured = self.slowdowns.curve(name, self.message)
+        if measured is not None:
+            return measured
         if one != "nccl" == two:
-            loss = 1 - self.machine.value("product_beside_nccl")
+            loss = 1 - self.slowdowns.value("product_beside_nccl")
             return 1 - loss * min(1.0, self.message / FULL_MESSAGE)
-        return together(self.machine, one, two)
+        return self.slowdowns.together(one, two)
 
     def estimate(self, operation: Operation) -> Estimate:
         """What it takes alone. Raises UserError if the machine lacks the curve."""

@@ -18,7 +18,8 @@ from ladder.kernels.decode import MAX_ROWS
 from ladder.kernels.eight_bits import PIECE
 from ladder.models.config import ModelConfig
 from ladder.perf.graph import COMM, Operation
-from ladder.perf.machine import COLLECTIVES, Basis, Estimate, Machine
+from ladder.perf.machine import Basis, Estimate, Machine
+from ladder.perf.slowdowns import Slowdowns, resource
 
 IDLE_POWER = 0.64  # while nothing computes, of the power under products
 FILL, SQUARE = 128, 8192  # what fills a tile's pipeline, of its inputs; `matrix_tflop_s` has SQUARE
@@ -54,6 +55,7 @@ class PromptCost:
         self.gap = machine.value("prompt_gap_us")
         self.rate = 1e6 * machine.value("matrix_tflop_s")  # FLOPs a microsecond
         self.memory = 1e6 * machine.value("copy_tb_s")  # bytes a microsecond
+        self.slowdowns = Slowdowns(machine)
         self.bases: list[Basis] = []
         self._known: dict[tuple[object, ...], float] = {}
 
@@ -167,9 +169,11 @@ class PromptCost:
         one, two = resource(operation), resource(other)
         if two == "link" and one == "all":
             if operation.kind == "product":
-                return self.machine.value("product_beside_copies")
+                return self.slowdowns.value("product_beside_copies")
             return 1 - self.copied / self.memory
-        return together(self.machine, one, two)
+        if one == "link" and other.kind == "product":
+            return self.slowdowns.value("copies_beside_product")
+        return self.slowdowns.together(one, two)
 
     @property
     def copied(self) -> float:
@@ -184,24 +188,3 @@ def power_share(limit: float, boost_ms: float, busy_us: float, total_us: float) 
     share = min(1.0, (limit / power) ** (1 / 3))
     time = total_us / 1e3 / boost_ms
     return share + (1 - share) * -math.expm1(-time) / time
-
-
-def together(machine: Machine, one: str, two: str) -> float:
-    """The speed of what takes `one` while what takes `two` runs, of its speed alone."""
-    if "wait" in (one, two) or "link" in (one, two):
-        return 1.0
-    if two == "nccl" and one != "nccl":
-        return machine.value("product_beside_nccl")
-    if one == "nccl" and two != "nccl":
-        return machine.value("nccl_beside_product")
-    return 0.5  # both take all multiprocessors
-
-
-def resource(operation: Operation) -> str:
-    """What an operation takes: link (copy engines), nccl (some multiprocessors), wait (one block
-    that waits), or all multiprocessors."""
-    if operation.kind in ("copies", "peers"):
-        return "link"
-    if operation.kind == "barrier":
-        return "wait"
-    return "nccl" if operation.kind in COLLECTIVES else "all"

@@ -18,7 +18,7 @@ from ladder.parallel.choose import choose
 from ladder.parallel.dispatch import load_dispatch
 from ladder.parallel.sharded import sharded_refusal
 from ladder.perf.cost import DecodeCost, check_context, check_reducer
-from ladder.perf.cost_prefill import PromptCost, resource
+from ladder.perf.cost_prefill import PromptCost
 from ladder.perf.cost_training import TrainingCost, TrainingShape
 from ladder.perf.graph import REDUCES, Graph, Operation, training
 from ladder.perf.lower_prefill import Way
@@ -26,6 +26,7 @@ from ladder.perf.lower_prefill import prefill as lower_prefill
 from ladder.perf.machine import Basis, Estimate, Machine, for_degree, worst
 from ladder.perf.memory import held_ranks
 from ladder.perf.simulate import Times, simulate, waiting
+from ladder.perf.slowdowns import resource
 
 # What the longest path of a pass is made of, by the kind of operation.
 LIMITS = {
@@ -57,7 +58,8 @@ class Prediction:
     microseconds that add up to `us`, the most first. collectives, launches: how many. provenance:
     where the curves and values come from. graph, times: all operations and when they run, for
     pictures and traces: of a rank where all are alike. estimate: what an operation takes alone.
-    waiting_us: what of `us` is added by ranks that are not, see `simulate.Skew`.
+    waiting_us: what of `us` is added by ranks that are not, see `simulate.Skew`. unmeasured: how
+    much slower what runs at once is, where nobody measured it, with where that is from.
     """
 
     us: float
@@ -71,6 +73,7 @@ class Prediction:
     bare: Callable[[], float]
     estimate: Callable[[Operation], Estimate]
     waiting_us: float = 0.0
+    unmeasured: tuple[str, ...] = ()
 
     @cached_property
     def bases(self) -> dict[Basis, float]:
@@ -142,6 +145,7 @@ def _prediction(
         bare=bare,
         estimate=cost.estimate,
         waiting_us=added,
+        unmeasured=cost.slowdowns.unmeasured,
     )
 
 

@@ -139,6 +139,12 @@ def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> l
             f"{len(fitted)} values of machine {question.machine.name!r} are fitted to records, "
             f"which --json names."
         )
+    unmeasured = sorted({each for row in rows for each in row.prediction.unmeasured})
+    if unmeasured:
+        found.append(
+            f"Speeds of what runs at once, of those alone, that `ladder bench machine` has not "
+            f"measured there: {', '.join(unmeasured)}."
+        )
     if question.nodes > 1:
         found.append(f"No link between the {question.nodes} machines is used.")
     return [*found, *(f"left out: {each}" for each in left_out), CAVEAT]

@@ -1,0 +1,58 @@
+"""How fast operations are beside others, of their speed alone, by what each of them takes."""
+
+from __future__ import annotations
+
+from ladder.perf.graph import Operation
+from ladder.perf.machine import COLLECTIVES, Machine
+
+COMMUNICATES = ("nccl", "push")
+
+
+class Slowdowns:
+    """Those of a machine's file. read: the names of the values that were asked for."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.read: set[str] = set()
+
+    def value(self, name: str) -> float:
+        self.read.add(name)
+        return self.machine.value(name)
+
+    def curve(self, name: str, nbytes: float) -> float | None:
+        """The speed beside, or of, an all-reduce of so many bytes; None if it was not measured."""
+        found = self.machine.family(name)
+        return min(1.0, found[0].at(nbytes).us) if found else None
+
+    def together(self, one: str, two: str) -> float:
+        """The speed of what takes `one` (see `resource`) while what takes `two` runs."""
+        if "wait" in (one, two) or "link" in (one, two):
+            return 1.0
+        if one == "all" and two in COMMUNICATES:
+            return self.value(f"product_beside_{two}")
+        if one in COMMUNICATES and two == "all":
+            return self.value(f"{one}_beside_product")
+        return 0.5  # both take all multiprocessors
+
+    @property
+    def unmeasured(self) -> tuple[str, ...]:
+        """What was read and not measured by `ladder bench machine`, with where it is from."""
+        said = []
+        for name in sorted(self.read):
+            found = self.machine.values.get(name)
+            source = "declared" if found is None else found.provenance.partition(":")[0]
+            if source != "measured":
+                said.append(f"{name} {self.machine.value(name):g} ({source})")
+        return tuple(said)
+
+
+def resource(operation: Operation) -> str:
+    """What an operation takes: link (copy engines), nccl (some multiprocessors), push (ours, by as
+    many), wait (one block that waits), or all multiprocessors."""
+    if operation.kind in ("copies", "peers"):
+        return "link"
+    if operation.kind == "barrier":
+        return "wait"
+    if operation.kind not in COLLECTIVES:
+        return "all"
+    return "push" if operation.algorithm in ("push", "two-shot") else "nccl"
