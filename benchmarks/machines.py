@@ -2,7 +2,8 @@
 
 The times of decode kernels are those that benchmarks/results/README.md lists; the rest is in the
 JSON lines, but for the memory of a GPU and DECLARED, which no record says and each of which says
-where it is from.
+where it is from. What `ladder bench machine` measured (results/*-machine-h200xN.json, the newest of
+each N) comes in their place: what is of one GPU for all machines, the rest for that of N GPUs.
 """
 
 from __future__ import annotations
@@ -10,15 +11,25 @@ from __future__ import annotations
 import functools
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ladder.config import model_config
 from ladder.costs import BF16
+from ladder.perf.machine import (
+    BETWEEN_GPUS,
+    FOLDER,
+    Curve,
+    Link,
+    Machine,
+    Value,
+    fit_link,
+    read,
+    write,
+)
 from ladder.perf.machine import DECLARED as DEFAULTS
-from ladder.perf.machine import FOLDER, Curve, Link, Machine, Value, fit_link, write
 from ladder.perf.prediction.records import calibrated
 
 RESULTS = Path(__file__).parent / "results"
@@ -178,6 +189,42 @@ def collectives(gpus: int) -> tuple[list[Curve], list[Link]]:
     return found, [fit_link("NVLink", nccl, gpus)]
 
 
+# Of a rate the median over many runs stays; a file has that of one.
+OF_ONE_GPU = ("memory_gib", "launch_us", "host_launch_us")
+
+
+def measured() -> dict[int, tuple[str, Machine]]:
+    """The newest file of `ladder bench machine` for each number of GPUs, with its name."""
+    found = {}
+    for path in sorted(RESULTS.glob("*-machine-h200x*.json")):
+        each = read(path)
+        found[each.gpus] = path.name, each
+    return found
+
+
+def with_measured(machine: Machine, files: Mapping[int, tuple[str, Machine]]) -> Machine:
+    """The machine with what was measured in place of what it has: all of a family of curves of one
+    GPU, from the file of the nearest number of GPUs; and from that of its own number collectives,
+    one by one, and slowdowns."""
+    values, curves, found = dict(machine.values), list(machine.curves), machine.links
+    for gpus in sorted(files, key=lambda each: abs(each - machine.gpus))[:1]:
+        file, each = files[gpus]
+        own = gpus == machine.gpus
+        for name, value in each.values.items():
+            if name in OF_ONE_GPU or (own and "beside" in name):
+                values[name] = replace(value, provenance=f"{value.provenance}; {file}")
+        taken = [curve for curve in each.curves if own or curve.name not in BETWEEN_GPUS]
+        families = {curve.name for curve in taken if curve.name not in BETWEEN_GPUS}
+        names = {str(curve) for curve in taken}
+        curves = [
+            curve for curve in curves if curve.name not in families and str(curve) not in names
+        ]
+        curves += [replace(one, provenance=f"{one.provenance}; {file}") for one in taken]
+        if own and each.links:
+            found = tuple(replace(link, tier="NVLink") for link in each.links)
+    return replace(machine, values=values, curves=tuple(curves), links=found)
+
+
 def machine(gpus: int) -> Machine:
     more, links = collectives(gpus) if gpus > 1 else ([], [])
     declared = DECLARED
@@ -186,6 +233,7 @@ def machine(gpus: int) -> Machine:
         declared = DECLARED | TOGETHER | {"product_beside_copies": COPIES[gpus]}
     name, curves = f"h200x{gpus}", (*kernels(), *more)
     found = Machine(name, GPU, gpus, values(gpus) | declared, curves, tuple(links))
+    found = with_measured(found, measured())
     if gpus == 4:
         return calibrated(found, *(RESULTS / file for file in CALIBRATION))
     fitted = {key: each for key, each in four().values.items() if key in FITTED}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,38 @@ def test_the_shipped_files_are_what_the_records_say() -> None:
         assert load(f"h200x{gpus}").to_dict() == json.loads(
             json.dumps(records.machine(gpus).to_dict())
         )
+
+
+def test_a_measured_file_comes_in_place_of_older_records() -> None:
+    """All of a family of one GPU, also for other numbers of GPUs; collectives and slowdowns for its
+    own number alone, and those that it lacks stay."""
+    records = importlib.import_module("benchmarks.machines")
+    push = Curve("all-reduce", {"algorithm": "push"}, ((8.0, 1.0), (16.0, 1.5)), "measured: new")
+    product = Curve("product", {"rows": 2}, ((10.0, 3.0),), "measured: new")
+    values = {
+        "launch_us": Value(1.5, "measured: new"),
+        "copy_tb_s": Value(9.0, "measured: new"),
+        "product_beside_nccl": Value(0.5, "measured: new"),
+    }
+    file = Machine("new", "a GPU", 2, values, (push, product))
+    nccl = Curve("all-reduce", {"algorithm": "nccl"}, POINTS, "measured: here")
+    old = replace(
+        MACHINE,
+        values={**MACHINE.values, "copy_tb_s": Value(4.0, "measured: old")},
+        curves=(*CURVES, nccl),
+    )
+    for gpus in (1, 2, 4):
+        found = records.with_measured(replace(old, gpus=gpus), {2: ("new.json", file)})
+        own = gpus == 2
+        assert found.value("launch_us") == 1.5
+        assert found.value("copy_tb_s") == 4.0
+        assert found.value("product_beside_nccl") == (0.5 if own else 0.64)
+        assert [dict(each.where) for each in found.family("product")] == [{"rows": 2}]
+        assert found.curve("all-reduce", algorithm="nccl") == nccl
+        points = found.curve("all-reduce", algorithm="push").points
+        assert points == (push.points if own else POINTS)
+        assert found.values["launch_us"].provenance == "measured: new; new.json"
+    assert records.with_measured(old, {}) == old
 
 
 def test_shipped_machines_name_what_is_missing() -> None:
