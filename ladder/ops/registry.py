@@ -238,6 +238,13 @@ def choose(call: Call) -> Choice:
     return _choose(call, _asked.get(call.op), os.environ.get(VARIABLE) or None)
 
 
+def listed(call: Call) -> str:
+    """The implementation that a table names for a call, or else the one without a measurement;
+    this machine may be another one, and is not asked whether it can run it."""
+    _, entry = _entry(call, os.environ.get(VARIABLE) or None)
+    return unmeasured(call) if entry is None else str(entry["implementation"])
+
+
 def run(call: Call, group: dist.ProcessGroup, *arguments: Any) -> Any:
     """Run the operator by the chosen implementation."""
     choice = choose(call)

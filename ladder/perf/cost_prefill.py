@@ -17,6 +17,7 @@ from ladder.costs import BF16, stored_bytes
 from ladder.kernels.decode import MAX_ROWS
 from ladder.kernels.eight_bits import PIECE
 from ladder.models.config import ModelConfig
+from ladder.perf.fused import FUSED, share_left
 from ladder.perf.graph import COMM, Operation
 from ladder.perf.machine import Basis, Estimate, Machine
 from ladder.perf.slowdowns import Slowdowns, resource
@@ -78,6 +79,8 @@ class PromptCost:
             return Estimate(self.attention(1 if few else self.prompt) + self.gap, "extrapolated")
         if kind == "choice":
             return Estimate(self.gap, "interpolated")
+        if operation.algorithm == FUSED:
+            return self.fused(kind, operation.part, any_order=False)
         if kind == "all-reduce":
             nbytes = BF16 * self.config.hidden_size * rows
             found = self.machine.curve("all-reduce", algorithm=operation.algorithm).at(nbytes)
@@ -99,6 +102,14 @@ class PromptCost:
             sent = operation.tensors * self.tensor(rows) / (self.tp - 1)
             return self.machine.curve("all-reduce", algorithm="push").at(sent)
         return self.moved(operation.tensors * self.tensor(rows))
+
+    def fused(self, kind: str, part: str, any_order: bool) -> Estimate:
+        """An exchange of all rows inside of a product, beyond the product."""
+        outputs, inputs = self.shapes[part]
+        sizes = self.rows, outputs, inputs
+        share, _ = share_left(kind, self.machine.gpu, self.tp, sizes, any_order)
+        us = backend_exchange(self.machine, kind, self.tensor(self.rows)).us
+        return Estimate(share * us + self.gap, "extrapolated")
 
     def tensor(self, rows: float) -> float:
         return BF16 * self.config.hidden_size * rows
@@ -180,6 +191,14 @@ class PromptCost:
         """Bytes a microsecond of this GPU's memory that copies read and write."""
         large = 2.0**28
         return 2 * large / self.peer_copy(large).us
+
+
+def backend_exchange(machine: Machine, kind: str, nbytes: float) -> Estimate:
+    """NCCL's time. Where the machine has all-reduces alone, a half is half of one."""
+    if kind != "all-reduce" and machine.family(kind, algorithm="nccl"):
+        return machine.curve(kind, algorithm="nccl").at(nbytes)
+    found = machine.curve("all-reduce", algorithm="nccl").at(nbytes)
+    return found if kind == "all-reduce" else Estimate(found.us / 2, "extrapolated")
 
 
 def power_share(limit: float, boost_ms: float, busy_us: float, total_us: float) -> float:

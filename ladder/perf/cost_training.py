@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 from ladder.costs import BF16, FP32
 from ladder.models.config import ModelConfig
-from ladder.perf.cost_prefill import PromptCost, power_share
-from ladder.perf.graph import DATA, Operation
-from ladder.perf.machine import COLLECTIVES, Basis, Estimate, Machine, for_degree
+from ladder.perf.cost_prefill import PromptCost, backend_exchange, power_share
+from ladder.perf.fused import FUSED
+from ladder.perf.graph import DATA, LAST, Operation
+from ladder.perf.lower_prefill import FIRST
+from ladder.perf.machine import COLLECTIVES, Estimate, Machine, for_degree
 from ladder.perf.memory import local_parameters
 
 BACKWARD_ATTENTION = 2.5 / 0.85  # its arithmetic, and its rate, of those of the forward pass
@@ -75,7 +77,9 @@ class TrainingCost(PromptCost):
             about: object = self._landing_tensors(each)
         else:
             about = each.output is not None and self._reduced(each.output)
-        key = (each.kind, each.part, each.stream, each.backward, about)
+        if each.algorithm == FUSED:
+            about = about, each.sublayer and self.config.plan.sublayers[each.sublayer].kind
+        key = (each.kind, each.part, each.stream, each.backward, each.algorithm, about)
         if key not in self._times:
             found = self.estimate(operation)
             self.bases.append(found.basis)
@@ -157,8 +161,20 @@ class TrainingCost(PromptCost):
         local = self._local(operation) if operation.output is not None else 0.0
         if self.no_comm and operation.part != "embedding":
             return Estimate(local + self._repeated(operation.kind), "extrapolated")
+        if operation.algorithm == FUSED:
+            return self._inside(operation)
         found = self._wire(operation.kind, self.tensor(self.shape.rows), self.shape.tp)
         return Estimate(found.us + local + self.gap, found.basis)
+
+    def _inside(self, operation: Operation) -> Estimate:
+        """Exchanges inside of products: one for each of attention and MLP. A gather is that of the
+        first product's rows or, backward, of its gradient's; so is a scatter of the last's."""
+        assert operation.sublayer is not None
+        gathers = (operation.kind == "all-gather") != operation.backward
+        ends = FIRST if gathers else LAST
+        kinds = self.config.plan.sublayers[operation.sublayer].kind.split("+")
+        parts = [self.fused(operation.kind, ends[each], any_order=True) for each in kinds]
+        return Estimate(sum(each.us for each in parts), "extrapolated")
 
     def _local(self, operation: Operation) -> float:
         """What a process sums, copies or adds itself around a reduce."""
@@ -192,15 +208,7 @@ class TrainingCost(PromptCost):
         return self._wire(operation.kind, nbytes, shape.replicas)
 
     def _wire(self, kind: str, nbytes: float, degree: int) -> Estimate:
-        """NCCL's time. Where the machine has all-reduces alone, a half is half of one."""
-        machine = self.collectives[degree]
-        if kind != "all-reduce" and machine.family(kind, algorithm="nccl"):
-            return machine.curve(kind, algorithm="nccl").at(nbytes)
-        found = machine.curve("all-reduce", algorithm="nccl").at(nbytes)
-        if kind == "all-reduce":
-            return found
-        basis: Basis = "extrapolated"
-        return Estimate(found.us / 2, basis)
+        return backend_exchange(self.collectives[degree], kind, nbytes)
 
     def unlimit(self) -> None:
         self.share = 1.0

@@ -18,6 +18,7 @@ from ladder.models.errors import UserError, unknown
 from ladder.models.plan import Landing, Plan
 from ladder.models.reducer import Ranks
 from ladder.parallel.sharded import sharded_refusal
+from ladder.perf.fused import FUSED
 
 MAIN, SIDE, COMM, DATA = "main", "side", "communication", "data parallel"
 COMPUTES = ("product", "attention")
@@ -174,13 +175,13 @@ def sublayer_operations(graph: Graph, plan: Plan, n: int, read: int) -> list[int
 LAST = {"attention": "output", "mlp": "down"}
 
 
-def forward(plan: Plan, style: str = "all-reduce") -> Graph:
+def forward(plan: Plan, style: str = "all-reduce", fused: bool = False) -> Graph:
     """The forward pass over whole sequences.
 
     style: `all-reduce` (residual whole on every rank, NCCL on a stream of its own), `sharded`
     (residual sharded by tokens: reduce-scatter, land, gather; what does not block on a side
     stream), as training with sequence parallelism has it, or `alone` (one process has all ranks,
-    and sums what it holds).
+    and sums what it holds). fused: whether what blocks under `sharded` is inside of products.
     """
     if style not in STYLES:
         raise unknown("style of a pass", style, STYLES)
@@ -201,7 +202,8 @@ def forward(plan: Plan, style: str = "all-reduce") -> Graph:
         found = graph.add("landing", needs, sublayer=n, landings=landings, stream=stream)
         loop.landed(n, found)
         if style == "sharded":
-            return graph.add("all-gather", [found], sublayer=n, stream=stream)
+            inside = FUSED if fused and here and n not in (0, last) else ""
+            return graph.add("all-gather", [found], sublayer=n, stream=stream, algorithm=inside)
         return found
 
     for n, record in enumerate(plan.sublayers):
@@ -228,7 +230,10 @@ def forward(plan: Plan, style: str = "all-reduce") -> Graph:
             loop.starts[n] = graph.add("all-reduce", needs, sublayer=n, output=n, stream=COMM)
         else:
             stream = MAIN if plan.blocking[n] else SIDE
-            loop.starts[n] = graph.add("reduce-scatter", needs, sublayer=n, output=n, stream=stream)
+            inside = FUSED if fused and plan.blocking[n] else ""
+            loop.starts[n] = graph.add(
+                "reduce-scatter", needs, sublayer=n, output=n, stream=stream, algorithm=inside
+            )
     read = early.pop(last) if last in early else land(last)
     if plan.final_mean and style != "alone":
         read = graph.add("all-reduce", [read], part="final mean", stream=COMM)
@@ -240,7 +245,9 @@ ADJOINT = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}
 GRADIENTS = ("none", "ddp", "fsdp")
 
 
-def training(plan: Plan, style: str = "all-reduce", gradients: str = "none") -> Graph:
+def training(
+    plan: Plan, style: str = "all-reduce", gradients: str = "none", fused: bool = False
+) -> Graph:
     """A training step: forward, loss, backward, optimiser.
 
     The backward pass issues the forward's operations in reverse, each after what its gradient
@@ -249,7 +256,7 @@ def training(plan: Plan, style: str = "all-reduce", gradients: str = "none") -> 
     """
     if gradients not in GRADIENTS:
         raise unknown("reduction of gradients", gradients, GRADIENTS)
-    source = forward(plan, style)
+    source = forward(plan, style, fused)
     graph, moved = Graph(plan), dict[int, int]()
     layers: dict[int, int] = {}
     for each in source.operations:
@@ -303,5 +310,5 @@ def _copy(
     kind = ADJOINT.get(each.kind, each.kind) if backward else each.kind
     return graph.add(
         kind, needs, part=each.part, sublayer=each.sublayer, output=each.output,
-        stream=each.stream, landings=each.landings, backward=backward,
+        stream=each.stream, landings=each.landings, backward=backward, algorithm=each.algorithm,
     )  # fmt: skip

@@ -4,7 +4,9 @@ Two paths, as `ladder.parallel.choose` picks them. The residual whole on every r
 (`ladder.models.forward_pass.Pass`): all-reduces of partials, by NCCL on its stream, or by our
 kernels, on the main stream where they block. Or sharded by tokens (`ladder.parallel.sharded`): a
 barrier and pulls of partials, a landing of this rank's rows, pushes of normed rows and a barrier,
-all of it on a side stream where the plan does not block.
+all of it on a side stream where the plan does not block. With `fused` what blocks is inside
+products (`ladder.parallel.prefill`): a scatter in the last product of a sublayer, and a gather in
+the first of the next; or, where the residual is whole, the all-reduce in the last product.
 
 From the last attention on, one position of each sequence is computed (`few`).
 """
@@ -18,19 +20,25 @@ from ladder.kernels.norm import MAX_ADDENDS
 from ladder.models.errors import unknown
 from ladder.models.plan import Landing, Plan
 from ladder.parallel.dispatch import PREFILL_TRANSPORTS
+from ladder.parallel.prefill import sums_in_products
+from ladder.perf.fused import FUSED
 from ladder.perf.graph import COMM, LAST, MAIN, SIDE, Graph, Loop
+
+FIRST = {"attention": "qkv", "mlp": "gate-up", "attention+mlp": "qkv"}
 
 
 @dataclass(frozen=True)
 class Way:
     """How a prefill reduces. ranks: of the group. transport: of `ladder.comm.transports`, or "" for
     a residual that is whole on every rank. large, small: the algorithms that sum the partials of
-    all tokens, and of one of each sequence: nccl, push or two-shot."""
+    all tokens, and of one of each sequence: nccl, push or two-shot. fused: whether exchanges that
+    block are inside products."""
 
     ranks: int
     transport: str = ""
     large: str = "nccl"
     small: str = "nccl"
+    fused: bool = False
 
     def __post_init__(self) -> None:
         if self.transport not in ("", *PREFILL_TRANSPORTS):
@@ -63,6 +71,9 @@ class _Prefill(Loop):
         last = len(plan.sublayers)
         for n, record in enumerate(plan.sublayers):
             read = self._read(n)
+            if self._gathered_in_product(n):
+                part = FIRST[record.kind]
+                read = graph.add("all-gather", [read], part=part, sublayer=n, algorithm=FUSED)
             inner = []
             for kind in record.kind.split("+"):
                 if kind == "attention":
@@ -88,6 +99,23 @@ class _Prefill(Loop):
         head = graph.add("product", [self._read(last)], part="head", few=True)
         graph.add("choice", [head])
         return graph
+
+    # -- exchanges inside of products ----------------------------------------------------------
+
+    def _sums_in_product(self, n: int) -> bool:
+        """`FusedPrefillPass.sums`, and where the residual is whole `sums_in_products`."""
+        if not self.way.fused or n >= self.plan.last_attention:  # where one position is left
+            return False
+        if not self.way.transport:
+            return sums_in_products(self.plan, n)
+        return self.plan.blocking[n] and self.plan.sublayers[n].kind != "attention+mlp"
+
+    def _gathered_in_product(self, n: int) -> bool:
+        """Not `FusedPrefillPass.gathers`, of a residual that is sharded by now."""
+        if not (self.way.fused and self.sharded and self.split) or n == len(self.plan.sublayers):
+            return False
+        both = self.plan.sublayers[n].kind == "attention+mlp"
+        return self.plan.blocking[n - 1] and not (both and n == self.plan.last_attention)
 
     # -- reads ---------------------------------------------------------------------------------
 
@@ -143,10 +171,12 @@ class _Prefill(Loop):
         plan, ranks = self.plan, self.way.ranks
         here = any(plan.blocking[each.output] for each in landings)
         stream = MAIN if here else SIDE
-        pieces = len(landings) * ranks
-        direct = self.way.transport == "direct"
-        remote = (len(landings) + 1) * (ranks - 1) / ranks if direct else 0.0
-        local = (pieces + 3) / ranks - (len(landings) * (ranks - 1) / ranks if direct else 0.0)
+        summed = sum(self._sums_in_product(each.output) for each in landings)
+        gathers = not self._gathered_in_product(n)
+        apart = len(landings) - summed  # whose pieces are with the peers
+        direct = self.way.transport == "direct" and bool(apart + gathers)
+        remote = (apart + gathers) * (ranks - 1) / ranks if direct else 0.0
+        local = (apart * (1 if direct else ranks) + summed + 3) / ranks
         needs = [self.residual, *self._arrivals(landings), self._joined(stream)]
         if direct:  # the landing's own loads and stores
             far = self.graph.add("peers", needs, sublayer=n, tensors=remote, stream=stream)
@@ -154,6 +184,8 @@ class _Prefill(Loop):
         found = self.graph.add("landing", needs, sublayer=n, landings=landings, tensors=local,
                                stream=stream)  # fmt: skip
         self.landed(n, found)
+        if not gathers:
+            return found
         if not direct:
             found = self.graph.add("copies", [found], sublayer=n, stream=stream)
         found = self.graph.add("barrier", [found], sublayer=n, stream=stream)
@@ -187,6 +219,13 @@ class _Prefill(Loop):
             return
         if self.way.ranks == 1:
             self.starts[n] = partial
+            return
+        if self._sums_in_product(n):
+            kind = "reduce-scatter" if self.sharded else "all-reduce"
+            self.starts[n] = self.graph.add(
+                kind, [partial, self._joined(MAIN)], part=LAST[record.kind], sublayer=n, output=n,
+                algorithm=FUSED,
+            )  # fmt: skip
             return
         if self.sharded:
             stream = MAIN if plan.blocking[n] else SIDE

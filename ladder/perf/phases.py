@@ -20,6 +20,7 @@ from ladder.parallel.sharded import sharded_refusal
 from ladder.perf.cost import DecodeCost, check_context, check_reducer
 from ladder.perf.cost_prefill import PromptCost
 from ladder.perf.cost_training import TrainingCost, TrainingShape
+from ladder.perf.fused import FUSED, check_weights
 from ladder.perf.graph import REDUCES, Graph, Operation, training
 from ladder.perf.lower_prefill import Way
 from ladder.perf.lower_prefill import prefill as lower_prefill
@@ -159,11 +160,15 @@ def prefill(
 ) -> Prediction:  # fmt: skip
     """The prefill of `batch` prompts of `prompt` tokens each, as the fused engine runs it.
 
-    reducer: push, or async (NCCL). Raises UserError as `decode` does.
+    reducer: push, async (NCCL) or fused. Raises UserError as `decode` does, and for a plan that
+    fused operators refuse.
     """
     config.check_divides(tp, "--tp")
     _check_tokens(config, batch, prompt)
-    check_reducer(reducer)
+    if reducer == FUSED:
+        check_weights(weights)
+    else:
+        check_reducer(reducer)
     machine = for_degree(machine, tp)
     cost = PromptCost(config, machine, tp, batch, prompt, weights)
     token = BF16 * config.hidden_size
@@ -176,7 +181,8 @@ def prefill(
         if tp == 1:
             return times.total
         plan = config.plan.as_no_comm()
-        way = prompt_way(plan, machine.gpu, tp, reducer, (batch, prompt), token)
+        base = "push" if reducer == FUSED else reducer  # there is nothing to fuse
+        way = prompt_way(plan, machine.gpu, tp, base, (batch, prompt), token)
         return _limited(lower_prefill(plan, way), cost).total
 
     return _prediction(graph, times, bare, cost, machine, added)
@@ -198,12 +204,13 @@ def prompt_way(
     """
     if tp == 1:
         return Way(1)
-    table = load_dispatch(gpu, tp) if reducer == "push" else None
+    table = load_dispatch(gpu, tp) if reducer in ("push", FUSED) else None
     chosen = choose("prefill", plan, Ranks(tp), shape, token, table, reducer)
     if table is None:
         return Way(tp)
     large = table.pick(token * shape[0] * shape[1], torch.bfloat16)
-    return Way(tp, chosen.transport, large, table.pick(token * shape[0], torch.bfloat16))
+    small = table.pick(token * shape[0], torch.bfloat16)
+    return Way(tp, chosen.transport, large, small, chosen.reducer == FUSED)
 
 
 def _limited(graph: Graph, cost: PromptCost) -> Times:
@@ -236,6 +243,7 @@ def train(
         config, gpus or machine.gpus, layout, micro, seq_len, activation_checkpointing
     )
     style = "sharded" if shape.sequence_parallel else "all-reduce" if shape.tp > 1 else "alone"
+    fused = parse_layout(layout).reducer == FUSED
     data = "none" if shape.replicas == 1 else "ddp" if shape.shards == 1 else "fsdp"
 
     def timed(
@@ -243,12 +251,12 @@ def train(
     ) -> tuple[Graph, Times, TrainingCost, float, float]:
         plan, ranks = config.plan, shape.tp * shape.replicas
         cost = TrainingCost(config, machine, shape, batch > micro, no_comm)
-        graph = training(plan, style, data)
+        graph = training(plan, style, data, fused)
         times = _limited(graph, cost)
         added = waiting(graph, cost, cost.beside, times.total, ranks, shape.tp, jitter)
         earlier = 0.0
         if batch > micro:  # gradients of earlier micro-batches stay where they are
-            before = training(plan, style, "none" if data == "ddp" else data)
+            before = training(plan, style, "none" if data == "ddp" else data, fused)
             found = simulate(before, cost, cost.beside)
             more = waiting(before, cost, cost.beside, found.total, ranks, shape.tp, jitter)
             added += (batch // micro - 1) * more

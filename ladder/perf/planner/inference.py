@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from ladder.kernels.decode import MAX_ROWS
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
+from ladder.models.reducer import Ranks
+from ladder.parallel.prefill import fused_refusal
 from ladder.perf import memory, phases
 from ladder.perf.cost import WAY
+from ladder.perf.fused import FUSED, check_weights
 from ladder.perf.machine import Machine
 from ladder.perf.memory import GIB, Memory
 from ladder.perf.phases import Prediction
@@ -35,7 +38,16 @@ def check(question: Question) -> None:
         if not 1 <= batch <= most:
             why = ", as fused decode steps have; split it into steps" if most == MAX_ROWS else ""
             raise UserError(f"--batch={batch} must be 1 to {most:,}{why}")
-    check_names("reducer of --reducers", question.reducers, REDUCERS)
+    able = REDUCERS
+    if FUSED in question.reducers:
+        if question.phase == "decode":
+            raise UserError(
+                "--reducers fused is of prompts: decode steps run as with push; give --prefill, or "
+                "leave it out"
+            )
+        check_weights(question.weights)
+        able = (*able, FUSED)
+    check_names("reducer of --reducers", question.reducers, able)
 
 
 def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
@@ -55,7 +67,12 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
                     left_out.add(plan, "TP 1", ALONE)
                 continue
             alone = tp == 1 or config.plan.no_comm
-            for reducer in reducers[:1] if alone else reducers:
+            plain = [each for each in reducers if each != FUSED] or REDUCERS
+            for reducer in plain[:1] if alone else reducers:
+                refusal = fused_refusal(config.plan, Ranks(tp)) if reducer == FUSED else None
+                if refusal:
+                    left_out.add(plan, f"TP {tp}", f"not by fused operators ({refusal})")
+                    continue
                 for batch in dict.fromkeys(question.batches):
                     yield Candidate(plan, config, tp, reducer if tp > 1 else "", batch)
 

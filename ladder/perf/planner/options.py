@@ -52,7 +52,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tp", type=int, nargs="+", help="tensor-parallel degrees (all)")
     parser.add_argument("--tp-degree", type=int, help="T of plans that depend on it (that of --tp)")
-    parser.add_argument("--reducers", nargs="+", help="push, async: NCCL (push async)")
+    parser.add_argument(
+        "--reducers", nargs="+", help="push, async: NCCL; of prompts also fused (push async)"
+    )
     parser.add_argument(
         "--weights",
         help="of inference, how matrices are stored: bf16, fp8, fp8-block or int8 (as in a folder, "

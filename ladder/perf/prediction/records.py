@@ -16,6 +16,7 @@ from ladder.kernels.decode import MAX_ROWS
 from ladder.models.errors import UserError
 from ladder.perf import phases
 from ladder.perf.cost import WAY, calibrate
+from ladder.perf.fused import FUSED
 from ladder.perf.machine import Curve, Machine, Value, shipped
 from ladder.perf.machine import load as load_machine
 
@@ -81,7 +82,8 @@ def inference_times(
         except (KeyError, TypeError) as error:
             raise _cut(files, error) from error
         fused = point.degree in (0, point.tp) and (phase == "prefill" or point.batch <= MAX_ROWS)
-        plain = {point.activations, point.cache} == {"bf16"} and point.reducer in WAY
+        able = (*WAY, FUSED) if phase == "prefill" else tuple(WAY)
+        plain = {point.activations, point.cache} == {"bf16"} and point.reducer in able
         if point.p2p and plain and fused and point.tp in degrees:
             found.setdefault(point, []).append(ms)
     return {point: statistics.median(times) for point, times in found.items()}
