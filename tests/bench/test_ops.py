@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ from ladder.bench.ops import command, measure
 from ladder.bench.ops.cases import make_case, plain
 from ladder.bench.ops.command import measure_point
 from ladder.bench.ops.derive import entries, picked_by, summarise, write_table
+from ladder.bench.ops.measure import slowest
 from ladder.bench.ops.points import (
     BAGS,
     OF_EXPERTS,
@@ -230,13 +233,35 @@ def timed_by_rank(rank: int, world_size: int) -> Any:
     """Ranks whose turns take 1, 20 and 3, and 10, 2 and 30 us, of two calls each."""
     turns = iter([[1.0, 20.0, 3.0], [10.0, 2.0, 30.0]][rank] for _ in range(99))
     ready = measure.Ready(measure.Way("ours", "operator", int), "eager", int, 2, 0.0)
-    with mock.patch.object(measure, "clock", side_effect=lambda work, device: next(turns)):
+    with mock.patch.object(measure, "clock", side_effect=lambda *_: next(turns)):
         return measure.measure([ready], CPU)
 
 
 def test_the_slowest_rank_counts(pools: Pools) -> None:
     for times in pools(2).run(timed_by_rank):
-        assert times == {("ours", "eager"): [5.0, 10.0, 15.0] * measure.ROUNDS}
+        us = [5.0, 10.0, 15.0] * measure.ROUNDS
+        assert times == {("ours", "eager"): measure.Turns(us, None)}
+
+
+def clocked_by_rank(rank: int, world_size: int) -> Any:
+    """Clocks that change over the rounds, of which the first warms up."""
+    meter = mock.Mock(mhz=mock.Mock(side_effect=[[1400.0, 1300.0], [1500.0, 1600.0]][rank] * 9))
+    ready = measure.Ready(measure.Way("ours", "operator", int), "eager", int, 2, 0.0)
+    on_gpu: Any = mock.Mock(type="cuda")
+
+    def on_cpu(times: list[float], device: Any) -> list[float]:
+        return slowest(times, CPU)
+
+    with (
+        mock.patch.object(measure, "clock", return_value=[1.0]),
+        mock.patch.object(measure, "Meter", return_value=meter),
+        mock.patch.object(measure, "slowest", on_cpu),
+    ):
+        return measure.measure([ready], on_gpu)["ours", "eager"].mhz
+
+
+def test_the_slowest_clock_is_recorded(pools: Pools) -> None:
+    assert pools(2).run(clocked_by_rank) == [1400.0, 1400.0]
 
 
 def test_the_ways_take_turns_after_a_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,13 +269,35 @@ def test_the_ways_take_turns_after_a_barrier(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(measure.dist, "barrier", lambda: order.append("|"))
     monkeypatch.setattr(measure, "slowest", lambda times, device: times)
     monkeypatch.setattr(measure, "TURNS", 1)
-    monkeypatch.setattr(measure, "ROUNDS", 1)
+    monkeypatch.setattr(measure, "ROUNDS", 9)
     ready = [
         measure.Ready(measure.Way(n, "operator", int), "eager", lambda n=n: order.append(n), 1, 0.0)
-        for n in "ab"
+        for n in "abc"
     ]
     measure.measure(ready, CPU)
-    assert "".join(order) == "|a|b" * 2  # the first round warms up
+    rounds = "".join(order).split("|")[1:]
+    assert len(rounds) == 30  # the first round warms up
+    orders = ["".join(rounds[n : n + 3]) for n in range(0, 30, 3)]
+    assert {"".join(sorted(each)) for each in orders} == {"abc"}
+    assert len(set(orders)) > 3  # none always follows the same other
+    order.clear()
+    measure.measure(ready, CPU)
+    assert "".join(order).split("|")[1:] == rounds  # the same on all ranks
+
+
+def warn_in(within: Any) -> None:
+    text = f"{measure.DEPRECATED}. There is no need to call this function anymore."
+    with within():
+        warnings.warn(text, FutureWarning, stacklevel=1)
+        warnings.warn("another", FutureWarning, stacklevel=1)
+
+
+def test_torchs_deprecation_is_silent_in_its_own_operators_only() -> None:
+    for within, count in ((measure._native, 1), (measure._not_native, 1), (nullcontext, 2)):
+        with pytest.warns(FutureWarning) as seen:
+            warn_in(within)
+        assert len(seen) == count
+        assert str(seen[-1].message) == "another"
 
 
 def correct(rank: int, world_size: int, dtype: str) -> None:

@@ -40,7 +40,7 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
     """(case, kernel, arguments, constants and options) of a call of everything that launches."""
     from ladder import comm, kernels
     from ladder.comm import push, symmetric, two_shot
-    from ladder.kernels import choice, eight_bits, gemm
+    from ladder.kernels import choice, clock, eight_bits, gemm
     from ladder.kernels import slots as slots_module
 
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
@@ -164,6 +164,8 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
             gain = torch.zeros(SIZE, dtype=BF16)
             slots_module.land_slots(gathered, made[0], gain, 1e-5, (made[1], made[2]), arrivals)
         push_all(allocate, cases)
+        cases("a mark")
+        clock.stamp(torch.zeros(clock.SMS, 2, dtype=torch.int64), 4)
     return found
 
 

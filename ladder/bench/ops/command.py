@@ -125,10 +125,11 @@ def measure_point(
     in_order, in_any = (Variant(each.implementation, each.options) for each in choices)
     timed = [
         Timed(
-            one.way.name, one.way.role, one.mode, times[one.way.name, one.mode], one.error,
-            one.way.variant == in_order, one.way.variant == in_any, one.way.variant,
+            one.way.name, one.way.role, one.mode, turns.us, one.error,
+            one.way.variant == in_order, one.way.variant == in_any, one.way.variant, turns.mhz,
         )
         for one in ready
+        for turns in [times[one.way.name, one.mode]]
     ]  # fmt: skip
     link, memory = (
         1e6 * size / rate

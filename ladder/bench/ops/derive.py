@@ -34,7 +34,8 @@ class Result:
 
     efficiency: None where the baseline is not slower than the product. error: the largest, in units
     of the largest exact value. picked: this is what `ladder.ops.explain` names; picked_any: what it
-    names where any order of sums is allowed.
+    names where any order of sums is allowed. mhz: the clock of the GPU's SMs meanwhile, on the rank
+    where it was the lowest; at its limit of power, a GPU lowers it.
     """
 
     us: float
@@ -48,6 +49,7 @@ class Result:
     error: float
     picked: bool
     picked_any: bool = False
+    mhz: float | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Timed:
     picked: bool = False
     picked_any: bool = False
     variant: Variant | None = None
+    mhz: float | None = None
 
 
 def ect_us(us: float, alone_us: float) -> float:
@@ -98,7 +101,7 @@ def summarise(
             e = None if each.role == "alone" else efficiency(us, product, staged[0])
             found.append((each, Result(
                 us, tenths[0], tenths[-1], ect_us(us, product), e, link_us, floor, us / floor,
-                each.error, each.picked, each.picked_any,
+                each.error, each.picked, each.picked_any, each.mhz,
             )))  # fmt: skip
     return found
 

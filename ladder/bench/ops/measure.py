@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +21,7 @@ from ladder.bench.ops.cases import Case, torch_calls
 from ladder.bench.ops.points import FLOATS, Variant, accepts
 from ladder.comm import symmetric
 from ladder.infer.graphs import capture_graph, time_turns
+from ladder.kernels.clock import Meter
 from ladder.ops import explain, use
 from ladder.ops.registry import DEFAULT, OPERATORS, Choice, device_name
 from ladder.parallel import launch
@@ -29,6 +32,8 @@ ROUNDS, TURNS = 7, 3  # rounds over all ways; timed turns of a way in each
 MANY, FEW_CALLS = 20, 4  # calls in a turn of small and large products on a GPU
 LARGE = 1e11  # floating-point operations from which a product is large
 LINK_BYTES = 2**26
+# The fused operators of torch 2.11 call what torch 2.11 deprecates, each time.
+DEPRECATED = "`enable_symm_mem_for_group` is deprecated"
 # The largest error, in units of the largest exact value: a few roundings of partial sums.
 TOLERANCE = {"bfloat16": 1.6e-2, "float16": 2e-3, "float32": 1e-5, "float64": 1e-13}
 ROLES = ("alone", "collective", "operator", "torch")
@@ -95,7 +100,9 @@ def _native(value: str | None = "1") -> Iterator[None]:
     if value is not None:
         os.environ[NATIVE] = value
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", DEPRECATED, FutureWarning)
+            yield
     finally:
         os.environ.pop(NATIVE, None)
         if before is not None:
@@ -223,8 +230,13 @@ def _no_waits() -> Iterator[None]:
 # -- times ------------------------------------------------------------------------------------
 
 
-def clock(work: Callable[[], Any], device: torch.device) -> list[float]:
-    """Microseconds of each of TURNS turns on this rank, after one that aligns the ranks."""
+def clock(
+    work: Callable[[], Any], device: torch.device, meter: Meter | None = None
+) -> list[float]:  # fmt: skip
+    """Microseconds of each of TURNS turns on this rank, after one that aligns the ranks.
+
+    meter: of a GPU, marked before and behind them.
+    """
     if device.type != "cuda":
         times = []
         for _ in range(TURNS):
@@ -236,7 +248,12 @@ def clock(work: Callable[[], Any], device: torch.device) -> list[float]:
     torch.cuda.synchronize()
     dist.barrier()
     work()
-    return [ms * 1e3 for ms in time_turns(work, TURNS)]
+    if meter is not None:
+        meter.mark(0)
+    found = [ms * 1e3 for ms in time_turns(work, TURNS)]
+    if meter is not None:
+        meter.mark(1)
+    return found
 
 
 def slowest(times: Sequence[float], device: torch.device) -> list[float]:
@@ -246,15 +263,38 @@ def slowest(times: Sequence[float], device: torch.device) -> list[float]:
     return found.tolist()
 
 
-def measure(ready: Sequence[Ready], device: torch.device) -> Mapping[tuple[str, str], list[float]]:
-    """Microseconds a call of the slowest rank, by (way, mode); the ways take turns."""
+@dataclass(frozen=True)
+class Turns:
+    """Microseconds a call of the slowest rank; mhz: the clock of a GPU's SMs, of the slowest."""
+
+    us: list[float]
+    mhz: float | None
+
+
+def measure(ready: Sequence[Ready], device: torch.device) -> Mapping[tuple[str, str], Turns]:
+    """By (way, mode); the ways take turns.
+
+    Each round has an order of its own, the same on all ranks: a GPU's clock depends on what ran
+    before, so one that always followed the same other would be faster or slower for that.
+    """
+    order, meter = random.Random(0), Meter(device) if device.type == "cuda" else None
     times: dict[tuple[str, str], list[float]] = {(e.way.name, e.mode): [] for e in ready}
+    clocks: dict[tuple[str, str], list[float]] = {key: [] for key in times}
     for number in range(ROUNDS + 1):  # the first warms up
-        for each in ready:
-            found = clock(each.work, device)
+        for each in order.sample(ready, len(ready)):
+            key, found = (each.way.name, each.mode), clock(each.work, device, meter)
             if number:
-                times[each.way.name, each.mode] += [us / each.calls for us in found]
-    return {key: slowest(own, device) for key, own in times.items()}
+                times[key] += [us / each.calls for us in found]
+            if number and meter is not None:
+                clocks[key].append(meter.mhz())
+    return {
+        key: Turns(slowest(own, device), _slowest_clock(clocks[key], device))
+        for key, own in times.items()
+    }
+
+
+def _slowest_clock(mhz: Sequence[float], device: torch.device) -> float | None:
+    return -slowest([-statistics.median(mhz)], device)[0] if mhz else None
 
 
 def link_rate(group: dist.ProcessGroup, device: torch.device, peers: bool) -> float:
