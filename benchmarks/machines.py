@@ -115,7 +115,32 @@ NOTES = "benchmarks/results/README.md, `Block shapes of the decode kernels`"
 # Microseconds of two products of one row at TP 4: QKV with the output projection, gate and up with
 # down.
 PAIRS = {"llama-3-8b": (6.5, 21.9), "llama-3-70b": (19.1, 78.1), "2b-class": (3.9, 8.3)}
+# Layers of an 8B and of a 1B (linear layers and norms, no attention) as one graph on 4x H200, torch
+# 2.11, 2026-11-20, microseconds a layer: no communication; the same as a ladder, whose two landings
+# run under products; standard, whose two blocking pushes are in the products.
+SKETCH = (
+    "measured by hand: layers of products and norms on 4x H200 (torch 2.11, 2026-11-20) take 38.8 "
+    "us (8B), 113.7 (70B), 18.1 (1B) without communication, {}"
+)
+LANDINGS = {2048: (18.1 - 16.4) / 2, 4096: (38.8 - 36.0) / 2}
+PUSHES = {
+    "push_kernel_us": Value(
+        DEFAULTS["push_kernel_us"],
+        SKETCH.format(
+            "and 41.8, 119.8, 21.1 with two pushes by products: 1.02 us each and 3.5 % of the time "
+            "between them, least squares; an all-reduce of 8 KiB by push takes 2.72"
+        ),
+    ),
+    "rank_spread": Value(
+        DEFAULTS["rank_spread"],
+        SKETCH.format(
+            "and 41.8, 119.8, 21.1 with two pushes by products: 1.02 us each and 3.5 % of the time "
+            "between them, least squares; of the slowest of four ranks, 1.05 standard deviations"
+        ),
+    ),
+}
 FOUR = {4: 40.2, 16: 40.2, 32: 42.3, 64: 39.3}  # rows: the four products of an 8B's layer
+COPY = 4.2  # TB/s read and written
 ATTENTION = {2: 5.7, 128: 22.6}  # KV heads of all sequences, over 1100 keys
 
 
@@ -165,6 +190,11 @@ def kernels() -> list[Curve]:
     text = f"measured: a fourth of the four products of an 8B's layer at TP 4; {NOTES}"
     for rows, us in FOUR.items():
         found.append(Curve("product", {"rows": rows}, ((mean, us / 4),), text))
+    text = SKETCH.format("36.0 (8B) and 16.4 (1B) if their two landings run under products")
+    for hidden, us in LANDINGS.items():  # of more rows also their bytes: 4 tensors
+        more = 63 * 4 * BF16 * hidden / (1e6 * COPY)
+        points = ((1, round(us, 3)), (64, round(us + more, 3)))
+        found.append(Curve("landing", {"hidden": hidden}, points, text))
     text = f"measured: 4 query heads for each KV head, of 128; {NOTES}"
     return [*found, Curve("attention", {"keys": 1100}, tuple(sorted(ATTENTION.items())), text)]
 
@@ -230,7 +260,7 @@ def machine(gpus: int) -> Machine:
     declared = DECLARED
     if gpus > 1:
         more.append(PEERS)
-        declared = DECLARED | TOGETHER | {"product_beside_copies": COPIES[gpus]}
+        declared = DECLARED | TOGETHER | PUSHES | {"product_beside_copies": COPIES[gpus]}
     name, curves = f"h200x{gpus}", (*kernels(), *more)
     found = Machine(name, GPU, gpus, values(gpus) | declared, curves, tuple(links))
     found = with_measured(found, measured())

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from ladder.jit import triton
-
 MAX_VECTOR_ROWS = 2  # more rows are multiplied on tensor cores
+
+
+def power_of_2(rows: int) -> int:
+    """The least one that is not below `rows`; without Triton, which predictions do not need."""
+    return 1 << (rows - 1).bit_length()
 
 
 def blocks(
@@ -17,7 +20,7 @@ def blocks(
     0 stages: no tensor cores. Chosen by measurements on an H200 (benchmarks/results/README.md).
     """
     if rows > MAX_VECTOR_ROWS:
-        padded = max(16, triton.next_power_of_2(rows))
+        padded = max(16, power_of_2(rows))
         # Few outputs: smaller blocks or longer steps, to use the whole memory bandwidth.
         few, short = outputs < 2048, gated or size <= 1024
         if padded == 16:
@@ -31,7 +34,7 @@ def blocks(
         else:
             block, step, stages = 16 if few and not short else 32, 128, 5 if short else 6
         return padded, block, step * 2 // itemsize, 4, stages
-    padded = triton.next_power_of_2(rows)
+    padded = power_of_2(rows)
     if rows > 1:
         return padded, 2, 2048 if rows == 2 else 1024, 4, 0
     if gated:

@@ -5,21 +5,28 @@ more in a step than in a chain of their own: `step_stretch` times as long, which
 recorded step of a model without communication (`calibrate`), and `more rows` to the same of more
 sequences. A kernel that only moves a few rows (the embedding, the choice of the token, and a
 landing of which the file has no curve) takes `launch_us` and its rows' bytes. What rides on a
-product takes its bytes alone, and a product that pushes ends when all ranks have its result. With
-NCCL every change of stream takes another `launch_us`, and products slow collectives as in prompts.
+product takes its bytes, and on a product of tiles also waits for room (`late`). A product that
+pushes ends when all ranks have its result: it takes what an all-reduce by push takes beyond
+`push_kernel_us`, and, if the plan blocks there, waits for the slowest rank (`_waits`). With NCCL
+every change of stream takes another `launch_us`, and products slow collectives as in prompts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import NormalDist
 
 from ladder.costs import BF16, stored_bytes
 from ladder.kernels.decode import MAX_ROWS
+from ladder.kernels.decode_shapes import MAX_VECTOR_ROWS, blocks
+from ladder.kernels.landing import CHUNK
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.models.plan import Plan
+from ladder.perf.cost_prefill import MULTIPROCESSORS
 from ladder.perf.graph import Graph, Operation
 from ladder.perf.lower_decode import decode
 from ladder.perf.machine import Basis, Curve, Estimate, Machine, Value, worst
@@ -28,6 +35,7 @@ from ladder.perf.slowdowns import Slowdowns, resource
 
 WAY = {"push": "push", "async": "nccl"}
 FULL_MESSAGE = 2**19  # bytes for which NCCL takes as many multiprocessors as for prompts
+SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor that thread blocks can have
 HEAD_DIM = 128  # of the curves of attention
 
 
@@ -71,7 +79,7 @@ class DecodeCost:
         heads = max(1, config.num_kv_heads // tp)
         queries = config.num_heads // tp
         hidden, inner = config.hidden_size, config.intermediate_size // tp
-        shapes = {
+        self.shapes = {
             "qkv": ((queries + 2 * heads) * config.head_dim, hidden),
             "output": (hidden, queries * config.head_dim),
             "gate-up": (2 * inner, hidden),
@@ -80,7 +88,7 @@ class DecodeCost:
         }
         self.weights = {
             part: stored_bytes(outputs * inputs, outputs, weights)
-            for part, (outputs, inputs) in shapes.items()
+            for part, (outputs, inputs) in self.shapes.items()
         }
         self.stored = weights
         self.heads = batch * heads
@@ -89,7 +97,9 @@ class DecodeCost:
         self.bases: list[Basis] = []
         self._known: dict[tuple[str, str, bool, bool], Estimate] = {}
         self.crossing: set[int] = set()  # what waits for another stream
-        self.riding: dict[int, float] = {}  # microseconds of the rows that ride on a launch
+        self.riding: dict[int, float] = {}  # microseconds that what rides on a launch adds to it
+        self.waits: dict[int, float] = {}  # microseconds for which a blocking sum waits for ranks
+        self.tiles = batch > MAX_VECTOR_ROWS  # whether products run on tensor cores
         self.memory = 1e6 * machine.value("copy_tb_s")  # bytes a microsecond
         self.landings = bool(machine.family("landing"))
 
@@ -101,12 +111,43 @@ class DecodeCost:
             for each in graph.operations
             if any(graph.operations[need].stream != each.stream for need in each.needs)
         }
+        self.waits = self._waits(graph)
         self.riding = {}
         for each in graph.operations:
             if each.rides is not None:
-                found = self.riding.get(each.rides, 0.0) + self._moved(each)
-                self.riding[each.rides] = found
+                more = self._moved(each)
+                if self.tiles:
+                    more += self.late(graph.operations[each.rides])
+                self.riding[each.rides] = self.riding.get(each.rides, 0.0) + more
         return graph
+
+    def _waits(self, graph: Graph) -> dict[int, float]:
+        """How long each sum that blocks waits for the slowest rank: the expected maximum of as many
+        normal times as there are ranks, since the sum before that was landed. What does not block
+        has a sublayer's time to arrive."""
+        if self.tp == 1:
+            return {}
+        spread = self.machine.value("rank_spread") * most_of(self.tp)
+        found, passed = {}, 0.0
+        for each in graph.operations:
+            if any(landing.summed for landing in each.landings):
+                passed = 0.0
+            elif each.rides is None and each.kind in ("product", "attention"):
+                passed += self.alone(each).us
+            if each.reduces and graph.plan.blocking[each.output or 0]:
+                found[each.index] = spread * passed
+        return found
+
+    def late(self, product: Operation) -> float:
+        """Microseconds by which what rides on a product of tiles outlasts it. Its thread blocks
+        come after the product's, with as much shared memory: they run one after the other where
+        the product leaves room, and then everywhere. Each takes what a small kernel takes."""
+        outputs, inputs = self.shapes[product.part]
+        gated = product.part == "gate-up"
+        room, programs = places(self.batch, outputs // (2 if gated else 1), inputs, gated)
+        left = self.batch * -(-self.config.hidden_size // CHUNK)
+        left -= max(0, room - programs) * int(self.alone(product).us / self.small)
+        return self.small * math.ceil(max(0, left) / room)
 
     def _moved(self, operation: Operation) -> float:
         """Microseconds of the rows that a landing, a sum or a send reads and writes: a push has a
@@ -126,9 +167,20 @@ class DecodeCost:
         more = 0.0 if rides else self.gap + self.riding.get(operation.index, 0.0)
         if operation.index in self.crossing:
             more += self.small
+        if operation.index in self.waits:
+            more += self._waited(operation)
         if not rides and operation.kind in ("landing", "sum") and not self.landings:
             more += self._moved(operation)
         return self._known[key].us + more
+
+    def _waited(self, operation: Operation) -> float:
+        """What a sum that blocks takes beyond its own time: it waits for the slowest rank, while
+        which the next product is launched. Of few rows, that is before the wait in any case; tiles
+        fill a multiprocessor's shared memory, and begin when the product before them has ended."""
+        wait = self.waits[operation.index]
+        if not (operation.pushes and self.tiles):
+            return wait
+        return wait - min(self._sent().us + wait, self.small)
 
     def beside(self, operation: Operation, other: Operation) -> float:
         """The speed of an operation beside one of another stream. NCCL takes the fewer
@@ -152,17 +204,12 @@ class DecodeCost:
         if operation.rides is not None:
             # A send is there when it has reached the others; a landing runs under the product.
             return self._sent() if kind == "send" else Estimate(0.0, "measured")
-        if kind == "product":
-            found = self._product(self.weights[operation.part])
-            basis = found.basis if self.stored == "bf16" else "extrapolated"
-            found = Estimate(self.stretch * found.us, basis)
+        if kind in ("product", "attention"):
+            found = self.alone(operation)
             if not operation.pushes:
                 return found
             sent = self._sent()
             return Estimate(found.us + sent.us, worst([found.basis, sent.basis]))
-        if kind == "attention":
-            found = self._attention()
-            return Estimate(self.stretch * found.us, found.basis)
         if kind == "all-reduce":
             return self._reduce()
         if kind in ("landing", "sum") and self.machine.family("landing"):
@@ -172,6 +219,13 @@ class DecodeCost:
         if operation.part == "gather" and self.tp > 1:
             return self._reduce(8 * self.batch)
         return Estimate(self.small, "interpolated")
+
+    def alone(self, operation: Operation) -> Estimate:
+        """A product or attention without what it pushes."""
+        product = operation.kind == "product"
+        found = self._product(self.weights[operation.part]) if product else self._attention()
+        basis = "extrapolated" if product and self.stored != "bf16" else found.basis
+        return Estimate(self.stretch * found.us, basis)
 
     def _attention(self) -> Estimate:
         """By bytes: a head of another size, and a context beyond those of the curves, count as so
@@ -208,15 +262,29 @@ class DecodeCost:
         return Estimate(found.us + max(0.0, more.us - one.at(middle).us), "extrapolated")
 
     def _sent(self) -> Estimate:
-        """A push that is no kernel of its own."""
+        """A push that is no kernel of its own: another kernel reads, sums and lands."""
         found = self._reduce()
-        return Estimate(max(0.0, found.us - self.small), found.basis)
+        taken = self.machine.value("push_kernel_us")
+        return Estimate(max(0.0, found.us - taken), found.basis)
 
     def _reduce(self, nbytes: float | None = None) -> Estimate:
         if self.tp == 1:
             return Estimate(0.0, "measured")
         curve = self.machine.curve("all-reduce", algorithm=WAY[self.reducer])
         return curve.at(self.message if nbytes is None else nbytes)
+
+
+def most_of(ranks: int) -> float:
+    """The expected maximum of so many standard normal values (Blom's approximation)."""
+    return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+
+
+def places(rows: int, outputs: int, inputs: int, gated: bool) -> tuple[int, int]:
+    """How many thread blocks of a product of tiles run at once, and how many it has. gated: of two
+    matrices, of so many outputs each."""
+    padded, block, step, _, stages = blocks(rows, outputs, inputs, gated, BF16)
+    held = BF16 * stages * step * (padded + block * (2 if gated else 1))
+    return MULTIPROCESSORS * max(1, SHARED_MEMORY // held), -(-outputs // block)
 
 
 def rows_measured(machine: Machine) -> bool:

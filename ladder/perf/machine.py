@@ -36,6 +36,8 @@ VALUES = {
     "launch_us": "one kernel without work, in a CUDA graph",
     "step_stretch": "the time of a decode step's kernels, of that in a chain of their own; fitted",
     "launch_gap_us": "what a launch takes in a step besides, in files without step_stretch",
+    "push_kernel_us": "what an all-reduce by push takes of which a landing takes as much; sketched",
+    "rank_spread": "standard deviation of a sublayer's time among ranks, of that time; sketched",
     "host_launch_us": "the host's time to launch one kernel",
     "prompt_gap_us": "what a kernel of a prompt takes beyond its arithmetic or bytes; fitted",
     "power_limit": "the power that a GPU may take, of what products without a pause would; fitted",
@@ -54,6 +56,8 @@ VALUES = {
 DECLARED = {
     "launch_us": 1.2,
     "launch_gap_us": 0.0,
+    "push_kernel_us": 1.7,
+    "rank_spread": 0.033,
     "power_limit": 1.0,  # no limit
     "training_bytes": 0.0,
     "boost_ms": 10.0,

@@ -10,10 +10,23 @@ from ladder.perf.planner import intervals
 
 
 def test_intervals_are_of_the_nearest_records() -> None:
+    """Of the 20 nearest, 1.00 to 1.19 times what was predicted, the 17th: 16 of 20 would be 80 % of
+    those recorded, 17 are 80 % of 21."""
     points = [(100.0 + n, 1.0 + n / 100) for n in range(40)] + [(1e6, 9.0)]
-    low, high = intervals.middle(points, 100.0)  # the 20 of 1.00 to 1.19, without 2 at each end
-    assert (low, high) == (pytest.approx(1.02), pytest.approx(1.17))
-    assert intervals.middle(points[:3], 100.0) == (1.0, 1.02)  # of few all
+    assert intervals.width(points, 100.0) == pytest.approx(1.16)
+    slower = [(us, 1 / ratio) for us, ratio in points]
+    assert intervals.width(slower, 100.0) == pytest.approx(1.16)
+    assert intervals.width(points[:3], 100.0) == 1.02  # of few all
+
+
+def test_a_prediction_is_within_its_interval() -> None:
+    """Of every recorded kind of pass and time, where all measured times are above it, too."""
+    for each in intervals.recorded():
+        for us in (0.5 * each["points"][0][0], *(point[0] for point in each["points"])):
+            for model in (each["model"], "none of them"):
+                key = each["phase"], each["gpu"], each["gpus"], each["reducer"], model
+                low, high = intervals.interval(*key, us).of(us) or (0.0, 0.0)
+                assert low <= us <= high, key
 
 
 def test_intervals_say_when_nothing_like_it_was_recorded() -> None:
@@ -39,17 +52,23 @@ def test_intervals_of_other_models_are_wider(monkeypatch: pytest.MonkeyPatch) ->
         intervals.interval("decode", "made up", 2, "push", model, 100.0)
         for model in ("one", "three")
     )
-    assert known.of(1.0) == (1.0, 1.5)
-    assert other.of(1.0) == (pytest.approx(1 / 1.5), pytest.approx(1.5 * 1.5))
+    assert known.of(1.0) == (pytest.approx(1 / 1.5), pytest.approx(1.5))
+    assert other.of(1.0) == (pytest.approx(1 / 1.5**2), pytest.approx(1.5**2))
     assert "wider for three" in other.source
 
 
 def test_shipped_intervals_hold_what_was_recorded() -> None:
-    """Fails when predictions have changed and benchmarks/prediction_errors.py was not run again:
-    the intervals of 80 % hold 70 to 97 % of the records."""
+    """Fails when predictions have changed and benchmarks/prediction_errors.py was not run again;
+    of each phase, 80 % of the passes are within the intervals that the others give, and not many
+    more."""
+    for phase, (count, share) in intervals.coverage().items():
+        assert 0.78 <= share <= 0.9, (phase, count, share)
     made = importlib.import_module("benchmarks.prediction_errors").entries()
+    stored = {(e["gpus"], e["phase"], e["reducer"], e["model"]): e for e in intervals.recorded()}
     inside, count = 0, 0
     for each in made:
+        key = (each["gpus"], each["phase"], each["reducer"], each["model"])
+        assert len(stored[key]["points"]) == len(each["points"]), key
         for us, ratio in each["points"]:
             found = intervals.interval(
                 *(each[key] for key in ("phase", "gpu", "gpus", "reducer", "model")), us
@@ -58,8 +77,4 @@ def test_shipped_intervals_hold_what_was_recorded() -> None:
             assert found.high is not None
             inside += found.low <= ratio <= found.high
             count += 1
-    assert 0.7 <= inside / count <= 0.97, (inside / count, "run benchmarks/prediction_errors.py")
-    stored = {(e["gpus"], e["phase"], e["reducer"], e["model"]): e for e in intervals.recorded()}
-    for each in made:
-        key = (each["gpus"], each["phase"], each["reducer"], each["model"])
-        assert len(stored[key]["points"]) == len(each["points"]), key
+    assert 0.78 <= inside / count <= 0.92, (inside / count, "run benchmarks/prediction_errors.py")

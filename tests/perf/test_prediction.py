@@ -11,7 +11,7 @@ import pytest
 from ladder.config import model_config
 from ladder.models import Plan, UserError, resolve_plan
 from ladder.perf import phases
-from ladder.perf.cost import DecodeCost
+from ladder.perf.cost import DecodeCost, most_of, places
 from ladder.perf.graph import COMM, Graph, Operation, forward
 from ladder.perf.lower_decode import decode
 from ladder.perf.machine import Curve, Machine, Value, load
@@ -118,6 +118,9 @@ def test_slower_links_never_make_a_step_faster() -> None:
 def test_landings_take_what_their_curve_says_where_there_is_one() -> None:
     """64 of `none`, and the first one; those of a ladder ride, but for its first and its last."""
     machine = load("h200x4")
+    machine = replace(
+        machine, curves=tuple(each for each in machine.curves if each.name != "landing")
+    )
     curve = Curve("landing", {"hidden": 4096}, ((1.0, 2.0), (4.0, 2.5)), "measured")
     more = replace(machine, curves=(*machine.curves, curve))
     for plan, landings in (("none", 65), ("ladder", 2)):
@@ -139,6 +142,53 @@ def test_nccl_beside_products() -> None:
     for name, value in (("product_beside_nccl", 1.0), ("nccl_beside_product", 1.0)):
         assert reducing("async", **{name: value}) < 0.99 * reducing("async")
         assert reducing("push", **{name: value}) == reducing("push")
+
+
+def valued(plan: str, batch: int, **values: float) -> float:
+    machine = load("h200x4")
+    more = {name: Value(value, "declared") for name, value in values.items()}
+    return step(plan, replace(machine, values={**machine.values, **more}), batch)
+
+
+def test_what_blocks_waits_for_the_slowest_rank() -> None:
+    """The expected slowest of four ranks, of all that is computed between sums; what has a
+    sublayer's time to arrive does not wait."""
+    assert most_of(4) == pytest.approx(1.029, abs=0.03)  # exactly, of four normal values
+    assert most_of(2) == pytest.approx(0.564, abs=0.03)
+    even, uneven = (valued("standard", 1, rank_spread=value) for value in (1e-9, 0.02))
+    machine = load("h200x4")
+    config = replace(model_config("llama-3-8b"), plan=resolve_plan("standard", 32, 4))
+    cost = DecodeCost(config, machine, 4, "push", 1, 1024)
+    products = [each for each in cost.lowered(config.plan).operations if each.sublayer is not None]
+    computed = sum(cost.alone(o).us for o in products if o.kind in ("product", "attention"))
+    assert uneven - even == pytest.approx(0.02 * most_of(4) * computed)
+    first, last = (valued("ladder", 1, rank_spread=value) for value in (1e-9, 0.02))
+    assert last - first < 0.05 * (uneven - even)
+
+
+def test_while_ranks_wait_the_next_product_of_tiles_is_launched() -> None:
+    """It has no room beside the product before it. A product of one row has: nothing is gained."""
+    machine = load("h200x4")
+    config = replace(model_config("llama-3-8b"), plan=resolve_plan("standard", 32, 4))
+    for batch, hidden in ((1, 0.0), (4, machine.value("launch_us"))):
+        cost = DecodeCost(config, machine, 4, "push", batch, 1024)
+        down = [each for each in cost.lowered(config.plan).operations if each.part == "down"][3]
+        waited = cost.waits[down.index]
+        push = machine.curve("all-reduce", algorithm="push").at(batch * 8192).us
+        inside = push - machine.value("push_kernel_us")
+        taken = cost.alone(down).us + inside + waited - hidden
+        assert cost(down) == pytest.approx(taken)
+
+
+def test_what_rides_on_tiles_runs_when_they_leave_room() -> None:
+    """64 rows of 4096 are 256 thread blocks of a landing, beside 128 of a product that has a
+    multiprocessor each: 4 run at a time, and as the product ends 132."""
+    assert places(64, 4096, 3584, gated=False) == (132, 128)
+    config = replace(model_config("llama-3-8b"), plan=resolve_plan("ladder", 32, 4))
+    for batch, rounds in ((4, 0), (64, 2)):
+        cost = DecodeCost(config, load("h200x4"), 4, "push", batch, 1024)
+        down = next(o for o in cost.lowered(config.plan).operations if o.part == "down")
+        assert cost.late(down) == pytest.approx(rounds * 1.2)
 
 
 def test_a_step_stretches_with_its_kernels() -> None:

@@ -2,11 +2,12 @@
 
 errors.json has the predicted microseconds and measured / predicted of every recorded pass to which
 nothing was fitted, by GPU, phase, reducer and model (`python benchmarks/prediction_errors.py`
-writes it). An interval holds the middle 80 % of the ratios of the NEAREST passes, those whose
-predicted times are nearest to the prediction's by their ratio, since errors depend on how long
-kernels take. For a model of which nothing was recorded it is wider: by what 80 % of the recorded
-passes need when those of their own model are left out. It covers what the simulation gets wrong on
-a machine whose curves are measured, and not what is wrong with the machine's own file.
+writes it). An interval goes from the prediction over a factor to the prediction times it: the one
+within which 80 % of the NEAREST passes were, those whose predicted times are nearest to the
+prediction's by their ratio, since errors depend on how long kernels take. For a model of which
+nothing was recorded it is wider: by what 80 % of the recorded passes need when those of their own
+model are left out. It covers what the simulation gets wrong on a machine whose curves are measured,
+and not what is wrong with the machine's own file.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from typing import Any
 
 FILE = Path(__file__).parent / "errors.json"
 NEAREST = 20
-FEW = 10  # of fewer ratios, an interval holds all
 COVERS = 0.8
 FAR = 2.0  # beyond the shortest and the longest recorded pass, by this factor, nothing is like it
 
@@ -52,17 +52,17 @@ def interval(phase: str, gpu: str, gpus: int, reducer: str, model: str, us: floa
     found, here = _alike(phase, gpu, gpus, reducer)
     if not found:
         return Interval(None, None, "no record")
-    low, high = middle([point for each in found.values() for point in each], us)
+    wide = width([point for each in found.values() for point in each], us)
     if model not in found:
-        margin = _margin(phase, gpu, gpus, reducer)
-        low, high = low / margin, high * margin
+        wide *= _margin(phase, gpu, gpus, reducer)
     times = [time for each in found.values() for time, _ in each]
     far = not here or not min(times) / FAR <= us <= max(times) * FAR
     far |= model not in found and len(found) == 1
     where = f"{phase}, {reducer}" if reducer else phase
     where += f", {gpus} x {gpu}" if here else ", other numbers of GPUs"
     wider = "" if model in found else f", wider for {model}, which is none of them"
-    return Interval(low, high, f"{len(times)} records of {len(found)} models ({where}){wider}", far)
+    source = f"{len(times)} records of {len(found)} models ({where}){wider}"
+    return Interval(1 / wide, wide, source, far)
 
 
 Points = dict[str, list[tuple[float, float]]]
@@ -92,8 +92,8 @@ def _margin(phase: str, gpu: str, gpus: int, reducer: str) -> float:
     for model, points in found.items():
         others = [point for name, each in found.items() if name != model for point in each]
         for us, ratio in points if others else ():
-            low, high = middle(others, us)
-            needed.append((max(1.0, low / ratio, ratio / high), 1 / len(points)))
+            wide = width(others, us)
+            needed.append((max(1.0, 1 / ratio / wide, ratio / wide), 1 / len(points)))
     total = sum(weight for _, weight in needed)
     held = 0.0
     for factor, weight in sorted(needed):
@@ -103,9 +103,25 @@ def _margin(phase: str, gpu: str, gpus: int, reducer: str) -> float:
     return 1.0
 
 
-def middle(points: Sequence[tuple[float, float]], us: float) -> tuple[float, float]:
-    """The interval of the middle COVERS of the ratios of the passes nearest to `us`."""
+def width(points: Sequence[tuple[float, float]], us: float) -> float:
+    """The factor within which COVERS of the passes nearest to `us` were, and of those to come: one
+    of n + 1 passes is beyond the k-th farthest with a chance of k / (n + 1)."""
     nearest = sorted(points, key=lambda each: abs(math.log(each[0] / us)))[:NEAREST]
-    ratios = sorted(ratio for _, ratio in nearest)
-    outside = int(len(ratios) * (1 - COVERS) / 2 + 1e-9) if len(ratios) >= FEW else 0
-    return ratios[outside], ratios[-1 - outside]
+    off = sorted(max(ratio, 1 / ratio) for _, ratio in nearest)
+    return off[min(len(off), math.ceil(COVERS * (len(off) + 1))) - 1]
+
+
+def coverage() -> dict[str, tuple[int, float]]:
+    """By phase how many passes were recorded, and the share of them within the interval that the
+    others give."""
+    inside: dict[str, list[bool]] = {}
+    for each in recorded():
+        alike, _ = _alike(each["phase"], each["gpu"], each["gpus"], each["reducer"])
+        points = [point for some in alike.values() for point in some]
+        for us, ratio in each["points"]:
+            others = list(points)
+            others.remove((float(us), float(ratio)))
+            if others:
+                wide = width(others, us)
+                inside.setdefault(each["phase"], []).append(1 / wide <= ratio <= wide)
+    return {phase: (len(found), sum(found) / len(found)) for phase, found in inside.items()}
