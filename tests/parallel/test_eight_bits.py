@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from typing import Any
 
@@ -9,11 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ladder.infer.graphs import capture_graph
 from ladder.models import UserError
+from ladder.models.in_flight import InFlight
+from ladder.models.reducer import Ranks
 from ladder.models.storage import ROUNDING, rounded
+from ladder.parallel import launch
 from ladder.parallel.choose import REDUCERS
+from ladder.parallel.eight_bits import EightBitReducer
+from ladder.parallel.mesh import make_mesh
 from ladder.parallel.sharding import shard_model
 from tests.distributed import Pools, tp_mesh
+from tests.gpu import WORLDS
 from tests.samples import full_model, relative_error, sample_tokens, small_config
 
 KINDS = ["fp8", "int8"]
@@ -24,6 +32,21 @@ def bound(values: torch.Tensor, scales: torch.Tensor, kind: str) -> torch.Tensor
     relative, absolute = ROUNDING[kind]
     # and a float32's rounding of the quotient, of the largest values of int8
     return values.abs() * (relative + 2.0**-22) + absolute * scales.double()[..., None]
+
+
+def summed(everyone: torch.Tensor, kind: str) -> torch.Tensor:
+    """The sums of all ranks' rows [T, M, D], bit for bit: each rank adds its share of the rows."""
+    world, rows, size = everyone.shape
+    share = -(-rows // world)
+    total = torch.zeros(rows, size)
+    for rank in range(world):
+        small, scales = rounded(everyone[rank], kind)
+        part = small.float() * scales[:, None]
+        own = slice(rank * share, (rank + 1) * share)
+        part[own] = everyone[rank, own].float()  # not rounded
+        total += part
+    small, scales = rounded(total, kind)
+    return (small.float() * scales[:, None]).to(everyone.dtype)
 
 
 def sums(rank: int, world: int, kind: str, rows: int, dtype: torch.dtype) -> None:
@@ -55,6 +78,7 @@ def sums(rank: int, world: int, kind: str, rows: int, dtype: torch.dtype) -> Non
         assert found.dtype == dtype
         assert found.shape == exact.shape
         assert ((found.double() - exact).abs() <= error).all()
+        assert torch.equal(found, summed(everyone.flatten(1, 2), kind).view(found.shape))
         apart = found.double() - exact
         assert relative_error(found.double(), exact) > 1e-4
         assert apart.abs().max() > 0
@@ -83,6 +107,61 @@ def sums(rank: int, world: int, kind: str, rows: int, dtype: torch.dtype) -> Non
 )  # fmt: skip
 def test_sums(pools: Pools, world: int, kind: str, rows: int, dtype: torch.dtype) -> None:
     pools(world).run(sums, kind, rows, dtype)
+
+
+def sums_on_gpus(kind: str) -> int:
+    """In flight beside other work, two at a time, as a ladder's; in a graph, with new inputs.
+
+    A rank is late at random. What the reducer has been given is freed at once, and its memory
+    written over: a sum that still reads it, or that is read before it is there, has other bits.
+    """
+    device, late = launch.join("cuda"), random.Random(dist.get_rank())
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = make_mesh(device, world)
+    assert mesh is not None
+    reducer = EightBitReducer(Ranks(world, rank), mesh["tp"].get_group(), kind)
+    count, rows, size = 6, 101, 4096
+    given = torch.empty(count, rows, size, dtype=torch.bfloat16, device=device)
+    wanted = torch.empty_like(given)
+
+    def fill(turn: int) -> None:
+        source = torch.Generator().manual_seed(turn)
+        everyone = torch.randn(world, count, rows, size, generator=source)
+        everyone *= 4.0 ** torch.randint(-9, 9, (world, count, rows, 1), generator=source)
+        everyone = everyone.bfloat16()
+        given.copy_(everyone[rank])
+        for n in range(count):
+            wanted[n] = summed(everyone[:, n], kind)
+
+    def work() -> list[torch.Tensor]:
+        flying: list[InFlight[torch.Tensor]] = []
+        found = []
+        for each in given:
+            flying.append(reducer.reduce(each.clone()))
+            torch.full_like(each, torch.nan)
+            torch.cuda._sleep(late.randrange(2_000_000))
+            if len(flying) > 1:
+                found.append(flying.pop(0).wait() + 0)
+                torch.full_like(each, torch.nan)
+        return [*found, flying.pop().wait() + 0]
+
+    with torch.inference_mode():
+        for turn in range(3):
+            fill(turn)
+            assert all(map(torch.equal, work(), wanted)), turn
+        graph, found = capture_graph(work)
+        for turn in range(3, 8):
+            fill(turn)
+            graph.replay()
+            assert all(map(torch.equal, found, wanted)), turn
+    return 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_on_gpus(kind: str) -> None:
+    assert launch.run(sums_on_gpus, (kind,), nproc=WORLDS[-1]) == 0
 
 
 def logits(rank: int, world: int, plan: str, kind: str) -> dict[str, Any]:
