@@ -18,6 +18,7 @@ from typing import Any
 
 from ladder.config import model_config
 from ladder.costs import BF16
+from ladder.perf.links import fit_link
 from ladder.perf.machine import (
     BETWEEN_GPUS,
     FOLDER,
@@ -25,7 +26,6 @@ from ladder.perf.machine import (
     Link,
     Machine,
     Value,
-    fit_link,
     read,
     write,
 )

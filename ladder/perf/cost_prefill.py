@@ -19,6 +19,7 @@ from ladder.kernels.eight_bits import PIECE
 from ladder.models.config import ModelConfig
 from ladder.perf.fused import FUSED, share_left
 from ladder.perf.graph import COMM, Operation
+from ladder.perf.grid import matrix_rate
 from ladder.perf.machine import Basis, Estimate, Machine
 from ladder.perf.slowdowns import Slowdowns, resource
 
@@ -136,20 +137,12 @@ class PromptCost:
         return max(self.arithmetic(rows, outputs, inputs) / self.share, read) + self.gap + more
 
     def arithmetic(self, rows: int, outputs: int, inputs: int) -> float:
-        """By the curve of the nearest shape, or else at the rate of a large square."""
-        curves = self.machine.family("matrix")
-        if curves:
-            nearest = min(
-                curves,
-                key=lambda each: (
-                    abs(math.log(float(each.where["outputs"]) / outputs))
-                    + abs(math.log(float(each.where["inputs"]) / inputs))
-                ),
-            )
-            size = float(nearest.where["outputs"]) * float(nearest.where["inputs"])
-            return nearest.at(rows).us * outputs * inputs / size
-        flops = 2.0 * rows * outputs * inputs * (1 + FILL / inputs) / (1 + FILL / SQUARE)
-        return flops / self.rate
+        """By the curves of shapes, or else at the rate of a large square."""
+        flops = 2.0 * rows * outputs * inputs
+        rate = matrix_rate(self.machine, rows, outputs, inputs)
+        if rate is not None:
+            return flops / rate
+        return flops * (1 + FILL / inputs) / (1 + FILL / SQUARE) / self.rate
 
     def attention(self, prompt: int) -> float:
         """Causal attention of whole prompts; too few blocks leave multiprocessors idle."""

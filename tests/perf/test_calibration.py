@@ -89,7 +89,7 @@ def test_what_ends_too_early_beside_other_work_is_no_speed(
         return 8.0, pieces >= lasts
 
     monkeypatch.setattr(together, "_beside_in_thread", beside)
-    monkeypatch.setattr(together, "_alone", lambda turn, device: 4.0 if turn is one else 2.0)
+    monkeypatch.setattr(together, "cooled", lambda run, device: 4.0 if run is one.run else 2.0)
     one, two = together.Turn(lambda: None), together.Turn(lambda: None)
     cpu = torch.device("cpu")
     assert together.speed_beside(one, two, cpu) == 0.5
@@ -100,7 +100,7 @@ def test_what_ends_too_early_beside_other_work_is_no_speed(
     lasts = 49
     with pytest.raises(RuntimeError, match="ended before work of 4 us"):
         together.speed_beside(one, two, cpu)
-    monkeypatch.setattr(together, "_alone", lambda turn, device: 9.0)
+    monkeypatch.setattr(together, "cooled", lambda run, device: 9.0)
     lasts = 0
     assert together.speed_beside(one, two, cpu) == 1.0
 

@@ -13,7 +13,9 @@ import pytest
 
 from ladder.models import UserError
 from ladder.perf import machine as module
-from ladder.perf.machine import Curve, Machine, Value, fit_link, load, read, shipped, write
+from ladder.perf.grid import matrix_rate
+from ladder.perf.links import fit_link
+from ladder.perf.machine import Curve, Machine, Value, load, read, shipped, write
 
 POINTS = ((8.0, 2.0), (16.0, 3.0), (64.0, 5.0))
 CURVES = (
@@ -105,6 +107,30 @@ def test_a_curve_says_how_it_knows(x: float, us: float, basis: str) -> None:
 def test_between_the_curves_of_a_family(rows: float, x: float, us: float, basis: str) -> None:
     found = MACHINE.between("product", "rows", rows, x)
     assert (found.us, found.basis) == (pytest.approx(us), basis)
+
+
+def test_a_rate_of_products_is_between_those_of_the_shapes() -> None:
+    """The rates of 1024 x 1024 to 4096 x 4096 are 1, 2, 3 and 4 FLOPs a microsecond."""
+    curves = [
+        Curve("matrix", {"outputs": outputs, "inputs": inputs},
+              ((8.0, 16 * outputs * inputs / rate), (16.0, 32 * outputs * inputs / rate)), "here")
+        for (outputs, inputs), rate in zip(
+            ((1024, 1024), (1024, 4096), (4096, 1024), (4096, 4096)), (1, 2, 3, 4), strict=True
+        )
+    ]  # fmt: skip
+    whole = replace(MACHINE, curves=tuple(curves))
+    for shape, rate in {
+        (1024, 1024): 1.0,
+        (2048, 1024): 2.0,  # halfway, in logarithms
+        (1024, 2048): 1.5,
+        (2048, 2048): 2.5,
+        (128, 512): 1.0,
+        (2**20, 2048): 3.5,
+    }.items():
+        assert matrix_rate(whole, 12.0, *shape) == pytest.approx(rate)
+    part = replace(MACHINE, curves=tuple(curves[:3]))
+    assert matrix_rate(part, 8.0, 3000, 1100) == pytest.approx(3.0)  # the nearest of three
+    assert matrix_rate(MACHINE, 8.0, 1024, 1024) is None
 
 
 def test_a_link_is_found_from_an_all_reduce() -> None:

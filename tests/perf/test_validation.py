@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ladder.bench.inference.points import InferencePoint
 from ladder.cli import main
-from ladder.perf.machine import load
+from ladder.models.errors import UserError
+from ladder.perf.machine import Curve, load
 from ladder.perf.prediction.command import kind_of
 from ladder.perf.prediction.ranking import rankings
 from ladder.perf.prediction.records import Score, calibrated, scores, summary
@@ -102,6 +104,14 @@ def test_prompts_are_calibrated_from_their_records_alone(tmp_path: Path) -> None
     found = calibrated(machine, file)
     assert found.value("prompt_gap_us") > 3 * machine.value("prompt_gap_us")
     assert found.value("power_limit") == machine.value("power_limit")
+
+
+def test_curves_that_take_longer_than_the_records_are_refused() -> None:
+    """A machine's file and records that do not belong together end in a line, not in a search."""
+    machine = load("h200x4")
+    slow = Curve("matrix", {"outputs": 4096, "inputs": 4096}, ((1.0, 1e3), (1e4, 1e4)), "measured")
+    with pytest.raises(UserError, match="less than the machine's curves say; measure both again"):
+        calibrated(replace(machine, curves=(*machine.curves, slow)), FILES[0])
 
 
 LINE = {

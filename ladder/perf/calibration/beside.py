@@ -16,7 +16,7 @@ from ladder.perf.calibration.sizes import Part, Point, Sizes, pairs, random
 from ladder.perf.calibration.timing import turn_of
 from ladder.perf.calibration.together import Turn, speed_beside
 
-PRODUCTS, COPIES = 8, 20  # of a turn
+PRODUCTS, REDUCES, COPIES = 4, 10, 20  # of a turn: a millisecond or two
 URGENT = -1  # the priority of the streams of our all-reduces and of copies in prompts
 
 
@@ -57,7 +57,7 @@ def _reduces(
     """The backend's all-reduces, on the stream of a model's."""
     source = torch.zeros(nbytes // sizes.dtype.itemsize, dtype=sizes.dtype, device=device)
     work = partial(dist.all_reduce, source, group=group)
-    return Turn(turn_of([work], calls or sizes.calls, device))
+    return Turn(turn_of([work], calls or REDUCES, device))
 
 
 def _two_shots(sizes: Sizes, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Turn:
@@ -65,7 +65,7 @@ def _two_shots(sizes: Sizes, nbytes: int, group: dist.ProcessGroup, device: torc
     was captured, and not that of the stream on which it runs."""
     source = torch.zeros(nbytes // sizes.dtype.itemsize, dtype=sizes.dtype, device=device)
     work = partial(TwoShotAllReduce(nbytes, group, device), source, False)
-    return Turn(turn_of([work], sizes.calls, device, captured=False), URGENT)
+    return Turn(turn_of([work], REDUCES, device, captured=False), URGENT)
 
 
 def _copies(sizes: Sizes, group: dist.ProcessGroup, device: torch.device) -> Turn:

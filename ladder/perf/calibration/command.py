@@ -24,7 +24,8 @@ from ladder.perf.calibration.parts import parts
 from ladder.perf.calibration.sizes import CPU, GPU, Part
 from ladder.perf.calibration.table import table
 from ladder.perf.calibration.timing import REPEATS
-from ladder.perf.machine import Curve, Link, Machine, Value, fit_link, read, write
+from ladder.perf.links import fit_link
+from ladder.perf.machine import Curve, Link, Machine, Value, read, write
 from ladder.records import facts
 
 PATIENCE = timedelta(seconds=60)  # for the other ranks at the end of a part

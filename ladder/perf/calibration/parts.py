@@ -17,6 +17,7 @@ from ladder.perf.calibration import beside, collectives
 from ladder.perf.calibration.sizes import HELD, Part, Point, Sizes, copies_of, pairs, random
 from ladder.perf.calibration.timing import host_microseconds, microseconds
 
+TURN = 1e12  # multiplications of a turn of large products: a few milliseconds
 KV_GROUP = 4  # query heads for each KV head
 
 
@@ -45,7 +46,7 @@ def _values(sizes: Sizes, device: torch.device) -> dict[str, float]:
     tiny = partial(one.add_, 1)
     a, b = (random(sizes.square, sizes.square, dtype=sizes.dtype, device=device) for _ in range(2))
     out = torch.empty_like(a)
-    product = microseconds([partial(torch.mm, a, b, out=out)], 4, device)
+    product = microseconds([partial(torch.mm, a, b, out=out)], 1, device, cool=True)
     large = max(sizes.copies)
     copied = _copy(large, device)
     if device.type == "cuda":
@@ -87,7 +88,9 @@ def _matrix(sizes: Sizes, outputs: int, inputs: int, device: torch.device) -> li
     for rows in sizes.matrix_rows:
         options = {"dtype": sizes.dtype, "device": device}
         weight, x = random(outputs, inputs, **options), random(rows, inputs, **options)
-        found.append((rows, microseconds([partial(F.linear, x, weight)], 4, device)))
+        calls = max(1, min(8, int(TURN / (rows * outputs * inputs))))
+        us = microseconds([partial(F.linear, x, weight)], calls, device, cool=True)
+        found.append((rows, us))
     return found
 
 

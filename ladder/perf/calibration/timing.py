@@ -16,13 +16,17 @@ from ladder.infer.graphs import capture_graph, time_turns
 from ladder.parallel import launch
 
 Work = Callable[[], Any]
+REST = 0.02  # seconds
 REPEATS = 15  # timed turns, of which the median counts; one more warms up
 
 
-def samples(works: Sequence[Work], calls: int, device: torch.device) -> list[float]:
+def samples(
+    works: Sequence[Work], calls: int, device: torch.device, cool: bool = False
+) -> list[float]:
     """Microseconds of one call, one figure for each turn of `calls` calls on this rank.
 
-    works: the same work on different memory, taken in turns, so that caches hold none of it.
+    works: the same work on different memory, taken in turns, so that caches hold none of it. cool:
+    the device rests before each turn, which keeps short work below the power limit.
     """
     turn = turn_of(works, calls, device)
     if device.type != "cuda":
@@ -33,9 +37,24 @@ def samples(works: Sequence[Work], calls: int, device: torch.device) -> list[flo
             turn()
             times.append((time.perf_counter() - start) * 1e6 / calls)
         return times[1:]
+    if cool:
+        return [us / calls for us in (cooled(turn, device) for _ in range(REPEATS + 1))][1:]
     align()
     turn()
     return [ms * 1e3 / calls for ms in time_turns(turn, REPEATS)]
+
+
+def cooled(turn: Work, device: torch.device) -> float:
+    """Microseconds of a turn after a rest and another turn, which hides the host's launch."""
+    align()
+    if device.type == "cuda":
+        time.sleep(REST)
+        turn()
+        return time_turns(turn, 1)[0] * 1e3
+    turn()
+    start = time.perf_counter()
+    turn()
+    return (time.perf_counter() - start) * 1e6
 
 
 def turn_of(works: Sequence[Work], calls: int, device: torch.device, captured: bool = True) -> Work:
@@ -66,9 +85,11 @@ def slowest_median(found: Sequence[Sequence[float]]) -> float:
     return statistics.median(max(turn) for turn in zip(*found, strict=True))
 
 
-def microseconds(works: Sequence[Work], calls: int, device: torch.device) -> float:
+def microseconds(
+    works: Sequence[Work], calls: int, device: torch.device, cool: bool = False
+) -> float:
     """Microseconds of one call: the same on every rank, which all must call this."""
-    return slowest_median(launch.gathered(samples(works, calls, device)))
+    return slowest_median(launch.gathered(samples(works, calls, device, cool)))
 
 
 def host_microseconds(work: Work, calls: int, device: torch.device) -> float:

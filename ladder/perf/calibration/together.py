@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ladder.infer.graphs import time_turns
 from ladder.parallel import launch
-from ladder.perf.calibration.timing import REPEATS, Work, align, slowest_median
+from ladder.perf.calibration.timing import REPEATS, REST, Work, align, cooled, slowest_median
 
 # How many times as long as the timed work alone the other work runs: it must last until the end.
 COVERS = (4, 12)
@@ -41,7 +40,7 @@ def speed_beside(timed: Turn, other: Turn, device: torch.device) -> float:
         pieces = math.ceil(2 * cover * mine / others)
         alone, together, lasted = [], [], True
         for number in range(REPEATS + 1):
-            us = _alone(timed, device)
+            us = cooled(timed.run, device)
             slowed, enough = beside(timed, other, pieces)
             if number:  # the first warms up
                 alone.append(us)
@@ -58,19 +57,8 @@ def speed_beside(timed: Turn, other: Turn, device: torch.device) -> float:
 
 def _length(turn: Turn, device: torch.device) -> float:
     """Microseconds of a turn alone, the same on every rank."""
-    times = [_alone(turn, device) for _ in range(CLOCKED)]
+    times = [cooled(turn.run, device) for _ in range(CLOCKED)]
     return max(slowest_median(launch.gathered(times)), 1e-3)
-
-
-def _alone(turn: Turn, device: torch.device) -> float:
-    """Microseconds of one turn after another one, which hides the host's launch."""
-    align()
-    turn.run()
-    if device.type == "cuda":
-        return time_turns(turn.run, 1)[0] * 1e3
-    start = time.perf_counter()
-    turn.run()
-    return (time.perf_counter() - start) * 1e6
 
 
 def _beside_on_gpu(timed: Turn, other: Turn, pieces: int) -> tuple[float, bool]:
@@ -80,6 +68,7 @@ def _beside_on_gpu(timed: Turn, other: Turn, pieces: int) -> tuple[float, bool]:
     the host's launch of the second.
     """
     align()
+    time.sleep(REST)
     begin, start, end, last = (torch.cuda.Event(enable_timing=True) for _ in range(4))
     begun = torch.cuda.Event()
     begin.record()

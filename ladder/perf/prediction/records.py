@@ -211,6 +211,8 @@ def _fit(
         if abs(high) < 1e-5 * ms or low == high:
             break
         one, two, low = two, two - high * (two - one) / (high - low), high
+        if two <= 0.0:  # the curves alone take as long, or longer
+            break
         high = off(two)
     return _fitted(machine, name, two, point, ms, said)
 
