@@ -40,6 +40,7 @@ QUALITY = (
     "2026-11-21-quality-h200",
     "2026-11-22-scaled-desync-h200x4",
     "2026-11-22-quality-h200x2",
+    "2026-11-22-learned-scales-h200x2",
 )
 QUALITY_LATENCY = (
     "2026-11-21-quality-latency-h200x4",
@@ -99,7 +100,7 @@ def batches() -> str:
 
 def quality_latency() -> str:
     """Quality against latency of the trained shape, a panel for each link and batch measured."""
-    records, found = quality_records()
+    records, found = drawn_records()
     members = next(each for each in found.chosen.values() if each)
     places = quality_frontier.places(quality_report.by_plan(records), members)
     kept = quality_frontier.frontier(places)
@@ -111,7 +112,7 @@ def quality_latency() -> str:
 
 def quality_no_nvlink() -> str:
     """The same quality against the latency of an 8B's ranks without NVLink."""
-    records, found = quality_records("half-8b", 2)
+    records, found = drawn_records("half-8b", 2)
     return frontier_figure(
         records, found, "Without NVLink: filled plans are beaten by none in both"
     )
@@ -207,6 +208,13 @@ def inference_pages(name: str, records: Sequence[dict[str, Any]]) -> list[Page]:
 
 def repeats(records: Sequence[dict[str, Any]], key: str = "point") -> bool:
     return len({json.dumps(record[key]) for record in records}) < len(records)
+
+
+def drawn_records(*of: Any) -> tuple[list[dict[str, Any]], quality_frontier.Latency]:
+    """`quality_records` without desync's other scales than sqrt(T), which have the same latency."""
+    records, found = quality_records(*of)
+    lost = ("-full", "-learned", "-init-sqrt")
+    return [each for each in records if not each["plan"].endswith(lost)], found
 
 
 def quality_page(model: str | None = None, tp: int = quality_frontier.T) -> Page:

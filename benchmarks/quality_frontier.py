@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quality_plans import T, called, initially
+from quality_plans import T, called, unscaled
 from quality_report import (
     COLUMNS,
     MEANING,
@@ -130,8 +130,8 @@ def best(members: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def row_of(plan: str, known: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """A plan's row of `best`; of desync-Nx-init-sqrt that of desync-Nx, which it is."""
-    return known.get(plan) or known.get(initially(plan, T)[0])
+    """A plan's row of `best`; of a scaled desync-Nx that of desync-Nx, if it has none."""
+    return known.get(plan) or known.get(unscaled(plan))
 
 
 def places(

@@ -20,6 +20,8 @@ SEEDS = {"standard": (0, 1), "ladder": (0, 1)}  # the others: 0
 POWERS = {"root4": 0.25, "sqrt": 0.5, "full": 1.0}  # own_scale is T to this power
 NAMED = re.compile(r"(desync-\d+x)-(" + "|".join(POWERS) + ")")
 INITIAL = re.compile(r"(desync-\d+x)-init-(" + "|".join(POWERS) + ")")
+# All scaled forms: a scale changes no latency. -learned was trained once (docs/results/quality.md).
+SCALED = re.compile(r"(desync-\d+x)-(init-)?(" + "|".join([*POWERS, "learned"]) + ")")
 # For 12 layers, whose 24th sublayer is the last: desync-24x reduces once, at the end.
 SETS = {
     "plans": PLANS,
@@ -91,6 +93,12 @@ def initially(plan: str, degree: int) -> tuple[str, float]:
     """
     match = INITIAL.fullmatch(plan)
     return (plan, 1.0) if match is None else (match[1], degree ** POWERS[match[2]])
+
+
+def unscaled(plan: str) -> str:
+    """The plan whose latency a plan has: desync-Nx of its scaled forms, else itself."""
+    match = SCALED.fullmatch(plan)
+    return match[1] if match else plan
 
 
 def written(plan: str, layers: int, degree: int, folder: Path) -> str:
