@@ -16,18 +16,20 @@ from ladder.models.plan import Plan
 from ladder.models.reducer import Ranks
 from ladder.parallel.choose import choose
 from ladder.parallel.dispatch import load_dispatch
+from ladder.parallel.prefill import fused_refusal
 from ladder.parallel.sharded import sharded_refusal
 from ladder.perf.cost import DecodeCost, check_context, check_reducer
 from ladder.perf.cost_prefill import PromptCost
 from ladder.perf.cost_training import TrainingCost, TrainingShape
 from ladder.perf.fused import FUSED, check_weights
-from ladder.perf.graph import REDUCES, Graph, Operation, training
+from ladder.perf.graph import REDUCES, Graph, Operation, forward, training
 from ladder.perf.lower_prefill import Way
 from ladder.perf.lower_prefill import prefill as lower_prefill
 from ladder.perf.machine import Basis, Estimate, Machine, for_degree, worst
 from ladder.perf.memory import held_ranks
 from ladder.perf.simulate import Times, simulate, waiting
 from ladder.perf.slowdowns import resource
+from ladder.perf.virtual import VirtualCost
 
 # What the longest path of a pass is made of, by the kind of operation.
 LIMITS = {
@@ -102,6 +104,8 @@ def decode(
     or context that the step or the model cannot have.
     """
     machine = for_degree(machine, tp)
+    if held_ranks(config, tp) > 1:
+        return _virtual(config, machine, tp, reducer, (batch, 1), context, jitter, weights)
     if "launch_gap_us" not in machine.values:
         machine.value("step_stretch")
     cost = DecodeCost(config, machine, tp, reducer, batch, context, weights)
@@ -170,6 +174,8 @@ def prefill(
     else:
         check_reducer(reducer)
     machine = for_degree(machine, tp)
+    if held_ranks(config, tp) > 1:
+        return _virtual(config, machine, tp, reducer, (batch, prompt), 0, jitter, weights)
     cost = PromptCost(config, machine, tp, batch, prompt, weights)
     token = BF16 * config.hidden_size
     way = prompt_way(config.plan, machine.gpu, tp, reducer, (batch, prompt), token)
@@ -184,6 +190,37 @@ def prefill(
         base = "push" if reducer == FUSED else reducer  # there is nothing to fuse
         way = prompt_way(plan, machine.gpu, tp, base, (batch, prompt), token)
         return _limited(lower_prefill(plan, way), cost).total
+
+    return _prediction(graph, times, bare, cost, machine, added)
+
+
+def _virtual(
+    config: ModelConfig, machine: Machine, tp: int, reducer: str, shape: tuple[int, int],
+    context: int, jitter: float, weights: str,
+) -> Prediction:  # fmt: skip
+    """A decode step after `context` tokens, or a prompt (0), of several ranks of T in a process."""
+    check_context(config, max(context, shape[1]))
+    held = held_ranks(config, tp)
+    refusal = fused_refusal(config.plan, Ranks(tp * held, 0, held)) if reducer == FUSED else None
+    if weights != "bf16":
+        refusal = f"--weights={weights} is not predicted there"
+    if refusal:
+        raise UserError(f"--tp={tp} with T {tp * held}, {held} virtual ranks each: {refusal}")
+    table = load_dispatch(machine.gpu, tp) if reducer == "push" and tp > 1 else None
+    cost = VirtualCost(config, machine, tp, held, *shape, context, table)
+    style = "alone" if tp == 1 else "all-reduce"
+
+    def timed(plan: Plan) -> tuple[Graph, Times]:
+        graph = forward(plan, style)
+        if not context:
+            return graph, _limited(graph, cost)
+        return graph, simulate(graph, cost, cost.beside)
+
+    graph, times = timed(config.plan)
+    added = waiting(graph, cost, cost.beside, times.total, tp, tp, jitter)
+
+    def bare() -> float:
+        return timed(config.plan.as_no_comm())[1].total
 
     return _prediction(graph, times, bare, cost, machine, added)
 

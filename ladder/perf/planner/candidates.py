@@ -10,7 +10,7 @@ from ladder.models.presets import MOST_RANKS
 from ladder.perf import memory
 from ladder.perf.cost import check_context
 from ladder.perf.planner import inference, training
-from ladder.perf.planner.intervals import interval
+from ladder.perf.planner.intervals import Interval, interval
 from ladder.perf.planner.question import LeftOut, Question, Row, order
 from ladder.perf.simulate import check_jitter
 
@@ -43,6 +43,9 @@ def ask(question: Question) -> tuple[list[Row], list[str]]:
         like, way = (question.machine, "") if trains else (machine, each.way)
         model = question.subject.name
         near = interval(question.phase, like.gpu, like.gpus, way, model, found.us)
+        virtual = not trains and memory.held_ranks(each.config, each.tp) > 1
+        if virtual:  # whose records are too few
+            near = Interval(None, None, "no record")
         if question.weights != "bf16":  # of which no record is
             near = replace(near, far=True)
         tokens_s = of.tokens(question, each) / found.us * 1e6

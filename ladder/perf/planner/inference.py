@@ -57,19 +57,24 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
         reducers = question.reducers or _measured(question.machines[tp], tp, left_out)
         for plan in dict.fromkeys(question.chosen_plans):
             config = subject.config(plan, tp, question.tp_degree)
-            if config.tp_degree not in (None, tp):
-                _refuse_degree(question, plan, config.tp_degree or 0, tp, left_out)
+            degree = config.tp_degree or tp
+            if degree % tp:
+                _refuse_degree(question, plan, degree, tp, left_out)
+                continue
+            if degree > tp and question.weights != "bf16":
+                left_out.add(plan, f"TP {tp}", "virtual ranks are predicted with --weights bf16")
                 continue
             if question.is_own(plan, config):
                 continue
-            if tp == 1 and config.plan.depends_on_tp and plan != CHECKPOINT:
+            if degree == 1 and config.plan.depends_on_tp and plan != CHECKPOINT:
                 if question.plans:
                     left_out.add(plan, "TP 1", ALONE)
                 continue
             alone = tp == 1 or config.plan.no_comm
             plain = [each for each in reducers if each != FUSED] or REDUCERS
             for reducer in plain[:1] if alone else reducers:
-                refusal = fused_refusal(config.plan, Ranks(tp)) if reducer == FUSED else None
+                held = Ranks(degree, 0, degree // tp)
+                refusal = fused_refusal(config.plan, held) if reducer == FUSED else None
                 if refusal:
                     left_out.add(plan, f"TP {tp}", f"not by fused operators ({refusal})")
                     continue
@@ -92,9 +97,10 @@ def _refuse_degree(question: Question, plan: str, degree: int, tp: int, left_out
     """A plan of another T than the TP degree: left out, or UserError if the user named both."""
     if question.tp and question.tp_degree:
         raise UserError(
-            f"--tp-degree={degree} with --tp={tp}: no virtual ranks are predicted; give both alike"
+            f"--tp-degree={degree} with --tp={tp}: a process has as many of the T ranks as any "
+            f"other; give a multiple of --tp"
         )
-    why = f"T is {degree}, and no virtual ranks are predicted"
+    why = f"T is {degree}, which {tp} does not divide"
     if plan != CHECKPOINT:
         why += "; without --tp-degree T is that of TP, another model"
     left_out.add(plan, f"TP {tp}", why)
@@ -171,6 +177,8 @@ def command(question: Question, each: Candidate) -> list[str]:
     words = ["bench", "inference", "--model", model, "--plans", each.plan]
     words += ["--reducers", each.way] if each.way else []
     words += ["--tp", str(each.tp), "--batch", str(each.batch)]
+    if (each.config.tp_degree or each.tp) > each.tp:
+        words += ["--tp-degree", str(each.config.tp_degree)]
     words += _weights(question)
     return [*words, "--prompt", str(min(prompt, most - new)), "--new-tokens", str(new), *ranks]
 
