@@ -2,8 +2,8 @@
 
 The times of decode kernels are those that benchmarks/results/README.md lists; the rest is in the
 JSON lines, but for the memory of a GPU and DECLARED, which no record says and each of which says
-where it is from. What `ladder bench machine` measured (results/*-machine-h200xN.json, the newest of
-each N) comes in their place: what is of one GPU for all machines, the rest for that of N GPUs.
+where it is from. What `ladder bench machine` measured (MEASURED) comes in their place: what is of
+one GPU for all machines, the rest for that of as many GPUs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from ladder.config import model_config
 from ladder.costs import BF16
+from ladder.perf.calibration.options import family
 from ladder.perf.links import fit_link
 from ladder.perf.machine import (
     BETWEEN_GPUS,
@@ -219,16 +220,24 @@ def collectives(gpus: int) -> tuple[list[Curve], list[Link]]:
     return found, [fit_link("NVLink", nccl, gpus)]
 
 
-# Of a rate the median over many runs stays; a file has that of one.
+# Files of `ladder bench machine` in results/, and the parts of each that are taken, by their names
+# for --only. Of a rate the median over many runs stays; a file has that of one.
+MEASURED: dict[str, tuple[str, ...]] = {}
 OF_ONE_GPU = ("memory_gib", "launch_us", "host_launch_us")
 
 
 def measured() -> dict[int, tuple[str, Machine]]:
-    """The newest file of `ladder bench machine` for each number of GPUs, with its name."""
+    """What is taken of each file, by the number of GPUs, with the file's name."""
     found = {}
-    for path in sorted(RESULTS.glob("*-machine-h200x*.json")):
-        each = read(path)
-        found[each.gpus] = path.name, each
+    for name, families in MEASURED.items():
+        each = read(RESULTS / name)
+        curves = tuple(one for one in each.curves if family(one.name) in families)
+        values = {
+            key: value
+            for key, value in each.values.items()
+            if ("beside" if "beside" in key else "values") in families
+        }
+        found[each.gpus] = name, replace(each, curves=curves, values=values)
     return found
 
 
@@ -250,7 +259,7 @@ def with_measured(machine: Machine, files: Mapping[int, tuple[str, Machine]]) ->
             curve for curve in curves if curve.name not in families and str(curve) not in names
         ]
         curves += [replace(one, provenance=f"{one.provenance}; {file}") for one in taken]
-        if own and each.links:
+        if own and each.family("all-reduce") and each.links:
             found = tuple(replace(link, tier="NVLink") for link in each.links)
     return replace(machine, values=values, curves=tuple(curves), links=found)
 

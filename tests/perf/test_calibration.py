@@ -12,7 +12,7 @@ import torch
 
 from ladder.cli import main
 from ladder.perf.calibration import command, timing, together
-from ladder.perf.calibration.options import FAMILIES
+from ladder.perf.calibration.options import FAMILIES, family
 from ladder.perf.calibration.sizes import CPU, Part
 from ladder.perf.calibration.table import table
 from ladder.perf.machine import SPEEDS, Curve, Machine, Value, load, write
@@ -163,8 +163,8 @@ def test_only_does_not_mix_machines(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_every_part_has_a_name_for_only() -> None:
     names = ["values", "peer copy", "product", "product beside push", *SPEEDS]
-    assert {Part(name, {}, list).family for name in names} <= set(FAMILIES)
-    assert Part(SPEEDS[0], {}, list).family == "beside"
+    assert {family(name) for name in names} <= set(FAMILIES)
+    assert family(SPEEDS[0]) == family("product beside push") == "beside"
 
 
 def test_the_table_has_what_is_declared_beside_what_was_measured() -> None:

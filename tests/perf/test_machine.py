@@ -68,6 +68,25 @@ def test_a_measured_file_comes_in_place_of_older_records() -> None:
     assert records.with_measured(old, {}) == old
 
 
+def test_only_the_named_parts_of_a_measured_file_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = importlib.import_module("benchmarks.machines")
+    values = {name: Value(1.0, "measured") for name in ("launch_us", "product_beside_nccl")}
+    file = Machine("new", "a GPU", 2, values, CURVES)
+    write(file, tmp_path / "new.json")
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    for families, names, kept in (
+        (("product", "beside"), ["product_beside_nccl"], ["product", "product"]),
+        (("values", "all-reduce"), ["launch_us"], ["all-reduce"]),
+    ):
+        monkeypatch.setattr(records, "MEASURED", {"new.json": families})
+        name, found = records.measured()[2]
+        assert name == "new.json"
+        assert list(found.values) == names
+        assert [each.name for each in found.curves] == kept
+
+
 def test_shipped_machines_name_what_is_missing() -> None:
     found = load("h200x4")
     assert any(each.startswith("matrix") for each in found.missing)

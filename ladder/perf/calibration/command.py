@@ -19,7 +19,7 @@ from ladder.comm.access import common_push_refusal
 from ladder.files import check_writable
 from ladder.models.errors import UserError, brief
 from ladder.parallel import launch
-from ladder.perf.calibration.options import FAMILIES, check
+from ladder.perf.calibration.options import FAMILIES, check, family
 from ladder.perf.calibration.parts import parts
 from ladder.perf.calibration.sizes import CPU, GPU, Part
 from ladder.perf.calibration.table import table
@@ -54,7 +54,7 @@ def main(options: Any) -> int:
     push = cuda and world > 1 and common_push_refusal(world) is None
     each = parts(GPU if cuda else CPU, device, push)
     only = options.only or FAMILIES
-    wanted = (part for part in each if part.family in only)
+    wanted = (part for part in each if family(part.name) in only)
     if not head:
         before = Machine(out.stem, gpu, world, {})
     found = measure(wanted, before, out if head else None, deadline, provenance(gpu, world))

@@ -16,6 +16,11 @@ FAMILIES = ("values", "product", "attention", "landing", "all-reduce", "peer-cop
             "reduce-scatter", "beside", "copy", "matrix")  # fmt: skip
 
 
+def family(name: str) -> str:
+    """Of FAMILIES, the one that has a part, or a curve, of this name."""
+    return "beside" if "beside" in name else name.replace(" ", "-")
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",

@@ -103,11 +103,6 @@ class Part:
     where: dict[str, float | str]
     run: Callable[[], Any]
 
-    @property
-    def family(self) -> str:
-        """Its name for --only."""
-        return "beside" if "beside" in self.name else self.name.replace(" ", "-")
-
     def __str__(self) -> str:
         return " ".join([self.name, *(f"{key}={value}" for key, value in self.where.items())])
 
