@@ -32,7 +32,7 @@ from ladder.data.prepared import TokenData, check_tokenizer, open_data
 from ladder.eval import offline, suites
 from ladder.eval.command import evaluate
 from ladder.files import make_folder, write_text
-from ladder.infer.load import load_for_inference
+from ladder.infer.load import as_dtype, load_for_inference
 from ladder.models import Transformer
 from ladder.models.errors import UserError, unknown
 from ladder.models.quantised import matrices
@@ -149,6 +149,7 @@ def check(options: argparse.Namespace) -> None:
         value = getattr(options, key)
         if value is not None and value < 1:
             raise UserError(f"--{key}={value} must be 1 or more")
+    as_dtype(options.dtype)
     if options.suite:
         suites.require_lm_eval()
 

@@ -53,8 +53,10 @@ def _lines(file: Path, keys: Sequence[str], script: str) -> list[dict[str, Any]]
             each = json.loads(line)
             _ = [each[key] for key in keys]
         except (ValueError, KeyError, TypeError) as error:
+            wrong = f"it lacks {error}" if isinstance(error, KeyError) else error
             raise UserError(
-                f"line {number} of {file} is no record ({error}); remove the line"
+                f"line {number} of {file} is no record of {script} ({wrong}); remove the line, or "
+                f"give a file that {script} wrote"
             ) from error
         found.append(each)
     return found

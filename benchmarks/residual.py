@@ -111,7 +111,7 @@ def to_train(options: argparse.Namespace) -> list[Subject]:
     shape.check_divides(degree, "--tp-degree")
     scales = options.scales or (1.0, math.sqrt(degree), float(degree))
     found = []
-    for spec in options.plans:
+    for spec in options.plans or PLANS:
         plan = resolve_plan(load_plan(spec), shape.num_layers, degree)
         name = Path(spec).stem if spec.endswith(FILES) else plan.name
         for each in variants(Plan(plan.sublayers, name), scales, degree):
@@ -183,6 +183,12 @@ def run(options: argparse.Namespace) -> int:
     """Train and measure what is not measured yet."""
     if options.run and options.overrides:
         raise UserError(f"override {options.overrides[0]!r} with --run: leave one of them out")
+    for name in ("plans", "scales"):
+        if options.run and getattr(options, name) is not None:
+            raise UserError(f"--{name} with --run, whose plans are trained: leave one of them out")
+    for scale in options.scales or ():
+        if not 0 < scale < 1e6:
+            raise UserError(f"--scales={scale:g} must be above 0 and below 1e6")
     if options.tp_degree < 2:
         raise UserError(f"--tp-degree={options.tp_degree} must be 2 or more")
     if options.windows < 1:
@@ -212,7 +218,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add.set_defaults(verb=run)
     add.add_argument("overrides", nargs="*", metavar="key=value", help="for the recipe tiny")
     add.add_argument("--run", nargs="+", type=Path, default=[], help="folders of trained runs")
-    add.add_argument("--plans", nargs="+", default=PLANS, help="names, or YAML files")
+    add.add_argument("--plans", nargs="+", help=f"names, or YAML files ({' '.join(PLANS)})")
     add.add_argument(
         "--scales", nargs="+", type=float, help="own_scale of waiting partials (1, sqrt(T) and T)"
     )

@@ -270,7 +270,7 @@ def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
     check_keys(where, data, list(items))
     for name, item in items.items():
         if item.default is MISSING and item.default_factory is MISSING and name not in data:
-            raise UserError(f"{where} lacks {name}; add `{name}: ...` or {name}=... on the command")
+            raise UserError(f"{where} lacks {name}; add `{name}: ...` there")
     return cls(**{key: _typed(key, value, str(items[key].type)) for key, value in data.items()})
 
 

@@ -41,6 +41,9 @@ class Parser(argparse.ArgumentParser):
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError:
+            has_overrides = any(each.dest == "overrides" for each in self._actions)
+            if has_overrides and action.nargs in ("*", "+") and OVERRIDE.match(arg_string):
+                return arg_string  # `parse_words` moves it
             if action.type not in TYPES:
                 raise
             self.error(f"{_name(action)}={arg_string} must be {TYPES[action.type]}")
@@ -79,13 +82,13 @@ def parse_words(parser: Parser, words: Sequence[str] | None = None) -> argparse.
         value = getattr(options, action.dest, None)
         if action.dest == "overrides" or not isinstance(value, list):
             continue
-        taken = [item for item in value if isinstance(item, str) and OVERRIDE.match(item)]
+        taken = [item for item in value if OVERRIDE.match(str(item))]  # of a Path, too
         if not taken:
             continue
         if len(taken) == len(value):
             own.error(f"{_name(action)} needs a value before {taken[0]}")
         setattr(options, action.dest, [item for item in value if item not in taken])
-        rest = [*taken, *rest]
+        rest = [*map(str, taken), *rest]
     options.overrides = [*options.overrides, *rest]
     return options
 

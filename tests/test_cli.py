@@ -170,6 +170,7 @@ def test_resume_through_the_command_line(trained: Path, start: Start) -> None:
         (["train", "{}/recipe.yaml", "steps"], ["not of the form key=value"]),
         (["train", "{}/recipe.yaml", "steps=many"], ["steps='many'"]),
         (["train", "{}/recipe.yaml", "out=/proc/nope"], ["/proc/nope"]),
+        (["train", "{}/recipe.yaml", "out="], ["out='' is no folder"]),
         (["train", "{}/recipe.yaml", "--device", "tpu"], ["--device=tpu"]),
         (["train", "{}/recipe.yaml", "out={}/data"], ["holds something else, index.json"]),
         (["plans", "ladder@3-1"], ["is no range", "0-31", "lower one first"]),

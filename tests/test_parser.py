@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ladder.cli import main
@@ -56,11 +58,17 @@ def test_overrides_may_follow_several_words(capsys: Captured) -> None:
     parser = Parser()
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--only-these", nargs="+")
-    options = parse_words(parser, ["a=1", "--only-these", "ladder", "dtp-1", "b.c=2", "d=3"])
-    assert vars(options) == {
-        "only_these": ["ladder", "dtp-1"],
-        "overrides": ["a=1", "b.c=2", "d=3"],
-    }
+    parser.add_argument("--files", nargs="+", type=Path)
+    parser.add_argument("--rates", nargs="+", type=float)
+    line = "a=1 --only-these ladder dtp-1 b.c=2 --files x y d=3 --rates 0.5 1 e=4"
+    options = parse_words(parser, line.split())
+    assert options.only_these == ["ladder", "dtp-1"]
+    assert options.files == [Path("x"), Path("y")]
+    assert options.rates == [0.5, 1.0]
+    assert sorted(options.overrides) == ["a=1", "b.c=2", "d=3", "e=4"]
     with pytest.raises(SystemExit, match="2"):
         parse_words(parser, ["--only-these", "b=2"])
     assert capsys.readouterr().err.startswith("error: --only-these needs a value before b=2; see `")
+    with pytest.raises(SystemExit, match="2"):
+        main(["predict", "tiny", "--batch", "1", "b=2"])  # a command without overrides
+    assert "--batch=b=2 must be a whole number" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from typing import Any
 
 from ladder.models.errors import UserError, check_keys, unknown
 from ladder.models.plan import Plan, number
-from ladder.models.presets import MOST_LAYERS, MOST_RANKS, resolve_plan
+from ladder.models.presets import MOST_LAYERS, MOST_RANKS, depends_on_tp, resolve_plan
 
 # Limits of a shape, far above any real model: a mistyped number would take all memory or endless
 # time. Tokens and positions pass through float32, which is exact up to 2**24.
@@ -176,9 +176,9 @@ class ModelConfig:
         plan = resolve_plan(self.plan, self.num_layers, self.tp_degree)
         object.__setattr__(self, "plan", plan)
         if plan.depends_on_tp and self.tp_degree is None:
-            raise UserError(
-                f"plan {plan.name!r} depends on T: set tp_degree, for example tp_degree=4"
-            )
+            if plan.no_comm:
+                raise UserError(f"{self._no_comm()}, or set tp_degree for a benchmark")
+            raise depends_on_tp(plan.name)
         if not plan.depends_on_tp and self.tp_degree is not None:
             raise UserError(
                 f"tp_degree={self.tp_degree} with plan {plan.name!r}, which does not depend on T: "
@@ -209,10 +209,13 @@ class ModelConfig:
     def refuse_no_comm(self) -> None:
         """Raise UserError for a plan without communication, as `none`."""
         if self.plan.no_comm and (self.tp_degree or 1) > 1:
-            raise UserError(
-                f"plan={self.plan.name!r} has no communication (no_comm): it is for benchmarks "
-                f"and computes no model; choose another plan"
-            )
+            raise UserError(self._no_comm())
+
+    def _no_comm(self) -> str:
+        return (
+            f"plan={self.plan.name!r} has no communication (no_comm): it is for benchmarks and "
+            f"computes no model; choose another plan"
+        )
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "model config") -> ModelConfig:

@@ -276,5 +276,13 @@ def _accumulate_late(
 def _root(name: str, tp_degree: int | None) -> float:
     """sqrt(T), by which preset `name` scales."""
     if tp_degree is None:
-        raise UserError(f"plan {name!r} depends on T: set tp_degree, for example tp_degree=4")
+        raise depends_on_tp(name)
     return math.sqrt(tp_degree)
+
+
+def depends_on_tp(name: str) -> UserError:
+    """The error for a plan that is to be resolved without T."""
+    return UserError(
+        f"plan {name!r} depends on T: set tp_degree, for example tp_degree=4 (`ladder convert`: "
+        f"--tp-degree 4)"
+    )

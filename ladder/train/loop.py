@@ -52,6 +52,8 @@ def train(
     resume: continue exactly from the run's newest checkpoint. stop_after: save and return after
     that many steps in total.
     """
+    if not config.out:
+        raise UserError("out='' is no folder; give the run's folder, or . for this one")
     here = launch.join(device)
     mesh = make_mesh(here, config.tp, config.dp_shard)
     launch.agree(config.to_dict())

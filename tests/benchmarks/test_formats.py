@@ -68,6 +68,7 @@ def test_a_table_of_formats(
         (["--formats", "fp4"], "unknown format of --formats 'fp4'"),
         (["--formats", "reduce fp8"], "--formats 'reduce fp8' needs several ranks"),
         (["--windows", "0"], "--windows=0 must be 1 or more"),
+        (["--dtype", "int8"], "--dtype=int8 must be auto, float32 or bfloat16"),
     ):
         capsys.readouterr()
         assert formats.main([*command[:3], *command[3:6], "--no-suite", *wrong]) == 2

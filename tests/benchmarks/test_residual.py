@@ -180,6 +180,22 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--scales", "1", "-1"], "--scales=-1 must be above 0 and below 1e6"),
+        (["--run", "x", "--scales", "1"], "--scales with --run"),
+        (["--run", "x", "--plans", "ladder"], "--plans with --run"),
+        (["--run", "x", "steps=3"], "override 'steps=3' with --run"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert residual.main(["run", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_the_command_trains_and_measures_and_takes_finished_runs(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

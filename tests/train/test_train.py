@@ -140,6 +140,7 @@ def test_learning_rate_schedule(corpus: Path, tmp_path: Path) -> None:
         ({"betas": [0.9]}, "betas="),
         ({"seq_len": 4096}, "seq_len=4096 is longer than the model's max_seq_len"),
         ({"plan": "none", "tp_degree": 2}, "plan='none' has no communication"),
+        ({"plan": "none"}, "plan='none' has no communication"),
         ({"plan": "desync-2x"}, "set tp_degree"),
         ({"plan": "ladder", "tp_degree": 2}, "leave tp_degree out"),
         ({"plan": "desync-2x", "tp_degree": 3}, "tp_degree=3 does not divide num_heads=4"),
