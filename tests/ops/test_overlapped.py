@@ -99,13 +99,14 @@ def expected(
 
 
 def provoke(
-    op: str, name: str, options: dict[str, Any], world: int, seed: int, calls: int = 4,
+    op: str, ways: list[tuple[str, dict[str, Any]]], world: int, seed: int, calls: int = 4,
     change: Callable[[int, Schedule], Schedule] = lambda rank, schedule: schedule,
     rows: tuple[int, ...] = (1, 9, 20), columns: tuple[int, ...] = (8, 40),
 ) -> None:  # fmt: skip
     """Several calls of several shapes, queued on all ranks, then run in a random order of events.
 
     Inputs are written on the main stream right before their call and overwritten right after it.
+    ways: implementations and their options, in turn.
     """
     source = random.Random(seed)
     sets = [source.randrange(2) for _ in range(99)] if seed % 3 else [seed % 2] * 99
@@ -128,14 +129,16 @@ def provoke(
                 machine.main(lambda A=A, mine=inputs[rank][0]: A.copy_(mine))
                 machine.main(lambda B=B, mine=inputs[rank][1]: B.copy_(mine))
                 given = arguments(op, A, B, average, world)
+                name, options = ways[call % len(ways)]
                 found = run_of(op, name)(group, *given, **options)
                 outs[rank, call] = flat(found)
                 machine.main(lambda A=A, B=B: (A.fill_(torch.nan), B.fill_(torch.nan)))
                 wanted[rank, call] = expected(op, name, options, inputs, rank, average)
     machine.execute(source)
-    for key, found in outs.items():
-        averaged = name == "ring" and key[1] % 2 == 1
-        check_same(op, f"{op} {name} {options} {key}", found, wanted[key], averaged)
+    for (rank, call), found in outs.items():
+        way = ways[call % len(ways)]
+        averaged = way[0] == "ring" and call % 2 == 1
+        check_same(op, f"{op} {way} {rank, call}", found, wanted[rank, call], averaged)
 
 
 @pytest.mark.parametrize(("device", "op", "name"), CASES)
@@ -146,7 +149,16 @@ def test_any_order_of_events_gives_the_sums_in_rank_order(device: str, op: str, 
     """
     for options in options_of(op, name):
         for seed in range(3):
-            provoke(op, name, options, (2, 3, 4)[seed], seed)
+            provoke(op, [(name, options)], (2, 3, 4)[seed], seed)
+
+
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_implementations_that_share_slots(op: str) -> None:
+    """The slots of a ring are in another order, so it waits for all peers, and frees all."""
+    ways = [(name, options) for name in ("chunked", "ring") for options in options_of(op, name)]
+    for seed in range(12):
+        random.Random(seed).shuffle(ways)
+        provoke(op, ways, 3 + seed % 2, 3 * seed, 6)  # all calls use the same set
 
 
 def schedules_of(world: int) -> dict[str, Callable[[int], Schedule]]:
@@ -258,7 +270,7 @@ def fails(
     change: Callable[[int, Schedule], Schedule],
 ) -> bool:  # fmt: skip
     try:
-        provoke(op, name, options, 2, seed, 3, change, (7, 20), (8,))
+        provoke(op, [(name, options)], 2, seed, 3, change, (7, 20), (8,))
     except AssertionError:
         return True
     return False
