@@ -28,6 +28,7 @@ step before.) So the oldest call that has not ended can always go on.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -152,6 +153,7 @@ def _free(rank: int, world: int) -> list[Step]:
     return [Put("main", Word(q, "free", rank), 1) for q in others(rank, world)]
 
 
+@functools.cache  # a call's schedule is the last call's
 def all_gather(rank: int, world: int, waiting: bool = False, streams: int = 1) -> Schedule:
     """Each rank's shard to all peers, and the product of each as soon as it is there.
 
@@ -176,6 +178,7 @@ def all_gather(rank: int, world: int, waiting: bool = False, streams: int = 1) -
     return (*steps, *_release(rank, world))
 
 
+@functools.cache
 def reduce_scatter(rank: int, world: int, waiting: bool = False, streams: int = 1) -> Schedule:
     """The product of each peer's chunk, sent while the next is computed; the own chunk is last.
 
@@ -193,6 +196,7 @@ def reduce_scatter(rank: int, world: int, waiting: bool = False, streams: int = 
     return (*steps, *_release(rank, world))
 
 
+@functools.cache
 def all_reduce(rank: int, world: int, blocks: int, streams: int = 1) -> Schedule:
     """A reduce-scatter by blocks of rows, and each block's sums to all ranks under the products.
 
@@ -242,6 +246,7 @@ def _collect(rank: int, world: int, block: int, flags: int) -> list[Step]:
     return [*_take(rank, [flags + chunk for chunk in chunks]), *taken]
 
 
+@functools.cache
 def ring(rank: int, world: int, blocks: int, streams: int = 1, spread: bool = False) -> Schedule:
     """Chunks travel from rank to rank + 1 and grow: each product adds what has arrived (T3, 3).
 
