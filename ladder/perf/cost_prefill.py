@@ -2,7 +2,7 @@
 
 Products take their arithmetic at `matrix_tflop_s`, less what the power limit takes;
 kernels between them their bytes at `copy_tb_s`; collectives and copies what their curves say; and
-each of them a gap.
+each of them a gap. A barrier, whose curve has its launch, has one if it changes streams.
 
 Power: a GPU that computes without a pause would take a power of 1, and IDLE_POWER of that while it
 only communicates. Above `power_limit` its clock falls, and the power with the clock's cube. For the
@@ -18,7 +18,7 @@ from ladder.kernels.decode import MAX_ROWS
 from ladder.kernels.eight_bits import PIECE
 from ladder.models.config import ModelConfig
 from ladder.perf.fused import FUSED, share_left
-from ladder.perf.graph import COMM, Operation
+from ladder.perf.graph import COMM, MAIN, Operation
 from ladder.perf.grid import matrix_rate
 from ladder.perf.machine import Basis, Estimate, Machine
 from ladder.perf.slowdowns import Slowdowns, resource
@@ -92,7 +92,7 @@ class PromptCost:
             return Estimate((self.tp - 1) * (found.us + self.gap), found.basis)
         if kind == "barrier":
             found = self.machine.curve("all-reduce", algorithm="push").at(1.0)
-            return Estimate(found.us + self.gap, found.basis)
+            return Estimate(found.us + (0.0 if operation.stream == MAIN else self.gap), found.basis)
         if kind == "rotary":
             return self.moved(2 * BF16 * self.packed * rows)
         if kind == "swiglu":
