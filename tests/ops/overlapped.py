@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ladder.kernels.prefill import land_rows_reference
 from ladder.ops.registry import OPERATORS
 from ladder.ops.spread import Blocks
+from tests.ops.everyone import in_order
 
 IMPLEMENTATIONS = {
     "all_gather_matmul": ("chunked", "waiting"),
@@ -20,6 +22,8 @@ IMPLEMENTATIONS = {
 }
 WHOLE = ("matmul_all_reduce", "matmul_all_reduce_add_rms_norm")  # of any number of rows
 EPS = 1e-3
+TILE: dict[str, Any] = {"tile": "16x32x16", "stages": 2}
+BLOCKS: list[dict[str, Any]] = [{"blocks": 2}, {"blocks": 3, "ratio": 2, "streams": 2}]
 EVERY = [(op, name) for op, names in IMPLEMENTATIONS.items() for name in names]
 FEW_ROWS = [("linear_all_reduce", "pushed"), ("matmul_all_reduce", "pushed")]
 
@@ -120,3 +124,34 @@ def check_same(
         torch.testing.assert_close(
             out, exact, rtol=close, atol=0, msg=lambda text: f"{what} {text}"
         )
+
+
+def options_of(op: str, name: str) -> list[dict[str, Any]]:
+    if name == "ring" or (op in WHOLE and name == "chunked"):
+        return BLOCKS
+    if name == "chunked":
+        return [{}, {"streams": 2}]
+    return [{"waiting": TILE, "tracked": {**TILE, "pieces": 2}}.get(name, {})]
+
+
+def expected(
+    op: str, name: str, options: dict[str, Any], inputs: list[Any], rank: int, average: bool
+) -> list[Tensor]:
+    """The exact results: see `operands`."""
+    world = len(inputs)
+    if op == "all_gather_matmul":
+        whole = torch.cat([A for A, _ in inputs])
+        return [whole, *(whole @ B for B in (inputs[rank][1], inputs[rank][1][:, :5]))]
+    partials = [A @ B for A, B in inputs]
+    averaged = average and op not in WHOLE
+    if name == "ring":
+        owners = ring_owners(op, len(partials[0]), world, options)
+        total = ring_sums(partials, owners, 1 / world if averaged else 1.0)
+        return [total if op in WHOLE else total.chunk(world)[rank]]
+    if op not in WHOLE:
+        partials = [each.chunk(world)[rank] for each in partials]
+    if lands(op):
+        residual, weight = landing(len(partials[0]), inputs[rank][1])
+        return list(land_rows_reference(partials, residual, weight, EPS))
+    total = in_order(partials)
+    return [(total / world if averaged else total).to(inputs[0][0].dtype)]

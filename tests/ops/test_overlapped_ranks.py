@@ -1,0 +1,150 @@
+"""Overlapped products on ranks of a pool that share memory, bit for bit `staged`."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ladder.comm import driver
+from ladder.ops import workspace
+from ladder.ops.collectives import staged_all_gather
+from ladder.ops.landings import staged_everywhere, staged_scatter
+from ladder.ops.products import (
+    staged_all_gather_matmul,
+    staged_linear_all_reduce,
+    staged_matmul_all_reduce,
+    staged_matmul_reduce_scatter,
+)
+from tests.comm.mapped import shared_memory
+from tests.comm.threads import FakeDriver
+from tests.distributed import Pools
+from tests.interpreter import interpreting
+from tests.kernels.support import _poisoned_memory, on  # noqa: F401  (a fixture)
+from tests.ops.everyone import random as numbers
+from tests.ops.overlapped import (
+    EVERY,
+    FEW_ROWS,
+    IMPLEMENTATIONS,
+    WHOLE,
+    arguments,
+    check_same,
+    expected,
+    flat,
+    operands,
+    options_of,
+    run_of,
+)
+
+
+class SerialStreams:
+    """The host runs the steps of both streams at once, in the order in which it enqueues them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.recorded: set[str] = set()
+
+    def on(self, stream: str) -> Any:
+        return mock.MagicMock()
+
+    def record(self, event: str) -> None:
+        self.recorded.add(event)
+
+    def follow(self, event: str) -> None:
+        assert event in self.recorded
+        self.recorded.remove(event)
+
+
+STAGED = {
+    "all_gather_matmul": staged_all_gather_matmul,
+    "matmul_reduce_scatter": staged_matmul_reduce_scatter,
+    "matmul_all_reduce": staged_matmul_all_reduce,
+    "linear_all_reduce": staged_linear_all_reduce,
+    "matmul_reduce_scatter_add_rms_norm": staged_scatter,
+    "matmul_all_reduce_add_rms_norm": staged_everywhere,
+}
+
+
+def on_ranks(rank: int, world: int, folder: str, which: list[tuple[str, str]]) -> list[str]:
+    """Real processes over memory that all of them map; ranks that come late; bit for bit `staged`.
+
+    Shapes change from call to call, and several implementations share a workspace.
+    """
+    group = dist.group.WORLD
+    fake = FakeDriver(random.Random(rank))
+    with (
+        interpreting() as ran,
+        shared_memory(rank, world, folder),
+        mock.patch.object(workspace, "CudaStreams", SerialStreams),
+        mock.patch.object(workspace, "MIN_WORDS", 64),
+        mock.patch.object(workspace, "_workspaces", {}),
+        mock.patch.object(driver, "driver", return_value=fake),
+        mock.patch.object(
+            torch.cuda, "current_stream", return_value=SimpleNamespace(cuda_stream=0)
+        ),
+    ):
+        results = []
+        for call in range(4):
+            for op, name in which:
+                rows, n = [(20, 40), (1, 8), (7, 40), (3, 8)][call]
+                rows *= 1 if op == "all_gather_matmul" or name == "pushed" else world
+                if op in WHOLE:
+                    rows += call % 3
+                dtype = torch.bfloat16 if name == "pushed" else torch.float16
+                A, B = operands(world, call, rows, n - (name == "pushed"), dtype)[rank]
+                if op == "linear_all_reduce":  # a weight as in nn.Linear
+                    B = B.t().contiguous().t()
+                average = call % 2 == 1
+                given = arguments(op, A, B, average, world)
+                options = options_of(op, name)[call % len(options_of(op, name))]
+                found = flat(run_of(op, name)(group, *given, **options))
+                if name == "ring":  # it adds in another order
+                    inputs = operands(world, call, rows, n, dtype)
+                    wanted = expected(op, name, options, inputs, rank, average)
+                    check_same(op, f"{op} on rank {rank}", found, wanted, average)
+                else:
+                    results.append((op, given, found))
+        for op, given, found in results:
+            check_same(op, f"{op} on rank {rank}", found, flat(STAGED[op](group, *given)))
+        turned(group)
+    return ran
+
+
+def turned(group: Any) -> None:
+    """Rows in another dimension than the first, operands that are views; against float64."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    As = [numbers(3, 2 * world, 9, seed=q, dtype=torch.bfloat16) for q in range(world)]
+    Bs = [numbers(5, 9, seed=10 + q, dtype=torch.bfloat16).t() for q in range(world)]
+    for name in IMPLEMENTATIONS["all_gather_matmul"]:
+        A = As[rank].transpose(0, 1)
+        whole, (out,) = run_of("all_gather_matmul", name)(
+            group, A, [Bs[0]], 1, True, **options_of("all_gather_matmul", name)[-1]
+        )
+        joined = torch.cat([each.transpose(0, 1) for each in As], 1)
+        assert torch.equal(whole, joined)
+        assert torch.equal(whole, staged_all_gather(group, A, 1))
+        torch.testing.assert_close(
+            out.double(), joined.double() @ Bs[0].double(), rtol=2e-2, atol=2e-2
+        )
+    exact = sum(A.double() @ B.double() for A, B in zip(As, Bs, strict=True))
+    for name in IMPLEMENTATIONS["matmul_reduce_scatter"]:
+        out = run_of("matmul_reduce_scatter", name)(
+            group, As[rank], Bs[rank], "sum", 1, **options_of("matmul_reduce_scatter", name)[-1]
+        )
+        assert out.is_contiguous()
+        wanted = exact.chunk(world, 1)[rank]
+        torch.testing.assert_close(out.double(), wanted, rtol=4e-2, atol=8e-2)
+
+
+@pytest.mark.parametrize(("device", "world"), [on("interpreter", world) for world in (2, 4)])
+def test_ranks_that_share_memory_agree_with_staged(
+    pools: Pools, tmp_path: Path, interpreted: list[str], device: str, world: int
+) -> None:
+    for ran in pools(world).run(on_ranks, str(tmp_path), EVERY + FEW_ROWS):
+        assert {"_gemm_kernel", "_project_kernel", "_push_all_reduce"} <= set(ran)
+        interpreted += ran
