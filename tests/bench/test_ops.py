@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +18,6 @@ from ladder.bench.ops import command, measure
 from ladder.bench.ops.cases import make_case, plain
 from ladder.bench.ops.command import measure_point
 from ladder.bench.ops.derive import entries, picked_by, summarise, write_table
-from ladder.bench.ops.measure import slowest
 from ladder.bench.ops.points import (
     BAGS,
     OF_EXPERTS,
@@ -160,7 +157,7 @@ def test_the_table_is_extended_and_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
 
 
-# -- checks and times -------------------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------
 
 
 def refused(rank: int, world_size: int) -> None:
@@ -220,84 +217,6 @@ def test_a_wrong_implementation_is_not_timed(pools: Pools, tmp_path: Path) -> No
     table = registry.read_table(tmp_path / "table.json")
     assert [each["implementation"] for each in table if each["order"] == "ranks"] == ["staged"] * 4
     assert {each["implementation"] for each in table} <= {"staged", "collective"}
-
-
-def test_errors_that_hide() -> None:
-    exact = torch.tensor([1.0, -4.0], dtype=torch.float64)
-    assert measure.compare([exact + 0.5], [exact]) == 0.125
-    assert measure.compare([torch.tensor([float("nan"), -4.0])], [exact]) == float("inf")
-    assert measure.compare([exact[None]], [exact]) == float("inf")
-
-
-def timed_by_rank(rank: int, world_size: int) -> Any:
-    """Ranks whose turns take 1, 20 and 3, and 10, 2 and 30 us, of two calls each."""
-    turns = iter([[1.0, 20.0, 3.0], [10.0, 2.0, 30.0]][rank] for _ in range(99))
-    ready = measure.Ready(measure.Way("ours", "operator", int), "eager", int, 2, 0.0)
-    with mock.patch.object(measure, "clock", side_effect=lambda *_: next(turns)):
-        return measure.measure([ready], CPU)
-
-
-def test_the_slowest_rank_counts(pools: Pools) -> None:
-    for times in pools(2).run(timed_by_rank):
-        us = [5.0, 10.0, 15.0] * measure.ROUNDS
-        assert times == {("ours", "eager"): measure.Turns(us, None)}
-
-
-def clocked_by_rank(rank: int, world_size: int) -> Any:
-    """Clocks that change over the rounds, of which the first warms up."""
-    meter = mock.Mock(mhz=mock.Mock(side_effect=[[1400.0, 1300.0], [1500.0, 1600.0]][rank] * 9))
-    ready = measure.Ready(measure.Way("ours", "operator", int), "eager", int, 2, 0.0)
-    on_gpu: Any = mock.Mock(type="cuda")
-
-    def on_cpu(times: list[float], device: Any) -> list[float]:
-        return slowest(times, CPU)
-
-    with (
-        mock.patch.object(measure, "clock", return_value=[1.0]),
-        mock.patch.object(measure, "Meter", return_value=meter),
-        mock.patch.object(measure, "slowest", on_cpu),
-    ):
-        return measure.measure([ready], on_gpu)["ours", "eager"].mhz
-
-
-def test_the_slowest_clock_is_recorded(pools: Pools) -> None:
-    assert pools(2).run(clocked_by_rank) == [1400.0, 1400.0]
-
-
-def test_the_ways_take_turns_after_a_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    monkeypatch.setattr(measure.dist, "barrier", lambda: order.append("|"))
-    monkeypatch.setattr(measure, "slowest", lambda times, device: times)
-    monkeypatch.setattr(measure, "TURNS", 1)
-    monkeypatch.setattr(measure, "ROUNDS", 9)
-    ready = [
-        measure.Ready(measure.Way(n, "operator", int), "eager", lambda n=n: order.append(n), 1, 0.0)
-        for n in "abc"
-    ]
-    measure.measure(ready, CPU)
-    rounds = "".join(order).split("|")[1:]
-    assert len(rounds) == 30  # the first round warms up
-    orders = ["".join(rounds[n : n + 3]) for n in range(0, 30, 3)]
-    assert {"".join(sorted(each)) for each in orders} == {"abc"}
-    assert len(set(orders)) > 3  # none always follows the same other
-    order.clear()
-    measure.measure(ready, CPU)
-    assert "".join(order).split("|")[1:] == rounds  # the same on all ranks
-
-
-def warn_in(within: Any) -> None:
-    text = f"{measure.DEPRECATED}. There is no need to call this function anymore."
-    with within():
-        warnings.warn(text, FutureWarning, stacklevel=1)
-        warnings.warn("another", FutureWarning, stacklevel=1)
-
-
-def test_torchs_deprecation_is_silent_in_its_own_operators_only() -> None:
-    for within, count in ((measure._native, 1), (measure._not_native, 1), (nullcontext, 2)):
-        with pytest.warns(FutureWarning) as seen:
-            warn_in(within)
-        assert len(seen) == count
-        assert str(seen[-1].message) == "another"
 
 
 def correct(rank: int, world_size: int, dtype: str) -> None:
