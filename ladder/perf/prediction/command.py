@@ -12,6 +12,7 @@ from ladder.models.errors import UserError
 from ladder.perf.machine import Machine, load
 from ladder.perf.prediction.ranking import NOTE, rankings, table
 from ladder.perf.prediction.records import MEASURED, Run, Score, calibrated, scores, summary
+from ladder.perf.prediction.repeats import repeats
 from ladder.plans import aligned
 
 WAYS = {"decode": "reducer", "prefill": "reducer", "train": "layout"}
@@ -40,6 +41,8 @@ def validate(options: Any) -> int:
         return 0
     for phase in dict.fromkeys(each.phase for each in found):
         print("\n".join(report(phase, [each for each in found if each.phase == phase])))
+        said = [] if phase == "train" else repeats(options.records, machine, phase)
+        print("".join(f"{line}\n" for line in [*said, ""] if said), end="")
     return 0
 
 

@@ -70,11 +70,21 @@ def inference_times(
     """Milliseconds of each point that was recorded on this machine's GPUs and that is predicted;
     medians over its records."""
     found: dict[InferencePoint, list[float]] = {}
+    for point, _, ms in inference_runs(files, machine, phase):
+        found.setdefault(point, []).append(ms)
+    return {point: statistics.median(times) for point, times in found.items()}
+
+
+def inference_runs(
+    files: Iterable[Path], machine: Machine, phase: str
+) -> Iterator[tuple[InferencePoint, str, float]]:
+    """Each record of a point that is predicted: the point, what tells the run of the benchmark from
+    others (commit and command), and milliseconds."""
     names = {each.name for each in fields(InferencePoint)}
     degrees = known_degrees(machine)
     for record in records(files):
-        data, gpu = record.get("point", {}), record.get("machine", {}).get("gpu")
-        if "new_tokens" not in data or gpu != machine.gpu or not record.get("result"):
+        data, about = record.get("point", {}), record.get("machine", {})
+        if "new_tokens" not in data or about.get("gpu") != machine.gpu or not record.get("result"):
             continue
         try:
             point = InferencePoint(**{key: data[key] for key in data if key in names})
@@ -85,8 +95,7 @@ def inference_times(
         able = (*WAY, FUSED) if phase == "prefill" else tuple(WAY)
         plain = {point.activations, point.cache} == {"bf16"} and point.reducer in able
         if point.p2p and plain and fused and point.tp in degrees:
-            found.setdefault(point, []).append(ms)
-    return {point: statistics.median(times) for point, times in found.items()}
+            yield point, f"{about.get('commit')} {about.get('command')}", ms
 
 
 def training_times(files: Iterable[Path], machine: Machine) -> dict[Run, float]:

@@ -1,0 +1,51 @@
+"""How much records of the same inference differ: no prediction can be nearer to all of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from ladder.bench.inference.points import InferencePoint
+from ladder.perf.machine import Machine
+from ladder.perf.prediction.records import inference_runs
+
+
+def repeats(files: Iterable[Path], machine: Machine, phase: str) -> list[str]:
+    """What to say of a phase's points that have more than one record, by how far these are from
+    their median: times, and speedups of ladder over standard that were measured in one run. Points
+    that differ in the number of new tokens alone are the same."""
+    times: dict[InferencePoint, list[tuple[str, float]]] = {}
+    for point, run, ms in inference_runs(files, machine, phase):
+        times.setdefault(replace(point, new_tokens=0), []).append((run, ms))
+    lines = []
+    off = spread([[ms for _, ms in some] for some in times.values()], relative=True)
+    if off:
+        lines.append(
+            f"{off[0]} points have more than one record, which are {100 * off[1]:.1f} % from their "
+            f"median on average, at most {100 * off[2]:.1f} %"
+        )
+    gains = []
+    for point, some in times.items():
+        if point.plan == "ladder" and not point.no_comm:
+            plain = times.get(replace(point, plan="standard"), [])
+            gains.append([b / a for run, a in some for other, b in plain if run == other])
+    off = spread(gains, relative=False)
+    if off:
+        lines.append(
+            f"{off[0]} speedups of ladder over standard do, which are {100 * off[1]:.1f} points "
+            f"from their median on average, at most {100 * off[2]:.1f}"
+        )
+    return lines
+
+
+def spread(groups: Iterable[list[float]], relative: bool) -> tuple[int, float, float] | None:
+    """How many of the groups have several values, and how far these are from their group's median:
+    the mean and the most."""
+    several = [each for each in groups if len(each) > 1]
+    off = []
+    for each in several:
+        middle = statistics.median(each)
+        off += [abs(value - middle) / (middle if relative else 1.0) for value in each]
+    return (len(several), statistics.mean(off), max(off)) if off else None

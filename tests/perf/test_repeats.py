@@ -1,0 +1,44 @@
+"""How much records of the same point differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ladder.cli import main
+from ladder.perf.machine import load
+from ladder.perf.prediction.repeats import repeats
+from tests import ROOT
+
+
+def line(plan: str, ms: float, run: str, **point: Any) -> str:
+    about = {"gpu": "NVIDIA H200", "ranks": 4, "commit": run, "command": "ladder bench inference"}
+    made = {"model": "llama-3-8b", "plan": plan, "reducer": "push", "tp": 4, "batch": 1,
+            "prompt": 1024, "new_tokens": 64, "layers": 32, **point}  # fmt: skip
+    result = {"decode_ms": ms, "prefill_ms": 7.0}
+    return json.dumps({"machine": about, "point": made, "result": result})
+
+
+def test_records_of_one_point_and_speedups_of_one_run(tmp_path: Path) -> None:
+    """A speedup is of two times of one run: 1.2 and 1.4, and not 1.2 / 1.0 of different ones."""
+    file = tmp_path / "records.jsonl"
+    lines = [line("standard", 1.2, "a"), line("ladder", 1.0, "a"), line("parallel", 1.0, "a")]
+    lines += [line("standard", 2.8, "b", new_tokens=128), line("ladder", 2.0, "b")]
+    file.write_text("\n".join(lines), encoding="utf-8")
+    times, gains = repeats([file], load("h200x4"), "decode")
+    # 1.2 and 2.8 are 40 % from 2, 1 and 2 are a third from 1.5.
+    assert "2 points have more than one record, which are 36.7 %" in times
+    assert "at most 40.0 %" in times
+    assert "1 speedups of ladder over standard do, which are 10.0 points" in gains
+    file.write_text(lines[0], encoding="utf-8")
+    assert repeats([file], load("h200x4"), "decode") == []
+
+
+def test_validate_says_how_much_records_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    results = ROOT / "benchmarks/results"
+    files = [str(results / f"2026-11-22-frame-{when}-h200x4.jsonl") for when in ("before", "after")]
+    assert main(["predict", "validate", *files]) == 0
+    assert capsys.readouterr().out.count("points have more than one record") == 2
