@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from ladder import __version__, plans
@@ -193,8 +194,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: success, 2: a user's mistake, 130: interrupted, 1: any other error.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if " ".join(words[:2]) in JOINED:
-        words[:2] = [" ".join(words[:2])]
+    joined = " ".join(words[:2])
+    if joined in JOINED:
+        words[:2] = [joined]
+    elif (hint := _near_command(words)) and not os.path.exists(words[1]):
+        print(f"error: unknown command {joined!r}{hint}; see `ladder --help`", file=sys.stderr)
+        return 2
     options = parse_words(make_parser(), words)
     verb: Verb = vars(options).pop("verb")  # the rest are the user's words
     # Set before torch is imported. GNU's OpenMP spins for milliseconds at a barrier, which makes
@@ -218,6 +223,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = [f"interrupted{remedy}", *getattr(stop, "__notes__", ())]
         print(*lines, sep="\n", file=sys.stderr)
         return 130
+
+
+def _near_command(words: Sequence[str]) -> str:
+    """A hint where the second word is nearly that of a command of two."""
+    seconds = [each.split()[1] for each in JOINED if each.split()[0] == words[0]] if words else []
+    near = get_close_matches(words[1], seconds, n=1, cutoff=0.8) if words[1:] else []
+    return f" (did you mean '{words[0]} {near[0]}'?)" if near else ""
 
 
 def make_parser() -> Parser:

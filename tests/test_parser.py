@@ -53,6 +53,30 @@ def test_mistakes_are_one_line(line: str, told: str, capsys: Captured) -> None:
     assert captured.out == ""
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["convert", "sensitivty", "x"], "sensitivty' (did you mean 'convert sensitivity'?)"),
+        (["predict", "validat", "x"], "'predict validat' (did you mean 'predict validate'?)"),
+        (["predict", "x"], "unknown model config 'x'"),
+    ],
+)  # fmt: skip
+def test_a_second_word_that_is_nearly_a_commands_is_no_model(
+    words: list[str], told: str, capsys: Captured
+) -> None:
+    assert main(words) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_folder_may_be_named_nearly_as_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    (tmp_path / "validat").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["predict", "validat"]) == 2
+    assert "validat is neither a model folder" in capsys.readouterr().err
+
+
 def test_overrides_may_follow_several_words(capsys: Captured) -> None:
     """argparse hands them to that option."""
     parser = Parser()

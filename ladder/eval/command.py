@@ -69,7 +69,7 @@ def eval_command(options: argparse.Namespace) -> int:
         raise UserError(f"MODEL={twice} is given twice; give each model once")
     for folder in folders.values():  # every model is checked before the first takes hours
         check_model(folder)
-        kinds_of(options.weights, folder, device)
+        kinds_of(options.weights, folder, device, options.activations)
         open_template(folder, load_tokenizer(folder), options.chat_template)
     launch.agree(vars(options))
     own = any(entry.task.startswith(suites.OWN) for entry in chosen)

@@ -20,7 +20,12 @@ from ladder.config import DTYPES
 from ladder.kernels.eight_bits import product_refusal
 from ladder.models.errors import UserError, unknown
 from ladder.models.layers import local
-from ladder.models.quantised import matrices, quantise_model, round_activations
+from ladder.models.quantised import (
+    matrices,
+    quantise_model,
+    refuse_rounding,
+    round_activations,
+)
 from ladder.models.storage import FP8_CAPABILITY, QUANTISED
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
@@ -58,10 +63,13 @@ def dtype_of(weights: str, dtype: str) -> str:
     return "bfloat16"
 
 
-def kinds_of(weights: str, folder: Path, device: torch.device) -> tuple[str | None, str | None]:
+def kinds_of(
+    weights: str, folder: Path, device: torch.device, activations: str
+) -> tuple[str | None, str | None]:
     """The 8-bit type that a folder's matrices are still to be stored in, and their own; or None.
 
-    Raises UserError if the folder holds another type, and if the device cannot read the type.
+    Raises UserError if the folder holds another type, if the device cannot read the type, and if
+    it has no products with `activations`.
     """
     stored = quantised_as(folder)
     if stored and weights not in ("auto", stored):
@@ -71,6 +79,8 @@ def kinds_of(weights: str, folder: Path, device: torch.device) -> tuple[str | No
         )
     kind = weights if weights in QUANTISED else None
     refuse_device(stored or kind, device)
+    if activations == "fp8":
+        refuse_rounding(stored or kind)
     return None if stored else kind, stored
 
 
@@ -172,7 +182,7 @@ def load_for_inference(
     mesh = make_mesh(joined, processes)
     found = newest(Path(folder))
     launch.agree({"model": str(found)})
-    kind, stored = kinds_of(weights, found, joined)
+    kind, stored = kinds_of(weights, found, joined, activations)
     if reducer == "fused" and (kind or stored):
         given = f"--weights={kind}" if kind else f"the {stored} weights of {found}"
         raise UserError(

@@ -250,6 +250,11 @@ def _preset(
             )
             for n, kind in enumerate(kinds)
         ]
+    if "," in name:
+        raise UserError(
+            f"unknown plan {name!r}: several plans are separated by spaces; one of presets on "
+            f"layers has ranges, as ladder@0-3,desync-2x@4-7"
+        )
     raise unknown("plan", name, PRESETS)
 
 

@@ -167,14 +167,18 @@ def round_activations(model: Transformer) -> None:
     The matrices must be stored in fp8 with a scale for each row, so that the product can be one of
     fp8: ladder.kernels.eight_bits.
     """
-    kind = held_as(model)
+    refuse_rounding(held_as(model))
+    for name, matrix in matrices(model):
+        matrix.rounds = name != "lm_head"
+
+
+def refuse_rounding(kind: str | None) -> None:
+    """Raise UserError unless matrices of this type have products with rounded tokens."""
     if kind != "fp8":
         raise UserError(
             f"--activations=fp8 with matrices in {kind or 'the type of activations'}: products in "
             f"fp8 need --weights fp8; give that, or leave --activations out"
         )
-    for name, matrix in matrices(model):
-        matrix.rounds = name != "lm_head"
 
 
 def refuse_cut_blocks(model: Transformer, processes: int, where: str) -> None:

@@ -158,6 +158,10 @@ def test_the_last_model_is_looked_at_before_the_first_is_run(
         return capsys.readouterr().err
 
     assert f"MODEL={other} is given twice" in said(f"{other}/")
+    early = said("--activations", "fp8")
+    assert early.startswith(
+        "error: --activations=fp8 with matrices in the type of"
+    )  # reads no text
     assert "has no chat template" in said("--chat-template")
     assert "cannot be read" in said("--chat-template", str(tmp_path / "nowhere.jinja"))
     (other / "tokenizer.json").unlink()
