@@ -272,21 +272,27 @@ def load(name: str) -> Machine:
 
 
 def for_degree(machine: Machine, tp: int) -> Machine:
-    """The machine for groups of `tp` of its GPUs: itself, or the shipped one of so many.
-
-    Its own fitted values hold there, too. Raises UserError if there is none.
-    """
+    """The machine for groups of `tp` of its GPUs: itself, or with what is between GPUs from the
+    shipped one of so many. Raises UserError if there is none."""
     if tp in (1, machine.gpus):  # a group of one needs no collectives
         return machine
     for name in shipped():
         found = load(name)
         if (found.gpu, found.gpus) == (machine.gpu, tp):
-            fitted = {k: v for k, v in machine.values.items() if v.provenance.startswith("fitted")}
-            return replace(found, values={**found.values, **fitted})
+            return with_links_of(machine, found)
     raise UserError(
         f"--tp={tp}: machine {machine.name!r} has the collectives of {machine.gpus} GPUs; give "
         f"--tp {machine.gpus} or 1, or another --machine"
     )
+
+
+def with_links_of(machine: Machine, other: Machine) -> Machine:
+    """A machine of as many GPUs as another one, with its collectives and slowdowns; what is of one
+    GPU stays."""
+    own = tuple(each for each in machine.curves if each.name not in BETWEEN_GPUS)
+    theirs = tuple(each for each in other.curves if each.name in BETWEEN_GPUS)
+    values = {name: each for name, each in machine.values.items() if "beside" not in name}
+    return replace(other, values={**other.values, **values}, curves=own + theirs)
 
 
 def read(path: Path) -> Machine:

@@ -15,7 +15,7 @@ from ladder.models import UserError
 from ladder.perf import machine as module
 from ladder.perf.grid import matrix_rate
 from ladder.perf.links import fit_link
-from ladder.perf.machine import Curve, Machine, Value, load, read, shipped, write
+from ladder.perf.machine import Curve, Machine, Value, load, read, shipped, with_links_of, write
 
 POINTS = ((8.0, 2.0), (16.0, 3.0), (64.0, 5.0))
 CURVES = (
@@ -157,6 +157,19 @@ def test_a_link_is_found_from_an_all_reduce() -> None:
     points = tuple((size, 10 + 1.5 * size / 300e3) for size in (1e4, 1e6, 2e6, 1e8))
     found = fit_link("NVLink", Curve("all-reduce", {"algorithm": "nccl"}, points, "measured"), 4)
     assert (found.alpha_us, found.beta_gb_s) == (10.0, 300.0)
+
+
+def test_at_another_degree_only_what_is_between_gpus_is_another_machines() -> None:
+    values = {"memory_gib": Value(80.0, "here"), "product_beside_nccl": Value(0.5, "here")}
+    others = {"memory_gib": Value(90.0, "there"), "product_beside_copies": Value(0.9, "there")}
+    push = Curve("all-reduce", {"algorithm": "push"}, ((8.0, 9.0),), "there")
+    four = Machine("four", "a GPU", 4, others, (push, replace(CURVES[1], provenance="there")))
+    found = with_links_of(replace(MACHINE, values=values), four)
+    assert (found.name, found.gpus) == ("four", 4)
+    assert found.value("memory_gib") == 80.0
+    assert found.value("product_beside_copies") == 0.9
+    assert found.value("product_beside_nccl") == 0.64  # declared: there it was not measured
+    assert found.curves == (*CURVES[1:], push)
 
 
 def test_a_file_gives_the_machine_back(tmp_path: Path) -> None:

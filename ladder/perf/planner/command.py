@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import replace
 from typing import Any
 
 from ladder.files import check_names_file, write_text
@@ -47,13 +46,7 @@ def main(options: Any) -> int:
 
 
 def question_of(options: Any) -> Question:
-    known = machines(options.machine)
-    if options.calibrate is not None:
-        from ladder.perf.prediction.records import calibrated  # slow to import
-
-        whole = max(known)
-        gap = calibrated(known[whole], *options.calibrate).values
-        known = {tp: replace(each, values=gap) for tp, each in known.items()}
+    known = machines(options.machine, options.calibrate or ())
     about, phase = subject(options.model), options.phase or "decode"
     objective = options.objective or ("throughput" if phase == "train" else "latency")
     if options.tp_degree == 0:

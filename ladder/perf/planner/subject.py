@@ -11,7 +11,7 @@ from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.models.presets import resolve_plan
 from ladder.models.storage import QUANTISED
-from ladder.perf.machine import BETWEEN_GPUS, Machine, load, shipped
+from ladder.perf.machine import BETWEEN_GPUS, Machine, load, shipped, with_links_of
 
 CHECKPOINT = "checkpoint"  # the name of a folder's own plan, as in `ladder bench inference`
 
@@ -82,12 +82,17 @@ def weights_of(about: Subject, asked: str | None) -> str:
     return asked or about.stored or "bf16"
 
 
-def machines(names: Sequence[str]) -> dict[int, Machine]:
+def machines(names: Sequence[str], records: Sequence[Path] = ()) -> dict[int, Machine]:
     """The first machine at each TP degree for which some file has collectives, by degree.
 
-    Those of fewer GPUs come from the further files, and from shipped ones of the same GPU.
+    Those of fewer GPUs come from the further files, and from shipped ones of the same GPU. records:
+    what the first one is calibrated from.
     """
     first, *more = (load(name) for name in names)
+    if records:
+        from ladder.perf.prediction.records import calibrated  # slow to import
+
+        first = calibrated(first, *records)
     for name, each in zip(names[1:], more, strict=True):
         if each.gpu != first.gpu:
             raise UserError(
@@ -97,23 +102,12 @@ def machines(names: Sequence[str]) -> dict[int, Machine]:
     more += [each for each in map(load, shipped()) if each.gpu == first.gpu]
     found = {first.gpus: first}
     if first.gpus > 1:
-        found[1] = _at(first, first, 1)
+        own = tuple(each for each in first.curves if each.name not in BETWEEN_GPUS)
+        found[1] = replace(first, gpus=1, curves=own, links=())
     for each in more:
         if each.gpus not in found and first.gpus % each.gpus == 0:
-            found[each.gpus] = _at(first, each, each.gpus)
+            found[each.gpus] = with_links_of(first, each)
     return dict(sorted(found.items()))
-
-
-def _at(machine: Machine, collectives: Machine, gpus: int) -> Machine:
-    """`machine` with the collectives of another one's GPUs."""
-    own = tuple(each for each in machine.curves if each.name not in BETWEEN_GPUS)
-    theirs = tuple(each for each in collectives.curves if each.name in BETWEEN_GPUS)
-    return replace(
-        machine,
-        gpus=gpus,
-        curves=own + (theirs if gpus > 1 else ()),
-        links=collectives.links if gpus > 1 else (),
-    )
 
 
 def degrees(found: Subject, known: dict[int, Machine], asked: Sequence[int] | None) -> list[int]:
