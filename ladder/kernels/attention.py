@@ -91,10 +91,10 @@ def _values(cache, base, d, positions, stop, HD: tl.constexpr):
 
 @jit
 @no_type_check
-def _scales(exponents, base, positions, stop, HD: tl.constexpr):
-    """The scales of the keys or values at `positions`, [BN]; 1 from `stop` on."""
+def _exponents(exponents, base, positions, stop, HD: tl.constexpr):
+    """Those of the scales of the keys or values at `positions`, [BN]; of 1 from `stop` on."""
     at = exponents + base // HD + positions
-    return power(tl.load(at, mask=positions < stop, other=127).to(tl.int32))
+    return tl.load(at, mask=positions < stop, other=127)
 
 
 @jit
@@ -108,7 +108,7 @@ def _small(x, exponent):
 @jit
 @no_type_check
 def _block(
-    high, weight, total, q_left, q_right, k_left, k_right, v, k_scale, v_scale, seen, scale,
+    high, weight, total, q_left, q_right, k_left, k_right, v, k_exponent, v_exponent, seen, scale,
     WEIGHT: tl.constexpr, KIND: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Attend to one block of keys, at least one of which is visible, so that `high` is finite.
@@ -117,16 +117,16 @@ def _block(
     """
     score = tl.dot(q_left, tl.trans(k_left.to(KIND)), input_precision=EXACT)
     score += tl.dot(q_right, tl.trans(k_right.to(KIND)), input_precision=EXACT)
-    if k_scale is not None:
-        score *= k_scale[None, :]
+    if k_exponent is not None:
+        score *= power(k_exponent.to(tl.int32))[None, :]
     score = tl.where(seen[None, :], score * scale, float("-inf"))
     top = tl.maximum(high, tl.max(score, 1))
     shrink = tl.exp2(high - top)
     p = tl.exp2(score - top[:, None])
     weight = weight * shrink + tl.sum(p, 1)
     total *= shrink[:, None]
-    if v_scale is not None:
-        p *= v_scale[None, :]
+    if v_exponent is not None:
+        p *= power(v_exponent.to(tl.int32))[None, :]
     total += tl.dot(p.to(WEIGHT).to(KIND), v.to(KIND), input_precision=EXACT)
     return top, weight, total
 
@@ -168,14 +168,14 @@ def _attention_kernel(
     sin = tl.load(turn + HALF + i, mask=half, other=0)
     base = b * batch_stride + h.to(tl.int64) * head_stride
     stop = tl.minimum(first + share, position)
-    k_scale = None  # of the first block
-    v_scale = None
+    k_exponent = None  # of the first block
+    v_exponent = None
     if AHEAD:
         k_left, k_right = _keys(keys, base, i, first + n, stop, HALF, HD)
         v = _values(values, base, d, first + n, stop, HD)
         if key_exponents is not None:
-            k_scale = _scales(key_exponents, base, first + n, stop, HD)
-            v_scale = _scales(value_exponents, base, first + n, stop, HD)
+            k_exponent = _exponents(key_exponents, base, first + n, stop, HD)
+            v_exponent = _exponents(value_exponents, base, first + n, stop, HD)
     if PDL:
         gdc_wait()
     row = b * HKV + h
@@ -241,22 +241,30 @@ def _attention_kernel(
             weight = tl.full([GP], 1.0, tl.float32)
             total += value.to(tl.float32)[None, :]
         q_left, q_right = query.to(KIND), query_right.to(KIND)
+        begin = first + (BN if AHEAD else 0)
+        # Single bytes are not copied ahead by the compiler, as keys are: each block reads the next.
+        k_next = None
+        v_next = None
+        if key_exponents is not None:
+            k_next = _exponents(key_exponents, base, begin + n, stop, HD)
+            v_next = _exponents(value_exponents, base, begin + n, stop, HD)
         if AHEAD:  # noqa: SIM102  (known when this is compiled; `first` is not)
             if first < stop:
                 high, weight, total = _block(high, weight, total, q_left, q_right, k_left, k_right,
-                                             v, k_scale, v_scale, first + n < stop, scale, kind,
-                                             KIND, EXACT)  # fmt: skip
-        for start in range(first + (BN if AHEAD else 0), stop, BN):
+                                             v, k_exponent, v_exponent, first + n < stop, scale,
+                                             kind, KIND, EXACT)  # fmt: skip
+        for start in range(begin, stop, BN):
             k_left, k_right = _keys(keys, base, i, start + n, stop, HALF, HD)
             v = _values(values, base, d, start + n, stop, HD)
-            key_scale = None
-            value_scale = None
+            k_now = None
+            v_now = None
             if key_exponents is not None:
-                key_scale = _scales(key_exponents, base, start + n, stop, HD)
-                value_scale = _scales(value_exponents, base, start + n, stop, HD)
+                k_now, v_now = k_next, v_next
+                k_next = _exponents(key_exponents, base, start + BN + n, stop, HD)
+                v_next = _exponents(value_exponents, base, start + BN + n, stop, HD)
             high, weight, total = _block(high, weight, total, q_left, q_right, k_left, k_right, v,
-                                         key_scale, value_scale, start + n < stop, scale, kind,
-                                         KIND, EXACT)  # fmt: skip
+                                         k_now, v_now, start + n < stop, scale, kind, KIND,
+                                         EXACT)  # fmt: skip
         inside = (g < G)[:, None] & (d < HD)[None, :]
         if SPLITS == 1:
             y = (total / weight[:, None]).to(kind)
