@@ -28,7 +28,7 @@ from ladder.perf.links import fit_link
 from ladder.perf.machine import Curve, Link, Machine, Value, read, write
 from ladder.records import facts
 
-PATIENCE = timedelta(seconds=60)  # for the other ranks at the end of a part
+PATIENCE = timedelta(seconds=30)  # for the other ranks at the end of a part
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,13 @@ def told(key: str, reason: str) -> list[str]:
     store = dist.distributed_c10d._get_default_store()
     store.set(f"{key}/{launch.rank()}", reason)
     keys = [f"{key}/{rank}" for rank in range(world)]
-    store.wait(keys, PATIENCE)
+    try:
+        store.wait(keys, PATIENCE)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"a rank has not ended its part {PATIENCE.seconds} s after rank {launch.rank()}, which "
+            f"{f'failed ({reason})' if reason else 'has'}; earlier parts are in the file"
+        ) from error
     return [store.get(each).decode() for each in keys]
 
 

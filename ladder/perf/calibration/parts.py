@@ -17,7 +17,7 @@ from ladder.perf.calibration import beside, collectives
 from ladder.perf.calibration.sizes import HELD, Part, Point, Sizes, copies_of, pairs, random
 from ladder.perf.calibration.timing import host_microseconds, microseconds
 
-TURN = 1e12  # multiplications of a turn of large products: a few milliseconds
+TURN, MOST_CALLS = 1e12, 32  # of large products: multiplications, a few milliseconds; and calls
 KV_GROUP = 4  # query heads for each KV head
 
 
@@ -88,7 +88,7 @@ def _matrix(sizes: Sizes, outputs: int, inputs: int, device: torch.device) -> li
     for rows in sizes.matrix_rows:
         options = {"dtype": sizes.dtype, "device": device}
         weight, x = random(outputs, inputs, **options), random(rows, inputs, **options)
-        calls = max(1, min(8, int(TURN / (rows * outputs * inputs))))
+        calls = max(1, min(MOST_CALLS, int(TURN / (rows * outputs * inputs))))
         us = microseconds([partial(F.linear, x, weight)], calls, device, cool=True)
         found.append((rows, us))
     return found
