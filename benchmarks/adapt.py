@@ -31,6 +31,7 @@ import fnmatch
 import gc
 import hashlib
 import json
+import math
 import signal
 import sys
 import time
@@ -78,8 +79,22 @@ RESULTS, TABLE = "adapt.jsonl", "adapt.txt"
 # ---- run ------------------------------------------------------------------------------------
 
 
+def check(options: argparse.Namespace) -> None:
+    """Raise UserError for numbers that cannot be met."""
+    for name, values in (("share", [options.share]), ("rate", [options.rate]),
+                         ("rates", options.rates)):  # fmt: skip
+        for value in values:
+            if not 0 < value < math.inf:
+                raise UserError(f"--{name}={value:g} must be above 0")
+    if options.windows < 0:
+        raise UserError(f"--windows={options.windows} must be 0 (all) or more")
+    if options.limit is not None and options.limit < 1:
+        raise UserError(f"--limit={options.limit} must be 1 or more")
+
+
 def run(options: argparse.Namespace) -> int:
     """Make and measure the points that are not finished; 1 if one failed."""
+    check(options)
     until, gpus, recipe = deadline(options.budget), visible_gpus(options.gpus), recovery(options)
     original = read_config(newest(options.standard))
     layers = free_layers(original.plan)
@@ -203,12 +218,7 @@ def measure(options: argparse.Namespace) -> int:
     return 0
 
 
-# ---- report and command line ----------------------------------------------------------------
-
-
-def report(options: argparse.Namespace) -> int:
-    print(markdown(read(options.file)))
-    return 0
+# ---- command line ---------------------------------------------------------------------------
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -251,7 +261,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add.add_argument("--first", nargs=argparse.REMAINDER, help="a `ladder` command that makes it")
     for name, default in (("--windows", 0), ("--seq-len", 1024), ("--batch", 8), ("--limit", None)):
         add.add_argument(name, type=int, default=default)
-    add_report(verbs, report)
+    add_report(verbs, lambda file: markdown(read(file)))
     options = parse_words(parser, arguments)
     if options.verb is run:
         options.runs = options.runs or options.out

@@ -211,11 +211,6 @@ def measured_as(record: dict[str, Any]) -> tuple[Any, ...]:
     return (*(record[key] for key in KEYS), record.get("windows"))
 
 
-def report(options: argparse.Namespace) -> int:
-    print(describe(read(options.file, MEASURED, "formats.py")))
-    return 0
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description="The quality of formats of 8 bits.")
     verbs = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -233,7 +228,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add.add_argument("--no-suite", dest="suite", action="store_false", help="no offline suite")
     add.add_argument("--out", type=Path, default=Path("runs/formats"))
     add.add_argument("--device", default="auto")
-    add_report(verbs, report)
+    add_report(verbs, lambda file: describe(read(file, MEASURED, "formats.py")))
     return parse_words(parser, arguments)
 
 

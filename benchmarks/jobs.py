@@ -63,10 +63,17 @@ class Started(Generic[J]):
         return round(time.monotonic() - self.since, 1)
 
 
-def add_report(verbs: Any, run: Callable[[argparse.Namespace], int]) -> None:
-    """The verb `report FILE` of a script's subparsers."""
+def add_report(verbs: Any, table: Callable[[Path], str]) -> None:
+    """The verb `report FILE` of a script's subparsers, which prints the table of the file."""
+
+    def report(options: argparse.Namespace) -> int:
+        if options.file.is_file() and not options.file.stat().st_size:
+            raise UserError(f"{options.file} is empty; give a file of results")
+        print(table(options.file))
+        return 0
+
     add = verbs.add_parser("report", help="print the table of a file of results")
-    add.set_defaults(verb=run)
+    add.set_defaults(verb=report)
     add.add_argument("file", type=Path)
 
 

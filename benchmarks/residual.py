@@ -206,11 +206,6 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def report(options: argparse.Namespace) -> int:
-    print(describe(read(options.file)))
-    return 0
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description="What later layers read of each output.")
     verbs = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -226,7 +221,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add.add_argument("--data", type=Path, help="(runs/data, or that of the run)")
     add.add_argument("--out", type=Path, default=Path("runs/residual"))
     add.add_argument("--windows", type=int, default=8, help="held-out windows to measure on")
-    add_report(verbs, report)
+    add_report(verbs, lambda file: describe(read(file)))
     return parse_words(parser, arguments)
 
 

@@ -196,6 +196,14 @@ def test_a_mistake_is_one_line(
     assert told in capsys.readouterr().err
 
 
+def test_an_empty_file_has_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").touch()
+    assert residual.main(["report", str(tmp_path / "empty")]) == 2
+    assert (
+        capsys.readouterr().err == f"error: {tmp_path / 'empty'} is empty; give a file of results\n"
+    )
+
+
 def test_the_command_trains_and_measures_and_takes_finished_runs(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
