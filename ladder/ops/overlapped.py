@@ -28,12 +28,12 @@ from ladder.kernels.norm import MAX_SIZE
 from ladder.kernels.slots import SlotArrivals, land_slots, sum_slots
 from ladder.models.errors import UserError
 from ladder.ops import schedules, workspace
+from ladder.ops.blocks import BLOCKS, STREAMS, Blocks, check_streams
 from ladder.ops.calls import rows_back, rows_first
 from ladder.ops.registry import Call, device_name, implement
 from ladder.ops.track_maps import all_to_all, rotated
 
 HALF = (torch.bfloat16, torch.float16)
-STREAMS = ("streams",)
 TILING = ("tile", "stages")
 SCATTER, LANDING = "matmul_reduce_scatter", "matmul_reduce_scatter_add_rms_norm"
 
@@ -86,11 +86,6 @@ def tiling_of(tile: str | None, stages: int | None) -> Tiling:
             f"128x256x64"
         )
     return replace(found, rows=sizes[0], columns=sizes[1], depth=sizes[2])
-
-
-def check_streams(streams: int) -> None:
-    if streams not in range(1, len(schedules.LANES) + 1):
-        raise UserError(f"streams={streams}; expected 1 to {len(schedules.LANES)}")
 
 
 def _table(values: Any, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -196,22 +191,23 @@ def _gathered(
 
 # -- matmul_reduce_scatter, and its landing ---------------------------------------------------
 
-# What ends a reduce-scatter: called with this rank's slots [T, rows, n], and with their arrivals if
-# it is to wait for them.
-Finish = Callable[[Tensor, SlotArrivals | None], object]
+# What ends a reduce-scatter: called with this rank's slots of some of its rows [T, rows, n], which
+# rows these are, and the slots' arrivals if it is to wait for them; then it is all rows.
+Finish = Callable[[Tensor, slice, SlotArrivals | None], object]
+ALL_ROWS = slice(None)
 
 
-@implement("matmul_reduce_scatter", "chunked", peer_refusal, STREAMS)
+@implement("matmul_reduce_scatter", "chunked", peer_refusal, BLOCKS)
 def chunked_matmul_reduce_scatter(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int,
-    streams: int = 1,
+    blocks: int = 1, ratio: int = 1, streams: int = 1,
 ) -> Tensor:  # fmt: skip
-    """streams: as of `chunked_all_gather_matmul`."""
+    """blocks, ratio: see `Blocks`. streams: as of `chunked_all_gather_matmul`."""
     check_streams(streams)
     rows = rows_first(A, scatter_dim)
     space = workspace.workspace(group, SCATTER, A.device)
     out, finish = _adding(space.world, rows, B, reduce_op == "avg")
-    scatter_chunks(space, rows, B, finish, streams)
+    scatter_chunks(space, rows, B, finish, (blocks, ratio, streams))
     return rows_back(out, A, scatter_dim)
 
 
@@ -224,14 +220,14 @@ def chunked_landing(
     check_streams(streams)
     landed, normed, finish = _landing(residual, weight, eps, scatter_dim)
     space = workspace.workspace(group, SCATTER, A.device)
-    scatter_chunks(space, rows_first(A, scatter_dim), B, finish, streams, waiting=True)
+    scatter_chunks(space, rows_first(A, scatter_dim), B, finish, (1, 1, streams), waiting=True)
     return rows_back(landed, A, scatter_dim), rows_back(normed, A, scatter_dim)
 
 
 def _adding(world: int, rows: Tensor, B: Tensor, average: bool) -> tuple[Tensor, Finish]:
     """The memory of the sum of this rank's rows, and what puts it there."""
     out = rows.new_empty(len(rows) // world, B.shape[1])
-    return out, lambda slots, _: sum_slots(slots, out, average)
+    return out, lambda slots, mine, _: sum_slots(slots, out[mine], average)
 
 
 def _landing(
@@ -243,40 +239,53 @@ def _landing(
     return (
         landed,
         normed,
-        lambda slots, arrivals: land_slots(slots, before, gain, eps, (landed, normed), arrivals),
+        lambda slots, _, arrivals: land_slots(slots, before, gain, eps, (landed, normed), arrivals),
     )
 
 
 def scatter_chunks(
-    space: workspace.Workspace, rows: Tensor, B: Tensor, finish: Finish, streams: int,
-    waiting: bool = False,
+    space: workspace.Workspace, rows: Tensor, B: Tensor, finish: Finish,
+    options: tuple[int, int, int], waiting: bool = False,
 ) -> None:  # fmt: skip
     """`finish` with the ranks' parts of this rank's rows of rows @ B.
 
-    waiting: it waits for them by itself.
+    options: blocks, ratio, streams. waiting: it waits for the parts by itself; of one block.
     """
-    chosen, rank, world, n = space.next(), space.rank, space.world, B.shape[1]
-    shard = len(rows) // world
-    space.reserve(shard * n * rows.element_size())
-    slots = [space.slots(q, chosen, (shard, n), rows.dtype) for q in range(world)]
+    blocks, ratio, streams = options
+    rank, world, n = space.rank, space.world, B.shape[1]
+    cut = Blocks(len(rows), world, blocks, ratio)
+    space.reserve(cut.height * n * rows.element_size())
+    chosen = space.next()
+    slots = [space.slots(q, chosen, (cut.height, n), rows.dtype) for q in range(world)]
     partial = rows.new_empty(len(rows), n)
-    chunks, partials = rows.split(shard), partial.split(shard)
+    chunks, partials = rows.split(cut.height), partial.split(cut.height)
     arrivals: SlotArrivals | None = None
     if waiting:
         flags = [-1 if q == rank else q for q in range(world)]
-        table = space.once(("arrivals", shard), lambda: _table([flags], space.device))
-        arrivals = SlotArrivals(space.own_words("arrived", chosen), table, shard)
+        table = space.once(("arrivals", cut.height), lambda: _table([flags], space.device))
+        arrivals = SlotArrivals(space.own_words("arrived", chosen), table, cut.height)
 
-    def product(q: int) -> None:
-        torch.mm(chunks[q], B, out=slots[rank][rank] if q == rank else partials[q])
+    def of(chunk: int) -> tuple[int, slice]:
+        """The owner of a chunk, and which of its rows."""
+        block, owner = divmod(chunk, world)
+        return owner, cut.place(block, owner)
+
+    def product(chunk: int) -> None:
+        q, mine = of(chunk)
+        to = slots[rank][rank] if q == rank else partials[q]
+        torch.mm(chunks[q][mine], B, out=to[mine])
+
+    def copy(chunk: int) -> None:
+        q, mine = of(chunk)
+        slots[q][rank][mine].copy_(partials[q][mine], non_blocking=True)
+
+    def add(chunk: int) -> None:
+        _, mine = of(chunk)
+        finish(slots[rank][:, mine], mine, arrivals)
 
     space.run(
-        schedules.reduce_scatter(rank, world, waiting, streams), chosen,
-        {
-            "product": product,
-            "copy": lambda q: slots[q][rank].copy_(partials[q], non_blocking=True),
-            "sum": lambda _: finish(slots[rank], arrivals),
-        },
+        schedules.reduce_scatter(rank, world, waiting, streams, blocks), chosen,
+        {"product": product, "copy": copy, "sum": add},
     )  # fmt: skip
 
 
@@ -389,6 +398,6 @@ def scatter_tiles(
         plan.schedule, chosen,
         {
             "product": product, "copy": copy,
-            "sum": lambda _: finish(slots[rank], flags if waiting else None),
+            "sum": lambda _: finish(slots[rank], ALL_ROWS, flags if waiting else None),
         },
     )  # fmt: skip

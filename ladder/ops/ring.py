@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.ops import schedules, workspace
+from ladder.ops.blocks import BLOCKS, Blocks, check_streams
 from ladder.ops.calls import rows_back, rows_first
-from ladder.ops.overlapped import SCATTER, check_streams, peer_refusal
+from ladder.ops.overlapped import SCATTER, peer_refusal
 from ladder.ops.registry import implement
-from ladder.ops.spread import BLOCKS, Blocks, to_all
+from ladder.ops.spread import to_all
 
 
 @implement("matmul_reduce_scatter", "ring", peer_refusal, BLOCKS, ordered=False)

@@ -179,51 +179,68 @@ def all_gather(rank: int, world: int, waiting: bool = False, streams: int = 1) -
 
 
 @functools.cache
-def reduce_scatter(rank: int, world: int, waiting: bool = False, streams: int = 1) -> Schedule:
+def reduce_scatter(
+    rank: int, world: int, waiting: bool = False, streams: int = 1, blocks: int = 1
+) -> Schedule:
     """The product of each peer's chunk, sent while the next is computed; the own chunk is last.
 
-    Actions: `product` q, `copy` q sends that chunk to rank q, and `sum` adds the slots, of which
-    the own product is one, in the order of the ranks. waiting: `sum` waits for them by itself.
-    streams: 1 or 2, of the products.
+    Each chunk is in blocks of rows. Chunk b x T + q is the rows of rank q in block b. Actions:
+    `product` c; `copy` c sends it to its rank; and `sum` c adds the slots of this rank's chunk c,
+    of which the own product is one, in the order of the ranks. The peers' chunks of all blocks come
+    first. streams: 1 or 2, of the products and of the sums that follow them: a sum may then run
+    beside the last tiles of the next block's product. waiting: `sum` waits for the slots by itself;
+    for one block.
     """
-    steps = _fork(streams)
-    for number, peer in enumerate(others(rank, world)):
-        lane, ready = LANES[number % streams], f"product {peer}"
-        steps += [Work(lane, "product", peer), Record(lane, ready), Follow("copies", ready)]
-        steps += _send(rank, peer, peer, rank)
-    steps += [Work(LANES[(world - 1) % streams], "product", rank), *_join(streams)]
-    steps += _sum(rank, others(rank, world), waiting)
-    return (*steps, *_release(rank, world))
+    lanes = _lanes(blocks * world, streams)
+    steps = [*_fork(streams), *_peers(rank, world, blocks, lanes)]
+    if waiting:
+        steps += [Work(lanes[-1], "product", rank), *_join(streams)]
+        return (*steps, *_sum(rank, others(rank, world), waiting), *_release(rank, world))
+    for block, lane in enumerate(lanes[-blocks:]):
+        steps += _own(rank, world, block, lane)
+    return (*steps, *_join(streams), *_release(rank, world))
 
 
 @functools.cache
 def all_reduce(rank: int, world: int, blocks: int, streams: int = 1) -> Schedule:
-    """A reduce-scatter by blocks of rows, and each block's sums to all ranks under the products.
+    """A reduce-scatter, and each block's sums to all ranks under the products that follow.
 
-    Chunk b x T + q is the rows of rank q in block b. Actions: `product` c; `copy` c sends it to its
-    rank; `sum` c adds this rank's chunk c; `spread` c sends this rank's sum of that block to the
-    rank of c; `take` c puts the sum of chunk c, which has arrived, to the others. The peers' chunks
-    of all blocks come first. So what the peers send has arrived before the own chunks are done, and
-    each block's sums are sent under the own products of the next ones. streams: 1 or 2, of the
-    products and of the sums that follow them.
+    Actions: as in `reduce_scatter`; `spread` c sends this rank's sum of a block to the rank of c;
+    `take` c puts the sum of chunk c, which has arrived, to the others.
     """
-    steps = _fork(streams)
-    peers, number = others(rank, world), 0
-    for block in range(blocks):
-        for peer in peers:
-            lane, chunk = LANES[number % streams], block * world + peer
-            ready, number = f"product {chunk}", number + 1
-            steps += [Work(lane, "product", chunk), Record(lane, ready), Follow("copies", ready)]
-            steps += _send(rank, peer, chunk, block * world + rank, block == 0)
-    for block in range(blocks):
-        lane, chunk = LANES[number % streams], block * world + rank
-        number += 1
-        steps.append(Work(lane, "product", chunk))
-        steps += _take(rank, [block * world + peer for peer in peers], lane)
-        steps += [Work(lane, "sum", chunk), *_spread(rank, world, block, blocks * world, lane)]
+    lanes = _lanes(blocks * world, streams)
+    steps = [*_fork(streams), *_peers(rank, world, blocks, lanes)]
+    for block, lane in enumerate(lanes[-blocks:]):
+        steps += _own(rank, world, block, lane)
+        steps += _spread(rank, world, block, blocks * world, lane)
     for block in range(blocks):
         steps += _collect(rank, world, block, blocks * world)
     return (*steps, *_release(rank, world))
+
+
+def _lanes(products: int, streams: int) -> list[Stream]:
+    return [LANES[number % streams] for number in range(products)]
+
+
+def _peers(rank: int, world: int, blocks: int, lanes: list[Stream]) -> list[Step]:
+    """The products of the peers' chunks, block by block, each sent while the next is computed.
+
+    All come before the own chunks, so what the peers send has arrived before these are done.
+    """
+    steps: list[Step] = []
+    chunks = [(block, peer) for block in range(blocks) for peer in others(rank, world)]
+    for (block, peer), lane in zip(chunks, lanes, strict=False):
+        chunk = block * world + peer
+        ready = f"product {chunk}"
+        steps += [Work(lane, "product", chunk), Record(lane, ready), Follow("copies", ready)]
+        steps += _send(rank, peer, chunk, block * world + rank, block == 0)
+    return steps
+
+
+def _own(rank: int, world: int, block: int, lane: Stream) -> list[Step]:
+    """The own product of a block, and the sum of what has arrived."""
+    chunk, flags = block * world + rank, [block * world + peer for peer in others(rank, world)]
+    return [Work(lane, "product", chunk), *_take(rank, flags, lane), Work(lane, "sum", chunk)]
 
 
 def _spread(rank: int, world: int, block: int, flags: int, lane: Stream) -> list[Step]:

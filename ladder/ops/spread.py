@@ -16,48 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.kernels.slots import land_slots, sum_slots
-from ladder.models.errors import UserError
 from ladder.ops import schedules, workspace
-from ladder.ops.overlapped import STREAMS, check_streams, landing_refusal, peer_refusal
+from ladder.ops.blocks import BLOCKS, Blocks, check_streams
+from ladder.ops.overlapped import landing_refusal, peer_refusal
 from ladder.ops.registry import implement
-
-MAX_BLOCKS, MAX_RATIO = 8, 8
-WHOLE_ROWS = 128  # of a tile of cuBLAS
-BLOCKS = ("blocks", "ratio", *STREAMS)
-
-
-class Blocks:
-    """The rows of each rank in blocks, and the blocks of all ranks, one block after another.
-
-    rows: of all ranks together; the last rank's last blocks may have fewer, or none. ratio: each
-    block is 1/ratio as high as the one before, to whole tiles, if there are enough.
-    """
-
-    def __init__(self, rows: int, world: int, blocks: int, ratio: int) -> None:
-        if not 1 <= blocks <= MAX_BLOCKS:
-            raise UserError(f"blocks={blocks}; expected 1 to {MAX_BLOCKS}")
-        if not 1 <= ratio <= MAX_RATIO:
-            raise UserError(f"ratio={ratio}; expected 1 to {MAX_RATIO}")
-        self.rows, self.world, self.height = rows, world, -(-rows // world)
-        weights = [ratio ** (blocks - 1 - block) for block in range(blocks)]
-        step = WHOLE_ROWS if self.height >= WHOLE_ROWS * sum(weights) else 1
-        self.starts = [
-            (2 * self.height * sum(weights[:block]) + sum(weights) * step)
-            // (2 * sum(weights) * step) * step
-            for block in range(blocks)
-        ]  # fmt: skip
-        self.starts.append(self.height)
-
-    def part(self, block: int, rank: int) -> slice:
-        """The rows of a rank in a block, among all rows."""
-        start, end = self.starts[block : block + 2]
-        first = self.world * start + rank * (end - start)
-        return slice(min(first, self.rows), min(first + end - start, self.rows))
-
-    def place(self, block: int, rank: int, kind: int = 0) -> slice:
-        """The same rows among those of a rank alone; kind: behind so many others of all blocks."""
-        part, start = self.part(block, rank), kind * self.height + self.starts[block]
-        return slice(start, start + part.stop - part.start)
 
 
 @implement("matmul_all_reduce", "chunked", peer_refusal, BLOCKS)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ladder.kernels.prefill import land_rows_reference
+from ladder.ops.blocks import Blocks
 from ladder.ops.registry import OPERATORS
-from ladder.ops.spread import Blocks
 from tests.ops.everyone import in_order
 
 IMPLEMENTATIONS = {
@@ -129,6 +129,8 @@ def check_same(
 def options_of(op: str, name: str) -> list[dict[str, Any]]:
     if name == "ring" or (op in WHOLE and name == "chunked"):
         return BLOCKS
+    if (op, name) == ("matmul_reduce_scatter", "chunked"):
+        return [{}, *BLOCKS, {"streams": 2}]
     if name == "chunked":
         return [{}, {"streams": 2}]
     return [{"waiting": TILE, "tracked": {**TILE, "pieces": 2}}.get(name, {})]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from ladder.ops.schedules import Await, Follow, Put, Schedule
 from ladder.ops.track_maps import all_to_all
 from tests.kernels.support import _poisoned_memory, on  # noqa: F401  (a fixture)
 from tests.ops.overlapped import (
+    BLOCKS,
     EVERY,
     WHOLE,
     arguments,
@@ -99,28 +101,42 @@ def test_implementations_that_share_slots(op: str) -> None:
         provoke(op, ways, 3 + seed % 2, 3 * seed, 6)  # all calls use the same set
 
 
+def label(kind: str, options: dict[str, Any]) -> str:
+    return f"{kind}, {options.get('blocks', 1)} blocks, {options.get('streams', 1)} streams"
+
+
 def schedules_of(world: int) -> dict[str, Callable[[int], Schedule]]:
-    return {
-        "gather": lambda rank: schedules.all_gather(rank, world),
+    tracks = all_to_all(2 * world, 2, world, 1)
+    found: dict[str, Callable[[int], Schedule]] = {
         "waiting": lambda rank: schedules.all_gather(rank, world, waiting=True),
-        "scatter": lambda rank: schedules.reduce_scatter(rank, world),
-        "landing": lambda rank: schedules.reduce_scatter(rank, world, waiting=True),
-        "spread": lambda rank: schedules.all_reduce(rank, world, 2),
-        "ring": lambda rank: schedules.ring(rank, world, 2),
-        "ring spread": lambda rank: schedules.ring(rank, world, 2, spread=True),
-        "gather 2": lambda rank: schedules.all_gather(rank, world, streams=2),
-        "scatter 2": lambda rank: schedules.reduce_scatter(rank, world, streams=2),
-        "landing 2": lambda rank: schedules.reduce_scatter(rank, world, True, streams=2),
-        "spread 2": lambda rank: schedules.all_reduce(rank, world, 3, streams=2),
-        "ring 2": lambda rank: schedules.ring(rank, world, 3, streams=2),
-        "ring spread 2": lambda rank: schedules.ring(rank, world, 3, streams=2, spread=True),
-        "tracked": lambda rank: schedules.tracked(
-            all_to_all(2 * world, 2, world, 1).compile(rank), world
-        ),
+        "tracked": lambda rank: schedules.tracked(tracks.compile(rank), world),
         "tracked landing": lambda rank: schedules.tracked(
-            all_to_all(2 * world, 2, world, 1).compile(rank), world, waiting=True
+            tracks.compile(rank), world, waiting=True
         ),
     }
+    for options in ({}, {"streams": 2}, *BLOCKS):
+        blocks, streams = options.get("blocks", 1), options.get("streams", 1)
+        kinds: dict[str, Callable[..., Schedule]] = {
+            "scatter": functools.partial(
+                schedules.reduce_scatter, world=world, streams=streams, blocks=blocks
+            ),
+            "spread": functools.partial(
+                schedules.all_reduce, world=world, blocks=blocks, streams=streams
+            ),
+            "ring": functools.partial(schedules.ring, world=world, blocks=blocks, streams=streams),
+            "ring spread": functools.partial(
+                schedules.ring, world=world, blocks=blocks, streams=streams, spread=True
+            ),
+        }
+        if blocks == 1:
+            kinds |= {
+                "gather": functools.partial(schedules.all_gather, world=world, streams=streams),
+                "landing": functools.partial(
+                    schedules.reduce_scatter, world=world, waiting=True, streams=streams
+                ),
+            }
+        found |= {label(kind, options): made for kind, made in kinds.items()}
+    return found
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
@@ -160,12 +176,13 @@ def test_schedules(name: str, world: int) -> None:
 def steps_to_lose(op: str, name: str, options: dict[str, Any]) -> list[int]:
     """The steps of rank 0 of two without which something must fail."""
     gather = op == "all_gather_matmul"
-    which = "gather" if gather else "landing" if lands(op) else "scatter"
+    kind = "gather" if gather else "landing" if lands(op) else "scatter"
     if op in WHOLE:
-        which = "spread" if name == "chunked" else f"{name} spread"
+        kind = "spread" if name == "chunked" else f"{name} spread"
     elif name != "chunked":
-        which = f"{name} landing" if lands(op) else name
-    schedule = schedules_of(2)[which + (" 2" if options.get("streams") == 2 else "")](0)
+        kind = f"{name} landing" if lands(op) else name
+    every = schedules_of(2)
+    schedule = (every[kind] if kind in every else every[label(kind, options)])(0)
     found = []
     for n, step in enumerate(schedule):
         ends = isinstance(step, Follow) and step.event == "sent" and not gather

@@ -12,8 +12,8 @@ import torch
 import ladder.ops
 from ladder.models.errors import UserError
 from ladder.ops import workspace
+from ladder.ops.blocks import Blocks
 from ladder.ops.registry import ANOTHER, OPERATORS
-from ladder.ops.spread import Blocks
 from tests.distributed import Pools
 from tests.kernels.support import _poisoned_memory, on  # noqa: F401  (a fixture)
 from tests.ops.everyone import check_refused

@@ -25,7 +25,7 @@ FEW_ROWS = (1, 8, 64)
 PRODUCT_ROWS = (64, 512, 1024, 2048, 4096, 8192)  # m of FLUX's figures 11 to 14
 # Options that may be faster for some shapes, by implementation: what --tune tries.
 TRIES: dict[str, tuple[dict[str, Any], ...]] = {
-    "chunked": (  # of all-reduces but for the first
+    "chunked": (  # blocks are of sums alone
         {"streams": 2}, {"blocks": 2}, {"blocks": 4}, {"blocks": 2, "ratio": 2},
         {"blocks": 2, "ratio": 2, "streams": 2}, {"blocks": 3, "ratio": 2, "streams": 2},
     ),

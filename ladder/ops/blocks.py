@@ -1,0 +1,50 @@
+"""The options of products by chunks: their streams, and the blocks of each rank's rows."""
+
+from __future__ import annotations
+
+from ladder.models.errors import UserError
+from ladder.ops.schedules import LANES
+
+MAX_BLOCKS, MAX_RATIO = 8, 8
+WHOLE_ROWS = 128  # of a tile of cuBLAS
+STREAMS = ("streams",)
+BLOCKS = ("blocks", "ratio", *STREAMS)
+
+
+class Blocks:
+    """The rows of each rank in blocks, and the blocks of all ranks, one block after another.
+
+    rows: of all ranks together; the last rank's last blocks may have fewer, or none. ratio: each
+    block is 1/ratio as high as the one before, to whole tiles, if there are enough.
+    """
+
+    def __init__(self, rows: int, world: int, blocks: int, ratio: int) -> None:
+        if not 1 <= blocks <= MAX_BLOCKS:
+            raise UserError(f"blocks={blocks}; expected 1 to {MAX_BLOCKS}")
+        if not 1 <= ratio <= MAX_RATIO:
+            raise UserError(f"ratio={ratio}; expected 1 to {MAX_RATIO}")
+        self.rows, self.world, self.height = rows, world, -(-rows // world)
+        weights = [ratio ** (blocks - 1 - block) for block in range(blocks)]
+        step = WHOLE_ROWS if self.height >= WHOLE_ROWS * sum(weights) else 1
+        self.starts = [
+            (2 * self.height * sum(weights[:block]) + sum(weights) * step)
+            // (2 * sum(weights) * step) * step
+            for block in range(blocks)
+        ]  # fmt: skip
+        self.starts.append(self.height)
+
+    def part(self, block: int, rank: int) -> slice:
+        """The rows of a rank in a block, among all rows."""
+        start, end = self.starts[block : block + 2]
+        first = self.world * start + rank * (end - start)
+        return slice(min(first, self.rows), min(first + end - start, self.rows))
+
+    def place(self, block: int, rank: int, kind: int = 0) -> slice:
+        """The same rows among those of a rank alone; kind: behind so many others of all blocks."""
+        part, start = self.part(block, rank), kind * self.height + self.starts[block]
+        return slice(start, start + part.stop - part.start)
+
+
+def check_streams(streams: int) -> None:
+    if streams not in range(1, len(LANES) + 1):
+        raise UserError(f"streams={streams}; expected 1 to {len(LANES)}")
