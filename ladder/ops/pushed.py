@@ -13,8 +13,8 @@ from torch import Tensor
 from ladder.comm.push import DTYPES, PushAllReduce
 from ladder.kernels import project
 from ladder.kernels.decode import MAX_ROWS
-from ladder.ops.overlapped import peer_refusal
 from ladder.ops.products import product
+from ladder.ops.refusals import peer_refusal
 from ladder.ops.registry import Call, implement
 from ladder.ops.workspace import workspace
 

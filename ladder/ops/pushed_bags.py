@@ -17,7 +17,7 @@ from torch import Tensor
 from ladder.kernels.bags import MAX_PROGRAMS, ORDERS, default_programs, push_bags
 from ladder.models.errors import UserError, unknown
 from ladder.ops.mailbox import addresses, mailbox
-from ladder.ops.overlapped import peer_refusal
+from ladder.ops.refusals import peer_refusal
 from ladder.ops.registry import implement
 from ladder.ops.workspace import workspace
 

@@ -19,8 +19,9 @@ from torch import Tensor
 from ladder.kernels.grouped import grouped_push
 from ladder.kernels.rows import as_bits, place, push_rows, receive_rows
 from ladder.models.errors import UserError
-from ladder.ops.overlapped import TILING, kernel_refusal, peer_refusal, tiling_of
+from ladder.ops.overlapped import TILING, tiling_of
 from ladder.ops.pushed_rows import mailbox_of, received
+from ladder.ops.refusals import kernel_refusal, peer_refusal
 from ladder.ops.registry import Call, implement
 from ladder.ops.rows import Sent
 

@@ -24,7 +24,7 @@ from ladder.kernels.rows import (
     receive_rows,
 )
 from ladder.ops.mailbox import Mailbox, mailbox
-from ladder.ops.overlapped import peer_refusal
+from ladder.ops.refusals import peer_refusal
 from ladder.ops.registry import Call, implement
 from ladder.ops.rows import Sent
 

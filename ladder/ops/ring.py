@@ -18,7 +18,8 @@ from torch import Tensor
 from ladder.ops import schedules, workspace
 from ladder.ops.blocks import BLOCKS, Blocks, check_streams
 from ladder.ops.calls import rows_back, rows_first
-from ladder.ops.overlapped import SCATTER, peer_refusal
+from ladder.ops.overlapped import SCATTER
+from ladder.ops.refusals import peer_refusal
 from ladder.ops.registry import implement
 from ladder.ops.spread import to_all
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ladder.kernels.slots import land_slots, sum_slots
 from ladder.ops import schedules, workspace
 from ladder.ops.blocks import BLOCKS, Blocks, check_streams
-from ladder.ops.overlapped import landing_refusal, peer_refusal
+from ladder.ops.refusals import landing_refusal, peer_refusal
 from ladder.ops.registry import implement
 
 
