@@ -30,9 +30,9 @@ def test_records_of_one_point_and_speedups_of_one_run(tmp_path: Path) -> None:
     file.write_text("\n".join(lines), encoding="utf-8")
     times, gains = repeats([file], load("h200x4"), "decode")
     # 1.2 and 2.8 are 40 % from 2, 1 and 2 are a third from 1.5.
-    assert "2 points have more than one record, which are 36.7 %" in times
+    assert "with more than one record: 2, which are 36.7 %" in times
     assert "at most 40.0 %" in times
-    assert "1 speedups of ladder over standard do, which are 10.0 points" in gains
+    assert "with more than one run: 1, which are 10.0 points" in gains
     file.write_text(lines[0], encoding="utf-8")
     assert repeats([file], load("h200x4"), "decode") == []
 
@@ -41,4 +41,4 @@ def test_validate_says_how_much_records_differ(capsys: pytest.CaptureFixture[str
     results = ROOT / "benchmarks/results"
     files = [str(results / f"2026-11-22-frame-{when}-h200x4.jsonl") for when in ("before", "after")]
     assert main(["predict", "validate", *files]) == 0
-    assert capsys.readouterr().out.count("points have more than one record") == 2
+    assert capsys.readouterr().out.count("points with more than one record") == 2

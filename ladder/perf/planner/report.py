@@ -110,7 +110,7 @@ def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> l
     sources = dict.fromkeys(row.interval.source for row in rows if row.interval.low is not None)
     doubt = " ?: from other GPUs or weights, another TP degree, or times unlike the row's."
     found = [
-        f"80 % interval: the middle 80 % of measured / predicted, of the {NEAREST} nearest times "
+        f"80 % interval: the factor within which 80 % of the {NEAREST} nearest predictions were, "
         f"among {'; '.join(sources)}.{doubt if any(row.interval.far for row in rows) else ''}"
         if sources
         else "No interval: no such pass was recorded."

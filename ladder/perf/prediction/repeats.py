@@ -23,8 +23,8 @@ def repeats(files: Iterable[Path], machine: Machine, phase: str) -> list[str]:
     off = spread([[ms for _, ms in some] for some in times.values()], relative=True)
     if off:
         lines.append(
-            f"{off[0]} points have more than one record, which are {100 * off[1]:.1f} % from their "
-            f"median on average, at most {100 * off[2]:.1f} %"
+            f"points with more than one record: {off[0]}, which are {100 * off[1]:.1f} % from "
+            f"their median on average, at most {100 * off[2]:.1f} %"
         )
     gains = []
     for point, some in times.items():
@@ -34,8 +34,8 @@ def repeats(files: Iterable[Path], machine: Machine, phase: str) -> list[str]:
     off = spread(gains, relative=False)
     if off:
         lines.append(
-            f"{off[0]} speedups of ladder over standard do, which are {100 * off[1]:.1f} points "
-            f"from their median on average, at most {100 * off[2]:.1f}"
+            f"speedups of ladder over standard with more than one run: {off[0]}, which are "
+            f"{100 * off[1]:.1f} points from their median on average, at most {100 * off[2]:.1f}"
         )
     return lines
 
