@@ -47,7 +47,7 @@ SHAPES = [(4096, 4096, 1024), (1036, 1000, 520), (8, 2056, 264), (2048, 1024, 40
 FEW = [(8, 4096, 1024), (1, 8200, 3584), (64, 2048, 512), (3, 1001, 264), (33, 1024, 2048)]
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "chunked": [{}, {"streams": 2}],
-    # Of `chunked` all-reduces.
+    # Of `chunked` sums.
     "blocks": [{"blocks": 1}, {"blocks": 3}, {"blocks": 3, "ratio": 2, "streams": 2}],
     "ring": [{}, {"blocks": 1}, {"blocks": 3, "ratio": 2, "streams": 2}],
     "waiting": [{}, {"tile": "128x128x64", "stages": 4}],
@@ -66,7 +66,7 @@ LOST = [
 
 def cases(which: str) -> list[tuple[str, str]]:
     if which == "blocks":
-        return [(op, "chunked") for op in WHOLE]
+        return [(op, "chunked") for op in (*WHOLE, "matmul_reduce_scatter")]
     return [(op, name) for op, name in EVERY + FEW_ROWS if name == which]
 
 
