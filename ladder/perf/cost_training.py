@@ -19,6 +19,7 @@ from ladder.perf.graph import DATA, LAST, Operation
 from ladder.perf.lower_prefill import FIRST
 from ladder.perf.machine import COLLECTIVES, Estimate, Machine, for_degree
 from ladder.perf.memory import local_parameters
+from ladder.perf.nodes import LIKELY, Doubt, group, links_of
 
 BACKWARD_ATTENTION = 2.5 / 0.85  # its arithmetic, and its rate, of those of the forward pass
 LANDED = 3  # tensors of a landing: the residual, and both results; and one for each addend
@@ -35,7 +36,8 @@ ADDED = 2 * FP32  # bytes of a gradient that is added to an earlier micro-batch'
 @dataclass(frozen=True)
 class TrainingShape:
     """A layout on so many GPUs, and a micro-batch. held: the ranks of the plan's T that a process
-    computes. shards: of parameters, gradients and optimiser, over data-parallel ranks."""
+    computes. shards: of parameters, gradients and optimiser, over data-parallel ranks. nodes: which
+    have as many GPUs each."""
 
     tp: int
     replicas: int
@@ -45,6 +47,7 @@ class TrainingShape:
     sequences: int
     seq_len: int
     recompute: bool
+    nodes: int = 1
 
     @property
     def rows(self) -> int:
@@ -53,11 +56,12 @@ class TrainingShape:
 
 class TrainingCost(PromptCost):
     """Microseconds of each operation. adds: whether gradients are added to earlier ones. no_comm:
-    whether the sublayers' reduces take nothing, as `ladder bench train` leaves them out."""
+    whether the sublayers' reduces take nothing, as `ladder bench train` leaves them out. doubt: of
+    the links of several nodes."""
 
     def __init__(
         self, config: ModelConfig, machine: Machine, shape: TrainingShape, adds: bool,
-        no_comm: bool,
+        no_comm: bool, doubt: Doubt = LIKELY,
     ) -> None:  # fmt: skip
         degree = shape.tp * shape.held
         super().__init__(config, machine, degree, shape.sequences, shape.seq_len)
@@ -65,7 +69,10 @@ class TrainingCost(PromptCost):
         self._times: dict[tuple[object, ...], float] = {}
         self.vocabulary = -(-config.vocab_size // shape.tp)  # split over processes alone
         self.shapes["head"] = self.vocabulary, config.hidden_size
-        self.collectives = {n: for_degree(machine, n) for n in {shape.tp, shape.replicas} if n > 1}
+        degrees = {shape.tp, shape.replicas} if shape.nodes == 1 else {shape.tp}
+        self.collectives = {n: for_degree(machine, n) for n in degrees if n > 1}
+        self.links = links_of(machine) if shape.nodes > 1 else ()
+        self.doubt = doubt
         rows = shape.rows / (shape.tp if shape.sequence_parallel else 1)
         self.whole = self.tensor(shape.rows) * shape.held  # bytes of all rows of a residual
         self.mine = self.tensor(rows) * shape.held
@@ -205,7 +212,22 @@ class TrainingCost(PromptCost):
         if shape.replicas == 1:
             return Estimate(0.0, "measured")
         nbytes = (BF16 if operation.kind == "all-gather" else FP32) * layer
+        if shape.nodes > 1:
+            return Estimate(1e6 * self._over_nodes(operation.kind, nbytes), "extrapolated")
         return self._wire(operation.kind, nbytes, shape.replicas)
+
+    def _over_nodes(self, kind: str, nbytes: float) -> float:
+        """Seconds. Ranks of one place in their TP groups; shards lie next to each other."""
+        shape = self.shape
+        here = shape.replicas // shape.nodes  # of a node
+        within = min(shape.shards, here)
+        shards = group(self.links, within, shape.shards // within, self.doubt)
+        copies = group(
+            self.links, here // within, shape.replicas * within // (shape.shards * here), self.doubt
+        )
+        if kind == "all-gather":
+            return shards.gather(nbytes)
+        return shards.gather(nbytes) + copies.all_reduce(nbytes / shape.shards)
 
     def _wire(self, kind: str, nbytes: float, degree: int) -> Estimate:
         return backend_exchange(self.collectives[degree], kind, nbytes)

@@ -121,7 +121,13 @@ class Curve:
 
     def at(self, x: float) -> Estimate:
         """Between points linear, which is exact for a latency and a rate; above the last point
-        with the slope before it; below the first its value, since a latency does not shrink."""
+        with the slope before it; below the first its value, since a latency does not shrink. What
+        is declared is never measured."""
+        found = self._at(x)
+        declared = self.provenance.startswith("declared")
+        return Estimate(found.us, "extrapolated") if declared else found
+
+    def _at(self, x: float) -> Estimate:
         first, last = self.points[0], self.points[-1]
         for point_x, us in self.points:
             if point_x == x:

@@ -27,6 +27,7 @@ from ladder.perf.lower_prefill import Way
 from ladder.perf.lower_prefill import prefill as lower_prefill
 from ladder.perf.machine import Basis, Estimate, Machine, for_degree, worst
 from ladder.perf.memory import held_ranks
+from ladder.perf.nodes import LIKELY, Doubt
 from ladder.perf.simulate import Times, simulate, waiting
 from ladder.perf.slowdowns import resource
 from ladder.perf.virtual import VirtualCost
@@ -262,13 +263,14 @@ def _limited(graph: Graph, cost: PromptCost) -> Times:
 def train(
     config: ModelConfig, machine: Machine, layout: str, seq_len: int, batch: int,
     micro_batch: int = 0, activation_checkpointing: str = "none", no_comm: bool = False,
-    gpus: int = 0, jitter: float = 0.0,
+    gpus: int = 0, jitter: float = 0.0, nodes: int = 1, doubt: Doubt = LIKELY,
 ) -> Prediction:  # fmt: skip
     """A compiled training step in bfloat16 with AdamW.
 
-    layout: a name such as tp4+sp+fsdp, over `gpus` GPUs (0: those of the machine). batch: sequences
-    of each data-parallel rank, of which `micro_batch` at once (0: all). no_comm: without the
-    sublayers' reduces, as `ladder bench train` measures it.
+    layout: a name such as tp4+sp+fsdp, over `gpus` GPUs (0: those of the machine), or over those of
+    several nodes, which are such machines. batch: sequences of each data-parallel rank, of which
+    `micro_batch` at once (0: all). no_comm: without the sublayers' reduces, as `ladder bench train`
+    measures it. jitter: of the ranks, see `simulate.Skew`. doubt: of the links between nodes.
 
     Raises UserError for a layout that the GPUs, the plan or the model cannot have.
     """
@@ -277,7 +279,13 @@ def train(
     if micro < 1 or batch % micro:
         raise UserError(f"--micro-batch={micro} does not divide --batch={batch}")
     shape = training_shape(
-        config, gpus or machine.gpus, layout, micro, seq_len, activation_checkpointing
+        config,
+        gpus or nodes * machine.gpus,
+        layout,
+        micro,
+        seq_len,
+        activation_checkpointing,
+        nodes,
     )
     style = "sharded" if shape.sequence_parallel else "all-reduce" if shape.tp > 1 else "alone"
     fused = parse_layout(layout).reducer == FUSED
@@ -287,7 +295,7 @@ def train(
         data: str, no_comm: bool, jitter: float = 0.0
     ) -> tuple[Graph, Times, TrainingCost, float, float]:
         plan, ranks = config.plan, shape.tp * shape.replicas
-        cost = TrainingCost(config, machine, shape, batch > micro, no_comm)
+        cost = TrainingCost(config, machine, shape, batch > micro, no_comm, doubt)
         graph = training(plan, style, data, fused)
         times = _limited(graph, cost)
         added = waiting(graph, cost, cost.beside, times.total, ranks, shape.tp, jitter)
@@ -317,19 +325,31 @@ def train(
 
 
 def training_shape(
-    config: ModelConfig, gpus: int, layout: str, sequences: int, seq_len: int, kept: str
-) -> TrainingShape:
+    config: ModelConfig, gpus: int, layout: str, sequences: int, seq_len: int, kept: str,
+    nodes: int = 1,
+) -> TrainingShape:  # fmt: skip
     """The layout of a name on so many GPUs. Raises UserError if they cannot have it."""
     found = parse_layout(layout)
+    if nodes > 1 and gpus // nodes % found.tp:
+        raise UserError(
+            f"--layouts {layout} on nodes of {gpus // nodes} GPUs: a group of TP lies within a "
+            f"node; give a TP degree that divides it"
+        )
     config.check_divides(found.tp, "--layouts tp")
     replicas, shards = found.data_parallel(gpus)
+    here = replicas // nodes  # of a node
+    if nodes > 1 and shards % here and here % shards:
+        raise UserError(
+            f"--layouts {layout} on nodes of {gpus // nodes} GPUs: {shards} shards neither fill "
+            f"nodes nor divide one; give a divisor or a multiple of {here}"
+        )
     held = held_ranks(config, found.tp)
     if found.sequence_parallel:
         refusal = sharded_refusal(config.plan, Ranks(found.tp * held, 0, held))
         if refusal:
             raise UserError(f"--layouts {layout} with plan {config.plan.name!r}: {refusal}")
     return TrainingShape(found.tp, replicas, shards, held, found.sequence_parallel, sequences,
-                         seq_len, kept == "full")  # fmt: skip
+                         seq_len, kept == "full", nodes)  # fmt: skip
 
 
 Phase = Callable[..., Prediction]

@@ -290,7 +290,6 @@ def test_checkpointing_makes_larger_batches_fit(capsys: Out) -> None:
         (("--layouts", "tp4+sp", "--plans", "desync-4x"), "desync-4x at tp4+sp: not for sequence"),
         (("--tp", "4"), "--tp is of inference"),
         (("--reducers", "push"), "--reducers is of inference"),
-        (("--nodes", "2"), "--nodes=2 with --train: traffic between nodes"),
         (("--batch", "3", "--micro-batch", "2"), "--micro-batch=2 does not divide --batch=3"),
         (("--activation-checkpointing", "most"), "'most'"),
     ],

@@ -20,10 +20,11 @@ from ladder.models.presets import resolve_plan
 from ladder.perf import graph, memory
 from ladder.perf.drawing import draw
 from ladder.perf.machine import FOLDER, read, shipped
+from ladder.perf.nodes import Group
 from ladder.perf.report import Study
 from ladder.perf.scale import curves, software, tables
 from ladder.perf.scale.dlrm import Case, Pass, reduction
-from ladder.perf.scale.networks import Group, Torus
+from ladder.perf.scale.networks import Torus
 from ladder.perf.scale.options import STUDIES
 from ladder.perf.scale.published import BARE, LINKS, NVLINK, TABLE_2
 from ladder.perf.scale.software import Work, bare

@@ -24,7 +24,7 @@ def main(options: Any) -> int:
     question = question_of(options)
     rows, left_out = ask(question)
     best = recommended(rows, question.objective)
-    words = ["ladder", *work(question).command(question, best.candidate)] if best else []
+    words = [*launcher(question), *work(question).command(question, best.candidate)] if best else []
     if options.page is not None:
         from ladder.perf.planner.page import as_page
 
@@ -43,6 +43,15 @@ def main(options: Any) -> int:
     print(report.text(question, rows, left_out, best))
     print(f"next: {shlex.join(words)}" if best else report.nothing_fits(question, rows))
     return 0
+
+
+def launcher(question: Question) -> list[str]:
+    """What a command begins with: of a training step on several nodes, on each of them."""
+    if question.phase != "train" or question.nodes == 1:
+        return ["ladder"]
+    nodes = ["--nnodes", str(question.nodes), "--nproc-per-node", str(question.machine.gpus)]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
+    return ["torchrun", *nodes, *meeting, "-m", "ladder"]
 
 
 def question_of(options: Any) -> Question:

@@ -25,7 +25,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "add their TP degrees, as shipped ones do by themselves (h200x4)",
     )
     parser.add_argument(
-        "--nodes", type=int, default=1, help="such machines; a model's copies lie within one"
+        "--nodes",
+        type=int,
+        default=1,
+        help="such machines (1); training steps join them, copies of inference lie within one",
     )
     phase = parser.add_mutually_exclusive_group()
     for name, text in (

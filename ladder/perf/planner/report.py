@@ -145,8 +145,13 @@ def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> l
             f"Speeds of what runs at once, of those alone, that `ladder bench machine` has not "
             f"measured there: {', '.join(unmeasured)}."
         )
-    if question.nodes > 1:
+    if question.nodes > 1 and question.phase != "train":
         found.append(f"No link between the {question.nodes} machines is used.")
+    elif question.nodes > 1:
+        found.append(
+            "Traffic between nodes is that of rings over declared links, which nobody has "
+            "measured; hosts and congestion are not in it."
+        )
     return [*found, *(f"left out: {each}" for each in left_out), CAVEAT]
 
 

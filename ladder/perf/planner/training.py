@@ -11,11 +11,15 @@ from ladder.models.reducer import Ranks
 from ladder.parallel.sharded import sharded_refusal
 from ladder.perf import memory, phases
 from ladder.perf.memory import GIB, Memory
+from ladder.perf.nodes import ENDS, LIKELY, Doubt
 from ladder.perf.phases import Prediction
+from ladder.perf.planner.intervals import Interval
 from ladder.perf.planner.question import ALONE, Candidate, LeftOut, Question
 from ladder.perf.planner.subject import check_names
 from ladder.train.config import MOST
 
+MOST_SKEWED = 64  # ranks of a simulation of all of them
+LINKS = "links of declared nodes from half to twice the latency, 60 to 100 % of the rate"
 FITS = ["layout", "batch", "weights", "optimiser", "gradients", "activations", "reserve", "GiB",
         "fits"]  # fmt: skip
 
@@ -33,10 +37,10 @@ def check(question: Question) -> None:
             f"--train: {question.subject.name} is a folder, and steps are timed by shape; give a "
             f"name of configs/models or a YAML file"
         )
-    if question.nodes > 1:
+    if question.jitter and question.gpus > MOST_SKEWED:
         raise UserError(
-            f"--nodes={question.nodes} with --train: traffic between nodes is not predicted; leave "
-            f"it out"
+            f"--jitter with --train on {question.gpus} GPUs: at most {MOST_SKEWED} ranks are "
+            f"simulated; lower --nodes"
         )
     check_names("--activation-checkpointing", [question.checkpointing], CHECKPOINTING)
     for batch in question.batches:
@@ -54,13 +58,16 @@ def check(question: Question) -> None:
 
 def layouts(question: Question) -> list[Layout]:
     """Those of the user, or data parallelism and TP with sequence parallelism of every degree that
-    divides the GPUs and the shape."""
+    divides a node's GPUs and the shape; on several nodes also with the shards of a node copied."""
     if question.layouts:
         return [parse_layout(each) for each in dict.fromkeys(question.layouts)]
-    gpus, names = question.machine.gpus, ["ddp", "fsdp"]
-    for tp in range(2, gpus + 1):
-        if gpus % tp == 0 and question.subject.divides(tp):
-            names += [f"tp{tp}+sp"] + ([f"tp{tp}+sp+fsdp"] if tp < gpus else [])
+    node, several = question.machine.gpus, question.nodes > 1
+    names = ["ddp", "fsdp"] + ([f"hsdp{node}"] if several and node > 1 else [])
+    for tp in (each for each in question.machines if each > 1):
+        if node % tp == 0 and question.subject.divides(tp):
+            names += [f"tp{tp}+sp"] if not several else []
+            names += [f"tp{tp}+sp+fsdp"] if several or tp < node else []
+            names += [f"tp{tp}+sp+hsdp{node // tp}"] if several and tp < node else []
     return [parse_layout(each) for each in names]
 
 
@@ -107,11 +114,20 @@ def held(question: Question, each: Candidate) -> Memory:
     )  # fmt: skip
 
 
-def predict(question: Question, each: Candidate) -> Prediction:
+def predict(question: Question, each: Candidate, doubt: Doubt = LIKELY) -> Prediction:
     return phases.train(
         each.config, question.machine, each.way, question.context, each.batch,
-        question.micro_batch, question.checkpointing, jitter=question.jitter,
+        question.micro_batch, question.checkpointing, jitter=question.jitter, nodes=question.nodes,
+        doubt=doubt,
     )  # fmt: skip
+
+
+def doubted(question: Question, each: Candidate, us: float, near: Interval) -> Interval:
+    """An interval of several nodes: that of one, and what links are uncertain by."""
+    if near.low is None or near.high is None:
+        return near
+    best, worst = (predict(question, each, doubt).us / us for doubt in ENDS)
+    return Interval(near.low * best, near.high * worst, f"{near.source}; {LINKS}", True)
 
 
 def tokens(question: Question, each: Candidate) -> int:
@@ -137,7 +153,8 @@ def command(question: Question, each: Candidate) -> list[str]:
     """The words that time it."""
     words = ["bench", "train", "--model", question.subject.name, "--plans", each.plan]
     words += ["--layouts", each.way, "--seq-len", str(question.context)]
-    words += ["--batch", str(each.batch), "--compile", "--nproc", str(question.machine.gpus)]
+    words += ["--batch", str(each.batch), "--compile"]
+    words += ["--nproc", str(question.machine.gpus)] if question.nodes == 1 else []
     if question.micro_batch:
         words += ["--micro-batch", str(question.micro_batch)]
     if question.checkpointing != "none":

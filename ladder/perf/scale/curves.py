@@ -19,10 +19,12 @@ from ladder.models.plan import Plan
 from ladder.models.presets import resolve_plan
 from ladder.perf import graph
 from ladder.perf.graph import Operation
-from ladder.perf.machine import COLLECTIVES, FOLDER, Curve, Machine, load, read
+from ladder.perf.machine import COLLECTIVES, Curve, Machine, load, read
 from ladder.perf.memory import MOMENTS, local_parameters
+from ladder.perf.nodes import DECLARED as DECLARED_MACHINES
+from ladder.perf.nodes import ENDS, LIKELY, Doubt, Group
+from ladder.perf.nodes import group as nodes_group
 from ladder.perf.phases import decode
-from ladder.perf.scale.networks import Group
 from ladder.perf.scale.tables import BESIDE
 from ladder.perf.scores import OUT, Curves, Dots, Result, Row, points
 from ladder.perf.simulate import simulate
@@ -44,36 +46,13 @@ EFFICIENCY = 0.63
 NORM_TENSORS = 5  # read and written by a landing: residual, sum, result; residual and norm again
 
 
-@dataclass(frozen=True)
-class Doubt:
-    """What is uncertain. latency, rate: factors of the links' steps and rates. beside: the share of
-    their speed that products lose beside communication; between 0.22 and 0.53 in three records."""
-
-    latency: float = 1.0
-    rate: float = 1.0
-    beside: float = 0.28
-
-
-LIKELY, BEST, WORST = Doubt(), Doubt(0.5, 1.0, 0.2), Doubt(2.0, 0.6, 0.55)
-ENDS = (BEST, WORST)
-
-
 @cache
 def machine() -> Machine:
-    return read(FOLDER / "declared" / "h200x8.json")
+    return read(DECLARED_MACHINES / "h200x8.json")
 
 
 def group(per_node: int, nodes: int, doubt: Doubt) -> Group:
-    tiers = {each.tier: each for each in machine().links}
-    inside, outside = tiers["NVLink"], tiers["InfiniBand"]
-    return Group(
-        per_node, nodes, 1e9 * inside.beta_gb_s * doubt.rate, 1e9 * outside.beta_gb_s * doubt.rate,
-        1e-6 * inside.alpha_us * doubt.latency, 1e-6 * outside.alpha_us * doubt.latency,
-        1e-6 * BASE_US,
-    )  # fmt: skip
-
-
-BASE_US = 8.4  # of any collective, beside its ring's steps: NCCL's own constant
+    return nodes_group(machine().links, per_node, nodes, doubt)
 
 
 @dataclass(frozen=True)

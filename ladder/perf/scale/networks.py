@@ -1,4 +1,4 @@
-"""Collectives in closed form: on a torus, and over nodes of GPUs. Bytes and seconds."""
+"""Collectives on a torus in closed form. Bytes and seconds."""
 
 from __future__ import annotations
 
@@ -52,45 +52,3 @@ class Torus:
         return size * share / self.bandwidth + self.latency * sum(
             2 * (k - 1) for k in self._lengths
         )
-
-
-@dataclass(frozen=True)
-class Group:
-    """The ranks of a collective: `per_node` GPUs of each of `nodes` nodes, by NCCL's rings.
-
-    inside, outside: bytes a second that a GPU sends to its node and to another one. step_inside,
-    step_outside: seconds of a ring's step there. base: seconds of any collective.
-
-    Each GPU has a network card; with several of a node in the group, a ring crosses by each card.
-    """
-
-    per_node: int
-    nodes: int
-    inside: float
-    outside: float
-    step_inside: float
-    step_outside: float
-    base: float
-
-    @property
-    def ranks(self) -> int:
-        return self.per_node * self.nodes
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes a second through each GPU of a ring, or of several side by side."""
-        rates = [self.inside] if self.per_node > 1 else []
-        if self.nodes > 1:
-            rates.append(self.outside * self.per_node)
-        return min(rates)
-
-    def gather(self, size: float) -> float:
-        """An all-gather to `size` bytes, or a reduce-scatter of `size` bytes."""
-        if self.ranks == 1:
-            return 0.0
-        within = (self.ranks - self.nodes) * self.step_inside
-        steps = within + (self.nodes - 1) * self.step_outside
-        return self.base + steps + size * (1 - 1 / self.ranks) / self.bandwidth
-
-    def all_reduce(self, size: float) -> float:
-        return max(0.0, 2 * self.gather(size) - self.base)

@@ -1,0 +1,139 @@
+"""Collectives over nodes of GPUs, by the latency and the rate of links; machines that are declared.
+
+Nobody has measured these. Links between nodes come from a machine's own file, if it has any, or
+from the file in machines/declared of the same GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from ladder.models.errors import UserError
+from ladder.perf.machine import (
+    BETWEEN_GPUS,
+    COLLECTIVES,
+    FOLDER,
+    Curve,
+    Link,
+    Machine,
+    read,
+    shipped,
+)
+from ladder.perf.machine import load as load_measured
+
+DECLARED = FOLDER / "declared"
+INSIDE, BETWEEN = "NVLink", "InfiniBand"
+BASE_US = 8.4  # of any collective, beside its ring's steps: NCCL's own constant
+SIZES = tuple(2.0**n for n in range(10, 33, 2))  # bytes of the points of declared curves
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """What is uncertain. latency, rate: factors of the links' steps and rates. beside: the share of
+    their speed that products lose beside communication; between 0.22 and 0.53 in three records."""
+
+    latency: float = 1.0
+    rate: float = 1.0
+    beside: float = 0.28
+
+
+LIKELY, BEST, WORST = Doubt(), Doubt(0.5, 1.0, 0.2), Doubt(2.0, 0.6, 0.55)
+ENDS = (BEST, WORST)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of a collective: `per_node` GPUs of each of `nodes` nodes, by NCCL's rings.
+
+    inside, outside: bytes a second that a GPU sends to its node and to another one. step_inside,
+    step_outside: seconds of a ring's step there. base: seconds of any collective.
+
+    Each GPU has a network card; with several of a node in the group, a ring crosses by each card.
+    """
+
+    per_node: int
+    nodes: int
+    inside: float
+    outside: float
+    step_inside: float
+    step_outside: float
+    base: float
+
+    @property
+    def ranks(self) -> int:
+        return self.per_node * self.nodes
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second through each GPU of a ring, or of several side by side."""
+        rates = [self.inside] if self.per_node > 1 else []
+        if self.nodes > 1:
+            rates.append(self.outside * self.per_node)
+        return min(rates)
+
+    def gather(self, size: float) -> float:
+        """An all-gather to `size` bytes, or a reduce-scatter of `size` bytes."""
+        if self.ranks == 1:
+            return 0.0
+        within = (self.ranks - self.nodes) * self.step_inside
+        steps = within + (self.nodes - 1) * self.step_outside
+        return self.base + steps + size * (1 - 1 / self.ranks) / self.bandwidth
+
+    def all_reduce(self, size: float) -> float:
+        return max(0.0, 2 * self.gather(size) - self.base)
+
+
+def group(links: Iterable[Link], per_node: int, nodes: int, doubt: Doubt = LIKELY) -> Group:
+    """Ranks of a machine's GPUs, over its links."""
+    tiers = {each.tier: each for each in links}
+    inside, outside = tiers[INSIDE], tiers[BETWEEN]
+    return Group(
+        per_node, nodes, 1e9 * inside.beta_gb_s * doubt.rate, 1e9 * outside.beta_gb_s * doubt.rate,
+        1e-6 * inside.alpha_us * doubt.latency, 1e-6 * outside.alpha_us * doubt.latency,
+        1e-6 * BASE_US,
+    )  # fmt: skip
+
+
+def links_of(machine: Machine) -> tuple[Link, ...]:
+    """Those inside of a node and between nodes: declared ones of the same GPU, but for a link
+    between nodes that the machine's own file has. Raises UserError if there is none."""
+    own = tuple(each for each in machine.links if each.tier == BETWEEN)
+    for path in sorted(DECLARED.glob("*.json")):
+        found = read(path)
+        if found.gpu == machine.gpu:
+            return tuple(each for each in found.links if not own or each.tier == INSIDE) + own
+    raise UserError(
+        f"--nodes: nothing is declared of links between nodes of {machine.gpu}; known are those of "
+        f"{', '.join(read(path).gpu for path in sorted(DECLARED.glob('*.json')))}"
+    )
+
+
+def load(name: str) -> Machine:
+    """A shipped machine or a file, or a declared machine: one GPU as measured on others of its
+    kind, and collectives of NCCL's rings over the declared links."""
+    path = DECLARED / f"{name}.json"
+    if not path.is_file():
+        return load_measured(name)
+    found = read(path)
+    alike = [each for each in map(load_measured, shipped()) if each.gpu == found.gpu]
+    if not alike:
+        return load_measured(name)  # which says what is known
+    base = max(alike, key=lambda each: each.gpus)
+    whole = group(found.links, found.gpus, 1)
+    curves = [each for each in base.curves if each.name not in BETWEEN_GPUS]
+    for kind in COLLECTIVES:
+        exchange = whole.all_reduce if kind == "all-reduce" else whole.gather
+        points = tuple((size, 1e6 * exchange(size)) for size in SIZES)
+        where = {"algorithm": "nccl"}
+        curves.append(Curve(kind, where, points, f"declared: rings over the links of {name}"))
+    values = {**base.values, "memory_gib": found.values["memory_gib"]}
+    return replace(found, values=values, curves=tuple(curves))
+
+
+@functools.cache
+def names() -> tuple[str, ...]:
+    """The declared machines that `load` knows."""
+    gpus = {load_measured(name).gpu for name in shipped()}
+    return tuple(p.stem for p in sorted(DECLARED.glob("*.json")) if read(p).gpu in gpus)

@@ -1,0 +1,156 @@
+"""Training steps over several nodes, by declared links: closed forms, and properties."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ladder.cli import main, make_parser
+from ladder.config import model_config
+from ladder.costs import BF16, FP32
+from ladder.models import UserError
+from ladder.perf import phases
+from ladder.perf.cost_training import TrainingCost
+from ladder.perf.graph import DATA, training
+from ladder.perf.machine import Link, write
+from ladder.perf.machine import load as load_measured
+from ladder.perf.memory import local_parameters
+from ladder.perf.nodes import BEST, WORST, group, links_of, load, names
+from ladder.perf.phases import training_shape
+
+Out = pytest.CaptureFixture[str]
+SHAPE = model_config("llama-3-8b")
+NODE = load("h200x8")
+
+
+def data_parallel(layout: str, nodes: int) -> dict[str, float]:
+    """Seconds of what a layer's weights and gradients take between ranks."""
+    shape = training_shape(SHAPE, 8 * nodes, layout, 1, 1024, "none", nodes)
+    cost = TrainingCost(SHAPE, NODE, shape, False, False)
+    gradients = "ddp" if shape.shards == 1 else "fsdp"
+    style = "sharded" if shape.sequence_parallel else "alone"
+    found = training(SHAPE.plan, style, gradients).operations
+    return {each.part: 1e-6 * cost(each) for each in found if each.stream == DATA}
+
+
+def test_collectives_are_those_of_their_groups() -> None:
+    """Shards lie next to each other, in a node as far as they fit; copies have one of each."""
+    links = links_of(NODE)
+    for layout, tp, shards, copies in (
+        ("ddp", 1, None, group(links, 8, 4)),
+        ("fsdp", 1, group(links, 8, 4), None),
+        ("hsdp8", 1, group(links, 8, 1), group(links, 1, 4)),
+        ("hsdp2", 1, group(links, 2, 1), group(links, 4, 4)),
+        ("hsdp16", 1, group(links, 8, 2), group(links, 1, 2)),
+        ("tp4+sp+fsdp", 4, group(links, 2, 4), None),
+        ("tp4+sp+hsdp2", 4, group(links, 2, 1), group(links, 1, 4)),
+        ("tp8+sp+fsdp", 8, group(links, 1, 4), None),
+    ):
+        layer = local_parameters(SHAPE, tp) / SHAPE.num_layers
+        gather = 0.0 if shards is None else shards.gather(BF16 * layer)
+        gradients = 0.0 if shards is None else shards.gather(FP32 * layer)
+        if copies is not None:
+            ranks = 1 if shards is None else shards.ranks
+            gradients += copies.all_reduce(FP32 * layer / ranks)
+        found = data_parallel(layout, 4)
+        assert found.get("weights", 0.0) == pytest.approx(gather), layout
+        assert found["gradients"] == pytest.approx(gradients), layout
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp8", "tp4+sp+fsdp"])
+def test_steps_grow_with_nodes_and_with_slower_links(layout: str) -> None:
+    def us(nodes: int, doubt: Any = None) -> float:
+        more = {} if doubt is None else {"doubt": doubt}
+        return phases.train(SHAPE, NODE, layout, 4096, 1, nodes=nodes, **more).us
+
+    steps = [us(nodes) for nodes in (2, 4, 16, 64)]
+    assert steps == sorted(steps)
+    assert us(4, BEST) <= us(4) <= us(4, WORST)
+
+
+def test_a_declared_machine_has_what_its_gpu_was_measured_with() -> None:
+    four = load_measured("h200x4")
+    assert names() == ("h200x8",)
+    assert NODE.gpus == 8
+    assert NODE.curve("product", rows=1) == four.curve("product", rows=1)
+    curve = NODE.curve("all-reduce", algorithm="nccl")
+    for size, us in curve.points:
+        assert us == pytest.approx(1e6 * group(NODE.links, 8, 1).all_reduce(size))
+        assert curve.at(size).basis == "extrapolated"  # though it is a point of the curve
+    assert not NODE.family("all-reduce", algorithm="push")
+    assert load("h200x4") == four
+    with pytest.raises(UserError, match="unknown machine 'h100x8'"):  # no GPU of it was measured
+        load("h100x8")
+
+
+def test_a_link_of_the_machines_own_file_counts() -> None:
+    slow = Link("InfiniBand", 14.0, 10.0, "measured: by hand")
+    mine = replace(load_measured("h200x4"), links=(*load_measured("h200x4").links, slow))
+    assert slow in links_of(mine)
+    assert {each.tier for each in links_of(mine)} == {"InfiniBand", "NVLink"}
+    one, other = (
+        phases.train(SHAPE, each, "fsdp", 4096, 1, nodes=2).us
+        for each in (load_measured("h200x4"), mine)
+    )
+    assert other > one
+
+
+def test_the_planner_joins_nodes(capsys: Out) -> None:
+    words = ["llama-3-8b", "--machine", "h200x8", "--train", "--batch", "2", "--nodes"]
+    assert main(["predict", *words, "4", "--plans", "standard", "ladder", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["gpus"] == 32
+    rows = {(row["plan"], row["way"]): row for row in found["rows"]}
+    assert {way for _, way in rows} >= {"fsdp", "hsdp8", "tp4+sp+fsdp", "tp4+sp+hsdp2"}
+    for row in rows.values():
+        assert (row["basis"], row["far"]) == ("extrapolated", True)
+        assert row["low_us"] < row["us"] < row["high_us"]
+        assert "links of declared nodes" in row["interval"]
+        tokens = 32 // row["tp"] * 2 * 1024
+        assert row["tokens_s"] == pytest.approx(tokens / row["us"] * 1e6)
+    assert rows["ladder", "tp8+sp+fsdp"]["us"] < rows["standard", "tp8+sp+fsdp"]["us"]
+    command = shlex.split(found["command"])
+    start = command.index("-m") + 2
+    assert command[:start] == shlex.split(
+        "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+        "-m ladder"
+    )
+    assert make_parser().parse_args(command[start:]).nproc == 1
+    assert main(["predict", *words, "4", "--plans", "standard", "--layouts", "fsdp"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "rings over declared links, which nobody has measured" in said
+    assert "on 4 x h200x8 (32 x NVIDIA H200)" in said
+
+
+def test_decoding_on_a_declared_machine_is_extrapolated(capsys: Out) -> None:
+    words = ["llama-3-70b", "--machine", "h200x8", "--tp", "8", "--plans", "standard", "ladder"]
+    assert main(["predict", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {(row["way"], row["basis"]) for row in found["rows"]} == {("async", "extrapolated")}
+    assert found["left_out"] == ["push at TP 8: machine 'h200x8' has no curve of it"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--layouts", "tp8+sp+fsdp"), "on nodes of 4 GPUs: a group of TP lies within a node"),
+        (("--layouts", "hsdp6", "--nodes", "3"), "6 shards neither fill nodes nor divide one"),
+        (("--nodes", "64", "--jitter", "5"), "at most 64 ranks are simulated; lower --nodes"),
+        (("--machine", "OTHER"), "nothing is declared of links between nodes of another GPU"),
+    ],
+)
+def test_what_nodes_cannot_do_is_one_line(
+    words: tuple[str, ...], said: str, tmp_path: Path, capsys: Out
+) -> None:
+    write(replace(load_measured("h200x4"), gpu="another GPU"), tmp_path / "other.json")
+    given = [str(tmp_path / "other.json") if each == "OTHER" else each for each in words]
+    head = ["predict", "llama-3-8b", "--train", "--batch", "1", "--nodes", "4", "--plans"]
+    assert main([*head, "standard", *given]) == 2
+    found = capsys.readouterr().err
+    assert said in found
+    assert found.count("\n") == 1
