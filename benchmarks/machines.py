@@ -18,7 +18,7 @@ from typing import Any
 
 from ladder.config import model_config
 from ladder.costs import BF16
-from ladder.perf.calibration.options import family
+from ladder.perf.calibration.options import family, family_of_value
 from ladder.perf.links import fit_link
 from ladder.perf.machine import (
     BETWEEN_GPUS,
@@ -223,7 +223,8 @@ def collectives(gpus: int) -> tuple[list[Curve], list[Link]]:
 # Files of `ladder bench machine` in results/, and the parts of each that are taken, by their names
 # for --only. Of a rate the median over many runs stays; a file has that of one.
 MEASURED: dict[str, tuple[str, ...]] = {}
-OF_ONE_GPU = ("memory_gib", "launch_us", "host_launch_us")
+OF_ONE_GPU = ("memory_gib", "launch_us", "host_launch_us", "prompt_attention_tflop_s",
+              "prompt_attention_half")  # fmt: skip
 
 
 def measured() -> dict[int, tuple[str, Machine]]:
@@ -233,9 +234,7 @@ def measured() -> dict[int, tuple[str, Machine]]:
         each = read(RESULTS / name)
         curves = tuple(one for one in each.curves if family(one.name) in families)
         values = {
-            key: value
-            for key, value in each.values.items()
-            if ("beside" if "beside" in key else "values") in families
+            key: value for key, value in each.values.items() if family_of_value(key) in families
         }
         found[each.gpus] = name, replace(each, curves=curves, values=values)
     return found

@@ -12,10 +12,11 @@ import torch
 
 from ladder.cli import main
 from ladder.perf.calibration import command, timing, together
-from ladder.perf.calibration.options import FAMILIES, family
+from ladder.perf.calibration.options import FAMILIES, family, family_of_value
+from ladder.perf.calibration.parts import halved
 from ladder.perf.calibration.sizes import CPU, Part
 from ladder.perf.calibration.table import table
-from ladder.perf.machine import SPEEDS, Curve, Machine, Value, load, write
+from ladder.perf.machine import SPEEDS, VALUES, Curve, Machine, Value, load, write
 from tests.distributed import Pools
 
 HERE = Machine("here", "none", 1, {"launch_us": Value(7.0, "declared: a test")})
@@ -45,6 +46,7 @@ def test_one_process_measures_all_but_what_is_between_ranks(
     names = [each.split(":")[0] for each in found.missing]
     assert names == ["step_stretch", "prompt_gap_us"]  # fitted to records, and not measured
     assert [x for x, _ in found.curve("copy").points] == list(CPU.copies)
+    assert found.value("prompt_attention_half") >= 1.0
     assert found.curve("product", rows=4).points[-1][0] == 4 * CPU.hidden * CPU.outputs[-1]
     assert all("ladder bench machine" in each.provenance for each in found.curves)
     said = capsys.readouterr().out
@@ -164,7 +166,14 @@ def test_only_does_not_mix_machines(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_every_part_has_a_name_for_only() -> None:
     names = ["values", "peer copy", "product", "product beside push", *SPEEDS]
     assert {family(name) for name in names} <= set(FAMILIES)
+    assert {family_of_value(name) for name in VALUES} <= set(FAMILIES)
     assert family(SPEEDS[0]) == family("product beside push") == "beside"
+
+
+def test_the_rate_of_attention_is_half_at_the_half() -> None:
+    exact = {size: 600 / (1 + 800 / size) for size in (1024.0, 4096.0, 8192.0)}
+    assert halved(exact) == pytest.approx((600, 800))
+    assert halved({1024.0: 100.0, 2048.0: 400.0}) == (400.0, 1.0)  # more than twice as fast
 
 
 def test_the_table_has_what_is_declared_beside_what_was_measured() -> None:

@@ -13,12 +13,19 @@ from ladder.parallel import launch
 
 # Of what is measured, for --only.
 FAMILIES = ("values", "product", "attention", "landing", "all-reduce", "peer-copy", "all-gather",
-            "reduce-scatter", "beside", "copy", "matrix")  # fmt: skip
+            "reduce-scatter", "beside", "copy", "prompt-attention", "matrix")  # fmt: skip
 
 
 def family(name: str) -> str:
     """Of FAMILIES, the one that has a part, or a curve, of this name."""
     return "beside" if "beside" in name else name.replace(" ", "-")
+
+
+def family_of_value(name: str) -> str:
+    """Of FAMILIES, the one whose parts have found this value."""
+    if name.startswith("prompt_attention"):
+        return "prompt-attention"
+    return "beside" if "beside" in name else "values"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

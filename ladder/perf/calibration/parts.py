@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
@@ -19,6 +20,7 @@ from ladder.perf.calibration.timing import host_microseconds, microseconds
 
 TURN, MOST_CALLS = 1e12, 32  # of large products: multiplications, a few milliseconds; and calls
 KV_GROUP = 4  # query heads for each KV head
+PROMPT_HEADS = 32  # of prompts, which fill all multiprocessors
 
 
 def parts(sizes: Sizes, device: torch.device, push: bool) -> Iterator[Part]:
@@ -36,6 +38,7 @@ def parts(sizes: Sizes, device: torch.device, push: bool) -> Iterator[Part]:
         yield from collectives.parts(sizes, group, device, push)
         yield from beside.parts(sizes, group, device, push)
     yield Part("copy", {}, partial(_copies, sizes, device))
+    yield Part("prompt attention", {}, partial(_prompt_attention, sizes, device))
     for outputs, inputs in sizes.matrices:
         run = partial(_matrix, sizes, outputs, inputs, device)
         yield Part("matrix", {"outputs": outputs, "inputs": inputs}, run)
@@ -92,6 +95,33 @@ def _matrix(sizes: Sizes, outputs: int, inputs: int, device: torch.device) -> li
         us = microseconds([partial(F.linear, x, weight)], calls, device, cool=True)
         found.append((rows, us))
     return found
+
+
+def _prompt_attention(sizes: Sizes, device: torch.device) -> dict[str, float]:
+    """Causal attention of whole prompts, of as many tokens in all: the rate of a very long one, and
+    the tokens at which it is half."""
+    rates: dict[float, float] = {}
+    tokens, dim = max(sizes.prompts), sizes.head_dim
+    for prompt in sizes.prompts:
+        q, k, v = (
+            random(tokens // prompt, heads, prompt, dim, dtype=sizes.dtype, device=device)
+            for heads in (PROMPT_HEADS, *[PROMPT_HEADS // KV_GROUP] * 2)
+        )
+        work = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)
+        us = microseconds([work], 4, device, cool=True, captured=False)  # as prompts run
+        rates[prompt] = 2e-6 * tokens * PROMPT_HEADS * dim * prompt / us
+    rate, half = halved(rates)
+    return {"prompt_attention_tflop_s": rate, "prompt_attention_half": half}
+
+
+def halved(rates: Mapping[float, float]) -> tuple[float, float]:
+    """The rate R and the size H for which R / (1 + H / size) explains the rates best, by least
+    squares of their inverses."""
+    places = [1 / size for size in rates]
+    slope, least = statistics.linear_regression(places, [1 / rate for rate in rates.values()])
+    if least <= 0:  # no limit is in sight
+        return max(rates.values()), 1.0
+    return 1 / least, max(1.0, slope / least)
 
 
 def _attention(sizes: Sizes, keys: int, device: torch.device) -> list[Point]:

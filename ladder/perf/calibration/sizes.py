@@ -33,6 +33,7 @@ class Sizes:
     head_dim: int
     keys: tuple[int, ...]
     heads: tuple[int, ...]  # KV heads of all sequences
+    prompts: tuple[int, ...]  # tokens
     landing_hidden: tuple[int, ...]
     messages: tuple[int, ...]  # bytes
     square: int  # of the product whose rate counts
@@ -68,6 +69,7 @@ GPU = Sizes(
     128,
     (256, 1024, 4096),
     (2, 8, 32, 128, 512),
+    (1024, 2048, 4096, 8192),
     (4096, 8192),
     tuple(2**n for n in range(13, 27)),
     8192,
@@ -85,6 +87,7 @@ CPU = Sizes(
     8,
     (8, 16),
     (2, 4),
+    (8, 16),
     (32, 64),
     (1024, 4096),
     64,

@@ -21,14 +21,16 @@ REPEATS = 15  # timed turns, of which the median counts; one more warms up
 
 
 def samples(
-    works: Sequence[Work], calls: int, device: torch.device, cool: bool = False
-) -> list[float]:
+    works: Sequence[Work], calls: int, device: torch.device, cool: bool = False,
+    captured: bool = True,
+) -> list[float]:  # fmt: skip
     """Microseconds of one call, one figure for each turn of `calls` calls on this rank.
 
     works: the same work on different memory, taken in turns, so that caches hold none of it. cool:
-    the device rests before each turn, which keeps short work below the power limit.
+    the device rests before each turn, which keeps short work below the power limit. captured: see
+    `turn_of`.
     """
-    turn = turn_of(works, calls, device)
+    turn = turn_of(works, calls, device, captured)
     if device.type != "cuda":
         times = []
         for _ in range(REPEATS + 1):
@@ -86,10 +88,11 @@ def slowest_median(found: Sequence[Sequence[float]]) -> float:
 
 
 def microseconds(
-    works: Sequence[Work], calls: int, device: torch.device, cool: bool = False
-) -> float:
+    works: Sequence[Work], calls: int, device: torch.device, cool: bool = False,
+    captured: bool = True,
+) -> float:  # fmt: skip
     """Microseconds of one call: the same on every rank, which all must call this."""
-    return slowest_median(launch.gathered(samples(works, calls, device, cool)))
+    return slowest_median(launch.gathered(samples(works, calls, device, cool, captured)))
 
 
 def host_microseconds(work: Work, calls: int, device: torch.device) -> float:
