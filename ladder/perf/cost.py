@@ -254,8 +254,12 @@ class DecodeCost:
         if rows_measured(self.machine):
             return self.machine.between("product", "rows", self.batch, nbytes)
         fitted = self.machine.family("more rows")
-        if fitted:
-            return Estimate(found.us + fitted[0].at(self.batch).us, "extrapolated")
+        if fitted:  # linear from one row on, as between curves
+            least, us = fitted[0].points[0]
+            more_us = fitted[0].at(self.batch).us
+            if self.batch < least:
+                more_us = us * (self.batch - 1) / (least - 1)
+            return Estimate(found.us + more_us, "extrapolated")
         places = [x for x, _ in self.machine.family("product")[-1].points]
         middle = places[len(places) // 2]
         more = self.machine.between("product", "rows", self.batch, middle)

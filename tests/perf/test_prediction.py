@@ -212,6 +212,17 @@ def test_more_sequences_are_fitted_to_the_model_without_communication() -> None:
         assert each.predicted == pytest.approx(each.measured, rel=1e-3)
 
 
+def test_two_sequences_take_a_third_of_what_four_take_more() -> None:
+    """Between one sequence and the fewest that were fitted, as everywhere between points."""
+    machine = load("h200x4")
+    config = replace(model_config("llama-3-8b"), plan=resolve_plan("none", 32, 4), tp_degree=4)
+    one, two, four = (
+        DecodeCost(config, machine, 4, "push", batch, 1024)._product(2e7).us for batch in (1, 2, 4)
+    )
+    assert two - one == pytest.approx((four - one) / 3)
+    assert four > one
+
+
 def test_products_of_more_rows_take_what_was_measured_of_their_size() -> None:
     """Where a file has them at several sizes, nothing is fitted to them."""
     machine = load("h200x4")
