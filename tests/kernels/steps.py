@@ -78,11 +78,14 @@ OTHERS = (
 )
 # Those of the slow test alone, as HOT. Of one rank, a product with a landing keeps to a limit of
 # registers, under which Triton 3.6 spills (`ladder.kernels.decode_shapes.registers`).
-MORE = tuple(
-    Step(plan, world, batch)
-    for plan in ("ladder", "standard")
-    for world in (2, 4)
-    for batch in (1, 2, 16, 64)
+MORE = (
+    *(
+        Step(plan, world, batch)
+        for plan in ("ladder", "standard")
+        for world in (2, 4)
+        for batch in (1, 2, 16, 64)
+    ),
+    *(Step("ladder", 2, batch, weights=kind) for kind in QUANTISED for batch in (1, 64)),
 )
 
 
