@@ -89,13 +89,19 @@ def test_as_many_products_as_the_model_multiplies() -> None:
     assert step["scaled_dot_product_attention"] == config.num_layers
 
 
-def test_the_planner_compares_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_planner_compares_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["predict", "llama-3-8b", "--plans", "dtp-1", "--tp", "1", "2", "--tp-degree", "4"]
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["tp"] for row in found["rows"]] == [2, 2, 1]
     assert {(row["basis"], row["low_us"]) for row in found["rows"]} == {("extrapolated", None)}
     assert " --tp 2 --batch 1 --tp-degree 4 " in found["command"]
+    assert main([*words, "--trace", str(tmp_path / "trace.json")]) == 0
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {each["name"] for each in trace if each.get("cat") == "kernel"}
+    assert "_push_all_reduce" in names  # of TP 2; the rest are torch's
+    assert not names & {"_project_kernel", "_land_kernel", "_attention_kernel"}
+    capsys.readouterr()
     assert main([*words, "--prefill", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["rows"]) == 3
     assert main(["predict", "llama-3-8b", "--tp", "4", "--tp-degree", "2"]) == 2

@@ -13,6 +13,7 @@ from typing import Any
 
 from ladder.files import write_text
 from ladder.perf.graph import COMPUTES, REDUCES, Operation
+from ladder.perf.memory import held_ranks
 from ladder.perf.phases import Prediction
 from ladder.perf.planner.question import Row
 
@@ -48,7 +49,8 @@ def kernel_name(each: Operation, phase: str, reducer: str, sharded: bool) -> str
     """The name of its kernel in a real trace. sharded: whether the residual is, by tokens."""
     key = each.part if each.kind == "choice" else each.kind
     if key == "all-reduce":
-        return OURS.get(reducer if phase == "decode" else each.algorithm, COLLECTIVES[key])
+        name = reducer if phase == "decode" else each.algorithm or reducer
+        return OURS.get(name, COLLECTIVES[key])
     if key in COLLECTIVES:
         return COLLECTIVES[key]
     if key == "attention" and each.backward:
@@ -99,6 +101,9 @@ def events(row: Row, phase: str) -> list[dict[str, Any]]:
     numbers = {name: STREAM + n for n, name in enumerate(streams)}
     held = {name: 100 + n for n, name in enumerate(tracks(phase))}
     title = f"predicted: {row.candidate}"
+    config, tp = row.candidate.config, row.candidate.tp
+    virtual = phase == "decode" and held_ranks(config, tp) > 1  # by torch's kernels, as prompts
+    kernels = "prefill" if virtual else phase
     sharded = any(each.kind == "barrier" for each in found.graph.operations)
     made: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
@@ -117,7 +122,7 @@ def events(row: Row, phase: str) -> list[dict[str, Any]]:
         about = {"is": describe(each)}
         place = {"ph": "X", "ts": PAUSE + start, "dur": end - start}
         if each.rides is None:
-            name = kernel_name(each, phase, row.candidate.way, sharded)
+            name = kernel_name(each, kernels, row.candidate.way, sharded)
             stream = numbers[each.stream]
             made.append(
                 place | {"cat": "kernel", "name": name, "pid": 0, "tid": stream,
