@@ -178,6 +178,10 @@ def test_a_plan_of_another_degree_is_left_out_with_a_line(tmp_path: Path, capsys
         main(["predict", str(path), "--context", "64", "--plans", "checkpoint", "--tp", "4"]) == 2
     )
     assert "nothing is left to predict: checkpoint at TP 4" in capsys.readouterr().err
+    slow = str(folder(tmp_path / "slow", "standard"))
+    assert main(["predict", slow, "--context", "64", "--tp", "4"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "times as fast as the best of checkpoint." in said
 
 
 def test_hugging_face_configs_are_read(tmp_path: Path, capsys: Out) -> None:
@@ -470,7 +474,11 @@ def test_a_folder_in_8_bits_is_predicted_as_it_is(tmp_path: Path, capsys: Out) -
     write_text(path / "config.json", json.dumps(config))
     found = asked(capsys, str(path), "--context", "64", "--tp", "4")
     assert (plain["weights"], found["weights"]) == ("bf16", "int8")
+    assert found["command"].startswith("ladder generate")
     assert "--weights" not in found["command"]
+    other = asked(capsys, str(path), "--context", "64", "--tp", "4", "--plans", "standard")
+    assert other["command"].startswith("ladder bench inference")
+    assert "--weights int8" in other["command"]  # which it does not take from the folder
     assert found["rows"][0]["memory"]["weights"] < plain["rows"][0]["memory"]["weights"]
     assert main(["predict", str(path), "--weights", "fp8"]) == 2
     assert "holds int8 weights; leave it out" in capsys.readouterr().err

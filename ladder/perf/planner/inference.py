@@ -168,7 +168,8 @@ def command(question: Question, each: Candidate) -> list[str]:
     if each.plan == CHECKPOINT:
         words = ["generate", model, "--prompt", "The", "--tp", str(each.tp)]
         words += ["--reducer", each.way] if each.way else []
-        return [*words, *_weights(question), *ranks]
+        stored = question.weights == (question.subject.stored or "bf16")  # `generate` sees it
+        return [*words, *([] if stored else _weights(question)), *ranks]
     prompt, new = question.context, 2
     most = question.subject.shape.max_seq_len
     if question.phase == "decode":  # halfway through the new tokens there are `context`
@@ -184,6 +185,4 @@ def command(question: Question, each: Candidate) -> list[str]:
 
 
 def _weights(question: Question) -> list[str]:
-    """A folder's own are as they are."""
-    stored = question.subject.stored or "bf16"
-    return [] if question.weights == stored else ["--weights", question.weights]
+    return [] if question.weights == "bf16" else ["--weights", question.weights]

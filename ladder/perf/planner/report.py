@@ -163,19 +163,21 @@ def verdict(question: Question, rows: Sequence[Row], best: Row) -> str:
         row for row in rows
         if not row.candidate.bound and batch in (None, row.candidate.batch)
     ]  # fmt: skip
+    there = {row.candidate.plan for row in alike}
+    as_it_is = CHECKPOINT if CHECKPOINT in there else "standard"
     plain = min(
-        (row for row in alike if row.candidate.plan == "standard"),
+        (row for row in alike if row.candidate.plan == as_it_is),
         key=order(question.objective), default=None,
     )  # fmt: skip
     own = score(best, question.objective)
     by = {"latency": "as fast as", "throughput": "the tokens/s of", "memory": "as small as"}
     gain = score(plain, question.objective) / own if plain is not None else 1.0
     if plain is not None and plain is not best and gain - 1 >= CLOSE:
-        said.append(f"{gain:.2f} times {by[question.objective]} the best of standard")
+        said.append(f"{gain:.2f} times {by[question.objective]} the best of {as_it_is}")
     elif (
         question.objective != "memory"
         and best.candidate.plan in ("standard", CHECKPOINT)
-        and {row.candidate.plan for row in alike} - {best.candidate.plan}
+        and there - {best.candidate.plan}
     ):
         said.append(f"no other plan gains {CLOSE:.0%}, so that none pays here")
     close = [
