@@ -19,7 +19,9 @@ Beside = Callable[[Operation, Operation], float]
 NOTHING = -1
 ALONE = [1.0]
 MOST_JITTER = 0.25  # above 1 / sqrt(12) an operation could take less than nothing
-SEEDS = 3  # over which the time that jitter adds is averaged
+# Over so many the time that jitter adds is averaged; of many operations, whose mean differs by
+# little, over one.
+SEEDS, MANY = 3, 20_000
 SPREAD = math.sqrt(3)  # of a uniform number between -SPREAD and SPREAD the standard deviation is 1
 
 
@@ -315,11 +317,11 @@ def waiting(
     graph: Graph, cost: Cost, beside: Beside | None, alike: float, ranks: int, tp: int,
     jitter: float,
 ) -> float:  # fmt: skip
-    """Microseconds that a jitter adds to the time of ranks that are `alike`: a mean over seeds."""
+    """Microseconds that a jitter adds to the time of ranks that are `alike`."""
     if not jitter or ranks == 1:
         return 0.0
     found = [
         simulate(graph, cost, beside, Skew(ranks, tp, jitter=jitter, seed=seed)).total
-        for seed in range(SEEDS)
+        for seed in range(SEEDS if ranks * len(graph.operations) < MANY else 1)
     ]
-    return sum(found) / SEEDS - alike
+    return sum(found) / len(found) - alike

@@ -117,6 +117,23 @@ def test_where_every_reduce_blocks_each_stage_takes_its_slowest_rank(path: str) 
     assert simulate(graph, cost, skew=skew).total == pytest.approx(total, rel=1e-12)
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_blocking_reduce_waits_for_the_expected_maximum(ranks: int) -> None:
+    """Of `ranks` uniform numbers of standard deviation 1: sqrt(3) (T - 1) / (T + 1)."""
+
+    def last_products(operation: Operation) -> float:
+        return 10.0 if operation.part in ("output", "down") else 0.0
+
+    graph, jitter, seeds = forward(resolve_plan("standard", 100)), 0.05, 4
+    one = simulate(graph, last_products).total
+    found = [
+        simulate(graph, last_products, skew=Skew(ranks, jitter=jitter, seed=seed)).total - one
+        for seed in range(seeds)
+    ]
+    expected = 200 * 10.0 * jitter * 3**0.5 * (ranks - 1) / (ranks + 1)
+    assert sum(found) / seeds == pytest.approx(expected, rel=0.06)
+
+
 @dataclass(frozen=True)
 class Stumble(Skew):
     """Sublayer 4 of rank 0 takes `more`, and sublayer 5 as much less."""

@@ -47,7 +47,7 @@ def ask(question: Question) -> tuple[list[Row], list[str]]:
         if virtual:  # whose records are too few
             near = Interval(None, None, "no record")
         if trains and question.nodes > 1:
-            near = training.doubted(question, each, found.us, near)
+            near = training.doubted(question, each, found, near)
         if question.weights != "bf16":  # of which no record is
             near = replace(near, far=True)
         tokens_s = of.tokens(question, each) / found.us * 1e6

@@ -114,19 +114,26 @@ def held(question: Question, each: Candidate) -> Memory:
     )  # fmt: skip
 
 
-def predict(question: Question, each: Candidate, doubt: Doubt = LIKELY) -> Prediction:
+def predict(question: Question, each: Candidate) -> Prediction:
+    return _predict(question, each, question.jitter)
+
+
+def _predict(
+    question: Question, each: Candidate, jitter: float, doubt: Doubt = LIKELY
+) -> Prediction:
     return phases.train(
         each.config, question.machine, each.way, question.context, each.batch,
-        question.micro_batch, question.checkpointing, jitter=question.jitter, nodes=question.nodes,
+        question.micro_batch, question.checkpointing, jitter=jitter, nodes=question.nodes,
         doubt=doubt,
     )  # fmt: skip
 
 
-def doubted(question: Question, each: Candidate, us: float, near: Interval) -> Interval:
+def doubted(question: Question, each: Candidate, found: Prediction, near: Interval) -> Interval:
     """An interval of several nodes: that of one, and what links are uncertain by."""
     if near.low is None or near.high is None:
         return near
-    best, worst = (predict(question, each, doubt).us / us for doubt in ENDS)
+    likely = found.us - found.waiting_us
+    best, worst = (_predict(question, each, 0.0, doubt).us / likely for doubt in ENDS)
     return Interval(near.low * best, near.high * worst, f"{near.source}; {LINKS}", True)
 
 
