@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ladder.models.errors import UserError
 from ladder.perf.machine import (
@@ -113,13 +114,15 @@ def links_of(machine: Machine) -> tuple[Link, ...]:
 def load(name: str) -> Machine:
     """A shipped machine or a file, or a declared machine: one GPU as measured on others of its
     kind, and collectives of NCCL's rings over the declared links."""
-    path = DECLARED / f"{name}.json"
-    if not path.is_file():
+    if name not in names():
+        if name not in shipped() and not Path(name).is_file():
+            raise UserError(
+                f"unknown machine {name!r}; known: {', '.join(shipped())}, declared: "
+                f"{', '.join(names())}, or the path of a file by `ladder bench machine`"
+            )
         return load_measured(name)
-    found = read(path)
+    found = read(DECLARED / f"{name}.json")
     alike = [each for each in map(load_measured, shipped()) if each.gpu == found.gpu]
-    if not alike:
-        return load_measured(name)  # which says what is known
     base = max(alike, key=lambda each: each.gpus)
     whole = group(found.links, found.gpus, 1)
     curves = [each for each in base.curves if each.name not in BETWEEN_GPUS]
