@@ -110,6 +110,8 @@ class DecodeCost:
             each.index
             for each in graph.operations
             if any(graph.operations[need].stream != each.stream for need in each.needs)
+            # What does not block is launched behind the one before it, which takes longer.
+            and (each.output is None or plan.blocking[each.output])
         }
         self.waits = self._waits(graph)
         self.riding = {}
@@ -183,9 +185,10 @@ class DecodeCost:
         return wait - min(self._sent().us + wait, self.small)
 
     def beside(self, operation: Operation, other: Operation) -> float:
-        """The speed of an operation beside one of another stream. NCCL takes the fewer
-        multiprocessors the smaller the message, but waits for memory beside products; or what was
-        measured."""
+        """The speed of an operation beside one of another stream. NCCL waits for memory beside
+        products; these lose multiprocessors to it: those of one or two rows, whose many thread
+        blocks fill all of them, a share that was sketched, those of tiles, which leave some free,
+        the fewer the smaller the message. Or what was measured."""
         one, two = resource(operation), resource(other)
         measured = None
         if "nccl" in (one, two) and one != two:
@@ -193,6 +196,8 @@ class DecodeCost:
             measured = self.slowdowns.curve(name, self.message)
         if measured is not None:
             return measured
+        if one != "nccl" == two and not self.tiles:
+            return self.slowdowns.value("row_beside_nccl")
         if one != "nccl" == two:
             loss = 1 - self.slowdowns.value("product_beside_nccl")
             return 1 - loss * min(1.0, self.message / FULL_MESSAGE)

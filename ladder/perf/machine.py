@@ -44,6 +44,7 @@ VALUES = {
     "training_bytes": "bytes of a parameter in a training step beyond those counted; fitted",
     "boost_ms": "how long the GPU stays above its power limit",
     "product_beside_nccl": "the speed of a product beside an NCCL collective, of its speed alone",
+    "row_beside_nccl": "the speed of a product of one row beside NCCL, of its speed alone",
     "nccl_beside_product": "the speed of an NCCL collective beside a product, of its speed alone",
     "product_beside_copies": "the speed of a product beside copies to peers, of its speed alone",
     "copies_beside_product": "the speed of copies to peers beside a product, of their speed alone",
@@ -58,6 +59,7 @@ DECLARED = {
     "launch_gap_us": 0.0,
     "push_kernel_us": 1.7,
     "rank_spread": 0.033,
+    "row_beside_nccl": 0.79,
     "power_limit": 1.0,  # no limit
     "training_bytes": 0.0,
     "boost_ms": 10.0,

@@ -129,12 +129,28 @@ def test_landings_take_what_their_curve_says_where_there_is_one() -> None:
         assert step(plan, more) - step(plan, machine) == pytest.approx(longer * landings, abs=0.1)
 
 
-def reducing(reducer: str, **values: float) -> float:
+def reducing(reducer: str, batch: int = 64, **values: float) -> float:
     machine = load("h200x4")
     more = {name: Value(value, "declared") for name, value in values.items()}
     machine = replace(machine, values={**machine.values, **more})
     shape = replace(model_config("llama-3-8b"), plan=resolve_plan("ladder", 32, 4))
-    return phases.decode(shape, machine, 4, reducer, 64, 1024).us
+    return phases.decode(shape, machine, 4, reducer, batch, 1024).us
+
+
+def test_products_of_one_row_lose_multiprocessors_to_any_message() -> None:
+    """Those of tiles leave some free: they lose none to a small one, whatever the sketches say."""
+    assert reducing("async", 1, row_beside_nccl=1.0) < 0.95 * reducing("async", 1)
+    assert reducing("async", 4, row_beside_nccl=1.0) == reducing("async", 4)
+
+
+def test_what_does_not_block_is_launched_behind_the_one_before() -> None:
+    """Changes of stream: a blocking reduce, and a landing of reduces, of which a ladder's last one
+    takes two."""
+    for name, count in (("standard", 64 + 64), ("ladder", 1 + 63)):
+        config = replace(model_config("llama-3-8b"), plan=resolve_plan(name, 32, 4))
+        cost = DecodeCost(config, load("h200x4"), 4, "async", 1, 1024)
+        cost.lowered(config.plan)
+        assert len(cost.crossing) == count
 
 
 def test_nccl_beside_products() -> None:
