@@ -95,6 +95,7 @@ class DecodeCost:
         self.message = BF16 * batch * hidden
         self.slowdowns = Slowdowns(machine)
         self.bases: list[Basis] = []
+        self._alone: dict[str, Estimate] = {}  # by part; attention has none
         self._known: dict[tuple[str, str, bool, bool], Estimate] = {}
         self.crossing: set[int] = set()  # what waits for another stream
         self.riding: dict[int, float] = {}  # microseconds that what rides on a launch adds to it
@@ -227,10 +228,13 @@ class DecodeCost:
 
     def alone(self, operation: Operation) -> Estimate:
         """A product or attention without what it pushes."""
-        product = operation.kind == "product"
-        found = self._product(self.weights[operation.part]) if product else self._attention()
-        basis = "extrapolated" if product and self.stored != "bf16" else found.basis
-        return Estimate(self.stretch * found.us, basis)
+        part = operation.part
+        if part not in self._alone:
+            product = operation.kind == "product"
+            found = self._product(self.weights[part]) if product else self._attention()
+            basis = "extrapolated" if product and self.stored != "bf16" else found.basis
+            self._alone[part] = Estimate(self.stretch * found.us, basis)
+        return self._alone[part]
 
     def _attention(self) -> Estimate:
         """By bytes: a head of another size, and a context beyond those of the curves, count as so
