@@ -23,7 +23,7 @@ from ladder.jit import (
 )
 from ladder.kernels.attention_shapes import heads_at_once, shape
 from ladder.kernels.cache_checks import check_cache, check_extras, check_stored
-from ladder.kernels.eight_bits import fitting_exponent, power, to_e4m3
+from ladder.kernels.eight_bits import fitting_exponent, power, to_e4m3, widened
 from ladder.kernels.norm import Pair
 from ladder.models import storage
 from ladder.models.errors import UserError
@@ -115,8 +115,8 @@ def _block(
 
     WEIGHT: the dtype to which softmax weights are rounded.
     """
-    score = tl.dot(q_left, tl.trans(k_left.to(KIND)), input_precision=EXACT)
-    score += tl.dot(q_right, tl.trans(k_right.to(KIND)), input_precision=EXACT)
+    score = tl.dot(q_left, tl.trans(widened(k_left, KIND)), input_precision=EXACT)
+    score += tl.dot(q_right, tl.trans(widened(k_right, KIND)), input_precision=EXACT)
     if k_exponent is not None:
         score *= power(k_exponent.to(tl.int32))[None, :]
     score = tl.where(seen[None, :], score * scale, float("-inf"))
@@ -127,7 +127,7 @@ def _block(
     total *= shrink[:, None]
     if v_exponent is not None:
         p *= power(v_exponent.to(tl.int32))[None, :]
-    total += tl.dot(p.to(WEIGHT).to(KIND), v.to(KIND), input_precision=EXACT)
+    total += tl.dot(p.to(WEIGHT).to(KIND), widened(v, KIND), input_precision=EXACT)
     return top, weight, total
 
 

@@ -36,6 +36,7 @@ from ladder.jit import (
     triton,
 )
 from ladder.kernels import decode_shapes
+from ladder.kernels.eight_bits import widened
 from ladder.kernels.landing import (
     CHUNK,
     LandingJob,
@@ -216,7 +217,8 @@ def _tile(
         at = k + columns[None, :]
         fits = (at < K) | (K % BK == 0)
         a = tl.load(x + m * K + at, mask=fits & ((m < M) | (M == MP)), other=0).to(KIND)
-        w = tl.load(weight + rows + at, mask=fits & (tl.trans(n) < N), other=0.0).to(KIND)
+        w = tl.load(weight + rows + at, mask=fits & (tl.trans(n) < N), other=0.0)
+        w = widened(w, KIND)
         if BLOCK == 0:
             total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
         else:  # a step is a block
@@ -224,7 +226,8 @@ def _tile(
             total += part * scale_w
             scale_w = _block_scales(scales, n, k // BLOCK + 1, N, blocks)
         if GATED:
-            u = tl.load(up + rows + at, mask=fits & (tl.trans(n) < N), other=0.0).to(KIND)
+            u = tl.load(up + rows + at, mask=fits & (tl.trans(n) < N), other=0.0)
+            u = widened(u, KIND)
             if BLOCK == 0:
                 total_up = tl.dot(a, tl.trans(u), total_up, input_precision="ieee")
             else:

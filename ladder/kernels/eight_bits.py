@@ -57,6 +57,17 @@ def to_e4m3(x):
     return tl.where(tl.abs(y) <= 448.0, small, 0x7F).to(tl.float8e4nv, bitcast=True)
 
 
+@jit
+@no_type_check
+def widened(x, KIND: tl.constexpr):
+    """x in KIND. e4m3 becomes bfloat16 by way of float32: Triton's own way is float16, and Hopper
+    converts that to bfloat16 one element at a time, at a fraction of the rate of other conversions.
+    """
+    if (x.dtype == tl.float8e4nv) & (KIND == tl.bfloat16):  # noqa: SIM300  (KIND is a constexpr)
+        x = x.to(tl.float32)
+    return x.to(KIND)
+
+
 # -- from 8 bits -----------------------------------------------------------------------------
 
 
