@@ -15,7 +15,7 @@ from ladder.costs import BF16, FP32
 from ladder.models.config import ModelConfig
 from ladder.perf.cost_prefill import PromptCost, backend_exchange, power_share
 from ladder.perf.fused import FUSED
-from ladder.perf.graph import DATA, LAST, Operation
+from ladder.perf.graph import COPIES, DATA, LAST, Operation
 from ladder.perf.lower_prefill import FIRST
 from ladder.perf.machine import COLLECTIVES, Estimate, Machine, for_degree
 from ladder.perf.memory import local_parameters
@@ -163,7 +163,7 @@ class TrainingCost(PromptCost):
         return found
 
     def _collective(self, operation: Operation) -> Estimate:
-        if operation.stream == DATA:
+        if operation.stream in (DATA, COPIES):
             return self._over_data(operation)
         local = self._local(operation) if operation.output is not None else 0.0
         if self.no_comm and operation.part != "embedding":
@@ -225,9 +225,9 @@ class TrainingCost(PromptCost):
         copies = group(
             self.links, here // within, shape.replicas * within // (shape.shards * here), self.doubt
         )
-        if kind == "all-gather":
-            return shards.gather(nbytes)
-        return shards.gather(nbytes) + copies.all_reduce(nbytes / shape.shards)
+        if kind == "all-reduce":
+            return copies.all_reduce(nbytes / shape.shards)
+        return shards.gather(nbytes)
 
     def _wire(self, kind: str, nbytes: float, degree: int) -> Estimate:
         return backend_exchange(self.collectives[degree], kind, nbytes)

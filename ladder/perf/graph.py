@@ -21,6 +21,7 @@ from ladder.parallel.sharded import sharded_refusal
 from ladder.perf.fused import FUSED
 
 MAIN, SIDE, COMM, DATA = "main", "side", "communication", "data parallel"
+COPIES = "copies of shards"  # gradients of HSDP, between copies of a shard
 COMPUTES = ("product", "attention")
 REDUCES = ("all-reduce", "reduce-scatter", "push", "send", "barrier")
 STYLES = ("all-reduce", "sharded", "alone")
@@ -242,7 +243,7 @@ def forward(plan: Plan, style: str = "all-reduce", fused: bool = False) -> Graph
 
 
 ADJOINT = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}
-GRADIENTS = ("none", "ddp", "fsdp")
+GRADIENTS = ("none", "ddp", "fsdp", "hsdp")
 
 
 def training(
@@ -252,16 +253,18 @@ def training(
 
     The backward pass issues the forward's operations in reverse, each after what its gradient
     comes from; a gather's is a scatter. gradients: `ddp` reduces those of each layer as soon as
-    they are there; `fsdp` scatters them, and gathers each layer's weights before both passes.
+    they are there; `fsdp` scatters them, and gathers each layer's weights before both passes;
+    `hsdp` then reduces the scattered ones between copies, on a stream of their own, as torch does.
     """
     if gradients not in GRADIENTS:
         raise unknown("reduction of gradients", gradients, GRADIENTS)
+    gathers = gradients in ("fsdp", "hsdp")
     source = forward(plan, style, fused)
     graph, moved = Graph(plan), dict[int, int]()
     layers: dict[int, int] = {}
     for each in source.operations:
         needs: list[int | None] = [moved[n] for n in each.needs]
-        if gradients == "fsdp" and each.kind in COMPUTES and each.sublayer is not None:
+        if gathers and each.kind in COMPUTES and each.sublayer is not None:
             layer = plan.layers[each.sublayer]
             if layer not in layers:
                 layers[layer] = graph.add("all-gather", (), part="weights", stream=DATA)
@@ -285,7 +288,7 @@ def training(
         needs.append(moved[each.index])
         computes = each.kind in COMPUTES and each.sublayer is not None
         layer = plan.layers[each.sublayer] if computes and each.sublayer is not None else -1
-        if computes and gradients == "fsdp":
+        if computes and gathers:
             if layer not in gathered:
                 gathered[layer] = graph.add(
                     "all-gather", [loss], part="weights", stream=DATA, backward=True
@@ -296,10 +299,13 @@ def training(
             ends[layer].append(back[each.index])
             left[layer] -= 1
             if not left[layer] and gradients != "none":
-                kind = "all-reduce" if gradients == "ddp" else "reduce-scatter"
-                reduced.append(
-                    graph.add(kind, ends[layer], part="gradients", stream=DATA, backward=True)
-                )
+                kind = "reduce-scatter" if gathers else "all-reduce"
+                end = graph.add(kind, ends[layer], part="gradients", stream=DATA, backward=True)
+                if gradients == "hsdp":
+                    end = graph.add(
+                        "all-reduce", [end], part="gradients", stream=COPIES, backward=True
+                    )
+                reduced.append(end)
     graph.add("optimiser", [*reduced, *back.values()])
     return graph
 

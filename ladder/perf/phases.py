@@ -290,6 +290,8 @@ def train(
     style = "sharded" if shape.sequence_parallel else "all-reduce" if shape.tp > 1 else "alone"
     fused = parse_layout(layout).reducer == FUSED
     data = "none" if shape.replicas == 1 else "ddp" if shape.shards == 1 else "fsdp"
+    if shape.nodes > 1 and 1 < shape.shards < shape.replicas:
+        data = "hsdp"  # within a node all ranks are taken for one group
 
     def timed(
         data: str, no_comm: bool, jitter: float = 0.0
@@ -300,8 +302,11 @@ def train(
         times = _limited(graph, cost)
         added = waiting(graph, cost, cost.beside, times.total, ranks, shape.tp, jitter)
         earlier = 0.0
-        if batch > micro:  # gradients of earlier micro-batches stay where they are
-            before = training(plan, style, "none" if data == "ddp" else data, fused)
+        if batch > micro:
+            # DDP leaves earlier micro-batches' gradients where they are. FSDP does, too, and adds
+            # them whole; their scatter stands for that here, which the records of FSDP bear out.
+            kept = {"ddp": "none", "hsdp": "fsdp"}.get(data, data)
+            before = training(plan, style, kept, fused)
             found = simulate(before, cost, cost.beside)
             more = waiting(before, cost, cost.beside, found.total, ranks, shape.tp, jitter)
             added += (batch // micro - 1) * more

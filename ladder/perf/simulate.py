@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from ladder.models.errors import UserError
-from ladder.perf.graph import DATA, Graph, Operation
+from ladder.perf.graph import COPIES, DATA, Graph, Operation
 from ladder.perf.machine import COLLECTIVES
 
 Cost = Callable[[Operation], float]  # microseconds alone
@@ -52,7 +52,7 @@ class Skew:
     def peers(self, rank: int, operation: Operation) -> Sequence[int]:
         """The ranks that an operation of a rank communicates with, itself among them."""
         tp = self.tp or self.ranks
-        if operation.stream == DATA:
+        if operation.stream in (DATA, COPIES):
             return range(rank % tp, self.ranks, tp)
         return range(rank - rank % tp, rank - rank % tp + tp)
 

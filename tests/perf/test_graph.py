@@ -20,7 +20,7 @@ from ladder.parallel import decode as fused
 from ladder.parallel.decode import DecodePass, DecodeReducer, Matrix
 from ladder.parallel.reducers import AsyncReducer, PushReducer
 from ladder.parallel.sharded import sharded_refusal
-from ladder.perf.graph import Graph, Operation, forward, training
+from ladder.perf.graph import COPIES, DATA, Graph, Operation, forward, training
 from ladder.perf.lower_decode import WAYS, decode
 from tests.samples import FUSED_PLANS, random_plan
 
@@ -176,20 +176,25 @@ def test_a_landing_that_rides_needs_nothing_of_its_launch(name: str) -> None:
                 assert each.rides not in each.needs
 
 
-@pytest.mark.parametrize("gradients", ["none", "ddp", "fsdp"])
+@pytest.mark.parametrize("gradients", ["none", "ddp", "fsdp", "hsdp"])
 @pytest.mark.parametrize("name", ["standard", "ladder", "dtp-2", "accumulate-4x", "random 3"])
 def test_a_training_step_has_every_operation_twice(name: str, gradients: str) -> None:
     plan = PLANS[name]
     graph = training(plan, gradients=gradients)
-    there = [each for each in graph.operations if each.stream != "data parallel"]
+    there = [each for each in graph.operations if each.stream not in (DATA, COPIES)]
     back = [each for each in there if each.backward]
     ahead = [each for each in there if not each.backward and each.kind not in ("loss", "optimiser")]
     assert [each.sublayer for each in back] == [each.sublayer for each in reversed(ahead)]
     assert Counter(each.kind for each in back) == Counter(each.kind for each in ahead)
-    data = Counter(each.part for each in graph.operations if each.stream == "data parallel")
-    layers = plan.num_layers
+    layers, gathers = plan.num_layers, gradients in ("fsdp", "hsdp")
+    data = Counter(each.part for each in graph.operations if each.stream == DATA)
     assert data["gradients"] == layers * (gradients != "none")
-    assert data["weights"] == 2 * layers * (gradients == "fsdp")
+    assert data["weights"] == 2 * layers * gathers
+    copies = [each for each in graph.operations if each.stream == COPIES]
+    assert len(copies) == layers * (gradients == "hsdp")
+    for each in copies:  # what has been scattered, alone
+        (need,) = each.needs
+        assert graph.operations[need].kind == "reduce-scatter"
     last = graph.operations[-1]
     assert last.kind == "optimiser"
     assert {each.index for each in back} <= set(last.needs)

@@ -16,7 +16,7 @@ from ladder.costs import BF16, FP32
 from ladder.models import UserError
 from ladder.perf import phases
 from ladder.perf.cost_training import TrainingCost
-from ladder.perf.graph import DATA, training
+from ladder.perf.graph import COPIES, DATA, training
 from ladder.perf.machine import Link, write
 from ladder.perf.machine import load as load_measured
 from ladder.perf.memory import local_parameters
@@ -29,13 +29,15 @@ NODE = load("h200x8")
 
 
 def data_parallel(layout: str, nodes: int) -> dict[str, float]:
-    """Seconds of what a layer's weights and gradients take between ranks."""
+    """Seconds of what a layer's weights and gradients take between ranks, and between copies."""
     shape = training_shape(SHAPE, 8 * nodes, layout, 1, 1024, "none", nodes)
     cost = TrainingCost(SHAPE, NODE, shape, False, False)
-    gradients = "ddp" if shape.shards == 1 else "fsdp"
+    hsdp = 1 < shape.shards < shape.replicas
+    gradients = "ddp" if shape.shards == 1 else "hsdp" if hsdp else "fsdp"
     style = "sharded" if shape.sequence_parallel else "alone"
     found = training(SHAPE.plan, style, gradients).operations
-    return {each.part: 1e-6 * cost(each) for each in found if each.stream == DATA}
+    own = {each.part: 1e-6 * cost(each) for each in found if each.stream == DATA}
+    return own | {"copies": 1e-6 * cost(each) for each in found if each.stream == COPIES}
 
 
 def test_collectives_are_those_of_their_groups() -> None:
@@ -53,13 +55,15 @@ def test_collectives_are_those_of_their_groups() -> None:
     ):
         layer = local_parameters(SHAPE, tp) / SHAPE.num_layers
         gather = 0.0 if shards is None else shards.gather(BF16 * layer)
-        gradients = 0.0 if shards is None else shards.gather(FP32 * layer)
-        if copies is not None:
-            ranks = 1 if shards is None else shards.ranks
-            gradients += copies.all_reduce(FP32 * layer / ranks)
         found = data_parallel(layout, 4)
         assert found.get("weights", 0.0) == pytest.approx(gather), layout
-        assert found["gradients"] == pytest.approx(gradients), layout
+        if shards is None:
+            assert copies is not None
+            assert found["gradients"] == pytest.approx(copies.all_reduce(FP32 * layer)), layout
+            continue
+        assert found["gradients"] == pytest.approx(shards.gather(FP32 * layer)), layout
+        between = copies.all_reduce(FP32 * layer / shards.ranks) if copies else 0.0
+        assert found.get("copies", 0.0) == pytest.approx(between), layout
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp8", "tp4+sp+fsdp"])
