@@ -36,8 +36,11 @@ def data_parallel(layout: str, nodes: int) -> dict[str, float]:
     gradients = "ddp" if shape.shards == 1 else "hsdp" if hsdp else "fsdp"
     style = "sharded" if shape.sequence_parallel else "alone"
     found = training(SHAPE.plan, style, gradients).operations
-    own = {each.part: 1e-6 * cost(each) for each in found if each.stream == DATA}
-    return own | {"copies": 1e-6 * cost(each) for each in found if each.stream == COPIES}
+    return {
+        each.part if each.stream == DATA else "copies": 1e-6 * cost(each)
+        for each in found
+        if each.stream in (DATA, COPIES)
+    }
 
 
 def test_collectives_are_those_of_their_groups() -> None:
