@@ -25,6 +25,7 @@ from ladder.parallel import launch
 from ladder.parser import Help, Parser, parse_words
 from ladder.perf import options as perf
 from ladder.perf.calibration import options as calibration
+from ladder.perf.operators import options as operators
 from ladder.perf.planner import options as planner
 from ladder.perf.prediction import options as prediction
 from ladder.perf.scale import options as scale
@@ -156,6 +157,12 @@ VERBS = (
         "score predictions against recorded times",
         prediction.add_validate_options,
         prediction.run_validate,
+    ),
+    Verb(
+        "predict ops",
+        "predict time and overlap efficiency of operators by implementation",
+        operators.add_options,
+        operators.run,
     ),
     Verb(
         "predict t3",

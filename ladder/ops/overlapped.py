@@ -35,6 +35,7 @@ from ladder.ops.refusals import (
     peer_refusal,
 )
 from ladder.ops.registry import implement
+from ladder.ops.track import TrackMap
 from ladder.ops.track_maps import all_to_all, rotated
 
 TILING = ("tile", "stages")
@@ -272,13 +273,20 @@ class _Plan:
     piece: int
 
 
+def tracked_map(
+    shard: int, n: int, world: int, tiling: Tiling, pieces: int
+) -> tuple[TrackMap, int]:
+    """The map of `tracked`'s product of `world` x `shard` rows, and its columns of tiles."""
+    down, across = tiles_of(world * shard, n, world, tiling)
+    return all_to_all(down, across, world, -(-down // world // pieces)), across
+
+
 def _plan(
     space: workspace.Workspace, shard: int, n: int, tiling: Tiling, pieces: int, waiting: bool
 ) -> _Plan:
     world = space.world
-    down, across = tiles_of(world * shard, n, world, tiling)
-    high = down // world
-    track = all_to_all(down, across, world, -(-high // pieces))
+    track, across = tracked_map(shard, n, world, tiling, pieces)
+    high = track.rows // world
     program = track.compile(space.rank)
     moves: dict[int, tuple[int, slice]] = {}
     for number, block in enumerate(program.blocks):

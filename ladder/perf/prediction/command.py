@@ -24,9 +24,12 @@ def machine_of(options: Any) -> Machine:
 
 
 def validate(options: Any) -> int:
+    from ladder.perf.operators import scores as operators  # slow to import
+
     machine = machine_of(options)
     found = [each for phase in MEASURED for each in scores(options.records, machine, phase)]
-    if not found:
+    calls = operators.scores(options.records, machine)
+    if not found and not calls:
         raise UserError(
             f"{', '.join(map(str, options.records))}: nothing that is predicted was measured on "
             f"the GPUs of machine {options.machine!r}; give its records, or another --machine"
@@ -37,12 +40,15 @@ def validate(options: Any) -> int:
              "predicted_ms": each.predicted, "calibrated": each.calibrated}
             for each in found
         ]  # fmt: skip
+        data += [each.to_dict() for each in calls]
         print(json.dumps(data, indent=1))
         return 0
     for phase in dict.fromkeys(each.phase for each in found):
         print("\n".join(report(phase, [each for each in found if each.phase == phase])))
         said = [] if phase == "train" else repeats(options.records, machine, phase)
         print("".join(f"{line}\n" for line in [*said, ""] if said), end="")
+    if calls:
+        print("\n".join(operators.report(calls)))
     return 0
 
 

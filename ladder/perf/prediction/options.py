@@ -14,7 +14,7 @@ def add_validate_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="RECORDS",
-        help="results of `bench inference` and `bench train`",
+        help="results of `bench inference`, `bench train` and `bench ops`",
     )
     parser.add_argument(
         "--machine", default="h200x4", help="a shipped machine, or a file of `ladder bench machine`"

@@ -1,0 +1,90 @@
+"""`ladder predict ops`: time, ECT and E of operators by implementation, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from argparse import Namespace
+from dataclasses import asdict
+from typing import Any
+
+from ladder.bench.ops.derive import sizes
+from ladder.bench.ops.points import OpPoint, Variant, accepts, check_options, expand, variants
+from ladder.models.errors import UserError
+from ladder.ops.registry import ANY_ORDER, DEFAULT, OPERATORS
+from ladder.perf.operators.lower import OPS, OVERLAPPED
+from ladder.perf.operators.predict import ALONE, Predictor, plain, predicts
+from ladder.perf.prediction.command import machine_of
+from ladder.plans import aligned
+
+NCCL = "NCCL"
+HEAD = ["operator", "shape", "m", "implementation", "us", "ECT us", "E"]
+EXPLANATION = """\
+alone: the product by cuBLAS. ECT: the time beyond it. E: the share of NCCL's ECT that is hidden;
+0: product, then NCCL; 1: nothing is left. * is the fastest. In calls that follow each other for
+long, at the GPU's limit of power."""
+
+
+def main(options: Any) -> int:
+    check_options(options)
+    machine = machine_of(options)
+    ranks = machine.gpus if options.tp is None else options.tp
+    if ranks < 2:
+        raise UserError(
+            f"--tp={ranks}: a rank alone has nothing to exchange; give 2 or more"
+            if options.tp is not None
+            else f"--machine={options.machine} has one GPU; give --tp 2 or more, or another one"
+        )
+    for op in options.ops or ():
+        if op not in OPS:
+            raise UserError(f"--ops={op} is not predicted; choose from {', '.join(OPS)}")
+    asked = Namespace(**{**vars(options), "ops": options.ops or list(OPS)})
+    points, left_out = expand(asked, ranks, cpu=False)
+    wanted = variants(options.implementations, asked.ops, options.tune)
+    known = (DEFAULT, ANY_ORDER, *OVERLAPPED)
+    for each in wanted or () if options.implementations else ():
+        if each.name not in known:
+            raise UserError(
+                f"--implementations={each} is not predicted; choose from {', '.join(known)}"
+            )
+    wanted = [Variant(name) for name in known] if wanted is None else wanted
+    predictor = Predictor(machine)
+    rows = [row for point in points for row in _rows(predictor, point, wanted)]
+    if options.json:
+        data = {"machine": machine.name, "ranks": ranks, "unmeasured": predictor.unmeasured}
+        print(json.dumps(data | {"calls": rows}, indent=1))
+        return 0
+    table = [HEAD]
+    for row in rows:
+        e = "-" if row["efficiency"] is None else f"{row['efficiency']:.2f}"
+        table.append([
+            row["op"], sizes(row), str(row["m"]), row["way"] + " *" * row["fastest"],
+            f"{row['us']:.1f}", f"{row['ect_us']:.1f}", e,
+        ])  # fmt: skip
+    print(f"{machine.name}, {ranks} ranks\n\n{aligned(table)}\n")
+    said = f"not measured: {', '.join(predictor.unmeasured)}" if predictor.unmeasured else ""
+    print(EXPLANATION)
+    refused = (each.replace("--nproc", "--tp") for each in left_out)
+    for text in (said, *(f"left out: {each}" for each in refused)):
+        print("".join(f"{line}\n" for line in textwrap.wrap(text, 100)), end="")
+    return 0
+
+
+def _rows(predictor: Predictor, point: OpPoint, wanted: list[Variant]) -> list[dict[str, Any]]:
+    """The product alone, NCCL, and the ways that the operator has."""
+    ways = {ALONE: Variant(ALONE), NCCL: plain(point.op)}
+    ways |= {str(each): each for each in wanted if _accepts(point, each)}
+    found = {way: predictor(point, variant) for way, variant in ways.items()}
+    least = min(found[way].us for way in found if way != ALONE)
+    return [
+        {**asdict(point), "way": way, **asdict(each),
+         "fastest": way != ALONE and each.us == least}
+        for way, each in found.items()
+    ]  # fmt: skip
+
+
+def _accepts(point: OpPoint, variant: Variant) -> bool:
+    known = OPERATORS[point.op].implementations
+    return (
+        predicts(point, variant) and variant.name in known and accepts(known[variant.name], variant)
+    )

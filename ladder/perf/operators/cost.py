@@ -1,0 +1,107 @@
+"""What the parts of an operator take on a machine: products in tiles, copies, sums, exchanges."""
+
+from __future__ import annotations
+
+import math
+
+from ladder.costs import BF16
+from ladder.perf.cost_prefill import FILL, MULTIPROCESSORS, SQUARE, backend_exchange, power_share
+from ladder.perf.grid import matrix_rate
+from ladder.perf.machine import Machine
+from ladder.perf.operators.run import Copies, Moves, Rates, Tiles
+from ladder.perf.slowdowns import Slowdowns
+
+# Rows x columns of cuBLAS's tiles, each with its rate of the large ones'; declared. A product has
+# those that end first.
+CUBLAS = {(128, 256): 1.0, (256, 128): 1.0, (128, 192): 1.0, (192, 128): 1.0, (128, 128): 0.85}
+# Of cuBLAS's rate, that of our Triton product: 0.95 to 0.99 in sketches on four H200, TP 4 (torch
+# 2.11, 2026-11-22), before there were operators.
+TRITON = 0.97
+LONG = 1e3  # calls, one after the other, over which the limit of power is reached
+LARGE = 2.0**28  # bytes of a copy whose rate is the link's
+
+
+class OperatorCost:
+    """Microseconds on a machine of as many GPUs as the group has. dtype: of 16 bits."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.gap = machine.value("prompt_gap_us")
+        self.memory = 1e6 * machine.value("copy_tb_s")  # bytes a microsecond
+        self.square = 2.0 * SQUARE**3 / (1e6 * machine.value("matrix_tflop_s"))
+        self.slowdowns = Slowdowns(machine)
+
+    def elements(self, rows: int, outputs: int, inputs: int) -> float:
+        """Of one element of a large tile of cuBLAS."""
+        most = least_taken(rows, outputs)
+        rate = matrix_rate(self.machine, rows, outputs, inputs)
+        if rate is not None:
+            us = 2.0 * rows * outputs * inputs / rate
+        else:
+            filled = inputs * (1 + FILL / inputs) / (SQUARE * (1 + FILL / SQUARE))
+            us = self.square / least_taken(SQUARE, SQUARE) * most * filled
+        read = BF16 * (outputs * inputs + rows * (outputs + inputs)) / self.memory
+        return max(us, read) / most
+
+    def product(self, rows: int, outputs: int, inputs: int) -> Tiles:
+        """By cuBLAS."""
+        if rows == 0:
+            return Tiles(0, 0.0)
+        tile = min(CUBLAS, key=lambda each: taken(rows, outputs, each))
+        parts, tiles = split(rows, outputs, tile), count(rows, outputs, tile)
+        elements = tile[0] * tile[1] / CUBLAS[tile] / parts
+        return Tiles(tiles * parts, elements * self.elements(rows, outputs, inputs))
+
+    def tile(self, rows: int, outputs: int, inputs: int, elements: int) -> float:
+        """One tile of so many elements of our Triton product."""
+        return elements * self.elements(rows, outputs, inputs) / TRITON
+
+    def alone(self, rows: int, outputs: int, inputs: int) -> float:
+        """A product by cuBLAS with the whole GPU, below its limit of power."""
+        found = self.product(rows, outputs, inputs)
+        return math.ceil(found.tiles / MULTIPROCESSORS) * found.us
+
+    def moves(self, nbytes: float) -> Moves:
+        return Moves(nbytes / self.memory)
+
+    def copies(self, nbytes: float) -> Copies:
+        return Copies(self.machine.curve("peer copy").at(nbytes).us if nbytes else 0.0)
+
+    def exchange(self, kind: str, nbytes: float) -> float:
+        """By NCCL, with its launch. An all-to-all takes what an all-gather of its bytes does."""
+        return backend_exchange(self.machine, kind, nbytes).us + self.gap
+
+    def share(self, busy_us: float, us: float) -> float:
+        """Of its speed, what a product keeps in calls that follow each other for long."""
+        limit, boost = self.machine.value("power_limit"), self.machine.value("boost_ms")
+        return power_share(limit, boost, LONG * busy_us, LONG * us)
+
+    def rates(self, share: float) -> Rates:
+        copied = 2 * LARGE / self.machine.curve("peer copy").at(LARGE).us
+        return Rates(
+            MULTIPROCESSORS, self.gap, share,
+            self.slowdowns.value("product_beside_copies"),
+            self.slowdowns.value("copies_beside_product"),
+            1 - copied / self.memory,
+        )  # fmt: skip
+
+
+def count(rows: int, outputs: int, tile: tuple[int, int]) -> int:
+    """Tiles of a product."""
+    return -(-rows // tile[0]) * -(-outputs // tile[1])
+
+
+def split(rows: int, outputs: int, tile: tuple[int, int]) -> int:
+    """In how many parts of its depth a product is computed that has few tiles."""
+    return max(1, MULTIPROCESSORS // count(rows, outputs, tile))
+
+
+def taken(rows: int, outputs: int, tile: tuple[int, int]) -> float:
+    """The elements of large tiles that take as long as a multiprocessor computes, one tile after
+    the other."""
+    waves = -(-count(rows, outputs, tile) // MULTIPROCESSORS)
+    return waves * tile[0] * tile[1] / CUBLAS[tile] / split(rows, outputs, tile)
+
+
+def least_taken(rows: int, outputs: int) -> float:
+    return min(taken(rows, outputs, each) for each in CUBLAS)

@@ -1,0 +1,199 @@
+"""The schedules of an operator's call, and what each of their steps does, without a GPU.
+
+Sizes, slots and tables follow those of `ladder.ops.overlapped`, `ladder.ops.spread` and
+`ladder.ops.ring`; the schedules, the blocks of rows and the `TrackMap` are theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ladder.bench.ops.points import COLUMNS, OpPoint
+from ladder.costs import BF16
+from ladder.kernels.gemm import tiles_of
+from ladder.ops import schedules
+from ladder.ops.blocks import Blocks
+from ladder.ops.overlapped import tiling_of, tracked_map
+from ladder.ops.schedules import Schedule, Word, Work
+from ladder.ops.track_maps import rotated
+from ladder.perf.operators.cost import OperatorCost
+from ladder.perf.operators.run import Task, Tasks, Tiles
+
+GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+LANDING = "matmul_reduce_scatter_add_rms_norm"
+OPS = (GATHER, SCATTER, REDUCE, LANDING)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a rank's product: rows x inputs by inputs x outputs."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    ranks: int
+
+    @property
+    def shard(self) -> int:
+        return self.rows // self.ranks
+
+    @property
+    def line(self) -> int:
+        """Bytes of a row of the result."""
+        return BF16 * self.outputs
+
+
+def size_of(point: OpPoint) -> Size:
+    if point.op in COLUMNS:
+        return Size(point.m, point.n // point.ranks, point.k, point.ranks)
+    return Size(point.m, point.n, point.k // point.ranks, point.ranks)
+
+
+def sum_bytes(op: str, ranks: int) -> int:
+    """How many rows are read and written for a row of the ranks' sum; a landing also has those of
+    the residual, before and behind, and of the norm."""
+    return ranks + (3 if op == LANDING else 1)
+
+
+Lowered = tuple[Sequence[Schedule], Tasks]
+
+
+def chunked(
+    cost: OperatorCost, op: str, size: Size, blocks: int = 1, ratio: int = 1, streams: int = 1
+) -> Lowered:
+    if op == GATHER:
+        return _gathered(cost, size, streams)
+    if op == REDUCE:
+        return _spread(cost, size, (blocks, ratio, streams))
+    cut, world = Blocks(size.rows, size.ranks, blocks, ratio), size.ranks
+
+    def tasks(rank: int, step: Work) -> Task:
+        rows = height(cut.place(*divmod(step.chunk, world)))
+        if step.action == "product":
+            return cost.product(rows, size.outputs, size.inputs)
+        if step.action == "copy":
+            return cost.copies(size.line * rows)
+        return cost.moves(size.line * rows * sum_bytes(op, world))
+
+    waiting = op == LANDING
+    made = [schedules.reduce_scatter(r, world, waiting, streams, blocks) for r in range(world)]
+    return made, tasks
+
+
+def _gathered(cost: OperatorCost, size: Size, streams: int) -> Lowered:
+    def tasks(rank: int, step: Work) -> Task:
+        if step.action == "product":
+            return cost.product(size.shard, size.outputs, size.inputs)
+        return cost.copies(BF16 * size.shard * size.inputs)
+
+    made = [schedules.all_gather(r, size.ranks, streams=streams) for r in range(size.ranks)]
+    return made, tasks
+
+
+def _spread(cost: OperatorCost, size: Size, options: tuple[int, int, int]) -> Lowered:
+    blocks, ratio, streams = options
+    world = size.ranks
+    cut = Blocks(size.rows, world, blocks, ratio)
+
+    def tasks(rank: int, step: Work) -> Task:
+        block, owner = divmod(step.chunk, world)
+        rows = height(cut.part(block, owner))
+        if step.action == "product":
+            return cost.product(rows, size.outputs, size.inputs)
+        if step.action == "sum":
+            return cost.moves(size.line * rows * sum_bytes(REDUCE, world))
+        return _to_all(cost, size, cut, rank, step) or cost.copies(size.line * rows)
+
+    return [schedules.all_reduce(r, world, blocks, streams) for r in range(world)], tasks
+
+
+def _to_all(cost: OperatorCost, size: Size, cut: Blocks, rank: int, step: Work) -> Task | None:
+    """`spread` and `take` of `ladder.ops.spread.to_all`."""
+    block, peer = divmod(step.chunk, size.ranks)
+    if step.action == "spread":
+        return cost.copies(size.line * height(cut.part(block, rank)))
+    if step.action == "take":
+        return cost.moves(2 * size.line * height(cut.part(block, peer)))
+    return None
+
+
+def ring(
+    cost: OperatorCost, op: str, size: Size, blocks: int = 2, ratio: int = 1, streams: int = 1
+) -> Lowered:
+    world, spread = size.ranks, op == REDUCE
+    cut = Blocks(size.rows, world, blocks, ratio)
+
+    def tasks(rank: int, step: Work) -> Task:
+        if step.action in ("spread", "take"):
+            found = _to_all(cost, size, cut, rank, step)
+            assert found is not None
+            return found
+        number, block = divmod(step.chunk, blocks)
+        owner = (rank - 1 - number) % world
+        rows = height(cut.part(block, owner) if spread else cut.place(block, owner))
+        if step.action == "product":
+            return cost.product(rows, size.outputs, size.inputs)
+        return cost.copies(size.line * rows)
+
+    return [schedules.ring(r, world, blocks, streams, spread) for r in range(world)], tasks
+
+
+def waiting(
+    cost: OperatorCost, op: str, size: Size, tile: str | None = None, stages: int | None = None
+) -> Lowered:
+    tiling, world = tiling_of(tile, stages), size.ranks
+    down, across = tiles_of(size.rows, size.outputs, world, tiling)
+    high = down // world
+    shard = BF16 * size.shard * size.inputs
+    us = cost.tile(size.rows, size.outputs, size.inputs, tiling.rows * tiling.columns)
+
+    def tasks(rank: int, step: Work) -> Task:
+        if step.action == "own":
+            return cost.moves(2 * shard)
+        if step.action == "copy":
+            return cost.copies(shard)
+        needs = []
+        for each in rotated(down, across, world, high, rank - 1):
+            owner = each // across // high
+            needs.append(None if owner == rank else Word(rank, "arrived", owner))
+        return Tiles(down * across, us, needs)
+
+    return [schedules.all_gather(r, world, waiting=True) for r in range(world)], tasks
+
+
+def tracked(
+    cost: OperatorCost, op: str, size: Size, tile: str | None = None, stages: int | None = None,
+    pieces: int = 1,
+) -> Lowered:  # fmt: skip
+    """The tiles count themselves as the Program of the operator's own TrackMap says, and a copy
+    begins when its block is full."""
+    tiling, world = tiling_of(tile, stages), size.ranks
+    track, across = tracked_map(size.shard, size.outputs, world, tiling, pieces)
+    programs = [track.compile(rank) for rank in range(world)]
+    us = cost.tile(size.rows, size.outputs, size.inputs, tiling.rows * tiling.columns)
+
+    def tasks(rank: int, step: Work) -> Task:
+        if step.action == "product":
+            counter = programs[rank].counter.tolist()
+            counts = [Word(rank, "full", counter[n]) for n in programs[rank].order.tolist()]
+            return Tiles(track.tiles, us, counts=counts)
+        if step.action == "copy":
+            high = len(programs[rank].blocks[step.chunk].positions) // across
+            return cost.copies(size.line * min(high * tiling.rows, size.shard))
+        return cost.moves(size.line * size.shard * sum_bytes(op, world))
+
+    made = [schedules.tracked(each, world, op == LANDING) for each in programs]
+    return made, tasks
+
+
+def height(rows: slice) -> int:
+    return max(0, rows.stop - rows.start)
+
+
+OVERLAPPED: dict[str, tuple[Callable[..., Lowered], tuple[str, ...]]] = {
+    "chunked": (chunked, OPS),
+    "ring": (ring, (SCATTER, REDUCE)),
+    "waiting": (waiting, (GATHER,)),
+    "tracked": (tracked, (SCATTER, LANDING)),
+}

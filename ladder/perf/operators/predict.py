@@ -1,0 +1,136 @@
+"""The predicted time, ECT and E of an operator's call, by implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ladder.bench.ops.derive import ect_us, efficiency
+from ladder.bench.ops.points import OpPoint, Variant
+from ladder.models.errors import UserError
+from ladder.ops.registry import ANY_ORDER, DEFAULT
+from ladder.perf.machine import Machine, for_degree
+from ladder.perf.operators.cost import OperatorCost
+from ladder.perf.operators.lower import (
+    GATHER,
+    LANDING,
+    OPS,
+    OVERLAPPED,
+    REDUCE,
+    Size,
+    size_of,
+    sum_bytes,
+)
+from ladder.perf.operators.run import run
+
+ALONE = "alone"
+TURNS = 3  # each finds the limit of power for the times before
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Microseconds of a call, and what follows from those of the product alone and of NCCL's: see
+    `ladder.bench.ops.derive`."""
+
+    us: float
+    ect_us: float
+    efficiency: float | None
+
+
+class Predictor:
+    """Predictions on a machine, or on as many of its GPUs as a point has ranks.
+
+    unmeasured: what they stand on that nobody measured, with where it is from.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self._costs: dict[int, OperatorCost] = {}
+        self._times: dict[tuple[OpPoint, Variant], float] = {}
+
+    def __call__(self, point: OpPoint, variant: Variant) -> Predicted:
+        us = self.us(point, variant)
+        alone, baseline = self.us(point, Variant(ALONE)), self.us(point, plain(point.op))
+        e = None if variant.name == ALONE else efficiency(us, alone, baseline)
+        return Predicted(us, ect_us(us, alone), e)
+
+    def us(self, point: OpPoint, variant: Variant) -> float:
+        """Microseconds of a call. Raises UserError for one that is not predicted."""
+        if not predicts(point, variant):
+            raise UserError(
+                f"{point.op} by {variant} is not predicted; known: {', '.join(OPS)} by "
+                f"{', '.join((DEFAULT, ANY_ORDER, *OVERLAPPED))}, in 16 bits"
+            )
+        if (point, variant) not in self._times:
+            self._times[point, variant] = _time(self.cost(point.ranks), point, variant)
+        return self._times[point, variant]
+
+    def cost(self, ranks: int) -> OperatorCost:
+        if ranks not in self._costs:
+            self._costs[ranks] = OperatorCost(for_degree(self.machine, ranks))
+        return self._costs[ranks]
+
+    @property
+    def unmeasured(self) -> tuple[str, ...]:
+        found = (each for cost in self._costs.values() for each in cost.slowdowns.unmeasured)
+        return tuple(dict.fromkeys(found))
+
+
+def plain(op: str) -> Variant:
+    """The baseline: a product and the backend's collective."""
+    return Variant(DEFAULT if op == GATHER else ANY_ORDER)
+
+
+def predicts(point: OpPoint, variant: Variant) -> bool:
+    if point.op not in OPS or point.dtype not in ("bfloat16", "float16"):
+        return False
+    if variant.name in OVERLAPPED:
+        return point.op in OVERLAPPED[variant.name][1]
+    return variant.name in (ALONE, DEFAULT) or (variant.name == ANY_ORDER and point.op != GATHER)
+
+
+def _time(cost: OperatorCost, point: OpPoint, variant: Variant) -> float:
+    size = size_of(point)
+    if variant.name not in OVERLAPPED:
+        moved, sent = _serial(cost, point.op, size, variant.name)
+        computed = cost.alone(size.rows, size.outputs, size.inputs)
+
+        def serial(share: float) -> tuple[float, float]:
+            busy = computed / share + moved
+            return busy + sent + cost.gap, busy
+
+        return _limited(cost, serial)
+    lowered = OVERLAPPED[variant.name][0](cost, point.op, size, **dict(variant.options))
+
+    def overlapped(share: float) -> tuple[float, float]:
+        found = run(*lowered, cost.rates(share))
+        return found.us, found.busy_us
+
+    return _limited(cost, overlapped)
+
+
+def _serial(cost: OperatorCost, op: str, size: Size, name: str) -> tuple[float, float]:
+    """Beside the product: microseconds of sums and landings; and of exchanges, with the gaps."""
+    rows, partial = size.shard, size.line * size.rows
+    if name == ALONE:
+        return 0.0, 0.0
+    if op == GATHER:
+        return 0.0, cost.exchange("all-gather", 2 * size.rows * size.inputs)
+    if name == ANY_ORDER and op != LANDING:
+        return 0.0, cost.exchange("all-reduce" if op == REDUCE else "reduce-scatter", partial)
+    if name == ANY_ORDER:
+        landed = cost.moves(size.line * rows * sum_bytes(op, 1)).us
+        return landed, cost.exchange("reduce-scatter", partial) + cost.gap
+    summed = cost.moves(size.line * rows * sum_bytes(op, size.ranks)).us
+    sent = cost.exchange("all-gather", partial) + cost.gap  # an all-to-all
+    return summed, sent + (cost.exchange("all-gather", partial) if op == REDUCE else 0.0)
+
+
+def _limited(cost: OperatorCost, timed: Callable[[float], tuple[float, float]]) -> float:
+    """The time at the limit of power. timed: a call's time, and for how much of it the GPU
+    computes, by the share of their speed that products keep."""
+    share = 1.0
+    for _ in range(TURNS):
+        us, busy = timed(share)
+        share = cost.share(busy, us)
+    return timed(share)[0]

@@ -1,0 +1,205 @@
+"""Predicted times and E of operators beside those of `ladder bench ops`, and the errors."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ladder.bench.ops.points import OpPoint, Variant, variants
+from ladder.models.errors import UserError
+from ladder.perf.machine import Machine
+from ladder.perf.operators.predict import ALONE, Predicted, Predictor, plain, predicts
+from ladder.perf.prediction.records import known_degrees, records
+from ladder.plans import aligned
+
+HEAD = [
+    "operator", "m", "implementation", "mode", "measured us", "predicted", "error", "ECT us",
+    "predicted", "E", "predicted", "10 to 90 % of its turns",
+]  # fmt: skip
+NOTE = """\
+E, measured: of the record, against the product and NCCL of its own run. The last column: E that its
+10th and 90th percentile would have against the same two medians; what the GPU's clock does to one
+way and not to another is in it. Nothing was fitted to records of operators."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One way of a record: microseconds, ECT, E, and E at its 90th and its 10th percentile."""
+
+    us: float
+    ect_us: float
+    efficiency: float | None
+    least: float | None
+    most: float | None
+
+
+@dataclass(frozen=True)
+class OperatorScore:
+    """A way of a point in a mode (captured, eager), with its prediction: ours by its variant, the
+    product alone, or the baseline."""
+
+    point: OpPoint
+    way: str
+    mode: str
+    measured: Measured
+    predicted: Predicted
+
+    @property
+    def error(self) -> float:
+        return self.predicted.us / self.measured.us - 1
+
+    @property
+    def off(self) -> float | None:
+        """Of E, what the prediction is off by."""
+        if self.predicted.efficiency is None or self.measured.efficiency is None:
+            return None
+        return self.predicted.efficiency - self.measured.efficiency
+
+    def to_dict(self) -> dict[str, Any]:
+        point = {each.name: getattr(self.point, each.name) for each in fields(OpPoint)}
+        return {
+            "phase": "ops", **point, "way": self.way, "mode": self.mode,
+            "measured_us": self.measured.us, "predicted_us": self.predicted.us,
+            "measured_ect_us": self.measured.ect_us, "predicted_ect_us": self.predicted.ect_us,
+            "measured_e": self.measured.efficiency, "predicted_e": self.predicted.efficiency,
+        }  # fmt: skip
+
+
+def scores(files: Sequence[Path], machine: Machine) -> list[OperatorScore]:
+    """All recorded ways on this machine's GPUs that are predicted; of a way's records the one of
+    the median time."""
+    found: dict[tuple[OpPoint, str, str, Variant], list[Measured]] = {}
+    for point, way, mode, variant, measured in _ways(files, machine):
+        found.setdefault((point, way, mode, variant), []).append(measured)
+    predictor = Predictor(machine)
+    return [
+        OperatorScore(
+            point, way, mode,
+            sorted(each, key=lambda one: one.us)[len(each) // 2], predictor(point, variant),
+        )
+        for (point, way, mode, variant), each in found.items()
+    ]  # fmt: skip
+
+
+def _ways(
+    files: Sequence[Path], machine: Machine
+) -> Iterator[tuple[OpPoint, str, str, Variant, Measured]]:
+    names = {each.name for each in fields(OpPoint)}
+    degrees = known_degrees(machine)
+    said = ", ".join(map(str, files))
+    for record in records(files):
+        data, about = record.get("point", {}), record.get("machine", {})
+        if "way" not in data or about.get("gpu") != machine.gpu or not record.get("result"):
+            continue
+        try:
+            point = OpPoint(**{key: data[key] for key in data if key in names})
+            variant = _variant(data, point)
+            if variant is None or point.ranks not in degrees or not predicts(point, variant):
+                continue
+            found = point, data["way"], data["mode"], variant, _measured(record["result"])
+        except (KeyError, TypeError) as error:
+            raise UserError(
+                f"{said}: a record lacks a field, or has one that is unknown ({error}); name files "
+                f"that this version of `ladder bench` has written"
+            ) from error
+        yield found
+
+
+def _variant(data: Mapping[str, Any], point: OpPoint) -> Variant | None:
+    """What was timed; None for what is not ours."""
+    if data["role"] == "alone":
+        return Variant(ALONE) if data["way"] == ALONE else None
+    if data["role"] == "collective":
+        return plain(point.op)
+    if data["role"] != "operator":
+        return None
+    try:
+        (found,) = variants([data["way"]], [point.op]) or []
+    except UserError:  # an implementation, or an option, that there is no more
+        return None
+    return found
+
+
+def _measured(result: Mapping[str, Any]) -> Measured:
+    us, ect, e = result["us"], result["ect_us"], result["efficiency"]
+    if e is None or e == 1:
+        return Measured(us, ect, e, None, None)
+    baseline = ect / (1 - e)  # of NCCL
+
+    def at(time: float) -> float:
+        return 1 - (ect + time - us) / baseline
+
+    return Measured(us, ect, e, at(result["high_us"]), at(result["low_us"]))
+
+
+def report(found: Sequence[OperatorScore]) -> list[str]:
+    """Every way, then the errors by operator and implementation, and how often the prediction picks
+    the fastest."""
+    rows = [HEAD]
+    for each in sorted(found, key=_order):
+        one, other = each.measured, each.predicted
+        spread = "-" if one.least is None else f"{one.least:.2f} to {one.most:.2f}"
+        rows.append([
+            each.point.op, str(each.point.m), each.way, each.mode, f"{one.us:.1f}",
+            f"{other.us:.1f}", f"{100 * each.error:+.1f} %", f"{one.ect_us:.1f}",
+            f"{other.ect_us:.1f}", _share(one.efficiency), _share(other.efficiency), spread,
+        ])  # fmt: skip
+    lines = ["ops\n", aligned(rows), "", NOTE, ""]
+    rows = [["mean errors", "calls", "time", "ECT", "E", "E, with its sign"]]
+    for name, (count, error, ect, off) in summary(found).items():
+        shares = ["-", "-"]
+        if off:
+            shares = [f"{statistics.mean(map(abs, off)):.2f}", f"{statistics.mean(off):+.2f}"]
+        rows.append([name, str(count), f"{error:.1f} %", f"{ect:.0f} us", *shares])
+    lines += [aligned(rows), ""]
+    picked = picks(found)
+    if picked:
+        best = sum(regret <= 0 for regret in picked)
+        lines.append(
+            f"what is predicted to be the fastest was it in {best} of {len(picked)} points and "
+            f"modes; elsewhere it took at most {100 * max(picked):.1f} % longer than the fastest"
+        )
+    return [*lines, ""]
+
+
+def _order(each: OperatorScore) -> tuple[str, str, int, bool, str]:
+    return each.point.op, each.mode, each.point.m, each.way != ALONE, each.way
+
+
+def _share(e: float | None) -> str:
+    return "-" if e is None else f"{e:.2f}"
+
+
+def summary(found: Iterable[OperatorScore]) -> dict[str, tuple[int, float, float, list[float]]]:
+    """By implementation: how many calls, the mean error of their times (%) and of their ECT (us),
+    and what each E is off by."""
+    groups: dict[str, list[OperatorScore]] = {}
+    for each in found:
+        groups.setdefault(each.way, []).append(each)
+    return {
+        name: (
+            len(some), statistics.mean(100 * abs(each.error) for each in some),
+            statistics.mean(abs(each.predicted.ect_us - each.measured.ect_us) for each in some),
+            [each.off for each in some if each.off is not None],
+        )
+        for name, some in sorted(groups.items())
+    }  # fmt: skip
+
+
+def picks(found: Iterable[OperatorScore]) -> list[float]:
+    """How much longer than the fastest what is predicted to be the fastest took, in each point and
+    mode with several ways beside the product alone."""
+    cases: dict[tuple[OpPoint, str], list[OperatorScore]] = {}
+    for each in found:
+        if each.way != ALONE:
+            cases.setdefault((each.point, each.mode), []).append(each)
+    return [
+        min(some, key=lambda one: one.predicted.us).measured.us
+        / min(one.measured.us for one in some)
+        - 1
+        for some in cases.values()
+        if len(some) > 1
+    ]

@@ -1,0 +1,324 @@
+"""Predicted operators: their schedules by closed forms, their parts, and their records."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from math import ceil
+from pathlib import Path
+
+import pytest
+
+from ladder.bench.ops.points import OpPoint, Variant
+from ladder.cli import main
+from ladder.models.errors import UserError
+from ladder.ops import schedules
+from ladder.ops.schedules import Word, Work
+from ladder.perf.cost_prefill import backend_exchange
+from ladder.perf.machine import Curve, Machine, Value, for_degree, load
+from ladder.perf.operators.cost import OperatorCost
+from ladder.perf.operators.lower import GATHER, LANDING, OPS, REDUCE, SCATTER
+from ladder.perf.operators.predict import Predictor, plain, predicts
+from ladder.perf.operators.run import Copies, Moves, Rates, Task, Tasks, Tiles, run
+from ladder.perf.operators.scores import scores, summary
+
+RECORD = Path(__file__).parents[2] / "benchmarks/results/2026-11-22-ops-h200x2.jsonl"
+ALONE, STAGED, CHUNKED = Variant("alone"), Variant("staged"), Variant("chunked")
+FREE = Rates(4)  # four multiprocessors, and nothing slows anything
+
+
+def point(op: str, m: int = 4096, ranks: int = 2) -> OpPoint:
+    n, k = (49152, 12288) if op == GATHER else (12288, 49152)
+    return OpPoint(op, "flux-gpt3", m, n, k, ranks, "bfloat16")
+
+
+def machine(gb_s: float = 378.0, beside: float = 1.0, gap: float = 0.0) -> Machine:
+    """Two H200 without a limit of power, with copies at a rate that slow a product to `beside`."""
+    found = load("h200x2")
+    changed = {"prompt_gap_us": gap, "power_limit": 1.0, "product_beside_copies": beside}
+    values = {name: Value(value, "declared: a test") for name, value in changed.items()}
+    copy = Curve("peer copy", {}, ((0.0, 0.0), (1e9, 1e6 / gb_s)), "declared: a test")
+    kept = tuple(each for each in found.curves if each.name != "peer copy")
+    return replace(found, values={**found.values, **values}, curves=(*kept, copy))
+
+
+# -- schedules --------------------------------------------------------------------------------
+
+
+def tasks(product: Task, copy: float, moved: float = 0.0) -> Tasks:
+    def of(rank: int, step: Work) -> Task:
+        if step.action == "product":
+            return product
+        return Copies(copy) if step.action in ("copy", "spread") else Moves(moved)
+
+    return of
+
+
+def gathers(world: int, streams: int = 1) -> list[schedules.Schedule]:
+    return [schedules.all_gather(rank, world, streams=streams) for rank in range(world)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("copy", [0.0, 3.0, 25.0])
+def test_a_gather_takes_its_products_or_its_copies(world: int, copy: float) -> None:
+    """Each shard's product begins when it is there and the one before has ended."""
+    product = Tiles(6, 5.0)  # two waves of four multiprocessors
+    end = 10.0
+    for n in range(1, world):
+        end = max(end, n * copy) + 10.0
+    found = run(gathers(world), tasks(product, copy), FREE)
+    assert found.us == pytest.approx(end)
+    assert found.busy_us == pytest.approx(world * 10.0)
+
+
+def test_products_of_two_streams_share_multiprocessors() -> None:
+    """Twice six tiles on four multiprocessors take three waves instead of twice two."""
+    product = Tiles(6, 5.0)
+    assert run(gathers(2), tasks(product, 0.0), FREE).us == pytest.approx(20.0)
+    assert run(gathers(2, 2), tasks(product, 0.0), FREE).us == pytest.approx(15.0)
+
+
+def test_gaps_and_slowdowns() -> None:
+    """A product at half of its speed while a copy runs; a gap before each kernel and copy, and
+    after a wait: here of the second product, for its shard."""
+    product, slow = Tiles(4, 10.0), replace(FREE, product_beside_copies=0.5)
+    assert run(gathers(2), tasks(product, 6.0), slow).us == pytest.approx(23.0)
+    held = replace(FREE, gap_us=1.0)
+    assert run(gathers(2), tasks(product, 6.0), held).us == pytest.approx(22.0)
+    # The copies' stream waits for no event that has not been recorded: 1 + 30, then 1 + 1 + 10.
+    assert run(gathers(2), tasks(product, 30.0), held).us == pytest.approx(43.0)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_reduce_scatter_ends_with_its_sum(world: int) -> None:
+    """The peers' chunks are sent under the products that follow; then the sum is left."""
+    made = [schedules.reduce_scatter(rank, world) for rank in range(world)]
+    product = Tiles(4, 10.0)
+    found = run(made, tasks(product, 4.0, 2.0), FREE)
+    assert found.us == pytest.approx(10.0 * world + 2.0)
+    late = run(made, tasks(product, 40.0, 2.0), FREE)
+    assert late.us == pytest.approx(10.0 + 40.0 * (world - 1) + 2.0)
+
+
+def test_an_all_reduce_hides_the_sums_of_all_blocks_but_the_last() -> None:
+    product = Tiles(4, 10.0)
+    for blocks in (1, 2, 4):
+        made = [schedules.all_reduce(rank, 2, blocks) for rank in range(2)]
+        found = run(made, tasks(product, 4.0, 1.0), FREE)
+        # Products; each block's sum; the last block's copy, during which the rows of the others are
+        # put in place; and the last block's rows.
+        assert found.us == pytest.approx(2 * blocks * 10.0 + blocks + max(4.0, blocks - 1) + 1.0)
+
+
+def test_tiles_wait_for_their_own_shard_alone() -> None:
+    """Two waves need no shard, so one that comes before their end costs nothing."""
+
+    def of(copy: float) -> Tasks:
+        def task(rank: int, step: Work) -> Task:
+            if step.action == "product":
+                other = Word(rank, "arrived", 1 - rank)
+                return Tiles(12, 5.0, [None] * 8 + [other] * 4)
+            return Copies(copy) if step.action == "copy" else Moves(0.0)
+
+        return task
+
+    made = [schedules.all_gather(rank, 2, waiting=True) for rank in range(2)]
+    assert run(made, of(9.0), FREE).us == pytest.approx(15.0)
+    assert run(made, of(14.0), FREE).us == pytest.approx(19.0)
+
+
+def test_ranks_that_wait_for_each_other_are_found() -> None:
+    made = [schedules.all_gather(0, 2), ()]
+    with pytest.raises(AssertionError, match="wait for each other"):
+        run(made, tasks(Tiles(1, 1.0), 1.0), FREE)
+
+
+# -- predictions ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_staged_is_the_product_then_its_exchanges(op: str) -> None:
+    found = machine(gap=2.0)
+    times, size = Predictor(found), point(op)
+    alone = times.us(size, ALONE)
+    nbytes = 2 * 4096 * 12288  # of the gathered rows, and of a partial
+    exchange = backend_exchange(found, "all-gather", nbytes).us + 2.0
+    rows = {GATHER: 0, SCATTER: 3, LANDING: 5, REDUCE: 3}[op]  # read and written by the sum
+    summed = rows * nbytes / 2 / (1e6 * found.value("copy_tb_s")) + (2.0 if rows else 0.0)
+    again = exchange if op == REDUCE else 0.0
+    assert times.us(size, STAGED) == pytest.approx(alone + exchange + summed + again)
+    assert times(size, plain(op)).efficiency == 0.0
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_chunks_over_an_endless_link_leave_the_sum_alone(op: str) -> None:
+    """Here chunks take as many waves as the whole: E is 1 but for sums and rows put in place."""
+    found = Predictor(machine(gb_s=1e9))
+    one = found(point(op), CHUNKED)
+    rows = {GATHER: 0, SCATTER: 3, LANDING: 5, REDUCE: 3 + 2}[op]
+    moved = rows * 4096 * 12288 / (1e6 * found.machine.value("copy_tb_s"))
+    assert one.ect_us == pytest.approx(moved, abs=0.01)
+    if op == GATHER:
+        assert one.efficiency == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_slower_links_and_copies_that_disturb_take_longer(op: str) -> None:
+    for way in (CHUNKED, Variant("ring"), Variant("waiting"), Variant("tracked")):
+        if not predicts(point(op), way):
+            continue
+        rates = [Predictor(machine(gb_s)).us(point(op), way) for gb_s in (800, 200, 50, 12)]
+        # but for the bandwidth that faster copies take from kernels that move bytes
+        assert all(slow > 0.99 * fast for fast, slow in pairwise(rates)), rates
+        assert rates[-1] > 4096 * 12288 / 12e3  # what one rank must send
+        assert Predictor(machine(beside=0.7)).us(point(op), way) > rates[0]
+
+
+def test_a_tracked_product_sends_by_its_own_track_map() -> None:
+    """The peer's half is sent as soon as the first of its pieces has been computed."""
+    found = machine(gb_s=12.0)  # the copies end last
+    times, cost = Predictor(found), OperatorCost(found)
+    tile = cost.tile(4096, 12288, 24576, 128 * 256)
+    half = 16 * 48  # tiles
+    sent, size = 1e-3 * 2 * 2048 * 12288 / 12.0, point(SCATTER)
+    summed = cost.moves(3 * 2 * 2048 * 12288).us
+    for pieces in (1, 2, 4):
+        first = ceil(half / pieces / 132) * tile
+        us = times.us(size, Variant("tracked", (("pieces", pieces),)))
+        assert us == pytest.approx(first + sent + summed, rel=1e-3)
+
+
+def test_tiles_of_cublas() -> None:
+    """A chunk of few rows has smaller tiles, and one of fewer tiles than multiprocessors is split
+    in its depth; nothing is faster than the rate of all multiprocessors."""
+    cost = OperatorCost(machine())
+    square = cost.alone(8192, 8192, 8192)
+    assert square == pytest.approx(cost.square)
+    assert cost.alone(1024, 12288, 24576) <= 2 * cost.alone(512, 12288, 24576) * 1.0001
+    for rows in (128, 512, 3000, 8192):
+        perfect = cost.square * rows / 8192 * (4096 / 8192)
+        assert cost.alone(rows, 8192, 4096) > 0.95 * perfect
+    read = 2 * (8192 * 8192 + 128 * 2 * 8192) / cost.memory
+    assert cost.alone(128, 8192, 8192) < 1.6 * read
+
+
+def test_the_limit_of_power_slows_what_never_pauses() -> None:
+    limited = load("h200x2")
+    free = replace(
+        limited, values={**limited.values, "power_limit": Value(1.0, "declared: a test")}
+    )
+    for way in (ALONE, STAGED, CHUNKED):
+        assert Predictor(limited).us(point(SCATTER), way) > Predictor(free).us(point(SCATTER), way)
+    slow, fast = (
+        Predictor(each)(point(SCATTER), plain(SCATTER)).ect_us for each in (limited, free)
+    )
+    assert slow < fast  # the product beside an exchange is slowed less
+
+
+def test_measured_shapes_take_the_place_of_the_square() -> None:
+    slow = Curve(
+        "matrix", {"outputs": 12288, "inputs": 24576}, ((1024.0, 2e3), (8192.0, 16e3)), "measured"
+    )
+    found = machine()
+    times = Predictor(replace(found, curves=(*found.curves, slow)))
+    assert times.us(point(SCATTER), ALONE) == pytest.approx(8e3)
+    assert times.us(point(SCATTER), CHUNKED) > 8e3
+
+
+def test_more_ranks_than_two() -> None:
+    times = Predictor(load("h200x4"))
+    for op in OPS:
+        one = times(point(op, ranks=4), CHUNKED)
+        assert one.efficiency is not None
+        assert 0 < one.efficiency < 1
+    assert times.cost(4).machine == for_degree(load("h200x4"), 4)
+    assert "copies_beside_product 1 (declared)" in times.unmeasured
+
+
+def test_what_is_not_predicted_is_refused() -> None:
+    times = Predictor(load("h200x2"))
+    with pytest.raises(UserError, match="linear_all_reduce by staged is not predicted; known: all"):
+        times.us(replace(point(SCATTER), op="linear_all_reduce"), STAGED)
+    with pytest.raises(UserError, match="is not predicted"):
+        times.us(point(GATHER), Variant("tracked"))
+
+
+# -- records ----------------------------------------------------------------------------------
+
+
+def test_recorded_operators_are_predicted_as_well_as_they_were() -> None:
+    """Nothing was fitted to them. Their products are predicted too slow, by the limit of power."""
+    found = scores([RECORD], load("h200x2"))
+    errors = summary(found)
+    assert {name: each[0] for name, each in errors.items()} == {
+        "NCCL": 22, "alone": 22, "chunked": 22, "collective": 16, "staged": 22, "tracked": 10,
+        "waiting": 6,
+    }  # fmt: skip
+    for name, (_, time, _, off) in errors.items():
+        assert time < 10, name
+        assert sum(map(abs, off)) <= 0.5 * len(off), name
+    (_, _, ect, off) = errors["chunked"]
+    assert ect < 65
+    assert sum(map(abs, off)) < 0.27 * len(off)
+
+
+def test_validate_prints_operators(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["predict", "validate", str(RECORD), "--machine", "h200x2"]) == 0
+    said = capsys.readouterr().out
+    assert "what is predicted to be the fastest was it in" in said
+    assert "matmul_reduce_scatter_add_rms_norm" in said
+    lines = [json.loads(line) for line in RECORD.read_text().splitlines()]
+    lines = [each for each in lines if each["point"]["m"] == 4096]
+    lines[0]["point"]["way"] = "alone"
+    for each in lines:
+        if each["point"]["way"] == "chunked":
+            each["point"]["way"] = "chunked:streams=2"
+        if each["point"]["way"] == "tracked":
+            each["point"]["way"] = "gone"  # an implementation of another version
+    file = tmp_path / "ops.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert main(["predict", "validate", str(file), "--machine", "h200x2", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["phase"] for row in rows} == {"ops"}
+    assert {"chunked:streams=2", "waiting", "NCCL"} <= {row["way"] for row in rows}
+    assert not {"gone", "torch fused"} & {row["way"] for row in rows}
+    del lines[0]["result"]["us"]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert main(["predict", "validate", str(file), "--machine", "h200x2"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "a record lacks a field" in line
+
+
+def test_predict_ops(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["predict", "ops", "--machine", "h200x2", "--m", "1024"]
+    assert main([*words, "--ops", SCATTER, "--tune"]) == 0
+    said = capsys.readouterr().out
+    assert "chunked:blocks=2,ratio=2,streams=2" in said
+    assert "not measured: copies_beside_product 1 (declared)" in said
+    assert main([*words, "--implementations", "chunked:streams=2", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["ranks"] == 2
+    assert {row["op"] for row in data["calls"]} == set(OPS)
+    fastest = [row["way"] for row in data["calls"] if row["fastest"]]
+    assert len(fastest) == len(OPS)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--machine", "h200x1"], "--machine=h200x1 has one GPU; give --tp 2 or more"),
+        (["--tp", "1"], "--tp=1: a rank alone has nothing to exchange"),
+        (["--tp", "8"], "--tp=8: machine 'h200x4' has the collectives of 4 GPUs"),
+        (["--ops", "linear_all_reduce"], "--ops=linear_all_reduce is not predicted; choose from"),
+        (["--implementations", "pushed"], "--implementations=pushed is not predicted"),
+        (["--implementations", "chunked:blocks=99", "--m", "1024"], "blocks=99; expected 1 to 8"),
+        (["--shapes", "nowhere"], "nowhere"),
+    ],
+)
+def test_predict_ops_refuses(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", "ops", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
