@@ -45,9 +45,14 @@ def operands(
         A = torch.zeros(rows, k)
         at = torch.randint(k, (rows, 1), generator=source)
         A.scatter_(1, at, 2.0 ** torch.randint(-3, 4, (rows, 1), generator=source))
-        B = torch.randn(k, n, generator=source) * 3 ** torch.randn(k, n, generator=source)
-        found.append((A.to(dtype), B.to(dtype)))
+        found.append((A.to(dtype), of_many_sizes(k, n, generator=source).to(dtype)))
     return found
+
+
+def of_many_sizes(*shape: int, **made: Any) -> Tensor:
+    """Numbers of which float16 has the products with 2^-3, too: none is near 0."""
+    found = torch.randn(shape, **made) * 3 ** torch.randn(shape, **made)
+    return found.sign() * found.abs().clamp(min=2.0**-10)
 
 
 def lands(op: str) -> bool:
@@ -62,17 +67,20 @@ def landing(rows: int, B: Tensor) -> tuple[Tensor, Tensor]:
     return residual.to(B.dtype), weight.to(B.dtype)
 
 
-def ring_sums(partials: list[Tensor], owners: list[int], scale: float = 1.0) -> Tensor:
+def ring_sums(
+    partials: list[Tensor], owners: list[int], scale: float = 1.0, addend: Tensor | None = None
+) -> Tensor:
     """The sum of [m, n] of all ranks as `ring` adds it, rounded after each rank.
 
-    owners: of each row; the addition begins with the rank behind it.
+    owners: of each row; the addition begins with the rank behind it. addend: of every rank.
     """
     world, whole = len(partials), torch.stack(partials)
     owner = torch.tensor(owners, device=whole.device)
     rows = torch.arange(len(owners), device=whole.device)
-    total = whole[(owner + 1) % world, rows]
+    more = torch.zeros_like(whole[0]) if addend is None else addend
+    total = more + whole[(owner + 1) % world, rows]
     for step in range(2, world + 1):
-        added = total.float() + whole[(owner + step) % world, rows].float()
+        added = (total + more).float() + whole[(owner + step) % world, rows].float()
         total = (added * (scale if step == world else 1.0)).to(total.dtype)
     return total
 
@@ -91,8 +99,8 @@ def ring_owners(op: str, rows: int, world: int, options: dict[str, Any]) -> list
     return found
 
 
-def arguments(op: str, A: Tensor, B: Tensor, average: bool, world: int = 1) -> tuple[Any, ...]:
-    """world: the ranks that share the rows of the sum."""
+def arguments(op: str, A: Tensor, B: Tensor, other: bool, world: int = 1) -> tuple[Any, ...]:
+    """world: the ranks that share the rows of the sum. other: an average, or with an addend."""
     if lands(op):
         scattered = op not in WHOLE
         residual, weight = landing(len(A) // world if scattered else len(A), B)
@@ -100,8 +108,10 @@ def arguments(op: str, A: Tensor, B: Tensor, average: bool, world: int = 1) -> t
     if op == "all_gather_matmul":
         return A, [B, B[:, :5]], 0, True
     if op == "matmul_reduce_scatter":
-        return A, B, "avg" if average else "sum", 0
-    return A, B.t() if op == "linear_all_reduce" else B
+        return A, B, "avg" if other else "sum", 0
+    if op == "linear_all_reduce":
+        return A, B.t()
+    return (A, B, landing(len(A), B)[0]) if other else (A, B)
 
 
 def flat(result: Any) -> list[Tensor]:
@@ -137,19 +147,24 @@ def options_of(op: str, name: str) -> list[dict[str, Any]]:
 
 
 def expected(
-    op: str, name: str, options: dict[str, Any], inputs: list[Any], rank: int, average: bool
+    op: str, name: str, options: dict[str, Any], inputs: list[Any], rank: int, other: bool
 ) -> list[Tensor]:
-    """The exact results: see `operands`."""
+    """The exact results: see `operands`; other: see `arguments`."""
     world = len(inputs)
     if op == "all_gather_matmul":
         whole = torch.cat([A for A, _ in inputs])
         return [whole, *(whole @ B for B in (inputs[rank][1], inputs[rank][1][:, :5]))]
+    averaged = other and op not in WHOLE
+    addend = None
+    if other and op == "matmul_all_reduce":
+        (addend,) = arguments(op, *inputs[rank], other)[2:]
     partials = [A @ B for A, B in inputs]
-    averaged = average and op not in WHOLE
     if name == "ring":
         owners = ring_owners(op, len(partials[0]), world, options)
-        total = ring_sums(partials, owners, 1 / world if averaged else 1.0)
+        total = ring_sums(partials, owners, 1 / world if averaged else 1.0, addend)
         return [total if op in WHOLE else total.chunk(world)[rank]]
+    if addend is not None:
+        partials = [torch.addmm(addend, A, B) for A, B in inputs]
     if op not in WHOLE:
         partials = [each.chunk(world)[rank] for each in partials]
     if lands(op):

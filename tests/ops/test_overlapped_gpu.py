@@ -28,6 +28,7 @@ from tests.ops.overlapped import (
     flat,
     landing,
     lands,
+    of_many_sizes,
     ring_owners,
     ring_sums,
     run_of,
@@ -87,8 +88,7 @@ def inputs_of(
     A.scatter_(
         1, torch.randint(k, (rows, 1), **made), 2.0 ** torch.randint(-3, 4, (rows, 1), **made)
     )
-    B = torch.randn(k, n, **made) * 3 ** torch.randn(k, n, **made)
-    A, B = A.to(dtype), B.to(dtype)
+    A, B = A.to(dtype), of_many_sizes(k, n, **made).to(dtype)
     return A, B.t().contiguous().t() if call % 2 else B
 
 
@@ -115,8 +115,10 @@ def wanted_of(op: str, given: tuple[Any, ...], options: dict[str, Any]) -> list[
     ]
     dist.all_gather(partials, A @ B)
     owners = ring_owners(op, len(A), world, options)
-    total = ring_sums(partials, owners, 1 / world if more[:1] == ["avg"] else 1.0)
-    return [total if op in WHOLE else total.chunk(world)[rank]]
+    if op in WHOLE:
+        return [ring_sums(partials, owners, addend=more[0] if more else None)]
+    total = ring_sums(partials, owners, 1 / world if more[0] == "avg" else 1.0)
+    return [total.chunk(world)[rank]]
 
 
 def provoked(which: str) -> int:

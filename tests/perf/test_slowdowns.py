@@ -117,8 +117,9 @@ def test_predict_says_which_slowdowns_are_declared(
     words = ["predict", "llama-3-8b", "--prefill", "--plans", "ladder", "--tp", "4", "--reducers"]
     assert main([*words, "async"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "that `ladder bench machine` has not measured there: nccl_beside_product 0.75" in said
+    assert "Not measured by `ladder bench machine`: how fast work is beside" in said
+    assert "of its speed alone: nccl_beside_product 0.75 (declared)" in said
     path = tmp_path / "m.json"
     write(with_slowdowns(load("h200x4"), MEASURED), path)
     assert main([*words, "async", "--machine", str(path)]) == 0
-    assert "has not measured" not in " ".join(capsys.readouterr().out.split())
+    assert "Not measured by" not in " ".join(capsys.readouterr().out.split())

@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--nodes",
         type=int,
         default=1,
-        help="such machines (1); training steps join them, copies of inference lie within one",
+        help="such machines; training steps join them, copies of inference lie within one",
     )
     phase = parser.add_mutually_exclusive_group()
     for name, text in (
@@ -99,7 +99,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         metavar="PERCENT",
         help="by how much what an operation takes differs between ranks: its standard deviation in "
-        "%% (0); what waiting for the slowest then adds to each plan",
+        "%%; what waiting for the slowest then adds to each plan",
     )
 
 

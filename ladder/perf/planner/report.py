@@ -142,8 +142,8 @@ def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> l
     unmeasured = sorted({each for row in rows for each in row.prediction.unmeasured})
     if unmeasured:
         found.append(
-            f"Speeds of what runs at once, of those alone, that `ladder bench machine` has not "
-            f"measured there: {', '.join(unmeasured)}."
+            f"Not measured by `ladder bench machine`: how fast work is beside other work, of its "
+            f"speed alone: {', '.join(unmeasured)}."
         )
     if question.nodes > 1 and question.phase != "train":
         found.append(f"No link between the {question.nodes} machines is used.")
