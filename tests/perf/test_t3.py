@@ -14,11 +14,13 @@ from ladder.cli import main
 from ladder.models import UserError
 from ladder.ops.track import TrackMap, remote_map
 from ladder.ops.track_maps import all_to_all, direct_reduce_scatter, ring_reduce_scatter
+from ladder.perf.machine import load
 from ladder.perf.report import Study
 from ladder.perf.scores import HEAD, Result, exact, factor, points
 from ladder.perf.t3 import counting, shares, simulate, sweep
 from ladder.perf.t3 import system as closed
 from ladder.perf.t3.figures import FIGURES, figure
+from ladder.perf.t3.ours import system_of
 from ladder.perf.t3.system import LARGE, MODELS, Sublayer, System, sublayer, sublayers
 from tests import ROOT
 
@@ -197,6 +199,35 @@ def test_the_sweep_covers_other_collectives_and_degrees(
     assert " NO " not in said
     assert main(["predict", "t3", "--sweep", "--figure", "4"]) == 2
     assert "leave out --figure" in capsys.readouterr().err
+
+
+def test_our_own_machine_as_the_system(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products, links and memory at the rates of a machine's file."""
+    ours = system_of(load("h200x4"))
+    assert ours.flops == pytest.approx(1e12 * load("h200x4").value("matrix_tflop_s"))
+    assert ours.link == pytest.approx(2**28 / 708.41e-6)
+    assert ours.switch * ours.burst == pytest.approx(SYSTEM.switch * SYSTEM.burst)
+    monkeypatch.setattr(sweep, "DEGREES", (8,))
+    assert main(["predict", "t3", "--sweep", "--machine", "h200x4"]) == 0
+    said = capsys.readouterr().out
+    assert "over one link of 379 GB/s" in " ".join(said.split())
+    assert " NO " not in said
+    for words, line in (
+        (["--machine", "h200x4"], "--machine=h200x4 is of --sweep"),
+        (["--sweep", "--machine", "h200x1"], "machine 'h200x1' has no 'peer copy'"),
+    ):
+        assert main(["predict", "t3", *words]) == 2
+        assert line in capsys.readouterr().err
+
+
+def test_peers_behind_one_link_take_turns() -> None:
+    case, slow = sublayer(MODELS[0], "OP", 8), replace(SYSTEM, link=5e9, shared=True)
+    sent = 7 * case.chunk / slow.link
+    for kind in ("direct", "all-to-all"):
+        assert sent <= simulate.fused(case, slow, False, kind=kind).end <= 1.05 * sent
+        assert closed.collective(case, slow, kind) >= sent
 
 
 def test_stores_to_all_peers_take_one_chunk_of_each_link() -> None:

@@ -166,10 +166,11 @@ class _Run:
             if any(len(tiles) > 1 for tiles in collective.chunks):
                 raise UserError("a block that is simulated is one tile; give chunks of one tile")
             self.order = collective.order(0)
-            self.links = {
-                own.peer: Line(self.engine, system.link, picoseconds(system.latency))
-                for own in collective.ranks[0]
-            }
+            self.links: dict[int, Line] = {}
+            for own in collective.ranks[0]:
+                at = 0 if system.shared else own.peer
+                line = Line(self.engine, system.link, picoseconds(system.latency))
+                self.links[own.peer] = self.links.setdefault(at, line)
             self.block = case.output / collective.tiles
             self.owner = {tiles[0]: chunk for chunk, tiles in enumerate(collective.chunks)}
             self.number = {own.chunk: n for n, own in enumerate(collective.ranks[0])}

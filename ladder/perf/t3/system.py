@@ -17,14 +17,15 @@ Collective = Literal["ring", "direct", "all-to-all"]  # direct, all-to-all: 7.1
 class System:
     """One GPU of a ring.
 
-    link: bytes a second and direction, half of the bidirectional 150 GB/s. burst: bytes a second of
-    a product's writes, and of all traffic in the queue of the DRAM. reduce: bytes a second of the
-    last reduction of a reduce-scatter. update: what a near-memory op-and-store costs, in stores.
-    switch: seconds that the DRAM loses when its queue turns from one stream to the other. tile,
-    inner, per_cu: a workgroup computes tile x tile elements in steps of `inner`, and each compute
-    unit holds `per_cu` of them. queue, entry: the DRAM's queue, in entries of so many bytes (32
-    channels x 256 B). thresholds: occupancies below which MCA lets communication in, each with the
-    least share of the DRAM's time that its product takes.
+    link: bytes a second and direction, half of the bidirectional 150 GB/s. shared: one link to a
+    switch carries what goes to all peers; else each peer has a link of its own. burst: bytes a
+    second of a product's writes, and of all traffic in the queue of the DRAM. reduce: bytes a
+    second of the last reduction of a reduce-scatter. update: what a near-memory op-and-store costs,
+    in stores. switch: seconds that the DRAM loses when its queue turns from one stream to the
+    other. tile, inner, per_cu: a workgroup computes tile x tile elements in steps of `inner`, and
+    each compute unit holds `per_cu` of them. queue, entry: the DRAM's queue, in entries of so many
+    bytes (32 channels x 256 B). thresholds: occupancies below which MCA lets communication in, each
+    with the least share of the DRAM's time that its product takes.
     """
 
     units: int = 80
@@ -33,6 +34,7 @@ class System:
     efficiency: float = 0.80
     link: float = 75e9
     latency: float = 500e-9
+    shared: bool = False
     burst: float = 2 / 3.5e-12
     reduce: float = 0.5e12
     update: int = 2
@@ -167,7 +169,7 @@ def collective(case: Sublayer, system: System, kind: Collective) -> float:
     """What follows the product and can overlap with it."""
     if kind == "ring":
         return reduce_scatter(case, system)
-    received = case.chunk / system.link + system.latency  # over a link to each peer
+    received = _direct(case, system)
     reduced = 0.0 if kind == "all-to-all" else (case.degree + 1) * case.chunk / system.reduce
     return received + reduced
 
@@ -176,7 +178,13 @@ def gather(case: Sublayer, system: System, kind: Collective) -> float:
     """What follows that, and does not overlap."""
     if kind == "ring":
         return all_gather(case, system)
-    return 0.0 if kind == "all-to-all" else case.chunk / system.link + system.latency
+    return 0.0 if kind == "all-to-all" else _direct(case, system)
+
+
+def _direct(case: Sublayer, system: System) -> float:
+    """A chunk to each peer."""
+    links = case.degree - 1 if system.shared else 1
+    return links * case.chunk / system.link + system.latency
 
 
 def sequential(case: Sublayer, system: System, kind: Collective = "ring") -> float:
