@@ -296,6 +296,7 @@ def test_predict_ops(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "chunked:blocks=2,ratio=2,streams=2" in said
     assert "not measured: copies_beside_product 1 (declared)" in said
+    assert f"next: ladder bench ops --nproc 2 --ops {SCATTER} --m 1024 --tune" in said
     assert main([*words, "--implementations", "chunked:streams=2", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["ranks"] == 2

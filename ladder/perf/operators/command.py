@@ -28,13 +28,13 @@ long, at the GPU's limit of power."""
 def main(options: Any) -> int:
     check_options(options)
     machine = machine_of(options)
-    ranks = machine.gpus if options.tp is None else options.tp
-    if ranks < 2:
+    if options.tp is None and machine.gpus < 2:
         raise UserError(
-            f"--tp={ranks}: a rank alone has nothing to exchange; give 2 or more"
-            if options.tp is not None
-            else f"--machine={options.machine} has one GPU; give --tp 2 or more, or another one"
+            f"--machine={options.machine} has one GPU; give --tp 2 or more, or another one"
         )
+    ranks = options.tp = machine.gpus if options.tp is None else options.tp
+    if ranks < 2:
+        raise UserError(f"--tp={ranks}: a rank alone has nothing to exchange; give 2 or more")
     for op in options.ops or ():
         if op not in OPS:
             raise UserError(f"--ops={op} is not predicted; choose from {', '.join(OPS)}")
@@ -68,6 +68,15 @@ def main(options: Any) -> int:
     for text in (said, *(f"left out: {each}" for each in refused)):
         print("".join(f"{line}\n" for line in textwrap.wrap(text, 100)), end="")
     return 0
+
+
+def measuring(options: Any) -> list[str]:
+    """The command that measures what was predicted, on as many GPUs."""
+    words = ["bench", "ops", "--nproc", str(options.tp)]
+    for name in ("ops", "shapes", "m", "implementations"):
+        if getattr(options, name):
+            words += [f"--{name}", *map(str, getattr(options, name))]
+    return [*words, "--tune"] if options.tune else words
 
 
 def _rows(predictor: Predictor, point: OpPoint, wanted: list[Variant]) -> list[dict[str, Any]]:

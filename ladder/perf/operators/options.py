@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from ladder.next_step import say_next
 from ladder.perf.planner.options import add_calibration
 
 
@@ -41,6 +42,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ladder.perf.operators.command import main
+    from ladder.perf.operators.command import main, measuring
 
-    return main(options)
+    code = main(options)
+    if not options.json:
+        say_next(*measuring(options))
+    return code
