@@ -36,7 +36,8 @@ def load_yaml(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: invalid UTF-8, or an invalid path
-        raise UserError(f"cannot read {path}: {error}; give the path of a YAML file") from error
+        why = getattr(error, "strerror", None) or error  # without the path, which the line has
+        raise UserError(f"cannot read {path}: {why}; give the path of a YAML file") from error
     try:
         return parse_yaml(text)
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -33,6 +34,9 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(parser=self)
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith("required: COMMAND"):  # `ladder` alone: a first look at it
+            self.print_help(sys.stderr)
+            self.exit(2)
         for pattern, words in REWORDED:
             message = re.sub(pattern, words, message, flags=re.DOTALL)
         self.exit(2, f"error: {brief(message)}; see `{self.prog} --help`\n")

@@ -44,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "default: an overview of the presets",
     )
     parser.add_argument("--model", help="a name from configs/models: take its number of layers")
-    parser.add_argument("--layers", type=int, help="number of layers, without --model (32)")
+    parser.add_argument("--layers", type=int, help="number of layers, without --model (those of a plan in a file, else 32)")
     parser.add_argument(
         "--tp-degree", type=int, default=4, help="number of ranks T, for plans that depend on it"
     )
@@ -54,9 +54,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from ladder.config import load_plan, model_config
     from ladder.models import UserError, resolve_plan
-    from ladder.models.presets import MOST_LAYERS
+    from ladder.models.presets import MOST_LAYERS, layers_named
 
-    layers = 32 if options.layers is None else options.layers
+    chosen = [load_plan(plan) for plan in options.plans or OVERVIEW]
+    layers = options.layers
+    if layers is None:  # as many as the ranges of a plan in a file cover
+        layers = next((named for named in map(layers_named, chosen) if named), 32)
     if options.model is not None:
         layers = model_config(options.model).num_layers
         if options.layers not in (None, layers):
@@ -66,8 +69,7 @@ def run(options: argparse.Namespace) -> int:
             )
     if not 1 <= layers <= MOST_LAYERS:
         raise UserError(f"--layers={layers} must be from 1 to {MOST_LAYERS}")
-    chosen = options.plans or OVERVIEW
-    found = [resolve_plan(load_plan(plan), layers, options.tp_degree) for plan in chosen]
+    found = [resolve_plan(plan, layers, options.tp_degree) for plan in chosen]
     if options.json:
         print(json.dumps([summary(plan) for plan in found], indent=1))
     elif options.plans:

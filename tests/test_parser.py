@@ -15,8 +15,6 @@ Captured = pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("", "missing: COMMAND; see `ladder --help`"),
-        ("bench", "missing: COMMAND; see `ladder bench --help`"),
         ("bench inferense", "unknown command 'inferense' (did you mean 'inference'?); known: "
          "inference, comm, ops, train, machine; see `ladder bench --help`"),
         ("generate", "missing: MODEL, --prompt; see `ladder generate --help`"),
@@ -51,6 +49,16 @@ def test_mistakes_are_one_line(line: str, told: str, capsys: Captured) -> None:
     captured = capsys.readouterr()
     assert captured.err == f"error: {told}\n"
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(("line", "told"), [("", "doctor"), ("bench", "inference")])
+def test_no_command_shows_the_help(line: str, told: str, capsys: Captured) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(line.split())
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"usage: ladder {line}".rstrip())
+    assert f"\n    {told}" in captured.err
 
 
 @pytest.mark.parametrize(

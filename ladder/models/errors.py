@@ -19,11 +19,15 @@ def brief(text: str, most: int = 2000) -> str:
     return f"{text[: most // 2]} ... {text[-(most // 2) :]}"
 
 
-def unknown(what: str, name: object, choices: Iterable[str]) -> UserError:
-    """The error for a `name` that is not in `choices`; it suggests the nearest and lists all."""
+def unknown(what: str, name: object, choices: Iterable[str], where: str = "") -> UserError:
+    """The error for a `name` that is not in `choices`; it suggests the nearest and lists all.
+
+    where: of what `name` is a part, as `sublayer 1`.
+    """
     choices = list(choices)
     return UserError(
-        f"unknown {what} {name!r}{nearest(name, choices)}; known: {', '.join(choices)}"
+        f"unknown {what} {name!r}{where and f' of {where}'}{nearest(name, choices)}; known: "
+        f"{', '.join(choices)}"
     )
 
 
@@ -48,4 +52,4 @@ def check_keys(what: str, given: Iterable[str], allowed: Collection[str]) -> Non
     """Raise UserError for the first key of `given` that is not in `allowed`."""
     for key in given:
         if key not in allowed:
-            raise unknown(f"key of {what}", key, allowed)
+            raise unknown("key", key, allowed, what)

@@ -73,9 +73,9 @@ class SublayerRecord:
 
     def validate(self, where: str) -> None:
         if self.kind not in KINDS:
-            raise unknown(f"kind of {where}", self.kind, KINDS)
+            raise unknown("kind", self.kind, KINDS, where)
         if self.reduce not in REDUCES:
-            raise unknown(f"reduce of {where}", self.reduce, REDUCES)
+            raise unknown("reduce", self.reduce, REDUCES, where)
         for name in ("own_lag", "peer_lag"):
             lag = getattr(self, name)
             if not isinstance(lag, int) or isinstance(lag, bool) or lag < 0:

@@ -98,7 +98,8 @@ def _from_mapping(spec: Mapping[str, Any], num_layers: int, tp_degree: int | Non
     lists = [spec[key] for key in ("layers", "sublayers") if key in spec]
     if len(lists) != 1:
         raise UserError("a plan needs one of the keys layers and sublayers, and not both")
-    return Plan(tuple(_from_list(lists[0], num_layers, tp_degree)), str(spec.get("name", "custom")))
+    name = str(spec.get("name", "custom"))
+    return Plan(tuple(_from_list(lists[0], num_layers, tp_degree, f"plan {name!r}")), name)
 
 
 def _from_string(spec: str, num_layers: int, tp_degree: int | None) -> list[SublayerRecord]:
@@ -115,27 +116,62 @@ def _from_string(spec: str, num_layers: int, tp_degree: int | None) -> list[Subl
     return [record for layer in range(num_layers) for record in chosen[layer]]
 
 
-def _from_list(entries: Any, num_layers: int, tp_degree: int | None) -> list[SublayerRecord]:
+def _from_list(
+    entries: Any, num_layers: int, tp_degree: int | None, plan: str = "the plan"
+) -> list[SublayerRecord]:
+    """plan: what errors call it."""
     if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
         raise UserError(f"a plan's list of layers or sublayers is {entries!r}; it needs entries")
     if not all(isinstance(entry, Mapping) for entry in entries):
         raise UserError("each entry of a plan must be a mapping, as {kind: mlp, own_lag: 1}")
     if all("kind" in entry for entry in entries):
         return [
-            SublayerRecord.from_dict(e, f"sublayer {n} of the plan") for n, e in enumerate(entries)
+            SublayerRecord.from_dict(e, f"sublayer {n} of {plan}") for n, e in enumerate(entries)
         ]
     chosen: dict[int, list[SublayerRecord]] = {}
     for n, entry in enumerate(entries):
-        where = f"entry {n} of the plan"
+        where = f"entry {n} of {plan}"
         if "layers" not in entry:
             raise UserError(f"{where} has no layers; write for example layers: 0-{num_layers - 1}")
         layers = _layer_range(str(entry["layers"]), num_layers, where)
         rest = {key: value for key, value in entry.items() if key != "layers"}
         _claim(chosen, layers, _entry_records(rest, layers, num_layers, tp_degree, where), where)
-    missing = [str(layer) for layer in range(num_layers) if layer not in chosen]
+    missing = [layer for layer in range(num_layers) if layer not in chosen]
     if missing:
-        raise UserError(f"the plan lacks layers {', '.join(missing)}; add an entry for them")
+        raise UserError(
+            f"{plan} lacks layers {_ranges(missing)} of the model's 0-{num_layers - 1}; add an "
+            f"entry for them"
+        )
     return [record for layer in range(num_layers) for record in chosen[layer]]
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    """Ascending numbers as text: `0, 4-7`."""
+    found: list[list[int]] = []
+    for layer in layers:
+        if found and layer == found[-1][1] + 1:
+            found[-1][1] = layer
+        else:
+            found.append([layer, layer])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
+
+
+def layers_named(spec: Any) -> int | None:
+    """How many layers a plan's list has, up to the last one that its ranges or records name.
+
+    None for a preset and for what is no such list: `resolve_plan` says why.
+    """
+    if isinstance(spec, Mapping):
+        spec = spec.get("layers", spec.get("sublayers"))
+    if isinstance(spec, str) or not isinstance(spec, Sequence):
+        return None
+    entries = [each for each in spec if isinstance(each, Mapping)]
+    if all("kind" in each for each in entries):
+        return sum(each["kind"] != "mlp" for each in entries) or None
+    ends = [end.strip() for each in entries for end in str(each.get("layers")).split("-")]
+    if not all(re.fullmatch(rf"[0-9]{{1,{DIGITS}}}", end) for end in ends):
+        return None
+    return max(map(int, ends)) + 1
 
 
 def _entry_records(

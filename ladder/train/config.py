@@ -203,7 +203,8 @@ class TrainConfig:
             raise UserError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
         if not self.epochs and self.warmup_steps >= self.steps:
             raise UserError(
-                f"warmup_steps={self.warmup_steps} must be below steps={self.steps}; lower it"
+                f"warmup_steps={self.warmup_steps} must be below steps={self.steps}; lower it, "
+                f"for example warmup_steps={self.steps // 10}"
             )
 
     def with_steps(self, windows: int) -> TrainConfig:

@@ -210,7 +210,7 @@ def test_a_config_and_options(
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("tokeniser: x", "unknown key of data config .*'tokeniser'.*did you mean 'tokenizer'"),
+        ("tokeniser: x", "unknown key 'tokeniser' of data config .*did you mean 'tokenizer'"),
         ("workers: many", "workers='many' is not of the type int"),
         ("paths: 3", "paths=3 must be a path or a list of paths"),
         ("paths: []", r"paths=\[\] must be a path or a list of paths"),

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from ladder.models import ModelConfig, Plan, SublayerRecord, UserError, resolve_plan
+from ladder.models.presets import layers_named
 from tests.samples import PLANS, both, full_model, sample_tokens, small_config, virtual
 
 L = 6  # layers
@@ -159,7 +160,8 @@ def test_plans_saved_when_residual_was_called_stream() -> None:
         (None, ["plan=None"]),
         ([], ["[]"]),
         (["ladder"], ["mapping"]),
-        ([{"layers": "0-4", "preset": "ladder"}], ["layers 5"]),
+        ([{"layers": "0-4", "preset": "ladder"}], ["layers 5 of the model's 0-5"]),
+        ([{"layers": "2", "preset": "ladder"}], ["lacks layers 0-1, 3-5 of"]),
         ([{"preset": "ladder"}], ["entry 0", "layers"]),
         ([{"layers": "0-5", "preset": "ladder", "mlp": {}}], ["entry 0", "preset"]),
         ([{"layers": "0-5", "presset": "ladder"}], ["presset", "did you mean 'preset'"]),
@@ -172,6 +174,8 @@ def test_plans_saved_when_residual_was_called_stream() -> None:
         ({"layers": [], "sublayers": []}, ["layers", "sublayers"]),
         ({"layer": [{"layers": "0-5", "preset": "ladder"}]}, ["'layer'", "layers"]),
         ({"sublayers": "ladder"}, ["ladder"]),
+        ({"name": "mine", "layers": [{"layers": "0-5", "mlp": {"own_lags": 1}}]},
+         ["unknown key 'own_lags' of mlp of entry 0 of plan 'mine' (did you mean 'own_lag'?)"]),
         ([{"kind": "attention"}, {"kind": "mlp"}], ["1 layers", "6"]),
         ([{"kind": "attention"}, {"own_lag": 1}], ["entry 0", "layers"]),
     ],
@@ -182,6 +186,20 @@ def test_a_bad_specification_names_what_is_wrong(spec: Any, words: list[str]) ->
         resolve_plan(spec, L)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "layers"),
+    [
+        ([{"layers": "0-3", "preset": "ladder"}, {"layers": 4}], 5),
+        ({"layers": [{"layers": "3-0"}]}, 4),  # refused with the model's layers in the line
+        ({"sublayers": [{"kind": "attention"}, {"kind": "mlp"}, {"kind": "attention+mlp"}]}, 2),
+        ([{"layers": "0-x"}], None), ([{"layers": "1" * 99}], None), ([{}], None),
+        ([], None), ([3], None), ({"layers": 3}, None), ({}, None), ("ladder@0-3", None), (7, None),
+    ],
+)  # fmt: skip
+def test_the_layers_that_a_plan_names(spec: Any, layers: int | None) -> None:
+    assert layers_named(spec) == layers
 
 
 @pytest.mark.parametrize(

@@ -186,8 +186,8 @@ def wrong(change: Any) -> dict[str, Any]:
 CASES = {
     "version 7, and this ladder reads 1": lambda d: d.update(version=7),
     "version None": lambda d: d.pop("version"),
-    "unknown key of the machine 'speed'": lambda d: d.update(speed=1),
-    "unknown key of values 'memory_gb'.*did you mean": lambda d: d["values"].update(memory_gb={}),
+    "unknown key 'speed' of the machine": lambda d: d.update(speed=1),
+    "unknown key 'memory_gb' of values.*did you mean": lambda d: d["values"].update(memory_gb={}),
     "value 'memory_gib' lacks 'provenance'": lambda d: d["values"]["memory_gib"].pop("provenance"),
     "memory_gib' is -1": lambda d: d["values"]["memory_gib"].update(value=-1),
     "unknown curve 'sum'": lambda d: d["curves"][0].update(name="sum"),

@@ -136,7 +136,7 @@ def test_learning_rate_schedule(corpus: Path, tmp_path: Path) -> None:
         ({"lr": -1.0}, "lr=-1.0"),
         ({"lr": float("nan")}, "lr=nan"),
         ({"dtype": "float16"}, "dtype='float16'"),
-        ({"warmup_steps": 6}, "warmup_steps=6 must be below steps=6"),
+        ({"warmup_steps": 6}, "warmup_steps=6 must be below steps=6.*warmup_steps=0"),
         ({"betas": [0.9]}, "betas="),
         ({"seq_len": 4096}, "seq_len=4096 is longer than the model's max_seq_len"),
         ({"plan": "none", "tp_degree": 2}, "plan='none' has no communication"),
