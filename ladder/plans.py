@@ -44,7 +44,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "default: an overview of the presets",
     )
     parser.add_argument("--model", help="a name from configs/models: take its number of layers")
-    parser.add_argument("--layers", type=int, help="number of layers, without --model (those of a plan in a file, else 32)")
+    parser.add_argument(
+        "--layers",
+        type=int,
+        help="number of layers, without --model (those of a plan in a file, else 32)",
+    )
     parser.add_argument(
         "--tp-degree", type=int, default=4, help="number of ranks T, for plans that depend on it"
     )

@@ -193,7 +193,7 @@ def test_suites_and_tasks(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="names 'piqa' twice"):
         suites.entries(["paper-pretrain", "piqa"], None)
     (tmp_path / "suite.yaml").write_text("- {task: piqa, shots: 5}\n")
-    with pytest.raises(UserError, match="unknown key '.*' of task 1"):
+    with pytest.raises(UserError, match=r"unknown key '.*' of task 1"):
         suites.entries([str(tmp_path / "suite.yaml")], None)
 
 

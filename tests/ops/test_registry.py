@@ -156,7 +156,9 @@ def test_what_is_insisted_on_runs_or_is_refused(table: Path) -> None:
     assert explain("all_reduce", SHAPE, ranks=4, device="H").implementation == "fast"
     with use("all_reduce", "fast", chunk=5):
         assert explain("all_reduce", SHAPE, ranks=4, device="H").options == (("chunk", 5),)
-    with pytest.raises(UserError, match=r"unknown key '.*' of options of all_reduce by 'fast'.*'chunk'"):
+    with pytest.raises(
+        UserError, match=r"unknown key '.*' of options of all_reduce by 'fast'.*'chunk'"
+    ):
         use("all_reduce", "fast", chunks=5).__enter__()
     with pytest.raises(UserError, match=r"unknown implementation of all_reduce 'fastt'.*'fast'"):
         use("all_reduce", "fastt").__enter__()
@@ -169,7 +171,10 @@ def test_what_is_insisted_on_runs_or_is_refused(table: Path) -> None:
     [
         ({"op": "all_redduce"}, "unknown operator in the table .*'all_redduce'.*'all_reduce'"),
         ({"implementation": "fused"}, "unknown implementation of all_reduce in the table"),
-        ({"options": {"chunks": 1}}, "unknown key 'chunks' of options in the table.*did you mean 'chunk'"),
+        (
+            {"options": {"chunks": 1}},
+            "unknown key 'chunks' of options in the table.*did you mean 'chunk'",
+        ),
         ({"dtype": "int8"}, "unknown dtype in the table"),
         ({"sizes": [4000]}, r"sizes=\[4000\] must be powers of two, \[elements\]"),
         ({"sizes": [4096, 1]}, r"sizes=\[4096, 1\] must be powers of two"),
