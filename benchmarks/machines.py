@@ -124,28 +124,27 @@ SKETCH = (
     "us (8B), 113.7 (70B), 18.1 (1B) without communication, {}"
 )
 LANDINGS = {2048: (18.1 - 16.4) / 2, 4096: (38.8 - 36.0) / 2}
-PUSHES = {
-    "push_kernel_us": Value(
-        DEFAULTS["push_kernel_us"],
-        SKETCH.format(
-            "and 41.8, 119.8, 21.1 with two pushes by products: 1.02 us each and 3.5 % of the time "
-            "between them, least squares; an all-reduce of 8 KiB by push takes 2.72"
-        ),
-    ),
-    "rank_spread": Value(
-        DEFAULTS["rank_spread"],
-        SKETCH.format(
-            "and 41.8, 119.8, 21.1 with two pushes by products: 1.02 us each and 3.5 % of the time "
-            "between them, least squares; of the slowest of four ranks, 1.05 standard deviations"
-        ),
-    ),
-}
-PUSHES["row_beside_nccl"] = Value(
-    DEFAULTS["row_beside_nccl"],
-    "measured by hand: as a ladder with NCCL on a stream of its own, a layer of products and norms "
-    "takes 53.9 us for 44.4 (8B) and 129.7 for 123.2 (70B) on 4x H200 (torch 2.11, 2026-11-20), "
-    "with torch's one-shot 45.2 and 124.6: 0.74 and 0.84 while NCCL runs, 17 us",
+WITH_PUSHES = (
+    "and 41.8, 119.8, 21.1 with two pushes by products: 1.02 us each and 3.5 % of the time between "
+    "them, least squares; "
 )
+PUSHES = {
+    name: Value(DEFAULTS[name], text)
+    for name, text in {
+        "push_kernel_us": SKETCH.format(
+            f"{WITH_PUSHES}an all-reduce of 8 KiB by push takes 2.72",
+        ),
+        "rank_spread": SKETCH.format(
+            f"{WITH_PUSHES}of the slowest of four ranks, 1.05 standard deviations",
+        ),
+        "row_beside_nccl": (
+            "measured by hand: as a ladder with NCCL on a stream of its own, a layer of products "
+            "and norms takes 53.9 us for 44.4 (8B) and 129.7 for 123.2 (70B) on 4x H200 (torch "
+            "2.11, 2026-11-20), with torch's one-shot 45.2 and 124.6: 0.74 and 0.84 while NCCL "
+            "runs, 17 us"
+        ),
+    }.items()
+}
 FOUR = {4: 40.2, 16: 40.2, 32: 42.3, 64: 39.3}  # rows: the four products of an 8B's layer
 COPY = 4.2  # TB/s read and written
 ATTENTION = {2: 5.7, 128: 22.6}  # KV heads of all sequences, over 1100 keys
