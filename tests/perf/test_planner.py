@@ -344,6 +344,24 @@ def test_a_verdict_says_where_no_other_plan_pays(capsys: Out) -> None:
     assert "tokens/s: of all 4 GPUs" not in found
 
 
+def test_each_batch_has_its_recommendation(capsys: Out) -> None:
+    """The least time of all is always that of the smallest batch, which answers nothing."""
+    words = ("llama-3-70b", "--batch", "1", "64", "--plans", "standard", "accumulate-8x-lag4")
+    found = asked(capsys, *words)
+    each = found["recommended_by_batch"]
+    assert [each["1"]["batch"], each["64"]["batch"]] == [1, 64]
+    assert each["1"] == found["recommended"]
+    assert each["64"]["us"] == min(row["us"] for row in found["rows"] if row["batch"] == 64)
+    assert found["fits"][0]["at most"] == 0
+    assert isinstance(found["fits"][0]["TP"], int)
+    assert main(["predict", *words]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.count("Recommended for latency: ") == 2
+    assert "batch 64, " in text.split("Recommended for latency: ")[2]
+    assert main(["predict", *words, "--objective", "throughput"]) == 0
+    assert capsys.readouterr().out.count("Recommended for ") == 1
+
+
 def test_what_reduces_nothing_exposes_nothing(capsys: Out) -> None:
     words = ("llama-3-8b", "--prefill", "--batch", "4", "--plans", "none", "--tp", "2")
     assert {row["exposed_us"] for row in asked(capsys, *words)["rows"]} == {0.0}

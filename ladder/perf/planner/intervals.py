@@ -29,12 +29,14 @@ FAR = 2.0  # beyond the shortest and the longest recorded pass, by this factor, 
 @dataclass(frozen=True)
 class Interval:
     """Factors of a predicted time, or None where no such pass was recorded. source: whose errors
-    they are. far: of other GPUs, another TP degree, or much shorter or longer passes."""
+    they are. far: of other GPUs, another TP degree, or much shorter or longer passes. wider: of
+    other models alone."""
 
     low: float | None
     high: float | None
     source: str
     far: bool = False
+    wider: bool = False
 
     def of(self, us: float) -> tuple[float, float] | None:
         return None if self.low is None or self.high is None else (self.low * us, self.high * us)
@@ -60,9 +62,9 @@ def interval(phase: str, gpu: str, gpus: int, reducer: str, model: str, us: floa
     far |= model not in found and len(found) == 1
     where = f"{phase}, {reducer}" if reducer else phase
     where += f", {gpus} x {gpu}" if here else ", other numbers of GPUs"
-    wider = "" if model in found else f", wider for {model}, which is none of them"
-    source = f"{len(times)} records of {len(found)} models ({where}){wider}"
-    return Interval(1 / wide, wide, source, far)
+    models = f"{len(found)} model{'s' if len(found) > 1 else ''}"
+    source = f"{len(times)} records of {models} ({where})"
+    return Interval(1 / wide, wide, source, far, model not in found)
 
 
 Points = dict[str, list[tuple[float, float]]]

@@ -30,7 +30,8 @@ def as_page(
     words: Sequence[str],
 ) -> str:  # fmt: skip
     title = report.title(question)
-    finding = report.verdict(question, rows, best) if best else report.nothing_fits(question, rows)
+    said = report.verdicts(question, rows, best)
+    finding = " ".join(said) if said else report.nothing_fits(question, rows)
     parts: list[PagePart] = [] if available() else [NO_FIGURES]
     if available() and best is not None:
         parts.append(Figure(pareto(plotted(question), "Latency against throughput")))

@@ -12,7 +12,7 @@ from ladder.costs import HEADROOM
 from ladder.perf.memory import GIB, Memory
 from ladder.perf.planner.candidates import work
 from ladder.perf.planner.intervals import NEAREST
-from ladder.perf.planner.question import CLOSE, Question, Row, order, score
+from ladder.perf.planner.question import CLOSE, Question, Row, order, recommended, score
 from ladder.perf.planner.subject import CHECKPOINT
 from ladder.plans import aligned
 
@@ -98,20 +98,25 @@ def text(question: Question, rows: Sequence[Row], left_out: Sequence[str], best:
         parts.append(aligned(ranked(question, shown), left=1))
         if len(shown) < len(some):
             more = len(some) - len(shown)
-            parts.append(f"and {more} slower of the same; all: --json, or --plans NAMES")
+            parts.append(
+                f"and {more} more: these are the best of each plan, TP degree and way. All: "
+                f"--json, or --plans NAMES"
+            )
     parts += notes(question, rows, left_out)
-    if best is not None:
-        parts.append(verdict(question, rows, best))
+    parts += verdicts(question, rows, best)
     return "\n\n".join(fill(part, 100) if "\n" not in part else part for part in parts)
 
 
 def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> list[str]:
     """Where intervals and times are from, and what is left out."""
-    sources = dict.fromkeys(row.interval.source for row in rows if row.interval.low is not None)
+    known = [row.interval for row in rows if row.interval.low is not None]
+    sources = dict.fromkeys(f"{each.source}{'*' * each.wider}" for each in known)
+    other = f" *: wider, since {question.subject.name} is not among them."
     doubt = " ?: from other GPUs or weights, another TP degree, or times unlike the row's."
     found = [
         f"80 % interval: the factor within which 80 % of the {NEAREST} nearest predictions were, "
-        f"among {'; '.join(sources)}.{doubt if any(row.interval.far for row in rows) else ''}"
+        f"among {'; '.join(sources)}.{other if any(each.wider for each in known) else ''}"
+        f"{doubt if any(row.interval.far for row in rows) else ''}"
         if sources
         else "No interval: no such pass was recorded."
     ] * bool(rows)
@@ -155,10 +160,27 @@ def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> l
     return [*found, *(f"left out: {each}" for each in left_out), CAVEAT]
 
 
+def verdicts(question: Question, rows: Sequence[Row], best: Row | None) -> list[str]:
+    """The recommendation in words. The batch is the user's choice, unless tokens/s are wanted."""
+    if best is None or question.objective == "throughput":
+        return [verdict(question, rows, best)] if best else []
+    return [verdict(question, rows, each) for each in by_batch(question, rows).values()]
+
+
+def by_batch(question: Question, rows: Sequence[Row]) -> dict[int, Row]:
+    """What is recommended for each batch of which a model fits."""
+    found = {}
+    for batch in dict.fromkeys(row.candidate.batch for row in rows):
+        some = [row for row in rows if row.candidate.batch == batch]
+        if best := recommended(some, question.objective):
+            found[batch] = best
+    return found
+
+
 def verdict(question: Question, rows: Sequence[Row], best: Row) -> str:
-    """The recommendation in words, with what it is not told apart from."""
+    """A recommendation in words, with what it is not told apart from."""
     said = [f"Recommended for {question.objective}: {best.candidate}, {best.us / 1e3:.3f} ms"]
-    batch = best.candidate.batch if question.objective == "latency" else None
+    batch = None if question.objective == "throughput" else best.candidate.batch
     alike = [
         row for row in rows
         if not row.candidate.bound and batch in (None, row.candidate.batch)
@@ -216,6 +238,9 @@ def as_data(
         "rows": [row_data(row) for row in rows],
         "left_out": list(left_out),
         "recommended": None if best is None else row_data(best),
+        "recommended_by_batch": {
+            str(batch): row_data(row) for batch, row in by_batch(question, rows).items()
+        },
         "command": shlex.join(words),
     }  # fmt: skip
 
@@ -224,8 +249,9 @@ def _plain(cell: str) -> str | float | bool:
     """A table's cell as data."""
     if cell in ("yes", "NO"):
         return cell == "yes"
+    number = cell.replace(",", "")
     try:
-        return float(cell.replace(",", ""))
+        return float(number) if "." in number else int(number)
     except ValueError:
         return cell
 
@@ -237,7 +263,8 @@ def row_data(row: Row) -> dict[str, Any]:
         "plan": each.plan, "tp": each.tp, "way": each.way, "batch": each.batch,
         "bound": each.bound, "us": found.us, "low_us": ends[0],
         "high_us": ends[1], "interval": row.interval.source, "far":
-        row.interval.far, "tokens_s": row.tokens_s, "limits": dict(found.limits),
+        row.interval.far, "wider": row.interval.wider, "tokens_s": row.tokens_s,
+        "limits": dict(found.limits),
         "exposed_us": found.exposed_us, "waiting_us": found.waiting_us,
         "collectives": found.collectives, "launches": found.launches,
         "basis": found.basis, "bases": found.bases, "provenance": list(found.provenance),

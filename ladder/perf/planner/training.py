@@ -134,7 +134,8 @@ def doubted(question: Question, each: Candidate, found: Prediction, near: Interv
         return near
     likely = found.us - found.waiting_us
     best, worst = (_predict(question, each, 0.0, doubt).us / likely for doubt in ENDS)
-    return Interval(near.low * best, near.high * worst, f"{near.source}; {LINKS}", True)
+    source = f"{near.source}; {LINKS}"
+    return Interval(near.low * best, near.high * worst, source, True, near.wider)
 
 
 def tokens(question: Question, each: Candidate) -> int:
