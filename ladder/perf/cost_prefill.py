@@ -62,13 +62,16 @@ class PromptCost:
         self._known: dict[tuple[object, ...], float] = {}
 
     def __call__(self, operation: Operation) -> float:
-        each = operation
-        key = (each.kind, each.part, each.few, each.algorithm, each.tensors, each.stream)
+        key = self.key(operation)
         if key not in self._known:
             found = self.estimate(operation)
             self.bases.append(found.basis)
             self._known[key] = found.us
         return self._known[key]
+
+    def key(self, each: Operation) -> tuple[object, ...]:
+        """Operations that are alike in it take as long."""
+        return each.kind, each.part, each.few, each.algorithm, each.tensors, each.stream
 
     def estimate(self, operation: Operation) -> Estimate:
         """What it takes alone. Raises UserError if the machine lacks the curve."""

@@ -66,7 +66,6 @@ class TrainingCost(PromptCost):
         degree = shape.tp * shape.held
         super().__init__(config, machine, degree, shape.sequences, shape.seq_len)
         self.shape, self.adds, self.no_comm = shape, adds, no_comm
-        self._times: dict[tuple[object, ...], float] = {}
         self.vocabulary = -(-config.vocab_size // shape.tp)  # split over processes alone
         self.shapes["head"] = self.vocabulary, config.hidden_size
         degrees = {shape.tp, shape.replicas} if shape.nodes == 1 else {shape.tp}
@@ -78,20 +77,15 @@ class TrainingCost(PromptCost):
         self.mine = self.tensor(rows) * shape.held
         self.parameters = local_parameters(config, shape.tp)
 
-    def __call__(self, operation: Operation) -> float:
-        each = operation
+    def key(self, each: Operation) -> tuple[object, ...]:
         if each.kind == "landing":
             about: object = self._landing_tensors(each)
         else:
             about = each.output is not None and self._reduced(each.output)
-        if each.algorithm == FUSED:
-            about = about, each.sublayer and self.config.plan.sublayers[each.sublayer].kind
-        key = (each.kind, each.part, each.stream, each.backward, each.algorithm, about)
-        if key not in self._times:
-            found = self.estimate(operation)
-            self.bases.append(found.basis)
-            self._times[key] = found.us
-        return self._times[key]
+        kind = ""
+        if each.algorithm == FUSED and each.sublayer is not None:
+            kind = self.config.plan.sublayers[each.sublayer].kind
+        return each.kind, each.part, each.stream, each.backward, each.algorithm, kind, about
 
     def _reduced(self, output: int) -> tuple[str, int]:
         """How an output is reduced, and with how many partials before its own."""
@@ -231,10 +225,6 @@ class TrainingCost(PromptCost):
 
     def _wire(self, kind: str, nbytes: float, degree: int) -> Estimate:
         return backend_exchange(self.collectives[degree], kind, nbytes)
-
-    def unlimit(self) -> None:
-        self.share = 1.0
-        self._times.clear()
 
     def limit(self, busy_us: float, total_us: float) -> None:
         """As for prompts, but without a beginning."""

@@ -44,14 +44,9 @@ class VirtualCost(PromptCost):
         self.processes = tp
         self.each = KERNEL_US if context else self.gap
 
-    def __call__(self, operation: Operation) -> float:
-        landed = tuple((each.summed, each.own != 0) for each in operation.landings)
-        key = (operation.kind, operation.part, operation.output is not None, landed)
-        if key not in self._known:
-            found = self.estimate(operation)
-            self.bases.append(found.basis)
-            self._known[key] = found.us
-        return self._known[key]
+    def key(self, each: Operation) -> tuple[object, ...]:
+        landed = tuple((landing.summed, landing.own != 0) for landing in each.landings)
+        return each.kind, each.part, each.output is not None, landed
 
     def estimate(self, operation: Operation) -> Estimate:
         kind, rows = operation.kind, self.rows
