@@ -240,4 +240,10 @@ def convert_command(options: argparse.Namespace) -> int:
         print(f"{report.compared} equal transformers', bit for bit")
     else:
         print(f"{report.compared} differ from transformers' by {report.logits:.1e} of the largest")
+    old, new = (read_config(folder).plan for folder in (source, options.out))
+    if old.sublayers != new.sublayers:
+        print(
+            f"plan {new.name} computes another function than {old.name}: fine-tune it before use, "
+            f"as by `ladder finetune RECIPE init={options.out} teacher={options.model}`"
+        )
     return 0

@@ -57,7 +57,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     source, out = save(tmp_path / "hf"), tmp_path / "out"
     words = ["convert", str(source), "--out", str(out), "--plan", "hybrid"]
     assert main([*words, "--ladder-layers", "0, 2-3"]) == 0
-    assert "every checksum agrees" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "every checksum agrees" in said
+    assert "plan ladder@0,ladder@2-3 computes another function than standard: fine-tune" in said
+    assert f"init={out} teacher={source}`" in said
+    assert main(["convert", str(source), "--out", str(tmp_path / "same")]) == 0
+    assert "another function" not in capsys.readouterr().out
     assert checkpoint.read_config(out).plan.name == "ladder@0,ladder@2-3"
     assert main(words) == 2
     assert "exists already" in capsys.readouterr().err
