@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,6 +120,9 @@ def test_predict_says_which_slowdowns_are_declared(
     said = " ".join(capsys.readouterr().out.split())
     assert "Not measured by `ladder bench machine`: how fast work is beside" in said
     assert "of its speed alone: nccl_beside_product 0.75 (declared)" in said
+    assert main([*words, "async", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["unmeasured"][0] == "nccl_beside_product 0.75 (declared)"
     path = tmp_path / "m.json"
     write(with_slowdowns(load("h200x4"), MEASURED), path)
     assert main([*words, "async", "--machine", str(path)]) == 0

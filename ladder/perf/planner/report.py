@@ -268,6 +268,7 @@ def row_data(row: Row) -> dict[str, Any]:
         "exposed_us": found.exposed_us, "waiting_us": found.waiting_us,
         "collectives": found.collectives, "launches": found.launches,
         "basis": found.basis, "bases": found.bases, "provenance": list(found.provenance),
+        "unmeasured": list(found.unmeasured),
         "memory_gib": row.memory.total / GIB,
         "memory": {name: size / GIB for name, size in asdict(row.memory).items() if size},
     }  # fmt: skip
