@@ -118,8 +118,8 @@ def test_predict_says_which_slowdowns_are_declared(
     words = ["predict", "llama-3-8b", "--prefill", "--plans", "ladder", "--tp", "4", "--reducers"]
     assert main([*words, "async"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "Not measured by `ladder bench machine`: how fast work is beside" in said
-    assert "of its speed alone: nccl_beside_product 0.75 (declared)" in said
+    assert "Not measured by `ladder bench machine`, as shares of the speed alone: " in said
+    assert "alone: nccl_beside_product 0.75 (declared), product_beside_nccl" in said
     assert main([*words, "async", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["unmeasured"][0] == "nccl_beside_product 0.75 (declared)"

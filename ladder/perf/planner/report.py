@@ -147,8 +147,8 @@ def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> l
     unmeasured = sorted({each for row in rows for each in row.prediction.unmeasured})
     if unmeasured:
         found.append(
-            f"Not measured by `ladder bench machine`: how fast work is beside other work, of its "
-            f"speed alone: {', '.join(unmeasured)}."
+            f"Not measured by `ladder bench machine`, as shares of the speed alone: "
+            f"{', '.join(unmeasured)}."
         )
     if question.nodes > 1 and question.phase != "train":
         found.append(f"No link between the {question.nodes} machines is used.")
