@@ -9,7 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from ladder.models.errors import UserError
-from ladder.perf.machine import Machine, load
+from ladder.perf.machine import Machine
+from ladder.perf.nodes import load
 from ladder.perf.prediction.ranking import NOTE, rankings, table
 from ladder.perf.prediction.records import MEASURED, Run, Score, calibrated, scores, summary
 from ladder.perf.prediction.repeats import repeats
