@@ -32,8 +32,8 @@ def read_index(folder: Path) -> dict[str, Any]:
         index = parse_json(path.read_bytes(), math.inf)
     except OSError as error:
         raise UserError(
-            f"no prepared data in {folder} ({path}: {error.strerror}); prepare it, or give the "
-            f"folder that holds {INDEX}"
+            f"no prepared data in {folder} ({INDEX}: {error.strerror}); make it by `ladder data "
+            f"prepare --tokenizer FOLDER --out {folder}`, or give the folder that holds {INDEX}"
         ) from error
     except ValueError as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); {REMEDY}") from error

@@ -104,14 +104,16 @@ class Run:
         if self.record is None:
             ended = "the run ended before its first checkpoint: it starts again"
             return [ended] if self.again else []
+        begun = f"resuming from step {_steps_of(self.record):,} of {self.config.steps:,}"
         old = self.record["config"].get("micro_batch_size")
         before = _layout(self.config, old, self.record.get("layout"))
         now = _layout(self.config, self.config.micro_batch_size, self.layout)
         if before == now:
-            return []
+            return [begun]
         return [
+            begun,
             f"resuming with the layout {now} a run of {before}: results agree up to rounding, not "
-            f"bit for bit"
+            f"bit for bit",
         ]
 
     def begin(self) -> Any:

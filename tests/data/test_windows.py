@@ -149,7 +149,10 @@ def edit(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("damage", "match"),
     [
-        (lambda f: (f / "index.json").unlink(), r"no prepared data in .*; prepare it, or give"),
+        (
+            lambda f: (f / "index.json").unlink(),
+            r"no prepared data in .*; make it by .* --out .*, or give",
+        ),
         (lambda f: (f / "index.json").write_text("{"), r"index\.json is damaged \(JSON"),
         (lambda f: (f / "index.json").write_text("[]"), r"index\.json is damaged"),
         (lambda f: edit(f / "index.json", version=9), r"has version=9, this program reads 1"),

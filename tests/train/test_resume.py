@@ -216,6 +216,7 @@ def test_resuming_with_other_micro_batches(
     assert "not bit for bit" not in capsys.readouterr().out  # all of its share is the same 4
     train(recipe(corpus, run, micro_batch_size=1), device="cpu", resume=True, stop_after=4)
     said = capsys.readouterr().out
+    assert "resuming from step 3 of 6" in said.splitlines()
     assert "'micro_batch_size': 1} a run of {'tp': 1" in said
     assert "not bit for bit" in said
     pools(2).run(resume_on_ranks, recipe(corpus, run, micro_batch_size=2).to_dict())
