@@ -29,6 +29,7 @@ from ladder.checkpoint import (
     read_config,
     read_json,
     read_stop_tokens,
+    read_stored,
     refuse_damage,
     write_config,
     write_tensors,
@@ -240,10 +241,13 @@ def convert_command(options: argparse.Namespace) -> int:
         print(f"{report.compared} equal transformers', bit for bit")
     else:
         print(f"{report.compared} differ from transformers' by {report.logits:.1e} of the largest")
-    old, new = (read_config(folder).plan for folder in (source, options.out))
+    old, new = (read_stored(folder)[0].plan for folder in (source, options.out))
     if old.sublayers != new.sublayers:
+        remedy = f"as by `ladder finetune RECIPE init={options.out} teacher={options.model}`"
+        if options.weights is not None:
+            remedy = "converted without --weights"
         print(
             f"plan {new.name} computes another function than {old.name}: fine-tune it before use, "
-            f"as by `ladder finetune RECIPE init={options.out} teacher={options.model}`"
+            f"{remedy}"
         )
     return 0

@@ -65,6 +65,17 @@ def test_a_plan_and_8_bits_in_one_step(tmp_path: Path) -> None:
         assert torch.equal(found(TOKENS), expected(TOKENS))
 
 
+def test_the_command_writes_8_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And ends well; what is in 8 bits cannot be fine-tuned."""
+    stored(tmp_path / "source", "standard")
+    words = ["convert", str(tmp_path / "source"), "--weights", "fp8", "--out"]
+    assert main([*words, str(tmp_path / "same")]) == 0
+    assert "another function" not in capsys.readouterr().out
+    assert main([*words, str(tmp_path / "ladder"), "--plan", "ladder"]) == 0
+    said = capsys.readouterr().out
+    assert "another function than standard: fine-tune it before use, converted without" in said
+
+
 def test_what_cannot_be_is_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
