@@ -7,9 +7,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ladder.next_step import say_next
+from ladder.next_step import free, say_next
 
 if TYPE_CHECKING:
     from ladder.models.plan import Landing, Plan
@@ -78,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps([summary(plan) for plan in found], indent=1))
     elif options.plans:
         print("\n\n".join(describe(plan) for plan in found))
-        _after_plans(options, layers)
+        _after_plans(options, layers, found)
     else:
         print(f"{layers} layers\n\n{overview(found)}")
         shape = ("--model", options.model) if options.model else ("--layers", layers)
@@ -86,13 +87,20 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _after_plans(options: argparse.Namespace, layers: int) -> None:
-    """Propose to time the drawn plans where a model has as many layers, else the demo."""
-    from ladder.config import model_config
+def _after_plans(options: argparse.Namespace, layers: int, found: Sequence[Plan]) -> None:
+    """Propose to train a plan where the recipe `tiny` has as many layers and its data is there; to
+    time the drawn plans where a model has as many layers; else the demo."""
+    from ladder.config import find, load_mapping, model_config
 
     name = options.model or "tiny"
     timed = [plan for plan in options.plans if plan != "none"]
-    if timed and model_config(name).num_layers == layers:
+    data = Path(load_mapping(find("train", "tiny"))["data"])
+    fits = name == "tiny" and model_config(name).num_layers == layers
+    if fits and len(found) == len(timed) == 1 and (data / "index.json").is_file():
+        ranks = [f"tp_degree={options.tp_degree}"] if found[0].depends_on_tp else []
+        out = free(Path("runs", Path(timed[0]).stem))
+        say_next("train", "tiny", f"plan={timed[0]}", *ranks, f"out={out}")
+    elif timed and model_config(name).num_layers == layers:
         degree = ("--tp-degree", options.tp_degree)
         shape = ("--model", name, "--seq-len", 128, *degree)
         say_next("bench", "train", *shape, "--plans", *timed)

@@ -65,7 +65,10 @@ def test_a_path_that_is_taken_is_not_proposed(tmp_path: Path) -> None:
     assert free(tmp_path / "data") == tmp_path / "data-3"
 
 
-def test_plans_lead_to_a_measurement(capsys: Captured) -> None:
+def test_plans_lead_to_a_measurement(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # without data to train on
     assert step(["plans", "--layers", "8"], capsys)[:4] == ["plans", "ladder", "--layers", "8"]
     words = step(["plans", "ladder", "none", "--model", "tiny"], capsys)
     assert words[:2] == ["bench", "train"]
@@ -73,6 +76,21 @@ def test_plans_lead_to_a_measurement(capsys: Captured) -> None:
     assert step(["plans", "ladder", "--layers", "6"], capsys) == ["demo"]
     assert main(["plans", "ladder", "--json"]) == 0
     assert "next: " not in capsys.readouterr().out
+
+
+def test_a_plan_leads_to_its_training_where_there_is_data(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/data").mkdir(parents=True)
+    (tmp_path / "runs/data/index.json").touch()
+    Path("mine.yaml").write_text("layers: [{layers: 0-3, preset: desync-2x}]\n")
+    words = step(["plans", "mine.yaml", "--tp-degree", "2"], capsys)
+    assert words == ["train", "tiny", "plan=mine.yaml", "tp_degree=2", "out=runs/mine"]
+    words = step(["plans", "ladder", "--model", "tiny"], capsys)
+    assert words == ["train", "tiny", "plan=ladder", "out=runs/ladder"]
+    assert step(["plans", "ladder", "none", "--model", "tiny"], capsys)[0] == "bench"
+    assert step(["plans", "none", "--model", "tiny"], capsys) == ["demo"]
 
 
 def test_a_measurement_of_steps_leads_to_its_plans(tmp_path: Path, capsys: Captured) -> None:
