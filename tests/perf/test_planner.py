@@ -255,6 +255,8 @@ def test_each_batch_has_its_recommendation(capsys: Out) -> None:
     each = found["recommended_by_batch"]
     assert [each["1"]["batch"], each["64"]["batch"]] == [1, 64]
     assert each["1"] == found["recommended"]
+    plan = found["recommended"]["plan"]  # beside what it is said to be faster than
+    assert f" --plans standard {plan} --reducers push " in found["command"]
     assert each["64"]["us"] == min(row["us"] for row in found["rows"] if row["batch"] == 64)
     assert found["fits"][0]["at most"] == 0
     assert isinstance(found["fits"][0]["TP"], int)

@@ -162,7 +162,8 @@ def most_sequences(
 
 
 def command(question: Question, each: Candidate) -> list[str]:
-    """The words that run it: a folder's own plan generates, any other is timed."""
+    """The words that run it: a folder's own plan generates, any other is timed, beside `standard`
+    if they were compared."""
     model = question.subject.name
     ranks = ["--nproc", str(each.tp)] if each.tp > 1 else []
     if each.plan == CHECKPOINT:
@@ -175,7 +176,10 @@ def command(question: Question, each: Candidate) -> list[str]:
     if question.phase == "decode":  # halfway through the new tokens there are `context`
         half = max(1, min(MEASURED_TOKENS // 2, prompt - 1, most - prompt))
         prompt, new = max(1, min(prompt - half, most - 2 * half)), 2 * half
-    words = ["bench", "inference", "--model", model, "--plans", each.plan]
+    plans = [each.plan]
+    if each.plan != "standard" and "standard" in question.chosen_plans:
+        plans.insert(0, "standard")
+    words = ["bench", "inference", "--model", model, "--plans", *plans]
     words += ["--reducers", each.way] if each.way else []
     words += ["--tp", str(each.tp), "--batch", str(each.batch)]
     if (each.config.tp_degree or each.tp) > each.tp:
