@@ -308,6 +308,10 @@ def test_predict_ops(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (
+            ["--ops", "all_gather_matmul", "--m", "3"],
+            "4 ranks do not divide m 3; give another --tp",
+        ),
         (["--machine", "h200x1"], "--machine=h200x1 has one GPU; give --tp 2 or more"),
         (["--tp", "1"], "--tp=1: a rank alone has nothing to exchange"),
         (["--tp", "8"], "--tp=8: machine 'h200x4' has the collectives of 4 GPUs"),
