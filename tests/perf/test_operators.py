@@ -310,7 +310,7 @@ def test_predict_ops(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             ["--ops", "all_gather_matmul", "--m", "3"],
-            "4 ranks do not divide m 3; give another --tp",
+            "4 ranks do not divide m 3; give other ranks",
         ),
         (["--machine", "h200x1"], "--machine=h200x1 has one GPU; give --tp 2 or more"),
         (["--tp", "1"], "--tp=1: a rank alone has nothing to exchange"),

@@ -233,9 +233,9 @@ def expand(options: Any, ranks: int, cpu: bool) -> tuple[list[OpPoint], list[str
     points = [point for point, why in found.items() if not why]
     if not points:
         if not left_out:
-            raise UserError(f"nothing to measure: --shapes {' '.join(shapes)} has none of --ops")
+            raise UserError(f"no case is left: --shapes {' '.join(shapes)} has none of --ops")
         more = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
-        raise UserError(f"nothing to measure: {left_out[0]}{more}")
+        raise UserError(f"no case is left: {left_out[0]}{more}")
     return points, left_out
 
 
@@ -282,7 +282,9 @@ def _refusal(point: OpPoint) -> str | None:
         split["m"] = point.m
     for name, size in split.items():
         if size % point.ranks:
-            return f"{point.ranks} ranks do not divide {name} {size}; give another --nproc or --m"
+            return (
+                f"{point.ranks} ranks do not divide {name} {size}; give other ranks or another --m"
+            )
     if point.op in OF_EXPERTS and point.m * point.ranks % point.experts:
         return (
             f"{point.experts} experts do not share {point.m} rows a rank evenly; give another --m"

@@ -40,9 +40,6 @@ def main(options: Any) -> int:
             raise UserError(f"--ops={op} is not predicted; choose from {', '.join(OPS)}")
     asked = Namespace(**{**vars(options), "ops": options.ops or list(OPS)})
     points, left_out = expand(asked, ranks, cpu=False)
-    refused = [each.replace("--nproc", "--tp") for each in left_out]
-    if not points:
-        raise UserError(f"nothing to predict: {'; '.join(refused)}")
     wanted = variants(options.implementations, asked.ops, options.tune)
     known = (DEFAULT, ANY_ORDER, *OVERLAPPED)
     for each in wanted or () if options.implementations else ():
@@ -67,7 +64,7 @@ def main(options: Any) -> int:
     print(f"{machine.name}, {ranks} ranks\n\n{aligned(table)}\n")
     said = f"not measured: {', '.join(predictor.unmeasured)}" if predictor.unmeasured else ""
     print(EXPLANATION)
-    for text in (said, *(f"left out: {each}" for each in refused)):
+    for text in (said, *(f"left out: {each}" for each in left_out)):
         print("".join(f"{line}\n" for line in textwrap.wrap(text, 100)), end="")
     return 0
 
