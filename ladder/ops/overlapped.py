@@ -79,9 +79,8 @@ def gather_chunks(
     space: workspace.Workspace, own: Tensor, Bs: list[Tensor], return_A: bool, streams: int
 ) -> tuple[Tensor | None, list[Tensor]]:
     """The shards of all ranks, of which this one is `own`, and their products with each B."""
-    space.reserve(own.numel() * own.element_size())
-    chosen, rank = space.next(), space.rank
-    slots = [space.slots(q, chosen, own.shape, own.dtype) for q in range(space.world)]
+    rank = space.rank
+    chosen, slots = space.begin(own.shape, own.dtype)
     whole, outs = _outputs(space.world, own, Bs, return_A)
 
     def product(q: int) -> None:
@@ -106,9 +105,8 @@ def waiting_all_gather_matmul(
 ) -> tuple[Tensor | None, list[Tensor]]:  # fmt: skip
     own, tiling = rows_first(A, gather_dim).contiguous(), tiling_of(tile, stages)
     space = workspace.workspace(group, "all_gather_matmul", A.device)
-    space.reserve(own.numel() * own.element_size())
-    chosen, rank, world = space.next(), space.rank, space.world
-    slots = [space.slots(q, chosen, own.shape, own.dtype, dense=True) for q in range(world)]
+    rank, world = space.rank, space.world
+    chosen, slots = space.begin(own.shape, own.dtype, dense=True)
     whole, outs = _outputs(world, own, Bs, return_A)
     rows = slots[rank].flatten(0, 1)
     arrivals = Arrivals(space.own_words("arrived", chosen), rank)
@@ -222,9 +220,7 @@ def scatter_chunks(
     blocks, ratio, streams = options
     rank, world, n = space.rank, space.world, B.shape[1]
     cut = Blocks(len(rows), world, blocks, ratio)
-    space.reserve(cut.height * n * rows.element_size())
-    chosen = space.next()
-    slots = [space.slots(q, chosen, (cut.height, n), rows.dtype) for q in range(world)]
+    chosen, slots = space.begin((cut.height, n), rows.dtype)
     partial = rows.new_empty(len(rows), n)
     chunks, partials = rows.split(cut.height), partial.split(cut.height)
     arrivals: SlotArrivals | None = None

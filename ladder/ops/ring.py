@@ -35,9 +35,7 @@ def ring_matmul_reduce_scatter(
     space = workspace.workspace(group, SCATTER, A.device)
     rank, world, n = space.rank, space.world, B.shape[1]
     cut = Blocks(len(rows), world, blocks, ratio)
-    space.reserve(cut.height * n * rows.element_size())
-    chosen = space.next()
-    slots = [space.slots(q, chosen, (cut.height, n), rows.dtype) for q in range(world)]
+    chosen, slots = space.begin((cut.height, n), rows.dtype)
     out, shards = rows.new_empty(cut.height, n), rows.split(cut.height)
     product, copy = _steps(
         rank, slots, cut, lambda block, owner: shards[owner][cut.place(block, owner)], B,
@@ -61,9 +59,7 @@ def ring_matmul_all_reduce(
     rank, world, n = space.rank, space.world, B.shape[1]
     cut = Blocks(len(rows), world, blocks, ratio)
     height = 2 * cut.height  # of a slot: the rows that grow, then the sums of a rank
-    space.reserve(height * n * rows.element_size())
-    chosen = space.next()
-    slots = [space.slots(q, chosen, (height, n), rows.dtype) for q in range(world)]
+    chosen, slots = space.begin((height, n), rows.dtype)
     total = rows.new_empty(len(rows), n)
     more = None if addend is None else addend.flatten(0, -2)
     product, copy = _steps(

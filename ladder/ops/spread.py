@@ -74,9 +74,7 @@ def _spread(
     # All sizes follow from the shapes and the options, so they are the same on all ranks.
     cut = Blocks(len(rows), world, blocks, ratio)
     height = (1 + len(outs)) * cut.height  # of a slot: the rows to add, then those of each output
-    space.reserve(height * n * rows.element_size())
-    chosen = space.next()
-    slots = [space.slots(q, chosen, (height, n), rows.dtype) for q in range(world)]
+    chosen, slots = space.begin((height, n), rows.dtype)
     partial = rows.new_empty(len(rows), n)
     more = None if addend is None else addend.flatten(0, -2)
 

@@ -142,6 +142,17 @@ class Workspace:
             return memory.view(-1)[: self.world * size].view(self.world, *shape)
         return memory[:, :size].unflatten(1, shape)
 
+    def begin(
+        self, shape: tuple[int, int], dtype: torch.dtype, dense: bool = False
+    ) -> tuple[int, list[Tensor]]:
+        """The set of a new call, and each rank's slots [T, *shape] of it, which fit such a shape.
+
+        All ranks call it with the same shape and type. dense: see `slots`.
+        """
+        self.reserve(shape[0] * shape[1] * dtype.itemsize)
+        chosen = self.next()
+        return chosen, [self.slots(q, chosen, shape, dtype, dense) for q in range(self.world)]
+
     def address(self, word: Word, chosen: int) -> int:
         assert 0 <= word.index < MAX_WORDS, word
         memory = self.words.by_rank[word.rank]
