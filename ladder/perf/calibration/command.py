@@ -19,6 +19,7 @@ from ladder.comm.access import common_push_refusal
 from ladder.files import check_writable
 from ladder.models.errors import UserError, brief
 from ladder.parallel import launch
+from ladder.parallel.mesh import make_mesh
 from ladder.perf.calibration.options import FAMILIES, check, family
 from ladder.perf.calibration.parts import parts
 from ladder.perf.calibration.sizes import CPU, GPU, Part
@@ -52,7 +53,11 @@ def main(options: Any) -> int:
     gpu = torch.cuda.get_device_name(device) if cuda else "none"
     before = launch.on_first(lambda: begun(out, gpu, world, options.only))
     push = cuda and world > 1 and common_push_refusal(world) is None
-    each = parts(GPU if cuda else CPU, device, push)
+    # Of a model's mesh: its NCCL has priority over products, without which all thread blocks of
+    # products that are queued before it would run first.
+    mesh = make_mesh(device, world)
+    group = None if mesh is None else mesh.get_group("tp")
+    each = parts(GPU if cuda else CPU, device, group, push)
     only = options.only or FAMILIES
     wanted = (part for part in each if family(part.name) in only)
     if not head:

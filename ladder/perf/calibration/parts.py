@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ladder.kernels.attention import decode_attention
 from ladder.kernels.landing import land, new_landing
@@ -23,8 +23,11 @@ KV_GROUP = 4  # query heads for each KV head
 PROMPT_HEADS = 32  # of prompts, which fill all multiprocessors
 
 
-def parts(sizes: Sizes, device: torch.device, push: bool) -> Iterator[Part]:
-    """All parts, the most useful first. push: whether the ranks can write to peer memory."""
+def parts(
+    sizes: Sizes, device: torch.device, group: ProcessGroup | None, push: bool
+) -> Iterator[Part]:
+    """All parts, the most useful first. group: that of all ranks by which a model would reduce, or
+    None for one. push: whether the ranks can write to peer memory."""
     yield Part("values", {}, partial(_values, sizes, device))
     for rows in sizes.rows:
         yield Part("product", {"rows": rows}, partial(_products, sizes, rows, device))
@@ -32,9 +35,7 @@ def parts(sizes: Sizes, device: torch.device, push: bool) -> Iterator[Part]:
         yield Part("attention", {"keys": keys}, partial(_attention, sizes, keys, device))
     for hidden in sizes.landing_hidden:
         yield Part("landing", {"hidden": hidden}, partial(_landings, sizes, hidden, device))
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        group = dist.group.WORLD
-        assert group is not None
+    if group is not None:
         yield from collectives.parts(sizes, group, device, push)
         yield from beside.parts(sizes, group, device, push)
     yield Part("copy", {}, partial(_copies, sizes, device))
