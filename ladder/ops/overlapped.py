@@ -88,14 +88,25 @@ def gather_chunks(
         mine = slice(q * len(own), (q + 1) * len(own))
         for B, out in zip(Bs, outs, strict=True):
             torch.mm(shard, B, out=out[mine])
-        if whole is not None:
-            whole[mine].copy_(shard)
 
     space.run(
-        schedules.all_gather(rank, space.world, streams=streams), chosen,
-        {"product": product, "copy": lambda q: slots[q][rank].copy_(own, non_blocking=True)},
+        schedules.all_gather(rank, space.world, streams=streams, keeps=return_A), chosen,
+        {"product": product, **_gathering(rank, own, slots, whole)},
     )  # fmt: skip
     return whole, outs
+
+
+def _gathering(
+    rank: int, own: Tensor, slots: list[Tensor], whole: Tensor | None
+) -> dict[str, Callable[[int], object]]:
+    """The actions `copy` and `keep` of a gather's schedule. whole: where the shards are kept."""
+
+    def keep(q: int) -> None:
+        assert whole is not None
+        shard = own if q == rank else slots[rank][q]
+        whole[q * len(own) : (q + 1) * len(own)].copy_(shard, non_blocking=True)
+
+    return {"copy": lambda q: slots[q][rank].copy_(own, non_blocking=True), "keep": keep}
 
 
 @implement("all_gather_matmul", "waiting", kernel_refusal, TILING)
@@ -115,15 +126,12 @@ def waiting_all_gather_matmul(
     def product(_: int) -> None:
         for B, out, order in zip(Bs, outs, orders, strict=True):
             gemm(rows, B, order, tiling=tiling, shards=world, out=out, arrivals=arrivals)
-        if whole is not None:
-            whole.copy_(rows)
 
     space.run(
-        schedules.all_gather(rank, world, waiting=True), chosen,
+        schedules.all_gather(rank, world, waiting=True, keeps=return_A), chosen,
         {
-            "product": product,
-            "own": lambda q: slots[q][q].copy_(own),
-            "copy": lambda q: slots[q][rank].copy_(own, non_blocking=True),
+            "product": product, "own": lambda q: slots[q][q].copy_(own),
+            **_gathering(rank, own, slots, whole),
         },
     )  # fmt: skip
     return _gathered(whole, outs, A, gather_dim)

@@ -37,13 +37,11 @@ def ring_matmul_reduce_scatter(
     cut = Blocks(len(rows), world, blocks, ratio)
     chosen, slots = space.begin((cut.height, n), rows.dtype)
     out, shards = rows.new_empty(cut.height, n), rows.split(cut.height)
-    product, copy = _steps(
+    actions = _steps(
         rank, slots, cut, lambda block, owner: shards[owner][cut.place(block, owner)], B,
         lambda block: out[cut.place(block, rank)], scale=1 / world if reduce_op == "avg" else 1.0,
     )  # fmt: skip
-    space.run(
-        schedules.ring(rank, world, blocks, streams), chosen, {"product": product, "copy": copy}
-    )
+    space.run(schedules.ring(rank, world, blocks, streams), chosen, actions)
     return rows_back(out, A, scatter_dim)
 
 
@@ -62,14 +60,14 @@ def ring_matmul_all_reduce(
     chosen, slots = space.begin((height, n), rows.dtype)
     total = rows.new_empty(len(rows), n)
     more = None if addend is None else addend.flatten(0, -2)
-    product, copy = _steps(
+    actions = _steps(
         rank, slots, cut, lambda block, owner: rows[cut.part(block, owner)], B,
         lambda block: total[cut.part(block, rank)],
         None if more is None else lambda block, owner: more[cut.part(block, owner)],
     )  # fmt: skip
     space.run(
         schedules.ring(rank, world, blocks, streams, spread=True), chosen,
-        {"product": product, "copy": copy, **to_all(rank, slots, cut, [total])},
+        {**actions, **to_all(rank, slots, cut, [total])},
     )  # fmt: skip
     return total.unflatten(0, A.shape[:-1])
 
@@ -78,8 +76,8 @@ def _steps(
     rank: int, slots: list[Tensor], cut: Blocks, rows: Callable[[int, int], Tensor], B: Tensor,
     out: Callable[[int], Tensor], addend: Callable[[int, int], Tensor] | None = None,
     scale: float = 1.0,
-) -> tuple[Callable[[int], None], Callable[[int], None]]:  # fmt: skip
-    """The actions `product` and `copy` of the ring.
+) -> dict[str, Callable[[int], object]]:  # fmt: skip
+    """The actions `product`, `copy` and `fetch` of the ring.
 
     rows, addend: those of a block and an owner. out: the memory of this rank's sums of a block.
     scale: of the sums.
@@ -88,9 +86,11 @@ def _steps(
     begun = B.new_empty(cut.height, B.shape[1])  # what travels from here
 
     def at(number: int) -> tuple[int, int, int, Tensor]:
-        """The step, block and owner, and where what travels is on this rank."""
+        """The step, block and owner, and where what travels is on this rank, and then the sum."""
         step, block = divmod(number, blocks)
         owner = (rank - 1 - step) % world
+        if step == world - 1:
+            return step, block, owner, out(block)
         memory = slots[rank][step] if step else begun
         return step, block, owner, memory[cut.place(block, owner)]
 
@@ -107,13 +107,17 @@ def _steps(
         else:
             if more is not None:
                 travels.add_(more)
-            to = travels if step < world - 1 else out(block)
             last = scale if step == world - 1 else 1.0
-            torch.addmm(travels, mine, B, beta=last, alpha=last, out=to)
+            # In place: torch copies what it adds to, if the result is elsewhere.
+            travels.addmm_(mine, B, beta=last, alpha=last)
 
     def copy(number: int) -> None:
         step, block, owner, travels = at(number)
         to = slots[(rank + 1) % world][step + 1][cut.place(block, owner)]
         to.copy_(travels, non_blocking=True)
 
-    return product, copy
+    def fetch(number: int) -> None:
+        step, block, owner, total = at(number)
+        total.copy_(slots[rank][step][cut.place(block, owner)], non_blocking=True)
+
+    return {"product": product, "copy": copy, "fetch": fetch}

@@ -141,9 +141,13 @@ def _join(streams: int) -> list[Step]:
     return [Record("second", "computed"), Follow("main", "computed")] if streams > 1 else []
 
 
-def _release(rank: int, world: int) -> list[Step]:
-    """Peers may write this rank's slots again; and what the copies read may be freed."""
-    return [*_free(rank, world), *_SENT]
+def _release(rank: int, world: int, copied: bool = False) -> list[Step]:
+    """Peers may write this rank's slots again; and what the copies read may be freed.
+
+    copied: the copies read these slots, too, so they are free only when all copies have ended.
+    """
+    free = _free(rank, world)
+    return [*_SENT, *free] if copied else [*free, *_SENT]
 
 
 _SENT: tuple[Step, ...] = (Record("copies", "sent"), Follow("main", "sent"))
@@ -154,28 +158,38 @@ def _free(rank: int, world: int) -> list[Step]:
 
 
 @functools.cache  # a call's schedule is the last call's
-def all_gather(rank: int, world: int, waiting: bool = False, streams: int = 1) -> Schedule:
+def all_gather(
+    rank: int, world: int, waiting: bool = False, streams: int = 1, keeps: bool = False
+) -> Schedule:
     """Each rank's shard to all peers, and the product of each as soon as it is there.
 
     The rank's own shard is first, then those of rank + 1, rank + 2, ...; so a rank sends to
     rank - 1 first, which needs it first. Actions: `copy` q sends this rank's shard to rank q,
     `product` q multiplies shard q. waiting: `own` puts the own shard into its slot, and one
     `product` multiplies all and waits for each shard by itself. streams: 1 or 2, of the products.
+    keeps: `keep` q puts shard q into the caller's memory, by the copies stream, under the products.
     """
     steps: list[Step] = [Record("main", "begun"), Follow("copies", "begun")]
     for peer in others(rank, world, -1):
         steps += _send(rank, peer, peer, rank)
+    steps += [Work("copies", "keep", rank)] if keeps else []
     if waiting:
         arrived = [Word(rank, "arrived", q) for q in others(rank, world)]
         steps += [Work("main", "own", rank), Work("main", "product", ALL, tuple(arrived))]
-        steps += [Put("main", word, 0) for word in arrived]
-    else:
-        steps += [*_fork(streams), Work("main", "product", rank)]
-        for number, q in enumerate(others(rank, world), start=1):
-            lane = LANES[number % streams]
-            steps += [*_take(rank, [q], lane), Work(lane, "product", q)]
-        steps += _join(streams)
-    return (*steps, *_release(rank, world))
+        for word in arrived if keeps else ():
+            steps += [Await("copies", word), Work("copies", "keep", word.index)]
+        steps += _SENT if keeps else ()  # before the words for which the copies wait are cleared
+        return (*steps, *(Put("main", word, 0) for word in arrived), *_free(rank, world),
+                *(() if keeps else _SENT))  # fmt: skip
+    steps += [*_fork(streams), Work("main", "product", rank)]
+    for number, q in enumerate(others(rank, world), start=1):
+        lane = LANES[number % streams]
+        steps += _take(rank, [q], lane)
+        if keeps:
+            here = f"shard {q}"
+            steps += [Record(lane, here), Follow("copies", here), Work("copies", "keep", q)]
+        steps.append(Work(lane, "product", q))
+    return (*steps, *_join(streams), *_release(rank, world, keeps))
 
 
 @functools.cache
@@ -257,10 +271,15 @@ def _spread(rank: int, world: int, block: int, flags: int, lane: Stream) -> list
 
 
 def _collect(rank: int, world: int, block: int, flags: int) -> list[Step]:
-    """The peers' sums of a block, which `_spread` has sent, to where they belong."""
-    chunks = [block * world + peer for peer in others(rank, world)]
-    taken = [Work("main", "take", chunk) for chunk in chunks]
-    return [*_take(rank, [flags + chunk for chunk in chunks]), *taken]
+    """The peers' sums of a block, which `_spread` has sent, to where they belong, as they come.
+
+    After all products: but for the last block's, it runs while that one's sums are on their way.
+    """
+    steps: list[Step] = []
+    for peer in others(rank, world, -1):  # rank - 1 sends to this rank first
+        chunk = block * world + peer
+        steps += [*_take(rank, [flags + chunk]), Work("main", "take", chunk)]
+    return steps
 
 
 @functools.cache
@@ -271,15 +290,18 @@ def ring(rank: int, world: int, blocks: int, streams: int = 1, spread: bool = Fa
     chunk of rank - 1 first, then that of rank - 2, ..., and its own last. Each chunk is in blocks
     of rows; with two or more, a block arrives under the products of others. Actions: `product`
     s x blocks + b, of block b in step s, is added to what has arrived, but in step 0; `copy` of the
-    same number sends it on. It arrives in slot s + 1. spread: each block of sums then goes to all
-    ranks, as in `all_reduce`. streams: 1 or 2, of the products.
+    same number sends it on. It arrives in slot s + 1; `fetch` puts what arrives last to where the
+    sum belongs, by the copies stream, under the products of other blocks. spread: each block of
+    sums then goes to all ranks, as in `all_reduce`. streams: 1 or 2, of the products.
     """
     steps, peer, flags = _fork(streams), (rank + 1) % world, world * blocks
     # Slots are in the order of the steps, and not of the senders, so all peers' are waited for.
     free = [Word(rank, "free", q) for q in others(rank, world)]
     for number in range(world * blocks):
         lane, (step, block) = LANES[number % streams], divmod(number, blocks)
-        if step > 0:
+        if step == world - 1 > 0:
+            steps.append(Follow(lane, f"fetched {number}"))
+        elif step > 0:
             steps += _take(rank, [number], lane)
         steps.append(Work(lane, "product", number))
         if step < world - 1:
@@ -289,13 +311,16 @@ def ring(rank: int, world: int, blocks: int, streams: int = 1, spread: bool = Fa
                 steps += [Await("copies", word) for word in free]
                 steps += [Put("copies", word, 0) for word in free]
             steps += _send(rank, peer, number, number + blocks, False)
+            if step == world - 2:  # each rank sends a block before it waits for the same one
+                steps += _take(rank, [number + blocks], "copies")
+                steps.append(Work("copies", "fetch", number + blocks))
+                steps.append(Record("copies", f"fetched {number + blocks}"))
         elif spread:
             steps += _spread(rank, world, block, flags, lane)
     steps += [] if spread else _join(streams)
     for block in range(blocks if spread else 0):
         steps += _collect(rank, world, block, flags)
-    # The copies read this rank's slots, too, so these are free only when all has been sent.
-    return (*steps, *_SENT, *_free(rank, world))
+    return (*steps, *_release(rank, world, copied=True))
 
 
 def tracked(program: Program, world: int, waiting: bool = False) -> Schedule:

@@ -109,6 +109,7 @@ def schedules_of(world: int) -> dict[str, Callable[[int], Schedule]]:
     tracks = all_to_all(2 * world, 2, world, 1)
     found: dict[str, Callable[[int], Schedule]] = {
         "waiting": lambda rank: schedules.all_gather(rank, world, waiting=True),
+        "waiting, kept": lambda rank: schedules.all_gather(rank, world, waiting=True, keeps=True),
         "tracked": lambda rank: schedules.tracked(tracks.compile(rank), world),
         "tracked landing": lambda rank: schedules.tracked(
             tracks.compile(rank), world, waiting=True
@@ -131,6 +132,9 @@ def schedules_of(world: int) -> dict[str, Callable[[int], Schedule]]:
         if blocks == 1:
             kinds |= {
                 "gather": functools.partial(schedules.all_gather, world=world, streams=streams),
+                "kept": functools.partial(
+                    schedules.all_gather, world=world, streams=streams, keeps=True
+                ),
                 "landing": functools.partial(
                     schedules.reduce_scatter, world=world, waiting=True, streams=streams
                 ),
@@ -155,11 +159,12 @@ def test_schedules(name: str, world: int) -> None:
                 recorded = [each for each in schedule if getattr(each, "event", "") == step.event]
                 assert recorded.index(step) > 0, step
         after_sent = schedule[schedule.index(Follow("main", "sent")) + 1 :]
-        # A ring's slots are read by copies, too; else they are free before all has been sent.
-        assert all(step.word.kind == "free" for step in after_sent)
-        assert bool(after_sent) == (name.startswith("ring") and world > 1)
+        # Where copies read the slots, too, these are free only when all has been sent.
+        assert all(step.word.kind in ("free", "arrived") for step in after_sent)
+        copied = any(kind in name for kind in ("ring", "kept"))
+        assert bool(after_sent) == (copied and world > 1)
         targets = [s.word.rank for s in schedule if isinstance(s, Put) and s.stream == "copies"
-                   and s.word.kind == "arrived"]  # fmt: skip
+                   and s.word.kind == "arrived" and s.value]  # fmt: skip
         whole = "ring" not in name or "spread" in name
         wanted = set(range(world)) if whole else {(rank + 1) % world}
         assert set(targets) == wanted - {rank}
@@ -176,11 +181,11 @@ def test_schedules(name: str, world: int) -> None:
 def steps_to_lose(op: str, name: str, options: dict[str, Any]) -> list[int]:
     """The steps of rank 0 of two without which something must fail."""
     gather = op == "all_gather_matmul"
-    kind = "gather" if gather else "landing" if lands(op) else "scatter"
+    kind = "kept" if gather else "landing" if lands(op) else "scatter"
     if op in WHOLE:
         kind = "spread" if name == "chunked" else f"{name} spread"
     elif name != "chunked":
-        kind = f"{name} landing" if lands(op) else name
+        kind = f"{name} landing" if lands(op) else f"{name}, kept" if gather else name
     every = schedules_of(2)
     schedule = (every[kind] if kind in every else every[label(kind, options)])(0)
     found = []

@@ -134,6 +134,8 @@ def ring(
         rows = height(cut.part(block, owner) if spread else cut.place(block, owner))
         if step.action == "product":
             return cost.product(rows, size.outputs, size.inputs)
+        if step.action == "fetch":
+            return cost.moves(2 * size.line * rows)
         return cost.copies(size.line * rows)
 
     return [schedules.ring(r, world, blocks, streams, spread) for r in range(world)], tasks
