@@ -230,7 +230,7 @@ def correct(rank: int, world_size: int, dtype: str) -> None:
         elif op in OF_EXPERTS:
             point = OpPoint(op, "x", 4 * T, 6, 5, T, dtype, 2 * T)
         case = make_case(point, group, CPU)
-        for way, _ in [(case.collective, "gloo"), (case.operator, "staged")]:
+        for way in (*case.collective.values(), case.operator):
             with use(op, "staged"):
                 error = measure.compare(case.outputs(way()), case.expected)
             assert error < measure.TOLERANCE[dtype], (op, error)
@@ -267,6 +267,13 @@ def test_points() -> None:
     gather = [(p.shape, p.m, p.n, p.k) for p in llama if p.op == "all_gather_matmul"]
     assert gather == [("llama-3-8b qkv", 64, 6144, 4096), ("llama-3-8b gate-up", 64, 28672, 4096)]
     assert {p.k for p in llama if p.op == OP} == {4096, 14336}
+    back, _ = expand(options(shapes=["llama-3-8b:backward"], m=[64]), 4, cpu=False)
+    assert {(p.op, p.shape, p.n, p.k) for p in back} == {
+        ("matmul_reduce_scatter", "llama-3-8b:backward qkv", 4096, 6144),
+        ("all_gather_matmul", "llama-3-8b:backward o", 4096, 4096),
+        ("matmul_reduce_scatter", "llama-3-8b:backward gate-up", 4096, 28672),
+        ("all_gather_matmul", "llama-3-8b:backward down", 14336, 4096),
+    }
     few, _ = expand(options(shapes=["gemv"]), 4, cpu=False)
     assert {(p.op, p.m, p.k) for p in few} == {("linear_all_reduce", m, 8192) for m in (1, 8, 64)}
     assert {p.n for p in few} == {8192, 16384, 32768, 65536}
@@ -378,9 +385,9 @@ def test_a_whole_run(start: Start, tmp_path: Path) -> None:
     found = [json.loads(line) for line in (out / "ops.jsonl").read_text().splitlines()]
     ways = {(r["point"]["op"], r["point"]["way"]) for r in found}
     assert {way for op, way in ways if op == BAGS} == {
-        "alone", "alone, by table", "gloo", "staged"
+        "alone", "alone, by table", "gloo", "gloo, by table", "staged"
     }  # fmt: skip
-    assert len(found) == 6 * 5 + 4 + 4  # and linear_all_reduce by `collective`
+    assert len(found) == 6 * 5 + 5 + 4  # and linear_all_reduce by `collective`
     assert all(r["result"]["us"] > 0 and r["machine"]["ranks"] == 2 for r in found)
     in_order = [each["implementation"] for each in kept if each["order"] == "ranks"]
     assert in_order == ["staged"] * 5

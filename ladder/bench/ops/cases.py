@@ -38,7 +38,8 @@ class Case:
 
     arguments: the operator's, without group_name. shapes: for `ladder.ops.explain`. alone: the
     product or lookup without communication, in several forms. collective: the baseline, a plain
-    form, then the backend's collective (`plain` of a product). outputs: the tensors to check among
+    form, then the backend's collective (`plain` of a product); "" or the name of the form. outputs:
+    the tensors to check among
     what a call returns. expected: their exact values. link_bytes: what each rank must receive.
     memory_bytes: of embedding bags, what a rank must read and write in its own memory.
     """
@@ -48,7 +49,7 @@ class Case:
     keywords: dict[str, Any]
     shapes: tuple[Any, ...]
     alone: dict[str, Call]
-    collective: Call
+    collective: dict[str, Call]
     outputs: Callable[[Any], list[Tensor]]
     expected: list[Tensor]
     link_bytes: float
@@ -82,10 +83,10 @@ def plain(op: str) -> str:
     return ANY_ORDER if ANY_ORDER in OPERATORS[op].implementations else DEFAULT
 
 
-def _plainly(point: OpPoint, group: dist.ProcessGroup, *arguments: Any) -> Call:
+def _plainly(point: OpPoint, group: dist.ProcessGroup, *arguments: Any) -> dict[str, Call]:
     """That implementation, without the operator around it, as one would write it by hand."""
     run = OPERATORS[point.op].implementations[plain(point.op)].run
-    return lambda: run(group, *arguments)
+    return {"": lambda: run(group, *arguments)}
 
 
 def _random(point: OpPoint, device: torch.device, *shape: int, scale: float = 1.0) -> Tensor:
@@ -181,8 +182,8 @@ def _bags(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Cas
             for rows, weight in zip(looked, weights, strict=True)
         ]
 
-    def collective() -> Tensor:
-        dist.all_to_all_single(received.view(batch, -1), lookup(), group=group)
+    def collective(pooled: Tensor) -> Tensor:
+        dist.all_to_all_single(received.view(batch, -1), pooled, group=group)
         return received.transpose(0, 1).reshape(batch // ranks, -1)
 
     exact = torch.stack(
@@ -199,7 +200,12 @@ def _bags(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Cas
     return Case(
         point, (weights, indices, offsets, "sum"), {},
         ([each.shape for each in weights], offsets.shape),
-        {"alone": lookup, "alone, by table": by_table}, collective, _first,
+        {"alone": lookup, "alone, by table": by_table},
+        {
+            "": lambda: collective(lookup()),
+            "by table": lambda: collective(torch.stack(by_table(), 1).view(batch, -1)),
+        },
+        _first,
         [parts.transpose(0, 1).reshape(batch // ranks, -1)],
         (ranks - 1) / ranks * received.nbytes, group, memory,
     )  # fmt: skip
@@ -232,7 +238,7 @@ def _experts(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> 
     exact = torch.bmm(h.view(experts, each, -1).double(), W.double()).view(point.m, -1)[order]
     return Case(
         point, (h, W, offsets, owners, capacity), {}, (h.shape, W.shape, capacity),
-        {"alone": batched, "alone, one by one": one_by_one}, collective,
+        {"alone": batched, "alone, one by one": one_by_one}, {"": collective},
         lambda result: [result[0]], [exchange.all_to_all(exact.view(ranks, capacity, -1), group)],
         (ranks - 1) / ranks * received.nbytes, group,
     )  # fmt: skip
@@ -255,7 +261,7 @@ def _moved(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Ca
 
         return Case(
             point, (x, owners, capacity), {}, (x.shape, capacity), {"alone": lambda: x[order]},
-            send, lambda result: [result[0]], [sent.double()], link, group,
+            {"": send}, lambda result: [result[0]], [sent.double()], link, group,
         )  # fmt: skip
 
     def bring() -> Tensor:
@@ -263,7 +269,7 @@ def _moved(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Ca
         return pieces[back]
 
     return Case(
-        point, (sent, owners), {}, (sent.shape,), {"alone": lambda: x[back]}, bring, _first,
+        point, (sent, owners), {}, (sent.shape,), {"alone": lambda: x[back]}, {"": bring}, _first,
         [x.double()], link, group,
     )  # fmt: skip
 

@@ -81,7 +81,7 @@ def efficiency(us: float, alone_us: float, collective_us: float) -> float | None
 def summarise(
     timed: Sequence[Timed], link_us: float, memory_us: float = 0.0
 ) -> list[tuple[Timed, Result]]:
-    """The results of a point. Each mode has a product and a collective of its own.
+    """The results of a point. Each mode has a product and a collective of its own, the fastest.
 
     memory_us: the least time that reading and writing take; 0: the product counts, as measured.
     A mode in which either is missing, because it was wrong, has none.
@@ -98,7 +98,7 @@ def summarise(
         for each in members:
             us = statistics.median(each.times)
             tenths = statistics.quantiles(each.times, n=10, method="inclusive")
-            e = None if each.role == "alone" else efficiency(us, product, staged[0])
+            e = None if each.role == "alone" else efficiency(us, product, min(staged))
             found.append((each, Result(
                 us, tenths[0], tenths[-1], ect_us(us, product), e, link_us, floor, us / floor,
                 each.error, each.picked, each.picked_any, each.mhz,

@@ -28,7 +28,9 @@ from ladder.parallel import launch
 
 NATIVE = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
 CHECKS = 3  # calls that are compared with the exact result
-ROUNDS, TURNS = 7, 3  # rounds over all ways; timed turns of a way in each
+# Rounds over all ways, and timed turns of a way in each. A GPU at its limit of power changes its
+# clock by some percent from round to round, so many rounds say more than many turns.
+ROUNDS, TURNS = 15, 2
 MANY, FEW_CALLS = 20, 4  # calls in a turn of small and large products on a GPU
 LARGE = 1e11  # floating-point operations from which a product is large
 LINK_BYTES = 2**26
@@ -73,7 +75,8 @@ def ways(
     op, found, left_out = case.point.op, [], []
     for name, call in case.alone.items():
         found.append(Way(name, "alone", call))
-    found.append(Way(backend, "collective", case.collective))
+    for name, call in case.collective.items():
+        found.append(Way(f"{backend}{name and f', {name}'}", "collective", call))
     known = OPERATORS[op].implementations
     wanted = [Variant(DEFAULT), *(Variant(each.implementation, each.options) for each in choices)]
     wanted += [Variant(name) for name in known] if asked is None else asked

@@ -151,16 +151,16 @@ def _normalised(text: str, records: Records) -> list[Bar]:
     """The operator's ways over the baseline, labelled {batch | tables} as in the paper."""
     point = json.loads(text)
     label = f"{{{point['m']} | {point['tables']}}}, pooling {point['pooling']}"
-    times = [r["result"]["us"] for r in records if r["point"]["role"] == "collective"]
+    base = min(r["result"]["us"] for r in records if r["point"]["role"] == "collective")
     found = [
         Bar(
-            f"{label}: {_name(record)}", record["result"]["us"] / times[0],
-            f"{record['result']['us'] / times[0]:.2f} x", _colour(record),
+            f"{label}: {_name(record)}", record["result"]["us"] / base,
+            f"{record['result']['us'] / base:.2f} x", _colour(record),
         )
         for record in records
         if record["point"]["role"] in ("operator", "torch")
     ]  # fmt: skip
-    floor = records[0]["result"]["floor_us"] / times[0]
+    floor = records[0]["result"]["floor_us"] / base
     return [*found, Bar(f"{label}: floor", floor, f"{floor:.2f} x", MUTED, bound=True)]
 
 

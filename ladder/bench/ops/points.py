@@ -74,7 +74,9 @@ class Experts:
     top: int
 
 
-# Beside these, every name in configs/models is a shape: its four products.
+# Beside these, every name in configs/models is a shape: its four products; and with this behind it:
+# those of its gradients.
+BACKWARD = ":backward"
 SHAPES: dict[str, tuple[Matrix | Experts, ...]] = {
     "flux-gpt3": (Matrix("", 49152, 12288, COLUMNS), Matrix("", 12288, 49152, ROWS)),
     "flux-llama2-70b": (Matrix("", 57344, 8192, COLUMNS), Matrix("", 8192, 28672, ROWS)),
@@ -134,6 +136,9 @@ def matrices(shape: str) -> tuple[Matrix | Experts, ...]:
     """What a shape multiplies by; () for embedding bags."""
     if shape in SHAPES:
         return SHAPES[shape]
+    name, backward, _ = shape.partition(BACKWARD)
+    if backward:
+        return tuple(_transposed(matrix) for matrix in matrices(name))
     config = model_config(shape)
     heads, width = config.num_heads * config.head_dim, config.hidden_size
     both = 2 * config.num_kv_heads * config.head_dim
@@ -145,14 +150,24 @@ def matrices(shape: str) -> tuple[Matrix | Experts, ...]:
     )
 
 
+def _transposed(matrix: Matrix | Experts) -> Matrix:
+    """What a gradient is multiplied by, and the adjoint of the operator: a gather's is a scatter.
+
+    Of an all-reduce nothing is left inside of a product.
+    """
+    assert isinstance(matrix, Matrix)
+    ops = ("matmul_reduce_scatter",) if matrix.ops == COLUMNS else COLUMNS
+    return Matrix(matrix.name, matrix.k, matrix.n, ops)
+
+
 def check_options(options: Any) -> None:
     """Raise UserError for a wrong value of an option, whatever the machine."""
     for op in options.ops or ():
         if op not in OPS:
             raise unknown("--ops", op, OPS)
     for shape in options.shapes or ():
-        if shape not in (known := [*SHAPES, *models()]):
-            raise unknown("--shapes", shape, known)
+        if shape not in SHAPES and shape.removesuffix(BACKWARD) not in models():
+            raise unknown("--shapes", shape, [*SHAPES, *models()])
     for name in ("m", "tables", "pooling"):
         for value in getattr(options, name) or ():
             if value < 1:
