@@ -20,17 +20,9 @@ from ladder.config import model_config
 from ladder.costs import BF16
 from ladder.perf.calibration.options import family, family_of_value
 from ladder.perf.links import fit_link
-from ladder.perf.machine import (
-    BETWEEN_GPUS,
-    FOLDER,
-    Curve,
-    Link,
-    Machine,
-    Value,
-    read,
-    write,
-)
+from ladder.perf.machine import BETWEEN_GPUS, Curve, Link, Machine, Value
 from ladder.perf.machine import DECLARED as DEFAULTS
+from ladder.perf.machine_files import FOLDER, read, write
 from ladder.perf.prediction.records import calibrated
 
 RESULTS = Path(__file__).parent / "results"

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ladder.perf.machine import load
+from ladder.perf.machine_files import load
 from ladder.perf.planner.intervals import FILE
 from ladder.perf.prediction.command import where
 from ladder.perf.prediction.records import MEASURED, scores

@@ -126,7 +126,7 @@ def probe_description() -> str:
     """Which shipped file describes this machine, for `ladder predict`."""
     import torch
 
-    from ladder.perf.machine import load, shipped
+    from ladder.perf.machine_files import load, shipped
 
     count = _gpu_count(1, "predictions take --machine, a shipped file or one of another machine")
     names = {torch.cuda.get_device_properties(index).name for index in range(count)}

@@ -17,7 +17,8 @@ from ladder.perf.cost_prefill import PromptCost, backend_exchange, power_share
 from ladder.perf.fused import FUSED
 from ladder.perf.graph import COPIES, DATA, LAST, Operation
 from ladder.perf.lower_prefill import FIRST
-from ladder.perf.machine import COLLECTIVES, Estimate, Machine, for_degree
+from ladder.perf.machine import COLLECTIVES, Estimate, Machine
+from ladder.perf.machine_files import for_degree
 from ladder.perf.memory import local_parameters
 from ladder.perf.nodes import LIKELY, Doubt, group, links_of
 

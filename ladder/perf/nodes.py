@@ -12,17 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ladder.models.errors import UserError
-from ladder.perf.machine import (
-    BETWEEN_GPUS,
-    COLLECTIVES,
-    FOLDER,
-    Curve,
-    Link,
-    Machine,
-    read,
-    shipped,
-)
-from ladder.perf.machine import load as load_measured
+from ladder.perf.machine import BETWEEN_GPUS, COLLECTIVES, Curve, Link, Machine
+from ladder.perf.machine_files import FOLDER, read, shipped
+from ladder.perf.machine_files import load as load_measured
 
 DECLARED = FOLDER / "declared"
 INSIDE, BETWEEN = "NVLink", "InfiniBand"

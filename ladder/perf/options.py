@@ -32,7 +32,7 @@ def add_t3_options(parser: argparse.ArgumentParser) -> None:
 def run_t3(options: argparse.Namespace) -> int:
     from ladder.files import check_names_file
     from ladder.models import UserError
-    from ladder.perf.machine import load
+    from ladder.perf.machine_files import load
     from ladder.perf.report import Study, show
     from ladder.perf.t3.figures import FIGURES, figure, known
     from ladder.perf.t3.sweep import sweep_of

@@ -13,7 +13,8 @@ from ladder.cli import main
 from ladder.files import write_text
 from ladder.models.config import ModelConfig
 from ladder.models.presets import resolve_plan
-from ladder.perf.machine import Value, load, write
+from ladder.perf.machine import Value
+from ladder.perf.machine_files import load, write
 
 Out = pytest.CaptureFixture[str]
 SMALL = {

@@ -16,7 +16,8 @@ from ladder.perf.calibration.options import FAMILIES, family, family_of_value
 from ladder.perf.calibration.parts import halved
 from ladder.perf.calibration.sizes import CPU, Part
 from ladder.perf.calibration.table import table
-from ladder.perf.machine import SPEEDS, VALUES, Curve, Machine, Value, load, write
+from ladder.perf.machine import SPEEDS, VALUES, Curve, Machine, Value
+from ladder.perf.machine_files import load, write
 from tests.distributed import Pools
 
 HERE = Machine("here", "none", 1, {"launch_us": Value(7.0, "declared: a test")})

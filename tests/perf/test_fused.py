@@ -19,7 +19,7 @@ from ladder.perf.cost_prefill import backend_exchange
 from ladder.perf.fused import FUSED, LEFT, OPERATORS, SERIAL, STAGED, share_left
 from ladder.perf.graph import training
 from ladder.perf.lower_prefill import Way, prefill
-from ladder.perf.machine import load
+from ladder.perf.machine_files import load
 
 RECORDS = Path(__file__).parents[2] / "benchmarks/results/2026-11-22-ops-h200x2.jsonl"
 Out = pytest.CaptureFixture[str]

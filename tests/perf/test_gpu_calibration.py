@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ladder.cli import main
-from ladder.perf.machine import SPEEDS, load
+from ladder.perf.machine import SPEEDS
+from ladder.perf.machine_files import load
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,8 @@ from ladder.perf import phases
 from ladder.perf.cost_prefill import PromptCost, power_share
 from ladder.perf.graph import MAIN, SIDE
 from ladder.perf.lower_prefill import Way, prefill
-from ladder.perf.machine import Curve, Machine, Value, load
+from ladder.perf.machine import Curve, Machine, Value
+from ladder.perf.machine_files import load
 from ladder.perf.simulate import simulate
 from tests.samples import FUSED_PLANS, random_plan
 

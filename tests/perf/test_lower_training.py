@@ -12,7 +12,8 @@ from ladder.models import ModelConfig, UserError, resolve_plan
 from ladder.perf import phases
 from ladder.perf.cost_training import ADAMW, TrainingCost
 from ladder.perf.graph import COMM, forward, training
-from ladder.perf.machine import Machine, Value, load
+from ladder.perf.machine import Machine, Value
+from ladder.perf.machine_files import load
 from ladder.perf.simulate import simulate
 
 SEQ = 4096

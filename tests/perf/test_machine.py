@@ -15,7 +15,8 @@ from ladder.models import UserError
 from ladder.perf import machine as module
 from ladder.perf.grid import matrix_rate
 from ladder.perf.links import fit_link
-from ladder.perf.machine import Curve, Machine, Value, load, read, shipped, with_links_of, write
+from ladder.perf.machine import Curve, Machine, Value, with_links_of
+from ladder.perf.machine_files import load, read, shipped, write
 
 POINTS = ((8.0, 2.0), (16.0, 3.0), (64.0, 5.0))
 CURVES = (

@@ -17,8 +17,9 @@ from ladder.models import UserError
 from ladder.perf import phases
 from ladder.perf.cost_training import TrainingCost
 from ladder.perf.graph import COPIES, DATA, training
-from ladder.perf.machine import Link, write
-from ladder.perf.machine import load as load_measured
+from ladder.perf.machine import Link
+from ladder.perf.machine_files import load as load_measured
+from ladder.perf.machine_files import write
 from ladder.perf.memory import local_parameters
 from ladder.perf.nodes import BEST, WORST, group, links_of, load, names
 from ladder.perf.phases import training_shape

@@ -18,7 +18,7 @@ from ladder.config import model_config
 from ladder.costs import head_bytes, layer_weight_bytes
 from ladder.files import write_text
 from ladder.perf import memory
-from ladder.perf.machine import load, write
+from ladder.perf.machine_files import load, write
 from tests.perf.asking import SMALL, Out, asked, with_memory
 
 SHAPE = model_config("llama-3-8b")

@@ -12,7 +12,8 @@ import pytest
 from ladder.cli import main, make_parser
 from ladder.files import write_text
 from ladder.models import UserError
-from ladder.perf.machine import Curve, Machine, load, write
+from ladder.perf.machine import Curve, Machine
+from ladder.perf.machine_files import load, write
 from ladder.perf.planner.subject import machines
 from tests.perf.asking import Out, asked, folder
 

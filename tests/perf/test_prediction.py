@@ -14,7 +14,8 @@ from ladder.perf import phases
 from ladder.perf.cost import DecodeCost, most_of, places
 from ladder.perf.graph import COMM, Graph, Operation, forward
 from ladder.perf.lower_decode import decode
-from ladder.perf.machine import Curve, Machine, Value, load
+from ladder.perf.machine import Curve, Machine, Value
+from ladder.perf.machine_files import load
 from ladder.perf.prediction.records import calibrated, scores
 from ladder.perf.simulate import simulate
 from tests import ROOT

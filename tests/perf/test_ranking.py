@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ladder.bench.inference.points import InferencePoint
-from ladder.perf.machine import load
+from ladder.perf.machine_files import load
 from ladder.perf.prediction.ranking import rankings, table
 from ladder.perf.prediction.records import Score, scores
 from tests import ROOT

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ladder.cli import main
-from ladder.perf.machine import load
+from ladder.perf.machine_files import load
 from ladder.perf.prediction.repeats import repeats
 from tests import ROOT
 

@@ -19,7 +19,7 @@ from ladder.models.plan import Plan, SublayerRecord
 from ladder.models.presets import resolve_plan
 from ladder.perf import graph, memory
 from ladder.perf.drawing import draw
-from ladder.perf.machine import FOLDER, read, shipped
+from ladder.perf.machine_files import FOLDER, read, shipped
 from ladder.perf.nodes import Group
 from ladder.perf.report import Study
 from ladder.perf.scale import curves, software, tables

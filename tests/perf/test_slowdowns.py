@@ -14,7 +14,8 @@ from ladder.models.config import ModelConfig
 from ladder.models.presets import resolve_plan
 from ladder.perf import phases
 from ladder.perf.graph import Operation
-from ladder.perf.machine import DECLARED, SPEEDS, Curve, Machine, Value, load, write
+from ladder.perf.machine import DECLARED, SPEEDS, Curve, Machine, Value
+from ladder.perf.machine_files import load, write
 from ladder.perf.slowdowns import Slowdowns, resource
 
 MEASURED = {

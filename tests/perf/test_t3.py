@@ -14,7 +14,7 @@ from ladder.cli import main
 from ladder.models import UserError
 from ladder.ops.track import TrackMap, remote_map
 from ladder.ops.track_maps import all_to_all, direct_reduce_scatter, ring_reduce_scatter
-from ladder.perf.machine import load
+from ladder.perf.machine_files import load
 from ladder.perf.report import Study
 from ladder.perf.scores import HEAD, Result, exact, factor, points
 from ladder.perf.t3 import counting, shares, simulate, sweep

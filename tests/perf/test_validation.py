@@ -12,7 +12,8 @@ import pytest
 from ladder.bench.inference.points import InferencePoint
 from ladder.cli import main
 from ladder.models.errors import UserError
-from ladder.perf.machine import Curve, load
+from ladder.perf.machine import Curve
+from ladder.perf.machine_files import load
 from ladder.perf.prediction.command import kind_of
 from ladder.perf.prediction.ranking import rankings
 from ladder.perf.prediction.records import Score, calibrated, scores, summary

@@ -20,7 +20,7 @@ from ladder.infer.engine import Engine
 from ladder.models import ModelConfig, Transformer, UserError, resolve_plan
 from ladder.parallel.sharding import initialise
 from ladder.perf import phases
-from ladder.perf.machine import load
+from ladder.perf.machine_files import load
 from ladder.perf.prediction.records import context_of, quantile
 from ladder.perf.virtual import KERNELS
 

@@ -26,7 +26,8 @@ from ladder.perf.calibration.sizes import CPU, GPU, Part
 from ladder.perf.calibration.table import table
 from ladder.perf.calibration.timing import REPEATS
 from ladder.perf.links import fit_link
-from ladder.perf.machine import Curve, Link, Machine, Value, read, write
+from ladder.perf.machine import Curve, Link, Machine, Value
+from ladder.perf.machine_files import read, write
 from ladder.records import facts
 
 PATIENCE = timedelta(seconds=30)  # for the other ranks at the end of a part

@@ -11,7 +11,8 @@ from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.models.presets import resolve_plan
 from ladder.models.storage import QUANTISED
-from ladder.perf.machine import BETWEEN_GPUS, Machine, shipped, with_links_of
+from ladder.perf.machine import BETWEEN_GPUS, Machine, with_links_of
+from ladder.perf.machine_files import shipped
 from ladder.perf.nodes import load
 
 CHECKPOINT = "checkpoint"  # the name of a folder's own plan, as in `ladder bench inference`

@@ -17,8 +17,9 @@ from ladder.models.errors import UserError
 from ladder.perf import phases
 from ladder.perf.cost import WAY, calibrate
 from ladder.perf.fused import FUSED
-from ladder.perf.machine import Curve, Machine, Value, shipped
-from ladder.perf.machine import load as load_machine
+from ladder.perf.machine import Curve, Machine, Value
+from ladder.perf.machine_files import load as load_machine
+from ladder.perf.machine_files import shipped
 
 CALIBRATED = ("llama-3-8b", "none")  # on all GPUs: what fitted values may come from
 MEASURED = {"decode": "decode_ms", "prefill": "prefill_ms", "train": "step_ms"}

@@ -19,7 +19,8 @@ from ladder.models.plan import Plan
 from ladder.models.presets import resolve_plan
 from ladder.perf import graph
 from ladder.perf.graph import Operation
-from ladder.perf.machine import COLLECTIVES, Curve, Machine, load, read
+from ladder.perf.machine import COLLECTIVES, Curve, Machine
+from ladder.perf.machine_files import load, read
 from ladder.perf.memory import MOMENTS, local_parameters
 from ladder.perf.nodes import DECLARED as DECLARED_MACHINES
 from ladder.perf.nodes import ENDS, LIKELY, Doubt, Group

@@ -14,7 +14,7 @@ from ladder.costs import BF16, vocabulary_parameters
 from ladder.models.config import ModelConfig
 from ladder.models.plan import Plan
 from ladder.perf.graph import Operation, forward
-from ladder.perf.machine import FOLDER, read
+from ladder.perf.machine_files import FOLDER, read
 from ladder.perf.scale.published import NEW, PROMPT
 from ladder.perf.simulate import simulate
 
