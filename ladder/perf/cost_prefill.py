@@ -91,10 +91,13 @@ class PromptCost:
             crossings = 2 if operation.stream == COMM else 1  # to a stream and back
             return Estimate(found.us + crossings * self.gap, found.basis)
         if kind == "copies":
+            whole = self.exchange("copy-kernels", self.tp + 3)
+            if whole is not None:
+                return Estimate(whole.us / 2, whole.basis)
             found = self.peer_copy(self.tensor(rows) / self.tp)
             return Estimate((self.tp - 1) * (found.us + self.gap), found.basis)
         if kind == "barrier":
-            found = self.machine.curve("all-reduce", algorithm="push").at(1.0)
+            found = self.barrier()
             return Estimate(found.us + (0.0 if operation.stream == MAIN else self.gap), found.basis)
         if kind == "rotary":
             return self.moved(2 * BF16 * self.packed * rows)
@@ -102,10 +105,29 @@ class PromptCost:
             return self.moved(3 * BF16 * self.inner * rows)
         if kind == "embed":
             return self.moved(self.tensor(rows))
-        if kind == "peers":  # as a push, which sends a message to each of them
+        if kind == "peers":
+            whole = self.exchange("direct", 4)
+            if whole is not None:
+                share = operation.tensors / (2 * (self.tp - 1) / self.tp)
+                return Estimate(share * whole.us, whole.basis)
+            # As a push, which sends a message to each of them.
             sent = operation.tensors * self.tensor(rows) / (self.tp - 1)
             return self.machine.curve("all-reduce", algorithm="push").at(sent)
         return self.moved(operation.tensors * self.tensor(rows))
+
+    def barrier(self) -> Estimate:
+        return self.machine.curve("all-reduce", algorithm="push").at(1.0)
+
+    def exchange(self, transport: str, landed: int) -> Estimate | None:
+        """What moving rows there and back takes of an exchange as it was measured, beside its two
+        barriers and its landing, of `landed` tensors of a rank's rows; None if it was not."""
+        measured = self.machine.family("exchange", transport=transport)
+        if not measured:
+            return None
+        nbytes = self.tensor(self.rows)
+        found = measured[0].at(nbytes)
+        rest = found.us - 2 * self.barrier().us - self.moved(landed * nbytes / self.tp).us
+        return Estimate(max(0.0, rest), found.basis)
 
     def fused(self, kind: str, part: str, any_order: bool) -> Estimate:
         """An exchange of all rows inside of a product, beyond the product."""

@@ -79,12 +79,14 @@ CURVES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "all-reduce": ("bytes", ("algorithm",), "a sum over all GPUs"),
     "all-gather": ("bytes", ("algorithm",), "bytes of the gathered whole"),
     "reduce-scatter": ("bytes", ("algorithm",), "bytes of the whole partial"),
+    "exchange": ("bytes", ("transport",), "rows of a prompt's partial: sum, norm, gather"),
     "decode beside nccl": ("bytes", (), "the speed of decode products beside NCCL's all-reduces"),
     "nccl beside decode": ("bytes", (), "the speed of NCCL's all-reduces beside decode products"),
 }
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter")
 SPEEDS = ("decode beside nccl", "nccl beside decode")  # of the speed alone, in place of times
-BETWEEN_GPUS = ("peer copy", *COLLECTIVES, *SPEEDS)
+EXCHANGES = ("direct", "copy-kernels")  # transports of ladder.comm.transports
+BETWEEN_GPUS = ("peer copy", "exchange", *COLLECTIVES, *SPEEDS)
 ALGORITHMS = ("nccl", "gloo", "push", "two-shot", "torch one-shot", "torch two-shot")
 
 

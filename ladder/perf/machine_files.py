@@ -14,6 +14,7 @@ from ladder.models.errors import UserError, check_keys, kind_of, unknown
 from ladder.perf.machine import (
     ALGORITHMS,
     CURVES,
+    EXCHANGES,
     VALUES,
     VERSION,
     Curve,
@@ -23,6 +24,7 @@ from ladder.perf.machine import (
     with_links_of,
 )
 
+NAMED = {"algorithm": ALGORITHMS, "transport": EXCHANGES}  # keys of `where` that have names
 FOLDER = Path(__file__).parent / "machines"
 
 
@@ -128,11 +130,11 @@ def _curve(data: Any) -> Curve:
     if name not in CURVES:
         raise unknown("curve", name, CURVES)
     _take(f"where of curve {name!r}", where, CURVES[name][1])
-    if "algorithm" in where and where["algorithm"] not in ALGORITHMS:
-        raise unknown(f"algorithm of curve {name!r}", where["algorithm"], ALGORITHMS)
     for key, value in where.items():
-        if key != "algorithm":
+        if key not in NAMED:
             _positive(f"{key} of curve {name!r}", value)
+        elif value not in NAMED[key]:
+            raise unknown(f"{key} of curve {name!r}", value, NAMED[key])
     points = []
     for each in _list(f"points of curve {name!r}", data["points"]):
         pair = _list(f"a point of curve {name!r}", each)

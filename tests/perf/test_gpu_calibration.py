@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ladder.cli import main
-from ladder.perf.machine import SPEEDS
+from ladder.perf.machine import EXCHANGES, SPEEDS
 from ladder.perf.machine_files import load
 
 pytestmark = [
@@ -26,7 +26,7 @@ def test_two_gpus_are_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     """A copy to a peer takes a link's time, and what runs at once is slower than alone."""
     out = tmp_path / "m.json"
     words = ["bench", "machine", "--nproc", "2", "--out", str(out)]
-    assert main([*words, "--only", "values", "all-reduce", "peer-copy", "beside"]) == 0
+    assert main([*words, "--only", "values", "all-reduce", "peer-copy", "exchange", "beside"]) == 0
     said = capfd.readouterr().out
     assert "failed" not in said
     found = load(str(out))
@@ -34,6 +34,9 @@ def test_two_gpus_are_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]
         assert len(found.curve("all-reduce", algorithm=algorithm).points) > 8
     size, us = found.curve("peer copy").points[-1]
     assert 2 * size / us < 0.5 * 1e6 * found.value("copy_tb_s")
+    for transport in EXCHANGES:  # what crosses the links twice, and more
+        nbytes, us = found.curve("exchange", transport=transport).points[-1]
+        assert us > 2 * found.curve("peer copy").at(nbytes / 2).us
     for first, second in zip(PAIRS[::2], PAIRS[1::2], strict=True):
         assert min(found.value(first), found.value(second)) < 1.0
     assert min(speed for name in SPEEDS for _, speed in found.curve(name).points) < 1.0

@@ -187,3 +187,27 @@ def test_prompts_that_cannot_be(given: dict[str, object], said: str) -> None:
 def test_a_transport_that_is_unknown_is_refused() -> None:
     with pytest.raises(UserError, match="unknown transport 'pigeon'"):
         Way(4, "pigeon")
+
+
+@pytest.mark.parametrize(("batch", "transport"), [(1, "direct"), (4, "copy-kernels")])
+def test_an_exchange_takes_what_was_measured(batch: int, transport: str) -> None:
+    """All of one that blocks: its barriers, its landing and what moves the rows between them."""
+    machine = load("h200x4")
+    sized = 2.0 * 4096 * 1024 * batch
+    curve = Curve("exchange", {"transport": transport}, ((sized, 321.0),), "measured: a test")
+    machine = replace(machine, curves=(*machine.curves, curve))
+    config = model("standard")
+    cost = PromptCost(config, machine, 4, batch, 1024)
+    graph = prefill(config.plan, phases.prompt_way(
+        config.plan, machine.gpu, 4, "push", (batch, 1024), 2 * 4096
+    ))  # fmt: skip
+    kinds = ("barrier", "copies", "peers", "landing")
+    landed = next(
+        each for each in graph.operations
+        if each.kind == "landing" and any(one.output == 2 for one in each.landings)
+    )  # fmt: skip
+    found = [each for each in graph.operations if each.sublayer == 2 and each.kind == "barrier"][-1]
+    until = next(each.index for each in graph.operations[landed.index :] if each.kind == "product")
+    one = [each for each in graph.operations[found.index : until] if each.kind in kinds]
+    assert sum(cost(each) for each in one) == pytest.approx(321.0)
+    assert any(each.kind in ("copies", "peers") for each in one)

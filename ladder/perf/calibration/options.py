@@ -13,7 +13,8 @@ from ladder.parallel import launch
 
 # Of what is measured, for --only.
 FAMILIES = ("values", "product", "attention", "landing", "all-reduce", "peer-copy", "all-gather",
-            "reduce-scatter", "beside", "copy", "prompt-attention", "matrix")  # fmt: skip
+            "reduce-scatter", "exchange", "beside", "copy", "prompt-attention",
+            "matrix")  # fmt: skip
 
 
 def family(name: str) -> str:

@@ -36,6 +36,7 @@ class Sizes:
     prompts: tuple[int, ...]  # tokens
     landing_hidden: tuple[int, ...]
     messages: tuple[int, ...]  # bytes
+    exchanges: tuple[int, ...]  # bytes, of whole rows of `hidden` that the ranks divide
     square: int  # of the product whose rate counts
     together: Together
 
@@ -72,6 +73,7 @@ GPU = Sizes(
     (1024, 2048, 4096, 8192),
     (4096, 8192),
     tuple(2**n for n in range(13, 27)),
+    tuple(2**n for n in range(20, 28)),
     8192,
     Together((4096, 8192, 4096), 2**24, (1, 8, 64), 2048, 80),
 )
@@ -90,6 +92,7 @@ CPU = Sizes(
     (8, 16),
     (32, 64),
     (1024, 4096),
+    (512,),
     64,
     Together((16, 32, 32), 4096, (1, 4), 16, 2),
 )
