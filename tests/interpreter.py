@@ -29,7 +29,7 @@ from torch import Tensor
 MODULES = (
     *(f"ladder.kernels.{name}" for name in ("attention", "choice", "decode", "landing", "norm")),
     *(f"ladder.kernels.{name}" for name in ("bags", "gemm", "grouped", "prefill")),
-    *("ladder.kernels.rows", "ladder.kernels.slots", "ladder.kernels.eight_bits"),
+    *(f"ladder.kernels.{name}" for name in ("eight_bits", "rows", "slots", "straight", "tiles")),
     *("ladder.comm.push", "ladder.comm.two_shot"),
     "tests.primitives",
 )

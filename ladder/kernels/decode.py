@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder.comm.primitives import push_to_slots
 from ladder.jit import (
     gdc_launch_dependents,
     gdc_wait,
@@ -36,12 +35,12 @@ from ladder.jit import (
     triton,
 )
 from ladder.kernels import decode_shapes
-from ladder.kernels.eight_bits import widened
 from ladder.kernels.landing import (
     CHUNK,
     LandingJob,
     PushTarget,
     SendJob,
+    _finish,
     _land,
     _send,
     land,
@@ -49,6 +48,8 @@ from ladder.kernels.landing import (
     rider_arguments,
     send,
 )
+from ladder.kernels.straight import _straight
+from ladder.kernels.tiles import _block_scales, _tile
 from ladder.models.storage import BLOCK, dequantise, is_quantised
 
 MAX_ROWS = 64
@@ -74,34 +75,6 @@ def project_reference(
     if up is not None:
         y = F.silu(y) * F.linear(x, up.float())
     return y if add is None else y + add.float() * factor
-
-
-@jit
-@no_type_check
-def _finish(
-    y, m, n, inside, out, add, factor, buffers, start, N, M: tl.constexpr, KIND: tl.constexpr,
-    ADD: tl.constexpr, STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr,
-    WORLD: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
-):  # fmt: skip
-    """Store rows m and columns n of a product, add `add`, and push the sum."""
-    if STORE:
-        tl.store(out + m * N + n, y.to(KIND), mask=inside)
-    if ADD:
-        y += tl.load(add + m * N + n, mask=inside, other=0).to(tl.float32) * factor
-    if PUSH:
-        bits = y.to(KIND).to(BITS, bitcast=True)
-        push_to_slots(buffers, start, (RANK * M + m) * N + n, bits, inside, 0, WORLD, BITS, EMPTY)
-    elif not STORE:
-        tl.store(out + m * N + n, y.to(KIND), mask=inside)
-
-
-@jit
-@no_type_check
-def _block_scales(scales, n, block, N, blocks: tl.constexpr):
-    """The scales of blocks of rows n, of which only float32's exponents are stored."""
-    inside = (n < N) & (block < blocks)
-    bits = tl.load(scales + n * blocks + block, mask=inside, other=127).to(tl.int32)
-    return (bits << 23).to(tl.float32, bitcast=True)
 
 
 @jit
@@ -191,69 +164,6 @@ def _product(
 
 @jit
 @no_type_check
-def _tile(
-    program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers, start, N,
-    M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
-    STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
-    KIND: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """`_product` on tensor cores, for more rows."""
-    m, n = tl.arange(0, MP)[:, None], program * BN + tl.arange(0, BN)[None, :]
-    columns = tl.arange(0, BK)
-    rows = tl.trans(n).to(tl.int64) * K  # [BN, 1]
-    total = tl.zeros([MP, BN], tl.float32)
-    total_up = tl.zeros([MP, BN], tl.float32)
-    if BLOCK > 0:  # those of a step are read in the step before
-        blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
-        scale_w = _block_scales(scales, n, 0, N, blocks)
-        scale_u = scale_w
-        if GATED:
-            scale_u = _block_scales(up_scales, n, 0, N, blocks)
-    if PDL:
-        gdc_wait()
-    for k in tl.range(0, K, BK, num_stages=STAGES):
-        at = k + columns[None, :]
-        fits = (at < K) | (K % BK == 0)
-        a = tl.load(x + m * K + at, mask=fits & ((m < M) | (M == MP)), other=0).to(KIND)
-        w = tl.load(weight + rows + at, mask=fits & (tl.trans(n) < N), other=0.0)
-        w = widened(w, KIND)
-        if BLOCK == 0:
-            total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
-        else:  # a step is a block
-            part = tl.dot(a, tl.trans(w), input_precision="ieee")
-            total += part * scale_w
-            scale_w = _block_scales(scales, n, k // BLOCK + 1, N, blocks)
-        if GATED:
-            u = tl.load(up + rows + at, mask=fits & (tl.trans(n) < N), other=0.0)
-            u = widened(u, KIND)
-            if BLOCK == 0:
-                total_up = tl.dot(a, tl.trans(u), total_up, input_precision="ieee")
-            else:
-                part = tl.dot(a, tl.trans(u), input_precision="ieee")
-                total_up += part * scale_u
-                scale_u = _block_scales(up_scales, n, k // BLOCK + 1, N, blocks)
-    y = total
-    if (scales is not None) & (BLOCK == 0):
-        y = y * tl.load(scales + n, mask=n < N, other=0)
-    if (up_scales is not None) & (BLOCK == 0):
-        total_up = total_up * tl.load(up_scales + n, mask=n < N, other=0)
-    if NORM:
-        chunks: tl.constexpr = (K + CHUNK - 1) // CHUNK
-        c = tl.arange(0, CP)[None, :]
-        parts = tl.load(squares + m * chunks + c, mask=(m < M) & (c < chunks), other=0)
-        scale = tl.rsqrt(tl.sum(parts, 1, keep_dims=True) / K + eps)
-        y = y * scale
-        total_up = total_up * scale
-    if GATED:
-        y = y / (1 + tl.exp(-y)) * total_up
-    _finish(y, m, n, (m < M) & (n < N), out, add, factor, buffers, start, N, M,
-            x.dtype.element_ty, ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY)  # fmt: skip
-
-
-@jit
-@no_type_check
 def _either(
     program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers, start, N,
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -261,16 +171,20 @@ def _either(
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
     KIND: tl.constexpr, PDL: tl.constexpr, partial, rows, riders, SENDS: tl.constexpr,
-    D: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    if STAGES == 0:
+    if SPLITS > 0:
+        _straight(program, x, weight, up, out, squares, add, factor, eps, buffers, start, N, M, MP,
+                  K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK, BITS, EMPTY,
+                  SPLITS, KIND, PDL)  # fmt: skip
+    elif STAGES == 0:
         _product(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
                  start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD,
                  CHUNK, BITS, EMPTY, PDL, partial, rows, riders, SENDS, D, BLOCK)  # fmt: skip
     else:
         _tile(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
               start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK,
-              BITS, EMPTY, STAGES, KIND, PDL, BLOCK)  # fmt: skip
+              BITS, EMPTY, STAGES, KIND, PDL, BLOCK, EARLY)  # fmt: skip
 
 
 @kernel("both")
@@ -285,22 +199,28 @@ def _project_kernel(
     D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
     OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
     EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr,
-    STAGES: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK: the columns that share a scale; 0: a scale for each row, or none."""
+    """BLOCK: the columns that share a scale; 0: a scale for each row, or none.
+
+    SPLITS: the parts into which `_straight` splits the columns; 0: another kernel. EARLY: steps of
+    `_tile` whose weights are brought into L2 before the wait; a power of two, or 0.
+    """
     if PDL:
         gdc_launch_dependents()
     program = tl.program_id(0)
     # A landing's programs come first in a product of few rows, which is short, and last in one of
     # tiles, whose long programs would otherwise start late.
-    before = riders if STAGES == 0 else 0
-    landing = 0 if STAGES == 0 else products
-    SENDS: tl.constexpr = (RIDES == 2) & (STAGES == 0)
+    FEW: tl.constexpr = (STAGES == 0) & (SPLITS == 0)
+    before = riders if FEW else 0
+    landing = 0 if FEW else products
+    SENDS: tl.constexpr = (RIDES == 2) & FEW
     if (RIDES == 0) | SENDS:
         _either(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
                 start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK,
                 BITS, EMPTY, STAGES, KIND, PDL, residual, rows, riders, SENDS, D,
-                BLOCK)  # fmt: skip
+                BLOCK, SPLITS, EARLY)  # fmt: skip
     elif (program >= landing) & (program < landing + riders):
         if PDL:
             gdc_wait()
@@ -315,7 +235,7 @@ def _project_kernel(
         _either(program - before, x, weight, up, scales, up_scales, out, squares, add, factor, eps,
                 buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK,
                 WORLD, CHUNK, BITS, EMPTY, STAGES, KIND, PDL, residual, rows, riders, False,
-                D, BLOCK)  # fmt: skip
+                D, BLOCK, SPLITS, EARLY)  # fmt: skip
 
 
 def project(
@@ -370,6 +290,10 @@ def project(
         rows, outputs, size, up is not None, x.itemsize
     )
     blocked = scales is not None and scales[0].dim() == 2
+    straight = stages == decode_shapes.STRAIGHT
+    if straight:
+        assert weight.itemsize == 2, weight.dtype
+        stages = 0
     if stages and blocked:  # the same bytes in flight
         step, stages = BLOCK, stages * step // BLOCK
     if stages and x.device.type != "cpu":
@@ -377,7 +301,8 @@ def project(
         stages = decode_shapes.fitting(stages, stage_bytes * step, x.device)
     products = triton.cdiv(outputs, block)
     riders = programs_of(rider)
-    sends = isinstance(rider, SendJob) and stages == 0  # in the product's own programs
+    # A send in the product's own programs.
+    sends = isinstance(rider, SendJob) and stages == 0 and not straight
     if isinstance(rider, SendJob) and sends and riders > products:
         send(rider)
         rider, riders, sends = None, 0, False
@@ -405,7 +330,8 @@ def project(
         ADD=add is not None, STORE=store, PUSH=push is not None,
         RANK=0 if to is None else to.rank,
         RIDES=0 if rider is None else 1 if isinstance(rider, LandingJob) else 2, **constants,
-        STAGES=stages, BLOCK=BLOCK if blocked else 0,
+        STAGES=stages, BLOCK=BLOCK if blocked else 0, SPLITS=warps if straight else 0,
+        EARLY=decode_shapes.EARLY,
         # The interpreter has no bfloat16 product.
         KIND=tl.float32 if interpreted() else getattr(tl, str(x.dtype).removeprefix("torch.")),
         num_warps=warps, **({} if interpreted() else cap),

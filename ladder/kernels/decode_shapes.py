@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 MAX_VECTOR_ROWS = 2  # more rows are multiplied on tensor cores
+STRAIGHT = -1  # in place of a number of stages: `ladder.kernels.straight`
+EARLY = 0  # steps of a product on tensor cores whose weights are brought into L2 before its wait
 
 
 def power_of_2(rows: int) -> int:

@@ -141,6 +141,25 @@ def _send(
     push_to_slots(buffers, start + RANK * M * D, at, bits, i < D, RANK, WORLD, BITS, EMPTY)
 
 
+@jit
+@no_type_check
+def _finish(
+    y, m, n, inside, out, add, factor, buffers, start, N, M: tl.constexpr, KIND: tl.constexpr,
+    ADD: tl.constexpr, STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr,
+    WORLD: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
+):  # fmt: skip
+    """Store rows m and columns n of a product, add `add`, and push the sum."""
+    if STORE:
+        tl.store(out + m * N + n, y.to(KIND), mask=inside)
+    if ADD:
+        y += tl.load(add + m * N + n, mask=inside, other=0).to(tl.float32) * factor
+    if PUSH:
+        bits = y.to(KIND).to(BITS, bitcast=True)
+        push_to_slots(buffers, start, (RANK * M + m) * N + n, bits, inside, 0, WORLD, BITS, EMPTY)
+    elif not STORE:
+        tl.store(out + m * N + n, y.to(KIND), mask=inside)
+
+
 @kernel("communication")
 @no_type_check
 def _send_kernel(
