@@ -13,6 +13,7 @@ import pytest
 
 from tests import ROOT
 from tests.commands import PATIENCE
+from tests.kernels.weakened import WEAKENED
 
 STORES = r"\bst\.global\.(\S+)"
 
@@ -45,8 +46,12 @@ SHARED = 227 * 1024  # bytes that a program may have
 
 
 def compiled(*options: str) -> dict[str, Any]:
-    """What tests.kernels.compiled prints."""
-    code = [sys.executable, "-m", "tests.kernels.compiled", *options]
+    return printed("tests.kernels.compiled", *options)
+
+
+def printed(module: str, *options: str) -> dict[str, Any]:
+    """The JSON object that a module of the tests prints."""
+    code = [sys.executable, "-m", module, *options]
     run = subprocess.run(code, capture_output=True, cwd=ROOT, timeout=2 * PATIENCE, check=False)
     assert run.returncode == 0, run.stderr.decode()
     return json.loads(run.stdout)
@@ -105,14 +110,9 @@ def test_steps_of_all_sizes_compile_to_machine_code() -> None:
     check_resources(compiled("--everything")["made"])
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("name", PRIMITIVES)
-def test_primitives_order_memory_as_they_say(name: str, found: dict[str, Any]) -> None:
-    """A release, an acquire, a barrier or a fence that is weakened, moved or left out fails.
-
-    Nothing is read before the wait, and nothing written after the signal. Accesses have 16 bytes.
-    """
-    ptx, wanted = found["primitives"][name], PRIMITIVES[name]
+def check_order(name: str, ptx: str) -> None:
+    """Nothing is read before the wait, and nothing written after the signal. 16 bytes at a time."""
+    wanted = PRIMITIVES[name]
     assert re.search(".*?".join(wanted), ptx, flags=re.DOTALL), name
     if ACQUIRE[0] in wanted:
         before, after = re.split(ACQUIRE[0], ptx, maxsplit=1)
@@ -123,6 +123,26 @@ def test_primitives_order_memory_as_they_say(name: str, found: dict[str, Any]) -
         assert not re.search(f"st.global|{WRITTEN}", after)
     if name == "tile":
         assert set(re.findall(STORES, ptx)) == {"v4.b32"}
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("name", PRIMITIVES)
+def test_primitives_order_memory_as_they_say(name: str, found: dict[str, Any]) -> None:
+    """A release, an acquire, a barrier or a fence that is moved fails, too."""
+    check_order(name, found["primitives"][name])
+
+
+@pytest.fixture(scope="module")
+def weakened() -> dict[str, str]:
+    return printed("tests.kernels.weakened")
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("what", WEAKENED)
+def test_a_weakened_primitive_is_seen(what: str, weakened: dict[str, str]) -> None:
+    """Each wait, release, acquire, barrier and fence, as the test above reads them."""
+    with pytest.raises(AssertionError):
+        check_order(WEAKENED[what][0], weakened[what])
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
