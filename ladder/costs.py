@@ -16,6 +16,7 @@ from ladder.models.storage import BLOCK, scale_dtype
 from ladder.models.sublayers import FEED_FORWARDS, MIXERS
 
 BF16, FP32 = 2, 4  # bytes
+MULTIPROCESSORS = 132  # of an H100 and an H200
 # Of sessions of the engine, and of the memory that they take.
 CAPACITY_STEP = 256  # graphs are kept for cache lengths that are multiples of this
 GRAPHED_PROMPT_TOKENS = 16384  # a longer prefill keeps the GPU busy without a graph

@@ -26,9 +26,9 @@ def execute(op: str, group_name: str, like: Tensor, shapes: tuple[Any, ...], *ar
     group = resolve(group_name)
     check_backend(group_name, group, like.device)
     ranks = dist.get_world_size(group)
-    sizes = registry.bucket(registry.OPERATORS[op].measure(ranks, *shapes))
-    any_order = registry.allows_any_order(group)
-    call = Call(op, device_name(like.device), like.dtype, ranks, sizes, any_order)
+    sizes = tuple(registry.OPERATORS[op].measure(ranks, *shapes))
+    any_order, about = registry.allows_any_order(group), (device_name(like.device), like.dtype)
+    call = Call(op, *about, ranks, registry.bucket(sizes), any_order, sizes)
     return registry.run(call, group, *args)
 
 

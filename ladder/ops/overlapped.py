@@ -14,7 +14,7 @@ of `chunked` are cuBLAS's for m / T rows, which may differ in the last bit from 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,7 @@ from ladder.ops.refusals import (
 from ladder.ops.registry import implement
 from ladder.ops.track import TrackMap
 from ladder.ops.track_maps import all_to_all, rotated
+from ladder.ops.waves import by_chunks, by_tiles
 
 TILING = ("tile", "stages")
 SCATTER, LANDING = "matmul_reduce_scatter", "matmul_reduce_scatter_add_rms_norm"
@@ -56,6 +57,12 @@ def tiling_of(tile: str | None, stages: int | None) -> Tiling:
     return replace(found, rows=sizes[0], columns=sizes[1], depth=sizes[2])
 
 
+def _tile(options: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns of the tile that these options ask for."""
+    found = tiling_of(options.get("tile"), None)
+    return found.rows, found.columns
+
+
 def _table(values: Any, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.as_tensor(values, dtype=dtype).to(device)
 
@@ -63,7 +70,7 @@ def _table(values: Any, device: torch.device, dtype: torch.dtype = torch.int32) 
 # -- all_gather_matmul ------------------------------------------------------------------------
 
 
-@implement("all_gather_matmul", "chunked", peer_refusal, STREAMS)
+@implement("all_gather_matmul", "chunked", peer_refusal, STREAMS, surplus=by_chunks(1))
 def chunked_all_gather_matmul(
     group: dist.ProcessGroup, A: Tensor, Bs: list[Tensor], gather_dim: int, return_A: bool,
     streams: int = 1,
@@ -109,7 +116,7 @@ def _gathering(
     return {"copy": lambda q: slots[q][rank].copy_(own, non_blocking=True), "keep": keep}
 
 
-@implement("all_gather_matmul", "waiting", kernel_refusal, TILING)
+@implement("all_gather_matmul", "waiting", kernel_refusal, TILING, surplus=by_tiles(_tile))
 def waiting_all_gather_matmul(
     group: dist.ProcessGroup, A: Tensor, Bs: list[Tensor], gather_dim: int, return_A: bool,
     tile: str | None = None, stages: int | None = None,
@@ -171,7 +178,7 @@ Finish = Callable[[Tensor, slice, SlotArrivals | None], object]
 ALL_ROWS = slice(None)
 
 
-@implement("matmul_reduce_scatter", "chunked", peer_refusal, BLOCKS)
+@implement("matmul_reduce_scatter", "chunked", peer_refusal, BLOCKS, surplus=by_chunks(1))
 def chunked_matmul_reduce_scatter(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int,
     blocks: int = 1, ratio: int = 1, streams: int = 1,
@@ -185,7 +192,7 @@ def chunked_matmul_reduce_scatter(
     return rows_back(out, A, scatter_dim)
 
 
-@implement(LANDING, "chunked", landing_refusal, STREAMS)
+@implement(LANDING, "chunked", landing_refusal, STREAMS, surplus=by_chunks(1))
 def chunked_landing(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float,
     scatter_dim: int, streams: int = 1,
@@ -313,7 +320,7 @@ def _plan(
     )  # fmt: skip
 
 
-@implement("matmul_reduce_scatter", "tracked", kernel_refusal, (*TILING, "pieces"))
+@implement(SCATTER, "tracked", kernel_refusal, (*TILING, "pieces"), surplus=by_tiles(_tile))
 def tracked_matmul_reduce_scatter(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int,
     tile: str | None = None, stages: int | None = None, pieces: int = 1,
@@ -326,7 +333,7 @@ def tracked_matmul_reduce_scatter(
     return rows_back(out, A, scatter_dim)
 
 
-@implement(LANDING, "tracked", landing_kernel_refusal, (*TILING, "pieces"))
+@implement(LANDING, "tracked", landing_kernel_refusal, (*TILING, "pieces"), surplus=by_tiles(_tile))
 def tracked_landing(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float,
     scatter_dim: int, tile: str | None = None, stages: int | None = None, pieces: int = 1,

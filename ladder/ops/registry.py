@@ -17,7 +17,9 @@ A table is a JSON list of entries:
       "source": "..."}]
 
 device: the name of a GPU, or "cpu". sizes: those of the operator, in the order of `define`, each
-rounded up to a power of two: an entry is for all calls in that bucket. order: "ranks" (the default
+rounded up to a power of two: an entry is for all calls in that bucket, but for those whose rows
+fill tiles or waves of tiles so badly that the products take longer than one of all rows by SURPLUS
+of what the exchange takes (`ladder.ops.waves`). order: "ranks" (the default
 of an entry), or "any" for calls that allow it, which it is then the first choice for. options:
 keyword arguments of the implementation (tile shapes, chunks). table.json, beside this file, has the
 measurements so far. A file of the user, named by the environment variable LADDER_OPS_TABLE, takes
@@ -50,6 +52,7 @@ VARIABLE = "LADDER_OPS_TABLE"
 UNSET = f"unset {VARIABLE}, or correct it"
 PACKAGED = Path(__file__).with_name("table.json")
 DEFAULT, ANY_ORDER = "staged", "collective"  # without a measurement
+SURPLUS = 0.6  # what is hidden of the exchange is more than that, where nothing is lost otherwise
 ORDERS = ("ranks", "any")
 ANOTHER = "it adds in another order than that of the ranks"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -65,7 +68,8 @@ KEYS = {
 class Call:
     """What is known of a call before it runs.
 
-    sizes: rounded up to powers of two. any_order: sums may be in any order.
+    sizes: rounded up to powers of two. any_order: sums may be in any order. exact: the sizes as
+    they are, or () if only the bucket is known.
     """
 
     op: str
@@ -74,6 +78,7 @@ class Call:
     ranks: int
     sizes: tuple[int, ...]
     any_order: bool = False
+    exact: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         named = zip(OPERATORS[self.op].sizes, self.sizes, strict=True)
@@ -95,7 +100,8 @@ class Implementation:
     the reason why it cannot run a call on this machine, with the remedy, or None; it must be the
     same on all ranks. options: the names of its options. ordered: whether it adds in the order of
     the ranks. insisted: options that only `use` may give, and no table: with them the caller may do
-    less with what is returned.
+    less with what is returned. surplus: what its products take longer than one of all rows, over
+    what the exchange takes, for a call of known sizes and options; None: they are one product.
     """
 
     name: str
@@ -104,6 +110,17 @@ class Implementation:
     options: tuple[str, ...] = ()
     ordered: bool = True
     insisted: tuple[str, ...] = ()
+    surplus: Callable[[Call, Mapping[str, Any]], float] | None = None
+
+    def wasteful(self, call: Call, options: Mapping[str, Any]) -> str | None:
+        """Why a table's entry for the call's bucket is not for this call, or None."""
+        share = self.surplus(call, options) if self.surplus is not None and call.exact else 0.0
+        if share <= SURPLUS:
+            return None
+        return (
+            f"whose tiles take longer at this size than those of one product, by {share:.0%} of "
+            f"what the exchange takes"
+        )
 
 
 @dataclass(frozen=True)
@@ -156,13 +173,14 @@ def implement(
     options: tuple[str, ...] = (),
     ordered: bool = True,
     insisted: tuple[str, ...] = (),
+    surplus: Callable[[Call, Mapping[str, Any]], float] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a function that computes the operator `op`: see `Implementation`."""
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         found = OPERATORS[op].implementations
         assert name not in found, (op, name)
-        found[name] = Implementation(name, run, refusal, options, ordered, insisted)
+        found[name] = Implementation(name, run, refusal, options, ordered, insisted, surplus)
         _choose.cache_clear()
         return run
 
@@ -230,7 +248,7 @@ def explain(
     except (TypeError, IndexError) as error:
         wanted = ", ".join(list(inspect.signature(operator.measure).parameters)[1:])
         raise UserError(f"shapes={shapes!r} of {op}: give the shapes of {wanted}") from error
-    return choose(Call(op, device, dtype, ranks, bucket(sizes), bool(any_order)))
+    return choose(Call(op, device, dtype, ranks, bucket(sizes), bool(any_order), tuple(sizes)))
 
 
 def choose(call: Call) -> Choice:
@@ -242,7 +260,10 @@ def listed(call: Call) -> str:
     """The implementation that a table names for a call, or else the one without a measurement;
     this machine may be another one, and is not asked whether it can run it."""
     _, entry = _entry(call, os.environ.get(VARIABLE) or None)
-    return unmeasured(call) if entry is None else str(entry["implementation"])
+    if entry is None:
+        return unmeasured(call)
+    found = OPERATORS[call.op].implementations[entry["implementation"]]
+    return unmeasured(call) if found.wasteful(call, entry["options"]) else found.name
 
 
 def run(call: Call, group: dist.ProcessGroup, *arguments: Any) -> Any:
@@ -263,7 +284,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)  # prompts have many lengths
 def _choose(
     call: Call, asked: tuple[str, tuple[tuple[str, Any], ...]] | None, file: str | None
 ) -> Choice:
@@ -280,9 +301,11 @@ def _choose(
         path, entry = _entry(call, file)
         if entry is not None:
             picked, options, why = entry["implementation"], entry["options"], entry["source"]
-            why = f"{path.name}: {why}"
+            why, waste = f"{path.name}: {why}", implementations[picked].wasteful(call, options)
             if refusals[picked] is not None:
-                why = f"{path.name} has {picked!r}, which cannot run here: {refusals[picked]}"
+                waste = f"which cannot run here: {refusals[picked]}"
+            if waste is not None:
+                why = f"{path.name} has {picked!r}, {waste}"
                 picked, options = unmeasured(call), {}
 
     def why_not(each: Implementation) -> str:

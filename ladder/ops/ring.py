@@ -22,9 +22,10 @@ from ladder.ops.overlapped import SCATTER
 from ladder.ops.refusals import peer_refusal
 from ladder.ops.registry import implement
 from ladder.ops.spread import to_all
+from ladder.ops.waves import by_chunks
 
 
-@implement("matmul_reduce_scatter", "ring", peer_refusal, BLOCKS, ordered=False)
+@implement(SCATTER, "ring", peer_refusal, BLOCKS, ordered=False, surplus=by_chunks(2))
 def ring_matmul_reduce_scatter(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int,
     blocks: int = 2, ratio: int = 1, streams: int = 1,
@@ -45,7 +46,7 @@ def ring_matmul_reduce_scatter(
     return rows_back(out, A, scatter_dim)
 
 
-@implement("matmul_all_reduce", "ring", peer_refusal, BLOCKS, ordered=False)
+@implement("matmul_all_reduce", "ring", peer_refusal, BLOCKS, ordered=False, surplus=by_chunks(2))
 def ring_matmul_all_reduce(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None, blocks: int = 2,
     ratio: int = 1, streams: int = 1,

@@ -20,9 +20,10 @@ from ladder.ops import schedules, workspace
 from ladder.ops.blocks import BLOCKS, Blocks, check_streams
 from ladder.ops.refusals import landing_refusal, peer_refusal
 from ladder.ops.registry import implement
+from ladder.ops.waves import by_chunks
 
 
-@implement("matmul_all_reduce", "chunked", peer_refusal, BLOCKS)
+@implement("matmul_all_reduce", "chunked", peer_refusal, BLOCKS, surplus=by_chunks(1))
 def chunked_matmul_all_reduce(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None, blocks: int = 1,
     ratio: int = 1, streams: int = 1,
@@ -41,7 +42,9 @@ def chunked_matmul_all_reduce(
     return total.unflatten(0, A.shape[:-1])
 
 
-@implement("matmul_all_reduce_add_rms_norm", "chunked", landing_refusal, BLOCKS)
+@implement(
+    "matmul_all_reduce_add_rms_norm", "chunked", landing_refusal, BLOCKS, surplus=by_chunks(1)
+)
 def chunked_landing(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float,
     blocks: int = 1, ratio: int = 1, streams: int = 1,

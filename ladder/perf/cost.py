@@ -19,14 +19,13 @@ from dataclasses import replace
 from functools import partial
 from statistics import NormalDist
 
-from ladder.costs import BF16, stored_bytes
+from ladder.costs import BF16, MULTIPROCESSORS, stored_bytes
 from ladder.kernels.decode import MAX_ROWS
 from ladder.kernels.decode_shapes import MAX_VECTOR_ROWS, blocks
 from ladder.kernels.landing import CHUNK
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.models.plan import Plan
-from ladder.perf.cost_prefill import MULTIPROCESSORS
 from ladder.perf.graph import Graph, Operation
 from ladder.perf.lower_decode import decode
 from ladder.perf.machine import Basis, Curve, Estimate, Machine, Value, worst

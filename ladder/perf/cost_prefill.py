@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 
-from ladder.costs import BF16, stored_bytes
+from ladder.costs import BF16, MULTIPROCESSORS, stored_bytes
 from ladder.kernels.decode import MAX_ROWS
 from ladder.kernels.eight_bits import PIECE
 from ladder.models.config import ModelConfig
@@ -25,7 +25,6 @@ from ladder.perf.slowdowns import Slowdowns, resource
 
 IDLE_POWER = 0.64  # while nothing computes, of the power under products
 FILL, SQUARE = 128, 8192  # what fills a tile's pipeline, of its inputs; `matrix_tflop_s` has SQUARE
-MULTIPROCESSORS = 132
 ATTENTION_ROWS = 128  # queries of one thread block
 
 

@@ -37,7 +37,7 @@ def share_left(
     from ladder.ops import registry  # slow to import, and needed by few
 
     op = OPERATORS[kind]
-    call = registry.Call(op, gpu, torch.bfloat16, ranks, registry.bucket(sizes), any_order)
+    call = registry.Call(op, gpu, torch.bfloat16, ranks, registry.bucket(sizes), any_order, sizes)
     picked = registry.listed(call)
     if picked not in SERIAL:
         return LEFT, picked

@@ -138,7 +138,8 @@ def test_a_table_of_ones_own_changes_the_prediction(
     assert share_left("all-gather", "NVIDIA H200", 4, sizes, False) == (1.0, "staged")
     entry = {
         "op": "all_gather_matmul", "device": "NVIDIA H200", "dtype": "bfloat16", "ranks": 4,
-        "sizes": list(sizes), "implementation": "chunked", "options": {}, "source": "made up",
+        "sizes": list(sizes), "implementation": "chunked", "options": {"streams": 2},
+            "source": "made up",
     }  # fmt: skip
     write_text(tmp_path / "table.json", json.dumps([entry]))
     monkeypatch.setenv(VARIABLE, str(tmp_path / "table.json"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -183,22 +183,23 @@ def entries(measured: Sequence[Measured], source: str) -> list[dict[str, Any]]:
     """The entries of each call: the fastest implementation, `staged` unless another is faster.
 
     An implementation counts only where it was measured at every point of the call's sizes, in every
-    mode in which `staged` was (there are calls that no graph can hold), and was slower in none. An
+    mode in which `staged` was (there are calls that no graph can hold), and was slower in none; but
+    for points at which no entry would pick it (`Implementation.wasteful`), and `staged` runs. An
     entry of order "any" names what is the fastest beside `collective` in the same way; there is
     one where `collective` was measured and that is not what the first entry names.
     """
-    by_call: dict[Call, list[dict[str, dict[Variant, float]]]] = {}
+    by_call: dict[Call, list[tuple[Call, dict[str, dict[Variant, float]]]]] = {}
     for call, found in measured:
         times: dict[str, dict[Variant, float]] = {}
         for each, result in found:
             if each.variant is not None:
                 times.setdefault(each.mode, {})[each.variant] = result.us
-        by_call.setdefault(call, []).append(times)
+        by_call.setdefault(replace(call, exact=()), []).append((call, times))
     made = []
     for call, points in by_call.items():
         best: Variant | None = None
         for order, base in zip(registry.ORDERS, (DEFAULT, ANY_ORDER), strict=True):
-            found_best = _fastest(call, points, Variant(base), order)
+            found_best = _fastest(points, Variant(base), order)
             if found_best is None or found_best[0] == best:
                 continue
             best, said = found_best
@@ -212,14 +213,17 @@ def entries(measured: Sequence[Measured], source: str) -> list[dict[str, Any]]:
 
 
 def _fastest(
-    call: Call, points: Sequence[dict[str, dict[Variant, float]]], base: Variant, order: str
+    points: Sequence[tuple[Call, dict[str, dict[Variant, float]]]], base: Variant, order: str
 ) -> tuple[Variant, str] | None:
     """The fastest of what is nowhere slower than `base`, and its times; None without `base`."""
-    beside = [[mode for mode in point.values() if base in mode] for point in points]
+    known = registry.OPERATORS[points[0][0].op].implementations
+    beside = [
+        [_would_run(call, mode, base) for mode in point.values() if base in mode]
+        for call, point in points
+    ]
     if not all(beside):
         return None  # it was wrong, or is not there: nothing is known to be as fast
     modes = [mode for point in beside for mode in point]
-    known = registry.OPERATORS[call.op].implementations
     able = [
         variant
         for variant in modes[0]
@@ -229,6 +233,18 @@ def _fastest(
     firsts = [point[0] for point in beside]  # captured, if it can be
     best = min(able, key=lambda variant: (sum(f[variant] for f in firsts), variant != base))
     return best, "; ".join(_times(first, best, base) for first in firsts)
+
+
+def _would_run(call: Call, times: Mapping[Variant, float], base: Variant) -> dict[Variant, float]:
+    """The times of what would run, if an entry named each variant."""
+    return {
+        variant: times[base] if _wasteful(call, variant) else us for variant, us in times.items()
+    }
+
+
+def _wasteful(call: Call, variant: Variant) -> bool:
+    found = registry.OPERATORS[call.op].implementations.get(variant.name)
+    return found is not None and found.wasteful(call, dict(variant.options)) is not None
 
 
 def picked_by(measured: Sequence[Measured], new: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -243,6 +259,8 @@ def picked_by(measured: Sequence[Measured], new: Sequence[Mapping[str, Any]]) ->
             if entry is None or (order == "any" and ANY_ORDER not in _names(call)):
                 continue
             variant = Variant(entry["implementation"], tuple(entry["options"].items()))
+            if _wasteful(call, variant):
+                variant = Variant(registry.unmeasured(replace(call, any_order=order == "any")))
             found.setdefault(name, []).extend(
                 result.efficiency
                 for each, result in timed

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 
-from ladder.costs import BF16
-from ladder.perf.cost_prefill import FILL, MULTIPROCESSORS, SQUARE, backend_exchange, power_share
+from ladder.costs import BF16, MULTIPROCESSORS
+from ladder.ops.waves import CUBLAS, count, least_taken, split, taken
+from ladder.perf.cost_prefill import FILL, SQUARE, backend_exchange, power_share
 from ladder.perf.grid import matrix_rate
 from ladder.perf.machine import Machine
 from ladder.perf.operators.run import Copies, Moves, Rates, Tiles
 from ladder.perf.slowdowns import Slowdowns
 
-# Rows x columns of cuBLAS's tiles, each with its rate of the large ones'; declared. A product has
-# those that end first.
-CUBLAS = {(128, 256): 1.0, (256, 128): 1.0, (128, 192): 1.0, (192, 128): 1.0, (128, 128): 0.85}
 # Of cuBLAS's rate, that of our Triton product: 0.95 to 0.99 in sketches on four H200, TP 4 (torch
 # 2.11, 2026-11-22), before there were operators.
 TRITON = 0.97
@@ -84,24 +82,3 @@ class OperatorCost:
             self.slowdowns.value("copies_beside_product"),
             1 - copied / self.memory,
         )  # fmt: skip
-
-
-def count(rows: int, outputs: int, tile: tuple[int, int]) -> int:
-    """Tiles of a product."""
-    return -(-rows // tile[0]) * -(-outputs // tile[1])
-
-
-def split(rows: int, outputs: int, tile: tuple[int, int]) -> int:
-    """In how many parts of its depth a product is computed that has few tiles."""
-    return max(1, MULTIPROCESSORS // count(rows, outputs, tile))
-
-
-def taken(rows: int, outputs: int, tile: tuple[int, int]) -> float:
-    """The elements of large tiles that take as long as a multiprocessor computes, one tile after
-    the other."""
-    waves = -(-count(rows, outputs, tile) // MULTIPROCESSORS)
-    return waves * tile[0] * tile[1] / CUBLAS[tile] / split(rows, outputs, tile)
-
-
-def least_taken(rows: int, outputs: int) -> float:
-    return min(taken(rows, outputs, each) for each in CUBLAS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ladder.perf.cost_prefill import MULTIPROCESSORS
+from ladder.costs import MULTIPROCESSORS
 from ladder.perf.machine import Machine
 from ladder.perf.t3.system import System
 
