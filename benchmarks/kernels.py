@@ -49,6 +49,7 @@ SHAPES = {  # on one rank: hidden_size, query heads, KV heads, head_dim, interme
     "8B/TP4": (4096, 8, 2, 128, 3584),
     "70B/TP4": (8192, 16, 2, 128, 7168),
     "1B/TP4": (2048, 8, 2, 64, 2048),
+    "2B/TP4": (2304, 4, 2, 128, 2048),
     "8B/TP1": (4096, 32, 8, 128, 14336),
     "tiny": (96, 8, 4, 12, 256),
 }
@@ -65,8 +66,7 @@ class Case(NamedTuple):
     same: Callable[[], float]  # relative error against the reference
 
 
-def timed(calls: list[Call], replays: int = 30) -> float:
-    """Microseconds for one call."""
+def captured(calls: list[Call]) -> torch.cuda.CUDAGraph:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -76,15 +76,24 @@ def timed(calls: list[Call], replays: int = 30) -> float:
     with torch.cuda.graph(graph, stream=side):
         for call in calls:
             call()
-    times = []
-    for _ in range(replays + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times[3:])
+    return graph
+
+
+def replayed(graph: torch.cuda.CUDAGraph) -> float:
+    """Microseconds of a replay."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def timed(calls: list[Call], replays: int = 30) -> float:
+    """Microseconds for one call."""
+    graph = captured(calls)
+    times = [replayed(graph) for _ in range(replays + 3)]
+    return statistics.median(times[3:]) / len(calls)
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -99,7 +108,18 @@ def random(*shape: int, scale: float = 1.0) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * scale
 
 
-def product(label: str, rows: int, n: int, k: int, normed: bool, gated: bool) -> Case:
+def layer(shape: tuple[int, int, int, int, int]) -> list[tuple[str, int, int, bool, bool]]:
+    """The products of a layer: name, outputs, inputs, whether of a norm, whether gated."""
+    hidden, heads, kv, size, inner = shape
+    return [
+        ("qkv", (heads + 2 * kv) * size, hidden, True, False),
+        ("o", hidden, heads * size, False, False),
+        ("gate and up", inner, hidden, True, True),
+        ("down", hidden, inner, False, False),
+    ]
+
+
+def product(rows: int, label: str, n: int, k: int, normed: bool, gated: bool) -> Case:
     x, size = random(rows, k), n * k * 2 * (1 + gated)
     weights = [random(n * (1 + gated), k, scale=k**-0.5) for _ in copies(size)]
     norm = {"squares": landed(x).squares, "eps": EPS} if normed else {}
@@ -254,10 +274,7 @@ def prompts(tokens: int, heads: int, kv: int, size: int, inner: int) -> Iterator
 def cases(shape: tuple[int, int, int, int, int], batches: list[int]) -> Iterator[Case]:
     hidden, heads, kv, size, inner = shape
     for rows in batches:
-        yield product("qkv", rows, (heads + 2 * kv) * size, hidden, True, False)
-        yield product("o", rows, hidden, heads * size, False, False)
-        yield product("gate and up", rows, inner, hidden, True, True)
-        yield product("down", rows, hidden, inner, False, False)
+        yield from (product(rows, *each) for each in layer(shape))
         yield from landings(rows, hidden)
     for batch, length, used in ((1, 8192, 1024), (1, 8192, 8192), (64, 2048, 1024)):
         yield attention(batch, heads, kv, size, length, used)

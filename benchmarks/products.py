@@ -1,0 +1,356 @@
+"""Times of other ways to multiply by a decode step's weights, beside the chosen ones, on one GPU.
+
+    python benchmarks/products.py [--shapes 8B/TP4 ...] [--rows 16 64 4 1] [--ways today straight-8]
+        [--out FILE] [--budget SECONDS]
+
+For each shape and number of rows: the four products of a layer, each alone and all in a chain, in
+CUDA graphs with dependent launch, over weights that no cache holds. All ways take turns, in another
+order each round; a time is the median, in microseconds of one product or of a layer. The floor is
+the weights' bytes over the bandwidth of a large copy (read + write) in the same run. First every
+result is compared with float64: a wrong way is named, not timed, and makes the exit status 1.
+
+today: what `ladder.kernels.decode_shapes.blocks` chooses. early: the same, with the weights of
+the first steps brought into L2 before the wait for the previous kernel. lean: tiles of so little
+shared memory that the next kernel's programs start beside them; lean-early: both. straight-W:
+`ladder.kernels.straight` with W warps a program; -small: with half the bytes in flight; -wide: with
+twice the weight rows. best: each product's fastest way alone, in a chain. --out: a line of JSON for
+each point.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from kernels import EPS, SHAPES, Call, captured, copies, landed, layer, replayed
+from torch import Tensor
+
+from ladder import kernels
+from ladder.bench.floors import bandwidth, matrix_rate
+from ladder.bench.inference.command import machine
+from ladder.kernels import decode_shapes
+from ladder.kernels.decode import MAX_ROWS
+from ladder.parser import Parser, parse_words
+
+SMS = 132
+FLYING = 64 * 1024  # bytes of weights that an SM's programs read in a step
+ROUNDS, WARM = 20, 3
+WASTE = 1.15  # columns of all steps over those of the weight, at most
+Blocks = tuple[int, int, int, int, int]
+
+
+class Product(NamedTuple):
+    name: str
+    outputs: int
+    inputs: int
+    normed: bool
+    gated: bool
+
+    @property
+    def bytes(self) -> int:
+        return self.outputs * self.inputs * 2 * (1 + self.gated)
+
+
+class Input(NamedTuple):
+    x: Tensor
+    norm: dict[str, Any]  # of a residual before its norm, as a landing leaves it
+
+
+class Way(NamedTuple):
+    name: str
+    blocks: Callable[[int, Product], Blocks | None]  # None: not for so few rows
+    early: int = 0
+
+
+def today(rows: int, product: Product) -> Blocks:
+    return decode_shapes.blocks(rows, product.outputs, product.inputs, product.gated, 2)
+
+
+def tiles(rows: int, product: Product) -> Blocks | None:
+    return None if rows <= decode_shapes.MAX_VECTOR_ROWS else today(rows, product)
+
+
+def lean(rows: int, product: Product) -> Blocks | None:
+    """At most 100 KiB: a step of x and of the weight in each of the stages but one."""
+    if rows <= decode_shapes.MAX_VECTOR_ROWS:
+        return None
+    padded = max(16, decode_shapes.power_of_2(rows))
+    block = 16 if padded < 64 and product.outputs < 2048 else 32
+    step = 256 if padded == 16 and not product.gated and product.inputs > 1024 else 128
+    if padded == 64:
+        step = 64
+    stage = (padded + block * (1 + product.gated)) * step * 2
+    return padded, block, step, 4, min(8, 100 * 1024 // stage + 1)
+
+
+def straight(warps: int, flying: int, wide: int, rows: int, product: Product) -> Blocks | None:
+    padded = max(8, decode_shapes.power_of_2(rows))
+    if padded > 16 and (warps > 8 or wide > 1):
+        return None  # sums and rows of x do not fit in the registers
+    block = 16 * wide if padded < 64 or product.gated or product.outputs < 2048 else 32
+    # Programs that an SM has at once, up to 4; their steps together are `flying` bytes.
+    programs = min(4, -(-product.outputs // block // SMS))
+    step = 32 * warps
+    longest = min(step * min(8, 128 // padded), product.inputs)
+    while (
+        2 * step <= longest
+        and programs * block * (1 + product.gated) * 2 * step * 2 <= flying
+        and -(-product.inputs // (2 * step)) * 2 * step <= WASTE * product.inputs
+    ):
+        step *= 2
+    return padded, block, step, warps, decode_shapes.STRAIGHT
+
+
+WAYS = [
+    Way("today", today),
+    Way("early", tiles, 2),
+    Way("lean", lean),
+    Way("lean-early", lean, 2),
+    Way("straight-4", partial(straight, 4, FLYING, 1)),
+    Way("straight-8", partial(straight, 8, FLYING, 1)),
+    Way("straight-8-small", partial(straight, 8, FLYING // 2, 1)),
+    Way("straight-16", partial(straight, 16, FLYING, 1)),
+    Way("straight-8-wide", partial(straight, 8, FLYING, 2)),
+]
+
+
+@contextlib.contextmanager
+def chosen(way: Way, rows: int, product: Product) -> Iterator[None]:
+    blocks = way.blocks(rows, product)
+    with mock.patch.multiple(decode_shapes, blocks=lambda *_: blocks, EARLY=way.early):
+        yield
+
+
+def multiply(way: Way, product: Product, read: Input, weight: Tensor) -> Tensor:
+    gate, up = weight.chunk(2) if product.gated else (weight, None)
+    with chosen(way, len(read.x), product):
+        y = kernels.project(read.x, gate, up, **read.norm)
+    assert y is not None
+    return y
+
+
+def new_input(rows: int, product: Product) -> Input:
+    x = torch.randn(rows, product.inputs, device="cuda", dtype=torch.bfloat16)
+    return Input(x, {"squares": landed(x).squares, "eps": EPS} if product.normed else {})
+
+
+def wrong(way: Way, product: Product, read: Input, weight: Tensor) -> str | None:
+    """What is wrong: each element against float64, and a second call's against the first's."""
+    found, again = (multiply(way, product, read, weight) for _ in range(2))
+    x = read.x.double()
+    if product.normed:
+        x = F.rms_norm(x, (product.inputs,), None, EPS)
+    y = F.linear(x, weight.double())
+    if product.gated:
+        y = F.silu(y[:, : product.outputs]) * y[:, product.outputs :]
+    error = (found.double() - y).abs()
+    bound = 2**-7 * y.abs() + 0.02 * y.square().mean().sqrt()
+    if not bool((error <= bound).all()):  # NaN is not
+        return f"off by up to {float(error.max())}, of {float(y.abs().max())}"
+    return None if torch.equal(found, again) else "two calls differ"
+
+
+def compile_one(job: tuple[str, int, Product]) -> str | None:
+    """In a process of its own, for Triton's cache."""
+    name, rows, product = job
+    way = next(each for each in WAYS if each.name == name)
+    try:
+        read = new_input(rows, product)
+        weight = read.x.new_ones(product.outputs * (1 + product.gated), product.inputs)
+        multiply(way, product, read, weight)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{way.name}, {rows} rows, {product}: {str(error).splitlines()[0]}"
+    return None
+
+
+def compiled(jobs: list[tuple[str, int, Product]]) -> list[str]:
+    """Fill Triton's cache, a worker on each core. What failed."""
+    processes = max(1, min(len(jobs), (os.cpu_count() or 2) - 1))
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(processes) as pool:
+        results = pool.map(compile_one, jobs, chunksize=1)
+    # After an error of CUDA whatever a worker does fails.
+    again = [job for job, error in zip(jobs, results, strict=True) if error]
+    if not again:
+        return []
+    with context.Pool(min(processes, len(again)), maxtasksperchild=1) as pool:
+        return [error for error in pool.map(compile_one, again, chunksize=1) if error]
+
+
+def usable(way: Way, rows: int, products: Sequence[Product]) -> bool:
+    return all(way.blocks(rows, each) is not None for each in products)
+
+
+def measured(graphs: dict[tuple[str, str], tuple[torch.cuda.CUDAGraph, int]]) -> dict[tuple, float]:
+    """The median of each graph's replays, over the calls that it is divided by."""
+    times: dict[tuple, list[float]] = {key: [] for key in graphs}
+    order = list(graphs)
+    for number in range(ROUNDS + WARM):
+        random.shuffle(order)
+        for key in order:
+            graph, calls = graphs[key]
+            taken = replayed(graph) / calls
+            if number >= WARM:
+                times[key].append(taken)
+    return {key: statistics.median(each) for key, each in times.items()}
+
+
+def measure(
+    rows: int, products: Sequence[Product], ways: Sequence[Way], weights: dict[str, list[Tensor]]
+) -> tuple[dict[str, Any], list[str]]:
+    """Microseconds {way: {product or "chain": time}}, the best way of each, and what is wrong."""
+    inputs = {each.name: new_input(rows, each) for each in products}
+    errors = []
+    right = []
+    for way in ways:
+        found = [
+            f"{way.name}, {rows} rows, {each.name}: {error}"
+            for each in products
+            if (error := wrong(way, each, inputs[each.name], weights[each.name][0]))
+        ]
+        errors += found
+        right += [way] * (not found)
+    layers = min(len(each) for each in weights.values())
+
+    def calls(chosen_ways: dict[str, Way], some: Sequence[Product], count: int) -> list[Call]:
+        return [
+            partial(
+                multiply, chosen_ways[each.name], each, inputs[each.name], weights[each.name][i]
+            )
+            for i in range(count)
+            for each in some
+        ]
+
+    def graph(chosen_ways: dict[str, Way], some: Sequence[Product], count: int) -> Any:
+        return captured(calls(chosen_ways, some, count)), count
+
+    graphs = {}
+    for way in right:
+        every = {each.name: way for each in products}
+        for each in products:
+            graphs[way.name, each.name] = graph(every, [each], len(weights[each.name]))
+        graphs[way.name, "chain"] = graph(every, products, layers)
+    times = measured(graphs)
+    best = {
+        each.name: min(right, key=lambda way, name=each.name: times[way.name, name])
+        for each in products
+    }
+    if right:
+        again = {key: graphs[key] for key in graphs if key[1] == "chain"}
+        again["best", "chain"] = graph(best, products, layers)
+        times |= measured(again)  # all chains once more, beside it
+    table: dict[str, dict[str, float]] = {}
+    for (name, what), taken in times.items():
+        table.setdefault(name, {})[what] = taken
+    blocks = {way.name: {p.name: way.blocks(rows, p) for p in products} for way in right}
+    return {
+        "times": table,
+        "best": {name: way.name for name, way in best.items()},
+        "blocks": blocks,
+    }, errors
+
+
+def show(title: str, products: Sequence[Product], found: dict[str, Any], rate: float) -> None:
+    floors = [each.bytes / rate * 1e6 for each in products]
+    print(f"\n{title}: microseconds" + "".join(f"{each.name:>13}" for each in products), end="")
+    print(f"{'sum':>9}{'chain':>9}  of floor")
+    print(f"{'floor':{len(title) + 14}}" + "".join(f"{each:13.2f}" for each in floors), end="")
+    print(f"{sum(floors):9.2f}{sum(floors):9.2f}")
+    for name, times in sorted(found["times"].items(), key=lambda each: each[1]["chain"]):
+        alone = [times[each.name] for each in products if each.name in times]
+        line = "".join(f"{each:13.2f}" for each in alone) + (f"{sum(alone):9.2f}" if alone else "")
+        print(f"{name:{len(title) + 14}}{line:>61}{times['chain']:9.2f}", end="")
+        print(f"{sum(floors) / times['chain']:9.0%}")
+    print("best: " + ", ".join(f"{name} {way}" for name, way in found["best"].items()), flush=True)
+
+
+def main() -> None:
+    begun = time.monotonic()
+    parser = Parser(description=__doc__.split("\n")[0])
+    names = [way.name for way in WAYS]
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["8B/TP4"])
+    parser.add_argument(
+        "--rows", nargs="+", type=int, default=[16, 64, 4, 1], help=f"batch, 1 to {MAX_ROWS}"
+    )
+    parser.add_argument("--ways", nargs="+", choices=names, default=names)
+    parser.add_argument("--out", type=Path, help="appended: a line of JSON for each point")
+    parser.add_argument("--budget", type=float, help="start no point after so many seconds")
+    args = parse_words(parser)
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device: there is nothing to measure")
+    points = []
+    for shape, rows in itertools.product(args.shapes, args.rows):
+        products = [Product(*each) for each in layer(SHAPES[shape])]
+        ways = [way for way in WAYS if way.name in args.ways and usable(way, rows, products)]
+        points.append((shape, rows, products, ways))
+    jobs = [
+        (way.name, rows, product)
+        for _, rows, products, ways in points
+        for product in products
+        for way in ways
+    ]
+    failed = compiled(jobs)
+    print(f"compiled {len(jobs)} products in {time.monotonic() - begun:.0f} s", flush=True)
+    device = torch.device("cuda")
+    rate = bandwidth(device)
+    about = machine(device, rate, matrix_rate(device)) | {
+        "command": " ".join(["python", *sys.argv]),
+        "triton": kernels.decode.triton.__version__,
+    }
+    print(f"{torch.cuda.get_device_name()}: copy {rate / 1e12:.2f} TB/s")
+    for error in failed:
+        print("FAILED", error)
+    held: tuple[str, dict[str, list[Tensor]]] = ("", {})
+    bad = list(failed)
+    for shape, rows, products, ways in points:
+        if args.budget and time.monotonic() - begun > args.budget:
+            print(f"{shape}, {rows} rows: not measured, the budget is spent")
+            continue
+        if held[0] != shape:
+            held = ("", {})
+            held = (shape, {each.name: matrices(each) for each in products})
+        fit = [
+            way
+            for way in ways
+            if not any(error.startswith(f"{way.name}, {rows} rows, ") for error in failed)
+        ]
+        found, errors = measure(rows, products, fit, held[1])
+        for error in errors:
+            print("WRONG", shape, error)
+        bad += errors
+        show(f"{shape}, {rows} rows", products, found, rate)
+        if args.out:
+            record = about | {"shape": shape, "rows": rows, "wrong": errors} | found
+            with args.out.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+    print(f"{time.monotonic() - begun:.0f} s")
+    if bad:
+        raise SystemExit(1)
+
+
+def matrices(product: Product) -> list[Tensor]:
+    rows = product.outputs * (1 + product.gated)
+    return [
+        torch.randn(rows, product.inputs, device="cuda", dtype=torch.bfloat16)
+        * product.inputs**-0.5
+        for _ in copies(product.bytes)
+    ]
+
+
+if __name__ == "__main__":
+    main()

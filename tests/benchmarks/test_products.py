@@ -1,0 +1,60 @@
+"""benchmarks/products.py: what its ways launch, and what its comparison finds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from ladder import kernels
+from ladder.kernels.decode_shapes import STRAIGHT
+from tests import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import products
+from kernels import SHAPES, layer
+
+
+@pytest.mark.parametrize("way", products.WAYS, ids=lambda way: way.name)
+def test_ways_fit_a_gpu(way: products.Way) -> None:
+    """Operands of whole instructions; a step of no more columns than there are, but for a rest."""
+    seen = 0
+    for shape in ("8B/TP4", "2B/TP4", "70B/TP4"):
+        for rows in (1, 4, 16, 33, 64):
+            for each in map(products.Product._make, layer(SHAPES[shape])):
+                if (blocks := way.blocks(rows, each)) is None:
+                    continue
+                seen += 1
+                padded, block, step, warps, stages = blocks
+                assert padded >= rows
+                if stages == STRAIGHT:
+                    assert padded % 8 == block % 16 == step % (32 * warps) == 0
+                    assert step & (step - 1) == 0
+                    assert step <= each.inputs
+                elif way.name.startswith("lean"):
+                    stage = (padded + block * (1 + each.gated)) * step * 2
+                    assert (stages - 1) * stage <= 100 * 1024
+    assert seen
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda y: y, None),
+        (lambda y: y.index_put((torch.tensor(1), torch.tensor(2)), y.new_tensor(9.0)), "off by"),
+        (lambda y: y.index_put((torch.tensor(0), torch.tensor(0)), y.new_tensor(torch.nan)), "off"),
+        (lambda y: y + 1e-3 * torch.randn_like(y), "differ"),
+    ],
+)
+def test_a_wrong_element_is_found(change: Callable[[Tensor], Tensor], found: str | None) -> None:
+    product = products.Product("gate and up", 32, 64, True, True)
+    x, weight = torch.randn(3, 64).bfloat16(), torch.randn(64, 64).bfloat16() / 8
+    read = products.Input(x, {"squares": x.float().square().sum(1, keepdim=True), "eps": 1e-5})
+    project = kernels.project
+    with mock.patch.object(kernels, "project", lambda *a, **k: change(project(*a, **k))):
+        error = products.wrong(products.WAYS[0], product, read, weight)
+    assert error is None if found is None else error is not None and found in error
