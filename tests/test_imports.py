@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "reader": "config models",
     "comm": "jit models",
     "kernels": "comm jit models",
-    "ops": "kernels comm jit config models",
+    "ops": "kernels comm jit config costs models",
     "parallel": "ops kernels comm jit config files models",
     "next_step": "parallel",
     "plans": "config models next_step",
