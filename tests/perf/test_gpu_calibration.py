@@ -34,9 +34,9 @@ def test_two_gpus_are_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]
         assert len(found.curve("all-reduce", algorithm=algorithm).points) > 8
     size, us = found.curve("peer copy").points[-1]
     assert 2 * size / us < 0.5 * 1e6 * found.value("copy_tb_s")
-    for transport in EXCHANGES:  # what crosses the links twice, and more
+    for transport in EXCHANGES:  # half of it crosses the links twice, at once in both directions
         nbytes, us = found.curve("exchange", transport=transport).points[-1]
-        assert us > 2 * found.curve("peer copy").at(nbytes / 2).us
+        assert us > found.curve("peer copy").at(nbytes / 2).us
     for first, second in zip(PAIRS[::2], PAIRS[1::2], strict=True):
         assert min(found.value(first), found.value(second)) < 1.0
     assert min(speed for name in SPEEDS for _, speed in found.curve(name).points) < 1.0
