@@ -42,10 +42,11 @@ def _exchanges(
     found: list[Point] = []
     for nbytes in sorted(sizes.exchanges, reverse=True):  # the transport keeps what it has made
         rows = nbytes // sizes.dtype.itemsize // sizes.hidden
+        rows -= rows % dist.get_world_size(group)
         mine = random(rows, sizes.hidden, dtype=sizes.dtype, device=device)
         check(transport, mine, gain, group)
         us = _behind(products, partial(exchange, transport, mine, gain, group), device)
-        found.append((nbytes, us))
+        found.append((mine.nbytes, us))
     return found[::-1]
 
 

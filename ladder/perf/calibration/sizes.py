@@ -36,7 +36,7 @@ class Sizes:
     prompts: tuple[int, ...]  # tokens
     landing_hidden: tuple[int, ...]
     messages: tuple[int, ...]  # bytes
-    exchanges: tuple[int, ...]  # bytes, of whole rows of `hidden` that the ranks divide
+    exchanges: tuple[int, ...]  # bytes, of rows of `hidden`
     square: int  # of the product whose rate counts
     together: Together
 
