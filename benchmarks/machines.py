@@ -104,6 +104,20 @@ PEERS = Curve(
     "measured by hand: copy engines of 4x H200, all at once, read 369 GB/s and write 390 GB/s "
     "(torch 2.11, 2026-11-20); and 2 us for each copy, declared",
 )
+TRACES = "measured by hand: in the traces of half-8b, {}; 2026-11-21-profile-half-8b-h200x2.txt"
+TURNS = {
+    "barrier_us": Value(
+        DEFAULTS["barrier_us"], TRACES.format("standard, batches 4 and 16, a barrier's kernel")
+    ),
+    "copy_turn_us": Value(
+        DEFAULTS["copy_turn_us"],
+        TRACES.format(
+            "batch 4, the GPU idles 22.1 us longer for an exchange of standard's than for none's "
+            "norm, of which 4.6 are 2 barriers', as other kernels', and 7.6 gaps of copies and "
+            "landings; the rest, by 2"
+        ),
+    ),
+}
 NOTES = "benchmarks/results/README.md, `Block shapes of the decode kernels`"
 # Microseconds of two products of one row at TP 4: QKV with the output projection, gate and up with
 # down.
@@ -246,7 +260,7 @@ def with_measured(machine: Machine, files: Mapping[int, tuple[str, Machine]]) ->
         file, each = files[gpus]
         own = gpus == machine.gpus
         for name, value in each.values.items():
-            if name in OF_ONE_GPU or (own and "beside" in name):
+            if name in OF_ONE_GPU or (own and family_of_value(name) in ("beside", "exchange")):
                 values[name] = replace(value, provenance=f"{value.provenance}; {file}")
         taken = [curve for curve in each.curves if own or curve.name not in BETWEEN_GPUS]
         families = {curve.name for curve in taken if curve.name not in BETWEEN_GPUS}
@@ -265,7 +279,7 @@ def machine(gpus: int) -> Machine:
     declared = DECLARED
     if gpus > 1:
         more.append(PEERS)
-        declared = DECLARED | TOGETHER | PUSHES | {"product_beside_copies": COPIES[gpus]}
+        declared = DECLARED | TOGETHER | PUSHES | TURNS | {"product_beside_copies": COPIES[gpus]}
     name, curves = f"h200x{gpus}", (*kernels(), *more)
     found = Machine(name, GPU, gpus, values(gpus) | declared, curves, tuple(links))
     found = with_measured(found, measured())

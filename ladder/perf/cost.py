@@ -1,7 +1,7 @@
 """What the operations of a decode step cost on a machine, from its curves.
 
-Products, attention and all-reduces take what the machine's file says. Products and attention take
-more in a step than in a chain of their own: `step_stretch` times as long, which is fitted to one
+Products, attention, landings and all-reduces take what the machine's file says. All but the last
+take more in a step than in a chain of their own: `step_stretch` times as long, fitted to one
 recorded step of a model without communication (`calibrate`), and `more rows` to the same of more
 sequences. A kernel that only moves a few rows (the embedding, the choice of the token, and a
 landing of which the file has no curve) takes `launch_us` and its rows' bytes. What rides on a
@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from statistics import NormalDist
 
 from ladder.costs import BF16, MULTIPROCESSORS, stored_bytes
@@ -217,8 +218,10 @@ class DecodeCost:
             return Estimate(found.us + sent.us, worst([found.basis, sent.basis]))
         if kind == "all-reduce":
             return self._reduce()
-        if kind in ("landing", "sum") and self.machine.family("landing"):
-            return self.machine.between("landing", "hidden", self.config.hidden_size, self.batch)
+        if kind in ("landing", "sum") and self.landings:
+            size = self.config.hidden_size
+            found = self.machine.between("landing", "hidden", size, self.batch)
+            return Estimate(self.stretch * found.us, found.basis)
         if kind == "send":
             return self._reduce()
         if operation.part == "gather" and self.tp > 1:
@@ -262,16 +265,18 @@ class DecodeCost:
         if rows_measured(self.machine):
             return self.machine.between("product", "rows", self.batch, nbytes)
         fitted = self.machine.family("more rows")
-        if fitted:  # linear from one row on, as between curves
-            least, us = fitted[0].points[0]
-            more_us = fitted[0].at(self.batch).us
-            if self.batch < least:
-                more_us = us * (self.batch - 1) / (least - 1)
-            return Estimate(found.us + more_us, "extrapolated")
+        more = self._more_rows(self.batch)
+        if fitted:  # what was fitted corrects what was measured at one size
+            off = [(rows, us - self._more_rows(rows)) for rows, us in fitted[0].points]
+            more += _between(off, self.batch)
+        return Estimate(found.us + max(0.0, more), "extrapolated")
+
+    def _more_rows(self, rows: float) -> float:
+        """What more rows than one add to a product at the size where both are known."""
         places = [x for x, _ in self.machine.family("product")[-1].points]
         middle = places[len(places) // 2]
-        more = self.machine.between("product", "rows", self.batch, middle)
-        return Estimate(found.us + max(0.0, more.us - one.at(middle).us), "extrapolated")
+        more = self.machine.between("product", "rows", rows, middle)
+        return max(0.0, more.us - self.machine.curve("product", rows=1).at(middle).us)
 
     def _sent(self) -> Estimate:
         """A push that is no kernel of its own: another kernel reads, sums and lands."""
@@ -284,6 +289,14 @@ class DecodeCost:
             return Estimate(0.0, "measured")
         curve = self.machine.curve("all-reduce", algorithm=WAY[self.reducer])
         return curve.at(self.message if nbytes is None else nbytes)
+
+
+def _between(points: Sequence[tuple[float, float]], x: float) -> float:
+    """Linear between points, and beyond them that of the nearest."""
+    for (low, one), (high, two) in pairwise(points):
+        if low <= x <= high:
+            return one + (two - one) * (x - low) / (high - low)
+    return points[0][1] if x < points[0][0] else points[-1][1]
 
 
 def most_of(ranks: int) -> float:

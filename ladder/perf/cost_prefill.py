@@ -2,7 +2,7 @@
 
 Products take their arithmetic at `matrix_tflop_s`, less what the power limit takes;
 kernels between them their bytes at `copy_tb_s`; collectives and copies what their curves say; and
-each of them a gap. A barrier, whose curve has its launch, has one if it changes streams.
+each of them a gap. A barrier, whose time has its launch, has one if it changes streams.
 
 Power: a GPU that computes without a pause would take a power of 1, and IDLE_POWER of that while it
 only communicates. Above `power_limit` its clock falls, and the power with the clock's cube. For the
@@ -56,6 +56,7 @@ class PromptCost:
         self.gap = machine.value("prompt_gap_us")
         self.rate = 1e6 * machine.value("matrix_tflop_s")  # FLOPs a microsecond
         self.memory = 1e6 * machine.value("copy_tb_s")  # bytes a microsecond
+        self.barrier = machine.value("barrier_us")
         self.slowdowns = Slowdowns(machine)
         self.bases: list[Basis] = []
         self._known: dict[tuple[object, ...], float] = {}
@@ -94,10 +95,11 @@ class PromptCost:
             if whole is not None:
                 return Estimate(whole.us / 2, whole.basis)
             found = self.peer_copy(self.tensor(rows) / self.tp)
-            return Estimate((self.tp - 1) * (found.us + self.gap), found.basis)
+            turn = self.machine.value("copy_turn_us")
+            return Estimate((self.tp - 1) * (found.us + self.gap) + turn, found.basis)
         if kind == "barrier":
-            found = self.barrier()
-            return Estimate(found.us + (0.0 if operation.stream == MAIN else self.gap), found.basis)
+            crossing = 0.0 if operation.stream == MAIN else self.gap
+            return Estimate(self.barrier + crossing, "extrapolated")
         if kind == "rotary":
             return self.moved(2 * BF16 * self.packed * rows)
         if kind == "swiglu":
@@ -105,7 +107,7 @@ class PromptCost:
         if kind == "embed":
             return self.moved(self.tensor(rows))
         if kind == "peers":
-            whole = self.exchange("direct", 4)
+            whole = self.exchange("direct", 0)
             if whole is not None:
                 share = operation.tensors / (2 * (self.tp - 1) / self.tp)
                 return Estimate(share * whole.us, whole.basis)
@@ -113,9 +115,6 @@ class PromptCost:
             sent = operation.tensors * self.tensor(rows) / (self.tp - 1)
             return self.machine.curve("all-reduce", algorithm="push").at(sent)
         return self.moved(operation.tensors * self.tensor(rows))
-
-    def barrier(self) -> Estimate:
-        return self.machine.curve("all-reduce", algorithm="push").at(1.0)
 
     def exchange(self, transport: str, landed: int) -> Estimate | None:
         """What moving rows there and back takes of an exchange as it was measured, beside its two
@@ -125,7 +124,7 @@ class PromptCost:
             return None
         nbytes = self.tensor(self.rows)
         found = measured[0].at(nbytes)
-        rest = found.us - 2 * self.barrier().us - self.moved(landed * nbytes / self.tp).us
+        rest = found.us - 2 * self.barrier - self.moved(landed * nbytes / self.tp).us
         return Estimate(max(0.0, rest), found.basis)
 
     def fused(self, kind: str, part: str, any_order: bool) -> Estimate:

@@ -176,7 +176,8 @@ class _Prefill(Loop):
         apart = len(landings) - summed  # whose pieces are with the peers
         direct = self.way.transport == "direct" and bool(apart + gathers)
         remote = (apart + gathers) * (ranks - 1) / ranks if direct else 0.0
-        local = (apart * (1 if direct else ranks) + summed + 3) / ranks
+        # Its own rows move meanwhile, ten times as fast.
+        local = 0.0 if direct else (apart * ranks + summed + 3) / ranks
         needs = [self.residual, *self._arrivals(landings), self._joined(stream)]
         if direct:  # the landing's own loads and stores
             far = self.graph.add("peers", needs, sublayer=n, tensors=remote, stream=stream)

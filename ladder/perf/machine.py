@@ -34,6 +34,8 @@ VALUES = {
     "push_kernel_us": "what an all-reduce by push takes of which a landing takes as much; sketched",
     "rank_spread": "standard deviation of a sublayer's time among ranks, of that time; sketched",
     "host_launch_us": "the host's time to launch one kernel",
+    "barrier_us": "a barrier of all ranks by a kernel, as in prompts",
+    "copy_turn_us": "what copies to peers take besides, between two kernels of their stream",
     "prompt_gap_us": "what a kernel of a prompt takes beyond its arithmetic or bytes; fitted",
     "power_limit": "the power that a GPU may take, of what products without a pause would; fitted",
     "training_bytes": "bytes of a parameter in a training step beyond those counted; fitted",
@@ -55,6 +57,8 @@ DECLARED = {
     "push_kernel_us": 1.7,
     "rank_spread": 0.033,
     "row_beside_nccl": 0.79,
+    "barrier_us": 4.8,
+    "copy_turn_us": 5.0,
     "power_limit": 1.0,  # no limit
     "training_bytes": 0.0,
     "boost_ms": 10.0,

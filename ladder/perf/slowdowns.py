@@ -49,8 +49,10 @@ class Slowdowns:
 def resource(operation: Operation) -> str:
     """What an operation takes: link (copy engines), nccl (some multiprocessors), push (ours, by as
     many), wait (one block that waits), or all multiprocessors."""
-    if operation.kind in ("copies", "peers"):
+    if operation.kind == "copies":
         return "link"
+    if operation.kind == "peers":
+        return "push"
     if operation.kind == "barrier":
         return "wait"
     if operation.kind not in COLLECTIVES:

@@ -1,4 +1,5 @@
-"""Exchanges of a prompt's rows, by the transports of a residual that is sharded by tokens."""
+"""Exchanges of a prompt's rows, by the transports of a residual that is sharded by tokens, and
+the barriers in them."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ladder.comm.barriers import KernelBarrier
 from ladder.comm.transports import TRANSPORTS, Transport
 from ladder.kernels.prefill import land_rows, land_rows_reference
 from ladder.parallel import launch
@@ -26,18 +28,28 @@ ROUNDING = 2.0**-5  # of normed rows, which are near 1, in bfloat16
 
 
 def parts(sizes: Sizes, group: dist.ProcessGroup, device: torch.device) -> Iterator[Part]:
+    yield Part("barrier", {}, partial(_barrier, sizes, group, device))
     for name in EXCHANGES:
         run = partial(_exchanges, sizes, name, group, device)
         yield Part("exchange", {"transport": name}, run)
+
+
+def _barrier(sizes: Sizes, group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
+    barrier = KernelBarrier(group, 1, device)
+    return {"barrier_us": _behind(_products(sizes, device), partial(barrier.wait, 0), device)}
+
+
+def _products(sizes: Sizes, device: torch.device) -> Work:
+    rows, outputs, inputs = sizes.together.product
+    x, weight = (random(size, inputs, dtype=sizes.dtype, device=device) for size in (rows, outputs))
+    return partial(F.linear, x, weight)
 
 
 def _exchanges(
     sizes: Sizes, name: str, group: dist.ProcessGroup, device: torch.device
 ) -> list[Point]:
     transport = TRANSPORTS[name](group, 1)
-    rows, outputs, inputs = sizes.together.product
-    x, weight = (random(size, inputs, dtype=sizes.dtype, device=device) for size in (rows, outputs))
-    products = partial(F.linear, x, weight)
+    products = _products(sizes, device)
     gain = torch.ones(sizes.hidden, dtype=sizes.dtype, device=device)
     found: list[Point] = []
     for nbytes in sorted(sizes.exchanges, reverse=True):  # the transport keeps what it has made

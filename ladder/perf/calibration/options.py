@@ -19,6 +19,8 @@ FAMILIES = ("values", "product", "attention", "landing", "all-reduce", "peer-cop
 
 def family(name: str) -> str:
     """Of FAMILIES, the one that has a part, or a curve, of this name."""
+    if name == "barrier":
+        return "exchange"
     return "beside" if "beside" in name else name.replace(" ", "-")
 
 
@@ -26,6 +28,8 @@ def family_of_value(name: str) -> str:
     """Of FAMILIES, the one whose parts have found this value."""
     if name.startswith("prompt_attention"):
         return "prompt-attention"
+    if name == "barrier_us":
+        return "exchange"
     return "beside" if "beside" in name else "values"
 
 
