@@ -268,7 +268,7 @@ class DecodeCost:
         more = self._more_rows(self.batch)
         if fitted:  # what was fitted corrects what was measured at one size
             off = [(rows, us - self._more_rows(rows)) for rows, us in fitted[0].points]
-            more += _between(off, self.batch)
+            more += _between([(1.0, 0.0), *off], self.batch)
         return Estimate(found.us + max(0.0, more), "extrapolated")
 
     def _more_rows(self, rows: float) -> float:
@@ -292,11 +292,11 @@ class DecodeCost:
 
 
 def _between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Linear between points, and beyond them that of the nearest."""
+    """Linear between points, and above them that of the last."""
     for (low, one), (high, two) in pairwise(points):
         if low <= x <= high:
             return one + (two - one) * (x - low) / (high - low)
-    return points[0][1] if x < points[0][0] else points[-1][1]
+    return points[-1][1]
 
 
 def most_of(ranks: int) -> float:

@@ -126,7 +126,11 @@ def test_landings_take_what_their_curve_says_where_there_is_one() -> None:
     more = replace(machine, curves=(*machine.curves, curve))
     for plan, landings in (("none", 65), ("ladder", 2)):
         # Without one they take a launch, and the bytes of four tensors of a row.
-        longer = 2.0 - machine.value("launch_us") - 4 * 8192 / (1e6 * machine.value("copy_tb_s"))
+        longer = (
+            machine.value("step_stretch") * 2.0
+            - machine.value("launch_us")
+            - 4 * 8192 / (1e6 * machine.value("copy_tb_s"))
+        )
         assert step(plan, more) - step(plan, machine) == pytest.approx(longer * landings, abs=0.1)
 
 
@@ -238,6 +242,25 @@ def test_two_sequences_take_a_third_of_what_four_take_more() -> None:
     )
     assert two - one == pytest.approx((four - one) / 3)
     assert four > one
+
+
+def test_rows_between_those_that_were_fitted_follow_what_was_measured() -> None:
+    """Of one size, at 4, 16 and 32 rows: with 64 alone fitted, 4 do not take a 20th of what 64 do."""
+    machine = load("h200x4")
+    config = replace(model_config("llama-3-8b"), plan=resolve_plan("none", 32, 4), tp_degree=4)
+    fitted = Curve("more rows", {}, ((64.0, 1.1),), "fitted: a test")
+    curves = tuple(each for each in machine.curves if each.name != "more rows")
+    machine = replace(machine, curves=(*curves, fitted))
+
+    def more(batch: int) -> float:
+        one, found = (
+            DecodeCost(config, machine, 4, "push", rows, 1024)._product(2e7).us
+            for rows in (1, batch)
+        )
+        return found - one
+
+    assert more(64) == pytest.approx(1.1)
+    assert 2.0 < more(4) < 3.5
 
 
 def test_products_of_more_rows_take_what_was_measured_of_their_size() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -28,12 +30,17 @@ def validate(options: Any) -> int:
     from ladder.perf.operators import scores as operators  # slow to import
 
     machine = machine_of(options)
-    found = [each for phase in MEASURED for each in scores(options.records, machine, phase)]
+    left_out: dict[str, Counter[str]] = {phase: Counter() for phase in MEASURED}
+    found = [
+        each for phase in MEASURED
+        for each in scores(options.records, machine, phase, left_out[phase])
+    ]  # fmt: skip
     calls = operators.scores(options.records, machine)
     if not found and not calls:
         raise UserError(
             f"{', '.join(map(str, options.records))}: nothing that is predicted was measured on "
-            f"the GPUs of machine {options.machine!r}; give its records, or another --machine"
+            f"the GPUs of machine {options.machine!r}{_besides(left_out)}; give its records, or "
+            f"another --machine"
         )
     if options.json:
         data = [
@@ -43,14 +50,32 @@ def validate(options: Any) -> int:
         ]  # fmt: skip
         data += [each.to_dict() for each in calls]
         print(json.dumps(data, indent=1))
+        for phase, reasons in left_out.items():
+            for line in not_scored(phase, reasons):
+                print(line, file=sys.stderr)
         return 0
     for phase in dict.fromkeys(each.phase for each in found):
         print("\n".join(report(phase, [each for each in found if each.phase == phase])))
         said = [] if phase == "train" else repeats(options.records, machine, phase)
         print("".join(f"{line}\n" for line in [*said, ""] if said), end="")
+    for phase, reasons in left_out.items():
+        print("".join(f"{line}\n" for line in not_scored(phase, reasons)), end="")
     if calls:
         print("\n".join(operators.report(calls)))
     return 0
+
+
+def not_scored(phase: str, reasons: Counter[str]) -> list[str]:
+    return [f"{phase}: not scored: {count} {why}" for why, count in sorted(reasons.items())]
+
+
+def _besides(left_out: dict[str, Counter[str]]) -> str:
+    """What there is in its place."""
+    most = Counter[str]()
+    for reasons in left_out.values():
+        most |= reasons
+    said = "; ".join(f"{count} {why}" for why, count in sorted(most.items()))
+    return said and f" ({said})"
 
 
 def report(phase: str, found: Sequence[Score]) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -66,52 +67,95 @@ class Score:
 
 
 def inference_times(
-    files: Iterable[Path], machine: Machine, phase: str
+    files: Iterable[Path], machine: Machine, phase: str, left_out: Counter[str] | None = None
 ) -> dict[InferencePoint, float]:
     """Milliseconds of each point that was recorded on this machine's GPUs and that is predicted;
     medians over its records."""
     found: dict[InferencePoint, list[float]] = {}
-    for point, _, ms in inference_runs(files, machine, phase):
+    for point, _, ms in inference_runs(files, machine, phase, left_out):
         found.setdefault(point, []).append(ms)
     return {point: statistics.median(times) for point, times in found.items()}
 
 
 def inference_runs(
-    files: Iterable[Path], machine: Machine, phase: str
+    files: Iterable[Path], machine: Machine, phase: str, left_out: Counter[str] | None = None
 ) -> Iterator[tuple[InferencePoint, str, float]]:
     """Each record of a point that is predicted: the point, what tells the run of the benchmark from
-    others (commit and command), and milliseconds."""
+    others (commit and command), and milliseconds. left_out: gets how many are not, by why."""
+    left_out = Counter() if left_out is None else left_out
     names = {each.name for each in fields(InferencePoint)}
     degrees = known_degrees(machine)
     for record in records(files):
         data, about = record.get("point", {}), record.get("machine", {})
-        if "new_tokens" not in data or about.get("gpu") != machine.gpu or not record.get("result"):
+        if "new_tokens" not in data:
+            continue
+        if _elsewhere(record, machine, left_out):
             continue
         try:
             point = InferencePoint(**{key: data[key] for key in data if key in names})
             ms = record["result"][MEASURED[phase]]
         except (KeyError, TypeError) as error:
             raise _cut(files, error) from error
-        fused = point.degree in (0, point.tp) and (phase == "prefill" or point.batch <= MAX_ROWS)
-        able = (*WAY, FUSED) if phase == "prefill" else tuple(WAY)
-        plain = {point.activations, point.cache} == {"bf16"} and point.reducer in able
-        if point.p2p and plain and fused and point.tp in degrees:
+        reason = _inference_refusal(point, phase, degrees)
+        if reason:
+            left_out[reason] += 1
+        else:
             yield point, f"{about.get('commit')} {about.get('command')}", ms
 
 
-def training_times(files: Iterable[Path], machine: Machine) -> dict[Run, float]:
-    """Milliseconds of each training step that was recorded on this machine's GPUs; the least."""
+def _elsewhere(record: Mapping[str, Any], machine: Machine, left_out: Counter[str]) -> bool:
+    """Whether a record is of other GPUs, or of a point that failed."""
+    gpu = record.get("machine", {}).get("gpu")
+    if not record.get("result"):
+        left_out["failed when they were measured"] += 1
+    elif gpu != machine.gpu:
+        left_out[f"on {'CPUs' if gpu == 'none' else gpu}"] += 1
+    else:
+        return False
+    return True
+
+
+def _inference_refusal(point: InferencePoint, phase: str, degrees: set[int]) -> str:
+    """Why an inference point is not predicted, or nothing."""
+    able = (*WAY, FUSED) if phase == "prefill" else tuple(WAY)
+    if not point.p2p:
+        return "without access to peers' memory"
+    if point.tp not in degrees:
+        return f"on {point.tp} GPUs, of which no machine's file has collectives"
+    if {point.activations, point.cache} != {"bf16"} or point.reducer not in able:
+        return "with activations, a cache or reduces in 8 bits"
+    if point.degree not in (0, point.tp):
+        return "of virtual ranks"
+    return (
+        f"of more than {MAX_ROWS} sequences"
+        if phase != "prefill" and point.batch > MAX_ROWS
+        else ""
+    )
+
+
+def training_times(
+    files: Iterable[Path], machine: Machine, left_out: Counter[str] | None = None
+) -> dict[Run, float]:
+    """Milliseconds of each training step that was recorded on this machine's GPUs; the least.
+    left_out: as of `inference_runs`."""
+    left_out = Counter() if left_out is None else left_out
+    names = {each.name for each in fields(TrainingPoint)}
     found: dict[Run, float] = {}
     degrees = known_degrees(machine)
     for record in records(files):
         data, about = record.get("point", {}), record.get("machine", {})
-        if "layout" not in data or about.get("gpu") != machine.gpu or not record.get("result"):
+        if "layout" not in data or _elsewhere(record, machine, left_out):
             continue
         try:
-            run, ms = Run(**data, gpus=about["ranks"]), record["result"]["step_ms"]
+            kept = {key: data[key] for key in data if key in names}
+            run, ms = Run(**kept, gpus=about["ranks"]), record["result"]["step_ms"]
         except (KeyError, TypeError) as error:
             raise _cut(files, error) from error
-        if run.gpus in degrees and run.dtype == "bfloat16" and run.compile:
+        if run.gpus not in degrees:
+            left_out[f"on {run.gpus} GPUs, of which no machine's file has collectives"] += 1
+        elif run.dtype != "bfloat16" or not run.compile:
+            left_out["of steps that are not compiled, or not in bfloat16"] += 1
+        else:
             found[run] = min(ms, found.get(run, math.inf))
     return found
 
@@ -257,20 +301,29 @@ def predicted(phase: str, point: Any, machine: Machine) -> float:
     return found.us / 1e3
 
 
-def scores(files: Iterable[Path], machine: Machine, phase: str) -> list[Score]:
-    """All recorded passes of a phase with their predictions."""
+def scores(
+    files: Iterable[Path], machine: Machine, phase: str, left_out: Counter[str] | None = None
+) -> list[Score]:
+    """All recorded passes of a phase with their predictions. left_out: gets how many records there
+    are besides, by why they have none."""
+    left_out = Counter() if left_out is None else left_out
     times: dict[Any, float] = {}
     if phase == "train":
-        times |= training_times(files, machine)
+        times |= training_times(files, machine, left_out)
     else:
-        times |= inference_times(files, machine, phase)
+        times |= inference_times(files, machine, phase, left_out)
     found = []
     for point, ms in times.items():
         if isinstance(point, Run):
             seen = is_training_calibration(point, machine)
         else:
             seen = is_calibration(point, machine)
-        found.append(Score(phase, point, ms, predicted(phase, point, machine), seen))
+        try:
+            us = predicted(phase, point, machine)
+        except UserError as error:  # a checkpoint that is not here, a curve that is not in the file
+            left_out[f"({error})"] += 1
+            continue
+        found.append(Score(phase, point, ms, us, seen))
     return found
 
 
