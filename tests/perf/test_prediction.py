@@ -245,7 +245,7 @@ def test_two_sequences_take_a_third_of_what_four_take_more() -> None:
 
 
 def test_rows_between_those_that_were_fitted_follow_what_was_measured() -> None:
-    """Of one size, at 4, 16 and 32 rows: with 64 alone fitted, 4 do not take a 20th of what 64 do."""
+    """Of one size: with 64 alone fitted, 4 do not take a 20th of what 64 do."""
     machine = load("h200x4")
     config = replace(model_config("llama-3-8b"), plan=resolve_plan("none", 32, 4), tp_degree=4)
     fitted = Curve("more rows", {}, ((64.0, 1.1),), "fitted: a test")
