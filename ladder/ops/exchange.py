@@ -97,6 +97,8 @@ def sum_everywhere(partial: Tensor, group: dist.ProcessGroup, rounded: bool = Tr
     rounded: to the dtype of `partial`, before it is gathered; else the sum has dtype `wide`.
     """
     ranks, size = dist.get_world_size(group), partial.numel()
-    pieces = scatter_pieces(F.pad(partial.reshape(-1), (0, -size % ranks)), group)
+    flat, missing = partial.reshape(-1), -size % ranks
+    # torch copies also what it pads by nothing.
+    pieces = scatter_pieces(F.pad(flat, (0, missing)) if missing else flat, group)
     everything = gather(rounded_sum(pieces) if rounded else sum_in_order(pieces), group)
     return everything.view(-1)[:size].view(partial.shape)
