@@ -256,14 +256,15 @@ def choose(call: Call) -> Choice:
     return _choose(call, _asked.get(call.op), os.environ.get(VARIABLE) or None)
 
 
-def listed(call: Call) -> str:
-    """The implementation that a table names for a call, or else the one without a measurement;
-    this machine may be another one, and is not asked whether it can run it."""
+def listed(call: Call) -> tuple[str, Mapping[str, Any]]:
+    """The implementation that a table names for a call, with its options, or else the one without
+    a measurement; this machine may be another one, and is not asked whether it can run it."""
     _, entry = _entry(call, os.environ.get(VARIABLE) or None)
-    if entry is None:
-        return unmeasured(call)
-    found = OPERATORS[call.op].implementations[entry["implementation"]]
-    return unmeasured(call) if found.wasteful(call, entry["options"]) else found.name
+    if entry is not None:
+        found = OPERATORS[call.op].implementations[entry["implementation"]]
+        if not found.wasteful(call, entry["options"]):
+            return found.name, entry["options"]
+    return unmeasured(call), {}
 
 
 def run(call: Call, group: dist.ProcessGroup, *arguments: Any) -> Any:

@@ -11,13 +11,14 @@ first `boost_ms` it may be above.
 
 from __future__ import annotations
 
+import functools
 import math
 
 from ladder.costs import BF16, MULTIPROCESSORS, stored_bytes
 from ladder.kernels.decode import MAX_ROWS
 from ladder.kernels.eight_bits import PIECE
 from ladder.models.config import ModelConfig
-from ladder.perf.fused import FUSED, share_left
+from ladder.perf.fused import FUSED, Inside
 from ladder.perf.graph import COMM, MAIN, Operation
 from ladder.perf.grid import matrix_rate
 from ladder.perf.machine import Basis, Estimate, Machine
@@ -130,10 +131,13 @@ class PromptCost:
     def fused(self, kind: str, part: str, any_order: bool) -> Estimate:
         """An exchange of all rows inside of a product, beyond the product."""
         outputs, inputs = self.shapes[part]
-        sizes = self.rows, outputs, inputs
-        share, _ = share_left(kind, self.machine.gpu, self.tp, sizes, any_order)
-        us = backend_exchange(self.machine, kind, self.tensor(self.rows)).us
-        return Estimate(share * us + self.gap, "extrapolated")
+        us = backend_exchange(self.machine, kind, self.tensor(self.rows)).us + self.gap
+        us = self.inside(kind, (self.rows, outputs, inputs), any_order, us)
+        return Estimate(us, "extrapolated")
+
+    @functools.cached_property
+    def inside(self) -> Inside:
+        return Inside(self.machine, self.tp)
 
     def tensor(self, rows: float) -> float:
         return BF16 * self.config.hidden_size * rows

@@ -1,8 +1,8 @@
-"""Exchanges inside of products (`ladder.ops`): what is left of them beside the product.
+"""Exchanges inside of products (`ladder.ops`): what they take beside the product.
 
 The operators' table picks the implementation of each call. One that does not overlap takes the
-backend's exchange after or before the product, whole. Of one that does, a share is left: what the
-benchmark calls overlap efficiency, of two H200s, and of the shapes that the table names.
+backend's exchange after or before the product, whole; one that does what its schedule takes beyond
+the product alone, executed on all ranks (`ladder.perf.operators`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import torch
 
 from ladder.models.errors import UserError
+from ladder.perf.machine import Machine
 
 OPERATORS = {
     "all-gather": "all_gather_matmul",
@@ -19,29 +20,49 @@ OPERATORS = {
     "all-reduce": "matmul_all_reduce",
 }
 FUSED = "fused"  # the algorithm of such an exchange
-# Medians of benchmarks/results/2026-11-22-ops-h200x2.jsonl: of what the table picks that overlaps,
-# and of all-reduces that add in the order of the ranks.
-LEFT = 0.47
+# Of the backend's exchange, the median of benchmarks/results/2026-11-22-ops-h200x2.jsonl:
+# all-reduces that add in the order of the ranks.
 STAGED = {"matmul_all_reduce": 1.47}
 SERIAL = ("staged", "collective")  # implementations that do not overlap
 
 
-@functools.lru_cache(maxsize=256)
-def share_left(
-    kind: str, gpu: str, ranks: int, sizes: tuple[int, int, int], any_order: bool
-) -> tuple[float, str]:
-    """Of the backend's exchange, what one inside of a product takes; and the implementation.
+class Inside:
+    """What exchanges inside of products take on so many of a machine's GPUs."""
 
-    kind: a key of OPERATORS. sizes: of the product, as the table has them: m, n, k.
-    """
+    def __init__(self, machine: Machine, ranks: int) -> None:
+        from ladder.perf.operators.predict import Predictor  # slow to import, and needed by few
+
+        self.predictor, self.machine, self.ranks = Predictor(machine), machine, ranks
+
+    def __call__(
+        self, kind: str, sizes: tuple[int, int, int], any_order: bool, backend_us: float
+    ) -> float:
+        """Microseconds beside the product; backend_us: of the backend's exchange.
+
+        kind: a key of OPERATORS. sizes: of the product, as the table has them: m, n, k.
+        """
+        op = OPERATORS[kind]
+        name, options = picked(op, self.machine.gpu, self.ranks, sizes, any_order)
+        if name in SERIAL:
+            return (STAGED.get(op, 1.0) if name == "staged" else 1.0) * backend_us
+        from ladder.bench.ops.points import COLUMNS, OpPoint, Variant
+
+        m, n, k = sizes
+        n, k = (n * self.ranks, k) if op in COLUMNS else (n, k * self.ranks)
+        point = OpPoint(op, "", m, n, k, self.ranks, "bfloat16")
+        return max(0.0, self.predictor(point, Variant(name, options)).ect_us)
+
+
+@functools.lru_cache(maxsize=256)
+def picked(
+    op: str, gpu: str, ranks: int, sizes: tuple[int, int, int], any_order: bool
+) -> tuple[str, tuple[tuple[str, object], ...]]:
+    """The implementation of a call by the operators' table, and its options."""
     from ladder.ops import registry  # slow to import, and needed by few
 
-    op = OPERATORS[kind]
     call = registry.Call(op, gpu, torch.bfloat16, ranks, registry.bucket(sizes), any_order, sizes)
-    picked = registry.listed(call)
-    if picked not in SERIAL:
-        return LEFT, picked
-    return (STAGED.get(op, 1.0) if picked == "staged" else 1.0), picked
+    name, options = registry.listed(call)
+    return name, tuple(sorted(options.items()))
 
 
 def check_weights(weights: str) -> None:
