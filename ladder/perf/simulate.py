@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 
 from ladder.models.errors import UserError
@@ -106,7 +107,7 @@ class Times:
     ends: tuple[float, ...]
     because: tuple[int, ...]
 
-    @property
+    @cached_property
     def total(self) -> float:
         return max(self.ends)
 
