@@ -18,9 +18,8 @@ from ladder.perf.fused import FUSED
 from ladder.perf.graph import COPIES, DATA, LAST, Operation
 from ladder.perf.lower_prefill import FIRST
 from ladder.perf.machine import COLLECTIVES, Estimate, Machine
-from ladder.perf.machine_files import for_degree
 from ladder.perf.memory import local_parameters
-from ladder.perf.nodes import LIKELY, Doubt, group, links_of
+from ladder.perf.nodes import LIKELY, Doubt, for_degree, group, links_of
 
 BACKWARD_ATTENTION = 2.5 / 0.85  # its arithmetic, and its rate, of those of the forward pass
 LANDED = 3  # tensors of a landing: the residual, and both results; and one for each addend

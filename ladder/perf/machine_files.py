@@ -21,7 +21,6 @@ from ladder.perf.machine import (
     Link,
     Machine,
     Value,
-    with_links_of,
 )
 
 NAMED = {"algorithm": ALGORITHMS, "transport": EXCHANGES}  # keys of `where` that have names
@@ -52,21 +51,6 @@ def load(name: str) -> Machine:
             f"`ladder bench machine`"
         )
     return read(Path(name))
-
-
-def for_degree(machine: Machine, tp: int) -> Machine:
-    """The machine for groups of `tp` of its GPUs: itself, or with what is between GPUs from the
-    shipped one of so many. Raises UserError if there is none."""
-    if tp in (1, machine.gpus):  # a group of one needs no collectives
-        return machine
-    for name in shipped():
-        found = load(name)
-        if (found.gpu, found.gpus) == (machine.gpu, tp):
-            return with_links_of(machine, found)
-    raise UserError(
-        f"--tp={tp}: machine {machine.name!r} has the collectives of {machine.gpus} GPUs; give "
-        f"--tp {machine.gpus} or 1, or another --machine"
-    )
 
 
 def read(path: Path) -> Machine:

@@ -1,7 +1,8 @@
 """Collectives over nodes of GPUs, by the latency and the rate of links; machines that are declared.
 
 Nobody has measured these. Links between nodes come from a machine's own file, if it has any, or
-from the file in machines/declared of the same GPU.
+from the file in machines/declared of the same GPU. A declared machine whose GPUs have no access to
+each other's memory (NCCL_P2P_DISABLE=1) has a link through the host's in place of NVLink.
 """
 
 from __future__ import annotations
@@ -12,12 +13,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ladder.models.errors import UserError
-from ladder.perf.machine import BETWEEN_GPUS, COLLECTIVES, Curve, Link, Machine
+from ladder.perf.machine import (
+    BETWEEN_GPUS,
+    COLLECTIVES,
+    Curve,
+    Link,
+    Machine,
+    with_links_of,
+)
 from ladder.perf.machine_files import FOLDER, read, shipped
 from ladder.perf.machine_files import load as load_measured
 
 DECLARED = FOLDER / "declared"
-INSIDE, BETWEEN = "NVLink", "InfiniBand"
+INSIDE, BETWEEN, HOST = "NVLink", "InfiniBand", "host"
 BASE_US = 8.4  # of any collective, beside its ring's steps: NCCL's own constant
 SIZES = tuple(2.0**n for n in range(10, 33, 2))  # bytes of the points of declared curves
 
@@ -81,7 +89,8 @@ class Group:
 def group(links: Iterable[Link], per_node: int, nodes: int, doubt: Doubt = LIKELY) -> Group:
     """Ranks of a machine's GPUs, over its links."""
     tiers = {each.tier: each for each in links}
-    inside, outside = tiers[INSIDE], tiers[BETWEEN]
+    inside = tiers[INSIDE] if INSIDE in tiers else tiers[HOST]
+    outside = tiers.get(BETWEEN, inside)  # of one node there is none
     return Group(
         per_node, nodes, 1e9 * inside.beta_gb_s * doubt.rate, 1e9 * outside.beta_gb_s * doubt.rate,
         1e-6 * inside.alpha_us * doubt.latency, 1e-6 * outside.alpha_us * doubt.latency,
@@ -92,10 +101,15 @@ def group(links: Iterable[Link], per_node: int, nodes: int, doubt: Doubt = LIKEL
 def links_of(machine: Machine) -> tuple[Link, ...]:
     """Those inside of a node and between nodes: declared ones of the same GPU, but for a link
     between nodes that the machine's own file has. Raises UserError if there is none."""
+    if without_peers(machine):
+        raise UserError(
+            f"--nodes: the GPUs of machine {machine.name!r} have no access to each other's memory; "
+            f"several nodes of such are not predicted"
+        )
     own = tuple(each for each in machine.links if each.tier == BETWEEN)
     for path in sorted(DECLARED.glob("*.json")):
         found = read(path)
-        if found.gpu == machine.gpu:
+        if found.gpu == machine.gpu and not without_peers(found):
             return tuple(each for each in found.links if not own or each.tier == INSIDE) + own
     raise UserError(
         f"--nodes: nothing is declared of links between nodes of {machine.gpu}; known are those of "
@@ -125,6 +139,35 @@ def load(name: str) -> Machine:
         curves.append(Curve(kind, where, points, f"declared: rings over the links of {name}"))
     values = {**base.values, "memory_gib": found.values["memory_gib"]}
     return replace(found, values=values, curves=tuple(curves))
+
+
+def without_peers(machine: Machine) -> bool:
+    """Whether its GPUs cannot access each other's memory."""
+    links = {each.tier for each in machine.links}
+    pushes = bool(machine.family("all-reduce", algorithm="push"))
+    return machine.gpus > 1 and INSIDE not in links and not pushes
+
+
+def relatives(machine: Machine) -> list[Machine]:
+    """The machines that come with the package of the same GPU, with access to each other's memory
+    or without as this one. One GPU alone is of either kind."""
+    apart = without_peers(machine)
+    found = map(load, names()) if apart else map(load_measured, shipped())
+    return [each for each in found if each.gpu == machine.gpu and without_peers(each) == apart]
+
+
+def for_degree(machine: Machine, tp: int) -> Machine:
+    """The machine for groups of `tp` of its GPUs: itself, or with what is between GPUs from that of
+    so many that comes with the package. Raises UserError if there is none."""
+    if tp in (1, machine.gpus):  # a group of one needs no collectives
+        return machine
+    for found in relatives(machine):
+        if found.gpus == tp:
+            return with_links_of(machine, found)
+    raise UserError(
+        f"--tp={tp}: machine {machine.name!r} has the collectives of {machine.gpus} GPUs; give "
+        f"--tp {machine.gpus} or 1, or another --machine"
+    )
 
 
 @functools.cache

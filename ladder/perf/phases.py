@@ -26,9 +26,8 @@ from ladder.perf.graph import REDUCES, Graph, Operation, forward, training
 from ladder.perf.lower_prefill import Way
 from ladder.perf.lower_prefill import prefill as lower_prefill
 from ladder.perf.machine import Basis, Estimate, Machine, worst
-from ladder.perf.machine_files import for_degree
 from ladder.perf.memory import held_ranks
-from ladder.perf.nodes import LIKELY, Doubt
+from ladder.perf.nodes import LIKELY, Doubt, for_degree
 from ladder.perf.simulate import Times, simulate, waiting
 from ladder.perf.slowdowns import resource
 from ladder.perf.virtual import VirtualCost

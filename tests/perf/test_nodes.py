@@ -21,7 +21,16 @@ from ladder.perf.machine import Link
 from ladder.perf.machine_files import load as load_measured
 from ladder.perf.machine_files import write
 from ladder.perf.memory import local_parameters
-from ladder.perf.nodes import BEST, WORST, group, links_of, load, names
+from ladder.perf.nodes import (
+    BEST,
+    WORST,
+    for_degree,
+    group,
+    links_of,
+    load,
+    names,
+    without_peers,
+)
 from ladder.perf.phases import training_shape
 
 Out = pytest.CaptureFixture[str]
@@ -83,7 +92,7 @@ def test_steps_grow_with_nodes_and_with_slower_links(layout: str) -> None:
 
 def test_a_declared_machine_has_what_its_gpu_was_measured_with() -> None:
     four = load_measured("h200x4")
-    assert names() == ("h200x8",)
+    assert names() == ("h200x2-no-p2p", "h200x4-no-p2p", "h200x8")
     assert NODE.gpus == 8
     assert NODE.curve("product", rows=1) == four.curve("product", rows=1)
     curve = NODE.curve("all-reduce", algorithm="nccl")
@@ -93,7 +102,7 @@ def test_a_declared_machine_has_what_its_gpu_was_measured_with() -> None:
     assert not NODE.family("all-reduce", algorithm="push")
     assert load("h200x4") == four
     with pytest.raises(
-        UserError, match=r"unknown machine 'h100x8'.*declared: h200x8, or the path"
+        UserError, match=r"unknown machine 'h100x8'.*-no-p2p, h200x8, or the path"
     ):  # no GPU of it was measured
         load("h100x8")
 
@@ -143,6 +152,45 @@ def test_decoding_on_a_declared_machine_is_extrapolated(capsys: Out) -> None:
     found = json.loads(capsys.readouterr().out)
     assert {(row["way"], row["basis"]) for row in found["rows"]} == {("async", "extrapolated")}
     assert found["left_out"] == ["push at TP 8: machine 'h200x8' has no curve of it"]
+
+
+def test_gpus_without_access_to_each_other_reduce_through_the_host(capsys: Out) -> None:
+    """By rings over the declared link, at every TP degree, and never by NVLink's curves."""
+    apart = load("h200x4-no-p2p")
+    assert without_peers(apart)
+    assert not any(map(without_peers, (load("h200x4"), load("h200x1"), NODE)))
+    curve = apart.curve("all-reduce", algorithm="nccl")
+    step, rate = 5.7, 20e3  # us, bytes a us
+    for size, us in curve.points:
+        assert us == pytest.approx(8.4 + 2 * (3 * step + size * 3 / 4 / rate))
+    two = for_degree(apart, 2).curve("all-reduce", algorithm="nccl")
+    assert two.at(2.0**20).us == pytest.approx(8.4 + 2 * (step + 2.0**20 / 2 / rate))
+    measured = replace(load("h200x4"), links=(), curves=tuple(
+        each for each in load("h200x4").curves if each.where.get("algorithm") != "push"
+    ))  # fmt: skip
+    assert for_degree(measured, 2).curve("all-reduce", algorithm="nccl") == two
+    words = ["llama-3-8b", "--machine", "h200x4-no-p2p", "--plans", "standard", "accumulate-4x"]
+    assert main(["predict", *words, "--tp", "2", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {(row["tp"], row["way"]) for row in found["rows"]} == {(2, "async"), (4, "async")}
+    assert found["recommended"]["plan"] == "accumulate-4x"
+    assert "--p2p off" in found["command"]
+    assert main(["predict", *words[:3], "--train", "--layouts", "fsdp", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["command"]
+    assert said.startswith("env NCCL_P2P_DISABLE=1 ladder bench train")
+    assert main(["predict", *words[:3], "--train", "--nodes", "2"]) == 2
+    assert "several nodes of such are not predicted" in capsys.readouterr().err
+
+
+def test_records_are_of_machines_with_access_to_peers_or_without(capsys: Out) -> None:
+    record = "benchmarks/results/2026-11-22-rare-reduces-half-8b-h200x2.jsonl"
+    assert main(["predict", "validate", record, "--machine", "h200x2-no-p2p", "--json"]) == 0
+    rows = [row for row in json.loads(capsys.readouterr().out) if row["phase"] == "decode"]
+    errors = [abs(row["predicted_ms"] / row["measured_ms"] - 1) for row in rows]
+    assert len(rows) == 24
+    assert sum(errors) / len(errors) < 0.05
+    assert main(["predict", "validate", record]) == 2
+    assert "24 without access to peers' memory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

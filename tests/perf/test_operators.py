@@ -17,7 +17,8 @@ from ladder.ops import schedules
 from ladder.ops.schedules import Word, Work
 from ladder.perf.cost_prefill import backend_exchange
 from ladder.perf.machine import Curve, Machine, Value
-from ladder.perf.machine_files import for_degree, load
+from ladder.perf.machine_files import load
+from ladder.perf.nodes import for_degree
 from ladder.perf.operators.cost import OperatorCost
 from ladder.perf.operators.lower import GATHER, LANDING, OPS, REDUCE, SCATTER
 from ladder.perf.operators.predict import Predictor, plain, predicts

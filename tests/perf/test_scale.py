@@ -135,11 +135,12 @@ def test_constants_reach_what_they_were_set_to() -> None:
 
 def test_declared_machines_say_that_nothing_was_measured() -> None:
     files = sorted((FOLDER / "declared").glob("*.json"))
-    assert [file.stem for file in files] == ["h100x8", "h200x8"]
+    apart = ["h200x2-no-p2p", "h200x4-no-p2p"]
+    assert [file.stem for file in files] == ["h100x8", *apart, "h200x8"]
     for file in files:
         machine = read(file)
         said = [*machine.values.values(), *machine.links]
-        assert len(machine.links) == 3
+        assert len(machine.links) == (1 if file.stem in apart else 3)
         assert all(each.provenance.startswith("declared: ") for each in said)
         assert file.stem not in shipped()  # they have no curves of kernels
 

@@ -10,7 +10,7 @@ from ladder.bench.ops.points import OpPoint, Variant
 from ladder.models.errors import UserError
 from ladder.ops.registry import ANY_ORDER, DEFAULT
 from ladder.perf.machine import Machine
-from ladder.perf.machine_files import for_degree
+from ladder.perf.nodes import for_degree
 from ladder.perf.operators.cost import OperatorCost
 from ladder.perf.operators.lower import (
     GATHER,

@@ -9,6 +9,7 @@ from ladder.models.errors import UserError
 from ladder.models.presets import MOST_RANKS
 from ladder.perf import memory
 from ladder.perf.cost import check_context
+from ladder.perf.nodes import without_peers
 from ladder.perf.planner import inference, training
 from ladder.perf.planner.intervals import Interval, interval
 from ladder.perf.planner.question import LeftOut, Question, Row, order
@@ -42,7 +43,8 @@ def ask(question: Question) -> tuple[list[Row], list[str]]:
         trains = question.phase == "train"
         like, way = (question.machine, "") if trains else (machine, each.way)
         model = question.subject.name
-        near = interval(question.phase, like.gpu, like.gpus, way, model, found.us)
+        gpus = 0 if without_peers(like) else like.gpus  # of which no record is
+        near = interval(question.phase, like.gpu, gpus, way, model, found.us)
         virtual = not trains and memory.held_ranks(each.config, each.tp) > 1
         if virtual:  # whose records are too few
             near = Interval(None, None, "no record")

@@ -6,8 +6,10 @@ import json
 import shlex
 from typing import Any
 
+from ladder.comm.access import P2P_SWITCH
 from ladder.files import check_names_file, write_text
 from ladder.models.errors import UserError
+from ladder.perf.nodes import without_peers
 from ladder.perf.planner import report
 from ladder.perf.planner.candidates import ask, work
 from ladder.perf.planner.question import BATCHES, Question, recommended
@@ -48,7 +50,8 @@ def main(options: Any) -> int:
 def launcher(question: Question) -> list[str]:
     """What a command begins with: of a training step on several nodes, on each of them."""
     if question.phase != "train" or question.nodes == 1:
-        return ["ladder"]
+        off = without_peers(question.machine) and question.phase == "train"
+        return ["env", f"{P2P_SWITCH}=1", "ladder"] if off else ["ladder"]
     nodes = ["--nnodes", str(question.nodes), "--nproc-per-node", str(question.machine.gpus)]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
     return ["torchrun", *nodes, *meeting, "-m", "ladder"]

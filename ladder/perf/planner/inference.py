@@ -14,6 +14,7 @@ from ladder.perf.cost import WAY
 from ladder.perf.fused import FUSED, check_weights
 from ladder.perf.machine import Machine
 from ladder.perf.memory import GIB, Memory
+from ladder.perf.nodes import without_peers
 from ladder.perf.phases import Prediction
 from ladder.perf.planner.question import ALONE, Candidate, LeftOut, Question
 from ladder.perf.planner.subject import CHECKPOINT, check_names, degrees
@@ -182,6 +183,7 @@ def command(question: Question, each: Candidate) -> list[str]:
     words = ["bench", "inference", "--model", model, "--plans", *plans]
     words += ["--reducers", each.way] if each.way else []
     words += ["--tp", str(each.tp), "--batch", str(each.batch)]
+    words += ["--p2p", "off"] if each.tp > 1 and without_peers(question.machine) else []
     if (each.config.tp_degree or each.tp) > each.tp:
         words += ["--tp-degree", str(each.config.tp_degree)]
     words += _weights(question)

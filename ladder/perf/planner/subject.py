@@ -12,8 +12,7 @@ from ladder.models.errors import UserError, unknown
 from ladder.models.presets import resolve_plan
 from ladder.models.storage import QUANTISED
 from ladder.perf.machine import BETWEEN_GPUS, Machine, with_links_of
-from ladder.perf.machine_files import shipped
-from ladder.perf.nodes import load
+from ladder.perf.nodes import load, relatives
 
 CHECKPOINT = "checkpoint"  # the name of a folder's own plan, as in `ladder bench inference`
 
@@ -101,7 +100,7 @@ def machines(names: Sequence[str], records: Sequence[Path] = ()) -> dict[int, Ma
                 f"--machine {name}: it has {each.gpu}, and {names[0]} {first.gpu}; give files of "
                 f"one kind of GPU"
             )
-    more += [each for each in map(load, shipped()) if each.gpu == first.gpu]
+    more += relatives(first)
     found = {first.gpus: first}
     if first.gpus > 1:
         own = tuple(each for each in first.curves if each.name not in BETWEEN_GPUS)

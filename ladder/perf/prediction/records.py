@@ -19,8 +19,7 @@ from ladder.perf import phases
 from ladder.perf.cost import WAY, calibrate
 from ladder.perf.fused import FUSED
 from ladder.perf.machine import Curve, Machine, Value
-from ladder.perf.machine_files import load as load_machine
-from ladder.perf.machine_files import shipped
+from ladder.perf.nodes import relatives, without_peers
 
 CALIBRATED = ("llama-3-8b", "none")  # on all GPUs: what fitted values may come from
 MEASURED = {"decode": "decode_ms", "prefill": "prefill_ms", "train": "step_ms"}
@@ -96,7 +95,7 @@ def inference_runs(
             ms = record["result"][MEASURED[phase]]
         except (KeyError, TypeError) as error:
             raise _cut(files, error) from error
-        reason = _inference_refusal(point, phase, degrees)
+        reason = _inference_refusal(point, phase, degrees, not without_peers(machine))
         if reason:
             left_out[reason] += 1
         else:
@@ -115,11 +114,12 @@ def _elsewhere(record: Mapping[str, Any], machine: Machine, left_out: Counter[st
     return True
 
 
-def _inference_refusal(point: InferencePoint, phase: str, degrees: set[int]) -> str:
-    """Why an inference point is not predicted, or nothing."""
+def _inference_refusal(point: InferencePoint, phase: str, degrees: set[int], peers: bool) -> str:
+    """Why an inference point is not predicted, or nothing. peers: whether the machine's GPUs can
+    access each other's memory."""
     able = (*WAY, FUSED) if phase == "prefill" else tuple(WAY)
-    if not point.p2p:
-        return "without access to peers' memory"
+    if point.tp > 1 and point.p2p != peers:
+        return f"with{'' if point.p2p else 'out'} access to peers' memory"
     if point.tp not in degrees:
         return f"on {point.tp} GPUs, of which no machine's file has collectives"
     if {point.activations, point.cache} != {"bf16"} or point.reducer not in able:
@@ -179,8 +179,7 @@ def records(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
 
 def known_degrees(machine: Machine) -> set[int]:
     """The TP degrees whose collectives are known for these GPUs."""
-    others = (load_machine(name) for name in shipped())
-    return {1, machine.gpus, *(each.gpus for each in others if each.gpu == machine.gpu)}
+    return {1, machine.gpus, *(each.gpus for each in relatives(machine))}
 
 
 def context_of(point: InferencePoint) -> int:
