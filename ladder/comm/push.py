@@ -8,7 +8,9 @@ Three sets of slots rotate. Call e writes set e % 3 on the peers and, while thei
 clears set (e - 1) % 3 on its own rank, which call e - 1 has read. A peer writes that set again in
 its call e + 2. For that it needs this rank's push of call e + 1, which follows the clearing. So a
 set is never written before it is clear, also under graph replay, as long as every rank makes the
-same calls in the same order on one stream.
+same calls in the same order on one stream. All that holds for each program and its own piece of
+the slots, so messages of all sizes may share them: a program clears its whole piece, whatever part
+of it the call before has filled, and counts the calls that had a piece for it.
 """
 
 from __future__ import annotations
@@ -48,10 +50,11 @@ def reference_all_reduce(partials: list[Tensor]) -> Tensor:
 def _push_all_reduce(
     partial,
     out,
-    buffers,  # int64 [world]: each rank's slots, [SETS, WORLD, words] of int32
+    buffers,  # int64 [world]: each rank's slots, [SETS, WORLD, stride] of int32
     epochs,  # int32 [programs]: calls made so far, modulo SETS: it never overflows
     rank,
     words,
+    stride,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
@@ -65,24 +68,25 @@ def _push_all_reduce(
     epoch = tl.load(epochs + program)
     bases = peers(buffers, rank, WORLD)
     own = bases[0]
-    current = (epoch % SETS) * WORLD * words
-    previous = ((epoch + SETS - 1) % SETS) * WORLD * words
+    current = (epoch % SETS) * WORLD * stride
+    previous = ((epoch + SETS - 1) % SETS) * WORLD * stride
     offsets = program * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < words
     value = sendable(tl.load(partial + offsets, mask=inside, other=0), EMPTY)
     for i in tl.static_range(1, WORLD):
-        store(bases[i] + current + rank * words + offsets, value, inside)
-    clear(own + previous, words, offsets, inside, rank, WORLD, EMPTY)
-    arrived = receive(own + current, words, offsets, inside, rank, value, WORLD, EMPTY, SPIN_LIMIT)
+        store(bases[i] + current + rank * stride + offsets, value, inside)
+    clear(own + previous, stride, offsets, offsets < stride, rank, WORLD, EMPTY)
+    arrived = receive(own + current, stride, offsets, inside, rank, value, WORLD, EMPTY, SPIN_LIMIT)
     tl.store(out + offsets, add_up(arrived, WORLD, PACKED), mask=inside)
     tl.store(epochs + program, (epoch + 1) % SETS)
 
 
 class PushAllReduce:
-    """All-reduces of one size and dtype over `group`; every rank must make one, outside a capture.
+    """All-reduces of one dtype over `group`; every rank must make one, outside a capture.
 
-    All ranks must make the same calls in the same order, and calls must not overlap (one stream):
-    they share their slots, which take 3 x world x the message of each rank's memory.
+    elements: the most of a message. All ranks must make the same calls in the same order, and calls
+    must not overlap (one stream): they share their slots, which take 3 x world x the largest
+    message of each rank's memory.
     """
 
     BLOCK, WARPS = 512, 4  # one 16-byte access per thread and peer
@@ -94,33 +98,38 @@ class PushAllReduce:
         assert dtype in DTYPES, dtype
         size = elements * dtype.itemsize
         assert size % 16 == 0, size
-        self.words, self.dtype = size // 4, dtype
+        self.stride, self.dtype = size // 4, dtype
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        words = SETS * self.world * self.words
+        words = SETS * self.world * self.stride
         self.slots = symmetric.allocate((words,), torch.int32, group, device, bits=EMPTY[4])
-        self.programs = triton.cdiv(self.words, self.BLOCK)
-        self.epochs = torch.zeros(self.programs, dtype=torch.int32, device=device)
+        programs = triton.cdiv(self.stride, self.BLOCK)
+        self.epochs = torch.zeros(programs, dtype=torch.int32, device=device)
 
     def __call__(self, partial: Tensor, blocking: bool) -> Tensor:
         """The sum over the ranks, a new tensor; `partial` is contiguous and is not changed.
 
-        blocking: the next kernel waits for the sum. A dependent launch, which lets the next kernel
-        start early, is used only if False: before a kernel that waits it costs more than it gains
+        Its bytes are a multiple of 16, and at most those of the largest message. blocking: the next
+        kernel waits for the sum. A dependent launch, which lets the next kernel start early, is
+        used only if False: before a kernel that waits it costs more than it gains
         (benchmarks/results/README.md).
         """
         assert partial.is_contiguous(), partial.stride()
         assert partial.dtype == self.dtype, partial.dtype
+        size = partial.numel() * partial.element_size()
+        assert 0 < size <= 4 * self.stride, (size, self.stride)
+        assert size % 16 == 0, size
         out = torch.empty_like(partial)
         launch(
             _push_all_reduce,
-            (self.programs,),
+            (triton.cdiv(size // 4, self.BLOCK),),
             partial.device,
             partial.view(torch.int32),
             out.view(torch.int32),
             self.slots.addresses,
             self.epochs,
             self.rank,
-            self.words,
+            size // 4,
+            self.stride,
             WORLD=self.world,
             BLOCK=self.BLOCK,
             PACKED=self.dtype == torch.bfloat16,

@@ -1,64 +1,93 @@
-"""Products of few rows, whose partials every rank pushes to all: for the steps of decoding.
+"""Products whose partials every rank pushes to all: for decoding, and for prompts that are short.
 
-A product made for few rows (`ladder.kernels.project`), then one kernel that pushes, waits and sums
-(`ladder.comm.push`). It counts its calls in the GPU's memory, so it works in any CUDA graph.
+A product, up to 64 rows by a kernel made for few (`ladder.kernels.project`), then one kernel that
+sends, waits and sums: all to all at once (`ladder.comm.push`), or each rank sums its share and
+sends that on (`ladder.comm.two_shot`), which moves less between more than two ranks. Nothing
+overlaps, but both take less than the backend's all-reduce, of up to some megabytes. They count
+their calls in the GPU's memory, so they work in any CUDA graph.
 """
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.comm.push import DTYPES, PushAllReduce
+from ladder.comm.two_shot import TwoShotAllReduce
 from ladder.kernels import project
 from ladder.kernels.decode import MAX_ROWS
+from ladder.models.errors import UserError
 from ladder.ops.products import product
 from ladder.ops.refusals import peer_refusal
 from ladder.ops.registry import Call, implement
-from ladder.ops.workspace import workspace
+from ladder.ops.workspace import Workspace, workspace
+
+LARGEST, SMALLEST = 2**24, 2**16  # bytes of a message; of what slots are made for
+SHOTS = ("shots",)
 
 
 def push_refusal(call: Call) -> str | None:
-    if call.sizes[0] > MAX_ROWS:
-        return f"it is for up to {MAX_ROWS} rows"
+    rows, outputs = (call.exact or call.sizes)[:2]
+    if rows * outputs * call.dtype.itemsize > LARGEST:
+        return f"it is for partials of up to {LARGEST // 2**20} MiB"
     if call.dtype not in DTYPES:
         name = str(call.dtype).removeprefix("torch.")
         return f"its kernel takes bfloat16 and float32, not {name}"
     return peer_refusal(call)
 
 
-@implement("linear_all_reduce", "pushed", push_refusal)
-def pushed_linear_all_reduce(group: dist.ProcessGroup, x: Tensor, weight: Tensor) -> Tensor:
-    return _sum(group, "linear_all_reduce", x, weight)
-
-
-@implement("matmul_all_reduce", "pushed", push_refusal)
-def pushed_matmul_all_reduce(
-    group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None
+@implement("linear_all_reduce", "pushed", push_refusal, SHOTS)
+def pushed_linear_all_reduce(
+    group: dist.ProcessGroup, x: Tensor, weight: Tensor, shots: int = 1
 ) -> Tensor:
-    return _sum(group, "matmul_all_reduce", A, B.t(), addend)
+    """shots: 1: every rank sends its partial to all; 2: each sums its share, and sends that."""
+    return _sum(group, "linear_all_reduce", x, weight, None, shots)
+
+
+@implement("matmul_all_reduce", "pushed", push_refusal, SHOTS)
+def pushed_matmul_all_reduce(
+    group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None, shots: int = 1
+) -> Tensor:
+    """shots: as of `pushed_linear_all_reduce`."""
+    return _sum(group, "matmul_all_reduce", A, B.t(), addend, shots)
 
 
 def _sum(
-    group: dist.ProcessGroup, op: str, x: Tensor, weight: Tensor, addend: Tensor | None = None
+    group: dist.ProcessGroup, op: str, x: Tensor, weight: Tensor, addend: Tensor | None, shots: int
 ) -> Tensor:
     """The sum of the ranks' x @ weight^T + addend."""
-    rows = x.flatten(0, -2).contiguous()
+    if shots not in (1, 2):
+        raise UserError(f"shots={shots}; expected 1 or 2")
+    rows = x.flatten(0, -2)
     count = len(rows) * len(weight)
     padded = count + -count % (16 // x.element_size())  # accesses of 16 bytes
     # Before the product, whose library cannot be initialised in a capture either.
-    space = workspace(group, op, x.device)
-    push = space.once(
-        (padded, x.dtype), lambda: PushAllReduce(padded, x.dtype, group, x.device),
-        f"slots for {padded} elements",
-    )  # fmt: skip
+    push = _kernel(workspace(group, op, x.device), group, padded * x.element_size(), x.dtype, shots)
     # To lay a weight out anew takes longer than a product that reads it as it lies.
-    own = weight.is_contiguous() and addend is None
-    partial = project(rows, weight) if own else product(rows, weight.t(), addend)
+    few = len(rows) <= MAX_ROWS and weight.is_contiguous() and addend is None
+    partial = project(rows.contiguous(), weight) if few else product(rows, weight.t(), addend)
     assert partial is not None
     flat = partial.view(-1)
     if padded > count:  # else padding would copy
         flat = F.pad(flat, (0, padded - count))
     total: Tensor = push(flat, True)
     return total[:count].view(*x.shape[:-1], -1)
+
+
+def _kernel(
+    space: Workspace, group: dist.ProcessGroup, size: int, dtype: torch.dtype, shots: int
+) -> PushAllReduce | TwoShotAllReduce:
+    """What sums messages of `size` bytes. Prompts have many lengths, which share their slots."""
+    if shots == 2:
+        found: TwoShotAllReduce = space.once(
+            "two-shot", lambda: TwoShotAllReduce(LARGEST, group, space.device), "slots"
+        )
+        return found
+    most = max(SMALLEST, 1 << (size - 1).bit_length())
+    push: PushAllReduce = space.once(
+        (most, dtype), lambda: PushAllReduce(most // dtype.itemsize, dtype, group, space.device),
+        f"slots for {most} bytes",
+    )  # fmt: skip
+    return push

@@ -7,6 +7,7 @@ tests/comm/test_gpu.py provokes the compiled kernels.
 from __future__ import annotations
 
 import itertools
+import random
 from pathlib import Path
 from unittest import mock
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ladder.comm.primitives import EMPTY
 from ladder.comm.push import PushAllReduce, reference_all_reduce
 from ladder.comm.two_shot import TwoShotAllReduce, shard_words
 from tests.comm.mapped import shared_memory
@@ -22,6 +24,7 @@ from tests.distributed import Pools
 from tests.interpreter import interpreting
 from tests.kernels.support import on
 
+WHICH = ("push", "push, shared slots", "two-shot")
 KEYS = [(64, torch.bfloat16), (2056, torch.bfloat16), (1500, torch.float32), (8, torch.bfloat16)]
 
 
@@ -54,9 +57,16 @@ def provoke(
     ):
         if which == "push":
             kernels: dict = {key: PushAllReduce(*key, group, device) for key in KEYS}
+        elif which == "push, shared slots":
+            most = {dtype: PushAllReduce(2056, dtype, group, device) for _, dtype in KEYS}
+            kernels = {key: most[key[1]] for key in KEYS}
         else:
             kernels = dict.fromkeys(KEYS, TwoShotAllReduce(8192, group, device, programs=2))
         schedule = [KEYS[turn // 3 % len(KEYS)] for turn in range(turns)]
+        if (
+            "shared" in which
+        ):  # each set gets large messages after small ones, and small after large
+            schedule = random.Random(7).choices(KEYS, k=turns)
         partials = [partial_of(turn, *key, rank) for turn, key in enumerate(schedule)]
         nothing = mock.patch.object(torch, "empty_like", lambda x: torch.full_like(x, torch.nan))
         with nothing:  # one call right after another
@@ -65,12 +75,25 @@ def provoke(
             parts = [partial_of(turn, *key, each) for each in range(world)]
             wrong += not torch.equal(totals[turn], reference_all_reduce(parts))
             wrong += not torch.equal(partials[turn], parts[rank])
+        dist.barrier()  # no rank pushes any more
+        wrong += sum(left_over(each) for each in kernels.values() if which != "two-shot")
     return wrong, ran
+
+
+def left_over(push: PushAllReduce) -> int:
+    """The words that are not empty in the sets that the last call has not used."""
+    found, size = 0, push.BLOCK
+    sets = push.slots.own.view(3, push.world, push.stride)
+    for program, following in enumerate(push.epochs.tolist()):
+        piece = sets[:, :, program * size : (program + 1) * size]
+        others = [piece[n] for n in range(3) if n != (following - 1) % 3]
+        found += sum(int((each != EMPTY[4]).sum()) for each in others)
+    return found
 
 
 @pytest.mark.parametrize(
     ("device", "which", "world", "turns"),
-    [on("interpreter", which, *s) for which in ("push", "two-shot") for s in ((2, 24), (4, 12))],
+    [on("interpreter", which, *s) for which in WHICH for s in ((2, 24), (4, 12))],
 )
 def test_totals_are_the_sum_in_rank_order(
     pools: Pools, tmp_path: Path, interpreted: list[str], device: str, which: str, world: int,

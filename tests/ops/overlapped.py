@@ -143,6 +143,8 @@ def options_of(op: str, name: str) -> list[dict[str, Any]]:
         return [{}, *BLOCKS, {"streams": 2}]
     if name == "chunked":
         return [{}, {"streams": 2}]
+    if name == "pushed":
+        return [{}, {"shots": 2}]
     return [{"waiting": TILE, "tracked": {**TILE, "pieces": 2}}.get(name, {})]
 
 

@@ -45,14 +45,21 @@ pytestmark = [
 WORLDS = [world for world in (2, 4) if world <= torch.cuda.device_count()]
 # Rows of all ranks, columns, and columns of A: whole tiles, several to a program; ragged; few rows.
 SHAPES = [(4096, 4096, 1024), (1036, 1000, 520), (8, 2056, 264), (2048, 1024, 4096), (60, 136, 72)]
-FEW = [(8, 4096, 1024), (1, 8200, 3584), (64, 2048, 512), (3, 1001, 264), (33, 1024, 2048)]
+FEW = [
+    (8, 4096, 1024),
+    (1, 8200, 3584),
+    (64, 2048, 512),
+    (3, 1001, 264),
+    (33, 1024, 2048),
+    (515, 1024, 264),
+]
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "chunked": [{}, {"streams": 2}],
     # Of `chunked` sums.
     "blocks": [{"blocks": 1}, {"blocks": 3}, {"blocks": 3, "ratio": 2, "streams": 2}],
     "ring": [{}, {"blocks": 1}, {"blocks": 3, "ratio": 2, "streams": 2}],
     "waiting": [{}, {"tile": "128x128x64", "stages": 4}],
-    "pushed": [{}],
+    "pushed": [{}, {"shots": 2}],
     "tracked": [{}, {"pieces": 2}, {"tile": "256x128x64", "stages": 4, "pieces": 3}],
 }
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ladder.comm import driver
-from ladder.ops import workspace
+from ladder.ops import pushed, workspace
 from ladder.ops.collectives import staged_all_gather
 from ladder.ops.landings import staged_everywhere, staged_scatter
 from ladder.ops.products import (
@@ -82,6 +82,8 @@ def on_ranks(rank: int, world: int, folder: str, which: list[tuple[str, str]]) -
         shared_memory(rank, world, folder),
         mock.patch.object(workspace, "CudaStreams", SerialStreams),
         mock.patch.object(workspace, "MIN_WORDS", 64),
+        mock.patch.object(pushed, "LARGEST", 2**14),
+        mock.patch.object(pushed, "SMALLEST", 2**10),
         mock.patch.object(workspace, "_workspaces", {}),
         mock.patch.object(driver, "driver", return_value=fake),
         mock.patch.object(
@@ -92,7 +94,10 @@ def on_ranks(rank: int, world: int, folder: str, which: list[tuple[str, str]]) -
         for call in range(4):
             for op, name in which:
                 rows, n = [(20, 40), (1, 8), (7, 40), (3, 8)][call]
-                rows *= 1 if op == "all_gather_matmul" or name == "pushed" else world
+                if name == "pushed":  # also more rows than the kernel made for few takes
+                    rows *= {0: 5, 3: 30}.get(call, 1)
+                elif op != "all_gather_matmul":
+                    rows *= world
                 if op in WHOLE:
                     rows += call % 3
                 dtype = torch.bfloat16 if name == "pushed" else torch.float16

@@ -69,7 +69,8 @@ def test_what_cannot_run_is_refused_and_nothing_is_picked_unmeasured() -> None:
     for op, name in FEW_ROWS:
         for rows, dtype, words in (
             (64, torch.bfloat16, "not measured as faster"),
-            (65, torch.bfloat16, "it is for up to 64 rows"),
+            (2**15, torch.bfloat16, "not measured as faster"),
+            (2**15 + 1, torch.bfloat16, "it is for partials of up to 16 MiB"),
             (64, torch.float16, "not float16"),
         ):
             given = {"ranks": 4, "device": "NVIDIA H200", "dtype": dtype}

@@ -41,7 +41,9 @@ TRIES: dict[str, tuple[dict[str, Any], ...]] = {
         {"tile": "256x128x64", "stages": 4}, {"tile": "256x128x64", "stages": 4, "pieces": 2},
         {"tile": "128x128x64", "stages": 4},
     ),
-    "pushed": (  # of bags, as the fused operators' paper: order of work, occupancy; of experts
+    # Of sums; of bags, as the fused operators' paper: order of work, occupancy; of experts.
+    "pushed": (
+        {"shots": 2},
         {"order": "tables"}, {"order": "oblivious"}, {"programs": 264}, {"programs": 528},
         {"programs": 792}, {"lent": True}, {"order": "tables", "lent": True},
         {"stages": 4}, {"tile": "128x128x64", "stages": 4},
