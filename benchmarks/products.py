@@ -12,9 +12,9 @@ result is compared with float64: a wrong way is named, not timed, and makes the 
 today: what `ladder.kernels.decode_shapes.blocks` chooses. early: the same, with the weights of
 the first steps brought into L2 before the wait for the previous kernel. lean: tiles of so little
 shared memory that the next kernel's programs start beside them; lean-early: both. straight-W:
-`ladder.kernels.straight` with W warps a program; -small: with half the bytes in flight; -wide: with
-twice the weight rows. best: each product's fastest way alone, in a chain. --out: a line of JSON for
-each point.
+`ladder.kernels.straight` with W warps a program; -small, -deep: with half, twice the bytes in
+flight; -wide: with twice the weight rows. best: each product's fastest way alone, in a chain.
+--out: a line of JSON for each point.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ from ladder.kernels.decode import MAX_ROWS
 from ladder.parser import Parser, parse_words
 
 SMS = 132
-FLYING = 64 * 1024  # bytes of weights that an SM's programs read in a step
+FLYING = 64 * 1024  # bytes of weights that an SM's programs hold or wait for
+REGISTERS = 128  # of a thread, for weights and x
 ROUNDS, WARM = 20, 3
 WASTE = 1.15  # columns of all steps over those of the weight, at most
 Blocks = tuple[int, int, int, int, int]
@@ -102,16 +103,18 @@ def straight(warps: int, flying: int, wide: int, rows: int, product: Product) ->
     if padded > 16 and (warps > 8 or wide > 1):
         return None  # sums and rows of x do not fit in the registers
     block = 16 * wide if padded < 64 or product.gated or product.outputs < 2048 else 32
-    # Programs that an SM has at once, up to 4; their steps together are `flying` bytes.
+    # Programs that an SM has at once, up to 4; two steps of each of them are `flying` bytes.
     programs = min(4, -(-product.outputs // block // SMS))
     step = 32 * warps
-    longest = min(step * min(8, 128 // padded), product.inputs)
+    # Words of two steps that a thread holds, of the weight and of x.
+    held = (block * (1 + product.gated) + padded) * step // (32 * warps)
     while (
-        2 * step <= longest
-        and programs * block * (1 + product.gated) * 2 * step * 2 <= flying
-        and -(-product.inputs // (2 * step)) * 2 * step <= WASTE * product.inputs
+        2 * held <= REGISTERS
+        and 2 * step <= product.inputs
+        and programs * block * (1 + product.gated) * 2 * step * 4 <= flying
+        and -(-product.inputs // (4 * step)) * 4 * step <= WASTE * product.inputs
     ):
-        step *= 2
+        step, held = 2 * step, 2 * held
     return padded, block, step, warps, decode_shapes.STRAIGHT
 
 
@@ -121,6 +124,7 @@ WAYS = [
     Way("lean", lean),
     Way("lean-early", lean, 2),
     Way("straight-4", partial(straight, 4, FLYING, 1)),
+    Way("straight-4-deep", partial(straight, 4, 2 * FLYING, 1)),
     Way("straight-8", partial(straight, 8, FLYING, 1)),
     Way("straight-8-small", partial(straight, 8, FLYING // 2, 1)),
     Way("straight-16", partial(straight, 16, FLYING, 1)),

@@ -293,6 +293,7 @@ def project(
     straight = stages == decode_shapes.STRAIGHT
     if straight:
         assert weight.itemsize == 2, weight.dtype
+        assert size % 2 == 0, size  # a row has whole words
         stages = 0
     if stages and blocked:  # the same bytes in flight
         step, stages = BLOCK, stages * step // BLOCK

@@ -3,9 +3,11 @@
 An instruction multiplies 16 rows of the weight, its first operand, by up to 8 rows of x. It adds up
 16 columns, and does not care which: so a lane's 16 bytes of neighbouring columns, as they are
 stored, are its operands of two instructions, both of the weight and of x. Nothing passes through
-shared memory, and the first step's weights are read before the previous kernel has ended.
+shared memory, and the first two steps' weights are read before the previous kernel has ended.
 
-Every warp has columns of its own; their sums are added in the order of the warps.
+Every warp has columns of its own; their sums are added in the order of the warps. What is read
+stays in words of two columns until it is multiplied: Triton keeps each 16-bit number that a loop
+carries in a register of its own.
 """
 
 from __future__ import annotations
@@ -19,27 +21,46 @@ from ladder.kernels.landing import _finish
 @jit
 @no_type_check
 def _places(B: tl.constexpr, STEPS: tl.constexpr, SPLITS: tl.constexpr):
-    """Of each 32 neighbouring columns that four lanes read: their row, of B, and the first.
+    """Of each 16 neighbouring words that four lanes read: their row, of B, and where they are.
 
-    In an order in which Triton gives 8 rows to a warp's lanes, a split to each warp, and the rest
-    to a lane's registers.
+    A word is two columns. In an order in which Triton gives 8 rows to a warp's lanes, a split to
+    each warp, and the rest to a lane's registers.
     """
     i = tl.arange(0, B * STEPS * SPLITS)
     row = i % 8 + i // (8 * SPLITS) % (B // 8) * 8
-    column = (i // 8 % SPLITS * STEPS + i // (B * SPLITS)) * 32
-    return row[:, None], column[:, None] + tl.arange(0, 32)[None, :]
+    word = (i // 8 % SPLITS * STEPS + i // (B * SPLITS)) * 16
+    return row[:, None], word[:, None] + tl.arange(0, 16)[None, :]
 
 
 @jit
 @no_type_check
-def _operand(read, B: tl.constexpr, STEPS: tl.constexpr, SPLITS: tl.constexpr):
+def _operand(words, B: tl.constexpr, STEPS: tl.constexpr, SPLITS: tl.constexpr, KIND: tl.constexpr,
+             WIDE: tl.constexpr):  # fmt: skip
     """[split, row, column] of what was read at `_places`: the same registers in the same lanes.
 
-    8 columns of a lane: 2 instructions, of each 2 pairs 8 columns apart.
+    A lane's first two words are its operand of one instruction, the other two of the next.
     """
-    read = tl.reshape(read, [STEPS, B // 8, SPLITS, 8, 4, 2, 2, 2])
-    read = tl.permute(read, [2, 1, 3, 0, 5, 6, 4, 7])
-    return tl.reshape(read, [SPLITS, B, STEPS * 32])
+    low = words.to(tl.int16).to(KIND, bitcast=True)
+    high = (words >> 16).to(tl.int16).to(KIND, bitcast=True)
+    columns = tl.reshape(tl.join(low, high), [STEPS, B // 8, SPLITS, 8, 4, 2, 2, 2])
+    columns = tl.permute(columns, [2, 1, 3, 0, 5, 4, 6, 7])
+    return tl.reshape(columns, [SPLITS, B, STEPS * 32]).to(WIDE)
+
+
+@jit
+@no_type_check
+def _weights(matrix, at, k, word, K: tl.constexpr, BK: tl.constexpr):
+    """Words of the step from word k on. They are read once: the L1 cache keeps x."""
+    inside = (k + word < K // 2) | (K % (2 * BK) == 0)
+    words = matrix.to(tl.pointer_type(tl.int32))
+    return tl.load(words + at + k, mask=inside, other=0, eviction_policy="evict_first")
+
+
+@jit
+@no_type_check
+def _rows(x, at, k, word, K: tl.constexpr, BK: tl.constexpr):
+    inside = (k + word < K // 2) | (K % (2 * BK) == 0)
+    return tl.load(x.to(tl.pointer_type(tl.int32)) + at + k, mask=inside, other=0)
 
 
 @jit
@@ -54,45 +75,66 @@ def _straight(
 ):  # fmt: skip
     """BN rows of the weight, from 16; MP rows of x, from 8; BK columns a step, SPLITS warps."""
     STEPS: tl.constexpr = BK // (32 * SPLITS)
-    row, column = _places(BN, STEPS, SPLITS)
+    STEP: tl.constexpr = BK // 2  # words
+    KIND_X: tl.constexpr = x.dtype.element_ty
+    row, word = _places(BN, STEPS, SPLITS)
     # Rows beyond the last repeat it, which costs no memory; their results are not stored.
-    at = tl.minimum(program * BN + row, N - 1).to(tl.int64) * K + column
-    first = (column < K) | (K >= BK)
-    # Weights are read once: the L1 cache keeps x.
-    w = tl.load(weight + at, mask=first, other=0.0, eviction_policy="evict_first")
-    u = w
+    at = tl.minimum(program * BN + row, N - 1).to(tl.int64) * (K // 2) + word
+    # Two steps take turns: one is read while the other is multiplied. Registers that are never
+    # used, such as u0 without GATED, are not there.
+    w0 = _weights(weight, at, 0, word, K, BK)
+    u0 = w0
     if GATED:
-        u = tl.load(up + at, mask=first, other=0.0, eviction_policy="evict_first")
-    row, x_column = _places(MP, STEPS, SPLITS)
-    x_at = tl.minimum(row, M - 1) * K + x_column
+        u0 = _weights(up, at, 0, word, K, BK)
+    w1 = w0
+    u1 = w0
+    if K > BK:
+        w1 = _weights(weight, at, STEP, word, K, BK)
+        if GATED:
+            u1 = _weights(up, at, STEP, word, K, BK)
+    row, x_word = _places(MP, STEPS, SPLITS)
+    x_at = tl.minimum(row, M - 1) * (K // 2) + x_word
     m, n = tl.arange(0, MP)[None, :], program * BN + tl.arange(0, BN)[:, None]
     if PDL:
         gdc_wait()
+    a0 = _rows(x, x_at, 0, x_word, K, BK)
+    a1 = a0
+    if K > BK:
+        a1 = _rows(x, x_at, STEP, x_word, K, BK)
     if NORM:
         chunks: tl.constexpr = (K + CHUNK - 1) // CHUNK
         c = tl.arange(0, CP)[:, None]
         parts = tl.load(squares + m * chunks + c, mask=(m < M) & (c < chunks), other=0)
     total = tl.zeros([SPLITS, BN, MP], tl.float32)
     total_up = tl.zeros([SPLITS, BN, MP], tl.float32)
-    for k in tl.static_range(0, K, BK):
-        w_next = w
-        u_next = u
-        if k + BK < K:  # those of the next step are read before this one's are used
-            fits = (k + BK + column < K) | (k + 2 * BK <= K)
-            w_next = tl.load(weight + at + (k + BK), mask=fits, other=0.0,
-                             eviction_policy="evict_first")  # fmt: skip
-            if GATED:
-                u_next = tl.load(up + at + (k + BK), mask=fits, other=0.0,
-                                 eviction_policy="evict_first")  # fmt: skip
-        a = tl.load(x + x_at + k, mask=(k + x_column < K) | (k + BK <= K), other=0.0).to(KIND)
-        a = tl.permute(_operand(a, MP, STEPS, SPLITS), [0, 2, 1])
-        wide = _operand(w.to(KIND), BN, STEPS, SPLITS)
-        total = tl.dot(wide, a, total, input_precision="ieee")
+    # A loop that the compiler cannot unroll (N is at least 1): else it puts loads between the
+    # instructions that wait for the loads before, and each pays the memory's latency.
+    for k in tl.range(0, tl.minimum(N, 1) * (K // 2), 2 * STEP, num_stages=1):
+        b = tl.permute(_operand(a0, MP, STEPS, SPLITS, KIND_X, KIND), [0, 2, 1])
+        wide = _operand(w0, BN, STEPS, SPLITS, KIND_X, KIND)
+        total = tl.dot(wide, b, total, input_precision="ieee")
         if GATED:
-            wide = _operand(u.to(KIND), BN, STEPS, SPLITS)
-            total_up = tl.dot(wide, a, total_up, input_precision="ieee")
-        w = w_next
-        u = u_next
+            wide = _operand(u0, BN, STEPS, SPLITS, KIND_X, KIND)
+            total_up = tl.dot(wide, b, total_up, input_precision="ieee")
+        if K > 2 * BK:  # noqa: SIM102  (known when this is compiled)
+            if k + 2 * STEP < K // 2:
+                a0 = _rows(x, x_at, k + 2 * STEP, x_word, K, BK)
+                w0 = _weights(weight, at, k + 2 * STEP, word, K, BK)
+                if GATED:
+                    u0 = _weights(up, at, k + 2 * STEP, word, K, BK)
+        if K > BK:
+            b = tl.permute(_operand(a1, MP, STEPS, SPLITS, KIND_X, KIND), [0, 2, 1])
+            wide = _operand(w1, BN, STEPS, SPLITS, KIND_X, KIND)
+            total = tl.dot(wide, b, total, input_precision="ieee")
+            if GATED:
+                wide = _operand(u1, BN, STEPS, SPLITS, KIND_X, KIND)
+                total_up = tl.dot(wide, b, total_up, input_precision="ieee")
+        if K > 2 * BK:  # noqa: SIM102
+            if k + 2 * STEP < K // 2:
+                a1 = _rows(x, x_at, k + 3 * STEP, x_word, K, BK)
+                w1 = _weights(weight, at, k + 3 * STEP, word, K, BK)
+                if GATED:
+                    u1 = _weights(up, at, k + 3 * STEP, word, K, BK)
     y = tl.sum(total, 0)
     if NORM:
         scale = tl.rsqrt(tl.sum(parts, 0, keep_dims=True) / K + eps)
