@@ -44,13 +44,10 @@ from ladder.bench.floors import bandwidth, matrix_rate
 from ladder.bench.inference.command import machine
 from ladder.kernels import decode_shapes
 from ladder.kernels.decode import MAX_ROWS
+from ladder.kernels.decode_shapes import FLYING
 from ladder.parser import Parser, parse_words
 
-SMS = 132
-FLYING = 64 * 1024  # bytes of weights that an SM's programs hold or wait for
-REGISTERS = 128  # of a thread, for weights and x
 ROUNDS, WARM = 20, 3
-WASTE = 1.15  # columns of all steps over those of the weight, at most
 Blocks = tuple[int, int, int, int, int]
 
 
@@ -99,23 +96,9 @@ def lean(rows: int, product: Product) -> Blocks | None:
 
 
 def straight(warps: int, flying: int, wide: int, rows: int, product: Product) -> Blocks | None:
-    padded = max(8, decode_shapes.power_of_2(rows))
-    if padded > 16 and (warps > 8 or wide > 1):
-        return None  # sums and rows of x do not fit in the registers
-    block = 16 * wide if padded < 64 or product.gated or product.outputs < 2048 else 32
-    # Programs that an SM has at once, up to 4; two steps of each of them are `flying` bytes.
-    programs = min(4, -(-product.outputs // block // SMS))
-    step = 32 * warps
-    # Words of two steps that a thread holds, of the weight and of x.
-    held = (block * (1 + product.gated) + padded) * step // (32 * warps)
-    while (
-        2 * held <= REGISTERS
-        and 2 * step <= product.inputs
-        and programs * block * (1 + product.gated) * 2 * step * 4 <= flying
-        and -(-product.inputs // (4 * step)) * 4 * step <= WASTE * product.inputs
-    ):
-        step, held = 2 * step, 2 * held
-    return padded, block, step, warps, decode_shapes.STRAIGHT
+    return decode_shapes.straight(
+        rows, product.outputs, product.inputs, product.gated, warps, flying, wide
+    )
 
 
 WAYS = [
