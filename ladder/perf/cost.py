@@ -252,8 +252,9 @@ class DecodeCost:
         return self.machine.between("attention", "keys", self.context, heads)
 
     def _product(self, nbytes: float) -> Estimate:
-        """By bytes as with one row, and what more rows cost at the size where both are known: they
-        are other kernels, which take as much longer to begin and to end."""
+        """Of more rows than one, as measured; or, at one size alone, as with one row, and what more
+        rows cost there: they are other kernels, which take as much longer to begin and to end. What
+        was fitted to steps of more sequences corrects either."""
         one = self.machine.curve("product", rows=1)
         found = one.at(nbytes)
         least, us = one.points[0]
@@ -262,21 +263,15 @@ class DecodeCost:
             found = Estimate(min(small, us), "extrapolated")
         if self.batch == 1:
             return found
+        off = 0.0
+        for fitted in self.machine.family("more rows"):
+            points = [(rows, us - more_rows(self.machine, rows)) for rows, us in fitted.points]
+            off = _between([(1.0, 0.0), *points], self.batch)
         if rows_measured(self.machine):
-            return self.machine.between("product", "rows", self.batch, nbytes)
-        fitted = self.machine.family("more rows")
-        more = self._more_rows(self.batch)
-        if fitted:  # what was fitted corrects what was measured at one size
-            off = [(rows, us - self._more_rows(rows)) for rows, us in fitted[0].points]
-            more += _between([(1.0, 0.0), *off], self.batch)
-        return Estimate(found.us + max(0.0, more), "extrapolated")
-
-    def _more_rows(self, rows: float) -> float:
-        """What more rows than one add to a product at the size where both are known."""
-        places = [x for x, _ in self.machine.family("product")[-1].points]
-        middle = places[len(places) // 2]
-        more = self.machine.between("product", "rows", rows, middle)
-        return max(0.0, more.us - self.machine.curve("product", rows=1).at(middle).us)
+            more = self.machine.between("product", "rows", self.batch, nbytes)
+            return Estimate(max(0.0, more.us + off), more.basis)
+        more_us = max(0.0, more_rows(self.machine, self.batch) + off)
+        return Estimate(found.us + more_us, "extrapolated")
 
     def _sent(self) -> Estimate:
         """A push that is no kernel of its own: another kernel reads, sums and lands."""
@@ -312,6 +307,14 @@ def places(rows: int, outputs: int, inputs: int, gated: bool) -> tuple[int, int]
     return MULTIPROCESSORS * max(1, SHARED_MEMORY // held), -(-outputs // block)
 
 
+def more_rows(machine: Machine, rows: float) -> float:
+    """Microseconds that more rows than one add to a product at the size where both are known."""
+    places = [x for x, _ in machine.family("product")[-1].points]
+    middle = places[len(places) // 2]
+    more = machine.between("product", "rows", rows, middle)
+    return max(0.0, more.us - machine.curve("product", rows=1).at(middle).us)
+
+
 def rows_measured(machine: Machine) -> bool:
     """Whether products of more rows than one were measured at several sizes."""
     return any(
@@ -326,13 +329,14 @@ def calibrate(
     config: ModelConfig, machine: Machine, tp: int, reducer: str, steps: Sequence[Recorded]
 ) -> tuple[float, list[tuple[float, float]]]:
     """The `step_stretch` that explains the step of the least batch, and with it the points of `more
-    rows` that explain the others: none where products of more rows were measured."""
+    rows` that explain the others."""
     (batch, context, us), *others = sorted(steps)
     times = partial(_us, config, machine, tp, reducer)
     stretch = _solve(us, lambda value: times(batch, context, value, None))
     points = []
-    for rows, context, us in () if rows_measured(machine) else others:
-        points.append((float(rows), _solve(us, partial(times, rows, context, stretch))))
+    for rows, context, us in others:
+        begin = more_rows(machine, rows)
+        points.append((float(rows), _solve(us, partial(times, rows, context, stretch), begin)))
     return stretch, points
 
 
@@ -350,7 +354,7 @@ def _us(
     return simulate(cost.lowered(config.plan), cost).total
 
 
-def _solve(us: float, time: Callable[[float], float]) -> float:
+def _solve(us: float, time: Callable[[float], float], begin: float = 1.0) -> float:
     """Where `time`, which is linear without a collective that something hides, is `us`."""
-    one, two = time(1.0), time(2.0)
-    return 1 + (us - one) / (two - one)
+    one, two = time(begin), time(begin + 1)
+    return begin + (us - one) / (two - one)

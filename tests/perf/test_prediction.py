@@ -264,16 +264,24 @@ def test_rows_between_those_that_were_fitted_follow_what_was_measured() -> None:
 
 
 def test_products_of_more_rows_take_what_was_measured_of_their_size() -> None:
-    """Where a file has them at several sizes, nothing is fitted to them."""
+    """And besides what recorded steps of so many sequences ask for."""
     machine = load("h200x4")
-    rows = Curve("product", {"rows": 64}, ((1e6, 2.0), (1e9, 1001.0)), "measured")
-    kept = [each for each in machine.curves if each.where.get("rows") in (None, 1)]
+    rows = Curve("product", {"rows": 64}, ((1e6, 2.0), (1e9, 260.0)), "measured")
+    kept = [
+        each
+        for each in machine.curves
+        if each.where.get("rows") in (None, 1) and each.name != "more rows"
+    ]
     more = replace(machine, curves=(*kept, rows))
     shape = replace(model_config("llama-3-8b"), plan=resolve_plan("none", 32, 4), tp_degree=4)
     cost = DecodeCost(shape, more, 4, "push", 64, 1024)
     nbytes = cost.weights["down"]
     found = next(each for each in cost.lowered(shape.plan).operations if each.part == "down")
-    alone = more.value("step_stretch") * (2 + 999 * (nbytes - 1e6) / (1e9 - 1e6))
+    alone = more.value("step_stretch") * (2 + 258 * (nbytes - 1e6) / (1e9 - 1e6))
     assert cost(found) == pytest.approx(alone)
-    fitted = calibrated(replace(more, curves=(*kept, rows)), FILE)
-    assert fitted.family("more rows") == more.family("more rows")
+    longer = calibrated(more, FILE)
+    (points,) = (each.points for each in longer.family("more rows"))
+    assert 64.0 in dict(points)
+    for each in scores([FILE], longer, "decode"):
+        if each.calibrated and each.point.batch == 64:
+            assert each.predicted == pytest.approx(each.measured, rel=2e-2)  # of several records

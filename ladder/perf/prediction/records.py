@@ -220,8 +220,8 @@ def calibrated(machine: Machine, *files: Path) -> Machine:
     taken = [(each.batch, context_of(each), 1e3 * ms) for each, ms in steps.items()]
     stretch, more = calibrate(resolve(point), machine, point.tp, point.reducer, taken)
     machine = _fitted(machine, "step_stretch", stretch, point, steps[point], said)
-    if more and min(us for _, us in more) > 0:
-        points = tuple((rows, round(us, 3)) for rows, us in more)
+    if more:
+        points = tuple((rows, max(1e-3, round(us, 3))) for rows, us in more)
         about = f"fitted: the same of more sequences; {said}"
         curves = tuple(each for each in machine.curves if each.name != "more rows")
         machine = replace(machine, curves=(*curves, Curve("more rows", {}, points, about)))
