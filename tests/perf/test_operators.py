@@ -19,6 +19,7 @@ from ladder.perf.cost_prefill import backend_exchange
 from ladder.perf.machine import Curve, Machine, Value
 from ladder.perf.machine_files import load
 from ladder.perf.nodes import for_degree
+from ladder.perf.nodes import load as load_any
 from ladder.perf.operators.cost import OperatorCost
 from ladder.perf.operators.lower import GATHER, LANDING, OPS, REDUCE, SCATTER
 from ladder.perf.operators.predict import Predictor, plain, predicts
@@ -238,6 +239,22 @@ def test_more_ranks_than_two() -> None:
     assert "copies_beside_product 1 (declared)" in times.unmeasured
 
 
+def test_pushed_sums_take_our_all_reduces() -> None:
+    """In one shot or two, of messages that fit; without peers' memory there are none."""
+    machine = load("h200x2")
+    times, small = Predictor(machine), replace(point(REDUCE), m=512, n=4096, k=4096)
+    alone, gap = times.us(small, ALONE), machine.value("prompt_gap_us")
+    pushed = Variant("pushed"), Variant("pushed", (("shots", 2),))
+    for variant, algorithm in zip(pushed, ("push", "two-shot"), strict=True):
+        us = machine.curve("all-reduce", algorithm=algorithm).at(512 * 4096 * 2.0).us
+        assert times(small, variant).ect_us == pytest.approx(us + gap, rel=0.02)
+        assert times.us(small, variant) > alone
+        assert not times.able(replace(small, m=8192), variant)
+    apart = Predictor(load_any("h200x2-no-p2p"))
+    assert apart.able(small, STAGED)
+    assert not any(apart.able(small, each) for each in (*pushed, CHUNKED))
+
+
 def test_what_is_not_predicted_is_refused() -> None:
     times = Predictor(load("h200x2"))
     with pytest.raises(UserError, match="linear_all_reduce by staged is not predicted; known: all"):
@@ -318,7 +335,6 @@ def test_predict_ops(capsys: pytest.CaptureFixture[str]) -> None:
         (["--tp", "1"], "--tp=1: a rank alone has nothing to exchange"),
         (["--tp", "8"], "--tp=8: machine 'h200x4' has the collectives of 4 GPUs"),
         (["--ops", "linear_all_reduce"], "--ops=linear_all_reduce is not predicted; choose from"),
-        (["--implementations", "pushed"], "--implementations=pushed is not predicted"),
         (["--implementations", "chunked:blocks=99", "--m", "1024"], "blocks=99; expected 1 to 8"),
         (["--shapes", "nowhere"], "nowhere"),
     ],

@@ -11,9 +11,9 @@ from typing import Any
 from ladder.bench.ops.derive import sizes
 from ladder.bench.ops.points import OpPoint, Variant, accepts, check_options, expand, variants
 from ladder.models.errors import UserError
-from ladder.ops.registry import ANY_ORDER, DEFAULT, OPERATORS
-from ladder.perf.operators.lower import OPS, OVERLAPPED
-from ladder.perf.operators.predict import ALONE, Predictor, plain, predicts
+from ladder.ops.registry import OPERATORS
+from ladder.perf.operators.lower import OPS
+from ladder.perf.operators.predict import ALONE, KNOWN, Predictor, plain
 from ladder.perf.prediction.command import machine_of
 from ladder.plans import aligned
 
@@ -41,13 +41,7 @@ def main(options: Any) -> int:
     asked = Namespace(**{**vars(options), "ops": options.ops or list(OPS)})
     points, left_out = expand(asked, ranks, cpu=False)
     wanted = variants(options.implementations, asked.ops, options.tune)
-    known = (DEFAULT, ANY_ORDER, *OVERLAPPED)
-    for each in wanted or () if options.implementations else ():
-        if each.name not in known:
-            raise UserError(
-                f"--implementations={each} is not predicted; choose from {', '.join(known)}"
-            )
-    wanted = [Variant(name) for name in known] if wanted is None else wanted
+    wanted = [Variant(name) for name in KNOWN] if wanted is None else wanted
     predictor = Predictor(machine)
     rows = [row for point in points for row in _rows(predictor, point, wanted)]
     if options.json:
@@ -81,7 +75,7 @@ def measuring(options: Any) -> list[str]:
 def _rows(predictor: Predictor, point: OpPoint, wanted: list[Variant]) -> list[dict[str, Any]]:
     """The product alone, NCCL, and the ways that the operator has."""
     ways = {ALONE: Variant(ALONE), NCCL: plain(point.op)}
-    ways |= {str(each): each for each in wanted if _accepts(point, each)}
+    ways |= {str(each): each for each in wanted if _accepts(predictor, point, each)}
     found = {way: predictor(point, variant) for way, variant in ways.items()}
     least = min(found[way].us for way in found if way != ALONE)
     return [
@@ -91,8 +85,10 @@ def _rows(predictor: Predictor, point: OpPoint, wanted: list[Variant]) -> list[d
     ]  # fmt: skip
 
 
-def _accepts(point: OpPoint, variant: Variant) -> bool:
+def _accepts(predictor: Predictor, point: OpPoint, variant: Variant) -> bool:
     known = OPERATORS[point.op].implementations
     return (
-        predicts(point, variant) and variant.name in known and accepts(known[variant.name], variant)
+        predictor.able(point, variant)
+        and variant.name in known
+        and accepts(known[variant.name], variant)
     )

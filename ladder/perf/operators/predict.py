@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from ladder.bench.ops.derive import ect_us, efficiency
 from ladder.bench.ops.points import OpPoint, Variant
+from ladder.costs import BF16
 from ladder.models.errors import UserError
+from ladder.ops.pushed import LARGEST
 from ladder.ops.registry import ANY_ORDER, DEFAULT
 from ladder.perf.machine import Machine
 from ladder.perf.nodes import for_degree
@@ -24,7 +26,9 @@ from ladder.perf.operators.lower import (
 )
 from ladder.perf.operators.run import run
 
-ALONE = "alone"
+ALONE, PUSHED = "alone", "pushed"
+KNOWN = (DEFAULT, ANY_ORDER, PUSHED, *OVERLAPPED)
+SHOTS = {1: "push", 2: "two-shot"}  # the all-reduce behind a pushed product
 TURNS = 3  # each finds the limit of power for the times before
 
 
@@ -60,11 +64,22 @@ class Predictor:
         if not predicts(point, variant):
             raise UserError(
                 f"{point.op} by {variant} is not predicted; known: {', '.join(OPS)} by "
-                f"{', '.join((DEFAULT, ANY_ORDER, *OVERLAPPED))}, in 16 bits"
+                f"{', '.join(KNOWN)}, in 16 bits"
             )
         if (point, variant) not in self._times:
             self._times[point, variant] = _time(self.cost(point.ranks), point, variant)
         return self._times[point, variant]
+
+    def able(self, point: OpPoint, variant: Variant) -> bool:
+        """Whether a call is predicted, and the machine has what it needs."""
+        if not predicts(point, variant):
+            return False
+        machine = self.cost(point.ranks).machine
+        if variant.name in OVERLAPPED:
+            return bool(machine.family("peer copy"))
+        if variant.name == PUSHED:
+            return bool(machine.family("all-reduce", algorithm=_shots(variant)))
+        return True
 
     def cost(self, ranks: int) -> OperatorCost:
         if ranks not in self._costs:
@@ -87,13 +102,16 @@ def predicts(point: OpPoint, variant: Variant) -> bool:
         return False
     if variant.name in OVERLAPPED:
         return point.op in OVERLAPPED[variant.name][1]
+    if variant.name == PUSHED:
+        small = BF16 * point.m * point.n <= LARGEST
+        return small and point.op == REDUCE and point.dtype == "bfloat16"
     return variant.name in (ALONE, DEFAULT) or (variant.name == ANY_ORDER and point.op != GATHER)
 
 
 def _time(cost: OperatorCost, point: OpPoint, variant: Variant) -> float:
     size = size_of(point)
     if variant.name not in OVERLAPPED:
-        moved, sent = _serial(cost, point.op, size, variant.name)
+        moved, sent = _serial(cost, point.op, size, variant)
         computed = cost.alone(size.rows, size.outputs, size.inputs)
 
         def serial(share: float) -> tuple[float, float]:
@@ -110,11 +128,18 @@ def _time(cost: OperatorCost, point: OpPoint, variant: Variant) -> float:
     return _limited(cost, overlapped)
 
 
-def _serial(cost: OperatorCost, op: str, size: Size, name: str) -> tuple[float, float]:
+def _shots(variant: Variant) -> str:
+    return SHOTS[dict(variant.options).get("shots", 1)]
+
+
+def _serial(cost: OperatorCost, op: str, size: Size, variant: Variant) -> tuple[float, float]:
     """Beside the product: microseconds of sums and landings; and of exchanges, with the gaps."""
-    rows, partial = size.shard, size.line * size.rows
+    rows, partial, name = size.shard, size.line * size.rows, variant.name
     if name == ALONE:
         return 0.0, 0.0
+    if name == PUSHED:
+        found = cost.machine.curve("all-reduce", algorithm=_shots(variant)).at(partial)
+        return 0.0, found.us + cost.gap
     if op == GATHER:
         return 0.0, cost.exchange("all-gather", 2 * size.rows * size.inputs)
     if name == ANY_ORDER and op != LANDING:

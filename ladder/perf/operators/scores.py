@@ -11,7 +11,7 @@ from typing import Any
 from ladder.bench.ops.points import OpPoint, Variant, variants
 from ladder.models.errors import UserError
 from ladder.perf.machine import Machine
-from ladder.perf.operators.predict import ALONE, Predicted, Predictor, plain, predicts
+from ladder.perf.operators.predict import ALONE, Predicted, Predictor, plain
 from ladder.perf.prediction.records import known_degrees, records
 from ladder.plans import aligned
 
@@ -72,9 +72,10 @@ def scores(files: Sequence[Path], machine: Machine) -> list[OperatorScore]:
     """All recorded ways on this machine's GPUs that are predicted; of a way's records the one of
     the median time."""
     found: dict[tuple[OpPoint, str, str, Variant], list[Measured]] = {}
-    for point, way, mode, variant, measured in _ways(files, machine):
-        found.setdefault((point, way, mode, variant), []).append(measured)
     predictor = Predictor(machine)
+    for point, way, mode, variant, measured in _ways(files, machine):
+        if predictor.able(point, variant):
+            found.setdefault((point, way, mode, variant), []).append(measured)
     return [
         OperatorScore(
             point, way, mode,
@@ -97,7 +98,7 @@ def _ways(
         try:
             point = OpPoint(**{key: data[key] for key in data if key in names})
             variant = _variant(data, point)
-            if variant is None or point.ranks not in degrees or not predicts(point, variant):
+            if variant is None or point.ranks not in degrees:
                 continue
             found = point, data["way"], data["mode"], variant, _measured(record["result"])
         except (KeyError, TypeError) as error:
