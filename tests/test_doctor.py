@@ -265,6 +265,10 @@ def test_the_file_that_describes_this_machine(
     found = run_check("machine file", machine.probe_description)
     assert found.status == status
     assert said in found.detail
+    if status == "ok":
+        monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+        apart = run_check("machine file", machine.probe_description).detail
+        assert f"{count}-no-p2p describes {count} x {gpu}" in apart
 
 
 def test_environment_lists_what_is_set() -> None:

@@ -126,11 +126,16 @@ def probe_description() -> str:
     """Which shipped file describes this machine, for `ladder predict`."""
     import torch
 
-    from ladder.perf.machine_files import load, shipped
+    from ladder.comm.access import p2p_disabled
+    from ladder.perf.machine_files import shipped
+    from ladder.perf.nodes import load, names, without_peers
 
     count = _gpu_count(1, "predictions take --machine, a shipped file or one of another machine")
-    names = {torch.cuda.get_device_properties(index).name for index in range(count)}
-    alike = [known for known in map(load, shipped()) if names == {known.gpu}]
+    gpus = {torch.cuda.get_device_properties(index).name for index in range(count)}
+    alike = [known for known in map(load, shipped()) if gpus == {known.gpu}]
+    if count > 1 and p2p_disabled():
+        found = (known for known in map(load, names()) if gpus == {known.gpu})
+        alike = [known for known in found if without_peers(known)]
     for known in alike:
         if known.gpus == count:
             said = f"{known.name} describes {count} x {known.gpu}"
@@ -139,7 +144,7 @@ def probe_description() -> str:
     part = max(below, key=lambda known: known.gpus, default=None)
     some = f" ({part.name} describes {part.gpus} of them)" if part else ""
     raise Missing(
-        f"no shipped file describes {count} x {', '.join(sorted(names))}{some}; measure it: ladder "
+        f"no shipped file describes {count} x {', '.join(sorted(gpus))}{some}; measure it: ladder "
         f"bench machine --nproc {count} --out machine.json"
     )
 
