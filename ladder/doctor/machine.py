@@ -126,16 +126,11 @@ def probe_description() -> str:
     """Which shipped file describes this machine, for `ladder predict`."""
     import torch
 
-    from ladder.comm.access import p2p_disabled
-    from ladder.perf.machine_files import shipped
-    from ladder.perf.nodes import load, names, without_peers
+    from ladder.perf.nodes import describing
 
     count = _gpu_count(1, "predictions take --machine, a shipped file or one of another machine")
     gpus = {torch.cuda.get_device_properties(index).name for index in range(count)}
-    alike = [known for known in map(load, shipped()) if gpus == {known.gpu}]
-    if count > 1 and p2p_disabled():
-        found = (known for known in map(load, names()) if gpus == {known.gpu})
-        alike = [known for known in found if without_peers(known)]
+    alike = describing(gpus, count)
     for known in alike:
         if known.gpus == count:
             said = f"{known.name} describes {count} x {known.gpu}"

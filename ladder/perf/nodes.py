@@ -156,6 +156,17 @@ def relatives(machine: Machine) -> list[Machine]:
     return [each for each in found if each.gpu == machine.gpu and without_peers(each) == apart]
 
 
+def describing(gpus: set[str], count: int) -> list[Machine]:
+    """The machines that come with the package of these kinds of GPUs: measured ones, or, where the
+    environment keeps several from each other's memory, those of such."""
+    from ladder.comm.access import p2p_disabled
+
+    found = [each for each in map(load_measured, shipped()) if gpus == {each.gpu}]
+    if count == 1 or not p2p_disabled():
+        return found
+    return [each for each in map(load, names()) if gpus == {each.gpu} and without_peers(each)]
+
+
 def for_degree(machine: Machine, tp: int) -> Machine:
     """The machine for groups of `tp` of its GPUs: itself, or with what is between GPUs from that of
     so many that comes with the package. Raises UserError if there is none."""
