@@ -59,7 +59,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "blocks": [{"blocks": 1}, {"blocks": 3}, {"blocks": 3, "ratio": 2, "streams": 2}],
     "ring": [{}, {"blocks": 1}, {"blocks": 3, "ratio": 2, "streams": 2}],
     "waiting": [{}, {"tile": "128x128x64", "stages": 4}],
-    "pushed": [{}, {"shots": 2}],
+    "pushed": [{"shots": 2}, {}],
     "tracked": [{}, {"pieces": 2}, {"tile": "256x128x64", "stages": 4, "pieces": 3}],
 }
 
