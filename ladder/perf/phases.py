@@ -130,17 +130,23 @@ def _prediction(
     cost: DecodeCost | PromptCost | TrainingCost,
     machine: Machine,
     added: float,
+    host_us: float = 0.0,
 ) -> Prediction:
+    """added: by ranks that are not alike. host_us: what the host takes to launch it all, for which
+    the GPU waits where that is longer."""
     spent: dict[str, float] = {}
     for index, us in times.longest_path():
         label = _label(graph.operations[index])
         spent[label] = spent.get(label, 0.0) + us
     if added:
         spent[WAITING] = added
+    late = max(0.0, host_us - times.total - added)
+    if late:
+        spent["launches"] = spent.get("launches", 0.0) + late
     limits = tuple(sorted(spent.items(), key=lambda each: -each[1]))
     fitted = [each.provenance for each in machine.values.values() if "fitted" in each.provenance]
     return Prediction(
-        us=times.total + added,
+        us=times.total + added + late,
         basis=worst(cost.bases),
         limits=limits,
         collectives=len(graph.reduces),
@@ -186,13 +192,21 @@ def prefill(
 
     def bare() -> float:
         if tp == 1:
-            return times.total
+            return max(times.total, _launched(graph, machine))
         plan = config.plan.as_no_comm()
         base = "push" if reducer == FUSED else reducer  # there is nothing to fuse
         way = prompt_way(plan, machine.gpu, tp, base, (batch, prompt), token)
-        return _limited(lower_prefill(plan, way), cost).total
+        alone = lower_prefill(plan, way)
+        return max(_limited(alone, cost).total, _launched(alone, machine))
 
-    return _prediction(graph, times, bare, cost, machine, added)
+    return _prediction(graph, times, bare, cost, machine, added, _launched(graph, machine))
+
+
+def _launched(graph: Graph, machine: Machine) -> float:
+    """Microseconds that the host takes at least to launch a prompt's kernels one by one; 0 where
+    the machine's file does not say."""
+    known = machine.values.get("host_launch_us")
+    return sum(graph.launches.values()) * known.value if known else 0.0
 
 
 def _virtual(
