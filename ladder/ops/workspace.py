@@ -9,7 +9,9 @@ kept, for graphs that use it. `ladder.ops.schedules` says why its sets may be us
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -41,6 +43,7 @@ MIN_WORDS = 1 << 18  # of a slot, 1 MiB
 NOTHING = -1  # the bits of a NaN, in words and in 16-bit halves of them
 
 Actions = Mapping[str, Callable[[int], object]]
+Job = tuple[str | None, Any]  # an action and its chunk; or None, and what to call
 
 
 class CudaStreams:
@@ -51,15 +54,12 @@ class CudaStreams:
         self.beside: dict[Stream, torch.cuda.Stream] = {}
         self.events: dict[str, torch.cuda.Event] = {}
 
-    @contextlib.contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
         if stream == "main":
-            yield
-            return
+            return contextlib.nullcontext()
         if stream not in self.beside:
             self.beside[stream] = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(self.beside[stream]):
-            yield
+        return torch.cuda.stream(self.beside[stream])
 
     def record(self, event: str) -> None:
         self.events.setdefault(event, torch.cuda.Event()).record()
@@ -83,7 +83,8 @@ class Workspace:
         self.streams = CudaStreams(device)
         # What is made once for a shape: tables for kernels. They are made outside captures, too.
         self.made: dict[Hashable, Any] = {}
-        self._batches: dict[Hashable, Any] = {}
+        # By schedule, which is kept so that its id stays its own, and set.
+        self._plans: dict[tuple[int, int], tuple[Schedule, list[tuple[Stream, list[Job]]]]] = {}
         self._slots: list[SymmetricTensor] = []
         self.words = self._allocate(SETS, len(KINDS), MAX_WORDS, bits=0)
         # Every peer's slots are free, and no peer looks at its words before all have said so.
@@ -181,34 +182,48 @@ class Workspace:
 
     def run(self, schedule: Schedule, chosen: int, actions: Actions) -> None:
         """Enqueue a call. Words that follow each other in a stream are one memory operation."""
+        key = id(schedule), chosen  # to hash a schedule takes longer than to enqueue it
+        if key not in self._plans:
+            self._plans[key] = schedule, self._plan(schedule, chosen)
+        for stream, jobs in self._plans[key][1]:
+            with self.streams.on(stream):
+                for action, what in jobs:
+                    if action is None:
+                        what()
+                    else:
+                        actions[action](what)
+
+    def _plan(self, schedule: Schedule, chosen: int) -> list[tuple[Stream, list[Job]]]:
+        """What the host does for a call, stream by stream."""
 
         def kind(step: Any) -> object:
             return step.stream if isinstance(step, Await | Put) else id(step)
 
+        jobs: list[tuple[Stream, Job]] = []
         for _, group in groupby(schedule, kind):
             steps = tuple(group)
             first = steps[0]
-            with self.streams.on(first.stream):
-                if isinstance(first, Work):
-                    actions[first.action](first.chunk)
-                elif isinstance(first, Record):
-                    self.streams.record(first.event)
-                elif isinstance(first, Follow):
-                    self.streams.follow(first.event)
-                else:
-                    driver.enqueue(self._batch(steps, chosen))
+            if isinstance(first, Work):
+                job: Job = first.action, first.chunk
+            elif isinstance(first, Record):
+                job = None, partial(self.streams.record, first.event)
+            elif isinstance(first, Follow):
+                job = None, partial(self.streams.follow, first.event)
+            else:
+                job = None, partial(driver.enqueue, self._batch(steps, chosen))
+            jobs.append((first.stream, job))
+        by_stream = groupby(jobs, lambda each: each[0])
+        return [(stream, [job for _, job in each]) for stream, each in by_stream]
 
     def _batch(self, steps: tuple[Any, ...], chosen: int) -> Any:
-        if (steps, chosen) not in self._batches:
-            self._batches[steps, chosen] = driver.batch(
-                [
-                    (MemoryOperation.wait if isinstance(step, Await) else MemoryOperation.write)(
-                        self.address(step.word, chosen), step.value
-                    )
-                    for step in steps
-                ]
-            )
-        return self._batches[steps, chosen]
+        return driver.batch(
+            [
+                (MemoryOperation.wait if isinstance(step, Await) else MemoryOperation.write)(
+                    self.address(step.word, chosen), step.value
+                )
+                for step in steps
+            ]
+        )
 
 
 _workspaces: WeakKeyDictionary[Any, dict[Hashable, Workspace]] = WeakKeyDictionary()
