@@ -1,7 +1,7 @@
 """Times of other ways to multiply by a decode step's weights, beside the chosen ones, on one GPU.
 
     python benchmarks/products.py [--shapes 8B/TP4 ...] [--rows 16 64 4 1] [--ways today straight-8]
-        [--out FILE] [--budget SECONDS]
+        [--riders] [--out FILE] [--budget SECONDS]
 
 For each shape and number of rows: the four products of a layer, each alone and all in a chain, in
 CUDA graphs with dependent launch, over weights that no cache holds. All ways take turns, in another
@@ -14,7 +14,8 @@ the first steps brought into L2 before the wait for the previous kernel. lean: t
 shared memory that the next kernel's programs start beside them; lean-early: both. straight-W:
 `ladder.kernels.straight` with W warps a program; -small, -deep: with half, twice the bytes in
 flight; -wide: with twice the weight rows. best: each product's fastest way alone, in a chain.
---out: a line of JSON for each point.
+--riders: also a chain as in a ladder's step on four GPUs, whose products carry a send or a landing;
+the slots of all ranks are here, so that no link is used. --out: a line of JSON for each point.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ from ladder.kernels.decode_shapes import FLYING
 from ladder.parser import Parser, parse_words
 
 ROUNDS, WARM = 20, 3
+RANKS = 4
 Blocks = tuple[int, int, int, int, int]
+Rider = kernels.LandingJob | kernels.SendJob
 
 
 class Product(NamedTuple):
@@ -66,6 +69,13 @@ class Product(NamedTuple):
 class Input(NamedTuple):
     x: Tensor
     norm: dict[str, Any]  # of a residual before its norm, as a landing leaves it
+
+
+class Mail(NamedTuple):
+    partial: Tensor
+    residual: Tensor
+    slots: Tensor
+    push: kernels.PushTarget
 
 
 class Way(NamedTuple):
@@ -122,12 +132,47 @@ def chosen(way: Way, rows: int, product: Product) -> Iterator[None]:
         yield
 
 
-def multiply(way: Way, product: Product, read: Input, weight: Tensor) -> Tensor:
+def multiply(
+    way: Way, product: Product, read: Input, weight: Tensor, rider: Rider | None = None
+) -> Tensor:
     gate, up = weight.chunk(2) if product.gated else (weight, None)
     with chosen(way, len(read.x), product):
-        y = kernels.project(read.x, gate, up, **read.norm)
+        y = kernels.project(read.x, gate, up, rider=rider, **read.norm)
     assert y is not None
     return y
+
+
+def new_mail(rows: int, size: int) -> Mail:
+    """The slots of four ranks are here: what is sent to rank q comes as the partial of rank q."""
+    partial, residual = torch.randn(2, rows, size, device="cuda", dtype=torch.bfloat16)
+    slots = partial.new_full((RANKS, rows, size), -0.0)
+    buffers = torch.tensor([each.data_ptr() for each in slots], device="cuda")
+    return Mail(partial, residual, slots, kernels.PushTarget(buffers, 0, 0, RANKS))
+
+
+def new_rider(product: Product, mail: Mail) -> Rider:
+    """A sublayer's first product sends the partial of the one before, its second one lands it."""
+    if product.name in ("qkv", "gate and up"):
+        return kernels.SendJob(mail.partial, mail.push)
+    return kernels.new_landing(mail.residual, sums=[mail.slots])
+
+
+def wrong_riders(
+    way: Way, products: Sequence[Product], inputs: dict[str, Input],
+    weights: dict[str, list[Tensor]], mail: Mail,
+) -> str | None:  # fmt: skip
+    for each in products:
+        rider = new_rider(each, mail)
+        given = way, each, inputs[each.name], weights[each.name][0]
+        if not torch.equal(multiply(*given, rider), multiply(*given)):
+            return f"{each.name} differs where something rides"
+        if isinstance(rider, kernels.LandingJob):
+            landed = mail.residual.double() + RANKS * mail.partial.double()
+            error = (rider.out.double() - landed).abs()
+            if not bool((error <= 2**-7 * landed.abs() + 1e-2).all()):
+                return f"what {each.name} lands is off by up to {float(error.max())}"
+    empty = (mail.slots == 0) & torch.signbit(mail.slots)
+    return None if bool(empty.all()) else "slots are not empty"
 
 
 def new_input(rows: int, product: Product) -> Input:
@@ -151,21 +196,26 @@ def wrong(way: Way, product: Product, read: Input, weight: Tensor) -> str | None
     return None if torch.equal(found, again) else "two calls differ"
 
 
-def compile_one(job: tuple[str, int, Product]) -> str | None:
-    """In a process of its own, for Triton's cache."""
-    name, rows, product = job
+def compile_one(job: tuple[str, int, Product, int]) -> str | None:
+    """In a process of its own, for Triton's cache. The last: of the residual's columns; 0: nothing
+    rides."""
+    name, rows, product, size = job
     way = next(each for each in WAYS if each.name == name)
     try:
         read = new_input(rows, product)
         weight = read.x.new_ones(product.outputs * (1 + product.gated), product.inputs)
         multiply(way, product, read, weight)
+        if size:
+            mail = new_mail(rows, size)
+            mail.slots.fill_(1)  # a landing waits
+            multiply(way, product, read, weight, new_rider(product, mail))
         torch.cuda.synchronize()
     except Exception as error:
         return f"{way.name}, {rows} rows, {product}: {str(error).splitlines()[0]}"
     return None
 
 
-def compiled(jobs: list[tuple[str, int, Product]]) -> list[str]:
+def compiled(jobs: list[tuple[str, int, Product, int]]) -> list[str]:
     """Fill Triton's cache, a worker on each core. What failed."""
     processes = max(1, min(len(jobs), (os.cpu_count() or 2) - 1))
     context = multiprocessing.get_context("spawn")
@@ -198,10 +248,13 @@ def measured(graphs: dict[tuple[str, str], tuple[torch.cuda.CUDAGraph, int]]) ->
 
 
 def measure(
-    rows: int, products: Sequence[Product], ways: Sequence[Way], weights: dict[str, list[Tensor]]
-) -> tuple[dict[str, Any], list[str]]:
-    """Microseconds {way: {product or "chain": time}}, the best way of each, and what is wrong."""
+    rows: int, products: Sequence[Product], ways: Sequence[Way], weights: dict[str, list[Tensor]],
+    riders: bool,
+) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+    """Microseconds {way: {product, "chain" or "riders": time}}, the best way of each product, and
+    what is wrong."""
     inputs = {each.name: new_input(rows, each) for each in products}
+    mail = new_mail(rows, products[-1].outputs)
     errors = []
     right = []
     for way in ways:
@@ -210,59 +263,68 @@ def measure(
             for each in products
             if (error := wrong(way, each, inputs[each.name], weights[each.name][0]))
         ]
+        if riders and not found and (error := wrong_riders(way, products, inputs, weights, mail)):
+            found = [f"{way.name}, {rows} rows: {error}"]
         errors += found
         right += [way] * (not found)
     layers = min(len(each) for each in weights.values())
 
-    def calls(chosen_ways: dict[str, Way], some: Sequence[Product], count: int) -> list[Call]:
-        return [
-            partial(
-                multiply, chosen_ways[each.name], each, inputs[each.name], weights[each.name][i]
-            )
+    def call(way: Way, product: Product, weight: Tensor, rides: bool) -> Tensor:
+        rider = new_rider(product, mail) if rides else None
+        return multiply(way, product, inputs[product.name], weight, rider)
+
+    def graph(of: dict[str, Way], some: Sequence[Product], count: int, rides: bool = False) -> Any:
+        calls: list[Call] = [
+            partial(call, of[each.name], each, weights[each.name][i], rides)
             for i in range(count)
             for each in some
         ]
+        # `captured` calls the first once before: what it sends is landed by what follows.
+        return captured(calls), count
 
-    def graph(chosen_ways: dict[str, Way], some: Sequence[Product], count: int) -> Any:
-        return captured(calls(chosen_ways, some, count)), count
+    def chains(name: str, of: dict[str, Way]) -> dict[tuple[str, str], Any]:
+        found = {(name, "chain"): graph(of, products, layers)}
+        if riders:
+            found[name, "riders"] = graph(of, products, layers, True)
+        return found
 
-    graphs = {}
+    alone, whole = {}, {}
     for way in right:
         every = {each.name: way for each in products}
         for each in products:
-            graphs[way.name, each.name] = graph(every, [each], len(weights[each.name]))
-        graphs[way.name, "chain"] = graph(every, products, layers)
-    times = measured(graphs)
+            alone[way.name, each.name] = graph(every, [each], len(weights[each.name]))
+        whole |= chains(way.name, every)
+    times = measured(alone)
     best = {
         each.name: min(right, key=lambda way, name=each.name: times[way.name, name])
         for each in products
+        if right
     }
     if right:
-        again = {key: graphs[key] for key in graphs if key[1] == "chain"}
-        again["best", "chain"] = graph(best, products, layers)
-        times |= measured(again)  # all chains once more, beside it
+        whole |= chains("best", best)
+    times |= measured(whole)
     table: dict[str, dict[str, float]] = {}
     for (name, what), taken in times.items():
         table.setdefault(name, {})[what] = taken
-    blocks = {way.name: {p.name: way.blocks(rows, p) for p in products} for way in right}
     return {
         "times": table,
         "best": {name: way.name for name, way in best.items()},
-        "blocks": blocks,
+        "blocks": {way.name: {p.name: way.blocks(rows, p) for p in products} for way in right},
     }, errors
 
 
 def show(title: str, products: Sequence[Product], found: dict[str, Any], rate: float) -> None:
     floors = [each.bytes / rate * 1e6 for each in products]
     print(f"\n{title}: microseconds" + "".join(f"{each.name:>13}" for each in products), end="")
-    print(f"{'sum':>9}{'chain':>9}  of floor")
+    print(f"{'sum':>9}{'chain':>9} of floor{'riders':>9}")
     print(f"{'floor':{len(title) + 14}}" + "".join(f"{each:13.2f}" for each in floors), end="")
     print(f"{sum(floors):9.2f}{sum(floors):9.2f}")
     for name, times in sorted(found["times"].items(), key=lambda each: each[1]["chain"]):
         alone = [times[each.name] for each in products if each.name in times]
         line = "".join(f"{each:13.2f}" for each in alone) + (f"{sum(alone):9.2f}" if alone else "")
         print(f"{name:{len(title) + 14}}{line:>61}{times['chain']:9.2f}", end="")
-        print(f"{sum(floors) / times['chain']:9.0%}")
+        print(f"{sum(floors) / times['chain']:9.0%}", end="")
+        print(f"{times['riders']:9.2f}" if "riders" in times else "")
     print("best: " + ", ".join(f"{name} {way}" for name, way in found["best"].items()), flush=True)
 
 
@@ -275,6 +337,7 @@ def main() -> None:
         "--rows", nargs="+", type=int, default=[16, 64, 4, 1], help=f"batch, 1 to {MAX_ROWS}"
     )
     parser.add_argument("--ways", nargs="+", choices=names, default=names)
+    parser.add_argument("--riders", action="store_true", help="also chains with sends and landings")
     parser.add_argument("--out", type=Path, help="appended: a line of JSON for each point")
     parser.add_argument("--budget", type=float, help="start no point after so many seconds")
     args = parse_words(parser)
@@ -286,7 +349,7 @@ def main() -> None:
         ways = [way for way in WAYS if way.name in args.ways and usable(way, rows, products)]
         points.append((shape, rows, products, ways))
     jobs = [
-        (way.name, rows, product)
+        (way.name, rows, product, products[-1].outputs * args.riders)
         for _, rows, products, ways in points
         for product in products
         for way in ways
@@ -316,7 +379,7 @@ def main() -> None:
             for way in ways
             if not any(error.startswith(f"{way.name}, {rows} rows, ") for error in failed)
         ]
-        found, errors = measure(rows, products, fit, held[1])
+        found, errors = measure(rows, products, fit, held[1], args.riders)
         for error in errors:
             print("WRONG", shape, error)
         bad += errors
