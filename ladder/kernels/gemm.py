@@ -29,6 +29,7 @@ from ladder.jit import begin, interpreted, kernel, launch, on_triton, tl
 from ladder.models.errors import UserError
 
 GEMM_DTYPES = (torch.bfloat16, torch.float16)
+GROUP = 8  # rows of tiles that a product computes column by column, so that both inputs stay in L2
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Tiling:
     """The shape of a tile, rows x columns, in steps of `depth` columns of the first operand.
 
     stages: steps in flight. halves: the tile is rounded and written in two halves of its columns,
-    which takes fewer registers.
+    which takes fewer registers. group_m: see GROUP; the order of tiles has it, no kernel.
     """
 
     rows: int = 128
@@ -45,6 +46,7 @@ class Tiling:
     stages: int = 3
     warps: int = 8
     halves: bool = True
+    group_m: int = GROUP
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,15 @@ of `chunked` are cuBLAS's for m / T rows, which may differ in the last bit from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ladder.kernels.gemm import Arrivals, Tiling, Track, gemm, tiles_of
+from ladder.kernels.gemm import GROUP, Arrivals, Tiling, Track, gemm, tiles_of
 from ladder.kernels.slots import SlotArrivals, land_slots, sum_slots
 from ladder.models.errors import UserError
 from ladder.ops import schedules, workspace
@@ -35,32 +35,12 @@ from ladder.ops.refusals import (
     peer_refusal,
 )
 from ladder.ops.registry import implement
+from ladder.ops.tilings import ORDERED, tile_of, tiling_of
 from ladder.ops.track import TrackMap
 from ladder.ops.track_maps import all_to_all, rotated
 from ladder.ops.waves import by_chunks, by_tiles
 
-TILING = ("tile", "stages")
 SCATTER, LANDING = "matmul_reduce_scatter", "matmul_reduce_scatter_add_rms_norm"
-
-
-def tiling_of(tile: str | None, stages: int | None) -> Tiling:
-    """The options of a table. tile: rows x columns x depth, such as 128x256x64."""
-    found = Tiling(stages=stages or Tiling.stages)
-    if tile is None:
-        return found
-    sizes = [int(size) if size.isdecimal() else 0 for size in tile.split("x")]
-    if len(sizes) != 3 or any(size < 16 or size & (size - 1) for size in sizes):
-        raise UserError(
-            f"tile={tile!r}; expected rows x columns x depth, powers of two from 16 on, such as "
-            f"128x256x64"
-        )
-    return replace(found, rows=sizes[0], columns=sizes[1], depth=sizes[2])
-
-
-def _tile(options: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and columns of the tile that these options ask for."""
-    found = tiling_of(options.get("tile"), None)
-    return found.rows, found.columns
 
 
 def _table(values: Any, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -116,12 +96,12 @@ def _gathering(
     return {"copy": lambda q: slots[q][rank].copy_(own, non_blocking=True), "keep": keep}
 
 
-@implement("all_gather_matmul", "waiting", kernel_refusal, TILING, surplus=by_tiles(_tile))
+@implement("all_gather_matmul", "waiting", kernel_refusal, ORDERED, surplus=by_tiles(tile_of))
 def waiting_all_gather_matmul(
     group: dist.ProcessGroup, A: Tensor, Bs: list[Tensor], gather_dim: int, return_A: bool,
-    tile: str | None = None, stages: int | None = None,
+    tile: str | None = None, stages: int | None = None, group_m: int = GROUP,
 ) -> tuple[Tensor | None, list[Tensor]]:  # fmt: skip
-    own, tiling = rows_first(A, gather_dim).contiguous(), tiling_of(tile, stages)
+    own, tiling = rows_first(A, gather_dim).contiguous(), tiling_of(tile, stages, group_m)
     space = workspace.workspace(group, "all_gather_matmul", A.device)
     rank, world = space.rank, space.world
     chosen, slots = space.begin(own.shape, own.dtype, dense=True)
@@ -149,7 +129,8 @@ def _order(space: workspace.Workspace, m: int, n: int, tiling: Tiling) -> Tensor
 
     def make() -> Tensor:
         down, across = tiles_of(m, n, space.world, tiling)
-        order = rotated(down, across, space.world, down // space.world, space.rank - 1)
+        high = down // space.world
+        order = rotated(down, across, space.world, high, space.rank - 1, tiling.group_m)
         return _table(order, space.device)
 
     return space.once(("order", m, n, tiling), make)
@@ -289,7 +270,8 @@ def tracked_map(
 ) -> tuple[TrackMap, int]:
     """The map of `tracked`'s product of `world` x `shard` rows, and its columns of tiles."""
     down, across = tiles_of(world * shard, n, world, tiling)
-    return all_to_all(down, across, world, -(-down // world // pieces)), across
+    high = -(-down // world // pieces)
+    return all_to_all(down, across, world, high, group=tiling.group_m), across
 
 
 def _plan(
@@ -320,36 +302,42 @@ def _plan(
     )  # fmt: skip
 
 
-@implement(SCATTER, "tracked", kernel_refusal, (*TILING, "pieces"), surplus=by_tiles(_tile))
+@implement(SCATTER, "tracked", kernel_refusal, (*ORDERED, "pieces"), surplus=by_tiles(tile_of))
 def tracked_matmul_reduce_scatter(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int,
     tile: str | None = None, stages: int | None = None, pieces: int = 1,
+    group_m: int = GROUP,
 ) -> Tensor:  # fmt: skip
     """pieces: the copies of each peer's chunk, if it has as many rows of tiles."""
-    tiling, rows = _tracked_tiling(tile, stages, pieces), rows_first(A, scatter_dim)
+    tiling, rows = _tracked_tiling(tile, stages, pieces, group_m), rows_first(A, scatter_dim)
     space = workspace.workspace(group, SCATTER, A.device)
     out, finish = _adding(space.world, rows, B, reduce_op == "avg")
     scatter_tiles(space, rows, B, finish, tiling, pieces)
     return rows_back(out, A, scatter_dim)
 
 
-@implement(LANDING, "tracked", landing_kernel_refusal, (*TILING, "pieces"), surplus=by_tiles(_tile))
+@implement(
+    LANDING, "tracked", landing_kernel_refusal, (*ORDERED, "pieces"), surplus=by_tiles(tile_of)
+)
 def tracked_landing(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float,
     scatter_dim: int, tile: str | None = None, stages: int | None = None, pieces: int = 1,
+    group_m: int = GROUP,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """pieces: as of the reduce-scatter; a row lands when its piece of each rank is there."""
-    tiling, rows = _tracked_tiling(tile, stages, pieces), rows_first(A, scatter_dim)
+    tiling, rows = _tracked_tiling(tile, stages, pieces, group_m), rows_first(A, scatter_dim)
     landed, normed, finish = _landing(residual, weight, eps, scatter_dim)
     space = workspace.workspace(group, SCATTER, A.device)
     scatter_tiles(space, rows, B, finish, tiling, pieces, waiting=True)
     return rows_back(landed, A, scatter_dim), rows_back(normed, A, scatter_dim)
 
 
-def _tracked_tiling(tile: str | None, stages: int | None, pieces: int) -> Tiling:
+def _tracked_tiling(
+    tile: str | None, stages: int | None, pieces: int, group_m: int
+) -> Tiling:  # fmt: skip
     if pieces < 1:
         raise UserError(f"pieces={pieces}; expected 1 or more")
-    return tiling_of(tile, stages)
+    return tiling_of(tile, stages, group_m)
 
 
 def scatter_tiles(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from ladder.kernels.gemm import GROUP
 from ladder.models.errors import UserError
 from ladder.ops.track import Op, TrackMap, dma_map, remote_map
-
-GROUP = 8  # rows of tiles that a product computes column by column, so that both inputs stay in L2
 
 
 def _shards(m: int, n: int, world: int, rows: int) -> list[list[tuple[int, ...]]]:
@@ -24,19 +23,21 @@ def _shards(m: int, n: int, world: int, rows: int) -> list[list[tuple[int, ...]]
     ]
 
 
-def rotated(m: int, n: int, world: int, rows: int, rank: int) -> tuple[int, ...]:
+def rotated(
+    m: int, n: int, world: int, rows: int, rank: int, group: int = GROUP
+) -> tuple[int, ...]:
     """The tiles of the peers' shards, from `rank` + 1 on, chunk by chunk, and then of the own.
 
     So each rank sends to another peer at any time, and what must be sent comes first (T3, 4.4,
-    staggering). Within a chunk, GROUP rows at a time go column by column.
+    staggering). Within a chunk, `group` rows at a time go column by column.
     """
     shards = _shards(m, n, world, rows)
     found: list[int] = []
     for distance in range(1, world + 1):
         for tiles in shards[(rank + distance) % world]:
-            for start in range(0, len(tiles), GROUP * n):
-                group = tiles[start : start + GROUP * n]
-                found += sorted(group, key=lambda tile: (tile % n, tile))
+            for start in range(0, len(tiles), group * n):
+                some = tiles[start : start + group * n]
+                found += sorted(some, key=lambda tile: (tile % n, tile))
     return tuple(found)
 
 
@@ -66,10 +67,13 @@ def ring_reduce_scatter(m: int, n: int, world: int, rows: int) -> TrackMap:
     )  # fmt: skip
 
 
-def all_to_all(m: int, n: int, world: int, rows: int, dma: bool = True) -> TrackMap:
+def all_to_all(
+    m: int, n: int, world: int, rows: int, dma: bool = True, group: int = GROUP
+) -> TrackMap:
     """Shard q of each rank's product goes to rank q, whose slots hold [world, shard], by sender.
 
-    dma: by copy engines; otherwise by the product's own stores. Shapes: see `ring_reduce_scatter`.
+    dma: by copy engines; otherwise by the product's own stores. group: see `rotated`. Shapes: see
+    `ring_reduce_scatter`.
     """
     shards = _shards(m, n, world, rows)
     pieces, chunks = len(shards[0]), [chunk for shard in shards for chunk in shard]
@@ -85,7 +89,7 @@ def all_to_all(m: int, n: int, world: int, rows: int, dma: bool = True) -> Track
         ranks.append(tuple(maps))
     return TrackMap(
         m, n, tuple(chunks), tuple(ranks), tuple(len(tiles) for tiles in chunks),
-        tuple(rotated(m, n, world, rows, rank) for rank in range(world)),
+        tuple(rotated(m, n, world, rows, rank, group) for rank in range(world)),
     )  # fmt: skip
 
 

@@ -145,7 +145,7 @@ def options_of(op: str, name: str) -> list[dict[str, Any]]:
         return [{}, {"streams": 2}]
     if name == "pushed":
         return [{}, {"shots": 2}]
-    return [{"waiting": TILE, "tracked": {**TILE, "pieces": 2}}.get(name, {})]
+    return [{"waiting": TILE, "tracked": {**TILE, "pieces": 2, "group_m": 1}}.get(name, {})]
 
 
 def expected(

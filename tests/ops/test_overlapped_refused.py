@@ -87,6 +87,7 @@ def test_a_wrong_tile_is_refused() -> None:
             check_refused(words, run_of(op, name), Group(0, Everyone(2)), *given, tile=tile)
     tracked = run_of("matmul_reduce_scatter", "tracked")
     check_refused("pieces=0; expected 1", tracked, None, A, B, "sum", 0, pieces=0)
+    check_refused("group_m=0; expected 1", tracked, None, A, B, "sum", 0, group_m=0)
 
 
 def test_wrong_options_are_refused() -> None:

@@ -35,8 +35,10 @@ TRIES: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "waiting": (
         {"stages": 4}, {"tile": "256x128x64", "stages": 4}, {"tile": "128x128x64", "stages": 4},
+        {"stages": 4, "group_m": 16},
     ),
     "tracked": (
+        {"stages": 4, "group_m": 16},
         {"pieces": 2}, {"stages": 4}, {"stages": 4, "pieces": 2},
         {"tile": "256x128x64", "stages": 4}, {"tile": "256x128x64", "stages": 4, "pieces": 2},
         {"tile": "128x128x64", "stages": 4},

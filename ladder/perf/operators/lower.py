@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from ladder.bench.ops.points import COLUMNS, OpPoint
 from ladder.costs import BF16
-from ladder.kernels.gemm import tiles_of
+from ladder.kernels.gemm import GROUP, tiles_of
 from ladder.ops import schedules
 from ladder.ops.blocks import Blocks
-from ladder.ops.overlapped import tiling_of, tracked_map
+from ladder.ops.overlapped import tracked_map
 from ladder.ops.schedules import Schedule, Word, Work
+from ladder.ops.tilings import tiling_of
 from ladder.ops.track_maps import rotated
 from ladder.perf.operators.cost import OperatorCost
 from ladder.perf.operators.run import Task, Tasks, Tiles
@@ -142,9 +143,10 @@ def ring(
 
 
 def waiting(
-    cost: OperatorCost, op: str, size: Size, tile: str | None = None, stages: int | None = None
-) -> Lowered:
-    tiling, world = tiling_of(tile, stages), size.ranks
+    cost: OperatorCost, op: str, size: Size, tile: str | None = None, stages: int | None = None,
+    group_m: int = GROUP,
+) -> Lowered:  # fmt: skip
+    tiling, world = tiling_of(tile, stages, group_m), size.ranks
     down, across = tiles_of(size.rows, size.outputs, world, tiling)
     high = down // world
     shard = BF16 * size.shard * size.inputs
@@ -156,7 +158,7 @@ def waiting(
         if step.action == "copy":
             return cost.copies(shard)
         needs = []
-        for each in rotated(down, across, world, high, rank - 1):
+        for each in rotated(down, across, world, high, rank - 1, tiling.group_m):
             owner = each // across // high
             needs.append(None if owner == rank else Word(rank, "arrived", owner))
         return Tiles(down * across, us, needs)
@@ -166,11 +168,11 @@ def waiting(
 
 def tracked(
     cost: OperatorCost, op: str, size: Size, tile: str | None = None, stages: int | None = None,
-    pieces: int = 1,
+    pieces: int = 1, group_m: int = GROUP,
 ) -> Lowered:  # fmt: skip
     """The tiles count themselves as the Program of the operator's own TrackMap says, and a copy
     begins when its block is full."""
-    tiling, world = tiling_of(tile, stages), size.ranks
+    tiling, world = tiling_of(tile, stages, group_m), size.ranks
     track, across = tracked_map(size.shard, size.outputs, world, tiling, pieces)
     programs = [track.compile(rank) for rank in range(world)]
     us = cost.tile(size.rows, size.outputs, size.inputs, tiling.rows * tiling.columns)
