@@ -1,7 +1,7 @@
 """Times of other ways to multiply by a decode step's weights, beside the chosen ones, on one GPU.
 
     python benchmarks/products.py [--shapes 8B/TP4 ...] [--rows 16 64 4 1] [--ways today straight-8]
-        [--riders] [--out FILE] [--budget SECONDS]
+        [--riders] [--carveouts] [--out FILE] [--budget SECONDS]
 
 For each shape and number of rows: the four products of a layer, each alone and all in a chain, in
 CUDA graphs with dependent launch, over weights that no cache holds. All ways take turns, in another
@@ -15,12 +15,15 @@ shared memory that the next kernel's programs start beside them; lean-early: bot
 `ladder.kernels.straight` with W warps a program; -small, -deep: with half, twice the bytes in
 flight; -wide: with twice the weight rows. best: each product's fastest way alone, in a chain.
 --riders: also a chain as in a ladder's step on four GPUs, whose products carry a send or a landing;
-the slots of all ranks are here, so that no link is used. --out: a line of JSON for each point.
+the slots of all ranks are here, so that no link is used. --carveouts: chains in which all products
+prefer the same share of an SM as shared memory (28 and 100 percent), beside those in which the
+driver chooses: an SM must be empty to change it. --out: a line of JSON for each point.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import json
 import multiprocessing
@@ -29,7 +32,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,32 +41,21 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from kernels import EPS, SHAPES, Call, captured, copies, landed, layer, replayed
+from product_ways import WAYS, Product, Way, usable
 from torch import Tensor
 
 from ladder import kernels
 from ladder.bench.floors import bandwidth, matrix_rate
 from ladder.bench.inference.command import machine
-from ladder.kernels import decode_shapes
+from ladder.kernels import decode, decode_shapes
 from ladder.kernels.decode import MAX_ROWS
-from ladder.kernels.decode_shapes import FLYING
 from ladder.parser import Parser, parse_words
 
 ROUNDS, WARM = 20, 3
+CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+CARVEOUTS = 28, 100  # percent: 64 KiB, and all
 RANKS = 4
-Blocks = tuple[int, int, int, int, int]
 Rider = kernels.LandingJob | kernels.SendJob
-
-
-class Product(NamedTuple):
-    name: str
-    outputs: int
-    inputs: int
-    normed: bool
-    gated: bool
-
-    @property
-    def bytes(self) -> int:
-        return self.outputs * self.inputs * 2 * (1 + self.gated)
 
 
 class Input(NamedTuple):
@@ -76,53 +68,6 @@ class Mail(NamedTuple):
     residual: Tensor
     slots: Tensor
     push: kernels.PushTarget
-
-
-class Way(NamedTuple):
-    name: str
-    blocks: Callable[[int, Product], Blocks | None]  # None: not for so few rows
-    early: int = 0
-
-
-def today(rows: int, product: Product) -> Blocks:
-    return decode_shapes.blocks(rows, product.outputs, product.inputs, product.gated, 2)
-
-
-def tiles(rows: int, product: Product) -> Blocks | None:
-    return None if rows <= decode_shapes.MAX_VECTOR_ROWS else today(rows, product)
-
-
-def lean(rows: int, product: Product) -> Blocks | None:
-    """At most 100 KiB: a step of x and of the weight in each of the stages but one."""
-    if rows <= decode_shapes.MAX_VECTOR_ROWS:
-        return None
-    padded = max(16, decode_shapes.power_of_2(rows))
-    block = 16 if padded < 64 and product.outputs < 2048 else 32
-    step = 256 if padded == 16 and not product.gated and product.inputs > 1024 else 128
-    if padded == 64:
-        step = 64
-    stage = (padded + block * (1 + product.gated)) * step * 2
-    return padded, block, step, 4, min(8, 100 * 1024 // stage + 1)
-
-
-def straight(warps: int, flying: int, wide: int, rows: int, product: Product) -> Blocks | None:
-    return decode_shapes.straight(
-        rows, product.outputs, product.inputs, product.gated, warps, flying, wide
-    )
-
-
-WAYS = [
-    Way("today", today),
-    Way("early", tiles, 2),
-    Way("lean", lean),
-    Way("lean-early", lean, 2),
-    Way("straight-4", partial(straight, 4, FLYING, 1)),
-    Way("straight-4-deep", partial(straight, 4, 2 * FLYING, 1)),
-    Way("straight-8", partial(straight, 8, FLYING, 1)),
-    Way("straight-8-small", partial(straight, 8, FLYING // 2, 1)),
-    Way("straight-16", partial(straight, 16, FLYING, 1)),
-    Way("straight-8-wide", partial(straight, 8, FLYING, 2)),
-]
 
 
 @contextlib.contextmanager
@@ -229,8 +174,23 @@ def compiled(jobs: list[tuple[str, int, Product, int]]) -> list[str]:
         return [error for error in pool.map(compile_one, again, chunksize=1) if error]
 
 
-def usable(way: Way, rows: int, products: Sequence[Product]) -> bool:
-    return all(way.blocks(rows, each) is not None for each in products)
+@contextlib.contextmanager
+def carveout(percent: int) -> Iterator[None]:
+    """All products that are loaded prefer this share of an SM's L1 as shared memory."""
+    loaded = decode._project_kernel.device_caches[torch.cuda.current_device()][0].values()
+    driver = ctypes.CDLL("libcuda.so.1")
+
+    def prefer(share: int) -> None:
+        for each in loaded:
+            handle = ctypes.c_void_p(each.function)
+            if error := driver.cuFuncSetAttribute(handle, CARVEOUT, ctypes.c_int(share)):
+                raise RuntimeError(f"cuFuncSetAttribute: error {error}")
+
+    prefer(percent)
+    try:
+        yield
+    finally:
+        prefer(-1)  # the driver's choice
 
 
 def measured(graphs: dict[tuple[str, str], tuple[torch.cuda.CUDAGraph, int]]) -> dict[tuple, float]:
@@ -249,10 +209,10 @@ def measured(graphs: dict[tuple[str, str], tuple[torch.cuda.CUDAGraph, int]]) ->
 
 def measure(
     rows: int, products: Sequence[Product], ways: Sequence[Way], weights: dict[str, list[Tensor]],
-    riders: bool,
+    riders: bool, carveouts: bool,
 ) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
-    """Microseconds {way: {product, "chain" or "riders": time}}, the best way of each product, and
-    what is wrong."""
+    """Microseconds {way: {product, "chain", "riders" or "chain, 28 %": time}}, the best way of each
+    product, and what is wrong."""
     inputs = {each.name: new_input(rows, each) for each in products}
     mail = new_mail(rows, products[-1].outputs)
     errors = []
@@ -303,6 +263,15 @@ def measure(
     if right:
         whole |= chains("best", best)
     times |= measured(whole)
+    for percent in CARVEOUTS if carveouts else ():
+        with carveout(percent):
+            again = {
+                (way.name, f"chain, {percent} %"): graph(
+                    {each.name: way for each in products}, products, layers
+                )
+                for way in right
+            }
+            times |= measured(again)
     table: dict[str, dict[str, float]] = {}
     for (name, what), taken in times.items():
         table.setdefault(name, {})[what] = taken
@@ -316,7 +285,7 @@ def measure(
 def show(title: str, products: Sequence[Product], found: dict[str, Any], rate: float) -> None:
     floors = [each.bytes / rate * 1e6 for each in products]
     print(f"\n{title}: microseconds" + "".join(f"{each.name:>13}" for each in products), end="")
-    print(f"{'sum':>9}{'chain':>9} of floor{'riders':>9}")
+    print(f"{'sum':>9}{'chain':>9} of floor  others")
     print(f"{'floor':{len(title) + 14}}" + "".join(f"{each:13.2f}" for each in floors), end="")
     print(f"{sum(floors):9.2f}{sum(floors):9.2f}")
     for name, times in sorted(found["times"].items(), key=lambda each: each[1]["chain"]):
@@ -324,7 +293,9 @@ def show(title: str, products: Sequence[Product], found: dict[str, Any], rate: f
         line = "".join(f"{each:13.2f}" for each in alone) + (f"{sum(alone):9.2f}" if alone else "")
         print(f"{name:{len(title) + 14}}{line:>61}{times['chain']:9.2f}", end="")
         print(f"{sum(floors) / times['chain']:9.0%}", end="")
-        print(f"{times['riders']:9.2f}" if "riders" in times else "")
+        shown = {each.name for each in products} | {"chain"}
+        others = [f"{what} {taken:.2f}" for what, taken in times.items() if what not in shown]
+        print("  " + "; ".join(others))
     print("best: " + ", ".join(f"{name} {way}" for name, way in found["best"].items()), flush=True)
 
 
@@ -338,6 +309,7 @@ def main() -> None:
     )
     parser.add_argument("--ways", nargs="+", choices=names, default=names)
     parser.add_argument("--riders", action="store_true", help="also chains with sends and landings")
+    parser.add_argument("--carveouts", action="store_true", help="also chains of one carve-out")
     parser.add_argument("--out", type=Path, help="appended: a line of JSON for each point")
     parser.add_argument("--budget", type=float, help="start no point after so many seconds")
     args = parse_words(parser)
@@ -360,7 +332,7 @@ def main() -> None:
     rate = bandwidth(device)
     about = machine(device, rate, matrix_rate(device)) | {
         "command": " ".join(["python", *sys.argv]),
-        "triton": kernels.decode.triton.__version__,
+        "triton": decode.triton.__version__,
     }
     print(f"{torch.cuda.get_device_name()}: copy {rate / 1e12:.2f} TB/s")
     for error in failed:
@@ -379,7 +351,7 @@ def main() -> None:
             for way in ways
             if not any(error.startswith(f"{way.name}, {rows} rows, ") for error in failed)
         ]
-        found, errors = measure(rows, products, fit, held[1], args.riders)
+        found, errors = measure(rows, products, fit, held[1], args.riders, args.carveouts)
         for error in errors:
             print("WRONG", shape, error)
         bad += errors

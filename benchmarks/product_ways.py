@@ -1,0 +1,75 @@
+"""The ways that products.py times: how each cuts the products of a decode step into programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from ladder.kernels import decode_shapes
+from ladder.kernels.decode_shapes import FLYING
+
+Blocks = tuple[int, int, int, int, int]
+
+
+class Product(NamedTuple):
+    name: str
+    outputs: int
+    inputs: int
+    normed: bool
+    gated: bool
+
+    @property
+    def bytes(self) -> int:
+        return self.outputs * self.inputs * 2 * (1 + self.gated)
+
+
+class Way(NamedTuple):
+    name: str
+    blocks: Callable[[int, Product], Blocks | None]  # None: not for so few rows
+    early: int = 0
+
+
+def today(rows: int, product: Product) -> Blocks:
+    return decode_shapes.blocks(rows, product.outputs, product.inputs, product.gated, 2)
+
+
+def tiles(rows: int, product: Product) -> Blocks | None:
+    return None if rows <= decode_shapes.MAX_VECTOR_ROWS else today(rows, product)
+
+
+def lean(rows: int, product: Product) -> Blocks | None:
+    """At most 100 KiB: a step of x and of the weight in each of the stages but one."""
+    if rows <= decode_shapes.MAX_VECTOR_ROWS:
+        return None
+    padded = max(16, decode_shapes.power_of_2(rows))
+    block = 16 if padded < 64 and product.outputs < 2048 else 32
+    step = 256 if padded == 16 and not product.gated and product.inputs > 1024 else 128
+    if padded == 64:
+        step = 64
+    stage = (padded + block * (1 + product.gated)) * step * 2
+    return padded, block, step, 4, min(8, 100 * 1024 // stage + 1)
+
+
+def straight(warps: int, flying: int, wide: int, rows: int, product: Product) -> Blocks | None:
+    return decode_shapes.straight(
+        rows, product.outputs, product.inputs, product.gated, warps, flying, wide
+    )
+
+
+WAYS = [
+    Way("today", today),
+    Way("early", tiles, 2),
+    Way("lean", lean),
+    Way("lean-early", lean, 2),
+    Way("straight-4", partial(straight, 4, FLYING, 1)),
+    Way("straight-4-deep", partial(straight, 4, 2 * FLYING, 1)),
+    Way("straight-8", partial(straight, 8, FLYING, 1)),
+    Way("straight-8-small", partial(straight, 8, FLYING // 2, 1)),
+    Way("straight-16", partial(straight, 16, FLYING, 1)),
+    Way("straight-8-wide", partial(straight, 8, FLYING, 2)),
+]
+
+
+def usable(way: Way, rows: int, products: Sequence[Product]) -> bool:
+    return all(way.blocks(rows, each) is not None for each in products)
