@@ -49,7 +49,9 @@ class FusedProducts:
             return MATRIX_PRODUCTS.column(x, weights)
         plain = [held(weight, x.dtype) for weight in weights]
         matrices = [matrix.t() for matrix, _ in plain]
-        _, products = torch.ops.ladder.all_gather_matmul(x, matrices, 0, self.group)
+        _, products = torch.ops.ladder.all_gather_matmul(
+            x, matrices, 0, self.group, return_A=torch.is_grad_enabled()
+        )  # the gathered rows are for the backward pass
         found = []
         for product, (_, bias) in zip(products, plain, strict=True):
             whole = product.unflatten(0, self.shape)
