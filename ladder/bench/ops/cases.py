@@ -39,9 +39,9 @@ class Case:
     arguments: the operator's, without group_name. shapes: for `ladder.ops.explain`. alone: the
     product or lookup without communication, in several forms. collective: the baseline, a plain
     form, then the backend's collective (`plain` of a product); "" or the name of the form. outputs:
-    the tensors to check among
-    what a call returns. expected: their exact values. link_bytes: what each rank must receive.
-    memory_bytes: of embedding bags, what a rank must read and write in its own memory.
+    the tensors to check among what a call returns. expected: their exact values. link_bytes: what
+    each rank must receive. memory_bytes: of embedding bags, what a rank must read and
+    write in its own memory.
     """
 
     point: OpPoint
