@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from ladder.kernels import decode_shapes
-from ladder.kernels.decode_shapes import FLYING
 
 Blocks = tuple[int, int, int, int, int]
 
@@ -27,7 +25,7 @@ class Product(NamedTuple):
 class Way(NamedTuple):
     name: str
     blocks: Callable[[int, Product], Blocks | None]  # None: not for so few rows
-    early: int = 0
+    early: int = decode_shapes.EARLY
 
 
 def today(rows: int, product: Product) -> Blocks:
@@ -51,23 +49,10 @@ def lean(rows: int, product: Product) -> Blocks | None:
     return padded, block, step, 4, min(8, 100 * 1024 // stage + 1)
 
 
-def straight(warps: int, flying: int, wide: int, rows: int, product: Product) -> Blocks | None:
-    return decode_shapes.straight(
-        rows, product.outputs, product.inputs, product.gated, warps, flying, wide
-    )
-
-
 WAYS = [
     Way("today", today),
-    Way("early", tiles, 2),
+    Way("late", tiles, 0),
     Way("lean", lean),
-    Way("lean-early", lean, 2),
-    Way("straight-4", partial(straight, 4, FLYING, 1)),
-    Way("straight-4-deep", partial(straight, 4, 2 * FLYING, 1)),
-    Way("straight-8", partial(straight, 8, FLYING, 1)),
-    Way("straight-8-small", partial(straight, 8, FLYING // 2, 1)),
-    Way("straight-16", partial(straight, 16, FLYING, 1)),
-    Way("straight-8-wide", partial(straight, 8, FLYING, 2)),
 ]
 
 

@@ -1,6 +1,6 @@
 """Times of other ways to multiply by a decode step's weights, beside the chosen ones, on one GPU.
 
-    python benchmarks/products.py [--shapes 8B/TP4 ...] [--rows 16 64 4 1] [--ways today straight-8]
+    python benchmarks/products.py [--shapes 8B/TP4 ...] [--rows 16 64 4 1] [--ways today late]
         [--riders] [--carveouts] [--out FILE] [--budget SECONDS]
 
 For each shape and number of rows: the four products of a layer, each alone and all in a chain, in
@@ -9,11 +9,9 @@ order each round; a time is the median, in microseconds of one product or of a l
 the weights' bytes over the bandwidth of a large copy (read + write) in the same run. First every
 result is compared with float64: a wrong way is named, not timed, and makes the exit status 1.
 
-today: what `ladder.kernels.decode_shapes.blocks` chooses. early: the same, with the weights of
-the first steps brought into L2 before the wait for the previous kernel. lean: tiles of so little
-shared memory that the next kernel's programs start beside them; lean-early: both. straight-W:
-`ladder.kernels.straight` with W warps a program; -small, -deep: with half, twice the bytes in
-flight; -wide: with twice the weight rows. best: each product's fastest way alone, in a chain.
+today: what `ladder.kernels.decode_shapes.blocks` chooses. late: the same, but without weights
+brought into L2 before the wait for the previous kernel. lean: tiles of so little shared memory that
+the next kernel's programs start beside them. best: each product's fastest way alone, in a chain.
 --riders: also a chain as in a ladder's step on four GPUs, whose products carry a send or a landing;
 the slots of all ranks are here, so that no link is used. --carveouts: chains in which all products
 prefer the same share of an SM as shared memory (28 and 100 percent), beside those in which the

@@ -48,7 +48,6 @@ from ladder.kernels.landing import (
     rider_arguments,
     send,
 )
-from ladder.kernels.straight import _straight
 from ladder.kernels.tiles import _block_scales, _tile
 from ladder.models.storage import BLOCK, dequantise, is_quantised
 
@@ -171,13 +170,9 @@ def _either(
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
     KIND: tl.constexpr, PDL: tl.constexpr, partial, rows, riders, SENDS: tl.constexpr,
-    D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    if SPLITS > 0:
-        _straight(program, x, weight, up, out, squares, add, factor, eps, buffers, start, N, M, MP,
-                  K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK, BITS, EMPTY,
-                  SPLITS, KIND, PDL)  # fmt: skip
-    elif STAGES == 0:
+    if STAGES == 0:
         _product(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
                  start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD,
                  CHUNK, BITS, EMPTY, PDL, partial, rows, riders, SENDS, D, BLOCK)  # fmt: skip
@@ -199,28 +194,26 @@ def _project_kernel(
     D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
     OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
     EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr,
-    STAGES: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK: the columns that share a scale; 0: a scale for each row, or none.
 
-    SPLITS: the parts into which `_straight` splits the columns; 0: another kernel. EARLY: steps of
-    `_tile` whose weights are brought into L2 before the wait; a power of two, or 0.
+    EARLY: steps of `_tile` whose weights are brought into L2 before the wait; a power of two, or 0.
     """
     if PDL:
         gdc_launch_dependents()
     program = tl.program_id(0)
     # A landing's programs come first in a product of few rows, which is short, and last in one of
     # tiles, whose long programs would otherwise start late.
-    FEW: tl.constexpr = (STAGES == 0) & (SPLITS == 0)
-    before = riders if FEW else 0
-    landing = 0 if FEW else products
-    SENDS: tl.constexpr = (RIDES == 2) & FEW
+    before = riders if STAGES == 0 else 0
+    landing = 0 if STAGES == 0 else products
+    SENDS: tl.constexpr = (RIDES == 2) & (STAGES == 0)
     if (RIDES == 0) | SENDS:
         _either(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
                 start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK,
                 BITS, EMPTY, STAGES, KIND, PDL, residual, rows, riders, SENDS, D,
-                BLOCK, SPLITS, EARLY)  # fmt: skip
+                BLOCK, EARLY)  # fmt: skip
     elif (program >= landing) & (program < landing + riders):
         if PDL:
             gdc_wait()
@@ -235,7 +228,7 @@ def _project_kernel(
         _either(program - before, x, weight, up, scales, up_scales, out, squares, add, factor, eps,
                 buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK,
                 WORLD, CHUNK, BITS, EMPTY, STAGES, KIND, PDL, residual, rows, riders, False,
-                D, BLOCK, SPLITS, EARLY)  # fmt: skip
+                D, BLOCK, EARLY)  # fmt: skip
 
 
 def project(
@@ -290,11 +283,6 @@ def project(
         rows, outputs, size, up is not None, x.itemsize
     )
     blocked = scales is not None and scales[0].dim() == 2
-    straight = stages == decode_shapes.STRAIGHT
-    if straight:
-        assert weight.itemsize == 2, weight.dtype
-        assert size % 2 == 0, size  # a row has whole words
-        stages = 0
     if stages and blocked:  # the same bytes in flight
         step, stages = BLOCK, stages * step // BLOCK
     if stages and x.device.type != "cpu":
@@ -303,7 +291,7 @@ def project(
     products = triton.cdiv(outputs, block)
     riders = programs_of(rider)
     # A send in the product's own programs.
-    sends = isinstance(rider, SendJob) and stages == 0 and not straight
+    sends = isinstance(rider, SendJob) and stages == 0
     if isinstance(rider, SendJob) and sends and riders > products:
         send(rider)
         rider, riders, sends = None, 0, False
@@ -331,8 +319,8 @@ def project(
         ADD=add is not None, STORE=store, PUSH=push is not None,
         RANK=0 if to is None else to.rank,
         RIDES=0 if rider is None else 1 if isinstance(rider, LandingJob) else 2, **constants,
-        STAGES=stages, BLOCK=BLOCK if blocked else 0, SPLITS=warps if straight else 0,
-        EARLY=decode_shapes.EARLY,
+        STAGES=stages, BLOCK=BLOCK if blocked else 0,
+        EARLY=decode_shapes.EARLY if weight.itemsize == 2 else 0,
         # The interpreter has no bfloat16 product.
         KIND=tl.float32 if interpreted() else getattr(tl, str(x.dtype).removeprefix("torch.")),
         num_warps=warps, **({} if interpreted() else cap),

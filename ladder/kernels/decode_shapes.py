@@ -5,12 +5,9 @@ from __future__ import annotations
 import torch
 
 MAX_VECTOR_ROWS = 2  # more rows are multiplied on tensor cores
-STRAIGHT = -1  # in place of a number of stages: `ladder.kernels.straight`
-SMS = 132
-FLYING = 64 * 1024  # bytes
-WORDS = 128  # registers of a thread, for weights and x
-WASTE = 1.15  # columns of all steps over those of the weight, at most
-EARLY = 0  # steps of a product on tensor cores whose weights are brought into L2 before its wait
+# Steps of a product on tensor cores whose weights, of 16 bits, are brought into L2 before its wait:
+# 1 to 4 % of a layer at 4, 16 and 64 rows (benchmarks/results/README.md). 8 bits were not measured.
+EARLY = 2
 
 
 def power_of_2(rows: int) -> int:
@@ -55,32 +52,6 @@ def blocks(
         return padded, 1, 2048, 4, 0
     # One step if little of it is padding: then the whole weight is read before the wait.
     return (padded, 2, 2048, 8, 0) if 3072 < size < 4096 else (padded, 2, 4096, 4, 0)
-
-
-def straight(
-    rows: int, outputs: int, size: int, gated: bool, warps: int, flying: int = FLYING, wide: int = 1
-) -> tuple[int, int, int, int, int] | None:
-    """As `blocks`, for `ladder.kernels.straight`; None where it would spill registers.
-
-    flying: the bytes of weights that an SM's programs hold or wait for. wide: times so many weight
-    rows.
-    """
-    padded = max(8, power_of_2(rows))
-    if padded > 16 and (warps > 8 or wide > 1):
-        return None
-    block = 16 * wide if padded < 64 or gated or outputs < 2048 else 32
-    weights = block * (1 + gated)  # rows
-    programs = min(4, -(-outputs // block // SMS))  # that an SM has at once
-    step = 32 * warps
-    words = (weights + padded) * step // (32 * warps)  # of two steps, that a thread holds
-    while (
-        2 * words <= WORDS
-        and 2 * step <= size
-        and programs * weights * 2 * step * 4 <= flying
-        and -(-size // (4 * step)) * 4 * step <= WASTE * size
-    ):
-        step, words = 2 * step, 2 * words
-    return padded, block, step, warps, STRAIGHT
 
 
 def fitting(stages: int, stage_bytes: int, device: torch.device) -> int:

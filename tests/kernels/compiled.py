@@ -107,22 +107,6 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
                 )
                 case += ", gated"
                 kernels.project(h, stored, stored, scales=(scales, scales))
-        x, h = (torch.zeros(16, size, dtype=BF16) for size in (SIZE, SIZE // WORLD))
-        slots, squares = torch.zeros(WORLD, 16, SIZE, dtype=BF16), torch.zeros(16, SIZE // 1024)
-        wide = weight.t().contiguous()
-        for case, blocks, early in (
-            ("16 rows, hot straight", (16, 16, 512, 8, kernels.decode_shapes.STRAIGHT), 0),
-            ("16 rows, early", (16, 32, 128, 4, 5), 2),
-        ):
-            with mock.patch.multiple(
-                kernels.decode_shapes, blocks=lambda *_, blocks=blocks: blocks, EARLY=early
-            ):
-                landing = kernels.new_landing(x, sums=[slots])
-                kernels.project(h, weight, push=target, keep=False, rider=landing)
-                case += ", gated"
-                kernels.project(x, wide, wide, squares=squares)
-                case += " without a norm"
-                kernels.project(x, wide, wide)
         for kind, dtype in QUANTISED.items():
             case = kind
             stored = torch.zeros(SIZE, SIZE, dtype=torch.int8).view(dtype)

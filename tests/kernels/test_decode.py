@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ladder.kernels import PushTarget, SendJob, decode_shapes, land, new_landing, project
+from ladder.kernels import PushTarget, SendJob, land, new_landing, project
 from ladder.kernels.decode import MAX_ROWS
 from tests.kernels.products import WAYS, check_product, check_pushes, empty_slots, squares_of
 from tests.kernels.support import DTYPES, _poisoned_memory, assert_close, on  # noqa: F401  (fixtures)
@@ -71,18 +71,6 @@ def test_products(device: str, m: int, n: int, k: int, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize(("device", "m", "n", "k"), LARGE)
 def test_products_of_llamas(device: str, m: int, n: int, k: int) -> None:
-    check_product(device, m, n, k, torch.bfloat16, False, False, False)
-    check_product(device, m, n, k, torch.bfloat16, True, True, False)
-
-
-@pytest.mark.parametrize(
-    ("device", "m", "n", "k"),
-    [on("cuda", *s) for s in ((3, 71, 200), (16, 1536, 4096), (64, 71, 1096), (64, 4096, 1024))],
-)
-def test_weights_that_are_brought_early(
-    device: str, m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(decode_shapes, "EARLY", 2)
     check_product(device, m, n, k, torch.bfloat16, False, False, False)
     check_product(device, m, n, k, torch.bfloat16, True, True, False)
 
