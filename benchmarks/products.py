@@ -13,15 +13,14 @@ today: what `ladder.kernels.decode_shapes.blocks` chooses. late: the same, but w
 brought into L2 before the wait for the previous kernel. lean: tiles of so little shared memory that
 the next kernel's programs start beside them. best: each product's fastest way alone, in a chain.
 --riders: also a chain as in a ladder's step on four GPUs, whose products carry a send or a landing;
-the slots of all ranks are here, so that no link is used. --carveouts: chains in which all products
-prefer the same share of an SM as shared memory (28 and 100 percent), beside those in which the
-driver chooses: an SM must be empty to change it. --out: a line of JSON for each point.
+the slots of all ranks are here, so that no link is used. --carveouts: also the chains in which the
+driver chooses how much of an SM's L1 is shared memory, where a step's kernels have a preference
+(`ladder.kernels.carveout`). --out: a line of JSON for each point.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import json
 import multiprocessing
@@ -46,12 +45,11 @@ from ladder import kernels
 from ladder.bench.floors import bandwidth, matrix_rate
 from ladder.bench.inference.command import machine
 from ladder.kernels import decode, decode_shapes
+from ladder.kernels.carveout import DRIVERS, carveout, share
 from ladder.kernels.decode import MAX_ROWS
 from ladder.parser import Parser, parse_words
 
 ROUNDS, WARM = 20, 3
-CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-CARVEOUTS = 28, 100  # percent: 64 KiB, and all
 RANKS = 4
 Rider = kernels.LandingJob | kernels.SendJob
 
@@ -172,25 +170,6 @@ def compiled(jobs: list[tuple[str, int, Product, int]]) -> list[str]:
         return [error for error in pool.map(compile_one, again, chunksize=1) if error]
 
 
-@contextlib.contextmanager
-def carveout(percent: int) -> Iterator[None]:
-    """All products that are loaded prefer this share of an SM's L1 as shared memory."""
-    loaded = decode._project_kernel.device_caches[torch.cuda.current_device()][0].values()
-    driver = ctypes.CDLL("libcuda.so.1")
-
-    def prefer(share: int) -> None:
-        for each in loaded:
-            handle = ctypes.c_void_p(each.function)
-            if error := driver.cuFuncSetAttribute(handle, CARVEOUT, ctypes.c_int(share)):
-                raise RuntimeError(f"cuFuncSetAttribute: error {error}")
-
-    prefer(percent)
-    try:
-        yield
-    finally:
-        prefer(-1)  # the driver's choice
-
-
 def measured(graphs: dict[tuple[str, str], tuple[torch.cuda.CUDAGraph, int]]) -> dict[tuple, float]:
     """The median of each graph's replays, over the calls that it is divided by."""
     times: dict[tuple, list[float]] = {key: [] for key in graphs}
@@ -209,8 +188,8 @@ def measure(
     rows: int, products: Sequence[Product], ways: Sequence[Way], weights: dict[str, list[Tensor]],
     riders: bool, carveouts: bool,
 ) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
-    """Microseconds {way: {product, "chain", "riders" or "chain, 28 %": time}}, the best way of each
-    product, and what is wrong."""
+    """Microseconds {way: {product, "chain", "riders" or these with ", driver's": time}}, the best
+    way of each product, and what is wrong."""
     inputs = {each.name: new_input(rows, each) for each in products}
     mail = new_mail(rows, products[-1].outputs)
     errors = []
@@ -231,26 +210,35 @@ def measure(
         rider = new_rider(product, mail) if rides else None
         return multiply(way, product, inputs[product.name], weight, rider)
 
-    def graph(of: dict[str, Way], some: Sequence[Product], count: int, rides: bool = False) -> Any:
+    def graph(
+        of: dict[str, Way], some: Sequence[Product], count: int, rides: bool, percent: int
+    ) -> Any:
         calls: list[Call] = [
             partial(call, of[each.name], each, weights[each.name][i], rides)
             for i in range(count)
             for each in some
         ]
-        # `captured` calls the first once before: what it sends is landed by what follows.
-        return captured(calls), count
+        with carveout(percent):
+            # Once before, for what kernels prefer. `captured` calls the first once, too: what it
+            # sends is landed by what follows.
+            for first in calls[: len(some)]:
+                first()
+            return captured(calls), count
 
-    def chains(name: str, of: dict[str, Way]) -> dict[tuple[str, str], Any]:
-        found = {(name, "chain"): graph(of, products, layers)}
+    def chains(
+        name: str, of: dict[str, Way], percent: int = share(rows), note: str = ""
+    ) -> dict[tuple[str, str], Any]:
+        found = {(name, f"chain{note}"): graph(of, products, layers, False, percent)}
         if riders:
-            found[name, "riders"] = graph(of, products, layers, True)
+            found[name, f"riders{note}"] = graph(of, products, layers, True, percent)
         return found
 
     alone, whole = {}, {}
     for way in right:
         every = {each.name: way for each in products}
         for each in products:
-            alone[way.name, each.name] = graph(every, [each], len(weights[each.name]))
+            count = len(weights[each.name])
+            alone[way.name, each.name] = graph(every, [each], count, False, share(rows))
         whole |= chains(way.name, every)
     times = measured(alone)
     best = {
@@ -261,15 +249,11 @@ def measure(
     if right:
         whole |= chains("best", best)
     times |= measured(whole)
-    for percent in CARVEOUTS if carveouts else ():
-        with carveout(percent):
-            again = {
-                (way.name, f"chain, {percent} %"): graph(
-                    {each.name: way for each in products}, products, layers
-                )
-                for way in right
-            }
-            times |= measured(again)
+    if carveouts and share(rows) != DRIVERS:
+        again: dict[tuple[str, str], Any] = {}
+        for way in right:
+            again |= chains(way.name, {each.name: way for each in products}, DRIVERS, ", driver's")
+        times |= measured(again)
     table: dict[str, dict[str, float]] = {}
     for (name, what), taken in times.items():
         table.setdefault(name, {})[what] = taken
@@ -307,7 +291,7 @@ def main() -> None:
     )
     parser.add_argument("--ways", nargs="+", choices=names, default=names)
     parser.add_argument("--riders", action="store_true", help="also chains with sends and landings")
-    parser.add_argument("--carveouts", action="store_true", help="also chains of one carve-out")
+    parser.add_argument("--carveouts", action="store_true", help="also the driver's carve-outs")
     parser.add_argument("--out", type=Path, help="appended: a line of JSON for each point")
     parser.add_argument("--budget", type=float, help="start no point after so many seconds")
     args = parse_words(parser)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any, Literal, no_type_check
 
@@ -120,7 +121,26 @@ def launch(
         return
     dependent = dependent and has_dependent_launch(device)
     with torch.cuda.device(device):
-        kernel[grid](*args, PDL=dependent, num_warps=num_warps, launch_pdl=dependent, **meta)
+        compiled = kernel[grid](
+            *args, PDL=dependent, num_warps=num_warps, launch_pdl=dependent, **meta
+        )
+        for watch in _watchers:
+            watch(compiled, math.prod(grid), device)
+
+
+# A compiled kernel of Triton's, its number of programs, and the device on which it was launched.
+Watch = Callable[[Any, int, torch.device], None]
+_watchers: list[Watch] = []
+
+
+@contextlib.contextmanager
+def watched(watch: Watch) -> Iterator[None]:
+    """Within, `watch` is called after each launch on a GPU."""
+    _watchers.append(watch)
+    try:
+        yield
+    finally:
+        _watchers.remove(watch)
 
 
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:

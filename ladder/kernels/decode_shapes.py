@@ -8,6 +8,7 @@ MAX_VECTOR_ROWS = 2  # more rows are multiplied on tensor cores
 # Steps of a product on tensor cores whose weights, of 16 bits, are brought into L2 before its wait:
 # 1 to 4 % of a layer at 4, 16 and 64 rows (benchmarks/results/README.md). 8 bits were not measured.
 EARLY = 2
+SYSTEM_SHARED = 1024  # bytes of shared memory that the system takes for each program
 
 
 def power_of_2(rows: int) -> int:
@@ -57,7 +58,7 @@ def blocks(
 def fitting(stages: int, stage_bytes: int, device: torch.device) -> int:
     """The number of stages, at most `stages`, for which this GPU has shared memory."""
     found = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    return max(2, min(stages, (found - 1024) // stage_bytes))  # 1 KiB is reserved by the system
+    return max(2, min(stages, (found - SYSTEM_SHARED) // stage_bytes))
 
 
 def registers(size: int, block: int, step: int, warps: int) -> dict[str, int]:

@@ -6,10 +6,11 @@ Graphs are stood in for by a replay that runs the recorded work again, so that w
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,29 @@ def engine_for(model: Transformer, graphs: bool, fused: bool = False) -> Engine:
     engine = Engine(model.float() if fused else model, fused=fused)
     engine.graphs = graphs  # which the constructor refuses on a CPU
     return engine
+
+
+def test_captured_steps_of_some_sequences_prefer_little_shared_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of fused kernels, and around the warm-up runs: what is captured has to be set before."""
+    asked: list[int] = []
+
+    @contextlib.contextmanager
+    def preferred(percent: int) -> Iterator[None]:
+        asked.append(percent)
+        with monkeypatch.context() as patched:
+            patched.setattr(Session, "_step", lambda session: asked.append(0))
+            yield
+
+    monkeypatch.setattr("ladder.infer.engine.carveout", preferred)
+    runs = [0] * WARM_UP_STEPS
+    for fused in (False, True):
+        engine = engine_for(make("ladder", None), True, fused)
+        for batch in (1, 2, 3, 16, 17):
+            engine.session(batch, 16, Sampling())
+            assert asked == [28 if fused and batch in (3, 16) else -1, *runs]
+            asked.clear()
 
 
 def test_no_garbage_is_collected_during_a_capture() -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 from importlib.util import module_from_spec, spec_from_file_location
-from unittest.mock import Mock
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from ladder import jit
-from ladder.kernels import add_rms_norm
+from ladder.comm.driver import driver
+from ladder.kernels import add_rms_norm, carveout, project
 from tests.kernels.support import DTYPES, _poisoned_memory, assert_close, on  # noqa: F401  (a fixture)
 
 ROWS = [
@@ -89,6 +94,97 @@ def test_a_cpu_runs_references_unless_it_is_asked_to_interpret(
     assert not jit.on_triton(torch.zeros(1))
     monkeypatch.setattr(jit, "INTERPRETED", True)
     assert jit.on_triton(torch.zeros(1))
+
+
+def compiled_kernel(shared: int) -> Mock:
+    return Mock(metadata=SimpleNamespace(shared=shared), function=2**40 + shared)
+
+
+class Launches:
+    """Launches on a stand-in for an H200, and what its driver was asked to set: (function, %)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[tuple[int, int]] = []
+        properties = SimpleNamespace(
+            multi_processor_count=132, shared_memory_per_multiprocessor=228 * 1024
+        )
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(jit, "has_dependent_launch", lambda device: True)
+        monkeypatch.setattr(carveout, "has_dependent_launch", lambda device: True)
+        monkeypatch.setattr(jit, "KERNELS", {"product": "both"})
+        driver = SimpleNamespace(cuFuncSetAttribute=self.set)
+        monkeypatch.setattr(carveout, "driver", lambda: driver)
+
+    def set(self, function: Any, attribute: int, percent: Any) -> int:
+        assert attribute == 9
+        self.asked.append((function.value, percent.value))
+        return 0
+
+    def launch(self, compiled: Mock, programs: int) -> None:
+        kernel = MagicMock(__name__="product")
+        kernel.__getitem__.return_value = lambda *args, **options: compiled
+        jit.launch(kernel, (programs // 4, 4), torch.device("cuda"), num_warps=1)
+
+
+# Kernels of a step of 16 rows: 8B at TP 4, and where a product has more programs than SMs.
+@pytest.mark.parametrize(
+    ("shared", "programs", "wanted"),
+    [
+        (0, 512, 28),
+        (36, 128, 28),
+        (36, 144, -1),
+        (80, 112, 28),
+        (80, 176, -1),
+        (120, 1000, 28),  # of which an SM has one anyway
+        (70, 256, -1),  # attention
+    ],
+)
+def test_a_kernel_prefers_little_shared_memory_where_all_its_programs_still_run(
+    shared: int, programs: int, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Set once, in the first launch; the driver's choice needs no call."""
+    launches, compiled = Launches(monkeypatch), compiled_kernel(shared * 1024)
+    launches.launch(compiled, programs)
+    assert not launches.asked, "nobody has asked for it"
+    with carveout.carveout(carveout.share(16)):
+        for _ in range(3):
+            launches.launch(compiled, programs)
+    set_once = [(compiled.function, 28)] if wanted == 28 else []
+    assert launches.asked == set_once
+    launches.launch(compiled, programs)
+    assert launches.asked == set_once
+
+
+def test_what_a_kernel_prefers_is_that_of_the_newest_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that a step of other rows shares goes back; one that once does not fit stays as it is."""
+    launches, shared, large = Launches(monkeypatch), compiled_kernel(0), compiled_kernel(36 * 1024)
+    for rows in (4, 16, 1, 64, 3):
+        with carveout.carveout(carveout.share(rows)):
+            for programs in (100, 144, 100):
+                launches.launch(shared, programs)
+                launches.launch(large, programs)
+    of = {each.function: [p for f, p in launches.asked if f == each.function]
+          for each in (shared, large)}  # fmt: skip
+    assert of == {shared.function: [28, -1, 28], large.function: [28, -1, 28, -1, 28, -1]}
+
+
+@pytest.mark.parametrize("device", [on("cuda")])
+def test_a_gpu_takes_what_a_kernel_prefers(device: str) -> None:
+    x, weight = torch.randn(4, 512, device=device), torch.randn(64, 512, device=device)
+    compiled: list[Any] = []
+    before = project(x, weight)
+    assert before is not None
+    for percent in (carveout.SHARE, carveout.DRIVERS):
+        with carveout.carveout(percent), jit.watched(lambda *each: compiled.append(each[0])):
+            found = project(x, weight)
+        assert found is not None
+        assert torch.equal(found, before)
+        value, handle = ctypes.c_int(), ctypes.c_void_p(compiled[-1].function)
+        assert driver().cuFuncGetAttribute(ctypes.byref(value), carveout.ATTRIBUTE, handle) == 0
+        assert value.value == percent
 
 
 @pytest.mark.parametrize("built", [False, True])
