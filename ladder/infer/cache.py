@@ -29,7 +29,8 @@ class Cache:
 
     kind: `auto` stores them in the model's type, `fp8` in e4m3 with a power of two for each head
     and position, whose exponent is a byte (`exponents` of ladder.models.storage). A scale needs no
-    calibration then, and no value overflows.
+    calibration then, and no value overflows. What prompts and decode steps store are the bytes of
+    `rounded(x, "fp8", LEAST_CACHED)`, of keys and values in the model's type.
     """
 
     def __init__(self, model: Transformer, batch: int, length: int, kind: str = "auto") -> None:

@@ -44,7 +44,8 @@ def fitting_exponent(largest, LEAST: tl.constexpr):
 @jit
 @no_type_check
 def to_e4m3(x):
-    """x in float32, rounded to the nearest of e4m3's values, ties to even; NaN beyond them.
+    """x in float32, rounded to the nearest of e4m3's values, ties to even, with its sign, also of
+    zeros; NaN beyond them. Bit for bit torch's conversion of finite numbers of up to 448.
 
     Conversions differ in ties, in small values and beyond the largest: what is converted here is a
     value of e4m3 already.
@@ -52,9 +53,10 @@ def to_e4m3(x):
     bits = x.to(tl.int32, bitcast=True)
     step = power(tl.maximum((bits >> 23) & 0xFF, 121) - 3)  # between e4m3's neighbours of x
     shift = step * 12582912.0  # 1.5 x 2^23: of the sum, float32 keeps multiples of the step
-    y = (x + shift) - shift
-    small = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return tl.where(tl.abs(y) <= 448.0, small, 0x7F).to(tl.float8e4nv, bitcast=True)
+    y = (tl.abs(x) + shift) - shift
+    sign = ((bits >> 24) & 0x80).to(tl.uint8)  # the sum's zero has none
+    small = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True) | sign
+    return tl.where(y <= 448.0, small, 0x7F).to(tl.float8e4nv, bitcast=True)
 
 
 @jit

@@ -86,6 +86,7 @@ def divided(values: Tensor, scales: Tensor, kind: str) -> Tensor:
 def rounded(values: Tensor, kind: str, least: int = LEAST_EXPONENT) -> tuple[Tensor, Tensor]:
     """values [..., K] as stored, and a float32 scale [...] for each K; nothing waits for a GPU.
 
+    Each is rounded to the nearest, ties to even; what becomes zero in fp8 keeps its sign.
     What is not finite becomes NaN, in int8 with its whole group.
     """
     exact = values.float()

@@ -71,6 +71,7 @@ def test_decode_attention_over_e4m3(
     rows = torch.arange(batch, device=device)
     for positions in some_positions(batch, length, device):
         qkv = torch.randn(batch, (heads + 2 * kv) * size, device=device).to(dtype)
+        qkv.unflatten(1, (-1, size))[:, -kv:, 1] *= 2.0**-20  # zeros of their sign in e4m3
         own = tables[:, 0, 0, positions][:, :, None, None]
         q, k, v = qkv.unflatten(1, (-1, 1, size)).split((heads, kv, kv), 1)
         turned = [rotate(x.double(), own.double()) for x in (q, k)]
@@ -96,6 +97,9 @@ def test_decode_attention_over_e4m3(
             for old, whole in zip(before, (cache, scales), strict=True):
                 changed = old.view(torch.uint8)[n]
                 changed[rows, :, positions] = whole.view(torch.uint8)[n][rows, :, positions]
+        small, exponent = stored(v.squeeze(2))  # the values, as a prompt's
+        assert torch.equal(at[0].view(torch.uint8), small.view(torch.uint8))
+        assert torch.equal(at[1], exponent)
         assert torch.equal(before[0].view(torch.uint8), cache.view(torch.uint8)), "another place"
         assert torch.equal(before[1], scales), "another place"
         results: list[list[Tensor]] = [[], [], []]
@@ -131,7 +135,8 @@ def test_decode_attention_over_e4m3(
 def test_prompts_are_stored_in_e4m3(
     device: str, batch: int, length: int, heads: tuple[int, int], size: int, dtype: torch.dtype
 ) -> None:
-    """A prompt attends to exact keys and values; what is stored is these, rounded, bit for bit.
+    """A prompt attends to exact keys and values; what is stored is these, rounded as by `rounded`,
+    bit for bit.
 
     The kernel with a cache in e4m3 is another compilation than without: on a GPU it may add up a
     row's squares in another order. So both are compared with float64.
@@ -140,6 +145,8 @@ def test_prompts_are_stored_in_e4m3(
     tables, table = tables_of(length + 3, size, queries, device)
     packed = torch.randn(batch, length, (queries + 2 * kv) * size, device=device)
     packed *= 4.0 ** torch.randint(-3, 2, (batch, length, 1), device=device)
+    # What is too small for e4m3 becomes a zero, of its sign.
+    packed.unflatten(-1, (-1, size))[..., [1, 1 + size // 2]] *= 2.0**-20
     packed = packed.to(dtype)
     gains = tuple(torch.rand(2, size, device=device).to(dtype) + 0.5)
     cache = torch.full((2, batch, kv, length + 3, size), 0x55, dtype=torch.uint8, device=device)

@@ -36,7 +36,8 @@ def test_unpacked_weights_have_the_stored_values(device: str, n: int, k: int, ki
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_rounded_as_by_torch(device: str, m: int, k: int, dtype: torch.dtype) -> None:
-    """All of e4m3's values, what lies between two of them, zeros, the least and largest rows."""
+    """Bit for bit: all of e4m3's values, what lies between two of them, zeros and what becomes one,
+    of both signs, the least and largest rows."""
     x = torch.randn(m, k) * 2.0 ** torch.randint(-30, 30, (m, 1))
     values = torch.arange(0, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     x[0] = 0
@@ -45,12 +46,14 @@ def test_rows_are_rounded_as_by_torch(device: str, m: int, k: int, dtype: torch.
     x[1, :126] = (values[1:] + values[:-1]) / 2  # ties
     x[1, 126] = 448
     x[2] = 0
+    x[::2] *= -1
+    x[:, -1] = torch.where(torch.arange(m) % 3 > 0, -1e-12, 1e-12) * x.abs().amax(1)
     x = x.to(dtype)
     small, scales = round_rows(x.to(device))
     expected, factors = rounded(x, "fp8")
     assert torch.equal(scales.cpu(), factors)
-    assert torch.equal(small.cpu().float(), expected.float())
-    assert torch.equal(small[0, :127].cpu().float(), values)
+    assert torch.equal(small.cpu().view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(-small[0, :127].cpu().float(), values)
     for bad in (torch.nan, torch.inf):
         broken = x.clone()
         broken[0, 5] = bad
