@@ -108,13 +108,15 @@ def check(what: object, found: list[Tensor], op: str, given: tuple[Any, ...]) ->
 
 
 def provoked(op: str, name: str) -> int:
-    """Ten calls of several shapes in flight at a time, ranks that come late, poisoned outputs."""
+    """Ten calls of several shapes in flight at a time, ranks that come late, poisoned outputs;
+    30 calls at least of each type, 20 of each option."""
     device = launch.join("cuda")
     rank, group, run = launch.rank(), dist.group.WORLD, run_of(op, name)
     own = random.Random(100 + rank)
-    wide = torch.float16 if op == PRODUCT and name == "pushed" else torch.float32
-    for dtype in (torch.bfloat16, torch.bfloat16 if name == "grouped" else wide):
-        for turn, options in enumerate(3 * OPTIONS[op, name]):
+    wide = torch.float16 if op == PRODUCT else torch.float32
+    choices = OPTIONS[op, name]
+    for dtype in (torch.bfloat16,) if name == "grouped" else (torch.bfloat16, wide):
+        for turn, options in enumerate(choices * (3 if len(choices) == 1 else 2)):
             given = [given_for(op, 10 * turn + call, device, dtype) for call in range(10)]
             torch.cuda.synchronize()
             with mock.patch.object(torch.Tensor, "new_empty", poisoned):
