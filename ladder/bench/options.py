@@ -164,6 +164,13 @@ def add_ops_options(parser: argparse.ArgumentParser) -> None:
         help="add the fastest implementation of each call to this table",
     )
     parser.add_argument(
+        "--records",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing: derive --write-table from these records, the newest last",
+    )
+    parser.add_argument(
         "--out", default="runs/bench", help="folder; results are added to its ops.jsonl"
     )
     parser.set_defaults(check=_check_ops)
@@ -179,6 +186,8 @@ def run_ops(options: argparse.Namespace) -> int:
     from ladder.bench.ops.command import main, on_cpu
 
     code = main(options)
+    if options.records is not None:
+        return code
     if not code and on_cpu(options):  # no other benchmark of inference runs there
         say_next("doctor")
     elif not code:

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ladder.comm.capture import capturing
+
 INTEGERS = {2: torch.int16, 4: torch.int32}  # by size in bytes
 
 
@@ -49,7 +51,7 @@ def allocate(
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    assert not torch.cuda.is_current_stream_capturing(), "run it once before a capture"
+    assert not capturing(), "run it once before a capture"
     rank = dist.get_rank(group)
     own = symmetric_memory.empty(*shape, dtype=dtype, device=device)
     torch.cuda.synchronize(device)  # until it is zeroed; peers learn of it only by the rendezvous

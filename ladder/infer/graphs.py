@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import torch
 
+from ladder.comm.capture import as_captured
+
 WARM_UP_STEPS = 2  # runs before a capture, which load kernels and make NCCL's buffers
 Result = TypeVar("Result")
 
@@ -23,10 +25,14 @@ def capture_stream(device: int) -> torch.cuda.Stream:
 
 
 def capture_graph(work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """A CUDA graph of `work`, captured after warm-up runs, and the result of `work`."""
+    """A CUDA graph of `work`, captured after warm-up runs, and the result of `work`.
+
+    The warm-up runs what the graph will hold, which may be other implementations of `ladder.ops`
+    than without one. All ranks of a group must call this together.
+    """
     stream = capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), as_captured():
         for _ in range(WARM_UP_STEPS):
             work()
     torch.cuda.current_stream().wait_stream(stream)

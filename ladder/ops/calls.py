@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from ladder.comm.capture import mode
 from ladder.ops import registry
 from ladder.ops.checks import check_backend, resolve
 from ladder.ops.registry import Call, device_name
@@ -28,7 +29,7 @@ def execute(op: str, group_name: str, like: Tensor, shapes: tuple[Any, ...], *ar
     ranks = dist.get_world_size(group)
     sizes = tuple(registry.OPERATORS[op].measure(ranks, *shapes))
     any_order, about = registry.allows_any_order(group), (device_name(like.device), like.dtype)
-    call = Call(op, *about, ranks, registry.bucket(sizes), any_order, sizes)
+    call = Call(op, *about, ranks, registry.bucket(sizes), any_order, sizes, mode())
     return registry.run(call, group, *args)
 
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ladder.comm import symmetric
+from ladder.comm import capture, symmetric
 from ladder.ops import workspace
 from ladder.ops.workspace import NOTHING, Workspace
 
@@ -79,7 +79,7 @@ def addresses(group: dist.ProcessGroup, op: str, tensors: list[Tensor]) -> Tenso
     key = tuple(each.data_ptr() for each in tensors)
     tables: dict[tuple[int, ...], Tensor] = space.made.setdefault("addresses", {})
     captured: set[tuple[int, ...]] = space.made.setdefault("captured addresses", set())
-    if workspace.capturing():
+    if capture.capturing():
         if key not in tables:
             space.check_capture("a table of its tensors' addresses")
         captured.add(key)

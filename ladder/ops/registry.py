@@ -13,20 +13,25 @@ table does not name.
 A table is a JSON list of entries:
 
     [{"op": "matmul_reduce_scatter", "device": "NVIDIA H200", "dtype": "bfloat16", "ranks": 4,
-      "sizes": [4096, 16384, 16384], "order": "ranks", "implementation": "staged", "options": {},
-      "source": "..."}]
+      "sizes": [4096, 16384, 16384], "mode": "captured", "order": "ranks",
+      "implementation": "staged", "options": {}, "source": "..."}]
 
 device: the name of a GPU, or "cpu". sizes: those of the operator, in the order of `define`, each
-rounded up to a power of two: an entry is for all calls in that bucket, but for those whose rows
-fill tiles or waves of tiles so badly that the products take longer than one of all rows by SURPLUS
-of what the exchange takes (`ladder.ops.waves`). order: "ranks" (the default
-of an entry), or "any" for calls that allow it, which it is then the first choice for. options:
-keyword arguments of the implementation (tile shapes, chunks). table.json, beside this file, has the
-measurements so far. A file of the user, named by the environment variable LADDER_OPS_TABLE, takes
-precedence.
+rounded up to a power of two: an entry is for the calls in that bucket, see below. mode: "captured"
+for calls in a CUDA graph, where none waits for the host, or "eager" (`ladder.comm.capture`). order:
+"ranks" (the default of an entry), or "any" for calls that allow it, which it is then the first
+choice for. options: keyword arguments of the implementation (tile shapes, chunks). table.json,
+beside this file, has the measurements so far. A file of the user, named by the environment variable
+LADDER_OPS_TABLE, takes precedence.
+
+An entry may also have the sizes at which it was measured, and what the host may take to enqueue a
+call, in microseconds; `ladder.ops.between` says which other calls of the bucket it is then for:
+
+    "measured": [{"sizes": [4000, 12288, 16384], "us": 3665.5, "instead_us": 3847.6}],
+    "host_us": 420.5
 
 All ranks of a group must choose alike, since implementations exchange data in different ways. So
-sizes are only such that are equal on all ranks.
+sizes are only such that are equal on all ranks, and all ranks capture a call, or none.
 """
 
 from __future__ import annotations
@@ -45,22 +50,25 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from ladder.comm.capture import MODES, Mode
+from ladder.comm.capture import mode as current_mode
 from ladder.config import read_entries
 from ladder.models.errors import UserError, check_keys, unknown
+from ladder.ops import between
+from ladder.ops.between import Surplus
 
 VARIABLE = "LADDER_OPS_TABLE"
 UNSET = f"unset {VARIABLE}, or correct it"
 PACKAGED = Path(__file__).with_name("table.json")
 DEFAULT, ANY_ORDER = "staged", "collective"  # without a measurement
-SURPLUS = 0.6  # what is hidden of the exchange is more than that, where nothing is lost otherwise
 ORDERS = ("ranks", "any")
 ANOTHER = "it adds in another order than that of the ranks"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MOVABLE = (*DTYPES, torch.int32, torch.int64)  # of rows that are only moved
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in MOVABLE}
 KEYS = {
-    "op": str, "device": str, "dtype": str, "ranks": int, "sizes": list, "order": str,
-    "implementation": str, "options": dict, "source": str,
+    "op": str, "device": str, "dtype": str, "ranks": int, "sizes": list, "mode": str, "order": str,
+    "implementation": str, "options": dict, "source": str, "measured": list, "host_us": int | float,
 }  # fmt: skip
 
 
@@ -69,7 +77,7 @@ class Call:
     """What is known of a call before it runs.
 
     sizes: rounded up to powers of two. any_order: sums may be in any order. exact: the sizes as
-    they are, or () if only the bucket is known.
+    they are, or () if only the bucket is known. mode: see `ladder.comm.capture`.
     """
 
     op: str
@@ -79,6 +87,7 @@ class Call:
     sizes: tuple[int, ...]
     any_order: bool = False
     exact: tuple[int, ...] = ()
+    mode: Mode = "eager"
 
     def __str__(self) -> str:
         named = zip(OPERATORS[self.op].sizes, self.sizes, strict=True)
@@ -100,8 +109,8 @@ class Implementation:
     the reason why it cannot run a call on this machine, with the remedy, or None; it must be the
     same on all ranks. options: the names of its options. ordered: whether it adds in the order of
     the ranks. insisted: options that only `use` may give, and no table: with them the caller may do
-    less with what is returned. surplus: what its products take longer than one of all rows, over
-    what the exchange takes, for a call of known sizes and options; None: they are one product.
+    less with what is returned. surplus: what its products take longer than one of all rows, as a
+    share of it, for a call of known sizes and options; None: they are one product.
     """
 
     name: str
@@ -110,17 +119,11 @@ class Implementation:
     options: tuple[str, ...] = ()
     ordered: bool = True
     insisted: tuple[str, ...] = ()
-    surplus: Callable[[Call, Mapping[str, Any]], float] | None = None
+    surplus: Surplus | None = None
 
-    def wasteful(self, call: Call, options: Mapping[str, Any]) -> str | None:
+    def wasteful(self, call: Call, entry: Mapping[str, Any]) -> str | None:
         """Why a table's entry for the call's bucket is not for this call, or None."""
-        share = self.surplus(call, options) if self.surplus is not None and call.exact else 0.0
-        if share <= SURPLUS:
-            return None
-        return (
-            f"whose tiles take longer at this size than those of one product, by {share:.0%} of "
-            f"what the exchange takes"
-        )
+        return between.refusal(call, entry, self.surplus)
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,8 @@ class Choice:
     def __str__(self) -> str:
         options = "".join(f" {name}={value}" for name, value in self.options)
         order = "" if self.ordered else f"; {ANOTHER}"
-        lines = [f"{self.call.op}: {self.implementation}{options} ({self.why}{order})"]
+        what = f"{self.call.op}, {self.call.mode}"
+        lines = [f"{what}: {self.implementation}{options} ({self.why}{order})"]
         return "\n".join([*lines, *(f"  not {name}: {why}" for name, why in self.others)])
 
 
@@ -173,7 +177,7 @@ def implement(
     options: tuple[str, ...] = (),
     ordered: bool = True,
     insisted: tuple[str, ...] = (),
-    surplus: Callable[[Call, Mapping[str, Any]], float] | None = None,
+    surplus: Surplus | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a function that computes the operator `op`: see `Implementation`."""
 
@@ -221,6 +225,7 @@ def explain(
     ranks: int | None = None,
     device: str | None = None,
     any_order: bool | None = None,
+    mode: Mode | None = None,
     **arguments: Any,
 ) -> Choice:
     """Which implementation runs a call, and why; printable.
@@ -229,11 +234,16 @@ def explain(
     arguments: what else the operator's sizes depend on (`capacity`). ranks: the size of the group;
     None: that of the default group. device: the name of a GPU, or "cpu"; None: this machine's.
     any_order: whether the group allows it (`allow_any_order`); None: what the default group says,
-    if ranks is None, too.
+    if ranks is None, too. mode: "captured" or "eager"; None: that of a call made here, which is
+    eager outside of a capture and of `as_captured`.
     """
     operator = _operator(op)
     if dtype not in MOVABLE:
         raise unknown("dtype", dtype, map(str, MOVABLE))
+    if mode is None:
+        mode = current_mode()
+    if mode not in MODES:
+        raise unknown("mode", mode, MODES)
     if ranks is None:
         if not dist.is_initialized():
             raise UserError("ranks=None without a process group; give the number of ranks")
@@ -248,7 +258,9 @@ def explain(
     except (TypeError, IndexError) as error:
         wanted = ", ".join(list(inspect.signature(operator.measure).parameters)[1:])
         raise UserError(f"shapes={shapes!r} of {op}: give the shapes of {wanted}") from error
-    return choose(Call(op, device, dtype, ranks, bucket(sizes), bool(any_order), tuple(sizes)))
+    return choose(
+        Call(op, device, dtype, ranks, bucket(sizes), bool(any_order), tuple(sizes), mode)
+    )
 
 
 def choose(call: Call) -> Choice:
@@ -262,7 +274,7 @@ def listed(call: Call) -> tuple[str, Mapping[str, Any]]:
     _, entry = _entry(call, os.environ.get(VARIABLE) or None)
     if entry is not None:
         found = OPERATORS[call.op].implementations[entry["implementation"]]
-        if not found.wasteful(call, entry["options"]):
+        if not found.wasteful(call, entry):
             return found.name, entry["options"]
     return unmeasured(call), {}
 
@@ -302,7 +314,8 @@ def _choose(
         path, entry = _entry(call, file)
         if entry is not None:
             picked, options, why = entry["implementation"], entry["options"], entry["source"]
-            why, waste = f"{path.name}: {why}", implementations[picked].wasteful(call, options)
+            why = f"{path.name}: {why}{between.said(entry)}"
+            waste = implementations[picked].wasteful(call, entry)
             if refusals[picked] is not None:
                 waste = f"which cannot run here: {refusals[picked]}"
             if waste is not None:
@@ -334,13 +347,13 @@ def unmeasured(call: Call) -> str:
 
 def _entry(call: Call, file: str | None) -> tuple[Path, dict[str, Any] | None]:
     """The entry for a call, and the file that has it."""
-    wanted = (call.op, call.device, call.dtype, call.ranks, list(call.sizes))
+    wanted = (call.op, call.device, call.dtype, call.ranks, list(call.sizes), call.mode)
     for path in [PACKAGED] if file is None else [Path(file), PACKAGED]:
         by_order: dict[str, dict[str, Any]] = {}
         for entry in read_table(path):
             dtype = DTYPE_NAMES[entry["dtype"]]
             found = (entry["op"], entry["device"], dtype, entry["ranks"], entry["sizes"])
-            if found == wanted:
+            if (*found, entry["mode"]) == wanted:
                 by_order.setdefault(entry["order"], entry)
         for order in ("any", "ranks") if call.any_order else ("ranks",):
             if order in by_order:
@@ -353,16 +366,23 @@ def read_table(path: Path, remedy: str = UNSET) -> list[dict[str, Any]]:
     """The entries of a table. Raises UserError, with `remedy`, if the file is not a valid table."""
     entries = read_entries(path, "the table of operators", remedy)
     for entry in entries:
-        entry.setdefault("order", "ranks")
+        for key, value in (("order", "ranks"), ("measured", []), ("host_us", 0)):
+            entry.setdefault(key, value)
         _check_entry(f"the table of operators {path}", entry)
     return entries
 
 
 def _check_entry(where: str, entry: dict[str, Any]) -> None:
     check_keys(where, entry, KEYS)
+    if entry.get("mode") not in MODES:
+        raise UserError(
+            f"{where}: mode={entry.get('mode')!r}; give {' or '.join(MODES)}, or write the table "
+            f"again with `ladder bench ops --write-table`"
+        )
     for key, kind in KEYS.items():
         if not isinstance(entry.get(key), kind):
-            raise UserError(f"{where}: {key}={entry.get(key)!r} is no {kind.__name__}")
+            said = getattr(kind, "__name__", "number")
+            raise UserError(f"{where}: {key}={entry.get(key)!r} is no {said}")
     implementation = _implementation(entry["op"], entry["implementation"], f" in {where}")
     known = [name for name in implementation.options if name not in implementation.insisted]
     check_keys(f"options in {where}", entry["options"], known)
@@ -380,6 +400,7 @@ def _check_entry(where: str, entry: dict[str, Any]) -> None:
     if len(sizes) != len(names) or not whole or bucket(sizes) != tuple(sizes):
         text = json.dumps(sizes)
         raise UserError(f"{where}: sizes={text} must be powers of two, [{', '.join(names)}]")
+    between.check(where, entry)
 
 
 def _operator(op: str, where: str = "") -> Operator:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ladder.comm import driver, symmetric
+from ladder.comm import capture, driver, symmetric
 from ladder.comm.driver import MemoryOperation
 from ladder.comm.symmetric import SymmetricTensor
 from ladder.models.errors import UserError
@@ -68,10 +68,6 @@ class CudaStreams:
         torch.cuda.current_stream().wait_event(self.events[event])
 
 
-def capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 class Workspace:
     """Slots and words on every rank of a group, for one operator on one stream."""
 
@@ -102,10 +98,11 @@ class Workspace:
 
     def check_capture(self, what: str) -> None:
         """Raise UserError in a capture, where `what` cannot be made."""
-        if capturing():
+        if capture.capturing():
             raise UserError(
                 f"{self.op} needs new memory ({what}), which a CUDA graph capture cannot make; run "
-                f"it once with these shapes on the capture's stream before"
+                f"it once with these shapes on the capture's stream before, within "
+                f"ladder.ops.as_captured()"
             )
 
     def once(self, key: Hashable, make: Callable[[], Any], what: str = "tables of tiles") -> Any:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import functools
 import math
 
-from ladder.costs import BF16, MULTIPROCESSORS, stored_bytes
+from ladder.comm.capture import Mode
+from ladder.costs import BF16, GRAPHED_PROMPT_TOKENS, MULTIPROCESSORS, stored_bytes
 from ladder.kernels.decode import MAX_ROWS
 from ladder.kernels.eight_bits import PIECE
 from ladder.models.config import ModelConfig
@@ -41,6 +42,8 @@ class PromptCost:
     ) -> None:  # fmt: skip
         self.config, self.machine, self.tp = config, machine, tp
         self.batch, self.prompt, self.rows = batch, prompt, batch * prompt
+        # What the operators' table is asked for: as the engine runs a prompt (`ladder.infer`).
+        self.mode: Mode = "captured" if self.rows <= GRAPHED_PROMPT_TOKENS else "eager"
         hidden, inner = config.hidden_size, config.intermediate_size // tp
         self.heads = config.num_heads // tp
         packed = (self.heads + 2 * max(1, config.num_kv_heads // tp)) * config.head_dim
@@ -132,7 +135,7 @@ class PromptCost:
         """An exchange of all rows inside of a product, beyond the product."""
         outputs, inputs = self.shapes[part]
         us = backend_exchange(self.machine, kind, self.tensor(self.rows)).us + self.gap
-        us = self.inside(kind, (self.rows, outputs, inputs), any_order, us)
+        us = self.inside(kind, (self.rows, outputs, inputs), any_order, us, self.mode)
         return Estimate(us, "extrapolated")
 
     @functools.cached_property

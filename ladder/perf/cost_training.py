@@ -66,6 +66,7 @@ class TrainingCost(PromptCost):
         degree = shape.tp * shape.held
         super().__init__(config, machine, degree, shape.sequences, shape.seq_len)
         self.shape, self.adds, self.no_comm = shape, adds, no_comm
+        self.mode = "eager"
         self.vocabulary = -(-config.vocab_size // shape.tp)  # split over processes alone
         self.shapes["head"] = self.vocabulary, config.hidden_size
         degrees = {shape.tp, shape.replicas} if shape.nodes == 1 else {shape.tp}

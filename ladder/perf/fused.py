@@ -11,6 +11,7 @@ import functools
 
 import torch
 
+from ladder.comm.capture import Mode
 from ladder.models.errors import UserError
 from ladder.perf.machine import Machine
 
@@ -35,14 +36,16 @@ class Inside:
         self.predictor, self.machine, self.ranks = Predictor(machine), machine, ranks
 
     def __call__(
-        self, kind: str, sizes: tuple[int, int, int], any_order: bool, backend_us: float
-    ) -> float:
+        self, kind: str, sizes: tuple[int, int, int], any_order: bool, backend_us: float,
+        mode: Mode,
+    ) -> float:  # fmt: skip
         """Microseconds beside the product; backend_us: of the backend's exchange.
 
-        kind: a key of OPERATORS. sizes: of the product, as the table has them: m, n, k.
+        kind: a key of OPERATORS. sizes: of the product, as the table has them: m, n, k. mode: in
+        which the table is asked; what the host takes is not in the time, since it is ahead.
         """
         op = OPERATORS[kind]
-        name, options = picked(op, self.machine.gpu, self.ranks, sizes, any_order)
+        name, options = picked(op, self.machine.gpu, self.ranks, sizes, any_order, mode)
         if name in SERIAL:
             return (STAGED.get(op, 1.0) if name == "staged" else 1.0) * backend_us
         from ladder.bench.ops.points import COLUMNS, OpPoint, Variant
@@ -55,12 +58,13 @@ class Inside:
 
 @functools.lru_cache(maxsize=256)
 def picked(
-    op: str, gpu: str, ranks: int, sizes: tuple[int, int, int], any_order: bool
+    op: str, gpu: str, ranks: int, sizes: tuple[int, int, int], any_order: bool, mode: Mode
 ) -> tuple[str, tuple[tuple[str, object], ...]]:
     """The implementation of a call by the operators' table, and its options."""
     from ladder.ops import registry  # slow to import, and needed by few
 
-    call = registry.Call(op, gpu, torch.bfloat16, ranks, registry.bucket(sizes), any_order, sizes)
+    bucket = registry.bucket(sizes)
+    call = registry.Call(op, gpu, torch.bfloat16, ranks, bucket, any_order, sizes, mode)
     name, options = registry.listed(call)
     return name, tuple(sorted(options.items()))
 

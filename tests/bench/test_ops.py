@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ladder.bench.ops import command, measure
 from ladder.bench.ops.cases import make_case, plain
 from ladder.bench.ops.command import measure_point
-from ladder.bench.ops.derive import entries, picked_by, summarise, write_table
+from ladder.bench.ops.derive import summarise
 from ladder.bench.ops.points import (
     BAGS,
     OF_EXPERTS,
@@ -26,12 +26,14 @@ from ladder.bench.ops.points import (
     Variant,
     accepts,
     expand,
+    sizes_of,
     variants,
 )
+from ladder.bench.ops.table import entries, picked_by, write_table
 from ladder.cli import main
 from ladder.models.errors import UserError
 from ladder.ops import explain, registry, use
-from ladder.ops.registry import OPERATORS, VARIABLE, Call
+from ladder.ops.registry import OPERATORS, VARIABLE, Call, bucket
 from tests.bench.records import timed
 from tests.commands import Start
 from tests.distributed import Pools
@@ -47,7 +49,7 @@ BACKEND = Variant("collective")
 
 
 def call(m: int, op: str = OP) -> Call:
-    return Call(op, "H", torch.bfloat16, 4, (m, 8, 8))
+    return Call(op, "H", torch.bfloat16, 4, bucket((m, 8, 8)), exact=(m, 8, 8))
 
 
 def measured(m: int, **modes: dict[Variant, float]) -> Any:
@@ -64,26 +66,61 @@ def measured(m: int, **modes: dict[Variant, float]) -> Any:
 @pytest.mark.parametrize(
     ("points", "picked"),
     [
-        ([{"captured": {STAGED: 9, FAST: 8}, "eager": {STAGED: 19, FAST: 18}}], FAST),
-        ([{"captured": {STAGED: 9, FAST: 9}}], STAGED),
-        ([{"captured": {STAGED: 9, FAST: 10}}], STAGED),
-        # Slower in one mode, at one m of the same bucket, or not there: it is not taken.
-        ([{"captured": {STAGED: 9, FAST: 2}, "eager": {STAGED: 19, FAST: 20}}], STAGED),
-        ([{"captured": {STAGED: 9}, "eager": {STAGED: 19, FAST: 2}}], STAGED),
-        ([{"eager": {STAGED: 9, FAST: 2}}, {"eager": {STAGED: 9, FAST: 10}}], STAGED),
-        ([{"eager": {STAGED: 9, FAST: 2}}, {"eager": {STAGED: 9}}], STAGED),
-        ([{"eager": {STAGED: 9, FAST: 10}}, {"eager": {STAGED: 9, FAST: 2}}], STAGED),
-        # No graph holds staged; in eager mode there is a comparison.
-        ([{"captured": {FAST: 2}, "eager": {STAGED: 19, FAST: 3}}], FAST),
-        ([{"captured": {FAST: 2}, "eager": {STAGED: 19, FAST: 20}}], STAGED),
-        ([{"eager": {FAST: 2}}], None),  # staged was wrong, so nothing is known to be as fast
+        (
+            [{"captured": {STAGED: 9, FAST: 8}, "eager": {STAGED: 19, FAST: 18}}],
+            {"captured": FAST, "eager": FAST},
+        ),
+        ([{"captured": {STAGED: 9, FAST: 9}}], {"captured": STAGED}),
+        ([{"captured": {STAGED: 9, FAST: 10}}], {"captured": STAGED}),
+        # Slower in one mode: it is taken in the other.
+        (
+            [{"captured": {STAGED: 9, FAST: 2}, "eager": {STAGED: 19, FAST: 20}}],
+            {"captured": FAST, "eager": STAGED},
+        ),
+        (
+            [{"captured": {STAGED: 9}, "eager": {STAGED: 19, FAST: 2}}],
+            {"captured": STAGED, "eager": FAST},
+        ),
+        # Slower at one m of the same bucket, or not there: it is not taken.
+        ([{"eager": {STAGED: 9, FAST: 2}}, {"eager": {STAGED: 9, FAST: 10}}], {"eager": STAGED}),
+        ([{"eager": {STAGED: 9, FAST: 2}}, {"eager": {STAGED: 9}}], {"eager": STAGED}),
+        ([{"eager": {STAGED: 9, FAST: 10}}, {"eager": {STAGED: 9, FAST: 2}}], {"eager": STAGED}),
+        # No graph holds staged: it counts as it is without one.
+        (
+            [{"captured": {FAST: 2}, "eager": {STAGED: 19, FAST: 30}}],
+            {"captured": FAST, "eager": STAGED},
+        ),
+        ([{"eager": {FAST: 2}}], {}),  # staged was wrong, so nothing is known to be as fast
     ],
 )
-def test_nothing_slower_than_staged_enters_the_table(points: Any, picked: Variant | None) -> None:
-    found = entries([measured(64, **point) for point in points], "a test")
-    assert [(each["implementation"], each["options"]) for each in found] == (
-        [] if picked is None else [(picked.name, dict(picked.options))]
-    )
+def test_nothing_slower_than_staged_enters_the_table(
+    points: Any, picked: dict[str, Variant]
+) -> None:
+    with registered("fast", None):
+        given = [measured(64 - n, **point) for n, point in enumerate(points)]
+        found = entries(given, "a test")
+    assert {each["mode"]: (each["implementation"], each["options"]) for each in found} == {
+        mode: (each.name, dict(each.options)) for mode, each in picked.items()
+    }
+    assert len(found) == len(picked)
+
+
+def test_an_entry_has_what_was_measured() -> None:
+    """The sizes, the time and that of what would run without it, by mode; and how long the host
+    may take: the longest call that waited for it, or else the shortest."""
+    with registered("fast", None, surplus=lambda call, options: 0.0):
+        points = [
+            measured(40, captured={STAGED: 90, FAST: 80}, eager={STAGED: 95, FAST: 85}),
+            measured(50, captured={STAGED: 70, FAST: 20}, eager={STAGED: 75, FAST: 35}),
+            measured(200, captured={STAGED: 70, FAST: 20}, eager={STAGED: 75, FAST: 50}),
+        ]
+        captured, eager, *more = entries(points, "a test")
+        assert [each["sizes"] for each in more] == [[256, 8, 8]] * 2
+        assert [each["sizes"] for each in eager["measured"]] == [[40, 8, 8], [50, 8, 8]]
+        assert captured["measured"][1] == {"sizes": [50, 8, 8], "us": 20, "instead_us": 70}
+        assert (captured["host_us"], eager["host_us"]) == (0, 50)
+        (_, alone) = entries(points[:1], "a test")
+        assert alone["host_us"] == 85
 
 
 @pytest.mark.parametrize(
@@ -91,11 +128,9 @@ def test_nothing_slower_than_staged_enters_the_table(points: Any, picked: Varian
     [
         # Where any order is allowed, what is picked is never slower than `collective`.
         ([{"captured": {STAGED: 9, BACKEND: 6, FAST: 8}}], [("ranks", FAST), ("any", BACKEND)]),
-        ([{"captured": {STAGED: 9, BACKEND: 9, FAST: 8}}], [("ranks", FAST)]),
-        ([{"captured": {STAGED: 9, BACKEND: 6, FAST: 5},
-           "eager": {STAGED: 9, BACKEND: 6, FAST: 7}}], [("ranks", FAST), ("any", BACKEND)]),
+        ([{"captured": {STAGED: 9, BACKEND: 9, FAST: 8}}], [("ranks", FAST), ("any", FAST)]),
         ([{"captured": {STAGED: 9, BACKEND: 6}}], [("ranks", STAGED), ("any", BACKEND)]),
-        ([{"captured": {STAGED: 5, BACKEND: 6}}], [("ranks", STAGED)]),
+        ([{"captured": {STAGED: 5, BACKEND: 6}}], [("ranks", STAGED), ("any", STAGED)]),
     ],
 )  # fmt: skip
 def test_the_backends_sums_have_entries_of_their_own(
@@ -112,7 +147,9 @@ def test_the_backends_sums_have_entries_of_their_own(
         assert registry.read_table(file) == found
         monkeypatch.setenv(VARIABLE, str(file))
         for any_order, (_, variant) in ((False, picked[0]), (True, picked[-1])):
-            choice = explain(OP, [(64, 8), (8, 8)], ranks=4, device="H", any_order=any_order)
+            choice = explain(
+                OP, [(64, 8), (8, 8)], ranks=4, device="H", any_order=any_order, mode="captured"
+            )
             assert choice.implementation == variant.name
 
 
@@ -132,8 +169,8 @@ def test_a_lent_result_enters_no_table(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def registered(name: str, run: Any) -> Iterator[None]:
-    more = {name: registry.Implementation(name, run, options=("chunk",))}
+def registered(name: str, run: Any, **about: Any) -> Iterator[None]:
+    more = {name: registry.Implementation(name, run, options=("chunk",), **about)}
     with mock.patch.dict(OPERATORS[OP].implementations, more):
         registry._choose.cache_clear()
         yield
@@ -153,7 +190,7 @@ def test_the_table_is_extended_and_read(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setenv(VARIABLE, str(file))
         choice = explain(OP, shapes, ranks=4, device="H")
         assert (choice.implementation, dict(choice.options)) == ("fast", {"chunk": 3})
-        assert choice.why == "table.json: two: 5.0 us, staged 9.0"
+        assert choice.why == "table.json: two; 5.0 us, 9.0 without it"
     assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
 
 
@@ -199,8 +236,9 @@ def refused(rank: int, world_size: int) -> None:
 def failed(rank: int, world_size: int, folder: str) -> int:
     """The command, where an implementation that would be the fastest computes nothing."""
     given = options(
-        ops=[OP], shapes=["tiny"], m=[64, 128], implementations=None, budget=None, tune=False
-    )
+        ops=[OP], shapes=["tiny"], m=[64, 128], implementations=None, budget=None, tune=False,
+        records=None,
+    )  # fmt: skip
     files = {"out": folder, "write_table": Path(folder) / "table.json"}
     given = SimpleNamespace(**vars(given), **files, nproc=1, device="cpu")
     with registered("empty", lambda group, A, B, addend: A.new_zeros(len(A), B.shape[1])):
@@ -237,6 +275,7 @@ def correct(rank: int, world_size: int, dtype: str) -> None:
         for form in case.alone.values():
             form()
         assert case.link_bytes > 0
+        assert measure.pick(case, CPU).call.exact == sizes_of(point)
         assert measure.pick(case, CPU).implementation == "staged"
         assert measure.pick(case, CPU, any_order=True).implementation == plain(op)
 
@@ -318,8 +357,8 @@ def test_what_a_new_table_picks() -> None:
         ]
         found = picked_by(points, entries(points, "a test"))
     assert found == [
-        f"{OP} -0.20 to 0.86 (below 0, slower than the baseline: 1 of 2)",
-        f"{OP} in any order -0.20 to 0.90 (below 0, slower than the baseline: 1 of 2)",
+        f"{OP}, captured -0.20 to 0.86 (below 0, slower than the baseline: 1 of 2)",
+        f"{OP} in any order, captured -0.20 to 0.90 (below 0, slower than the baseline: 1 of 2)",
     ]
 
 
@@ -342,6 +381,19 @@ def test_what_a_new_table_picks() -> None:
         (["--write-table", "{}"], "name a file in a folder that exists"),
         (["--write-table", __file__], "give another --write-table"),
         (["--tables", "3"], "--tables=3 is of embedding bags; add --shapes dlrm"),
+        (["--records", __file__], "--records without --write-table: name the table to write"),
+        (
+            ["--records", __file__, "--write-table", "{}/t.json", "--m", "64"],
+            "--m with --records, which measures nothing: leave one out",
+        ),
+        (
+            ["--records", "{}/no.jsonl", "--write-table", "{}/t.json"],
+            "/no.jsonl: there is no such file",
+        ),
+        (
+            ["--records", __file__, "--write-table", "{}/t.json"],
+            "is not JSON",
+        ),
         (["--pooling", "3", "5"], "--pooling=3 5 is of embedding bags; add --shapes dlrm"),
         ([], "--nproc=1: a rank alone has nothing to exchange; start 2 or more"),
     ],

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import ladder.ops
+from ladder.comm import capture
 from ladder.models.errors import UserError
-from ladder.ops import workspace
 from ladder.ops.blocks import Blocks
 from ladder.ops.registry import ANOTHER, OPERATORS
 from tests.distributed import Pools
@@ -135,10 +135,10 @@ def test_memory_cannot_be_made_in_a_capture() -> None:
     group: Any = Group(0, Everyone(2))
     chunked, tracked = (run_of("matmul_reduce_scatter", name) for name in ("chunked", "tracked"))
     with machine.recording():
-        with mock.patch.object(workspace, "capturing", return_value=True):
+        with mock.patch.object(capture, "capturing", return_value=True):
             check_refused("matmul_reduce_scatter needs new memory", chunked, group, A, B, "sum", 0)
         chunked(group, A, B, "sum", 0)
-        with mock.patch.object(workspace, "capturing", return_value=True):
+        with mock.patch.object(capture, "capturing", return_value=True):
             chunked(group, A[:4], B, "sum", 0)
             check_refused("MiB.*run it once with these", chunked, group, tall, wide, "sum", 0)
             check_refused("tables of tiles", tracked, group, A, B, "sum", 0)

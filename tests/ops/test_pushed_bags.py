@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ladder.comm import capture
 from ladder.kernels import bags as kernels
 from ladder.ops import workspace
 from ladder.ops.mailbox import MAX_TABLES, addresses, mailbox
@@ -96,18 +97,18 @@ def asked(rank: int, ranks: int, folder: str) -> list[str]:
             ({"programs": 5000}, "programs=5000; expected 1 to 4096"),
         ):
             check_refused(words, RUN["pushed"].run, group, *given, **options)
-        with mock.patch.object(workspace, "capturing", return_value=True):
+        with mock.patch.object(capture, "capturing", return_value=True):
             check_refused(f"{OP} needs new memory", RUN["pushed"].run, group, *given)
         RUN["pushed"].run(group, *given)
         moved = [weight.clone() for weight in each.weights], *given[1:]
-        with mock.patch.object(workspace, "capturing", return_value=True):
+        with mock.patch.object(capture, "capturing", return_value=True):
             RUN["pushed"].run(group, *given)
             words = r"needs new memory \(a table of its tensors' addresses\)"
             check_refused(words, RUN["pushed"].run, group, *moved)
         tables = workspace.workspace(group, OP, each.indices.device).made["addresses"]
         made = [mailbox(group, OP, each.indices, size, 8) for size in (20_000, 9, 40_000, 20_000)]
         assert [one is made[0] for one in made] == [True, False, False, True]  # 9 bytes: the first
-        with mock.patch.object(workspace, "capturing", return_value=True):
+        with mock.patch.object(capture, "capturing", return_value=True):
             assert mailbox(group, OP, each.indices, 40_000, 8) is made[2]
             check_refused("needs new memory .* MiB", mailbox, group, OP, each.indices, 50_000, 8)
         captured = addresses(group, OP, each.weights)

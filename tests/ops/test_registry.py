@@ -23,7 +23,7 @@ from tests.ops.everyone import world
 
 ENTRY: dict[str, Any] = {
     "op": "all_reduce", "device": "H", "dtype": "bfloat16", "ranks": 4, "sizes": [4096],
-    "implementation": "fast", "options": {"chunk": 3}, "source": "a test",
+    "mode": "eager", "implementation": "fast", "options": {"chunk": 3}, "source": "a test",
 }  # fmt: skip
 BACKENDS = f"{registry.ANOTHER}, which ladder.ops.allow_any_order allows"
 SHAPE = [(4, 1000)]  # 4000 elements: the bucket 4096
@@ -79,7 +79,8 @@ def test_the_table_decides_and_explain_says_why(table: Path) -> None:
     picked = explain("all_reduce", SHAPE, ranks=4, device="H")
     assert (picked.implementation, dict(picked.options)) == ("fast", {"chunk": 3})
     assert str(picked) == (
-        "all_reduce: fast chunk=3 (table.json: a test)\n  not staged: not measured as faster\n"
+        "all_reduce, eager: fast chunk=3 (table.json: a test)\n"
+        "  not staged: not measured as faster\n"
         f"  not collective: {BACKENDS}"
     )
     for other in (
@@ -181,6 +182,18 @@ def test_what_is_insisted_on_runs_or_is_refused(table: Path) -> None:
         ({"sizes": ["a"]}, r"must be powers of two"),
         ({"ranks": "4"}, "ranks='4' is no int"),
         ({"rank": 4}, "unknown key 'rank' of the table"),
+        ({"mode": "graph"}, "mode='graph'; give captured or eager, or write the table again"),
+        ({"mode": None}, "mode=None; give captured or eager"),
+        (
+            {"measured": [{"sizes": [4000], "us": 1.0}]},
+            "measured has .*; give sizes, us, instead_us",
+        ),
+        (
+            {"measured": [{"sizes": [40, 1], "us": 1.0, "instead_us": 2.0}]},
+            "measured has .*; give sizes, us, instead_us",
+        ),
+        ({"measured": [{"sizes": [40], "us": 0, "instead_us": 2.0}]}, "measured has"),
+        ({"host_us": "1"}, "host_us='1' is no number"),
     ],
 )
 @pytest.mark.usefixtures("_fast")

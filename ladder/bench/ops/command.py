@@ -19,12 +19,22 @@ from ladder.bench.floors import bandwidth
 from ladder.bench.ops import derive
 from ladder.bench.ops.best import BEST, best_rows
 from ladder.bench.ops.cases import make_case
-from ladder.bench.ops.derive import Measured, Timed
+from ladder.bench.ops.derive import Timed
 from ladder.bench.ops.measure import link_rate, measure, pick, prepare, ways
 from ladder.bench.ops.page import picked_ranges, write_page
 from ladder.bench.ops.points import OpPoint, Variant, check_options, expand, variants
+from ladder.bench.ops.table import (
+    PLAIN,
+    Measured,
+    derive_table,
+    entries,
+    picked_by,
+    source_of,
+    write_table,
+)
 from ladder.bench.results import read_results
 from ladder.comm.access import common_push_refusal
+from ladder.comm.capture import MODES
 from ladder.files import check_names_file, check_writable, make_folder, write_text
 from ladder.models.errors import UserError
 from ladder.ops import registry
@@ -33,17 +43,45 @@ from ladder.plans import aligned
 from ladder.records import append, facts
 
 RESULTS, PAGE = "ops.jsonl", "ops.html"
+# Options of what to measure.
+MEASURING = (
+    "ops",
+    "shapes",
+    "m",
+    "tables",
+    "pooling",
+    "dtype",
+    "implementations",
+    "tune",
+    "budget",
+)
 
 
 def check(options: Any) -> None:
     """Raise UserError for wrong options, before ranks are started."""
     launch.check_nproc(options.nproc)
     check_options(options)
+    _check_records(options)
     table = options.write_table
     if table is not None:
         check_names_file(table, "--write-table")
     if table is not None and table.is_file():
         registry.read_table(table, "give another --write-table")  # now, and not at the end
+
+
+def _check_records(options: Any) -> None:
+    """Raise UserError if --records is beside options of what to measure, or names no files."""
+    if options.records is None:
+        return
+    if options.write_table is None:
+        raise UserError("--records without --write-table: name the table to write")
+    for name in MEASURING:
+        if getattr(options, name):
+            said = name.replace("_", "-")
+            raise UserError(f"--{said} with --records, which measures nothing: leave one out")
+    for file in options.records:
+        if not file.is_file():
+            raise UserError(f"--records={file}: there is no such file")
 
 
 def on_cpu(options: Any) -> bool:
@@ -58,6 +96,10 @@ def main(options: Any) -> int:
     Returns the exit status: 1 if something was wrong and not timed.
     """
     check(options)
+    if options.records is not None:
+        recorded = [record for file in options.records for record in read_results(file)]
+        _say_table(options.write_table, derive_table(options.write_table, recorded))
+        return 0
     if max(options.nproc, launch.world_size()) < 2:
         raise UserError("--nproc=1: a rank alone has nothing to exchange; start 2 or more")
     device = launch.join(options.device)
@@ -117,16 +159,21 @@ def measure_point(
     rates: bytes per second of the link and of a rank's memory.
     """
     case = make_case(point, group, device)
-    choices = [pick(case, device, any_order) for any_order in (False, True)]
+    choices = {
+        (mode, any_order): pick(case, device, any_order, mode)
+        for mode in MODES
+        for any_order in (False, True)
+    }
     backend = {"cpu": "gloo", "cuda": "NCCL"}[device.type]
-    each, left_out = ways(case, choices, asked, backend, fused)
+    each, left_out = ways(case, [*choices.values()], asked, backend, fused)
     ready, more, wrong = prepare(case, each, device)
     times = measure(ready, device)
-    in_order, in_any = (Variant(each.implementation, each.options) for each in choices)
+    picked = {key: Variant(each.implementation, each.options) for key, each in choices.items()}
     timed = [
         Timed(
             one.way.name, one.way.role, one.mode, turns.us, one.error,
-            one.way.variant == in_order, one.way.variant == in_any, one.way.variant, turns.mhz,
+            one.way.variant == picked[one.mode, False], one.way.variant == picked[one.mode, True],
+            one.way.variant, turns.mhz,
         )
         for one in ready
         for turns in [times[one.way.name, one.mode]]
@@ -136,7 +183,7 @@ def measure_point(
         for size, rate in zip((case.link_bytes, case.memory_bytes), rates, strict=True)
     )
     found = derive.summarise(timed, link, memory)
-    return (choices[0].call, found), [*left_out, *more], wrong
+    return (choices["eager", False].call, found), [*left_out, *more], wrong
 
 
 def _finish(
@@ -152,18 +199,20 @@ def _finish(
     else:
         print("nothing was measured", flush=True)
     if options.write_table is not None:
-        gpu = "CPU" if about["gpu"] == "none" else about["gpu"]
-        where = f"{gpu} x{about['ranks']}, torch {about['torch']}, {about['date']}"
-        new = derive.entries(measured, f"`ladder bench ops`, {where}")
-        derive.write_table(options.write_table, new)
-        print("E of what the new table picks:", *derive.picked_by(measured, new), sep="\n")
-        plain = registry.DEFAULT, registry.ANY_ORDER
-        faster = sum(entry["implementation"] not in plain for entry in new)
-        print(
-            f"{options.write_table}: {len(new)} entries, {faster} of overlapped ways; set "
-            f"{registry.VARIABLE} to it to use the table",
-            flush=True,
-        )
+        new = entries(measured, source_of(about))
+        write_table(options.write_table, new)
+        _say_table(options.write_table, picked_by(measured, new))
+
+
+def _say_table(table: Path, picked: list[str]) -> None:
+    found = registry.read_table(table)
+    print("E of what the new table picks:", *picked, sep="\n")
+    faster = sum(entry["implementation"] not in PLAIN for entry in found)
+    print(
+        f"{table}: {len(found)} entries, {faster} of overlapped ways; set {registry.VARIABLE} to "
+        f"it to use the table",
+        flush=True,
+    )
 
 
 def _machine(device: torch.device, world: int, rate: float, memory: float) -> dict[str, Any]:

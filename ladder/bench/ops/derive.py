@@ -1,4 +1,4 @@
-"""From times to ECT, overlap efficiency and floors; tables of them, and entries of the registry.
+"""From times to ECT, overlap efficiency and floors; tables of them.
 
 ECT, the effective communication time, and E, the overlap efficiency, are those of FLUX (arXiv
 2406.06858, section 2.3): ECT = time - product alone; E = 1 - ECT / ECT of product, then collective.
@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ladder.bench.ops.points import BAGS, OpPoint, Variant
-from ladder.files import write_text
-from ladder.ops import registry
-from ladder.ops.registry import ANY_ORDER, DEFAULT, Call, Implementation
+from ladder.comm.capture import Mode
 from ladder.plans import aligned
 
 EXPLANATION = """\
@@ -58,7 +55,7 @@ class Timed:
 
     name: str
     role: str
-    mode: str
+    mode: Mode
     times: Sequence[float]
     error: float
     picked: bool = False
@@ -174,105 +171,6 @@ def text_table(found: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-# -- the registry's table ---------------------------------------------------------------------
-
-Measured = tuple[Call, Sequence[tuple[Timed, Result]]]  # a point's
-
-
-def entries(measured: Sequence[Measured], source: str) -> list[dict[str, Any]]:
-    """The entries of each call: the fastest implementation, `staged` unless another is faster.
-
-    An implementation counts only where it was measured at every point of the call's sizes, in every
-    mode in which `staged` was (there are calls that no graph can hold), and was slower in none; but
-    for points at which no entry would pick it (`Implementation.wasteful`), and `staged` runs. An
-    entry of order "any" names what is the fastest beside `collective` in the same way; there is
-    one where `collective` was measured and that is not what the first entry names.
-    """
-    by_call: dict[Call, list[tuple[Call, dict[str, dict[Variant, float]]]]] = {}
-    for call, found in measured:
-        times: dict[str, dict[Variant, float]] = {}
-        for each, result in found:
-            if each.variant is not None:
-                times.setdefault(each.mode, {})[each.variant] = result.us
-        by_call.setdefault(replace(call, exact=()), []).append((call, times))
-    made = []
-    for call, points in by_call.items():
-        best: Variant | None = None
-        for order, base in zip(registry.ORDERS, (DEFAULT, ANY_ORDER), strict=True):
-            found_best = _fastest(points, Variant(base), order)
-            if found_best is None or found_best[0] == best:
-                continue
-            best, said = found_best
-            made.append({
-                "op": call.op, "device": call.device,
-                "dtype": str(call.dtype).removeprefix("torch."), "ranks": call.ranks,
-                "sizes": list(call.sizes), "order": order, "implementation": best.name,
-                "options": dict(best.options), "source": f"{source}: {said}",
-            })  # fmt: skip
-    return made
-
-
-def _fastest(
-    points: Sequence[tuple[Call, dict[str, dict[Variant, float]]]], base: Variant, order: str
-) -> tuple[Variant, str] | None:
-    """The fastest of what is nowhere slower than `base`, and its times; None without `base`."""
-    known = registry.OPERATORS[points[0][0].op].implementations
-    beside = [
-        [_would_run(call, mode, base) for mode in point.values() if base in mode]
-        for call, point in points
-    ]
-    if not all(beside):
-        return None  # it was wrong, or is not there: nothing is known to be as fast
-    modes = [mode for point in beside for mode in point]
-    able = [
-        variant
-        for variant in modes[0]
-        if all(variant in mode and mode[variant] <= mode[base] for mode in modes)
-        and _listable(known.get(variant.name), variant, order)
-    ]
-    firsts = [point[0] for point in beside]  # captured, if it can be
-    best = min(able, key=lambda variant: (sum(f[variant] for f in firsts), variant != base))
-    return best, "; ".join(_times(first, best, base) for first in firsts)
-
-
-def _would_run(call: Call, times: Mapping[Variant, float], base: Variant) -> dict[Variant, float]:
-    """The times of what would run, if an entry named each variant."""
-    return {
-        variant: times[base] if _wasteful(call, variant) else us for variant, us in times.items()
-    }
-
-
-def _wasteful(call: Call, variant: Variant) -> bool:
-    found = registry.OPERATORS[call.op].implementations.get(variant.name)
-    return found is not None and found.wasteful(call, dict(variant.options)) is not None
-
-
-def picked_by(measured: Sequence[Measured], new: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The ranges of E, at these points, of what these entries pick."""
-    known = {(*(str(entry[key]) for key in KEY), entry["order"]): entry for entry in new}
-    found: dict[str, list[float]] = {}
-    for call, timed in measured:
-        dtype = str(call.dtype).removeprefix("torch.")
-        key = call.op, call.device, dtype, str(call.ranks), str([*call.sizes])
-        for order, name in zip(registry.ORDERS, (call.op, f"{call.op} in any order"), strict=True):
-            entry = known.get((*key, order)) or known.get((*key, "ranks"))
-            if entry is None or (order == "any" and ANY_ORDER not in _names(call)):
-                continue
-            variant = Variant(entry["implementation"], tuple(entry["options"].items()))
-            if _wasteful(call, variant):
-                variant = Variant(registry.unmeasured(replace(call, any_order=order == "any")))
-            found.setdefault(name, []).extend(
-                result.efficiency
-                for each, result in timed
-                if each.variant == variant and result.efficiency is not None
-            )
-    return ranges(found)
-
-
-def _names(call: Call) -> Iterable[str]:
-    return registry.OPERATORS[call.op].implementations
-
-
 def ranges(found: Mapping[str, Sequence[float]]) -> list[str]:
     """By operator, the range of E, and how often it is below 0."""
     lines = []
@@ -284,30 +182,3 @@ def ranges(found: Mapping[str, Sequence[float]]) -> list[str]:
         ends = dict.fromkeys(f"{e:.2f}" for e in (min(each), max(each)))
         lines.append(f"{op} {' to '.join(ends)}{behind}")
     return lines
-
-
-def _listable(found: Implementation | None, variant: Variant, order: str) -> bool:
-    """Whether a table may name this for calls whose sums are in this order."""
-    if found is None:
-        return True
-    options = dict(variant.options)
-    return (order == "any" or found.ordered) and not any(name in options for name in found.insisted)
-
-
-def _times(times: Mapping[Variant, float], best: Variant, base: Variant) -> str:
-    beside = "" if best == base else f", {base} {times[base]:.1f}"
-    return f"{times[best]:.1f} us{beside}"
-
-
-KEY = ("op", "device", "dtype", "ranks", "sizes")
-
-
-def write_table(path: Path, new: Sequence[Mapping[str, Any]]) -> None:
-    """Add entries to the table `path`; they replace those of the same calls, of both orders."""
-    keys = [[entry[key] for key in KEY] for entry in new]
-    registry.read_table.cache_clear()
-    kept = registry.read_table(path) if path.is_file() else []
-    kept = [entry for entry in kept if [entry[key] for key in KEY] not in keys]
-    lines = ",\n".join(f" {json.dumps(entry)}" for entry in (*kept, *new))
-    write_text(path, f"[\n{lines}\n]\n")
-    registry.read_table.cache_clear()

@@ -20,6 +20,7 @@ from torch import Tensor
 from ladder.bench.ops.cases import Case, torch_calls
 from ladder.bench.ops.points import FLOATS, Variant, accepts
 from ladder.comm import symmetric
+from ladder.comm.capture import MODES, Mode
 from ladder.infer.graphs import capture_graph, time_turns
 from ladder.kernels.clock import Meter
 from ladder.ops import explain, use
@@ -52,14 +53,14 @@ class Way:
     variant: Variant | None = None
 
 
-def pick(case: Case, device: torch.device, any_order: bool = False) -> Choice:
+def pick(case: Case, device: torch.device, any_order: bool = False, mode: Mode = "eager") -> Choice:
     """What runs the case when nothing is insisted on.
 
     any_order: where the group allows any order of sums.
     """
     return explain(
         case.point.op, case.shapes, dtype=FLOATS[case.point.dtype], ranks=case.point.ranks,
-        device=device_name(device), any_order=any_order,
+        device=device_name(device), any_order=any_order, mode=mode,
     )  # fmt: skip
 
 
@@ -124,7 +125,7 @@ class Ready:
     """A way that is correct, to be timed. work: a turn of `calls` calls. error: see `compare`."""
 
     way: Way
-    mode: str  # eager, or captured in a CUDA graph
+    mode: Mode
     work: Callable[[], Any]
     calls: int
     error: float
@@ -153,7 +154,7 @@ def prepare(
     left_out: list[str] = []
     wrong: list[str] = []
     for way in each:
-        for mode in ("captured", "eager") if device.type == "cuda" else ("eager",):
+        for mode in MODES if device.type == "cuda" else ("eager",):
             about = f"{case.point} by {way.name}, {mode}"
             made: Ready | None = None
             reason = ""
@@ -178,7 +179,7 @@ def prepare(
     return ready, left_out, wrong
 
 
-def _ready(case: Case, way: Way, mode: str) -> Ready:
+def _ready(case: Case, way: Way, mode: Mode) -> Ready:
     """The way's error over CHECKS calls, and a turn to time."""
     flops = 2 * case.point.m * case.point.n * case.point.k / case.point.ranks
     calls = FEW_CALLS if flops > LARGE or case.point.tables else MANY

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ladder.config import configs_folder, model_config, parse_json
@@ -132,6 +132,23 @@ class Variant:
         return f"{self.name}:{said}" if said else self.name
 
 
+def point_of(record: Mapping[str, Any]) -> OpPoint:
+    """That of a record's `point`, which has more fields. Raises KeyError or TypeError."""
+    return OpPoint(**{each.name: record[each.name] for each in fields(OpPoint)})
+
+
+def sizes_of(point: OpPoint) -> tuple[int, ...]:
+    """The sizes of its operator as the registry measures them: those of a rank's product."""
+    m, n, k, ranks = point.m, point.n, point.k, point.ranks
+    if point.op in COLUMNS:
+        return m, n // ranks, k
+    if point.op == BAGS:
+        return m, ranks * point.tables, k
+    if point.op == EXPERTS:
+        return m // ranks, n, k, point.experts // ranks
+    return (m // ranks, n) if point.op in OF_EXPERTS else (m, n, k // ranks)
+
+
 def models() -> list[str]:
     return sorted(path.stem for path in (configs_folder() / "models").glob("*.yaml"))
 
@@ -223,6 +240,15 @@ def _variant(word: str, ops: Sequence[str]) -> Variant:
             raise UserError(f"--implementations={word}: {part!r} is no option; {name} has {wanted}")
         options.append((key, _option(value)))
     return Variant(name, tuple(options))
+
+
+def recorded(way: str, op: str) -> Variant | None:
+    """That of a record's `way`; None for an implementation, or an option, that there is no more."""
+    try:
+        (found,) = variants([way], [op]) or []
+    except UserError:
+        return None
+    return found
 
 
 def _option(text: str) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ladder.bench.ops.points import OpPoint, Variant, variants
+from ladder.bench.ops.points import OpPoint, Variant, point_of, recorded
 from ladder.models.errors import UserError
 from ladder.perf.machine import Machine
 from ladder.perf.operators.predict import ALONE, Predicted, Predictor, plain
@@ -88,7 +88,6 @@ def scores(files: Sequence[Path], machine: Machine) -> list[OperatorScore]:
 def _ways(
     files: Sequence[Path], machine: Machine
 ) -> Iterator[tuple[OpPoint, str, str, Variant, Measured]]:
-    names = {each.name for each in fields(OpPoint)}
     degrees = known_degrees(machine)
     said = ", ".join(map(str, files))
     for record in records(files):
@@ -96,7 +95,7 @@ def _ways(
         if "way" not in data or about.get("gpu") != machine.gpu or not record.get("result"):
             continue
         try:
-            point = OpPoint(**{key: data[key] for key in data if key in names})
+            point = point_of(data)
             variant = _variant(data, point)
             if variant is None or point.ranks not in degrees:
                 continue
@@ -117,11 +116,7 @@ def _variant(data: Mapping[str, Any], point: OpPoint) -> Variant | None:
         return plain(point.op)
     if data["role"] != "operator":
         return None
-    try:
-        (found,) = variants([data["way"]], [point.op]) or []
-    except UserError:  # an implementation, or an option, that there is no more
-        return None
-    return found
+    return recorded(data["way"], point.op)
 
 
 def _measured(result: Mapping[str, Any]) -> Measured:

@@ -1,0 +1,231 @@
+"""Entries of the operators' table, from what was just measured or from records."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ladder.bench.ops.derive import Result, Timed, ranges
+from ladder.bench.ops.points import (
+    FLOATS,
+    OpPoint,
+    Variant,
+    point_of,
+    recorded,
+    sizes_of,
+)
+from ladder.comm.capture import MODES, Mode
+from ladder.files import write_text
+from ladder.models.errors import UserError
+from ladder.ops import registry
+from ladder.ops.registry import ANY_ORDER, DEFAULT, Call, Implementation
+
+KEY = ("op", "device", "dtype", "ranks", "sizes")
+PLAIN = (DEFAULT, ANY_ORDER)  # what runs without an entry, by the order of sums
+# An eager call that takes so many times what it takes in a graph waited for the host.
+WAITED = 1.1
+
+Measured = tuple[Call, Sequence[tuple[Timed, Result]]]  # a point's, of both modes
+Times = dict[Mode, dict[Variant, float]]
+Point = tuple[Call, dict[Variant, float]]  # a call in one mode, and its times by implementation
+
+
+def entries(measured: Sequence[Measured], source: str) -> list[dict[str, Any]]:
+    """The entries of each call, captured and eager: the fastest implementation, `staged` unless
+    another is faster.
+
+    An implementation counts only where it was measured at every point of the call's sizes in this
+    mode, and was slower in none; but for points at which the entry would not pick it
+    (`ladder.ops.between`), and `staged` runs. Where no graph can hold `staged`, it counts with its
+    eager time. An entry of order "any" names what is the fastest beside `collective` in the same
+    way; there is one where `collective` was measured.
+    """
+    timed = [(call, times_of(found)) for call, found in measured]
+    waits = host_waits(timed)
+    by_call: dict[Call, list[Point]] = {}
+    for call, times in timed:
+        plain = {each: us for each, us in times.get("eager", {}).items() if each.name in PLAIN}
+        for mode, own in times.items():
+            at = replace(call, mode=mode)
+            by_call.setdefault(replace(at, exact=()), []).append((at, {**plain, **own}))
+    made = []
+    for call, points in by_call.items():
+        for order, base in zip(registry.ORDERS, PLAIN, strict=True):
+            found = _fastest(points, Variant(base), order, waits)
+            if found is not None:
+                made.append({
+                    "op": call.op, "device": call.device,
+                    "dtype": str(call.dtype).removeprefix("torch."), "ranks": call.ranks,
+                    "sizes": list(call.sizes), "mode": call.mode, "order": order, **found,
+                    "source": source,
+                })  # fmt: skip
+    return made
+
+
+def times_of(found: Iterable[tuple[Timed, Result]]) -> Times:
+    times: Times = {}
+    for each, result in found:
+        if each.variant is not None:
+            times.setdefault(each.mode, {})[each.variant] = result.us
+    return times
+
+
+def host_waits(timed: Sequence[tuple[Call, Times]]) -> dict[tuple[str, Variant], float]:
+    """How long the host may take to enqueue an operator's call: the longest of eager calls that
+    waited for it, or else the shortest of all, which took no longer."""
+    found: dict[tuple[str, Variant], tuple[list[float], list[float]]] = {}
+    for call, times in timed:
+        for variant, us in times.get("eager", {}).items():
+            waited, others = found.setdefault((call.op, variant), ([], []))
+            captured = times.get("captured", {}).get(variant, math.inf)
+            (waited if us > WAITED * captured else others).append(us)
+    return {
+        key: max(waited) if waited else min(others) for key, (waited, others) in found.items()
+    }  # fmt: skip
+
+
+def _fastest(
+    points: Sequence[Point], base: Variant, order: str, waits: Mapping[tuple[str, Variant], float]
+) -> dict[str, Any] | None:
+    """What an entry has of the fastest that is nowhere slower than `base`; None without `base`."""
+    if not all(base in times for _, times in points):
+        return None  # it was wrong, or is not there: nothing is known to be as fast
+    known = registry.OPERATORS[points[0][0].op].implementations
+    best: dict[str, Any] = {}
+    least = math.inf
+    for variant in sorted(points[0][1], key=lambda each: each != base):
+        found = known.get(variant.name)
+        listed = found is None or _listable(found, variant, order)
+        if not listed or not all(variant in times for _, times in points):
+            continue
+        tried = timed_entry(points, variant, base, waits)
+        us = 0.0
+        for at, times in points:
+            unfit = _unfit(at, tried)
+            slower = times[variant] > times[base] and not unfit
+            us += math.inf if slower else times[base if unfit else variant]
+        if us < least:
+            best, least = tried, us
+    return best
+
+
+def timed_entry(
+    points: Sequence[Point], variant: Variant, base: Variant,
+    waits: Mapping[tuple[str, Variant], float],
+) -> dict[str, Any]:  # fmt: skip
+    """What an entry has of an implementation; its sizes are those where it is not slower."""
+    call = points[0][0]
+    found = registry.OPERATORS[call.op].implementations.get(variant.name)
+    waiting = call.mode == "eager" and found is not None and found.surplus is not None
+    return {
+        "implementation": variant.name, "options": dict(variant.options),
+        "measured": [
+            {"sizes": list(at.exact), "us": round(times[variant], 1),
+             "instead_us": round(times[base], 1)}
+            for at, times in points
+            if times[variant] <= times[base]
+        ],
+        "host_us": round(waits[call.op, variant], 1) if waiting else 0,
+    }  # fmt: skip
+
+
+def _unfit(call: Call, entry: Mapping[str, Any]) -> bool:
+    found = registry.OPERATORS[call.op].implementations.get(entry["implementation"])
+    return found is not None and found.wasteful(call, entry) is not None
+
+
+def _listable(found: Implementation, variant: Variant, order: str) -> bool:
+    """Whether a table may name this for calls whose sums are in this order."""
+    options = dict(variant.options)
+    return (order == "any" or found.ordered) and not any(name in options for name in found.insisted)
+
+
+def picked_by(measured: Sequence[Measured], new: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The ranges of E, at these points, of what these entries pick."""
+    known = {(*(str(entry[key]) for key in (*KEY, "mode")), entry["order"]): entry for entry in new}
+    found: dict[str, list[float]] = {}
+    for (call, timed), mode in ((each, mode) for each in measured for mode in MODES):
+        call = replace(call, mode=mode)
+        dtype = str(call.dtype).removeprefix("torch.")
+        key = call.op, call.device, dtype, str(call.ranks), str([*call.sizes]), mode
+        for order, said in zip(registry.ORDERS, ("", " in any order"), strict=True):
+            entry = known.get((*key, order)) or known.get((*key, "ranks"))
+            implementations = registry.OPERATORS[call.op].implementations
+            if entry is None or (order == "any" and ANY_ORDER not in implementations):
+                continue
+            variant = Variant(entry["implementation"], tuple(entry["options"].items()))
+            if _unfit(call, entry):
+                variant = Variant(registry.unmeasured(replace(call, any_order=order == "any")))
+            found.setdefault(f"{call.op}{said}, {mode}", []).extend(
+                result.efficiency
+                for each, result in timed
+                if (each.variant, each.mode) == (variant, mode) and result.efficiency is not None
+            )
+    return ranges(found)
+
+
+def write_table(path: Path, new: Sequence[Mapping[str, Any]]) -> None:
+    """Add entries to the table `path`; they replace those of the same calls, of both modes and
+    orders."""
+    keys = [[entry[key] for key in KEY] for entry in new]
+    registry.read_table.cache_clear()
+    kept = registry.read_table(path) if path.is_file() else []
+    kept = [entry for entry in kept if [entry[key] for key in KEY] not in keys]
+    lines = ",\n".join(f" {json.dumps(entry)}" for entry in (*kept, *new))
+    write_text(path, f"[\n{lines}\n]\n")
+    registry.read_table.cache_clear()
+
+
+# -- records ----------------------------------------------------------------------------------
+
+
+def source_of(machine: Mapping[str, Any]) -> str:
+    gpu = "CPU" if machine["gpu"] == "none" else machine["gpu"]
+    return (
+        f"`ladder bench ops`, {gpu} x{machine['ranks']}, torch {machine['torch']}, "
+        f"{machine['date']}"
+    )
+
+
+def recorded_points(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Measured]]:
+    """By source, what records say; of a point that was measured again, the newest run.
+
+    Raises UserError for a record that lacks a field.
+    """
+    runs: dict[tuple[str, OpPoint, str], dict[tuple[str, str], tuple[Timed, Result]]] = {}
+    for record in records:
+        try:
+            point, way = point_of(record["point"]), record["point"]["way"]
+            role, mode = record["point"]["role"], record["point"]["mode"]
+            result, about = Result(**record["result"]), record["machine"]
+            device = "cpu" if about["gpu"] == "none" else about["gpu"]
+            run = runs.setdefault((source_of(about), point, device), {})
+        except (KeyError, TypeError) as error:
+            raise UserError(
+                f"--records: a record lacks a field, or has one that is unknown ({error}); name "
+                f"files that `ladder bench ops` has written"
+            ) from error
+        if (way, mode) in run:
+            run.clear()  # it begins anew
+        variant = recorded(way, point.op) if role == "operator" else None
+        run[way, mode] = Timed(way, role, mode, (), result.error, variant=variant), result
+    found: dict[str, list[Measured]] = {}
+    for (source, point, device), run in runs.items():
+        exact, dtype = sizes_of(point), FLOATS[point.dtype]
+        sizes = registry.bucket(exact)
+        call = Call(point.op, device, dtype, point.ranks, sizes, exact=exact)
+        found.setdefault(source, []).append((call, [*run.values()]))
+    return found
+
+
+def derive_table(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Write the entries of records to the table `path`; the ranges of E of what it then picks."""
+    found = recorded_points(records)
+    for source, measured in found.items():
+        write_table(path, entries(measured, source))
+    everything = [each for measured in found.values() for each in measured]
+    return picked_by(everything, registry.read_table(path))

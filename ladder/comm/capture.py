@@ -1,0 +1,51 @@
+"""Whether a call is captured in a CUDA graph or runs eagerly: other implementations are faster.
+
+Without a graph the host enqueues each kernel, copy and wait; in one they follow each other at once.
+So tables have entries for each mode. A call is `captured` while its stream is being captured, and
+within `as_captured`: what prepares a capture (memory, kernels, tables) must run what it will pick,
+since a capture can make none of that. The backward pass of a captured forward pass is another call,
+with the mode of its own time.
+
+All ranks of a group must be in the same mode, as they must make the same calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+
+Mode = Literal["captured", "eager"]
+MODES: tuple[Mode, ...] = ("captured", "eager")
+# How many `as_captured` are open. Not of a thread: autograd runs backward passes in others.
+_as_captured = 0
+
+
+def capturing() -> bool:
+    """Whether the current stream is being captured."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def mode() -> Mode:
+    """The mode of a call now."""
+    return "captured" if _as_captured or capturing() else "eager"
+
+
+@contextlib.contextmanager
+def as_captured() -> Iterator[None]:
+    """Within this context, calls run what a CUDA graph of them would: for the runs before a
+    capture. All ranks must enter it.
+
+        with torch.cuda.stream(stream), ladder.ops.as_captured():
+            step()
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+    """
+    global _as_captured
+    _as_captured += 1
+    try:
+        yield
+    finally:
+        _as_captured -= 1

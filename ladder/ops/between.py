@@ -1,0 +1,86 @@
+"""Whether a table's entry is for a call whose sizes lie between those that were measured.
+
+An entry is for a bucket of sizes, and was measured at some of them. There it is taken. Elsewhere it
+is taken where two bounds say that it is not slower than what would run without it, if it is an
+implementation that cuts a product (`Implementation.surplus`):
+
+- Its products may take longer than one of all rows, in waves of tiles (`ladder.ops.waves`), by no
+  more than it gained at every measured size, and they took longer there, less NOISE. What it gains,
+  as a share of its time, goes with the exchange's bytes over the product's operations: with 1 / n
+  for a gather and 1 / k for a scatter.
+- Eager, what would run without it must take `host_us` or more, in proportion to the operations. So
+  long may the host take to enqueue a call of it; then the call takes as long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ladder.models.errors import UserError
+
+if TYPE_CHECKING:
+    from ladder.ops.registry import Call
+
+# Of each measured size: how long the implementation took, and what would run without it.
+FIELDS = {"sizes": list, "us": int | float, "instead_us": int | float}
+# `collective` and the baseline of `ladder bench ops` do the same: their medians differ by so much.
+NOISE = 0.01
+Surplus = Callable[["Call", Mapping[str, Any]], float]
+
+
+def refusal(call: Call, entry: Mapping[str, Any], surplus: Surplus | None) -> str | None:
+    """Why the entry of the call's bucket is not for this call, or None."""
+    measured = entry["measured"]
+    if surplus is None or not measured or not all(call.exact):
+        return None
+    if not call.exact or any(tuple(each["sizes"]) == call.exact for each in measured):
+        return None
+    operations = math.prod(call.exact)
+    instead = min(each["instead_us"] * operations / math.prod(each["sizes"]) for each in measured)
+    if call.mode == "eager" and instead < entry["host_us"]:
+        return (
+            f"which the host may take {entry['host_us']:.0f} us to enqueue, and a call without it "
+            f"takes about {instead:.0f}"
+        )
+    longer, allowed = surplus(call, entry["options"]), math.inf
+    for each in measured:
+        there = replace(call, exact=tuple(each["sizes"]))
+        gained = (each["instead_us"] / each["us"] - 1) * _width(there) / _width(call)
+        allowed = min(allowed, surplus(there, entry["options"]) + gained - NOISE)
+    if longer <= allowed:
+        return None
+    return (
+        f"whose tiles take {longer:.1%} longer at this size than those of one product, and "
+        f"{max(0.0, allowed):.1%} is sure to be gained"
+    )
+
+
+def said(entry: Mapping[str, Any]) -> str:
+    """What was measured, in words."""
+    times = ((each["us"], each["instead_us"]) for each in entry["measured"])
+    return "".join(
+        f"; {us:.1f} us" + (f", {instead:.1f} without it" if instead != us else "")
+        for us, instead in times
+    )
+
+
+def _width(call: Call) -> int:
+    """A product's operations for each number that its exchange moves, but for a constant."""
+    _, outputs, inputs = call.exact
+    return outputs if call.op == "all_gather_matmul" else inputs
+
+
+def check(where: str, entry: Mapping[str, Any]) -> None:
+    """Raise UserError unless the entry's `measured` and `host_us` are valid."""
+    for each in entry["measured"]:
+        right = isinstance(each, dict) and each.keys() == FIELDS.keys()
+        right = right and all(isinstance(each[key], kind) for key, kind in FIELDS.items())
+        right = right and len(each["sizes"]) == len(entry["sizes"])
+        if not right or min(each["us"], each["instead_us"], *each["sizes"]) <= 0:
+            raise UserError(
+                f"{where}: measured has {each!r}; give {', '.join(FIELDS)}, as `ladder bench ops "
+                f"--write-table` does"
+            )
