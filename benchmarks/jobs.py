@@ -87,6 +87,9 @@ def finish(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("interrupted; what is finished is kept", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader of the output has left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     return code
 
 
