@@ -28,6 +28,8 @@ from ladder.bench import figures, results
 from ladder.bench.inference import page as inference
 from ladder.bench.inference.derive import by_case, derive_rows, improvements
 from ladder.bench.ops import page as ops
+from ladder.bench.ops.best import of_role
+from ladder.bench.ops.derive import groups
 from ladder.bench.report import Link, PagePart, Text, page
 from ladder.files import make_folder, write_text
 from ladder.parser import Parser, parse_words
@@ -49,6 +51,7 @@ QUALITY_LATENCY = (
     "2026-11-22-rare-reduces-half-8b-h200x2",
 )
 RESIDUAL = "2026-11-22-residual-cpu"
+OPS, FUSED = "2026-11-23-ops-h200x2", "flux-gpt3"  # the shape that is drawn
 MODEL, TP, BATCH = "llama-3-8b", 4, 1  # of the figures of inference
 
 
@@ -144,9 +147,37 @@ def written_trained() -> str:
     return written("trained", "Trained, these outputs have grown, and are still smaller")
 
 
+def operators() -> str:
+    """The communication that is not hidden, as in FLUX: NCCL, torch's fastest, ours, in graphs."""
+    names = {"collective": "NCCL", "torch": "torch, fused", "operator": "ladder"}
+    bars, best = [], []
+    members = [r for r in read(OPS) if r["point"]["shape"] == FUSED]
+    for (op, mode), points in sorted(groups(members).items()):
+        for text, ways in sorted(points.items(), key=lambda each: json.loads(each[0])["m"]):
+            for role, name in names.items() if mode == "captured" else ():
+                if (record := of_role(ways, role)) is None:
+                    continue
+                result, m = record["result"], json.loads(text)["m"]
+                said = f"{result['ect_us']:.0f} us"
+                if role != "collective":
+                    said += f", {100 * result['efficiency']:.0f} % hidden"
+                label = f"{op.replace('_', ' ')}, m {m}: {name}"
+                colour = ops.ROLE_COLOURS.get(role, figures.COLOURS["ladder"])
+                bars.append(figures.Bar(label, result["ect_us"], said, colour))
+                best += [result["efficiency"]] if role == "operator" else []
+    title = f"Fused operators hide {100 * min(best):.0f} to {100 * max(best):.0f} % of NCCL's time"
+    about = members[0]["machine"]
+    subtitle = (
+        f"FLUX's shapes of GPT-3, {about['ranks']}x {about['gpu']}, CUDA graphs; time beyond "
+        f"that of the product alone"
+    )
+    return figures.bars(bars, "us", title=title, subtitle=subtitle, row=20)
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "latency.svg": latency,
     "batches.svg": batches,
+    "operators.svg": operators,
     "quality-latency.svg": quality_latency,
     "quality-no-nvlink.svg": quality_no_nvlink,
     "residual-initial.svg": written_initial,
