@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 from ladder.ops.track import Program
@@ -100,6 +101,15 @@ class Work:
 
 Step = Await | Put | Record | Follow | Work
 Schedule = tuple[Step, ...]
+
+
+def jobs(schedule: Schedule) -> list[tuple[Step, ...]]:
+    """What the host enqueues, job by job: words that follow each other in a stream are one."""
+
+    def kind(step: Step) -> object:
+        return step.stream if isinstance(step, Await | Put) else id(step)
+
+    return [tuple(each) for _, each in groupby(schedule, kind)]
 
 
 def others(rank: int, world: int, step: int = 1) -> list[int]:

@@ -24,12 +24,12 @@ from ladder.comm import capture, driver, symmetric
 from ladder.comm.driver import MemoryOperation
 from ladder.comm.symmetric import SymmetricTensor
 from ladder.models.errors import UserError
+from ladder.ops import schedules
 from ladder.ops.schedules import (
     KINDS,
     Await,
     Follow,
     Kind,
-    Put,
     Record,
     Schedule,
     Stream,
@@ -193,12 +193,8 @@ class Workspace:
     def _plan(self, schedule: Schedule, chosen: int) -> list[tuple[Stream, list[Job]]]:
         """What the host does for a call, stream by stream."""
 
-        def kind(step: Any) -> object:
-            return step.stream if isinstance(step, Await | Put) else id(step)
-
         jobs: list[tuple[Stream, Job]] = []
-        for _, group in groupby(schedule, kind):
-            steps = tuple(group)
+        for steps in schedules.jobs(schedule):
             first = steps[0]
             if isinstance(first, Work):
                 job: Job = first.action, first.chunk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ladder.bench.ops.points import OpPoint, Variant
+from ladder.bench.ops.points import OpPoint, Variant, calls_of
 from ladder.cli import main
 from ladder.models.errors import UserError
 from ladder.ops import schedules
@@ -20,13 +21,16 @@ from ladder.perf.machine import Curve, Machine, Value
 from ladder.perf.machine_files import load
 from ladder.perf.nodes import for_degree
 from ladder.perf.nodes import load as load_any
-from ladder.perf.operators.cost import OperatorCost
+from ladder.perf.operators.cost import HOST_LAUNCH_US, OperatorCost
 from ladder.perf.operators.lower import GATHER, LANDING, OPS, REDUCE, SCATTER
 from ladder.perf.operators.predict import Predictor, plain, predicts
 from ladder.perf.operators.run import Copies, Moves, Rates, Task, Tasks, Tiles, run
-from ladder.perf.operators.scores import scores, summary
+from ladder.perf.operators.scores import picks, scores, summary
 
-RECORD = Path(__file__).parents[2] / "benchmarks/results/2026-11-22-ops-h200x2.jsonl"
+RECORD, SECOND = (
+    Path(__file__).parents[2] / f"benchmarks/results/2026-11-{day}-ops-h200x2.jsonl"
+    for day in (22, 23)
+)
 ALONE, STAGED, CHUNKED = Variant("alone"), Variant("staged"), Variant("chunked")
 FREE = Rates(4)  # four multiprocessors, and nothing slows anything
 
@@ -131,6 +135,17 @@ def test_tiles_wait_for_their_own_shard_alone() -> None:
     assert run(made, of(14.0), FREE).us == pytest.approx(19.0)
 
 
+def test_products_of_two_streams_take_turns_in_a_graph() -> None:
+    """Of two products of two waves, the first one's later tiles then wait for the other's: it ends
+    after 15 and not 10, and so does the peers' copy begin."""
+    made = [schedules.reduce_scatter(rank, 2, streams=2) for rank in range(2)]
+    product, shared = Tiles(8, 5.0), replace(FREE, interleaved=True)
+    assert run(made, tasks(product, 12.0, 2.0), FREE).us == pytest.approx(10.0 + 12.0 + 2.0)
+    assert run(made, tasks(product, 12.0, 2.0), shared).us == pytest.approx(15.0 + 12.0 + 2.0)
+    one = [schedules.reduce_scatter(rank, 2) for rank in range(2)]
+    assert run(one, tasks(product, 12.0, 2.0), shared) == run(one, tasks(product, 12.0, 2.0), FREE)
+
+
 def test_ranks_that_wait_for_each_other_are_found() -> None:
     made = [schedules.all_gather(0, 2), ()]
     with pytest.raises(AssertionError, match="wait for each other"):
@@ -219,6 +234,33 @@ def test_the_limit_of_power_slows_what_never_pauses() -> None:
     assert slow < fast  # the product beside an exchange is slowed less
 
 
+def test_the_clock_is_that_of_a_benchmarks_turns() -> None:
+    """Short turns end before the limit of power has slowed the products."""
+    machine = load("h200x2")
+    cost = OperatorCost(machine)
+    shares = [cost.share(us, us, 4) for us in (10.0, 1e3, 1e4, 1e6)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] == pytest.approx(1.0, abs=0.01)
+    assert shares[-1] == pytest.approx(machine.value("power_limit") ** (1 / 3), abs=0.01)
+    small, large = replace(point(SCATTER), m=64), point(SCATTER)
+    assert (calls_of(small), calls_of(large)) == (20, 4)
+
+
+def test_short_eager_calls_wait_for_the_host() -> None:
+    """What overlaps, that is; a host of half the speed takes twice as long."""
+    found = machine()
+    times, cost = Predictor(found), OperatorCost(found)
+    short, made = replace(point(SCATTER), k=512), schedules.reduce_scatter(0, 2)
+    assert times.us(short, CHUNKED, "captured") < 200
+    assert times.us(short, CHUNKED, "eager") == cost.host(made) == pytest.approx(270 + 12 * 8.9)
+    assert times.us(short, STAGED, "eager") == times.us(short, STAGED, "captured")
+    long = times.us(point(SCATTER), CHUNKED, "eager")
+    assert long == times.us(point(SCATTER), CHUNKED, "captured") > 1000
+    values = {**found.values, "host_launch_us": Value(2 * HOST_LAUNCH_US, "declared: a test")}
+    slow = Predictor(replace(found, values=values))
+    assert slow.us(short, CHUNKED, "eager") == pytest.approx(2 * cost.host(made))
+
+
 def test_measured_shapes_take_the_place_of_the_square() -> None:
     slow = Curve(
         "matrix", {"outputs": 12288, "inputs": 24576}, ((1024.0, 2e3), (8192.0, 16e3)), "measured"
@@ -280,6 +322,20 @@ def test_recorded_operators_are_predicted_as_well_as_they_were() -> None:
     (_, _, ect, off) = errors["chunked"]
     assert ect < 65
     assert sum(map(abs, off)) < 0.27 * len(off)
+
+
+def test_a_second_record_is_predicted_in_both_modes() -> None:
+    """Of it, only the host's time was taken, from one product, and how graphs run two streams."""
+    found = scores([SECOND], load("h200x2"))
+    for mode, error, regret in (("captured", 0.07, 0.015), ("eager", 0.09, 0.04)):
+        here = [each for each in found if each.mode == mode]
+        assert len(here) > 100
+        assert statistics.mean(abs(each.error) for each in here) < error
+        off = [abs(each.off) for each in here if each.off is not None]
+        assert statistics.median(off) < 0.13
+        picked = picks(here)
+        assert len(picked) == 16
+        assert statistics.mean(picked) < regret
 
 
 def test_validate_prints_operators(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

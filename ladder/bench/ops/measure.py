@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.bench.ops.cases import Case, torch_calls
-from ladder.bench.ops.points import FLOATS, Variant, accepts
+from ladder.bench.ops.points import FLOATS, TURNS, Variant, accepts, calls_of
 from ladder.comm import symmetric
 from ladder.comm.capture import MODES, Mode
 from ladder.infer.graphs import capture_graph, time_turns
@@ -31,9 +31,7 @@ NATIVE = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
 CHECKS = 3  # calls that are compared with the exact result
 # Rounds over all ways, and timed turns of a way in each. A GPU at its limit of power changes its
 # clock by some percent from round to round, so many rounds say more than many turns.
-ROUNDS, TURNS = 15, 2
-MANY, FEW_CALLS = 20, 4  # calls in a turn of small and large products on a GPU
-LARGE = 1e11  # floating-point operations from which a product is large
+ROUNDS = 15
 LINK_BYTES = 2**26
 # The fused operators of torch 2.11 call what torch 2.11 deprecates, each time.
 DEPRECATED = "`enable_symm_mem_for_group` is deprecated"
@@ -181,10 +179,7 @@ def prepare(
 
 def _ready(case: Case, way: Way, mode: Mode) -> Ready:
     """The way's error over CHECKS calls, and a turn to time."""
-    flops = 2 * case.point.m * case.point.n * case.point.k / case.point.ranks
-    calls = FEW_CALLS if flops > LARGE or case.point.tables else MANY
-    if not case.expected[0].is_cuda:
-        calls = 1
+    calls = calls_of(case.point) if case.expected[0].is_cuda else 1
     outputs = case.outputs if way.role != "alone" else lambda result: []
     expected = case.expected if way.role != "alone" else []
     error = 0.0

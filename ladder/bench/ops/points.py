@@ -55,6 +55,9 @@ TOKENS = (1024, 4096)  # tokens of a rank, of a mixture of experts
 BATCHES = (512, 1024, 2048)  # samples over all ranks, of embedding bags
 DIM, TABLE_ROWS = 256, 10_000
 TABLES, POOLING = (256,), (10, 30, 70)  # tables of a rank, rows of a bag
+TURNS = 2  # of a way in each round, behind one that aligns the ranks
+MANY, FEW_CALLS = 20, 4  # calls in a turn of small and large products on a GPU
+LARGE = 1e11  # floating-point operations from which a product is large
 FLOATS = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
@@ -147,6 +150,12 @@ def sizes_of(point: OpPoint) -> tuple[int, ...]:
     if point.op == EXPERTS:
         return m // ranks, n, k, point.experts // ranks
     return (m // ranks, n) if point.op in OF_EXPERTS else (m, n, k // ranks)
+
+
+def calls_of(point: OpPoint) -> int:
+    """How many calls a turn has on a GPU."""
+    flops = 2 * point.m * point.n * point.k / point.ranks
+    return FEW_CALLS if flops > LARGE or point.tables else MANY
 
 
 def models() -> list[str]:

@@ -18,11 +18,12 @@ from ladder.perf.prediction.command import machine_of
 from ladder.plans import aligned
 
 NCCL = "NCCL"
-HEAD = ["operator", "shape", "m", "implementation", "us", "ECT us", "E"]
+HEAD = ["operator", "shape", "m", "implementation", "us", "ECT us", "E", "eager us", "E"]
 EXPLANATION = """\
 alone: the product by cuBLAS. ECT: the time beyond it. E: the share of NCCL's ECT that is hidden;
-0: product, then NCCL; 1: nothing is left. * is the fastest. In calls that follow each other for
-long, at the GPU's limit of power."""
+0: product, then NCCL; 1: nothing is left. In CUDA graphs, and eager, where short calls wait for the
+host. * is the fastest in graphs, + eager. At the clock that a GPU at its limit of power has in the
+turns of `ladder bench ops`."""
 
 
 def main(options: Any) -> int:
@@ -50,10 +51,11 @@ def main(options: Any) -> int:
         return 0
     table = [HEAD]
     for row in rows:
-        e = "-" if row["efficiency"] is None else f"{row['efficiency']:.2f}"
+        marks = "*" * row["fastest"] + "+" * row["fastest_eager"]
         table.append([
-            row["op"], sizes(row), str(row["m"]), row["way"] + " *" * row["fastest"],
-            f"{row['us']:.1f}", f"{row['ect_us']:.1f}", e,
+            row["op"], sizes(row), str(row["m"]), f"{row['way']} {marks}".rstrip(),
+            f"{row['us']:.1f}", f"{row['ect_us']:.1f}", _share(row["efficiency"]),
+            f"{row['eager_us']:.1f}", _share(row["eager_efficiency"]),
         ])  # fmt: skip
     print(f"{machine.name}, {ranks} ranks\n\n{aligned(table)}\n")
     said = f"not measured: {', '.join(predictor.unmeasured)}" if predictor.unmeasured else ""
@@ -76,13 +78,20 @@ def _rows(predictor: Predictor, point: OpPoint, wanted: list[Variant]) -> list[d
     """The product alone, NCCL, and the ways that the operator has."""
     ways = {ALONE: Variant(ALONE), NCCL: plain(point.op)}
     ways |= {str(each): each for each in wanted if _accepts(predictor, point, each)}
-    found = {way: predictor(point, variant) for way, variant in ways.items()}
-    least = min(found[way].us for way in found if way != ALONE)
+    found = {way: predictor(point, variant, "captured") for way, variant in ways.items()}
+    eager = {way: predictor(point, variant, "eager") for way, variant in ways.items()}
+    least, first = (min(each[way].us for way in ways if way != ALONE) for each in (found, eager))
     return [
         {**asdict(point), "way": way, **asdict(each),
-         "fastest": way != ALONE and each.us == least}
+         "fastest": way != ALONE and each.us == least,
+         "eager_us": eager[way].us, "eager_efficiency": eager[way].efficiency,
+         "fastest_eager": way != ALONE and eager[way].us == first}
         for way, each in found.items()
     ]  # fmt: skip
+
+
+def _share(e: float | None) -> str:
+    return "-" if e is None else f"{e:.2f}"
 
 
 def _accepts(predictor: Predictor, point: OpPoint, variant: Variant) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 
+from ladder.bench.ops.points import TURNS
+from ladder.comm.capture import Mode
 from ladder.costs import BF16, MULTIPROCESSORS
+from ladder.ops.schedules import Schedule, jobs
 from ladder.ops.waves import CUBLAS, count, least_taken, split, taken
 from ladder.perf.cost_prefill import FILL, SQUARE, backend_exchange, power_share
 from ladder.perf.grid import matrix_rate
@@ -12,10 +15,13 @@ from ladder.perf.machine import Machine
 from ladder.perf.operators.run import Copies, Moves, Rates, Tiles
 from ladder.perf.slowdowns import Slowdowns
 
-# Of cuBLAS's rate, that of our Triton product: 0.95 to 0.99 in sketches on four H200, TP 4 (torch
-# 2.11, 2026-11-22), before there were operators.
-TRITON = 0.97
-LONG = 1e3  # calls, one after the other, over which the limit of power is reached
+# Of cuBLAS's rate, that of our Triton product: of m 8192 in 2026-11-22-ops-h200x2.jsonl, less what
+# its schedule exposes, 0.98 for `waiting` and `tracked`; in sketches on four H200, 0.95 to 0.99.
+TRITON = 0.98
+# What the host takes to enqueue an overlapped call without a graph, in the products of half-8b's o
+# in 2026-11-23-ops-h200x2.jsonl, whose calls waited for it: 12, 16 and 26 jobs took
+# 371, 419 and 499 us. That host launched a kernel in 6.06 us.
+HOST_CALL_US, HOST_JOB_US, HOST_LAUNCH_US = 270.0, 8.9, 6.06
 LARGE = 2.0**28  # bytes of a copy whose rate is the link's
 
 
@@ -69,16 +75,28 @@ class OperatorCost:
         """By NCCL, with its launch. An all-to-all takes what an all-gather of its bytes does."""
         return backend_exchange(self.machine, kind, nbytes).us + self.gap
 
-    def share(self, busy_us: float, us: float) -> float:
-        """Of its speed, what a product keeps in calls that follow each other for long."""
+    def share(self, busy_us: float, us: float, calls: int) -> float:
+        """Of its speed, what a product keeps in the turns that `ladder bench ops` times, of so many
+        calls each, behind one that it does not."""
         limit, boost = self.machine.value("power_limit"), self.machine.value("boost_ms")
-        return power_share(limit, boost, LONG * busy_us, LONG * us)
 
-    def rates(self, share: float) -> Rates:
+        def kept(turns: int) -> float:
+            long = turns * calls
+            return long * power_share(limit, boost, long * busy_us, long * us)
+
+        return (kept(1 + TURNS) - kept(1)) / (TURNS * calls)
+
+    def host(self, schedule: Schedule) -> float:
+        """What the host takes to enqueue a call: a part for each call, and one for each job."""
+        known = self.machine.values.get("host_launch_us")
+        speed = known.value / HOST_LAUNCH_US if known else 1.0
+        return speed * (HOST_CALL_US + HOST_JOB_US * len(jobs(schedule)))
+
+    def rates(self, share: float, mode: Mode) -> Rates:
         copied = 2 * LARGE / self.machine.curve("peer copy").at(LARGE).us
         return Rates(
             MULTIPROCESSORS, self.gap, share,
             self.slowdowns.value("product_beside_copies"),
             self.slowdowns.value("copies_beside_product"),
-            1 - copied / self.memory,
+            1 - copied / self.memory, interleaved=mode == "captured",
         )  # fmt: skip

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ladder.bench.ops.derive import ect_us, efficiency
-from ladder.bench.ops.points import OpPoint, Variant
+from ladder.bench.ops.points import OpPoint, Variant, calls_of
+from ladder.comm.capture import Mode
 from ladder.costs import BF16
 from ladder.models.errors import UserError
 from ladder.ops.pushed import LARGEST
@@ -51,24 +52,26 @@ class Predictor:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self._costs: dict[int, OperatorCost] = {}
-        self._times: dict[tuple[OpPoint, Variant], float] = {}
+        self._times: dict[tuple[OpPoint, Variant, Mode], float] = {}
 
-    def __call__(self, point: OpPoint, variant: Variant) -> Predicted:
-        us = self.us(point, variant)
+    def __call__(self, point: OpPoint, variant: Variant, mode: Mode = "captured") -> Predicted:
+        """Of calls that follow each other as in the turns of `ladder bench ops`."""
+        us = self.us(point, variant, mode)
         alone, baseline = self.us(point, Variant(ALONE)), self.us(point, plain(point.op))
         e = None if variant.name == ALONE else efficiency(us, alone, baseline)
         return Predicted(us, ect_us(us, alone), e)
 
-    def us(self, point: OpPoint, variant: Variant) -> float:
+    def us(self, point: OpPoint, variant: Variant, mode: Mode = "captured") -> float:
         """Microseconds of a call. Raises UserError for one that is not predicted."""
         if not predicts(point, variant):
             raise UserError(
                 f"{point.op} by {variant} is not predicted; known: {', '.join(OPS)} by "
                 f"{', '.join(KNOWN)}, in 16 bits"
             )
-        if (point, variant) not in self._times:
-            self._times[point, variant] = _time(self.cost(point.ranks), point, variant)
-        return self._times[point, variant]
+        key = point, variant, mode
+        if key not in self._times:
+            self._times[key] = _time(self.cost(point.ranks), point, variant, mode)
+        return self._times[key]
 
     def able(self, point: OpPoint, variant: Variant) -> bool:
         """Whether a call is predicted, and the machine has what it needs."""
@@ -108,8 +111,8 @@ def predicts(point: OpPoint, variant: Variant) -> bool:
     return variant.name in (ALONE, DEFAULT) or (variant.name == ANY_ORDER and point.op != GATHER)
 
 
-def _time(cost: OperatorCost, point: OpPoint, variant: Variant) -> float:
-    size = size_of(point)
+def _time(cost: OperatorCost, point: OpPoint, variant: Variant, mode: Mode) -> float:
+    size, calls = size_of(point), calls_of(point)
     if variant.name not in OVERLAPPED:
         moved, sent = _serial(cost, point.op, size, variant)
         computed = cost.alone(size.rows, size.outputs, size.inputs)
@@ -118,14 +121,15 @@ def _time(cost: OperatorCost, point: OpPoint, variant: Variant) -> float:
             busy = computed / share + moved
             return busy + sent + cost.gap, busy
 
-        return _limited(cost, serial)
+        return _limited(cost, serial, calls)
     lowered = OVERLAPPED[variant.name][0](cost, point.op, size, **dict(variant.options))
 
     def overlapped(share: float) -> tuple[float, float]:
-        found = run(*lowered, cost.rates(share))
+        found = run(*lowered, cost.rates(share, mode))
         return found.us, found.busy_us
 
-    return _limited(cost, overlapped)
+    us = _limited(cost, overlapped, calls)
+    return us if mode == "captured" else max(us, cost.host(lowered[0][0]))
 
 
 def _shots(variant: Variant) -> str:
@@ -152,11 +156,13 @@ def _serial(cost: OperatorCost, op: str, size: Size, variant: Variant) -> tuple[
     return summed, sent + (cost.exchange("all-gather", partial) if op == REDUCE else 0.0)
 
 
-def _limited(cost: OperatorCost, timed: Callable[[float], tuple[float, float]]) -> float:
-    """The time at the limit of power. timed: a call's time, and for how much of it the GPU
-    computes, by the share of their speed that products keep."""
+def _limited(
+    cost: OperatorCost, timed: Callable[[float], tuple[float, float]], calls: int
+) -> float:
+    """The time at the limit of power, in turns of so many calls. timed: a call's time, and for how
+    much of it the GPU computes, by the share of their speed that products keep."""
     share = 1.0
     for _ in range(TURNS):
         us, busy = timed(share)
-        share = cost.share(busy, us)
+        share = cost.share(busy, us, calls)
     return timed(share)[0]

@@ -54,7 +54,8 @@ class Rates:
     """The speed of what runs, of its speed alone, and what each step takes besides.
 
     product: of tiles at any time, which is what the limit of power leaves. gap_us: before a kernel
-    or a copy, and after a wait that was not over when the stream came to it.
+    or a copy, and after a wait that was not over when the stream came to it. interleaved: products
+    of two streams share the multiprocessors, as in graphs, and not the older one first.
     """
 
     multiprocessors: int
@@ -64,6 +65,7 @@ class Rates:
     copies_beside_product: float = 1.0
     moves_beside_copies: float = 1.0
     beside_moves: float = 0.5  # a product and a kernel that moves bytes: each of the two
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,21 +174,29 @@ class _Rank:
     # ---- multiprocessors
 
     def fill(self) -> None:
-        """Give free multiprocessors to tiles, those of the oldest product first."""
-        for kernel in self.kernels:
-            while self.free and kernel.next < kernel.task.tiles:
-                needs = kernel.task.needs
-                need = needs[kernel.next] if needs else None
-                last = min(kernel.next + self.free, kernel.task.tiles)
-                if needs:  # as many as wait for the same
-                    same = (n for n in range(kernel.next, last) if needs[n] != need)
-                    last = next(same, last)
-                batch = list(range(kernel.next, last))
-                kernel.next, self.free = last, self.free - len(batch)
-                if need is None or self.run.is_set(need):
-                    self._compute(kernel, batch)
-                else:
-                    self.waiting.setdefault(need, []).append((kernel, batch))
+        """Give free multiprocessors to tiles: see `Rates.interleaved`."""
+        ready = [each for each in self.kernels if each.next < each.task.tiles]
+        if self.run.rates.interleaved:
+            for before, kernel in enumerate(ready):
+                self._give(kernel, self.free // (len(ready) - before))
+        for kernel in ready:
+            self._give(kernel, self.free)
+
+    def _give(self, kernel: _Kernel, most: int) -> None:
+        while most and kernel.next < kernel.task.tiles:
+            needs = kernel.task.needs
+            need = needs[kernel.next] if needs else None
+            last = min(kernel.next + most, kernel.task.tiles)
+            if needs:  # as many as wait for the same
+                same = (n for n in range(kernel.next, last) if needs[n] != need)
+                last = next(same, last)
+            batch = list(range(kernel.next, last))
+            kernel.next = last
+            self.free, most = self.free - len(batch), most - len(batch)
+            if need is None or self.run.is_set(need):
+                self._compute(kernel, batch)
+            else:
+                self.waiting.setdefault(need, []).append((kernel, batch))
 
     def arrived(self, word: Word) -> None:
         for kernel, batch in self.waiting.pop(word, []):

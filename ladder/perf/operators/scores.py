@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ladder.bench.ops.points import OpPoint, Variant, point_of, recorded
+from ladder.comm.capture import Mode
 from ladder.models.errors import UserError
 from ladder.perf.machine import Machine
 from ladder.perf.operators.predict import ALONE, Predicted, Predictor, plain
@@ -43,7 +44,7 @@ class OperatorScore:
 
     point: OpPoint
     way: str
-    mode: str
+    mode: Mode
     measured: Measured
     predicted: Predicted
 
@@ -71,7 +72,7 @@ class OperatorScore:
 def scores(files: Sequence[Path], machine: Machine) -> list[OperatorScore]:
     """All recorded ways on this machine's GPUs that are predicted; of a way's records the one of
     the median time."""
-    found: dict[tuple[OpPoint, str, str, Variant], list[Measured]] = {}
+    found: dict[tuple[OpPoint, str, Mode, Variant], list[Measured]] = {}
     predictor = Predictor(machine)
     for point, way, mode, variant, measured in _ways(files, machine):
         if predictor.able(point, variant):
@@ -79,7 +80,8 @@ def scores(files: Sequence[Path], machine: Machine) -> list[OperatorScore]:
     return [
         OperatorScore(
             point, way, mode,
-            sorted(each, key=lambda one: one.us)[len(each) // 2], predictor(point, variant),
+            sorted(each, key=lambda one: one.us)[len(each) // 2],
+            predictor(point, variant, mode),
         )
         for (point, way, mode, variant), each in found.items()
     ]  # fmt: skip
@@ -87,7 +89,7 @@ def scores(files: Sequence[Path], machine: Machine) -> list[OperatorScore]:
 
 def _ways(
     files: Sequence[Path], machine: Machine
-) -> Iterator[tuple[OpPoint, str, str, Variant, Measured]]:
+) -> Iterator[tuple[OpPoint, str, Mode, Variant, Measured]]:
     degrees = known_degrees(machine)
     said = ", ".join(map(str, files))
     for record in records(files):
