@@ -80,32 +80,60 @@ def test_two_ranks_measure_collectives_and_what_runs_beside_them(
     assert {"product_beside_nccl", "nccl_beside_product"} <= set(found.values)
 
 
-def test_what_ends_too_early_beside_other_work_is_no_speed(
+class Beside:
+    """Work of 4 us that takes 8 beside other work; `needs`: turns of this until its end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, needs: float) -> None:
+        self.needs, self.asked = needs, list[int]()
+        self.one, self.two = together.Turn(lambda: None), together.Turn(lambda: None)
+        monkeypatch.setattr(together, "_beside_in_thread", self.beside)
+        monkeypatch.setattr(
+            together, "cooled", lambda run, device: 4.0 if run is self.one.run else 2.0
+        )
+
+    def beside(self, timed: Any, other: Any, pieces: int) -> tuple[float, float]:
+        self.asked.append(pieces)
+        return 8.0, self.needs / pieces
+
+    def speed(self) -> float:
+        return together.speed_beside(self.one, self.two, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("needs", "asked"),
+    [
+        (16, [16]),  # 8 times 4 us, of 2 us each
+        (17, [16, 32]),  # twice as much at least
+        (100, [16, 150]),  # half as much again as it took
+    ],
+)
+def test_other_work_runs_longer_until_the_timed_work_is_done(
+    needs: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A speed is a ratio of medians."""
+    found = Beside(monkeypatch, needs)
+    assert found.speed() == 0.5
+    assert sorted(set(found.asked)) == asked
+    assert found.asked.count(asked[-1]) == timing.REPEATS + 1
+
+
+def test_work_that_never_ends_beside_other_work_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """12 times as long is tried after 4 times; a speed is a ratio of medians, at most 1."""
-    asked: list[int] = []
-    lasts = 0
+    """Whatever runs beside it, the timed work ends after it: what then was waiting is no speed."""
+    found = Beside(monkeypatch, 0)
+    monkeypatch.setattr(
+        together, "_beside_in_thread", lambda timed, other, pieces: (2.0 * pieces + 4, 1.01)
+    )
+    said = r"4 us beside other work is not done .* times 2 us, of at most 500000; its speed is less"
+    with pytest.raises(RuntimeError, match=said):
+        found.speed()
 
-    def beside(timed: Any, other: Any, pieces: int) -> tuple[float, bool]:
-        asked.append(pieces)
-        return 8.0, pieces >= lasts
 
-    monkeypatch.setattr(together, "_beside_in_thread", beside)
-    monkeypatch.setattr(together, "cooled", lambda run, device: 4.0 if run is one.run else 2.0)
-    one, two = together.Turn(lambda: None), together.Turn(lambda: None)
-    cpu = torch.device("cpu")
-    assert together.speed_beside(one, two, cpu) == 0.5
-    assert set(asked) == {16}  # 8 times 4 us, of 2 us each
-    lasts = 17
-    assert together.speed_beside(one, two, cpu) == 0.5
-    assert set(asked) == {16, 48}
-    lasts = 49
-    with pytest.raises(RuntimeError, match="ended before work of 4 us"):
-        together.speed_beside(one, two, cpu)
+def test_a_speed_is_at_most_that_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Beside(monkeypatch, 1)
     monkeypatch.setattr(together, "cooled", lambda run, device: 9.0)
-    lasts = 0
-    assert together.speed_beside(one, two, cpu) == 1.0
+    assert found.speed() == 1.0
 
 
 def test_a_spent_budget_leaves_parts_out_and_names_them() -> None:

@@ -1,5 +1,11 @@
 """What runs slower beside what: a large product, and products of a decode step, beside collectives
-and copies, and these beside the products."""
+and copies, and these beside the products.
+
+cuBLAS's thread blocks stay on their multiprocessors until the whole product is done, so that an
+all-reduce that comes in the middle of it waits for its end. In a model it comes when a product has
+ended. Messages here take many times as long as a product: what is found is by how much both are
+slower while both run, and that wait is a small part of it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,7 @@ from ladder.perf.calibration.sizes import Part, Point, Sizes, pairs, random
 from ladder.perf.calibration.timing import turn_of
 from ladder.perf.calibration.together import Turn, speed_beside
 
-PRODUCTS, REDUCES, COPIES = 4, 10, 20  # of a turn: a millisecond or two
+PRODUCTS, REDUCES, COPIES = 12, 4, 20  # of a turn: a millisecond or two
 URGENT = -1  # the priority of the streams of our all-reduces and of copies in prompts
 
 
@@ -24,7 +30,7 @@ def parts(
     sizes: Sizes, group: dist.ProcessGroup, device: torch.device, push: bool
 ) -> Iterator[Part]:
     """push: whether the ranks can write to peer memory."""
-    message = sizes.together.message * sizes.dtype.itemsize
+    message = sizes.together.message
     others: dict[str, Callable[[], Turn]] = {
         "nccl": partial(_reduces, sizes, message, group, device)
     }
@@ -62,9 +68,11 @@ def _reduces(
 
 def _two_shots(sizes: Sizes, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Turn:
     """Ours for messages of prompts. Launched one by one: a graph has the priorities with which it
-    was captured, and not that of the stream on which it runs."""
+    was captured, and not that of the stream on which it runs. Without dependent launch, which other
+    work between them prevents in a model: here the thread blocks of those behind would take all
+    multiprocessors, and no product would begin."""
     source = torch.zeros(nbytes // sizes.dtype.itemsize, dtype=sizes.dtype, device=device)
-    work = partial(TwoShotAllReduce(nbytes, group, device), source, False)
+    work = partial(TwoShotAllReduce(nbytes, group, device), source, True)
     return Turn(turn_of([work], REDUCES, device, captured=False), URGENT)
 
 

@@ -22,7 +22,7 @@ from ladder.perf.machine import EXCHANGES
 CALLS = 10  # of a turn
 # How many products run before a turn: the host launches all of it meanwhile, as in prompts, where
 # products are long.
-HEADS = (16, 64)
+HEADS = (64, 256)
 EPS = 1e-5
 ROUNDING = 2.0**-5  # of normed rows, which are near 1, in bfloat16
 

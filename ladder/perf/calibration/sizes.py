@@ -43,19 +43,16 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Together:
-    """Of what runs at once. product: rows, outputs and inputs, as of a prompt; the message is its
-    input's bytes. copied: bytes of each copy to a peer. steps: rows of decode products, whose
+    """Of what runs at once. product: rows, outputs and inputs, as of a prompt. message: bytes of
+    the all-reduces beside it. copied: of each copy to a peer. steps: rows of decode products, whose
     weights have `outputs`, beside messages of as many rows. calls: of a short piece of work."""
 
     product: tuple[int, int, int]
+    message: int
     copied: int
     steps: tuple[int, ...]
     outputs: int
     calls: int
-
-    @property
-    def message(self) -> int:
-        return self.product[0] * self.product[2]  # elements
 
 
 GPU = Sizes(
@@ -75,7 +72,7 @@ GPU = Sizes(
     tuple(2**n for n in range(13, 27)),
     tuple(2**n for n in range(20, 28)),
     8192,
-    Together((4096, 8192, 4096), 2**24, (1, 8, 64), 2048, 80),
+    Together((1024, 8192, 4096), 2**27, 2**24, (1, 8, 64), 2048, 80),
 )
 CPU = Sizes(
     torch.float32,
@@ -94,7 +91,7 @@ CPU = Sizes(
     (1024, 4096),
     (512,),
     64,
-    Together((16, 32, 32), 4096, (1, 4), 16, 2),
+    Together((16, 32, 32), 4096, 4096, (1, 4), 16, 2),
 )
 
 

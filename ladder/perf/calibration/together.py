@@ -13,8 +13,10 @@ import torch
 from ladder.parallel import launch
 from ladder.perf.calibration.timing import REPEATS, REST, Work, align, cooled, slowest_median
 
-# How many times as long as the timed work alone the other work runs: it must last until the end.
-COVERS = (4, 12)
+COVER = 4  # how many times as long as the timed work alone the other work runs at first
+# Where it ends too early, it runs as much longer as the timed work asked for, times MARGIN, and at
+# least twice as long; not beyond LONGEST, in microseconds: a few hundred turns of either.
+MARGIN, LONGEST = 1.5, 5e5
 THREADED = 4  # turns on a CPU
 CLOCKED = 3  # turns by which the length of a turn is known
 
@@ -35,24 +37,39 @@ def speed_beside(timed: Turn, other: Turn, device: torch.device) -> float:
     the machine affects both. Raises RuntimeError if `other` ends too early, however often it runs.
     """
     mine, others = (_length(each, device) for each in (timed, other))
+    pieces = math.ceil(2 * COVER * mine / others)
+    while True:
+        alone, together, asked = _turns(timed, other, pieces, device)
+        if asked <= 1.0:
+            return min(1.0, alone / together)
+        longer = math.ceil(pieces * max(2.0, MARGIN * asked))
+        if longer * others > LONGEST:
+            raise RuntimeError(
+                f"work of {mine:.0f} us beside other work is not done when this ends: {pieces} "
+                f"times {others:.0f} us, of at most {LONGEST:.0f}; its speed is less than "
+                f"{2 * mine / (pieces * others):.2g} of that alone"
+            )
+        pieces = longer
+
+
+def _turns(
+    timed: Turn, other: Turn, pieces: int, device: torch.device
+) -> tuple[float, float, float]:
+    """Microseconds of `timed` alone and beside `pieces` turns of `other`; and how many times as
+    long `other` would have to last, if that is more than once: then the first two say nothing."""
     beside = _beside_on_gpu if device.type == "cuda" else _beside_in_thread
-    for cover in COVERS:
-        pieces = math.ceil(2 * cover * mine / others)
-        alone, together, lasted = [], [], True
-        for number in range(REPEATS + 1):
-            us = cooled(timed.run, device)
-            slowed, enough = beside(timed, other, pieces)
-            if number:  # the first warms up
-                alone.append(us)
-                together.append(slowed)
-                lasted &= enough
-        found = launch.gathered((alone, together, lasted))
-        if all(each[2] for each in found):
-            own, slow = (slowest_median([each[n] for each in found]) for n in range(2))
-            return min(1.0, own / slow)
-    raise RuntimeError(
-        f"work of {others:.0f} us, {pieces} times, ended before work of {mine:.0f} us beside it"
-    )
+    alone, together = [], []
+    for number in range(REPEATS + 1):
+        us = cooled(timed.run, device)
+        slowed, asked = beside(timed, other, pieces)
+        most = max(launch.gathered(asked))
+        if most > 1.0:
+            return us, slowed, most
+        if number:  # the first warms up
+            alone.append(us)
+            together.append(slowed)
+    own, slow = (slowest_median(launch.gathered(each)) for each in (alone, together))
+    return own, slow, 1.0
 
 
 def _length(turn: Turn, device: torch.device) -> float:
@@ -61,8 +78,8 @@ def _length(turn: Turn, device: torch.device) -> float:
     return max(slowest_median(launch.gathered(times)), 1e-3)
 
 
-def _beside_on_gpu(timed: Turn, other: Turn, pieces: int) -> tuple[float, bool]:
-    """Microseconds of `timed`, and whether `other` ran until its end.
+def _beside_on_gpu(timed: Turn, other: Turn, pieces: int) -> tuple[float, float]:
+    """Microseconds of `timed`, and the time until its end, of that for which `other` ran.
 
     `timed` begins when the first turn of `other` has ended. Its first turn is not timed: it hides
     the host's launch of the second.
@@ -88,7 +105,7 @@ def _beside_on_gpu(timed: Turn, other: Turn, pieces: int) -> tuple[float, bool]:
         timed.run()
         end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) * 1e3, begin.elapsed_time(last) >= begin.elapsed_time(end)
+    return start.elapsed_time(end) * 1e3, begin.elapsed_time(end) / begin.elapsed_time(last)
 
 
 @functools.cache
@@ -96,7 +113,7 @@ def _stream(number: int, priority: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(priority=priority)
 
 
-def _beside_in_thread(timed: Turn, other: Turn, pieces: int) -> tuple[float, bool]:
+def _beside_in_thread(timed: Turn, other: Turn, pieces: int) -> tuple[float, float]:
     """On a CPU, where it only shows that all of it runs: `other` may end before `timed`."""
 
     @torch.inference_mode()
@@ -112,4 +129,4 @@ def _beside_in_thread(timed: Turn, other: Turn, pieces: int) -> tuple[float, boo
     timed.run()
     us = (time.perf_counter() - start) * 1e6
     thread.join()
-    return us, True
+    return us, 1.0
