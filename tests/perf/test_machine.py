@@ -88,10 +88,41 @@ def test_only_the_named_parts_of_a_measured_file_are_taken(
         assert [each.name for each in found.curves] == kept
 
 
+def test_what_a_measured_file_says_of_something_else_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its name; and a barrier of two GPUs is that of four, which have none of their own."""
+    records = importlib.import_module("benchmarks.machines")
+    names = ("barrier_us", "product_beside_nccl", "product_beside_copies")
+    file = Machine("new", "a GPU", 2, {name: Value(0.9, "measured") for name in names}, CURVES)
+    write(file, tmp_path / "new.json")
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    monkeypatch.setattr(records, "MEASURED", {"new.json": ("beside", "exchange", "product")})
+    without = {"product_beside_nccl": "it waits", "product": "of other kernels"}
+    monkeypatch.setattr(records, "LEFT_OUT", {"new.json": without})
+    files = records.measured()
+    assert list(files[2][1].values) == ["barrier_us", "product_beside_copies"]
+    assert not files[2][1].curves
+    one, two, four = (records.with_measured(replace(MACHINE, gpus=n), files) for n in (1, 2, 4))
+    assert two.value("product_beside_nccl") == 0.64  # declared
+    assert two.value("product_beside_copies") == 0.9
+    assert four.value("product_beside_copies") == 0.75  # declared
+    assert four.value("barrier_us") == two.value("barrier_us") == 0.9
+    assert "barrier_us" not in one.values
+
+
+def test_what_is_left_out_of_measured_files_is_in_them() -> None:
+    records = importlib.import_module("benchmarks.machines")
+    assert records.LEFT_OUT.keys() <= records.MEASURED.keys()
+    for file, without in records.LEFT_OUT.items():
+        found = read(records.RESULTS / file)
+        assert without.keys() <= {*found.values, *(each.name for each in found.curves)}
+
+
 def test_shipped_machines_name_what_is_missing() -> None:
     found = load("h200x4")
     assert any(each.startswith("matrix") for each in found.missing)
-    assert "declared" in found.values["memory_gib"].provenance  # and so are not recorded
+    assert "declared" in found.values["boost_ms"].provenance  # and so are not recorded
     assert not any(each.startswith(("copy_tb_s", "all-reduce")) for each in found.missing)
     with pytest.raises(UserError, match=r"h200x4.*host_launch_us.*ladder bench machine --nproc 4"):
         found.value("host_launch_us")
