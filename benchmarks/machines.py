@@ -237,7 +237,7 @@ def collectives(gpus: int) -> tuple[list[Curve], list[Link]]:
 # - product, attention, landing: the steps of `none` that give `step_stretch` were recorded with
 #   older kernels, and must be recorded again with these curves' own.
 # - prompt-attention: of heads of 128 values, and half of the recorded models have heads of 64.
-# - matrix: prompts are predicted better (by 0.1 % on average), operators worse, whose chunks take
+# - matrix: prompts and training are predicted better with it, operators worse, whose chunks take
 #   the rate of a whole product of as few rows, with its waves of tiles.
 # - all-gather, reduce-scatter: 96 of 64 MiB take 16 ms by these curves, as in `ladder bench ops`,
 #   and a recorded training step of TP 2 with SP 6 ms more than without them. Half of an all-reduce
