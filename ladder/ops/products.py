@@ -128,7 +128,7 @@ def _all_gather_matmul_backward(ctx: Any, grad_A: Any, grads: list[Any]) -> tupl
     ]
     own: Tensor | None = None
     if needs_A:
-        joined, matrix = torch.cat(grads, -1), torch.cat(Bs, 1).t()
+        joined, matrix = _joined(grads, -1), _joined(Bs, 1).t()
         if grad_A is None:
             own = matmul_reduce_scatter(joined, matrix, "sum", ctx.dim, ctx.group)
         else:
@@ -141,6 +141,11 @@ def _all_gather_matmul_backward(ctx: Any, grad_A: Any, grads: list[Any]) -> tupl
             for grad, needed in zip(grads, needs_Bs, strict=True)
         ]
     return own, of_Bs, None, None
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    """As torch.cat, which copies one tensor, too."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _zeros(ctx: Any, A: Tensor, B: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-import ladder.ops  # noqa: F401  (defines the operators)
+import ladder.ops
 from ladder.ops import products
 from ladder.ops.checks import check_backend
 from tests.distributed import Pools, mesh
@@ -45,6 +45,7 @@ def values(rank: int, world_size: int, dtype: torch.dtype, group: str | None = N
     rounding between (bfloat16).
     """
     name, T = group or world(), world_size
+    ladder.ops.allow_any_order(name, False)  # a test before may have, in the same processes
     # Each rank's rows and its slices of K; odd sizes, and inputs that are not contiguous.
     rows = [random(3, 2, 9, seed=q, dtype=dtype).transpose(0, 1) for q in range(T)]  # [2, 3, 9]
     Bs = [random(9, n, seed=n, dtype=dtype) for n in (5, 1)]
@@ -115,6 +116,7 @@ def gradients(rank: int, world_size: int) -> None:
             return (x, y, whole) if return_A else (x, y)
 
         check_gradients(gather, A, B, C)
+        check_gradients(lambda a, b: OPS.all_gather_matmul(a, [b], 1, name)[1][0], A, B)
     for op in ("sum", "avg"):
         check_gradients(lambda a, b, op=op: OPS.matmul_reduce_scatter(a, b, op, 0, name), A, B)
     check_gradients(lambda a, b: OPS.matmul_all_reduce(a, b, name), A, B)
@@ -203,6 +205,12 @@ def test_gradients(pools: Pools) -> None:
 
 def test_torch_accepts_the_operators(pools: Pools) -> None:
     pools(2).run(checked)
+
+
+def test_the_gradient_of_one_product_is_not_copied() -> None:
+    one, two = torch.ones(2, 3), torch.ones(2, 1)
+    assert products._joined([one], -1) is one
+    assert products._joined([one, two], -1).shape == (2, 4)
 
 
 def test_wrong_arguments_are_refused_by_name(pools: Pools) -> None:
