@@ -8,7 +8,8 @@ landing of which the file has no curve) takes `launch_us` and its rows' bytes. W
 product takes its bytes, and on a product of tiles also waits for room (`late`). A product that
 pushes ends when all ranks have its result: it takes what an all-reduce by push takes beyond
 `push_kernel_us`, and, if the plan blocks there, waits for the slowest rank (`_waits`). With NCCL
-every change of stream takes another `launch_us`, and products slow collectives as in prompts.
+every change of stream takes another `launch_us`, or what was measured (`_turn`), and products slow
+collectives as in prompts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ladder.models.errors import UserError, unknown
 from ladder.models.plan import Plan
 from ladder.perf.graph import Graph, Operation
 from ladder.perf.lower_decode import decode
-from ladder.perf.machine import Basis, Curve, Estimate, Machine, Value, worst
+from ladder.perf.machine import AWAITED, HIDDEN, Basis, Curve, Estimate, Machine, Value, worst
 from ladder.perf.simulate import simulate
 from ladder.perf.slowdowns import Slowdowns, resource
 
@@ -97,7 +98,7 @@ class DecodeCost:
         self.bases: list[Basis] = []
         self._alone: dict[str, Estimate] = {}  # by part; attention has none
         self._known: dict[tuple[str, str, bool, bool], Estimate] = {}
-        self.crossing: set[int] = set()  # what waits for another stream
+        self.crossing: dict[int, float] = {}  # microseconds of what waits for another stream
         self.riding: dict[int, float] = {}  # microseconds that what rides on a launch adds to it
         self.waits: dict[int, float] = {}  # microseconds for which a blocking sum waits for ranks
         self.tiles = batch > MAX_VECTOR_ROWS  # whether products run on tensor cores
@@ -107,13 +108,16 @@ class DecodeCost:
     def lowered(self, plan: Plan) -> Graph:
         """The step of a plan, whose costs this then knows."""
         graph = decode(plan, WAY[self.reducer] if self.tp > 1 else "alone")
-        self.crossing = {
-            each.index
-            for each in graph.operations
-            if any(graph.operations[need].stream != each.stream for need in each.needs)
+        self.crossing = {}
+        for each in graph.operations:
+            others = [graph.operations[need] for need in each.needs]
+            reduces = [one for one in (each, *others) if one.kind == "all-reduce"]
+            if all(one.stream == each.stream for one in others):
+                continue
+            blocks = any(one.output is None or plan.blocking[one.output] for one in reduces)
             # What does not block is launched behind the one before it, which takes longer.
-            and (each.output is None or plan.blocking[each.output])
-        }
+            if blocks or each not in reduces:
+                self.crossing[each.index] = self._turn(blocks)
         self.waits = self._waits(graph)
         self.riding = {}
         for each in graph.operations:
@@ -168,8 +172,7 @@ class DecodeCost:
             self._known[key] = found = self.estimate(operation)
             self.bases.append(found.basis)
         more = 0.0 if rides else self.gap + self.riding.get(operation.index, 0.0)
-        if operation.index in self.crossing:
-            more += self.small
+        more += self.crossing.get(operation.index, 0.0)
         if operation.index in self.waits:
             more += self._waited(operation)
         if not rides and operation.kind in ("landing", "sum") and not self.landings:
@@ -190,7 +193,9 @@ class DecodeCost:
         products; these lose multiprocessors to it: those of one or two rows, whose many thread
         blocks fill all of them, a share that was sketched, those of tiles, which leave some free,
         the fewer the smaller the message. Or what was measured."""
-        one, two = resource(operation), resource(other)
+        return self._together(resource(operation), resource(other))
+
+    def _together(self, one: str, two: str) -> float:
         measured = None
         if "nccl" in (one, two) and one != two:
             name = "nccl beside decode" if one == "nccl" else "decode beside nccl"
@@ -203,6 +208,19 @@ class DecodeCost:
             loss = 1 - self.slowdowns.value("product_beside_nccl")
             return 1 - loss * min(1.0, self.message / FULL_MESSAGE)
         return self.slowdowns.together(one, two)
+
+    def _turn(self, blocks: bool) -> float:
+        """Microseconds of a change of stream: a launch, or what was measured. What an all-reduce
+        adds to a step besides its own time belongs in equal parts to it and to what lands it. If it
+        does not block, what it adds beyond what products lose beside it belongs to the landing."""
+        measured = self.machine.family(AWAITED if blocks else HIDDEN)
+        if not measured:
+            return self.small
+        added, alone = measured[0].at(self.message).us, self._reduce().us
+        if blocks:
+            return max(0.0, added - alone) / 2
+        lost = (1 - self._together("all", "nccl")) * alone / self._together("nccl", "all")
+        return max(0.0, added - lost)
 
     def estimate(self, operation: Operation) -> Estimate:
         """What it takes alone. Raises UserError if the machine lacks the curve."""

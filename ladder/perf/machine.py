@@ -86,11 +86,14 @@ CURVES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "exchange": ("bytes", ("transport",), "rows of a prompt's partial: sum, norm, gather"),
     "decode beside nccl": ("bytes", (), "the speed of decode products beside NCCL's all-reduces"),
     "nccl beside decode": ("bytes", (), "the speed of NCCL's all-reduces beside decode products"),
+    "nccl awaited": ("bytes", (), "what an all-reduce by NCCL adds to a step that waits for it"),
+    "nccl hidden": ("bytes", (), "what one adds to a step that waits for it a sublayer later"),
 }
+AWAITED, HIDDEN = TURNS = ("nccl awaited", "nccl hidden")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter")
 SPEEDS = ("decode beside nccl", "nccl beside decode")  # of the speed alone, in place of times
 EXCHANGES = ("direct", "copy-kernels")  # transports of ladder.comm.transports
-BETWEEN_GPUS = ("peer copy", "exchange", *COLLECTIVES, *SPEEDS)
+BETWEEN_GPUS = ("peer copy", "exchange", *COLLECTIVES, *SPEEDS, *TURNS)
 ALGORITHMS = ("nccl", "gloo", "push", "two-shot", "torch one-shot", "torch two-shot")
 
 

@@ -16,7 +16,7 @@ from ladder.perf.calibration.options import FAMILIES, family, family_of_value
 from ladder.perf.calibration.parts import halved
 from ladder.perf.calibration.sizes import CPU, Part
 from ladder.perf.calibration.table import table
-from ladder.perf.machine import SPEEDS, VALUES, Curve, Machine, Value
+from ladder.perf.machine import SPEEDS, TURNS, VALUES, Curve, Machine, Value
 from ladder.perf.machine_files import load, write
 from tests.distributed import Pools
 
@@ -77,6 +77,10 @@ def test_two_ranks_measure_collectives_and_what_runs_beside_them(
         assert [x for x, _ in points] == steps
         speeds += [speed for _, speed in points]
     assert all(0 < speed <= 1 for speed in speeds)
+    for name in TURNS:
+        points = found.curve(name).points
+        assert [x for x, _ in points] == steps
+        assert all(us > 0 for _, us in points)
     assert {"product_beside_nccl", "nccl_beside_product"} <= set(found.values)
 
 
@@ -193,7 +197,7 @@ def test_only_does_not_mix_machines(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_every_part_has_a_name_for_only() -> None:
-    names = ["values", "peer copy", "product", "product beside push", *SPEEDS]
+    names = ["values", "peer copy", "product", "product beside push", *SPEEDS, *TURNS]
     assert {family(name) for name in names} <= set(FAMILIES)
     assert {family_of_value(name) for name in VALUES} <= set(FAMILIES)
     assert family(SPEEDS[0]) == family("product beside push") == "beside"

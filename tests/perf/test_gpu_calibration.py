@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ladder.cli import main
-from ladder.perf.machine import EXCHANGES, SPEEDS
+from ladder.perf.machine import AWAITED, EXCHANGES, HIDDEN, SPEEDS
 from ladder.perf.machine_files import load
 
 pytestmark = [
@@ -26,7 +26,8 @@ def test_two_gpus_are_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     """A copy to a peer takes a link's time, and what runs at once is slower than alone."""
     out = tmp_path / "m.json"
     words = ["bench", "machine", "--nproc", "2", "--out", str(out)]
-    assert main([*words, "--only", "values", "all-reduce", "peer-copy", "exchange", "beside"]) == 0
+    parts = ("values", "all-reduce", "peer-copy", "exchange", "beside", "turns")
+    assert main([*words, "--only", *parts]) == 0
     said = capfd.readouterr().out
     assert "failed" not in said
     found = load(str(out))
@@ -40,3 +41,6 @@ def test_two_gpus_are_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     for first, second in zip(PAIRS[::2], PAIRS[1::2], strict=True):
         assert min(found.value(first), found.value(second)) < 1.0
     assert min(speed for name in SPEEDS for _, speed in found.curve(name).points) < 1.0
+    for nbytes, us in found.curve(AWAITED).points:
+        assert us > 0.8 * found.curve("all-reduce", algorithm="nccl").at(nbytes).us
+        assert us > found.curve(HIDDEN).at(nbytes).us

@@ -14,7 +14,7 @@ from ladder.models.config import ModelConfig
 from ladder.models.presets import resolve_plan
 from ladder.perf import phases
 from ladder.perf.graph import Operation
-from ladder.perf.machine import DECLARED, SPEEDS, Curve, Machine, Value
+from ladder.perf.machine import DECLARED, SPEEDS, TURNS, Curve, Machine, Value
 from ladder.perf.machine_files import load, write
 from ladder.perf.slowdowns import Slowdowns, resource
 
@@ -99,6 +99,30 @@ def test_decode_steps_take_their_own_curves() -> None:
     )
     assert fast.us < declared.us
     assert Slowdowns(replace(plain, curves=full)).curve(SPEEDS[0], 1.0) == 1.0  # and no more
+
+
+def test_changes_of_streams_take_what_was_measured() -> None:
+    """What an all-reduce adds to a step that waits for it, or that hides it: each of the 64 as much
+    more (of a ladder's, 62: the last two land at once, since one blocks). Of the latter, products
+    lose 4 us of 10 beside it, which is no change of streams."""
+    plain = load("h200x4")
+    curves = tuple(each for each in plain.curves if str(each) != "all-reduce (algorithm=nccl)")
+    curves += (Curve("all-reduce", {"algorithm": "nccl"}, ((8.0, 10.0),), "measured: here"),)
+    curves += tuple(
+        Curve(name, {}, ((8.0, speed),), "measured: here")
+        for name, speed in zip(SPEEDS, (0.6, 1.0), strict=True)
+    )
+
+    def step(plan: str, added: float) -> float:
+        shape = replace(model_config("llama-3-8b"), plan=resolve_plan(plan, 32, 4))
+        turns = tuple(Curve(name, {}, ((8.0, added),), "measured: here") for name in TURNS)
+        found = phases.decode(shape, replace(plain, curves=(*curves, *turns)), 4, "async", 16, 1024)
+        return found.us
+
+    assert step("standard", 15.0) - step("standard", 10.0) == pytest.approx(64 * 5.0)
+    assert step("standard", 10.0) == step("standard", 6.0)  # no less than its own time
+    assert step("ladder", 9.0) - step("ladder", 4.0) == pytest.approx(62 * 5.0)
+    assert step("ladder", 4.0) == step("ladder", 3.0)
 
 
 @pytest.mark.parametrize(("reducer", "name"), [("async", "nccl"), ("push", "copies")])

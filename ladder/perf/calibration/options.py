@@ -10,10 +10,11 @@ from ladder.files import check_names_file
 from ladder.models.errors import UserError, unknown
 from ladder.next_step import say_next
 from ladder.parallel import launch
+from ladder.perf.machine import TURNS
 
 # Of what is measured, for --only.
 FAMILIES = ("values", "product", "attention", "landing", "all-reduce", "peer-copy", "all-gather",
-            "reduce-scatter", "exchange", "beside", "copy", "prompt-attention",
+            "reduce-scatter", "exchange", "beside", "turns", "copy", "prompt-attention",
             "matrix")  # fmt: skip
 
 
@@ -21,6 +22,8 @@ def family(name: str) -> str:
     """Of FAMILIES, the one that has a part, or a curve, of this name."""
     if name == "barrier":
         return "exchange"
+    if name in TURNS:
+        return "turns"
     return "beside" if "beside" in name else name.replace(" ", "-")
 
 

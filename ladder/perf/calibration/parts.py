@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from ladder.kernels.attention import decode_attention
 from ladder.kernels.landing import land, new_landing
-from ladder.perf.calibration import beside, collectives, exchanges
+from ladder.perf.calibration import beside, collectives, exchanges, turns
 from ladder.perf.calibration.sizes import HELD, Part, Point, Sizes, copies_of, pairs, random
 from ladder.perf.calibration.timing import host_microseconds, microseconds
 
@@ -38,6 +38,7 @@ def parts(
     if group is not None:
         yield from collectives.parts(sizes, group, device, push)
         yield from beside.parts(sizes, group, device, push)
+        yield from turns.parts(sizes, group, device)
         if push:
             yield from exchanges.parts(sizes, group, device)
     yield Part("copy", {}, partial(_copies, sizes, device))

@@ -45,13 +45,15 @@ class Sizes:
 class Together:
     """Of what runs at once. product: rows, outputs and inputs, as of a prompt. message: bytes of
     the all-reduces beside it. copied: of each copy to a peer. steps: rows of decode products, whose
-    weights have `outputs`, beside messages of as many rows. calls: of a short piece of work."""
+    weights have `outputs`, beside messages of as many rows. hides: outputs of those of which two
+    take longer than an all-reduce. calls: of a short piece of work."""
 
     product: tuple[int, int, int]
     message: int
     copied: int
     steps: tuple[int, ...]
     outputs: int
+    hides: int
     calls: int
 
 
@@ -72,7 +74,7 @@ GPU = Sizes(
     tuple(2**n for n in range(13, 27)),
     tuple(2**n for n in range(20, 28)),
     8192,
-    Together((1024, 8192, 4096), 2**27, 2**24, (1, 8, 64), 2048, 80),
+    Together((1024, 8192, 4096), 2**27, 2**24, (1, 8, 64), 2048, 8192, 80),
 )
 CPU = Sizes(
     torch.float32,
@@ -91,7 +93,7 @@ CPU = Sizes(
     (1024, 4096),
     (512,),
     64,
-    Together((16, 32, 32), 4096, 4096, (1, 4), 16, 2),
+    Together((16, 32, 32), 4096, 4096, (1, 4), 16, 16, 2),
 )
 
 
@@ -134,7 +136,9 @@ def pairs(sizes: Sizes, rows: int, outputs: int, device: torch.device) -> list[W
     ]  # fmt: skip
 
 
-def _pair(x: Tensor, first: Tensor, second: Tensor) -> None:
+def _pair(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     inner = project(x, first)
     assert inner is not None
-    project(inner, second)
+    out = project(inner, second)
+    assert out is not None
+    return out
