@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,6 +122,9 @@ def test_an_entry_has_what_was_measured() -> None:
         assert (captured["host_us"], eager["host_us"]) == (0, 50)
         (_, alone) = entries(points[:1], "a test")
         assert alone["host_us"] == 85
+        call, timed_ways = points[0]  # newer records say it themselves
+        recorded = [(each, replace(result, host_us=33.0)) for each, result in timed_ways]
+        assert entries([(call, recorded)], "a test")[1]["host_us"] == 33
 
 
 @pytest.mark.parametrize(

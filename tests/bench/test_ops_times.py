@@ -28,18 +28,19 @@ def timed_by_rank(rank: int, world_size: int) -> Any:
     """Ranks whose turns take 1, 20 and 3, and 10, 2 and 30 us, of two calls each."""
     turns = iter([[1.0, 20.0, 3.0], [10.0, 2.0, 30.0]][rank] for _ in range(99))
     ready = measure.Ready(measure.Way("ours", "operator", int), "eager", int, 2, 0.0)
-    with mock.patch.object(measure, "clock", side_effect=lambda *_: next(turns)):
+    with mock.patch.object(measure, "clock", side_effect=lambda *_: (next(turns), 0.0)):
         return measure.measure([ready], CPU)
 
 
 def test_the_slowest_rank_counts(pools: Pools) -> None:
     for times in pools(2).run(timed_by_rank):
         us = [5.0, 10.0, 15.0] * measure.ROUNDS
-        assert times == {("ours", "eager"): measure.Turns(us, None)}
+        assert times == {("ours", "eager"): measure.Turns(us)}
 
 
 def clocked_by_rank(rank: int, world_size: int) -> Any:
-    """Clocks that change over the rounds, of which the first warms up."""
+    """Clocks, and what the host takes for two calls, over the rounds, of which the first warms
+    up."""
     meter = mock.Mock(mhz=mock.Mock(side_effect=[[1400.0, 1300.0], [1500.0, 1600.0]][rank] * 9))
     ready = measure.Ready(measure.Way("ours", "operator", int), "eager", int, 2, 0.0)
     on_gpu: Any = mock.Mock(type="cuda")
@@ -48,15 +49,16 @@ def clocked_by_rank(rank: int, world_size: int) -> Any:
         return slowest(times, CPU)
 
     with (
-        mock.patch.object(measure, "clock", return_value=[1.0]),
+        mock.patch.object(measure, "clock", return_value=([1.0], 10.0 + 2 * rank)),
         mock.patch.object(measure, "Meter", return_value=meter),
         mock.patch.object(measure, "slowest", on_cpu),
     ):
-        return measure.measure([ready], on_gpu)["ours", "eager"].mhz
+        turns = measure.measure([ready], on_gpu)["ours", "eager"]
+        return turns.mhz, turns.host_us
 
 
-def test_the_slowest_clock_is_recorded(pools: Pools) -> None:
-    assert pools(2).run(clocked_by_rank) == [1400.0, 1400.0]
+def test_the_slowest_clock_and_host_are_recorded(pools: Pools) -> None:
+    assert pools(2).run(clocked_by_rank) == [(1400.0, 6.0)] * 2
 
 
 def test_the_ways_take_turns_after_a_barrier(monkeypatch: pytest.MonkeyPatch) -> None:

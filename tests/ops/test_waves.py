@@ -14,6 +14,7 @@ import torch
 from ladder.bench.ops.derive import summarise
 from ladder.bench.ops.points import Variant
 from ladder.bench.ops.table import (
+    Measured,
     entries,
     host_waits,
     picked_by,
@@ -181,9 +182,13 @@ RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 RECORDS = [RESULTS / f"2026-11-{day}-ops-h200x2.jsonl" for day in (22, 23)]
 
 
-def points_of(file: Path) -> list[tuple[Call, dict[Any, dict[Variant, float]]]]:
+def measured_in(file: Path) -> list[Measured]:
     (measured,) = recorded_points(read_results(file)).values()
-    return [(each, times_of(found)) for each, found in measured]
+    return measured
+
+
+def points_of(file: Path) -> list[tuple[Call, dict[Any, dict[Variant, float]]]]:
+    return [(each, times_of(found)) for each, found in measured_in(file)]
 
 
 def test_chunks_take_the_waves_that_were_recorded() -> None:
@@ -210,7 +215,7 @@ def test_a_size_held_out_is_picked_only_where_it_was_not_slower(file: Path, mode
     for (here, own), (there, times) in permutations(points, 2):
         if (here.op, here.exact[1:]) != (there.op, there.exact[1:]):
             continue
-        waits = host_waits([each for each in points if each[0] != there])
+        waits = host_waits([each for each in measured_in(file) if each[0] != there])
         for variant, us in own[mode].items():
             found = OPERATORS[here.op].implementations[variant.name]
             if found.surplus is None or not found.ordered or us > own[mode][base]:

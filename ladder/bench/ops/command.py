@@ -173,7 +173,7 @@ def measure_point(
         Timed(
             one.way.name, one.way.role, one.mode, turns.us, one.error,
             one.way.variant == picked[one.mode, False], one.way.variant == picked[one.mode, True],
-            one.way.variant, turns.mhz,
+            one.way.variant, turns.mhz, turns.host_us,
         )
         for one in ready
         for turns in [times[one.way.name, one.mode]]

@@ -32,7 +32,8 @@ class Result:
     efficiency: None where the baseline is not slower than the product. error: the largest, in units
     of the largest exact value. picked: this is what `ladder.ops.explain` names; picked_any: what it
     names where any order of sums is allowed. mhz: the clock of the GPU's SMs meanwhile, on the rank
-    where it was the lowest; at its limit of power, a GPU lowers it.
+    where it was the lowest; at its limit of power, a GPU lowers it. host_us: how long the host
+    takes to enqueue a call, on the rank where it is the slowest; of a graph's replay, its share.
     """
 
     us: float
@@ -47,6 +48,7 @@ class Result:
     picked: bool
     picked_any: bool = False
     mhz: float | None = None
+    host_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Timed:
     picked_any: bool = False
     variant: Variant | None = None
     mhz: float | None = None
+    host_us: float | None = None
 
 
 def ect_us(us: float, alone_us: float) -> float:
@@ -99,6 +102,7 @@ def summarise(
             found.append((each, Result(
                 us, tenths[0], tenths[-1], ect_us(us, product), e, link_us, floor, us / floor,
                 each.error, each.picked, each.picked_any, each.mhz,
+                each.host_us,
             )))  # fmt: skip
     return found
 

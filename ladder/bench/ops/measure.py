@@ -231,8 +231,9 @@ def _no_waits() -> Iterator[None]:
 
 def clock(
     work: Callable[[], Any], device: torch.device, meter: Meter | None = None
-) -> list[float]:  # fmt: skip
-    """Microseconds of each of TURNS turns on this rank, after one that aligns the ranks.
+) -> tuple[list[float], float]:  # fmt: skip
+    """Microseconds of each of TURNS turns on this rank, after one that aligns the ranks; and how
+    long the host took to enqueue that one, on a GPU with nothing else to do.
 
     meter: of a GPU, marked before and behind them.
     """
@@ -243,16 +244,18 @@ def clock(
             start = time.perf_counter()
             work()
             times.append((time.perf_counter() - start) * 1e6)
-        return times
+        return times, times[-1]
     torch.cuda.synchronize()
     dist.barrier()
+    start = time.perf_counter()
     work()
+    host = (time.perf_counter() - start) * 1e6
     if meter is not None:
         meter.mark(0)
     found = [ms * 1e3 for ms in time_turns(work, TURNS)]
     if meter is not None:
         meter.mark(1)
-    return found
+    return found, host
 
 
 def slowest(times: Sequence[float], device: torch.device) -> list[float]:
@@ -264,10 +267,12 @@ def slowest(times: Sequence[float], device: torch.device) -> list[float]:
 
 @dataclass(frozen=True)
 class Turns:
-    """Microseconds a call of the slowest rank; mhz: the clock of a GPU's SMs, of the slowest."""
+    """Microseconds a call of the slowest rank; mhz: the clock of a GPU's SMs, of the slowest;
+    host_us: how long the host takes to enqueue a call on a GPU, where it was the slowest."""
 
     us: list[float]
-    mhz: float | None
+    mhz: float | None = None
+    host_us: float | None = None
 
 
 def measure(ready: Sequence[Ready], device: torch.device) -> Mapping[tuple[str, str], Turns]:
@@ -279,21 +284,24 @@ def measure(ready: Sequence[Ready], device: torch.device) -> Mapping[tuple[str, 
     order, meter = random.Random(0), Meter(device) if device.type == "cuda" else None
     times: dict[tuple[str, str], list[float]] = {(e.way.name, e.mode): [] for e in ready}
     clocks: dict[tuple[str, str], list[float]] = {key: [] for key in times}
+    hosts: dict[tuple[str, str], list[float]] = {key: [] for key in times}
     for number in range(ROUNDS + 1):  # the first warms up
         for each in order.sample(ready, len(ready)):
-            key, found = (each.way.name, each.mode), clock(each.work, device, meter)
+            key, (found, host) = (each.way.name, each.mode), clock(each.work, device, meter)
             if number:
                 times[key] += [us / each.calls for us in found]
             if number and meter is not None:
-                clocks[key].append(meter.mhz())
-    return {
-        key: Turns(slowest(own, device), _slowest_clock(clocks[key], device))
-        for key, own in times.items()
-    }
+                clocks[key].append(-meter.mhz())
+                hosts[key].append(host / each.calls)
+    made: dict[tuple[str, str], Turns] = {}
+    for way, own in times.items():
+        mhz, host_us = (_slowest_median(each[way], device) for each in (clocks, hosts))
+        made[way] = Turns(slowest(own, device), None if mhz is None else -mhz, host_us)
+    return made
 
 
-def _slowest_clock(mhz: Sequence[float], device: torch.device) -> float | None:
-    return -slowest([-statistics.median(mhz)], device)[0] if mhz else None
+def _slowest_median(found: Sequence[float], device: torch.device) -> float | None:
+    return slowest([statistics.median(found)], device)[0] if found else None
 
 
 def link_rate(group: dist.ProcessGroup, device: torch.device, peers: bool) -> float:
@@ -320,6 +328,6 @@ def link_rate(group: dist.ProcessGroup, device: torch.device, peers: bool) -> fl
     best = 0.0
     for transport in transports:
         clock(transport, device)
-        us = min(slowest(clock(transport, device), device))
+        us = min(slowest(clock(transport, device)[0], device))
         best = max(best, (ranks - 1) * size / us * 1e6)
     return best

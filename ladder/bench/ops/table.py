@@ -45,7 +45,7 @@ def entries(measured: Sequence[Measured], source: str) -> list[dict[str, Any]]:
     way; there is one where `collective` was measured.
     """
     timed = [(call, times_of(found)) for call, found in measured]
-    waits = host_waits(timed)
+    waits = host_waits(measured)
     by_call: dict[Call, list[Point]] = {}
     for call, times in timed:
         plain = {each: us for each, us in times.get("eager", {}).items() if each.name in PLAIN}
@@ -74,18 +74,21 @@ def times_of(found: Iterable[tuple[Timed, Result]]) -> Times:
     return times
 
 
-def host_waits(timed: Sequence[tuple[Call, Times]]) -> dict[tuple[str, Variant], float]:
-    """How long the host may take to enqueue an operator's call: the longest of eager calls that
-    waited for it, or else the shortest of all, which took no longer."""
+def host_waits(measured: Sequence[Measured]) -> dict[tuple[str, Variant], float]:
+    """How long the host may take to enqueue an operator's call: the longest that was recorded, or
+    that an eager call took which waited for it; or else the shortest, which took no longer."""
     found: dict[tuple[str, Variant], tuple[list[float], list[float]]] = {}
-    for call, times in timed:
-        for variant, us in times.get("eager", {}).items():
-            waited, others = found.setdefault((call.op, variant), ([], []))
-            captured = times.get("captured", {}).get(variant, math.inf)
-            (waited if us > WAITED * captured else others).append(us)
-    return {
-        key: max(waited) if waited else min(others) for key, (waited, others) in found.items()
-    }  # fmt: skip
+    for call, timed in measured:
+        captured = times_of(timed).get("captured", {})
+        for each, result in timed:
+            if each.variant is None or each.mode != "eager":
+                continue
+            waited, others = found.setdefault((call.op, each.variant), ([], []))
+            if result.host_us is not None:
+                waited.append(result.host_us)
+            most = WAITED * captured.get(each.variant, math.inf)
+            (waited if result.us > most else others).append(result.us)
+    return {key: max(waited or [min(others)]) for key, (waited, others) in found.items()}
 
 
 def _fastest(
