@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ladder.kernels.attention import decode_attention
+from ladder.kernels.carveout import carveout, share
 from ladder.kernels.landing import land, new_landing
 from ladder.perf.calibration import beside, collectives, exchanges, turns
 from ladder.perf.calibration.sizes import HELD, Part, Point, Sizes, copies_of, pairs, random
@@ -81,11 +82,13 @@ def _copies(sizes: Sizes, device: torch.device) -> list[Point]:
 
 
 def _products(sizes: Sizes, rows: int, device: torch.device) -> list[Point]:
-    """A product from `hidden`, then one back to it, each of a weight of its own, in a chain."""
+    """A product from `hidden`, then one back to it, each of a weight of its own, in a chain, with as
+    much shared memory as in a decode step."""
     found: list[Point] = []
     for outputs in sizes.outputs:
         works = pairs(sizes, rows, outputs, device)
-        us = microseconds(works, max(sizes.calls, len(works)), device)
+        with carveout(share(rows)):
+            us = microseconds(works, max(sizes.calls, len(works)), device)
         found.append((outputs * sizes.hidden * sizes.dtype.itemsize, us / 2))
     return found
 
