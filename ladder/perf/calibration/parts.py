@@ -82,8 +82,8 @@ def _copies(sizes: Sizes, device: torch.device) -> list[Point]:
 
 
 def _products(sizes: Sizes, rows: int, device: torch.device) -> list[Point]:
-    """A product from `hidden`, then one back to it, each of a weight of its own, in a chain, with as
-    much shared memory as in a decode step."""
+    """A product from `hidden`, then one back to it, each of a weight of its own, in a chain, with
+    as much shared memory as in a decode step."""
     found: list[Point] = []
     for outputs in sizes.outputs:
         works = pairs(sizes, rows, outputs, device)
