@@ -308,10 +308,20 @@ def receive_sum(
 def add_up(words, WORLD: tl.constexpr, PACKED: tl.constexpr):
     """The sum of the ranks' words, in float32 and rank order, rounded once, as words.
 
-    PACKED: a word has two bfloat16, otherwise one float32.
+    PACKED: a word has 0: one float32; 1: two bfloat16; 2: two float16.
     """
     low = tl.zeros(words[0].shape, tl.float32)
-    if PACKED:
+    if PACKED == 2:
+        high = tl.zeros(words[0].shape, tl.float32)
+        for other in tl.static_range(WORLD):
+            one = words[other].to(tl.int16).to(tl.float16, bitcast=True)
+            two = (words[other] >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+            low += one.to(tl.float32)
+            high += two.to(tl.float32)
+        left = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 65535
+        right = high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        total = left | right
+    elif PACKED == 1:
         high = tl.zeros(words[0].shape, tl.float32)
         for other in tl.static_range(WORLD):
             low += (words[other] << 16).to(tl.float32, bitcast=True)

@@ -34,7 +34,9 @@ from ladder.comm.primitives import (
 from ladder.jit import begin, kernel, launch, tl, triton
 
 SETS = 3
-DTYPES = (torch.bfloat16, torch.float32)  # supported by our all-reduces; two or one per word
+# The dtypes of our all-reduces, and how a word has them (`ladder.comm.primitives.add_up`).
+PACKED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = tuple(PACKED)
 
 
 def reference_all_reduce(partials: list[Tensor]) -> Tensor:
@@ -132,7 +134,7 @@ class PushAllReduce:
             self.stride,
             WORLD=self.world,
             BLOCK=self.BLOCK,
-            PACKED=self.dtype == torch.bfloat16,
+            PACKED=PACKED[self.dtype],
             SETS=SETS,
             EMPTY=EMPTY[4],
             SPIN_LIMIT=SPIN_LIMIT,

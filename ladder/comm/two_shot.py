@@ -39,7 +39,7 @@ from ladder.comm.primitives import (
     sendable,
     store,
 )
-from ladder.comm.push import DTYPES
+from ladder.comm.push import DTYPES, PACKED
 from ladder.jit import begin, kernel, launch, tl, triton
 
 SETS = 2
@@ -174,7 +174,7 @@ class TwoShotAllReduce:
             self.stride,
             WORLD=self.world,
             BLOCK=block,
-            PACKED=partial.dtype == torch.bfloat16,
+            PACKED=PACKED[partial.dtype],
             SETS=SETS,
             AHEAD=AHEAD,
             EMPTY=EMPTY[4],

@@ -34,7 +34,7 @@ def push_refusal(call: Call) -> str | None:
         return f"it is for partials of up to {LARGEST // 2**20} MiB"
     if call.dtype not in DTYPES:
         name = str(call.dtype).removeprefix("torch.")
-        return f"its kernel takes bfloat16 and float32, not {name}"
+        return f"its kernel takes bfloat16, float16 and float32, not {name}"
     return peer_refusal(call)
 
 

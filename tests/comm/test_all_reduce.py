@@ -25,7 +25,10 @@ from tests.interpreter import interpreting
 from tests.kernels.support import on
 
 WHICH = ("push", "push, shared slots", "two-shot")
-KEYS = [(64, torch.bfloat16), (2056, torch.bfloat16), (1500, torch.float32), (8, torch.bfloat16)]
+KEYS = [
+    (64, torch.bfloat16), (2056, torch.bfloat16), (1500, torch.float32), (72, torch.float16),
+    (8, torch.bfloat16),
+]  # fmt: skip
 
 
 def partial_of(turn: int, elements: int, dtype: torch.dtype, rank: int) -> Tensor:
@@ -36,7 +39,7 @@ def partial_of(turn: int, elements: int, dtype: torch.dtype, rank: int) -> Tenso
     value[turn % 7 :: 7] = -0.0
     value[3::11] = -0.0  # neighbours on all ranks: whole words
     value[4::11] = -0.0
-    value[0::22] = 0.0  # in bfloat16 with its neighbour the word of "not yet written"
+    value[0::22] = 0.0  # in 16 bits with its neighbour the word of "not yet written"
     value[1::22] = -0.0
     value[turn % elements] = float("inf")
     return value.to(dtype)

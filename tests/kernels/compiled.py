@@ -87,6 +87,9 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
             kernels.send(kernels.SendJob(x, target))
             push.PushAllReduce(SIZE, dtype, group, device)(x, False)
             two_shot.TwoShotAllReduce(2**20, group, device)(x, False)
+        case, halves = "float16", torch.zeros(ROWS, SIZE, dtype=torch.float16)
+        push.PushAllReduce(SIZE, halves.dtype, group, device)(halves, False)
+        two_shot.TwoShotAllReduce(2**20, group, device)(halves, False)
         for rows in (1, 8):  # without tensor cores and with them
             case = f"{rows} rows"
             x, h = (torch.zeros(rows, size, dtype=BF16) for size in (SIZE, SIZE // WORLD))

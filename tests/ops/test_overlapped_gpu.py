@@ -130,7 +130,8 @@ def wanted_of(op: str, given: tuple[Any, ...], options: dict[str, Any]) -> list[
 
 def provoked(which: str) -> int:
     for op, name in cases(which):
-        for dtype in (torch.bfloat16, torch.float32 if name == "pushed" else torch.float16):
+        wide = (torch.float32,) if name == "pushed" else ()
+        for dtype in (torch.bfloat16, torch.float16, *wide):
             provoke(op, name, dtype, OPTIONS[which])
             dense(op, name, dtype)
     return 0

@@ -100,7 +100,8 @@ def on_ranks(rank: int, world: int, folder: str, which: list[tuple[str, str]]) -
                     rows *= world
                 if op in WHOLE:
                     rows += call % 3
-                dtype = torch.bfloat16 if name == "pushed" else torch.float16
+                pushes = name == "pushed" and call % 2 == 0
+                dtype = torch.bfloat16 if pushes else torch.float16
                 A, B = operands(world, call, rows, n - (name == "pushed"), dtype)[rank]
                 if op == "linear_all_reduce":  # a weight as in nn.Linear
                     B = B.t().contiguous().t()

@@ -71,7 +71,8 @@ def test_what_cannot_run_is_refused_and_nothing_is_picked_unmeasured() -> None:
             (64, torch.bfloat16, "not measured as faster"),
             (2**15, torch.bfloat16, "not measured as faster"),
             (2**15 + 1, torch.bfloat16, "it is for partials of up to 16 MiB"),
-            (64, torch.float16, "not float16"),
+            (64, torch.float16, "not measured as faster"),
+            (64, torch.float64, "not float64"),
         ):
             given = {"ranks": 4, "device": "NVIDIA H200", "dtype": dtype}
             choice = ladder.ops.explain(op, [(rows, 256), (256, 256)], **given)

@@ -107,7 +107,7 @@ def predicts(point: OpPoint, variant: Variant) -> bool:
         return point.op in OVERLAPPED[variant.name][1]
     if variant.name == PUSHED:
         small = BF16 * point.m * point.n <= LARGEST
-        return small and point.op == REDUCE and point.dtype == "bfloat16"
+        return small and point.op == REDUCE
     return variant.name in (ALONE, DEFAULT) or (variant.name == ANY_ORDER and point.op != GATHER)
 
 
