@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -262,9 +262,9 @@ OF_ONE_GPU = ("memory_gib", "launch_us", "host_launch_us", "prompt_attention_tfl
 OF_NEAREST = ("barrier_us",)  # what other numbers of GPUs have is of the traces of two, too
 
 
-def measured() -> dict[int, tuple[str, Machine]]:
-    """What is taken of each file, by the number of GPUs, with the file's name."""
-    found = {}
+def measured() -> list[tuple[str, Machine]]:
+    """What is taken of each file, with the file's name."""
+    found = []
     for name, families in MEASURED.items():
         each, without = read(RESULTS / name), LEFT_OUT.get(name, {})
         curves = tuple(
@@ -275,18 +275,17 @@ def measured() -> dict[int, tuple[str, Machine]]:
             key: value for key, value in each.values.items()
             if family_of_value(key) in families and key not in without
         }  # fmt: skip
-        found[each.gpus] = name, replace(each, curves=curves, values=values)
+        found.append((name, replace(each, curves=curves, values=values)))
     return found
 
 
-def with_measured(machine: Machine, files: Mapping[int, tuple[str, Machine]]) -> Machine:
+def with_measured(machine: Machine, files: Sequence[tuple[str, Machine]]) -> Machine:
     """The machine with what was measured in place of what it has: all of a family of curves of one
-    GPU, from the file of the nearest number of GPUs; and from that of its own number collectives,
-    one by one, and slowdowns; and OF_NEAREST from the nearest."""
+    GPU, and OF_NEAREST, from the file of the nearest number of GPUs that has them (of several the
+    last one); and from those of its own number collectives, one by one, and slowdowns."""
     values, curves, found = dict(machine.values), list(machine.curves), machine.links
-    for gpus in sorted(files, key=lambda each: abs(each - machine.gpus))[:1]:
-        file, each = files[gpus]
-        own = gpus == machine.gpus
+    for file, each in sorted(files, key=lambda one: -abs(one[1].gpus - machine.gpus)):
+        own = each.gpus == machine.gpus
         for name, value in each.values.items():
             of_pair = own and family_of_value(name) in ("beside", "exchange")
             if name in OF_ONE_GPU or of_pair or (machine.gpus > 1 and name in OF_NEAREST):

@@ -56,7 +56,7 @@ def test_a_measured_file_comes_in_place_of_older_records() -> None:
         curves=(*CURVES, nccl),
     )
     for gpus in (1, 2, 4):
-        found = records.with_measured(replace(old, gpus=gpus), {2: ("new.json", file)})
+        found = records.with_measured(replace(old, gpus=gpus), [("new.json", file)])
         own = gpus == 2
         assert found.value("launch_us") == 1.5
         assert found.value("copy_tb_s") == 4.0
@@ -66,7 +66,31 @@ def test_a_measured_file_comes_in_place_of_older_records() -> None:
         points = found.curve("all-reduce", algorithm="push").points
         assert points == (push.points if own else POINTS)
         assert found.values["launch_us"].provenance == "measured: new; new.json"
-    assert records.with_measured(old, {}) == old
+    assert records.with_measured(old, []) == old
+
+
+def test_of_several_measured_files_the_nearest_that_has_a_family_counts() -> None:
+    """Of as near ones the last; what is between GPUs is of as many."""
+    records = importlib.import_module("benchmarks.machines")
+
+    def file(gpus: int, us: float, *names: str) -> tuple[str, Machine]:
+        curves = tuple(Curve(name, {}, ((8.0, us),), "measured") for name in names)
+        return f"{us}.json", Machine("m", "a GPU", gpus, {}, curves)
+
+    files = [
+        file(4, 1.0, "copy", "peer copy"),
+        file(2, 2.0, "copy", "nccl hidden", "peer copy"),
+        file(2, 3.0, "peer copy"),
+    ]
+    for gpus, expected in (
+        (1, {"copy": 2.0}),
+        (2, {"copy": 2.0, "nccl hidden": 2.0, "peer copy": 3.0}),
+        (4, {"copy": 1.0, "peer copy": 1.0}),
+    ):
+        found = records.with_measured(Machine("m", "a GPU", gpus, {}), files)
+        assert {each.name: each.points[0][1] for each in found.curves} == expected
+    (found,) = records.with_measured(Machine("m", "a GPU", 4, {}), files[1:]).curves
+    assert (found.name, found.points[0][1]) == ("copy", 2.0)
 
 
 def test_only_the_named_parts_of_a_measured_file_are_taken(
@@ -82,7 +106,7 @@ def test_only_the_named_parts_of_a_measured_file_are_taken(
         (("values", "all-reduce"), ["launch_us"], ["all-reduce"]),
     ):
         monkeypatch.setattr(records, "MEASURED", {"new.json": families})
-        name, found = records.measured()[2]
+        ((name, found),) = records.measured()
         assert name == "new.json"
         assert list(found.values) == names
         assert [each.name for each in found.curves] == kept
@@ -101,8 +125,9 @@ def test_what_a_measured_file_says_of_something_else_is_left_out(
     without = {"product_beside_nccl": "it waits", "product": "of other kernels"}
     monkeypatch.setattr(records, "LEFT_OUT", {"new.json": without})
     files = records.measured()
-    assert list(files[2][1].values) == ["barrier_us", "product_beside_copies"]
-    assert not files[2][1].curves
+    ((_, found),) = files
+    assert list(found.values) == ["barrier_us", "product_beside_copies"]
+    assert not found.curves
     one, two, four = (records.with_measured(replace(MACHINE, gpus=n), files) for n in (1, 2, 4))
     assert two.value("product_beside_nccl") == 0.64  # declared
     assert two.value("product_beside_copies") == 0.9
