@@ -329,6 +329,7 @@ def newest(path: Path) -> Path:
     found = checkpoints(path)
     if not found:
         raise UserError(
-            f"{path} is neither a model folder (no config.json) nor a run with checkpoints"
+            f"{path} is neither a model folder (no config.json) nor a run with checkpoints; give a "
+            "folder of one of the two"
         )
     return found[-1][1]

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ladder.lock import hold, remove_empty
+from ladder.lock import make_folder as make_folder  # lock needs it, and imports nothing from here
 from ladder.models.errors import UserError, brief
 
 TRIES = 5  # attempts to write while other processes make and remove folders
@@ -46,14 +47,6 @@ def usual_mode(path: Path) -> None:
             path.chmod(stat.S_IMODE(new.stat().st_mode))
     finally:
         new.unlink(missing_ok=True)
-
-
-def make_folder(path: Path) -> None:
-    """Create a folder and its parents if they do not exist. Raises UserError if that fails."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot create the folder {path}: {error.strerror}") from error
 
 
 def refuse_inside(out: Path, sources: Iterable[str | Path], option: str = "--out") -> None:

@@ -145,13 +145,21 @@ def _take(path: Path, what: str) -> Lock:
     )
 
 
+def make_folder(path: Path) -> None:
+    """Create a folder and its parents if they do not exist. Raises UserError if that fails."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot create the folder {path}: {error.strerror}; choose another path, or make it "
+            f"writable"
+        ) from error
+
+
 def _look(path: Path, what: str, last: bool) -> Lock | None:
     """The result of `_judge` for the lock file, which is made if it does not exist."""
     folder = path.parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot create the folder {folder}: {error.strerror}") from error
+    make_folder(folder)
     created = True
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
