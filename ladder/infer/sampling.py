@@ -40,6 +40,11 @@ class Sampling:
             raise UserError(f"top_k={self.top_k} must be 0 (all tokens) or above")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p} must be above 0 and at most 1 (all tokens)")
+        if self.temperature == 0 and (self.top_k or self.top_p < 1):
+            name = f"top_k={self.top_k}" if self.top_k else f"top_p={self.top_p}"
+            raise UserError(
+                f"{name} has no effect at temperature=0 (greedy); also give a temperature, as 0.8"
+            )
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed={self.seed} must be 0 or more, and below 2**63")
 

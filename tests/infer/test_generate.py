@@ -137,6 +137,8 @@ def test_bad_prompts_are_refused(prompt: list[int], settings: dict, message: str
     ("settings", "message"),
     [
         ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"top_k": 5}, "top_k=5 has no effect"),
+        ({"top_p": 0.9}, "top_p=0.9 has no effect"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_k": -1}, "top_k=-1"),
         ({"top_p": 0.0}, "top_p=0.0"),
