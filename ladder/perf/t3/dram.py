@@ -38,11 +38,11 @@ class Dram:
         self._turn = self._busy = False
         self._last = True  # whether the last entry served was the product's
 
-    def add(self, stream: Stream, kind: str, size: float, cost: int, done: Callback) -> None:
+    def add(self, stream: Stream, kind: str, size: float, cost: float, done: Callback) -> None:
         """Ask for `size` bytes at `cost` times the service of a read; `done` when all is served."""
         entries = max(1, round(size / self.entry))
         waiting = self._product if stream == "product" else self._communication
-        waiting.append([entries, cost * self.service, done, kind])
+        waiting.append([entries, round(cost * self.service), done, kind])
         self._fill()
 
     def _fill(self) -> None:

@@ -224,7 +224,7 @@ class _Run:
         self.stage += 1
         local = self.case.output / self.stages
         kept: list[int] = []  # places
-        cost = 1
+        cost = 1.0
         if self.map is not None:
             upto = self.map.tiles * self.stage // self.stages
             for tile in self.order[self.computed : upto]:
@@ -239,7 +239,7 @@ class _Run:
                     self._send(chunk)
             self.computed = upto
             local = len(kept) * self.block
-            cost = max((self._cost(place) for place in kept), default=1)
+            cost = max((self._cost(place) for place in kept), default=1.0)
 
         def written() -> None:
             for place in kept:
@@ -256,7 +256,7 @@ class _Run:
 
     # ---- the collective
 
-    def _cost(self, place: int) -> int:
+    def _cost(self, place: int) -> float:
         """Of a write to a place: a store, or an update near the memory."""
         assert self.map is not None
         return self.system.update if self.map.updates(0, place) > 1 else 1

@@ -37,7 +37,7 @@ class System:
     shared: bool = False
     burst: float = 2 / 3.5e-12
     reduce: float = 0.5e12
-    update: int = 2
+    update: float = 2
     switch: float = 32e-9
     cache: int = 16 * 2**20
     tile: int = 128
