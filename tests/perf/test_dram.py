@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -15,17 +16,17 @@ ENTRY = 1000
 
 
 def served(
-    requests: list[tuple[int, Stream, int, int]], threshold: int | None, system: System = SYSTEM
+    requests: list[tuple[int, Stream, int, float]], threshold: int | None, system: System = SYSTEM
 ) -> list[int]:
     """When each request (time, stream, entries, cost) has been served."""
     engine = Engine()
     dram, found = Dram(engine, system, threshold), [0] * len(requests)
 
-    def ask(n: int, stream: Stream, entries: int, cost: int) -> None:
+    def ask(n: int, stream: Stream, entries: int, cost: float) -> None:
         dram.add(stream, "", entries * ENTRY, cost, lambda: found.__setitem__(n, engine.now))
 
-    for n, (time, *rest) in enumerate(requests):
-        engine.after(time, lambda n=n, rest=rest: ask(n, *rest))
+    for n, (time, stream, entries, cost) in enumerate(requests):
+        engine.after(time, partial(ask, n, stream, entries, cost))
     engine.run()
     busy = sum(entries * cost for _, _, entries, cost in requests) * picoseconds(1e-9)
     assert sum(dram.served.values()) == busy
@@ -36,10 +37,11 @@ def served(
 def test_one_stream_alone_has_the_whole_memory(threshold: int | None) -> None:
     assert served([(0, "product", 20, 1)], threshold) == [20_000]
     assert served([(0, "communication", 20, 2)], threshold) == [40_000]
+    assert served([(0, "communication", 20, 1.25)], threshold) == [25_000]
 
 
 def test_round_robin_gives_both_streams_half() -> None:
-    both: list[tuple[int, Stream, int, int]] = [
+    both: list[tuple[int, Stream, int, float]] = [
         (0, "communication", 100, 1),
         (1, "product", 20, 1),
     ]
@@ -50,7 +52,7 @@ def test_round_robin_gives_both_streams_half() -> None:
 
 
 def test_mca_keeps_the_memory_busy_and_serves_all() -> None:
-    both: list[tuple[int, Stream, int, int]] = [
+    both: list[tuple[int, Stream, int, float]] = [
         (0, "product", 10, 1),
         (0, "communication", 10, 1),
         (50_000, "communication", 5, 1),
@@ -60,6 +62,9 @@ def test_mca_keeps_the_memory_busy_and_serves_all() -> None:
 
 def test_turning_from_one_stream_to_the_other_costs() -> None:
     system = replace(SYSTEM, switch=1e-9)
-    both: list[tuple[int, Stream, int, int]] = [(0, "product", 12, 1), (0, "communication", 12, 1)]
+    both: list[tuple[int, Stream, int, float]] = [
+        (0, "product", 12, 1),
+        (0, "communication", 12, 1),
+    ]
     assert max(served(both, 8, system)) == 25_000  # once
     assert max(served(both, None, system)) == 31_000  # 7 times, for the 4 that are left
