@@ -3,10 +3,6 @@
 Products take their arithmetic at `matrix_tflop_s`, less what the power limit takes;
 kernels between them their bytes at `copy_tb_s`; collectives and copies what their curves say; and
 each of them a gap. A barrier, whose time has its launch, has one if it changes streams.
-
-Power: a GPU that computes without a pause would take a power of 1, and IDLE_POWER of that while it
-only communicates. Above `power_limit` its clock falls, and the power with the clock's cube. For the
-first `boost_ms` it may be above.
 """
 
 from __future__ import annotations
@@ -19,14 +15,13 @@ from ladder.costs import BF16, GRAPHED_PROMPT_TOKENS, MULTIPROCESSORS, stored_by
 from ladder.kernels.decode import MAX_ROWS
 from ladder.kernels.eight_bits import PIECE
 from ladder.models.config import ModelConfig
-from ladder.perf.fused import FUSED, Inside
-from ladder.perf.graph import COMM, MAIN, Operation
-from ladder.perf.grid import matrix_rate
+from ladder.perf.fused import Inside
+from ladder.perf.graph import COMM, FUSED, MAIN, Operation
+from ladder.perf.grid import FILL, SQUARE, matrix_rate
 from ladder.perf.machine import Basis, Estimate, Machine
+from ladder.perf.power import power_share
 from ladder.perf.slowdowns import Slowdowns, resource
 
-IDLE_POWER = 0.64  # while nothing computes, of the power under products
-FILL, SQUARE = 128, 8192  # what fills a tile's pipeline, of its inputs; `matrix_tflop_s` has SQUARE
 ATTENTION_ROWS = 128  # queries of one thread block
 
 
@@ -134,7 +129,7 @@ class PromptCost:
     def fused(self, kind: str, part: str, any_order: bool) -> Estimate:
         """An exchange of all rows inside of a product, beyond the product."""
         outputs, inputs = self.shapes[part]
-        us = backend_exchange(self.machine, kind, self.tensor(self.rows)).us + self.gap
+        us = self.machine.nccl(kind, self.tensor(self.rows)).us + self.gap
         us = self.inside(kind, (self.rows, outputs, inputs), any_order, us, self.mode)
         return Estimate(us, "extrapolated")
 
@@ -214,19 +209,3 @@ class PromptCost:
         """Bytes a microsecond of this GPU's memory that copies read and write."""
         large = 2.0**28
         return 2 * large / self.peer_copy(large).us
-
-
-def backend_exchange(machine: Machine, kind: str, nbytes: float) -> Estimate:
-    """NCCL's time. Where the machine has all-reduces alone, a half is half of one."""
-    if kind != "all-reduce" and machine.family(kind, algorithm="nccl"):
-        return machine.curve(kind, algorithm="nccl").at(nbytes)
-    found = machine.curve("all-reduce", algorithm="nccl").at(nbytes)
-    return found if kind == "all-reduce" else Estimate(found.us / 2, "extrapolated")
-
-
-def power_share(limit: float, boost_ms: float, busy_us: float, total_us: float) -> float:
-    """The share of their speed that products keep: power goes with the cube of the clock."""
-    power = IDLE_POWER + (1 - IDLE_POWER) * min(1.0, busy_us / total_us)
-    share = min(1.0, (limit / power) ** (1 / 3))
-    time = total_us / 1e3 / boost_ms
-    return share + (1 - share) * -math.expm1(-time) / time

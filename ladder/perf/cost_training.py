@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from ladder.costs import BF16, FP32
 from ladder.models.config import ModelConfig
-from ladder.perf.cost_prefill import PromptCost, backend_exchange, power_share
-from ladder.perf.fused import FUSED
-from ladder.perf.graph import COPIES, DATA, LAST, Operation
+from ladder.perf.cost_prefill import PromptCost
+from ladder.perf.graph import COPIES, DATA, FUSED, LAST, Operation
 from ladder.perf.lower_prefill import FIRST
 from ladder.perf.machine import COLLECTIVES, Estimate, Machine
 from ladder.perf.memory import local_parameters
 from ladder.perf.nodes import LIKELY, Doubt, for_degree, group, links_of
+from ladder.perf.power import power_share
 
 BACKWARD_ATTENTION = 2.5 / 0.85  # its arithmetic, and its rate, of those of the forward pass
 LANDED = 3  # tensors of a landing: the residual, and both results; and one for each addend
@@ -225,7 +225,7 @@ class TrainingCost(PromptCost):
         return shards.gather(nbytes)
 
     def _wire(self, kind: str, nbytes: float, degree: int) -> Estimate:
-        return backend_exchange(self.collectives[degree], kind, nbytes)
+        return self.collectives[degree].nccl(kind, nbytes)
 
     def limit(self, busy_us: float, total_us: float) -> None:
         """As for prompts, but without a beginning."""

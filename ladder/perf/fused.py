@@ -20,7 +20,6 @@ OPERATORS = {
     "reduce-scatter": "matmul_reduce_scatter",
     "all-reduce": "matmul_all_reduce",
 }
-FUSED = "fused"  # the algorithm of such an exchange
 # Of the backend's exchange, the median of benchmarks/results/2026-11-22-ops-h200x2.jsonl:
 # all-reduces that add in the order of the ranks.
 STAGED = {"matmul_all_reduce": 1.47}

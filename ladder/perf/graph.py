@@ -18,8 +18,8 @@ from ladder.models.errors import UserError, unknown
 from ladder.models.plan import Landing, Plan
 from ladder.models.reducer import Ranks
 from ladder.parallel.sharded import sharded_refusal
-from ladder.perf.fused import FUSED
 
+FUSED = "fused"  # the algorithm of an exchange inside of a product
 MAIN, SIDE, COMM, DATA = "main", "side", "communication", "data parallel"
 COPIES = "copies of shards"  # gradients of HSDP, between copies of a shard
 COMPUTES = ("product", "attention")

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from ladder.perf.machine import Machine
 
+FILL, SQUARE = 128, 8192  # what fills a tile's pipeline, of its inputs; `matrix_tflop_s` has SQUARE
+
 
 def matrix_rate(machine: Machine, rows: float, outputs: float, inputs: float) -> float | None:
     """FLOPs a microsecond, None without curves of products of many rows.

@@ -21,8 +21,7 @@ from ladder.models.errors import unknown
 from ladder.models.plan import Landing, Plan
 from ladder.parallel.dispatch import PREFILL_TRANSPORTS
 from ladder.parallel.prefill import sums_in_products
-from ladder.perf.fused import FUSED
-from ladder.perf.graph import COMM, LAST, MAIN, SIDE, Graph, Loop
+from ladder.perf.graph import COMM, FUSED, LAST, MAIN, SIDE, Graph, Loop
 
 FIRST = {"attention": "qkv", "mlp": "gate-up", "attention+mlp": "qkv"}
 

@@ -200,6 +200,14 @@ class Machine:
         assert len(found) == 1, (name, where)
         return found[0]
 
+    def nccl(self, kind: str, nbytes: float) -> Estimate:
+        """A collective by NCCL. Of a machine with all-reduces alone, a gather or a reduce-scatter
+        is half of one."""
+        if kind != "all-reduce" and self.family(kind, algorithm="nccl"):
+            return self.curve(kind, algorithm="nccl").at(nbytes)
+        found = self.curve("all-reduce", algorithm="nccl").at(nbytes)
+        return found if kind == "all-reduce" else Estimate(found.us / 2, "extrapolated")
+
     def between(self, name: str, key: str, value: float, x: float) -> Estimate:
         """At `x`, between the curves of a family that differ in `key` alone, linear in it.
 

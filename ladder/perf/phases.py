@@ -21,8 +21,8 @@ from ladder.parallel.sharded import sharded_refusal
 from ladder.perf.cost import DecodeCost, check_context, check_reducer
 from ladder.perf.cost_prefill import PromptCost
 from ladder.perf.cost_training import TrainingCost, TrainingShape
-from ladder.perf.fused import FUSED, check_weights
-from ladder.perf.graph import REDUCES, Graph, Operation, forward, training
+from ladder.perf.fused import check_weights
+from ladder.perf.graph import FUSED, REDUCES, Graph, Operation, forward, training
 from ladder.perf.lower_prefill import Way
 from ladder.perf.lower_prefill import prefill as lower_prefill
 from ladder.perf.machine import Basis, Estimate, Machine, worst

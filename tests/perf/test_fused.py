@@ -15,9 +15,8 @@ from ladder.config import model_config
 from ladder.files import write_text
 from ladder.models import resolve_plan
 from ladder.ops.registry import VARIABLE, bucket
-from ladder.perf.cost_prefill import backend_exchange
-from ladder.perf.fused import FUSED, OPERATORS, SERIAL, STAGED, Inside, picked
-from ladder.perf.graph import training
+from ladder.perf.fused import OPERATORS, SERIAL, STAGED, Inside, picked
+from ladder.perf.graph import FUSED, training
 from ladder.perf.lower_prefill import Way, prefill
 from ladder.perf.machine_files import load
 
@@ -109,7 +108,7 @@ def test_what_exchanges_take_is_near_the_records() -> None:
         name, _ = picked(op, machine.gpu, 2, (m, n, k), False, "captured")
         assert name not in SERIAL
         hidden = k if kind == "all-gather" else n
-        us = backend_exchange(machine, kind, 2.0 * m * hidden).us
+        us = machine.nccl(kind, 2.0 * m * hidden).us
         alone = min(found["alone"]["us"], found["alone, B contiguous"]["us"])
         exposed = inside(kind, (m, n, k), False, us, "captured")
         errors.append((alone + exposed) / found[name]["us"] - 1)
@@ -145,7 +144,7 @@ def test_a_table_of_ones_own_changes_the_prediction(
     after = us()
     assert picked(*call) == ("chunked", (("streams", 2),))
     machine = load("h200x4")
-    exchange = backend_exchange(machine, "all-gather", 2.0 * 4096 * hidden).us
+    exchange = machine.nccl("all-gather", 2.0 * 4096 * hidden).us
     exchange += machine.value("prompt_gap_us")
     left = Inside(machine, 4)("all-gather", (4096, 2 * inner, hidden), False, exchange, "captured")
     monkeypatch.delenv(VARIABLE)

@@ -13,11 +13,12 @@ from ladder.costs import prefill_flops
 from ladder.models import ModelConfig, Plan, Ranks, UserError, resolve_plan
 from ladder.parallel.sharded import sharded_refusal
 from ladder.perf import phases
-from ladder.perf.cost_prefill import PromptCost, power_share
+from ladder.perf.cost_prefill import PromptCost
 from ladder.perf.graph import MAIN, SIDE
 from ladder.perf.lower_prefill import Way, prefill
 from ladder.perf.machine import Curve, Machine, Value
 from ladder.perf.machine_files import load
+from ladder.perf.power import power_share
 from ladder.perf.simulate import simulate
 from tests.samples import FUSED_PLANS, random_plan
 

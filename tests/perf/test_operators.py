@@ -16,7 +16,6 @@ from ladder.cli import main
 from ladder.models.errors import UserError
 from ladder.ops import schedules
 from ladder.ops.schedules import Word, Work
-from ladder.perf.cost_prefill import backend_exchange
 from ladder.perf.machine import Curve, Machine, Value
 from ladder.perf.machine_files import load
 from ladder.perf.nodes import for_degree
@@ -161,7 +160,7 @@ def test_staged_is_the_product_then_its_exchanges(op: str) -> None:
     times, size = Predictor(found), point(op)
     alone = times.us(size, ALONE)
     nbytes = 2 * 4096 * 12288  # of the gathered rows, and of a partial
-    exchange = backend_exchange(found, "all-gather", nbytes).us + 2.0
+    exchange = found.nccl("all-gather", nbytes).us + 2.0
     rows = {GATHER: 0, SCATTER: 3, LANDING: 5, REDUCE: 3}[op]  # read and written by the sum
     summed = rows * nbytes / 2 / (1e6 * found.value("copy_tb_s")) + (2.0 if rows else 0.0)
     again = exchange if op == REDUCE else 0.0

@@ -9,10 +9,10 @@ from ladder.comm.capture import Mode
 from ladder.costs import BF16, MULTIPROCESSORS
 from ladder.ops.schedules import Schedule, jobs
 from ladder.ops.waves import CUBLAS, count, least_taken, split, taken
-from ladder.perf.cost_prefill import FILL, SQUARE, backend_exchange, power_share
-from ladder.perf.grid import matrix_rate
+from ladder.perf.grid import FILL, SQUARE, matrix_rate
 from ladder.perf.machine import Machine
 from ladder.perf.operators.run import Copies, Moves, Rates, Tiles
+from ladder.perf.power import power_share
 from ladder.perf.slowdowns import Slowdowns
 
 # Of cuBLAS's rate, that of our Triton product: of m 8192 in 2026-11-22-ops-h200x2.jsonl, less what
@@ -73,7 +73,7 @@ class OperatorCost:
 
     def exchange(self, kind: str, nbytes: float) -> float:
         """By NCCL, with its launch. An all-to-all takes what an all-gather of its bytes does."""
-        return backend_exchange(self.machine, kind, nbytes).us + self.gap
+        return self.machine.nccl(kind, nbytes).us + self.gap
 
     def share(self, busy_us: float, us: float, calls: int) -> float:
         """Of its speed, what a product keeps in the turns that `ladder bench ops` times, of so many

@@ -11,7 +11,8 @@ from ladder.models.reducer import Ranks
 from ladder.parallel.prefill import fused_refusal
 from ladder.perf import memory, phases
 from ladder.perf.cost import WAY
-from ladder.perf.fused import FUSED, check_weights
+from ladder.perf.fused import check_weights
+from ladder.perf.graph import FUSED
 from ladder.perf.machine import Machine
 from ladder.perf.memory import GIB, Memory
 from ladder.perf.nodes import without_peers

@@ -17,7 +17,7 @@ from ladder.kernels.decode import MAX_ROWS
 from ladder.models.errors import UserError
 from ladder.perf import phases
 from ladder.perf.cost import WAY, calibrate
-from ladder.perf.fused import FUSED
+from ladder.perf.graph import FUSED
 from ladder.perf.machine import Curve, Machine, Value
 from ladder.perf.nodes import relatives, without_peers
 
