@@ -1,13 +1,21 @@
 """Products whose partials every rank pushes to all: for decoding, and for prompts that are short.
 
-A product, up to 64 rows by a kernel made for few (`ladder.kernels.project`), then one kernel that
-sends, waits and sums: all to all at once (`ladder.comm.push`), or each rank sums its share and
-sends that on (`ladder.comm.two_shot`), which moves less between more than two ranks. Nothing
-overlaps, but both take less than the backend's all-reduce, of up to some megabytes. They count
-their calls in the GPU's memory, so they work in any CUDA graph.
+`pushed`: a product, up to 64 rows by a kernel made for few (`ladder.kernels.project`), then one
+kernel that sends, waits and sums: all to all at once (`ladder.comm.push`), or each rank sums its
+share and sends that on (`ladder.comm.two_shot`), which moves less between more than two ranks.
+Nothing overlaps, but both take less than the backend's all-reduce, of up to some megabytes.
+
+`pushing`: of up to 64 rows the product itself pushes, each of its programs as soon as it has its
+elements, and one kernel waits and sums (`ladder.kernels.collect`), as in a decode step of the
+engine. Both count their calls in the GPU's memory, so they work in any CUDA graph.
+
+Source of `pushing`: fused computation-collective operations (Punniyamurthy et al., 2024), GEMV +
+AllReduce.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +24,8 @@ from torch import Tensor
 
 from ladder.comm.push import DTYPES, PushAllReduce
 from ladder.comm.two_shot import TwoShotAllReduce
-from ladder.kernels import project
+from ladder.kernels import SendJob, project, send
+from ladder.kernels.collect import Collector
 from ladder.kernels.decode import MAX_ROWS
 from ladder.models.errors import UserError
 from ladder.ops.products import product
@@ -44,6 +53,26 @@ def pushed_linear_all_reduce(
 ) -> Tensor:
     """shots: 1: every rank sends its partial to all; 2: each sums its share, and sends that."""
     return _sum(group, "linear_all_reduce", x, weight, None, shots)
+
+
+def pushing_refusal(call: Call) -> str | None:
+    if (call.exact or call.sizes)[0] > MAX_ROWS:
+        return f"its product is for up to {MAX_ROWS} rows"
+    return push_refusal(call)
+
+
+@implement("linear_all_reduce", "pushing", pushing_refusal)
+def pushing_linear_all_reduce(group: dist.ProcessGroup, x: Tensor, weight: Tensor) -> Tensor:
+    rows = x.flatten(0, -2).contiguous()
+    size = len(rows) * len(weight) * x.element_size()
+    space = workspace(group, "linear_all_reduce", x.device)
+    collect = _sized(space, group, Collector, size, x.dtype)
+    if weight.is_contiguous():
+        project(rows, weight, push=collect.target, keep=False)
+    else:
+        send(SendJob(product(rows, weight.t(), None), collect.target))
+    total: Tensor = collect(len(rows), len(weight))
+    return total.view(*x.shape[:-1], -1)
 
 
 @implement("matmul_all_reduce", "pushed", push_refusal, SHOTS)
@@ -85,9 +114,16 @@ def _kernel(
             "two-shot", lambda: TwoShotAllReduce(LARGEST, group, space.device), "slots"
         )
         return found
+    push: PushAllReduce = _sized(space, group, PushAllReduce, size, dtype)
+    return push
+
+
+def _sized(
+    space: Workspace, group: dist.ProcessGroup, kind: type[Any], size: int, dtype: torch.dtype
+) -> Any:
+    """A `kind` for messages of `size` bytes and more, which messages of many sizes share."""
     most = max(SMALLEST, 1 << (size - 1).bit_length())
-    push: PushAllReduce = space.once(
-        (most, dtype), lambda: PushAllReduce(most // dtype.itemsize, dtype, group, space.device),
+    return space.once(
+        (kind, most, dtype), lambda: kind(most // dtype.itemsize, dtype, group, space.device),
         f"slots for {most} bytes",
     )  # fmt: skip
-    return push

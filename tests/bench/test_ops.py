@@ -425,7 +425,7 @@ def test_a_whole_run(start: Start, tmp_path: Path) -> None:
     result = started.result()
     assert result.returncode == 0, result.stderr
     # Torch's own, m 7 three times, and the implementations that need GPUs, each once.
-    assert result.stderr.count("left out: ") == 8
+    assert result.stderr.count("left out: ") == 9
     for op, name in (("all_gather_matmul", "chunked"), ("all_gather_matmul", "waiting"),
                      ("linear_all_reduce", "pushed"), (BAGS, "pushed")):  # fmt: skip
         assert result.stderr.count(f"left out: {op} by {name}: it") == 1

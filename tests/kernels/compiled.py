@@ -40,7 +40,7 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
     """(case, kernel, arguments, constants and options) of a call of everything that launches."""
     from ladder import comm, kernels
     from ladder.comm import push, symmetric, two_shot
-    from ladder.kernels import choice, clock, eight_bits, gemm
+    from ladder.kernels import choice, clock, collect, eight_bits, gemm
     from ladder.kernels import slots as slots_module
 
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
@@ -87,9 +87,11 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
             kernels.send(kernels.SendJob(x, target))
             push.PushAllReduce(SIZE, dtype, group, device)(x, False)
             two_shot.TwoShotAllReduce(2**20, group, device)(x, False)
+            collect.Collector(ROWS * SIZE, dtype, group, device)(ROWS, SIZE)
         case, halves = "float16", torch.zeros(ROWS, SIZE, dtype=torch.float16)
         push.PushAllReduce(SIZE, halves.dtype, group, device)(halves, False)
         two_shot.TwoShotAllReduce(2**20, group, device)(halves, False)
+        collect.Collector(ROWS * SIZE, halves.dtype, group, device)(ROWS, SIZE)
         for rows in (1, 8):  # without tensor cores and with them
             case = f"{rows} rows"
             x, h = (torch.zeros(rows, size, dtype=BF16) for size in (SIZE, SIZE // WORLD))

@@ -25,7 +25,10 @@ EPS = 1e-3
 TILE: dict[str, Any] = {"tile": "16x32x16", "stages": 2}
 BLOCKS: list[dict[str, Any]] = [{"blocks": 2}, {"blocks": 3, "ratio": 2, "streams": 2}]
 EVERY = [(op, name) for op, names in IMPLEMENTATIONS.items() for name in names]
-FEW_ROWS = [("linear_all_reduce", "pushed"), ("matmul_all_reduce", "pushed")]
+FEW_ROWS = [
+    ("linear_all_reduce", "pushed"), ("linear_all_reduce", "pushing"),
+    ("matmul_all_reduce", "pushed"),
+]  # fmt: skip
 
 
 def run_of(op: str, name: str) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ladder.comm import driver
+from ladder.kernels.collect import Collector
 from ladder.ops import pushed, workspace
 from ladder.ops.collectives import staged_all_gather
 from ladder.ops.landings import staged_everywhere, staged_scatter
@@ -84,6 +85,8 @@ def on_ranks(rank: int, world: int, folder: str, which: list[tuple[str, str]]) -
         mock.patch.object(workspace, "MIN_WORDS", 64),
         mock.patch.object(pushed, "LARGEST", 2**14),
         mock.patch.object(pushed, "SMALLEST", 2**10),
+        mock.patch.object(Collector, "PROGRAMS", 3),
+        mock.patch.object(Collector, "BLOCK", 128),
         mock.patch.object(workspace, "_workspaces", {}),
         mock.patch.object(driver, "driver", return_value=fake),
         mock.patch.object(
@@ -94,16 +97,16 @@ def on_ranks(rank: int, world: int, folder: str, which: list[tuple[str, str]]) -
         for call in range(4):
             for op, name in which:
                 rows, n = [(20, 40), (1, 8), (7, 40), (3, 8)][call]
+                pushes = (op, name) in FEW_ROWS
                 if name == "pushed":  # also more rows than the kernel made for few takes
                     rows *= {0: 5, 3: 30}.get(call, 1)
-                elif op != "all_gather_matmul":
+                elif not pushes and op != "all_gather_matmul":
                     rows *= world
                 if op in WHOLE:
                     rows += call % 3
-                pushes = name == "pushed" and call % 2 == 0
-                dtype = torch.bfloat16 if pushes else torch.float16
-                A, B = operands(world, call, rows, n - (name == "pushed"), dtype)[rank]
-                if op == "linear_all_reduce":  # a weight as in nn.Linear
+                dtype = torch.bfloat16 if pushes and call % 2 == 0 else torch.float16
+                A, B = operands(world, call, rows, n - pushes, dtype)[rank]
+                if op == "linear_all_reduce" and call < 3:  # a weight as in nn.Linear
                     B = B.t().contiguous().t()
                 average = call % 2 == 1
                 given = arguments(op, A, B, average, world)
@@ -152,5 +155,7 @@ def test_ranks_that_share_memory_agree_with_staged(
     pools: Pools, tmp_path: Path, interpreted: list[str], device: str, world: int
 ) -> None:
     for ran in pools(world).run(on_ranks, str(tmp_path), EVERY + FEW_ROWS):
-        assert {"_gemm_kernel", "_project_kernel", "_push_all_reduce"} <= set(ran)
+        assert {"_gemm_kernel", "_project_kernel", "_push_all_reduce", "_collect_kernel"} <= set(
+            ran
+        )
         interpreted += ran

@@ -76,6 +76,8 @@ def test_what_cannot_run_is_refused_and_nothing_is_picked_unmeasured() -> None:
         ):
             given = {"ranks": 4, "device": "NVIDIA H200", "dtype": dtype}
             choice = ladder.ops.explain(op, [(rows, 256), (256, 256)], **given)
+            if name == "pushing" and rows > 64:
+                words = "its product is for up to 64 rows"
             assert words in dict(choice.others)[name]
 
 
