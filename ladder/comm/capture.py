@@ -38,6 +38,7 @@ def as_captured() -> Iterator[None]:
     """Within this context, calls run what a CUDA graph of them would: for the runs before a
     capture. All ranks must enter it.
 
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), ladder.ops.as_captured():
             step()
         with torch.cuda.graph(graph, stream=stream):

@@ -391,6 +391,10 @@ def test_what_a_new_table_picks() -> None:
             "--m with --records, which measures nothing: leave one out",
         ),
         (
+            ["--records", __file__, "--write-table", "{}/t.json", "--nproc", "2"],
+            "--records on several ranks: one derives the table; leave --nproc out",
+        ),
+        (
             ["--records", "{}/no.jsonl", "--write-table", "{}/t.json"],
             "/no.jsonl: there is no such file",
         ),

@@ -33,12 +33,13 @@ pytestmark = [
 
 WORLDS = [world for world in (2, 4) if world <= torch.cuda.device_count()]
 KIB, MIB = 1024, 2**20
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # (elements, type): single vectors, one chunk, ragged last shards and chunks, many chunks
 SIZES = {
-    "push": [(8, BF16), (64, BF16), (4096, BF16), (2056, BF16), (65536, FP32), (262144, BF16)],
+    "push": [(8, BF16), (64, BF16), (4096, BF16), (2056, BF16), (65536, FP32), (262144, BF16),
+             (2056, FP16)],
     "two-shot": [(8, BF16), (2056, BF16), (65536, BF16), (100_004, FP32), (1_000_008, BF16),
-                 (4 * MIB, BF16), (2 * MIB, FP32)],
+                 (4 * MIB, BF16), (2 * MIB, FP32), (8, FP16), (1_000_008, FP16)],
 }  # fmt: skip
 LIMIT = 60.0  # seconds, processes started and all
 
@@ -48,7 +49,8 @@ def fill(partial: Tensor, source: torch.Generator) -> None:
     partial.copy_(torch.randn(partial.shape, generator=source, device=partial.device))
     partial[::7] = -0.0
     partial[2::16] = partial[3::16] = -0.0
-    partial[8::32], partial[9::32] = 0.0, -0.0  # in bfloat16 the word of an empty slot
+    partial[8::32], partial[9::32] = 0.0, -0.0  # in 16 bits the word of an empty slot
+    partial[4::61] = 6e4  # whose sum is infinite in float16
     partial[5::131] = torch.inf
     partial[6::257] = torch.nan
 

@@ -79,6 +79,8 @@ def _check_records(options: Any) -> None:
         if getattr(options, name):
             said = name.replace("_", "-")
             raise UserError(f"--{said} with --records, which measures nothing: leave one out")
+    if max(options.nproc, launch.world_size()) > 1:  # each would write the table
+        raise UserError("--records on several ranks: one derives the table; leave --nproc out")
     for file in options.records:
         if not file.is_file():
             raise UserError(f"--records={file}: there is no such file")
