@@ -126,7 +126,7 @@ def probe_description() -> str:
     """Which shipped file describes this machine, for `ladder predict`."""
     import torch
 
-    from ladder.perf.nodes import describing
+    from ladder.perf.nodes import describing, names
 
     count = _gpu_count(1, "predictions take --machine, a shipped file or one of another machine")
     gpus = {torch.cuda.get_device_properties(index).name for index in range(count)}
@@ -134,6 +134,8 @@ def probe_description() -> str:
     for known in alike:
         if known.gpus == count:
             said = f"{known.name} describes {count} x {known.gpu}"
+            if known.name in names():
+                said += f", which nobody has measured (ladder bench machine --nproc {count} does)"
             return f"{said}: ladder predict MODEL --machine {known.name}"
     below = [known for known in alike if known.gpus < count]
     part = max(below, key=lambda known: known.gpus, default=None)

@@ -30,14 +30,23 @@ from ladder.models.errors import UserError, unknown
 from ladder.models.plan import Plan
 from ladder.perf.graph import Graph, Operation
 from ladder.perf.lower_decode import decode
-from ladder.perf.machine import AWAITED, HIDDEN, Basis, Curve, Estimate, Machine, Value, worst
+from ladder.perf.machine import (
+    AWAITED,
+    HEAD_DIM,
+    HIDDEN,
+    Basis,
+    Curve,
+    Estimate,
+    Machine,
+    Value,
+    worst,
+)
 from ladder.perf.simulate import simulate
 from ladder.perf.slowdowns import Slowdowns, resource
 
 WAY = {"push": "push", "async": "nccl"}
 FULL_MESSAGE = 2**19  # bytes for which NCCL takes as many multiprocessors as for prompts
 SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor that thread blocks can have
-HEAD_DIM = 128  # of the curves of attention
 
 
 def check_reducer(name: str) -> None:

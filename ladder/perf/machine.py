@@ -89,6 +89,7 @@ CURVES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "nccl awaited": ("bytes", (), "what an all-reduce by NCCL adds to a step that waits for it"),
     "nccl hidden": ("bytes", (), "what one adds to a step that waits for it a sublayer later"),
 }
+HEAD_DIM = 128  # of the curves of attention
 AWAITED, HIDDEN = TURNS = ("nccl awaited", "nccl hidden")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter")
 SPEEDS = ("decode beside nccl", "nccl beside decode")  # of the speed alone, in place of times

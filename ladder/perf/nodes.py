@@ -2,23 +2,27 @@
 
 Nobody has measured these. Links between nodes come from a machine's own file, if it has any, or
 from the file in machines/declared of the same GPU. A declared machine whose GPUs have no access to
-each other's memory (NCCL_P2P_DISABLE=1) has a link through the host's in place of NVLink.
+each other's memory (NCCL_P2P_DISABLE=1) has a link through the host's in place of NVLink. One of
+GPUs that nobody has measured is as measured with GPUs that are LIKE them, but for its memory.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ladder.costs import BF16
 from ladder.models.errors import UserError
 from ladder.perf.machine import (
     BETWEEN_GPUS,
     COLLECTIVES,
+    HEAD_DIM,
     Curve,
     Link,
     Machine,
+    Value,
     with_links_of,
 )
 from ladder.perf.machine_files import FOLDER, read, shipped
@@ -27,6 +31,8 @@ from ladder.perf.machine_files import load as load_measured
 DECLARED = FOLDER / "declared"
 INSIDE, BETWEEN, HOST = "NVLink", "InfiniBand", "host"
 BASE_US = 8.4  # of any collective, beside its ring's steps: NCCL's own constant
+# GPUs of the same multiprocessors and links, whose memory has another size and rate.
+LIKE = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}
 SIZES = tuple(2.0**n for n in range(10, 33, 2))  # bytes of the points of declared curves
 
 
@@ -118,8 +124,9 @@ def links_of(machine: Machine) -> tuple[Link, ...]:
 
 
 def load(name: str) -> Machine:
-    """A shipped machine or a file, or a declared machine: one GPU as measured on others of its
-    kind, and collectives of NCCL's rings over the declared links."""
+    """A shipped machine or a file, or a declared one: a GPU as measured on others of its kind, or
+    on some that are LIKE it. Between GPUs it is as measured with so many, or extrapolated from what
+    was measured with fewer; without access to each other's memory, NCCL's rings over the link."""
     if name not in names():
         if name not in shipped() and not Path(name).is_file():
             raise UserError(
@@ -127,18 +134,99 @@ def load(name: str) -> Machine:
                 f"{', '.join(names())}, or the path of a file by `ladder bench machine`"
             )
         return load_measured(name)
-    found = read(DECLARED / f"{name}.json")
-    alike = [each for each in map(load_measured, shipped()) if each.gpu == found.gpu]
-    base = max(alike, key=lambda each: each.gpus)
-    whole = group(found.links, found.gpus, 1)
-    curves = [each for each in base.curves if each.name not in BETWEEN_GPUS]
+    found = declared()[name]
+    kind = LIKE.get(found.gpu, found.gpu)
+    alike = {each.gpus: each for each in map(load_measured, shipped()) if each.gpu == kind}
+    if found.gpus in alike and not without_peers(found):
+        base = alike[found.gpus]
+    else:
+        base = alike[max(alike)]
+        between = _rings(found) if without_peers(found) else _of_more_ranks(alike, found.gpus)
+        own = [each for each in base.curves if each.name not in BETWEEN_GPUS]
+        base = replace(base, curves=(*own, *between))
+    if kind == found.gpu:
+        values = {**base.values, "memory_gib": found.values["memory_gib"]}
+        return replace(found, values=values, curves=base.curves)
+    return _with_its_memory(base, found)
+
+
+def _rings(machine: Machine) -> list[Curve]:
+    """NCCL's collectives of all GPUs over the declared link."""
+    whole, curves = group(machine.links, machine.gpus, 1), []
     for kind in COLLECTIVES:
         exchange = whole.all_reduce if kind == "all-reduce" else whole.gather
         points = tuple((size, 1e6 * exchange(size)) for size in SIZES)
-        where = {"algorithm": "nccl"}
-        curves.append(Curve(kind, where, points, f"declared: rings over the links of {name}"))
-    values = {**base.values, "memory_gib": found.values["memory_gib"]}
-    return replace(found, values=values, curves=tuple(curves))
+        about = f"declared: rings over the links of {machine.name}"
+        curves.append(Curve(kind, {"algorithm": "nccl"}, points, about))
+    return curves
+
+
+def _of_more_ranks(measured: Mapping[int, Machine], ranks: int) -> list[Curve]:
+    """All-reduces of more ranks than were measured, from those of the two largest numbers.
+
+    What an all-reduce takes beyond the bytes that a ring moves, at the rate of the largest
+    messages, is linear in the number of ranks: a ring has two steps for each further one. So is all
+    of a push, which sends its message to each.
+    """
+    few, many = sorted(measured)[-2:]
+    curves = []
+    for algorithm in ("nccl", "push", "two-shot"):
+        pair = [measured[each].curve("all-reduce", algorithm=algorithm) for each in (few, many)]
+        last = [each.points[-2:] for each in pair]
+        slopes = [(high[1] - low[1]) / (high[0] - low[0]) for low, high in last]
+        if algorithm == "push":
+            slopes = [0.0, 0.0]
+        share = (1 - 1 / ranks) / (1 - 1 / many)  # of the bytes that each rank sends and receives
+        points: list[tuple[float, float]] = []
+        for size in sorted({x for each in pair for x, _ in each.points}):
+            if size > min(each.points[-1][0] for each in pair):
+                break
+            first, second = (
+                each.at(size).us - slope * size for each, slope in zip(pair, slopes, strict=True)
+            )
+            more = max(0.0, second - first) * (ranks - many) / (many - few)
+            us = second + more + share * slopes[1] * size
+            points.append((size, round(max(us, points[-1][1] if points else 0.0), 3)))
+        about = f"declared: extrapolated from {few} and {many} GPUs as measured"
+        curves.append(Curve("all-reduce", {"algorithm": algorithm}, tuple(points), about))
+    return curves
+
+
+def _with_its_memory(base: Machine, found: Machine) -> Machine:
+    """A machine with the values of `found`, and of `base` what it lacks; what moves bytes in the
+    GPU's memory takes longer by what these take longer at its rate."""
+    about = f"declared: as of {base.name}, whose GPUs differ in their memory alone"
+
+    def said(provenance: str) -> str:
+        return provenance if provenance.startswith("declared") else f"{about}; {provenance}"
+
+    longer = 1e-6 * (1 / found.value("copy_tb_s") - 1 / base.value("copy_tb_s"))  # us a byte
+    curves = []
+    for each in base.curves:
+        moved = 0.0  # bytes for each unit of the curve's quantity
+        if each.name == "product":
+            moved = 1.0
+        elif each.name == "copy":
+            moved = 2.0  # read and written
+        elif each.name == "attention":
+            moved = 2.0 * BF16 * HEAD_DIM * float(each.where["keys"])
+        points = tuple((x, us + longer * moved * x) for x, us in each.points)
+        curves.append(replace(each, points=points, provenance=said(each.provenance)))
+    values = {name: Value(each.value, said(each.provenance)) for name, each in base.values.items()}
+    return replace(found, values={**values, **found.values}, curves=tuple(curves))
+
+
+@functools.cache
+def declared() -> dict[str, Machine]:
+    """What the files say of each declared machine, by its name. GPUs that are LIKE measured ones
+    may be as many as those were, too."""
+    found = {path.stem: read(path) for path in sorted(DECLARED.glob("*.json"))}
+    for file in tuple(found.values()):
+        for measured in map(load_measured, shipped()):
+            if measured.gpu == LIKE.get(file.gpu):
+                name = file.name.replace(f"x{file.gpus}", f"x{measured.gpus}")
+                found[name] = replace(file, name=name, gpus=measured.gpus)
+    return dict(sorted(found.items()))
 
 
 def without_peers(machine: Machine) -> bool:
@@ -150,21 +238,25 @@ def without_peers(machine: Machine) -> bool:
 
 def relatives(machine: Machine) -> list[Machine]:
     """The machines that come with the package of the same GPU, with access to each other's memory
-    or without as this one. One GPU alone is of either kind."""
-    apart = without_peers(machine)
-    found = map(load, names()) if apart else map(load_measured, shipped())
-    return [each for each in found if each.gpu == machine.gpu and without_peers(each) == apart]
+    or without as this one; of GPUs that were not measured, declared ones of no more."""
+    apart, like = without_peers(machine), machine.gpu in LIKE
+    found = map(load, names() if apart or like else shipped())
+    return [
+        each
+        for each in found
+        if each.gpu == machine.gpu and without_peers(each) == apart
+        if each.gpus <= machine.gpus or not like
+    ]
 
 
 def describing(gpus: set[str], count: int) -> list[Machine]:
-    """The machines that come with the package of these kinds of GPUs: measured ones, or, where the
-    environment keeps several from each other's memory, those of such."""
+    """The machines that come with the package of these kinds of GPUs, measured ones first. Where
+    the environment keeps several from each other's memory, those of such."""
     from ladder.comm.access import p2p_disabled
 
-    found = [each for each in map(load_measured, shipped()) if gpus == {each.gpu}]
-    if count == 1 or not p2p_disabled():
-        return found
-    return [each for each in map(load, names()) if gpus == {each.gpu} and without_peers(each)]
+    apart = count > 1 and p2p_disabled()
+    found = map(load, (*shipped(), *names()))
+    return [each for each in found if gpus == {each.gpu} and without_peers(each) == apart]
 
 
 def for_degree(machine: Machine, tp: int) -> Machine:
@@ -181,8 +273,6 @@ def for_degree(machine: Machine, tp: int) -> Machine:
     )
 
 
-@functools.cache
 def names() -> tuple[str, ...]:
     """The declared machines that `load` knows."""
-    gpus = {load_measured(name).gpu for name in shipped()}
-    return tuple(p.stem for p in sorted(DECLARED.glob("*.json")) if read(p).gpu in gpus)
+    return tuple(declared())

@@ -29,9 +29,11 @@ from ladder.perf.nodes import (
     links_of,
     load,
     names,
+    relatives,
     without_peers,
 )
 from ladder.perf.phases import training_shape
+from ladder.perf.scale.tables import NVLINK, reduces
 
 Out = pytest.CaptureFixture[str]
 SHAPE = model_config("llama-3-8b")
@@ -92,19 +94,72 @@ def test_steps_grow_with_nodes_and_with_slower_links(layout: str) -> None:
 
 def test_a_declared_machine_has_what_its_gpu_was_measured_with() -> None:
     four = load_measured("h200x4")
-    assert names() == ("h200x2-no-p2p", "h200x4-no-p2p", "h200x8")
+    apart, more = ("h200x2-no-p2p", "h200x4-no-p2p"), ("h100x1", "h100x2", "h100x4", "h100x8")
+    assert names() == (*more, *apart, "h200x8")
     assert NODE.gpus == 8
     assert NODE.curve("product", rows=1) == four.curve("product", rows=1)
-    curve = NODE.curve("all-reduce", algorithm="nccl")
-    for size, us in curve.points:
-        assert us == pytest.approx(1e6 * group(NODE.links, 8, 1).all_reduce(size))
-        assert curve.at(size).basis == "extrapolated"  # though it is a point of the curve
-    assert not NODE.family("all-reduce", algorithm="push")
     assert load("h200x4") == four
-    with pytest.raises(
-        UserError, match=r"unknown machine 'h100x8'.*-no-p2p, h200x8, or the path"
-    ):  # no GPU of it was measured
-        load("h100x8")
+    with pytest.raises(UserError, match=r"unknown machine 'h100x3'.*h100x8.*h200x8, or the path"):
+        load("h100x3")
+
+
+@pytest.mark.parametrize("algorithm", ["nccl", "push", "two-shot"])
+def test_all_reduces_of_more_ranks_continue_those_of_fewer(algorithm: str) -> None:
+    """Of n = 2, 4, 8 GPUs a ring moves 1, 3/2, 7/4 of a message's bytes, and its steps, as what a
+    push sends, go with n - 1 = 1, 3, 7."""
+    two, four = (
+        load_measured(name).curve("all-reduce", algorithm=algorithm)
+        for name in ("h200x2", "h200x4")
+    )
+    found, before = NODE.curve("all-reduce", algorithm=algorithm), 0.0
+    rates = [0.0, 0.0]
+    if algorithm != "push":
+        ends = [each.points[-2:] for each in (two, four)]
+        rates = [(high[1] - low[1]) / (high[0] - low[0]) for low, high in ends]
+    assert len(found.points) >= 10
+    for size, us in found.points:
+        low, high = two.at(size).us - rates[0] * size, four.at(size).us - rates[1] * size
+        steps = max(high, 3 * high - 2 * low)
+        assert us == pytest.approx(max(before, steps + 7 / 6 * rates[1] * size), abs=1e-3)
+        assert us >= four.at(size).us
+        assert found.at(size).basis == "extrapolated"  # though it is a point of the curve
+        before = us
+
+
+def test_all_reduces_of_eight_are_those_of_ladder_residuals_rows() -> None:
+    """Set so that its standard is as far from its rows without communication as published. That of
+    16 MiB is its prompt's with NVLink, which its own logs do not confirm (docs/results)."""
+    published = reduces(NVLINK)
+    ours = load("h100x8").curve("all-reduce", algorithm="nccl")
+    sizes = [size for size, _ in published.points if size != 2**24]
+    assert len(sizes) == 4
+    for size in sizes:
+        assert ours.at(size).us == pytest.approx(published.at(size).us, rel=0.10), size
+
+
+def test_an_h100_is_an_h200_with_less_memory_and_slower() -> None:
+    """What moves bytes takes longer by them; links, arithmetic and launches are the same."""
+    for ranks in (1, 2, 4):
+        one, other = load(f"h100x{ranks}"), load_measured(f"h200x{ranks}")
+        assert (one.gpus, one.value("memory_gib")) == (ranks, 79.1)
+        assert one.value("step_stretch") == other.value("step_stretch")
+        slower = 1e-6 / 2.96 - 1e-6 / other.value("copy_tb_s")
+        for name, where, moved in (
+            ("product", {"rows": 1}, 1), ("copy", {}, 2),
+            ("attention", {"keys": 1100}, 2 * 2 * 128 * 1100),
+        ):  # fmt: skip
+            for (x, us), (at, faster) in zip(
+                one.curve(name, **where).points, other.curve(name, **where).points, strict=True
+            ):
+                assert (x, us) == (at, pytest.approx(faster + slower * moved * x))
+        every = [*one.values.values(), *one.curves]
+        assert all(each.provenance.startswith("declared") for each in every)
+        if ranks > 1:
+            push = [each.curve("all-reduce", algorithm="push").points for each in (one, other)]
+            assert push[0] == push[1]
+    degrees = {each.gpus for each in relatives(load("h100x4"))}
+    assert degrees == {1, 2, 4}, "no more GPUs than the machine has"
+    assert for_degree(load("h100x8"), 4).gpu == "NVIDIA H100 80GB HBM3"
 
 
 def test_a_link_of_the_machines_own_file_counts() -> None:
@@ -150,8 +205,9 @@ def test_decoding_on_a_declared_machine_is_extrapolated(capsys: Out) -> None:
     words = ["llama-3-70b", "--machine", "h200x8", "--tp", "8", "--plans", "standard", "ladder"]
     assert main(["predict", *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {(row["way"], row["basis"]) for row in found["rows"]} == {("async", "extrapolated")}
-    assert found["left_out"] == ["push at TP 8: machine 'h200x8' has no curve of it"]
+    ways = {(row["way"], row["basis"]) for row in found["rows"]}
+    assert ways == {("async", "extrapolated"), ("push", "extrapolated")}
+    assert all(row["far"] for row in found["rows"])
 
 
 def test_gpus_without_access_to_each_other_reduce_through_the_host(capsys: Out) -> None:
