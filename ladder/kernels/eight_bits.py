@@ -54,9 +54,11 @@ def to_e4m3(x):
     step = power(tl.maximum((bits >> 23) & 0xFF, 121) - 3)  # between e4m3's neighbours of x
     shift = step * 12582912.0  # 1.5 x 2^23: of the sum, float32 keeps multiples of the step
     y = (tl.abs(x) + shift) - shift
-    sign = ((bits >> 24) & 0x80).to(tl.uint8)  # the sum's zero has none
-    small = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True) | sign
-    return tl.where(y <= 448.0, small, 0x7F).to(tl.float8e4nv, bitcast=True)
+    # The sum's zero has no sign, so it is set afterwards; in the float: ptxas of CUDA 12.8 compiles
+    # bytes of e4m3 that are changed wrongly (every second one is what its register held before).
+    y = (y.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
+    small = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return tl.where(tl.abs(y) <= 448.0, small, 0x7F).to(tl.float8e4nv, bitcast=True)
 
 
 @jit

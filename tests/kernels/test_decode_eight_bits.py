@@ -49,7 +49,8 @@ def squares_of(x: Tensor) -> Tensor:
 def test_products(device: str, m: int, n: int, k: int, dtype: torch.dtype, kind: str) -> None:
     """Each branch; rows of very different sizes, so that another row's scale is off by far.
 
-    Scales of fp8 are powers of two, so the bits are those of the product in 16 bits.
+    Scales of fp8 are powers of two, so the bits are those of the product in 16 bits, but on tensor
+    cores: there Triton has products of 8 bits add columns in another order.
     """
     # float16 rounds what is below 2^-24, and so the least stored values of rows of small scales.
     least = -1 if dtype == torch.float16 else -3
@@ -79,7 +80,7 @@ def test_products(device: str, m: int, n: int, k: int, dtype: torch.dtype, kind:
         assert found is not None
         assert_close(found, *results)
         # The sum of a block is a step's, which a product of 16 bits may not have.
-        if kind == "fp8" or (kind == "fp8-block" and m <= MAX_VECTOR_ROWS):
+        if (m <= MAX_VECTOR_ROWS and kind != "int8") or (kind == "fp8" and device == "cpu"):
             same = project(x, plain[0], plain[1] if gated else None, **options)
             assert torch.equal(found, same)
 
