@@ -156,7 +156,7 @@ def _rings(machine: Machine) -> list[Curve]:
     for kind in COLLECTIVES:
         exchange = whole.all_reduce if kind == "all-reduce" else whole.gather
         points = tuple((size, 1e6 * exchange(size)) for size in SIZES)
-        about = f"declared: rings over the links of {machine.name}"
+        about = f"declared: collectives as rings over the links of {machine.name}"
         curves.append(Curve(kind, {"algorithm": "nccl"}, points, about))
     return curves
 
@@ -187,7 +187,7 @@ def _of_more_ranks(measured: Mapping[int, Machine], ranks: int) -> list[Curve]:
             more = max(0.0, second - first) * (ranks - many) / (many - few)
             us = second + more + share * slopes[1] * size
             points.append((size, round(max(us, points[-1][1] if points else 0.0), 3)))
-        about = f"declared: extrapolated from {few} and {many} GPUs as measured"
+        about = f"declared: all-reduces as extrapolated from those of {few} and {many} GPUs"
         curves.append(Curve("all-reduce", {"algorithm": algorithm}, tuple(points), about))
     return curves
 
@@ -210,6 +210,8 @@ def _with_its_memory(base: Machine, found: Machine) -> Machine:
             moved = 2.0  # read and written
         elif each.name == "attention":
             moved = 2.0 * BF16 * HEAD_DIM * float(each.where["keys"])
+        elif each.where.get("transport") == "copy-kernels":
+            moved = (base.gpus + 3) / base.gpus  # by the landing in it, see `PromptCost.exchange`
         points = tuple((x, us + longer * moved * x) for x, us in each.points)
         curves.append(replace(each, points=points, provenance=said(each.provenance)))
     values = {name: Value(each.value, said(each.provenance)) for name, each in base.values.items()}
@@ -227,6 +229,18 @@ def declared() -> dict[str, Machine]:
                 name = file.name.replace(f"x{file.gpus}", f"x{measured.gpus}")
                 found[name] = replace(file, name=name, gpus=measured.gpus)
     return dict(sorted(found.items()))
+
+
+def declaration(machine: Machine) -> str:
+    """What of a machine's curves nobody has measured, and where it is from; "" if there is none."""
+    said = dict.fromkeys(
+        each.provenance.removeprefix("declared: ").partition(";")[0]
+        for each in machine.curves
+        if each.provenance.startswith("declared")
+    )
+    if not said:
+        return ""
+    return f"Declared, not measured, of machine {machine.name!r}: {'; '.join(said)}."
 
 
 def without_peers(machine: Machine) -> bool:

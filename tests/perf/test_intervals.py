@@ -32,7 +32,12 @@ def test_a_prediction_is_within_its_interval() -> None:
 def test_intervals_say_when_nothing_like_it_was_recorded() -> None:
     near = intervals.interval("decode", "NVIDIA H200", 4, "push", "llama-3-8b", 1500.0)
     assert not near.far
-    assert intervals.interval("decode", "NVIDIA H200", 8, "push", "llama-3-8b", 1500.0).far
+    more = intervals.interval("decode", "NVIDIA H200", 8, "push", "llama-3-8b", 1500.0)
+    assert more.far
+    assert "(decode, push, other numbers of GPUs)" in more.source
+    other = intervals.interval("decode", "another GPU", 4, "push", "llama-3-8b", 1500.0)
+    assert other.far
+    assert "(decode, push, NVIDIA H200)" in other.source
     assert intervals.interval("decode", "NVIDIA H200", 4, "push", "llama-3-8b", 1e6).far
     assert intervals.interval("knitting", "NVIDIA H200", 4, "push", "tiny", 1.0).of(1.0) is None
 

@@ -15,6 +15,7 @@ from ladder.config import model_config
 from ladder.costs import BF16, FP32
 from ladder.models import UserError
 from ladder.perf import phases
+from ladder.perf.cost_prefill import PromptCost
 from ladder.perf.cost_training import TrainingCost
 from ladder.perf.graph import COPIES, DATA, training
 from ladder.perf.machine import Link
@@ -160,6 +161,31 @@ def test_an_h100_is_an_h200_with_less_memory_and_slower() -> None:
     degrees = {each.gpus for each in relatives(load("h100x4"))}
     assert degrees == {1, 2, 4}, "no more GPUs than the machine has"
     assert for_degree(load("h100x8"), 4).gpu == "NVIDIA H100 80GB HBM3"
+    rows = [
+        PromptCost(SHAPE, each, 2, 1, 1024).exchange("copy-kernels", 5)
+        for each in (load("h100x2"), load_measured("h200x2"))
+    ]
+    assert rows[0] is not None
+    assert rows[1] is not None
+    assert rows[0].us == pytest.approx(rows[1].us), "between GPUs nothing is faster"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("h100x4", "as of h200x4, whose GPUs differ in their memory alone."),
+        ("h200x8", "all-reduces as extrapolated from those of 2 and 4 GPUs."),
+        ("h200x4-no-p2p", "collectives as rings over the links of h200x4-no-p2p."),
+        ("h200x4", ""),
+    ],
+)
+def test_what_is_declared_is_said(name: str, said: str, capsys: Out) -> None:
+    where = f"Declared, not measured, of machine '{name}': {said}"
+    for words in (["llama-3-8b", "--plans", "standard"], ["ops", "--m", "1024"]):
+        assert main(["predict", *words, "--machine", name]) == 0
+        found = " ".join(capsys.readouterr().out.split())
+        assert (where in found) == bool(said)
+        assert ("Declared, not measured" in found) == bool(said)
 
 
 def test_a_link_of_the_machines_own_file_counts() -> None:

@@ -379,6 +379,19 @@ def test_predict_ops(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(fastest) == len(OPS)
 
 
+def test_what_the_machine_lacks_for_an_implementation_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["predict", "ops", "--machine", "h200x8", "--m", "1024", "--ops", "all_gather_matmul"]
+    assert main([*words, "--implementations", "chunked"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "left out: chunked: machine 'h200x8' has no 'peer copy'" in said
+    assert "--nproc 8 --out machine.json" in said
+    assert main([*words, "--json"]) == 0
+    (line,) = json.loads(capsys.readouterr().out)["left_out"]
+    assert line.startswith("chunked, waiting: machine 'h200x8' has no 'peer copy'")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -293,6 +293,7 @@ def old(path: Path) -> str:
     [
         (("--tp", "3"), "--tp=3: machine 'h200x4' has the collectives of 1, 2, 4 GPUs; give 1, 2"),
         (("--tp", "0"), "--tp=0"),
+        (("--machine", "h100x4", "--tp", "8"), "give 1, 2, 4, or another --machine"),
         (("--machine", "h100x3"), "unknown machine 'h100x3'"),
         (("--machine", "OLD"), "has version 0, and this ladder reads"),
         (("--batch", "1", "65"), "--batch=65 must be 1 to 64, as fused decode steps have"),

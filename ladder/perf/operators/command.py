@@ -12,6 +12,7 @@ from ladder.bench.ops.derive import sizes
 from ladder.bench.ops.points import OpPoint, Variant, accepts, check_options, expand, variants
 from ladder.models.errors import UserError
 from ladder.ops.registry import OPERATORS
+from ladder.perf.nodes import declaration
 from ladder.perf.operators.lower import OPS
 from ladder.perf.operators.predict import ALONE, KNOWN, Predictor, plain
 from ladder.perf.prediction.command import machine_of
@@ -44,10 +45,11 @@ def main(options: Any) -> int:
     wanted = variants(options.implementations, asked.ops, options.tune)
     wanted = [Variant(name) for name in KNOWN] if wanted is None else wanted
     predictor = Predictor(machine)
+    left_out += _lacking(predictor, points, wanted)
     rows = [row for point in points for row in _rows(predictor, point, wanted)]
     if options.json:
         data = {"machine": machine.name, "ranks": ranks, "unmeasured": predictor.unmeasured}
-        print(json.dumps(data | {"calls": rows}, indent=1))
+        print(json.dumps(data | {"left_out": left_out, "calls": rows}, indent=1))
         return 0
     table = [HEAD]
     for row in rows:
@@ -60,7 +62,7 @@ def main(options: Any) -> int:
     print(f"{machine.name}, {ranks} ranks\n\n{aligned(table)}\n")
     said = f"not measured: {', '.join(predictor.unmeasured)}" if predictor.unmeasured else ""
     print(EXPLANATION)
-    for text in (said, *(f"left out: {each}" for each in left_out)):
+    for text in (declaration(machine), said, *(f"left out: {each}" for each in left_out)):
         print("".join(f"{line}\n" for line in textwrap.wrap(text, 100)), end="")
     return 0
 
@@ -95,9 +97,21 @@ def _share(e: float | None) -> str:
 
 
 def _accepts(predictor: Predictor, point: OpPoint, variant: Variant) -> bool:
-    known = OPERATORS[point.op].implementations
-    return (
-        predictor.able(point, variant)
-        and variant.name in known
-        and accepts(known[variant.name], variant)
-    )
+    return predictor.able(point, variant) and _has(point, variant)
+
+
+def _has(point: OpPoint, variant: Variant) -> bool:
+    """Whether its operator has this implementation with these options."""
+    found = OPERATORS[point.op].implementations.get(variant.name)
+    return found is not None and accepts(found, variant)
+
+
+def _lacking(predictor: Predictor, points: list[OpPoint], wanted: list[Variant]) -> list[str]:
+    """A line for each reason why the machine cannot predict implementations that there are."""
+    found: dict[str, dict[str, None]] = {}
+    for point in points:
+        for variant in wanted:
+            why = predictor.lacks(point, variant)
+            if why is not None and _has(point, variant):
+                found.setdefault(why, {})[variant.name] = None
+    return [f"{', '.join(names)}: {why}" for why, names in found.items()]

@@ -10,7 +10,9 @@ from ladder.perf.planner.options import add_calibration
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--machine", default="h200x4", help="a shipped machine, or a file of `ladder bench machine`"
+        "--machine",
+        default="h200x4",
+        help="a shipped or declared machine, or a file of `ladder bench machine`",
     )
     add_calibration(parser)
     parser.add_argument("--tp", type=int, help="ranks that share a product (all GPUs)")

@@ -75,14 +75,19 @@ class Predictor:
 
     def able(self, point: OpPoint, variant: Variant) -> bool:
         """Whether a call is predicted, and the machine has what it needs."""
-        if not predicts(point, variant):
-            return False
+        return predicts(point, variant) and self.lacks(point, variant) is None
+
+    def lacks(self, point: OpPoint, variant: Variant) -> str | None:
+        """What the machine has not for an implementation, with the remedy, or None."""
         machine = self.cost(point.ranks).machine
-        if variant.name in OVERLAPPED:
-            return bool(machine.family("peer copy"))
-        if variant.name == PUSHED:
-            return bool(machine.family("all-reduce", algorithm=_shots(variant)))
-        return True
+        try:
+            if variant.name in OVERLAPPED:
+                machine.curve("peer copy")
+            elif variant.name == PUSHED:
+                machine.curve("all-reduce", algorithm=_shots(variant))
+        except UserError as error:
+            return str(error)
+        return None
 
     def cost(self, ranks: int) -> OperatorCost:
         if ranks not in self._costs:

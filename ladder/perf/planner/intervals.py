@@ -61,7 +61,11 @@ def interval(phase: str, gpu: str, gpus: int, reducer: str, model: str, us: floa
     far = not here or not min(times) / FAR <= us <= max(times) * FAR
     far |= model not in found and len(found) == 1
     where = f"{phase}, {reducer}" if reducer else phase
-    where += f", {gpus} x {gpu}" if here else ", other numbers of GPUs"
+    if here:
+        where += f", {gpus} x {gpu}"
+    else:
+        kinds = sorted({each["gpu"] for each in recorded()})
+        where += ", other numbers of GPUs" if gpu in kinds else f", {', '.join(kinds)}"
     models = f"{len(found)} model{'s' if len(found) > 1 else ''}"
     source = f"{len(times)} records of {models} ({where})"
     return Interval(1 / wide, wide, source, far, model not in found)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ladder.costs import HEADROOM
 from ladder.perf.memory import GIB, Memory
+from ladder.perf.nodes import declaration
 from ladder.perf.planner.candidates import work
 from ladder.perf.planner.intervals import NEAREST
 from ladder.perf.planner.question import CLOSE, Question, Row, order, recommended, score
@@ -138,6 +139,7 @@ def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> l
             f"% of their time (standard deviation), each by itself; the other columns include it. "
             f"The interval knows nothing of it."
         )
+    found += [declared] if (declared := declaration(question.machine)) else []
     fitted = {each for row in rows for each in row.prediction.provenance}
     if fitted:
         found.append(

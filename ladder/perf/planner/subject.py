@@ -121,7 +121,7 @@ def degrees(found: Subject, known: dict[int, Machine], asked: Sequence[int] | No
             name = known[most].name
             remedy = f"ladder bench machine --nproc {each} --out FILE, and --machine {name} FILE"
             if each < 1 or most % each:
-                remedy = f"give {', '.join(map(str, known))}"
+                remedy = f"give {', '.join(map(str, known))}, or another --machine"
             raise UserError(
                 f"--tp={each}: machine {name!r} has the collectives of "
                 f"{', '.join(map(str, known))} GPUs; {remedy}"

@@ -17,7 +17,9 @@ def add_validate_options(parser: argparse.ArgumentParser) -> None:
         help="results of `bench inference`, `bench train` and `bench ops`",
     )
     parser.add_argument(
-        "--machine", default="h200x4", help="a shipped machine, or a file of `ladder bench machine`"
+        "--machine",
+        default="h200x4",
+        help="a shipped or declared machine, or a file of `ladder bench machine`",
     )
     add_calibration(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
