@@ -79,8 +79,14 @@ def check(where: str, entry: Mapping[str, Any]) -> None:
         right = isinstance(each, dict) and each.keys() == FIELDS.keys()
         right = right and all(isinstance(each[key], kind) for key, kind in FIELDS.items())
         right = right and len(each["sizes"]) == len(entry["sizes"])
-        if not right or min(each["us"], each["instead_us"], *each["sizes"]) <= 0:
+        right = right and all(map(_inside, each["sizes"], entry["sizes"]))
+        if not right or min(each["us"], each["instead_us"]) <= 0:
             raise UserError(
-                f"{where}: measured has {each!r}; give {', '.join(FIELDS)}, as `ladder bench ops "
-                f"--write-table` does"
+                f"{where}: measured has {each!r}; give {', '.join(FIELDS)}, with sizes that round "
+                f"up to the entry's, as `ladder bench ops --write-table` does"
             )
+
+
+def _inside(size: Any, rounded: int) -> bool:
+    """Whether a size is one that is rounded up to this power of two."""
+    return type(size) is int and 0 < size <= rounded < 2 * size

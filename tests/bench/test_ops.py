@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ladder.bench.ops import command, measure
 from ladder.bench.ops.cases import make_case, plain
 from ladder.bench.ops.command import measure_point
-from ladder.bench.ops.derive import summarise
+from ladder.bench.ops.derive import records, summarise
 from ladder.bench.ops.points import (
     BAGS,
     OF_EXPERTS,
@@ -416,6 +416,32 @@ def test_mistakes_are_one_line(
     assert line.startswith("error: ")
     assert words in line
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("op", "gone"), ("dtype", "bfloat17"), ("mode", "graph"), ("", "")],
+)
+def test_records_of_another_kind_leave_the_table_as_it_is(
+    field: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = {"gpu": "H", "ranks": 2, "torch": "2", "date": "today"}
+    found = summarise([timed("staged", "operator", 9.0), timed("alone", "alone", 1.0),
+                       timed("NCCL", "collective", 5.0)], 0.0)  # fmt: skip
+    made = [
+        {**each, "point": {**each["point"], field: value}}
+        for each in records(POINT, found, about)
+        if field
+    ]
+    file, table = tmp_path / "ops.jsonl", tmp_path / "table.json"
+    file.write_text("\n".join(map(json.dumps, made)))
+    table.write_text("[]")
+    words = ["bench", "ops", "--records", str(file), "--write-table", str(table)]
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (f"has one that is unknown ({value!r})" if field else "they are empty") in line
+    assert "name files that `ladder bench ops` has written" in line
+    assert table.read_text() == "[]"
 
 
 def test_a_whole_run(start: Start, tmp_path: Path) -> None:

@@ -193,6 +193,13 @@ def test_what_is_insisted_on_runs_or_is_refused(table: Path) -> None:
             "measured has .*; give sizes, us, instead_us",
         ),
         ({"measured": [{"sizes": [40], "us": 0, "instead_us": 2.0}]}, "measured has"),
+        *(
+            (
+                {"measured": [{"sizes": [size], "us": 1.0, "instead_us": 2.0}]},
+                "measured has .*with sizes that round up to the entry's",
+            )
+            for size in ("4000", None, 4000.0, 2048, 4097)
+        ),
         ({"host_us": "1"}, "host_us='1' is no number"),
     ],
 )

@@ -12,6 +12,7 @@ from typing import Any
 from ladder.bench.ops.derive import Result, Timed, ranges
 from ladder.bench.ops.points import (
     FLOATS,
+    OPS,
     OpPoint,
     Variant,
     point_of,
@@ -197,13 +198,16 @@ def source_of(machine: Mapping[str, Any]) -> str:
 def recorded_points(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Measured]]:
     """By source, what records say; of a point that was measured again, the newest run.
 
-    Raises UserError for a record that lacks a field.
+    Raises UserError for a record that lacks a field, or has one that there is not.
     """
     runs: dict[tuple[str, OpPoint, str], dict[tuple[str, str], tuple[Timed, Result]]] = {}
     for record in records:
         try:
             point, way = point_of(record["point"]), record["point"]["way"]
             role, mode = record["point"]["role"], record["point"]["mode"]
+            for value, known in ((point.op, OPS), (point.dtype, FLOATS), (mode, MODES)):
+                if value not in known:
+                    raise KeyError(value)
             result, about = Result(**record["result"]), record["machine"]
             device = "cpu" if about["gpu"] == "none" else about["gpu"]
             run = runs.setdefault((source_of(about), point, device), {})
@@ -226,8 +230,13 @@ def recorded_points(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Meas
 
 
 def derive_table(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Write the entries of records to the table `path`; the ranges of E of what it then picks."""
+    """Write the entries of records to the table `path`; the ranges of E of what it then picks.
+
+    Raises UserError, and writes nothing, if they hold none or are not of `ladder bench ops`.
+    """
     found = recorded_points(records)
+    if not found:
+        raise UserError("--records: they are empty; name files that `ladder bench ops` has written")
     for source, measured in found.items():
         write_table(path, entries(measured, source))
     everything = [each for measured in found.values() for each in measured]
