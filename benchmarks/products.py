@@ -14,8 +14,8 @@ brought into L2 before the wait for the previous kernel. lean: tiles of so littl
 the next kernel's programs start beside them. best: each product's fastest way alone, in a chain.
 --riders: also a chain as in a ladder's step on four GPUs, whose products carry a send or a landing;
 the slots of all ranks are here, so that no link is used. --carveouts: also the chains in which the
-driver chooses how much of an SM's L1 is shared memory, where a step's kernels have a preference
-(`ladder.kernels.carveout`). --out: a line of JSON for each point.
+driver chooses how much of an SM's L1 is shared memory; otherwise kernels prefer what they do in a
+step (`ladder.kernels.carveout`). --out: a line of JSON for each point.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ladder import kernels
 from ladder.bench.floors import bandwidth, matrix_rate
 from ladder.bench.inference.command import machine
 from ladder.kernels import decode, decode_shapes
-from ladder.kernels.carveout import DRIVERS, carveout, share
+from ladder.kernels.carveout import DRIVERS, carveout, least
 from ladder.kernels.decode import MAX_ROWS
 from ladder.parser import Parser, parse_words
 
@@ -211,14 +211,14 @@ def measure(
         return multiply(way, product, inputs[product.name], weight, rider)
 
     def graph(
-        of: dict[str, Way], some: Sequence[Product], count: int, rides: bool, percent: int
+        of: dict[str, Way], some: Sequence[Product], count: int, rides: bool, at_least: int
     ) -> Any:
         calls: list[Call] = [
             partial(call, of[each.name], each, weights[each.name][i], rides)
             for i in range(count)
             for each in some
         ]
-        with carveout(percent):
+        with carveout(at_least):
             # Once before, for what kernels prefer. `captured` calls the first once, too: what it
             # sends is landed by what follows.
             for first in calls[: len(some)]:
@@ -226,11 +226,11 @@ def measure(
             return captured(calls), count
 
     def chains(
-        name: str, of: dict[str, Way], percent: int = share(rows), note: str = ""
+        name: str, of: dict[str, Way], at_least: int = least(rows), note: str = ""
     ) -> dict[tuple[str, str], Any]:
-        found = {(name, f"chain{note}"): graph(of, products, layers, False, percent)}
+        found = {(name, f"chain{note}"): graph(of, products, layers, False, at_least)}
         if riders:
-            found[name, f"riders{note}"] = graph(of, products, layers, True, percent)
+            found[name, f"riders{note}"] = graph(of, products, layers, True, at_least)
         return found
 
     alone, whole = {}, {}
@@ -238,7 +238,7 @@ def measure(
         every = {each.name: way for each in products}
         for each in products:
             count = len(weights[each.name])
-            alone[way.name, each.name] = graph(every, [each], count, False, share(rows))
+            alone[way.name, each.name] = graph(every, [each], count, False, least(rows))
         whole |= chains(way.name, every)
     times = measured(alone)
     best = {
@@ -249,7 +249,7 @@ def measure(
     if right:
         whole |= chains("best", best)
     times |= measured(whole)
-    if carveouts and share(rows) != DRIVERS:
+    if carveouts:
         again: dict[tuple[str, str], Any] = {}
         for way in right:
             again |= chains(way.name, {each.name: way for each in products}, DRIVERS, ", driver's")

@@ -24,7 +24,7 @@ from ladder.infer.fused import InferenceTransformer, can_fuse, fuse
 from ladder.infer.graphs import capture_graph
 from ladder.infer.load import load_for_inference, refuse_device
 from ladder.infer.sampling import Sampling, choose_greedily, choose_parallel, draws
-from ladder.kernels.carveout import DRIVERS, carveout, share
+from ladder.kernels.carveout import DRIVERS, carveout, least
 from ladder.kernels.choice import GreedyChoice
 from ladder.models.errors import UserError
 from ladder.models.layers import vocabulary_start
@@ -191,7 +191,7 @@ class Session:
 
     def capture(self) -> None:
         """Record `step` in a CUDA graph; `prefill` overwrites the state that warm-up changes."""
-        with carveout(share(len(self.tokens)) if self.fused else DRIVERS):
+        with carveout(least(len(self.tokens)) if self.fused else DRIVERS):
             self.graph, _ = capture_graph(self._step)
         self.graph_logits = self.logits
 

@@ -1,10 +1,12 @@
 """The part of an SM's L1 cache that the kernels of a decode step prefer to have as shared memory.
 
-Left to itself, the driver takes as much as an SM's programs of a kernel could use. Measured on an
-H200, chains of a layer's products at TP 4: with 64 KiB, or what one program needs, 4 rows took 6 %
-less time for an 8B and 20 % less for a 2B class, 16 rows 6 and 19 %; 64 rows the same, one row 4 to
-10 % more. A 70B, whose products have more programs than there are SMs, took 0.5 % more: a kernel
-whose programs would no longer run all at once keeps the driver's choice.
+Under dependent launch a kernel's programs start as soon as an SM has room for them. Left to itself,
+the driver makes room for as many as an SM could hold: then SMs that are done with the previous
+kernel first get several programs, others none, and the step waits for the fullest. So a kernel
+prefers no more than its programs need if they are spread evenly.
+
+Measured on an H200, steps of the shapes of an 8B at TP 4 (benchmarks/results/README.md): 8 to 21 %
+less time than by the driver's choice at 1, 4 and 16 sequences, 4 % at 33, the same at 64.
 """
 
 from __future__ import annotations
@@ -19,46 +21,55 @@ import torch
 
 from ladder.comm.driver import driver
 from ladder.jit import has_dependent_launch, watched
+from ladder.kernels.decode import MAX_ROWS
 from ladder.kernels.decode_shapes import MAX_VECTOR_ROWS, SYSTEM_SHARED
 
 ATTRIBUTE = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 DRIVERS = -1  # the driver's choice
-SHARE = 28  # percent of an H200's 228 KiB: 64 KiB
-MAX_ROWS = 16
+# Percent of an H200's 228 KiB: 64 KiB. Where products use shared memory, kernels that need little
+# of it prefer that, too: less costs up to 3 % of a step of 16 sequences, more 2 %.
+LEAST = 28
 
 # What was set for a compiled kernel. The driver keeps it, for what is captured later, too.
 _preferred: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
-def share(rows: int) -> int:
-    """The percentage that kernels of a decode step of so many rows prefer."""
-    return SHARE if MAX_VECTOR_ROWS < rows <= MAX_ROWS else DRIVERS
+def least(rows: int) -> int:
+    """The percentage that every kernel of a decode step of so many rows prefers at least."""
+    if rows > MAX_ROWS:  # its products are others, and were not measured
+        return DRIVERS
+    return 0 if rows <= MAX_VECTOR_ROWS else LEAST
 
 
-def fits(percent: int, shared: int, programs: int, device: torch.device) -> bool:
-    """Whether a kernel loses nothing by so little shared memory, of which a program needs `shared`
-    bytes: all programs run at once, or no more of them would with all shared memory."""
+def needed(shared: int, programs: int, device: torch.device) -> int:
+    """The percentage that programs which use `shared` bytes each need if all run at once, spread
+    evenly; DRIVERS if they cannot."""
     found = torch.cuda.get_device_properties(device)
-    whole, needed = found.shared_memory_per_multiprocessor, shared + SYSTEM_SHARED
-    held = max(1, whole * percent // 100 // needed)  # programs of an SM
-    return programs <= held * found.multi_processor_count or whole // needed <= held
+    of_an_sm = -(-programs // found.multi_processor_count) * (shared + SYSTEM_SHARED)
+    percent = -(-100 * of_an_sm // found.shared_memory_per_multiprocessor)
+    return percent if percent <= 100 else DRIVERS
 
 
 @contextlib.contextmanager
-def carveout(percent: int) -> Iterator[None]:
-    """Within, kernels that are launched prefer this share, but for those that do not fit in it.
+def carveout(at_least: int) -> Iterator[None]:
+    """Within, kernels that are launched prefer what they need, and this percentage at least; or,
+    for DRIVERS, the driver's choice.
 
-    It is set after a kernel's launch, so a capture must follow a run of the same kernels. Kernels
-    keep it afterwards.
+    A kernel that is launched several times prefers the most that one of its launches needs. It is
+    set after a launch, so a capture must follow a run of the same kernels. Kernels keep it
+    afterwards.
     """
-    crowded: list[Any] = []
+    most: dict[Any, int] = {}
 
     def prefer(compiled: Any, programs: int, device: torch.device) -> None:
         if not has_dependent_launch(device):
             return
-        if percent != DRIVERS and not fits(percent, compiled.metadata.shared, programs, device):
-            crowded.append(compiled)
-        wanted = DRIVERS if compiled in crowded else percent
+        wanted = DRIVERS
+        if at_least != DRIVERS:
+            wanted = needed(compiled.metadata.shared, programs, device)
+            before = most.get(compiled, at_least)
+            wanted = DRIVERS if DRIVERS in (before, wanted) else max(before, wanted)
+            most[compiled] = wanted
         if _preferred.get(compiled, DRIVERS) != wanted:
             handle = ctypes.c_void_p(compiled.function)
             if code := driver().cuFuncSetAttribute(handle, ATTRIBUTE, ctypes.c_int(wanted)):

@@ -127,48 +127,65 @@ class Launches:
         jit.launch(kernel, (programs // 4, 4), torch.device("cuda"), num_warps=1)
 
 
-# Kernels of a step of 16 rows: 8B at TP 4, and where a product has more programs than SMs.
+# KiB of a program's shared memory; programs; the percentage of 228 KiB that they need, each with a
+# KiB of the system's, on 132 SMs; and what the driver is asked for in a step of 16 rows.
 @pytest.mark.parametrize(
-    ("shared", "programs", "wanted"),
+    ("shared", "programs", "needed", "wanted"),
     [
-        (0, 512, 28),
-        (36, 128, 28),
-        (36, 144, -1),
-        (80, 112, 28),
-        (80, 176, -1),
-        (120, 1000, 28),  # of which an SM has one anyway
-        (70, 256, -1),  # attention
+        (0, 16, 1, 28),
+        (0, 512, 2, 28),
+        (36, 128, 17, 28),
+        (36, 144, 33, 33),
+        (80, 112, 36, 36),
+        (120, 128, 54, 54),
+        (70, 256, 63, 63),  # attention
+        (113, 264, 100, 100),
+        (120, 1002, -1, None),  # the head
+        (227, 132, 100, 100),
+        (227, 136, -1, None),
     ],
 )
-def test_a_kernel_prefers_little_shared_memory_where_all_its_programs_still_run(
-    shared: int, programs: int, wanted: int, monkeypatch: pytest.MonkeyPatch
+def test_a_kernel_prefers_the_shared_memory_that_its_programs_need_if_spread_evenly(
+    shared: int, programs: int, needed: int, wanted: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Set once, in the first launch; the driver's choice needs no call."""
     launches, compiled = Launches(monkeypatch), compiled_kernel(shared * 1024)
+    assert carveout.needed(shared * 1024, programs, torch.device("cuda")) == needed
     launches.launch(compiled, programs)
     assert not launches.asked, "nobody has asked for it"
-    with carveout.carveout(carveout.share(16)):
+    with carveout.carveout(carveout.least(16)):
         for _ in range(3):
             launches.launch(compiled, programs)
-    set_once = [(compiled.function, 28)] if wanted == 28 else []
+    set_once = [] if wanted is None else [(compiled.function, wanted)]
     assert launches.asked == set_once
     launches.launch(compiled, programs)
     assert launches.asked == set_once
 
 
-def test_what_a_kernel_prefers_is_that_of_the_newest_capture(
+def test_what_a_kernel_prefers_is_the_most_of_the_newest_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One that a step of other rows shares goes back; one that once does not fit stays as it is."""
-    launches, shared, large = Launches(monkeypatch), compiled_kernel(0), compiled_kernel(36 * 1024)
-    for rows in (4, 16, 1, 64, 3):
-        with carveout.carveout(carveout.share(rows)):
-            for programs in (100, 144, 100):
-                launches.launch(shared, programs)
-                launches.launch(large, programs)
-    of = {each.function: [p for f, p in launches.asked if f == each.function]
-          for each in (shared, large)}  # fmt: skip
-    assert of == {shared.function: [28, -1, 28], large.function: [28, -1, 28, -1, 28, -1]}
+    """Whatever the order of its launches; one whose programs do not all fit stays the driver's."""
+    launches = Launches(monkeypatch)
+    small, large = compiled_kernel(0), compiled_kernel(113 * 1024)
+    for rows in (4, 1, 64, 65):
+        launches.asked.clear()
+        with carveout.carveout(carveout.least(rows)):
+            for programs in (132, 264, 100, 396, 132):
+                launches.launch(small, programs)
+                if rows != 64 or programs < 396:
+                    launches.launch(large, programs)
+        of = {each.function: [p for f, p in launches.asked if f == each.function]
+              for each in (small, large)}  # fmt: skip
+        assert (
+            of
+            == {
+                4: {small.function: [28], large.function: [50, 100, -1]},
+                1: {small.function: [1, 2], large.function: [50, 100, -1]},
+                64: {small.function: [28], large.function: [50, 100]},
+                65: {small.function: [-1], large.function: [-1]},
+            }[rows]
+        )
 
 
 @pytest.mark.parametrize("device", [on("cuda")])
@@ -177,15 +194,15 @@ def test_a_gpu_takes_what_a_kernel_prefers(device: str) -> None:
     compiled: list[Any] = []
     before = project(x, weight)
     assert before is not None
-    for percent in (carveout.SHARE, carveout.DRIVERS):
-        with carveout.carveout(percent), jit.watched(lambda *each: compiled.append(each[0])):
+    for at_least in (carveout.LEAST, carveout.DRIVERS):
+        with carveout.carveout(at_least), jit.watched(lambda *each: compiled.append(each[0])):
             found = project(x, weight)
         assert found is not None
         assert torch.equal(found, before)
         value, handle = ctypes.c_int(), ctypes.c_void_p(compiled[-1].function)
         assert driver().cuFuncGetAttribute(ctypes.byref(value), carveout.ATTRIBUTE, handle) == 0
         dependent = jit.has_dependent_launch(torch.device(device))
-        assert value.value == (percent if dependent else carveout.DRIVERS)
+        assert value.value == (at_least if dependent else carveout.DRIVERS)
 
 
 @pytest.mark.parametrize("built", [False, True])

@@ -33,6 +33,7 @@ OTHERS = {  # lowest and highest: the papers say 1B, 3B and 176B; the rest is ou
     "quality-100m-16h": (0.95e8, 1.05e8),
     "quality-300m": (2.9e8, 3.2e8),
     "half-8b": (3.9e9, 4.1e9),
+    "quarter-8b": (1.9e9, 2.1e9),
     "tiny": (0.4e6, 0.6e6),
 }
 # The largest T that each shape is meant for: one node of 8, two of them for the largest.

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ladder.kernels.attention import decode_attention
-from ladder.kernels.carveout import carveout, share
+from ladder.kernels.carveout import carveout, least
 from ladder.kernels.landing import land, new_landing
 from ladder.perf.calibration import beside, collectives, exchanges, turns
 from ladder.perf.calibration.sizes import HELD, Part, Point, Sizes, copies_of, pairs, random
@@ -87,7 +87,7 @@ def _products(sizes: Sizes, rows: int, device: torch.device) -> list[Point]:
     found: list[Point] = []
     for outputs in sizes.outputs:
         works = pairs(sizes, rows, outputs, device)
-        with carveout(share(rows)):
+        with carveout(least(rows)):
             us = microseconds(works, max(sizes.calls, len(works)), device)
         found.append((outputs * sizes.hidden * sizes.dtype.itemsize, us / 2))
     return found
