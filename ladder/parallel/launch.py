@@ -348,6 +348,8 @@ def join(device: str = "auto") -> torch.device:
             if file:
                 raise
             raise environment.no_meeting(error) from error
+        if device == "cpu":
+            dist.barrier()  # gloo prints errors of its own where a rank leaves while others connect
     return chosen
 
 

@@ -84,3 +84,15 @@ def test_what_ranks_find_before_they_meet_is_said_once(start: Start) -> None:
     job = start(launch.run, launch.join, ("gpu",), 2)
     assert job.wait() == 2
     assert job.err == "error: --device=gpu must be auto, cpu or cuda\n"
+
+
+def mistaken() -> int:
+    launch.join("cpu")
+    raise UserError("a mistake")
+
+
+def test_ranks_that_leave_once_they_have_met_add_nothing(start: Start) -> None:
+    """Of eight that may leave while others still connect, gloo complains in two jobs of three."""
+    jobs = [start(launch.run, mistaken, (), 8) for _ in range(5)]
+    assert [job.wait() for job in jobs] == [2] * 5
+    assert [job.err for job in jobs] == ["error: a mistake\n"] * 5
