@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import yaml
 
 from ladder.models.config import ModelConfig
-from ladder.models.errors import UserError, check_keys, unknown
+from ladder.models.errors import UserError, check_keys, reason, unknown
 
 T = TypeVar("T")
 # Values of options, defined here so that the command line needs no import of torch, which is slow.
@@ -36,8 +36,9 @@ def load_yaml(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: invalid UTF-8, or an invalid path
-        why = getattr(error, "strerror", None) or error  # without the path, which the line has
-        raise UserError(f"cannot read {path}: {why}; give the path of a YAML file") from error
+        raise UserError(
+            f"cannot read {path}: {reason(error)}; give the path of a YAML file"
+        ) from error
     try:
         return parse_yaml(text)
     except ValueError as error:
@@ -118,7 +119,7 @@ def read_entries(path: Path, what: str, remedy: str) -> list[dict[str, Any]]:
     try:
         entries = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {what} {path}: {error}; {remedy}") from error
+        raise UserError(f"cannot read {what} {path}: {reason(error)}; {remedy}") from error
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise UserError(f"{what} {path} must be a list of entries, each with keys; {remedy}")
     return entries

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ladder.config import parse_json
-from ladder.models.errors import UserError, is_plain_name
+from ladder.models.errors import UserError, is_plain_name, reason
 from ladder.models.transformer import Transformer
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -41,7 +41,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         data = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
+        raise UserError(f"cannot read {path}: {reason(error)}") from error
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}); the file is damaged") from error
     if not isinstance(data, dict):
@@ -202,7 +202,8 @@ class TensorReader:
         if self.shape(name) != tuple(shape):
             raise UserError(
                 f"{self.folder}: tensor {name!r} has the shape {list(self.shape(name))} but the "
-                f"model needs {list(shape)}"
+                f"model needs {list(shape)}; its weights or its config.json are another model's: "
+                f"fetch or convert the folder again"
             )
 
     def check(self, model: Transformer) -> None:

@@ -182,7 +182,7 @@ def test_resume_through_the_command_line(trained: Path, start: Start) -> None:
          ["is a folder"]),
         (["plans", "dtp-99"], ["delays by 99 sublayers"]),
         (["plans", "standard,ladder"], ["unknown plan 'standard,ladder'", "separated by spaces"]),
-        (["plans", "ladder@40-50"], ["outside the model's layers 0-31"]),
+        (["plans", "ladder@40-50"], ["outside the model's layers 0-31; name some"]),
         (["plans", "x.yaml"], ["cannot read x.yaml"]),
         (["plans", "--model", "llama-9"], ["unknown model config 'llama-9'", "llama-3-8b"]),
         (["generate", "/nowhere", "--prompt", "a"], ["/nowhere does not exist"]),

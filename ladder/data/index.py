@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ladder.config import parse_json
 from ladder.files import checksum
-from ladder.models.errors import UserError, is_plain_name
+from ladder.models.errors import UserError, is_plain_name, reason
 
 INDEX = "index.json"
 TOKEN_BYTES = "token_bytes.npy"
@@ -132,7 +132,7 @@ def load_token_bytes(
         # Mapped: a damaged header may announce more than fits into memory.
         lengths = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError, EOFError, OverflowError) as error:
-        raise UserError(f"{path} cannot be read ({error}); {REMEDY}") from error
+        raise UserError(f"{path} cannot be read ({reason(error)}); {REMEDY}") from error
     if lengths.shape != (vocab_size,):
         raise UserError(
             f"{path} has shape {lengths.shape} where {INDEX} says vocab_size={vocab_size}; {REMEDY}"

@@ -23,7 +23,7 @@ from ladder.data.tokenizer import (
     special_token,
     tokenizer_file,
 )
-from ladder.models.errors import UserError
+from ladder.models.errors import UserError, reason
 
 Message = dict[str, Any]  # role and content; one with weight 0 is not learnt
 MARK = "END_OF_LAST_MESSAGE "  # a text that occurs in no conversation
@@ -166,7 +166,10 @@ def load_template(
         try:
             return ChatTemplate(file.read_text(encoding="utf-8"), names, str(file)), config
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"chat_template={file} cannot be read: {error}") from error
+            raise UserError(
+                f"the chat template {file} cannot be read ({reason(error)}); give the path of a "
+                f"Jinja file"
+            ) from error
     source = config.get("chat_template")
     if isinstance(source, list):  # several by name
         named = (each for each in source if isinstance(each, dict))
@@ -190,7 +193,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}); copy it again") from error
+        raise UserError(f"{path} cannot be read ({reason(error)}); copy it again") from error
     if not isinstance(config, dict):
         raise UserError(f"{path} does not hold a JSON object; copy it again")
     return config

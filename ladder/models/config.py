@@ -151,7 +151,8 @@ class ModelConfig:
             raise UserError(f"head_dim={self.head_dim} must be an even whole number above 0")
         if self.num_heads % self.num_kv_heads:
             raise UserError(
-                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}"
+                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}; "
+                f"choose num_kv_heads among the divisors of num_heads"
             )
         if self.attention_bias and self.qkv_bias:
             raise UserError(

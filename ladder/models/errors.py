@@ -19,6 +19,11 @@ def brief(text: str, most: int = 2000) -> str:
     return f"{text[: most // 2]} ... {text[-(most // 2) :]}"
 
 
+def reason(error: Exception) -> str:
+    """Why a file cannot be read, without the path that an OSError also holds: the line has it."""
+    return str(getattr(error, "strerror", None) or error)
+
+
 def unknown(what: str, name: object, choices: Iterable[str], where: str = "") -> UserError:
     """The error for a `name` that is not in `choices`; it suggests the nearest and lists all.
 

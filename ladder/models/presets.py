@@ -199,10 +199,12 @@ def _layer_range(text: str, num_layers: int, where: str) -> range:
     match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
     if not match:
         raise UserError(f"layers={text!r} of {where} is no range; write for example 0-3, or 5")
+    outside = UserError(
+        f"layers={text!r} of {where} is outside the model's layers 0-{num_layers - 1}; name some "
+        f"of these, or use a model of more layers"
+    )
     if len(max(match[1], match[2] or "", key=len)) > DIGITS:
-        raise UserError(
-            f"layers={text!r} of {where} is outside the model's layers 0-{num_layers - 1}"
-        )
+        raise outside
     first, last = int(match[1]), int(match[2] or match[1])
     if first > last:
         raise UserError(
@@ -210,9 +212,7 @@ def _layer_range(text: str, num_layers: int, where: str) -> range:
             f"write the lower one first"
         )
     if last >= num_layers:
-        raise UserError(
-            f"layers={text!r} of {where} is outside the model's layers 0-{num_layers - 1}"
-        )
+        raise outside
     return range(first, last + 1)
 
 

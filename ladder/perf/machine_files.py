@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ladder.files import write_text
-from ladder.models.errors import UserError, check_keys, kind_of, unknown
+from ladder.models.errors import UserError, check_keys, kind_of, reason, unknown
 from ladder.perf.machine import (
     ALGORITHMS,
     CURVES,
@@ -59,7 +59,8 @@ def read(path: Path) -> Machine:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
-            f"cannot read the machine file {path}: {error}; write one with `ladder bench machine`"
+            f"cannot read the machine file {path}: {reason(error)}; write one with `ladder bench "
+            f"machine`"
         ) from error
     if not isinstance(data, dict):
         raise UserError(f"the machine file {path} is {kind_of(data)} and no mapping; {REMEDY}")

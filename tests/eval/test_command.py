@@ -163,7 +163,10 @@ def test_the_last_model_is_looked_at_before_the_first_is_run(
         "error: --activations=fp8 with matrices in the type of"
     )  # reads no text
     assert "has no chat template" in said("--chat-template")
-    assert "cannot be read" in said("--chat-template", str(tmp_path / "nowhere.jinja"))
+    gone = str(tmp_path / "nowhere.jinja")
+    assert f"{gone} cannot be read (No such file or directory); give" in said(
+        "--chat-template", gone
+    )
     (other / "tokenizer.json").unlink()
     assert "no tokenizer at" in said()
     tensors = load_file(llama / "model.safetensors")

@@ -59,7 +59,7 @@ def test_output_bias_needs_equal_residuals(name: str, field: str) -> None:
         ({"hidden_size": 30}, ["hidden_size=30", "num_heads=4", "head_dim"]),
         ({"head_dim": 5}, ["head_dim=5", "even"]),
         ({"head_dim": -2}, ["head_dim=-2"]),
-        ({"num_kv_heads": 3}, ["num_heads=4", "num_kv_heads=3"]),
+        ({"num_kv_heads": 3}, ["num_heads=4", "num_kv_heads=3; choose"]),
         ({"attention_bias": True, "qkv_bias": True}, ["qkv_bias=True", "attention_bias=True"]),
         ({"rope_scaling": {"factr": 2.0}}, ["factr", "did you mean 'factor'"]),
         ({"rope_scaling": {"rope_type": "yarns"}}, ["rope_type 'yarns'", "did you mean 'yarn'"]),

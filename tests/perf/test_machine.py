@@ -271,4 +271,6 @@ def test_no_machine_of_that_name(tmp_path: Path) -> None:
     (tmp_path / "m.json").write_text("{")
     with pytest.raises(UserError, match="cannot read the machine file"):
         load(str(tmp_path / "m.json"))
+    with pytest.raises(UserError, match=r"n\.json: No such file or directory; write one"):
+        read(tmp_path / "n.json")
     assert module.VERSION == 1
