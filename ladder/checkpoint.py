@@ -24,7 +24,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ladder.files import checksum, hub_hint, usual_mode, write_text
+from ladder.files import checksum, usual_mode, write_text
+from ladder.folders import checkpoints as checkpoints  # without torch
+from ladder.folders import newest as newest
 from ladder.hf_config import config_from_huggingface, stop_tokens
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
@@ -308,28 +310,3 @@ def _opened(folder: Path) -> tuple[Transformer, TensorReader]:
         declare_quantised(model, kind)
     reader.check(model)
     return model, reader
-
-
-def checkpoints(run: Path) -> list[tuple[int, Path]]:
-    """The pairs (step, folder) of a run's finished checkpoints, oldest first."""
-    found = []
-    for folder in (run / "checkpoints").glob("step-*"):
-        if match := re.fullmatch(r"step-(\d+)", folder.name):
-            found.append((int(match[1]), folder))
-    return sorted(found)
-
-
-def newest(path: Path) -> Path:
-    """`path` itself if it is a model folder, else the newest checkpoint of the run in it."""
-    if (path / "config.json").is_file():
-        return path
-    if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise UserError(f"{path} {what}; give a model folder or a run's folder{hub_hint(path)}")
-    found = checkpoints(path)
-    if not found:
-        raise UserError(
-            f"{path} is neither a model folder (no config.json) nor a run with checkpoints; give a "
-            "folder of one of the two"
-        )
-    return found[-1][1]

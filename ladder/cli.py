@@ -217,9 +217,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["RUST_BACKTRACE"] = "0"
     try:
         nproc = getattr(options, "nproc", 1)
-        if nproc > 1 and hasattr(options, "check"):
-            options.check(options)  # a mistake is reported before ranks are started
-        return launch.run(verb.run, (options,), nproc, verb.modules or ("torch",))
+        launch.check_nproc(nproc)
+        # A mistake is told before torch is imported and ranks are started. Ranks of torchrun meet
+        # first, and tell it once.
+        code = 0
+        if hasattr(options, "check") and launch.world_size() == 1:
+            code = launch.run(_checked, (options,))
+        return code or launch.run(verb.run, (options,), nproc, verb.modules or ("torch",))
     except ValueError as error:  # of the launch itself
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -230,6 +234,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = [f"interrupted{remedy}", *getattr(stop, "__notes__", ())]
         print(*lines, sep="\n", file=sys.stderr)
         return 130
+
+
+def _checked(options: argparse.Namespace) -> int:
+    options.check(options)
+    return 0
 
 
 def _near_command(words: Sequence[str]) -> str:

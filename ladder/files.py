@@ -78,6 +78,18 @@ def check_writable(path: Path, option: str = "--out") -> None:
             ) from error
 
 
+def check_new_folder(path: Path, option: str = "--out") -> None:
+    """Raise UserError, before the work, unless `new_folder(path)` may write it."""
+    beside(path)
+    if path.exists():
+        raise _exists(f"{option}={path}")
+    check_writable(path, option)
+
+
+def _exists(what: object) -> UserError:
+    return UserError(f"{what} exists already; choose another folder, or remove it first")
+
+
 def check_names_file(path: Path, option: str) -> None:
     """Raise UserError, before the work, unless `path` names a file in a folder that exists."""
     if path.is_dir() or not path.parent.is_dir():
@@ -151,7 +163,7 @@ def _new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
         if old.exists() and not path.exists():  # a process was killed between two renames
             old.rename(path)
         if path.exists() and not overwrite:
-            raise UserError(f"{path} exists already; choose another folder, or remove it first")
+            raise _exists(path)
         for left in (temporary, old):
             shutil.rmtree(left, ignore_errors=True)
         temporary.mkdir()

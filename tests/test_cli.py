@@ -79,7 +79,13 @@ def test_importing_ladder_starts_nothing() -> None:
     code = (
         "import sys, ladder; assert 'torch' not in sys.modules\n"
         "from ladder.cli import main\n"
-        "assert main(['plans']) == 0 and main(['train', 'tiny', 'lrr=1', '--nproc', '2']) == 2\n"
+        "assert main(['plans']) == 0\n"
+        "assert main(['train', 'tiny', 'lrr=1', '--nproc', '2']) == 2\n"
+        "assert main(['train', 'tiny', 'plan=ladder@8']) == 2\n"
+        "for ranks in ('1', '2'):\n"
+        "    assert main(['generate', '/no', '--prompt', 'x', '--nproc', ranks]) == 2\n"
+        "    assert main(['eval', '/no', '--nproc', ranks]) == 2\n"
+        "assert main(['convert', '/no', '--out', '/no/x']) == 2\n"
         "assert 'torch' not in sys.modules\n"
         "import ladder.models, ladder.parallel.sharding, ladder.train.loop, ladder.infer.engine\n"
         "import torch.distributed as dist; assert not dist.is_initialized()\n"
@@ -264,20 +270,42 @@ def test_a_reducer_that_cannot_run_says_why(trained: Path, start: Start) -> None
     )
 
 
-def test_ranks_that_disagree_are_told(trained: Path, tmp_path: Path, start: Start) -> None:
-    """Two processes started by hand with different configs, as on two nodes."""
+def error_of_ranks(start: Start, store: Path, *commands: list[str]) -> str:
+    """The only error of a process for each command, started by hand as the ranks of one job."""
     ranks = []
-    for rank, seed in enumerate((1, 2)):
-        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-                       "LADDER_RENDEZVOUS": str(tmp_path / "store")}  # fmt: skip
-        settings = [f"out={tmp_path / 'run'}", f"seed={seed}"]
-        arguments = ["train", str(trained / "recipe.yaml"), *settings]
-        ranks.append(start(main, arguments, environment=environment))
-    assert [rank.wait() for rank in ranks] == [2, 2]
+    for rank, command in enumerate(commands):
+        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(commands)),
+                       "LADDER_RENDEZVOUS": str(store)}  # fmt: skip
+        ranks.append(start(main, command, environment=environment))
+    assert [rank.wait() for rank in ranks] == [2] * len(commands)
     lines = [line for r in ranks for line in r.err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, lines
-    assert "ranks disagree: seed is 1 on rank 0 and 2 on rank 1" in lines[0]
+    return lines[0]
+
+
+def test_ranks_that_disagree_are_told(trained: Path, tmp_path: Path, start: Start) -> None:
+    """Two processes started by hand with different configs, as on two nodes."""
+    command = ["train", str(trained / "recipe.yaml"), f"out={tmp_path / 'run'}"]
+    error = error_of_ranks(start, tmp_path / "store", [*command, "seed=1"], [*command, "seed=2"])
+    assert "ranks disagree: seed is 1 on rank 0 and 2 on rank 1" in error
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["train", "tiny", "lrr=1"], "unknown key 'lrr'"),
+        (["generate", "/no", "--prompt", "x"], "/no does not exist"),
+        (["generate", "/no", "--prompt", "x", "--top-p", "2"], "top_p=2.0 must be"),
+        (["eval", "/no"], "/no does not exist"),
+        (["eval", "/no", "--limit", "0"], "--limit=0 must be 1 or more"),
+    ],
+)
+def test_a_mistake_of_all_ranks_is_told_once(
+    command: list[str], said: str, tmp_path: Path, start: Start
+) -> None:
+    """Where torchrun has started them, no launcher has looked at the options before."""
+    assert said in error_of_ranks(start, tmp_path / "store", command, command)
 
 
 def test_options_that_differ_between_ranks_are_named(
@@ -315,12 +343,13 @@ def test_a_tokenizer_is_not_overwritten(trained: Path, capsys: pytest.CaptureFix
             ["finetune", "tiny", "init=x"],
             "interrupted; --resume continues from the last checkpoint",
         ),
-        (["eval", "x"], "interrupted"),
+        (["eval", "model"], "interrupted"),
     ],
 )
 def test_an_interrupt_says_how_to_go_on(
     command: list[str],
     told: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -333,6 +362,9 @@ def test_an_interrupt_says_how_to_go_on(
 
     monkeypatch.setattr("ladder.train.loop.train", stopped)
     monkeypatch.setattr("ladder.eval.command.eval_command", stopped)
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    Path("model/config.json").touch()
     assert main(command) == 130
     assert capsys.readouterr().err == f"{told}\nalso: step-000002 cannot be written\n"
 

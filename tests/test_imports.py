@@ -12,7 +12,7 @@ import pytest
 
 from tests import ROOT
 
-SHARED = "config costs files hf_config lock models progress reader records"
+SHARED = "config costs files folders hf_config lock models progress reader records"
 COMPUTED = "jit comm kernels ops parallel"
 JOBS = f"{SHARED} {COMPUTED} next_step checkpoint data plans"
 
@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "hf_config": "models",
     "records": "models",
     "files": "lock models",
+    "folders": "files models",
     "reader": "config models",
     "comm": "jit models",
     "kernels": "comm jit models",
@@ -36,7 +37,7 @@ MAY_IMPORT = {
     "parallel": "ops kernels comm jit config files models",
     "next_step": "parallel",
     "plans": "config models next_step",
-    "checkpoint": "files hf_config models parallel reader",
+    "checkpoint": "files folders hf_config models parallel reader",
     "data": "config files lock models next_step parallel progress",
     "train": JOBS,
     "infer": JOBS,

@@ -59,6 +59,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> None:
         ("data prepare {texts}/.. --tokenizer {tok} --out {texts}/x", "is in {texts}/.., which"),
         ("convert {run} --out {run}/x", "--out={run}/x is in {run}, which is read"),
         ("convert {run} --out {run}/checkpoints/x", "is in {run}, which is read"),
+        ("convert {run} --out {}/file", "--out={}/file exists already; choose another folder"),
         ("convert {run} --out {}/file/x", "--out={}/file/x cannot be written"),
         ("convert sensitivity {run} --data {data} --layers 99", "--layers=99 must be 1 to 2"),
         ("convert sensitivity {run} --data {data} --layers 0", "--layers=0 must be 1 to 2"),

@@ -35,11 +35,12 @@ from ladder.checkpoint import (
     write_tensors,
 )
 from ladder.config import load_plan
+from ladder.convert.options import check, check_out
 from ladder.convert.quantise import in_eight_bits, refuse_weights, untied
 from ladder.convert.verify import cannot_compare, compare_logits, tensor_checksum, verify_checksums
 from ladder.convert.weights import Made, plainly, recipes
 from ladder.data.tokenizer import TOKENIZER_CONFIG, load_tokenizer, tokenizer_file
-from ladder.files import check_writable, new_folder, refuse_inside, write_text
+from ladder.files import new_folder, write_text
 from ladder.hf_config import config_to_huggingface, refuse_other_plans
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
@@ -87,8 +88,7 @@ def convert(
     if to not in FORMATS:
         raise unknown("format", to, FORMATS)
     start = time.monotonic()
-    refuse_inside(out, [source])
-    check_writable(out)
+    check_out(out, source)
     old = read_config(source)
     config = old
     if plan is not None:
@@ -220,8 +220,8 @@ def convert_command(options: argparse.Namespace) -> int:
                 f"{instead}"
             )
         plan = ",".join(f"ladder@{part.strip()}" for part in options.ladder_layers.split(","))
+    check(options)
     source = newest(options.model)
-    refuse_inside(options.out, [options.model])
     report = convert(
         source,
         options.out,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ladder.files import check_new_folder, refuse_inside
+from ladder.folders import newest
 from ladder.next_step import PROMPT, say_next
 
 
@@ -40,6 +42,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="store the matrices in 8 bits, for inference only: fp8 (e4m3) or int8, with a scale "
         "for each row, or fp8-block, for each 128 columns of a row; default: as in MODEL",
     )
+    parser.set_defaults(check=check)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise UserError for mistakes that cost no work."""
+    newest(options.model)
+    check_out(options.out, options.model)
+
+
+def check_out(out: Path, source: Path) -> None:
+    """Raise UserError unless `out` can be a new folder, outside the one that is read."""
+    refuse_inside(out, [source])
+    check_new_folder(out)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -17,7 +17,8 @@ import torch
 from ladder.checkpoint import check_model, newest
 from ladder.data.tokenizer import load_tokenizer
 from ladder.eval import offline, results, suites
-from ladder.files import check_writable, make_folder, new_folder, refuse_inside, write_text
+from ladder.eval.options import RESULTS, check
+from ladder.files import check_writable, make_folder, new_folder, write_text
 from ladder.infer.cache import check_cache_kind
 from ladder.infer.load import (
     as_dtype,
@@ -34,7 +35,6 @@ from ladder.parallel import launch
 from ladder.plans import aligned
 from ladder.records import commit
 
-RESULTS = "results.json"
 DATA = "offline"  # the folder in --out for data built from text
 BOOTSTRAPS = 1000  # draws for the standard error of a metric that has no formula
 
@@ -43,21 +43,12 @@ def eval_command(options: argparse.Namespace) -> int:
     """Run `ladder eval` on this rank; rank 0 prints and writes."""
     device = launch.join(options.device)  # ranks that have joined report an error once
     out = Path(options.out)
-    if (out / RESULTS).exists() and not options.overwrite:
-        raise UserError(
-            f"--out={out} holds results already; choose another folder, or add --overwrite"
-        )
-    refuse_inside(out, [*options.models, *(options.text or ())])
+    check(options)
     if launch.rank() == 0:
         check_writable(out)
-    for name, value in (("batch", options.batch), ("limit", options.limit)):
-        if value is not None and value < 1:
-            raise UserError(f"--{name}={value} must be 1 or more")
     as_dtype(dtype_of(options.weights, options.dtype))
     check_activations(options.activations)
     check_cache_kind(options.cache)
-    if options.num_fewshot is not None and options.num_fewshot < 0:
-        raise UserError(f"--num-fewshot={options.num_fewshot} must be 0 or more")
     suites.check_include(options.include_path)
     suites.require_lm_eval()
     from ladder.data.template import open_template

@@ -5,8 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ladder.files import refuse_inside
+from ladder.folders import newest
 from ladder.infer.options import add_load_options
+from ladder.models.errors import UserError
 from ladder.next_step import PROMPT, say_next
+
+RESULTS = "results.json"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +63,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--out", default="runs/eval", help="folder for results and the suite's data"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the results in --out")
+    parser.set_defaults(check=check)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise UserError for mistakes that cost no work."""
+    if (Path(options.out) / RESULTS).exists() and not options.overwrite:
+        raise UserError(
+            f"--out={options.out} holds results already; choose another folder, or add --overwrite"
+        )
+    for name, least in (("batch", 1), ("limit", 1), ("num_fewshot", 0)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')}={value} must be {least} or more")
+    refuse_inside(options.out, [*options.models, *(options.text or ())])
+    for folder in options.models:
+        newest(folder)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from ladder.data.tokenizer import encode, load_tokenizer
 from ladder.infer.cache import check_cache_kind
 from ladder.infer.engine import NotFiniteError, generate
 from ladder.infer.load import load_for_inference
-from ladder.infer.sampling import Sampling
+from ladder.infer.options import check
 from ladder.models.errors import UserError
 from ladder.models.quantised import held_as
 from ladder.models.storage import SCALED
@@ -55,11 +55,9 @@ def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> 
 
 def generate_command(options: argparse.Namespace) -> int:
     """Run `ladder generate` on this rank; rank 0 prints."""
-    if options.max_new_tokens < 1:
-        raise UserError(f"--max-new-tokens={options.max_new_tokens} must be 1 or more")
+    launch.join(options.device)  # ranks that have joined report an error once
+    sampling = check(options)
     check_cache_kind(options.cache)
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    launch.join(options.device)
     folder = newest(options.model)
     launch.agree(vars(options))
     tokenizer = load_tokenizer(folder)

@@ -6,6 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from ladder.folders import newest
+from ladder.infer.settings import Sampling
+from ladder.models.errors import UserError
 from ladder.next_step import say_next
 
 
@@ -62,6 +65,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "(prompts exchange within matrix products), or async-fp8 or async-int8 (messages of more "
         "than 64 tokens in 8 bits)",
     )
+    parser.set_defaults(check=check)
+
+
+def check(options: argparse.Namespace) -> Sampling:
+    """The sampling that the options ask for. Raises UserError for mistakes that cost no work."""
+    if options.max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens={options.max_new_tokens} must be 1 or more")
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    newest(options.model)
+    return sampling
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:

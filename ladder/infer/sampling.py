@@ -2,51 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder.models.errors import UserError
+from ladder.infer.settings import Sampling as Sampling  # without torch
 from ladder.models.reducer import Reducer
 
-COLDEST = 1e-5  # below this, logits divided by the temperature may overflow
 LOWEST = torch.iinfo(torch.int64).min
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """The sampling options.
-
-    temperature: 0 is greedy. top_k: 0 keeps all tokens; otherwise exactly that many are kept, the
-    lowest ids of equally likely tokens. top_p: 1 keeps all tokens.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature={self.temperature} must be 0 (greedy) or above")
-        if 0 < self.temperature < COLDEST:
-            raise UserError(
-                f"temperature={self.temperature} is too low to divide by; use 0 (greedy), or "
-                f"{COLDEST} and above"
-            )
-        if self.top_k < 0:
-            raise UserError(f"top_k={self.top_k} must be 0 (all tokens) or above")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p} must be above 0 and at most 1 (all tokens)")
-        if self.temperature == 0 and (self.top_k or self.top_p < 1):
-            name = f"top_k={self.top_k}" if self.top_k else f"top_p={self.top_p}"
-            raise UserError(
-                f"{name} has no effect at temperature=0 (greedy); also give a temperature, as 0.8"
-            )
-        if not 0 <= self.seed < 2**63:
-            raise UserError(f"seed={self.seed} must be 0 or more, and below 2**63")
 
 
 def draws(sampling: Sampling, count: int, steps: int) -> Tensor:

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ladder.next_step import PROMPT, say_next
+from ladder.parallel import launch
 
 if TYPE_CHECKING:
     from ladder.train.config import TrainConfig
@@ -33,7 +34,10 @@ def recipe(options: argparse.Namespace) -> TrainConfig:
     """The recipe of a command line. Raises UserError for a mistake in it."""
     from ladder.train.config import load_train_config
 
-    return load_train_config(options.config, options.overrides)
+    config = load_train_config(options.config, options.overrides)
+    if not config.init:
+        config.model_config(vocab_size=1)  # its plan fits its layers; the data has the vocabulary
+    return config
 
 
 def finetuning_recipe(options: argparse.Namespace) -> TrainConfig:
@@ -50,8 +54,10 @@ def finetuning_recipe(options: argparse.Namespace) -> TrainConfig:
 
 
 def run(options: argparse.Namespace) -> int:
-    config: TrainConfig = options.check(options)  # reports a mistake before torch is imported
     from ladder.train.loop import train
+
+    launch.join(options.device)  # ranks that have joined report a mistake once
+    config: TrainConfig = options.check(options)
 
     if train(config, resume=options.resume, device=options.device) is not None:
         say_next("generate", config.out, "--prompt", PROMPT)

@@ -130,17 +130,19 @@ def test_a_task_of_the_hub_without_a_network(
     ],
 )
 def test_bad_options_are_refused(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["eval", "nowhere", *words]) == 2
+    (tmp_path / "config.json").touch()
+    assert main(["eval", str(tmp_path), *words]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_without_the_harness(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "config.json").touch()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["eval", "nowhere"]) == 2
+    assert main(["eval", str(tmp_path)]) == 2
     assert "pip install 'ladder[eval]'" in capsys.readouterr().err
 
 

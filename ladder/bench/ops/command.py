@@ -59,7 +59,6 @@ MEASURING = (
 
 def check(options: Any) -> None:
     """Raise UserError for wrong options, before ranks are started."""
-    launch.check_nproc(options.nproc)
     check_options(options)
     _check_records(options)
     table = options.write_table

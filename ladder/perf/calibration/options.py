@@ -9,7 +9,6 @@ from pathlib import Path
 from ladder.files import check_names_file
 from ladder.models.errors import UserError, unknown
 from ladder.next_step import say_next
-from ladder.parallel import launch
 from ladder.perf.machine import TURNS
 
 # Of what is measured, for --only.
@@ -62,7 +61,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def check(options: argparse.Namespace) -> None:
     """Raise UserError for wrong options, before ranks are started, and without torch: only a
     process that has not imported it can fork them."""
-    launch.check_nproc(options.nproc)
     if not 0 < options.budget < math.inf:
         raise UserError(f"--budget={options.budget} must be a number of minutes above 0")
     check_names_file(options.out, "--out")

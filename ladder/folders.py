@@ -1,0 +1,37 @@
+"""The folder that a command takes for a model: a model's own, or a run's, with its checkpoints.
+
+No import of torch, which is slow: a folder that does not exist is told of before that.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ladder.files import hub_hint
+from ladder.models.errors import UserError
+
+
+def checkpoints(run: Path) -> list[tuple[int, Path]]:
+    """The pairs (step, folder) of a run's finished checkpoints, oldest first."""
+    found = []
+    for folder in (run / "checkpoints").glob("step-*"):
+        if match := re.fullmatch(r"step-(\d+)", folder.name):
+            found.append((int(match[1]), folder))
+    return sorted(found)
+
+
+def newest(path: Path) -> Path:
+    """`path` itself if it is a model folder, else the newest checkpoint of the run in it."""
+    if (path / "config.json").is_file():
+        return path
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise UserError(f"{path} {what}; give a model folder or a run's folder{hub_hint(path)}")
+    found = checkpoints(path)
+    if not found:
+        raise UserError(
+            f"{path} is neither a model folder (no config.json) nor a run with checkpoints; give a "
+            "folder of one of the two"
+        )
+    return found[-1][1]
