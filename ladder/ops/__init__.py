@@ -22,7 +22,7 @@ from ladder.ops import (
     spread,
 )
 from ladder.ops.calls import allow_any_order
-from ladder.ops.registry import Choice, explain, use
+from ladder.ops.choice import Choice, explain, use
 
 __all__ = [
     "Choice", "allow_any_order", "as_captured", "backend", "bags", "explain", "landings",

@@ -15,25 +15,23 @@ implementation that cuts a product (`Implementation.surplus`):
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ladder.models.errors import UserError
-
-if TYPE_CHECKING:
-    from ladder.ops.registry import Call
+from ladder.ops.registry import OPERATORS, Call
 
 # Of each measured size: how long the implementation took, and what would run without it.
 FIELDS = {"sizes": list, "us": int | float, "instead_us": int | float}
 # `collective` and the baseline of `ladder bench ops` do the same: their medians differ by so much.
 NOISE = 0.01
-Surplus = Callable[["Call", Mapping[str, Any]], float]
 
 
-def refusal(call: Call, entry: Mapping[str, Any], surplus: Surplus | None) -> str | None:
+def refusal(call: Call, entry: Mapping[str, Any]) -> str | None:
     """Why the entry of the call's bucket is not for this call, or None."""
     measured = entry["measured"]
+    surplus = OPERATORS[call.op].implementations[entry["implementation"]].surplus
     if surplus is None or not measured or not all(call.exact):
         return None
     if not call.exact or any(tuple(each["sizes"]) == call.exact for each in measured):

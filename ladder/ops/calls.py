@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.comm.capture import mode
-from ladder.ops import registry
+from ladder.ops import choice
 from ladder.ops.checks import check_backend, resolve
-from ladder.ops.registry import Call, device_name
+from ladder.ops.registry import OPERATORS, Call, bucket, device_name
 
 
 def rows_of(shape: Sequence[int]) -> int:
@@ -27,10 +27,10 @@ def execute(op: str, group_name: str, like: Tensor, shapes: tuple[Any, ...], *ar
     group = resolve(group_name)
     check_backend(group_name, group, like.device)
     ranks = dist.get_world_size(group)
-    sizes = tuple(registry.OPERATORS[op].measure(ranks, *shapes))
-    any_order, about = registry.allows_any_order(group), (device_name(like.device), like.dtype)
-    call = Call(op, *about, ranks, registry.bucket(sizes), any_order, sizes, mode())
-    return registry.run(call, group, *args)
+    sizes = tuple(OPERATORS[op].measure(ranks, *shapes))
+    any_order, about = choice.allows_any_order(group), (device_name(like.device), like.dtype)
+    call = Call(op, *about, ranks, bucket(sizes), any_order, sizes, mode())
+    return choice.run(call, group, *args)
 
 
 def allow_any_order(group_name: str, allowed: bool = True) -> None:
@@ -39,7 +39,7 @@ def allow_any_order(group_name: str, allowed: bool = True) -> None:
     Results then depend on the backend, or on what is picked, in their last bits. All ranks of the
     group must say the same. Without it, sums are in the order of the ranks.
     """
-    groups = registry.any_order_groups
+    groups = choice.any_order_groups
     (groups.add if allowed else groups.discard)(resolve(group_name))
 
 

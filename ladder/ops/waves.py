@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ladder.costs import MULTIPROCESSORS
-from ladder.ops.between import Surplus
 from ladder.ops.blocks import Blocks
-from ladder.ops.registry import Call
+from ladder.ops.registry import Call, Surplus
 
 # Rows x columns of cuBLAS's tiles, each with its rate of the large ones'. A product has those that
 # end first. Declared, and compared with products alone, whole and in two chunks: see the tests.

@@ -85,7 +85,7 @@ def held(
 class FusedReducer(SequenceReducer):
     """The reducer of sequence parallelism whose blocking exchanges are inside matrix products.
 
-    The operators' table (`ladder.ops.registry`) picks their implementation. The group's sums may be
+    The operators' table (`ladder.ops.table`) picks their implementation. The group's sums may be
     in any order, as those of the other reducers, so that nothing slower than theirs is picked.
     """
 

@@ -6,7 +6,7 @@ the next `column` is `all_gather_matmul` on them:
 
     rows --[gather, Q K V] attention [output, scatter, add, norm]--> rows --[gather, gate up] ...
 
-The operators' table (`ladder.ops.registry`) picks their implementations. All else is as in
+The operators' table (`ladder.ops.table`) picks their implementations. All else is as in
 `ladder.parallel.sharded`: sums that a plan keeps in flight, as a ladder's, run beneath whole
 sublayers; the one sum of attention and MLP side by side is scattered after both; the end of a
 prompt is narrowed to its last position.

@@ -60,11 +60,11 @@ def picked(
     op: str, gpu: str, ranks: int, sizes: tuple[int, int, int], any_order: bool, mode: Mode
 ) -> tuple[str, tuple[tuple[str, object], ...]]:
     """The implementation of a call by the operators' table, and its options."""
-    from ladder.ops import registry  # slow to import, and needed by few
+    from ladder.ops import choice, registry  # slow to import, and needed by few
 
     bucket = registry.bucket(sizes)
     call = registry.Call(op, gpu, torch.bfloat16, ranks, bucket, any_order, sizes, mode)
-    name, options = registry.listed(call)
+    name, options = choice.listed(call)
     return name, tuple(sorted(options.items()))
 
 

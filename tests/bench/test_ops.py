@@ -33,8 +33,9 @@ from ladder.bench.ops.points import (
 from ladder.bench.ops.table import entries, picked_by, write_table
 from ladder.cli import main
 from ladder.models.errors import UserError
-from ladder.ops import explain, registry, use
-from ladder.ops.registry import OPERATORS, VARIABLE, Call, bucket
+from ladder.ops import choice, explain, registry, use
+from ladder.ops.registry import OPERATORS, Call, bucket
+from ladder.ops.table import VARIABLE, read_table
 from tests.bench.records import timed
 from tests.commands import Start
 from tests.distributed import Pools
@@ -148,13 +149,13 @@ def test_the_backends_sums_have_entries_of_their_own(
         file = tmp_path / "table.json"
         write_table(file, entries([measured(64, eager={STAGED: 9, BACKEND: 8})], "before"))
         write_table(file, found)
-        assert registry.read_table(file) == found
+        assert read_table(file) == found
         monkeypatch.setenv(VARIABLE, str(file))
         for any_order, (_, variant) in ((False, picked[0]), (True, picked[-1])):
-            choice = explain(
+            picked = explain(
                 OP, [(64, 8), (8, 8)], ranks=4, device="H", any_order=any_order, mode="captured"
             )
-            assert choice.implementation == variant.name
+            assert picked.implementation == variant.name
 
 
 def test_a_lent_result_enters_no_table(tmp_path: Path) -> None:
@@ -169,16 +170,16 @@ def test_a_lent_result_enters_no_table(tmp_path: Path) -> None:
     write_table(file, [entry])
     file.write_text(file.read_text().replace("{}", '{"lent": true}'))
     with pytest.raises(UserError, match="'lent'"):
-        registry.read_table(file)
+        read_table(file)
 
 
 @contextlib.contextmanager
 def registered(name: str, run: Any, **about: Any) -> Iterator[None]:
     more = {name: registry.Implementation(name, run, options=("chunk",), **about)}
     with mock.patch.dict(OPERATORS[OP].implementations, more):
-        registry._choose.cache_clear()
+        choice._choose.cache_clear()
         yield
-    registry._choose.cache_clear()
+    choice._choose.cache_clear()
 
 
 def test_the_table_is_extended_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,11 +191,11 @@ def test_the_table_is_extended_and_read(tmp_path: Path, monkeypatch: pytest.Monk
         write_table(file, first)
         second = entries([measured(64, eager={STAGED: 9, FAST: 5})], "two")
         write_table(file, second)
-        assert registry.read_table(file) == [first[1], *second]
+        assert read_table(file) == [first[1], *second]
         monkeypatch.setenv(VARIABLE, str(file))
-        choice = explain(OP, shapes, ranks=4, device="H")
-        assert (choice.implementation, dict(choice.options)) == ("fast", {"chunk": 3})
-        assert choice.why == "table.json: two; 5.0 us, 9.0 without it"
+        picked = explain(OP, shapes, ranks=4, device="H")
+        assert (picked.implementation, dict(picked.options)) == ("fast", {"chunk": 3})
+        assert picked.why == "table.json: two; 5.0 us, 9.0 without it"
     assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
 
 
@@ -256,7 +257,7 @@ def test_a_wrong_implementation_is_not_timed(pools: Pools, tmp_path: Path) -> No
         json.loads(line)["point"] for line in (tmp_path / "ops.jsonl").read_text().splitlines()
     ]
     assert "empty" not in {point["way"] for point in found}
-    table = registry.read_table(tmp_path / "table.json")
+    table = read_table(tmp_path / "table.json")
     assert [each["implementation"] for each in table if each["order"] == "ranks"] == ["staged"] * 4
     assert {each["implementation"] for each in table} <= {"staged", "collective"}
 
@@ -463,7 +464,7 @@ def test_a_whole_run(start: Start, tmp_path: Path) -> None:
     assert "torch's fused operators, which need peer memory: it needs GPUs" in result.stderr
     *_, said, following = result.stdout.splitlines()
     # m 7 and 8 of linear_all_reduce are of the same entry.
-    kept = registry.read_table(table)
+    kept = read_table(table)
     words = f"{table}: {len(kept)} entries, 0 of overlapped ways; set {VARIABLE} to it"
     assert said.startswith(words)
     assert following == "next: ladder doctor"  # the other benchmarks need GPUs

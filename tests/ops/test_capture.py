@@ -19,8 +19,9 @@ from ladder.comm import capture
 from ladder.comm.capture import as_captured, mode
 from ladder.infer import graphs
 from ladder.models.errors import UserError
-from ladder.ops import explain, registry, use, workspace
-from ladder.ops.registry import OPERATORS, VARIABLE
+from ladder.ops import choice, explain, registry, use, workspace
+from ladder.ops.registry import OPERATORS
+from ladder.ops.table import VARIABLE
 from tests.distributed import Pools
 from tests.ops.everyone import world
 
@@ -57,9 +58,9 @@ def two_modes(path: Path) -> Iterator[None]:
         mock.patch.dict(OPERATORS[OP].implementations, more),
         mock.patch.dict("os.environ", {VARIABLE: str(path)}),
     ):
-        registry._choose.cache_clear()
+        choice._choose.cache_clear()
         yield
-    registry._choose.cache_clear()
+    choice._choose.cache_clear()
 
 
 def test_a_call_is_captured_in_a_capture_and_where_one_is_prepared() -> None:

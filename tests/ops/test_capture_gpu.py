@@ -16,7 +16,7 @@ import ladder.ops
 from ladder.infer.graphs import WARM_UP_STEPS, capture_graph, capture_stream
 from ladder.models.errors import UserError
 from ladder.ops import overlapped
-from ladder.ops.registry import VARIABLE
+from ladder.ops.table import VARIABLE
 from ladder.parallel import launch
 
 pytestmark = [

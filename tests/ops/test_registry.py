@@ -16,8 +16,9 @@ from torch import Tensor
 
 import ladder.ops
 from ladder.models.errors import UserError
-from ladder.ops import explain, registry, use
-from ladder.ops.registry import OPERATORS, VARIABLE, Call, bucket, read_table
+from ladder.ops import choice, explain, registry, use
+from ladder.ops.registry import ANOTHER, OPERATORS, Call, bucket
+from ladder.ops.table import PACKAGED, VARIABLE, read_table
 from tests.distributed import Pools
 from tests.ops.everyone import world
 
@@ -25,7 +26,7 @@ ENTRY: dict[str, Any] = {
     "op": "all_reduce", "device": "H", "dtype": "bfloat16", "ranks": 4, "sizes": [4096],
     "mode": "eager", "implementation": "fast", "options": {"chunk": 3}, "source": "a test",
 }  # fmt: skip
-BACKENDS = f"{registry.ANOTHER}, which ladder.ops.allow_any_order allows"
+BACKENDS = f"{ANOTHER}, which ladder.ops.allow_any_order allows"
 SHAPE = [(4, 1000)]  # 4000 elements: the bucket 4096
 
 
@@ -43,7 +44,7 @@ def registered() -> Iterator[None]:
     more = {"fast": registry.Implementation("fast", fast, refusal, ("chunk",))}
     with mock.patch.dict(OPERATORS["all_reduce"].implementations, more):
         yield
-    registry._choose.cache_clear()
+    choice._choose.cache_clear()
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_operator_has_staged_and_the_shipped_table_is_valid() -> None:
-    read_table(registry.PACKAGED)
+    read_table(PACKAGED)
     for operator in OPERATORS.values():
         assert registry.DEFAULT in operator.implementations, operator.name
         assert hasattr(torch.ops.ladder, operator.name)
@@ -69,8 +70,8 @@ def test_every_operator_has_staged_and_the_shipped_table_is_valid() -> None:
 
 def test_sizes_are_rounded_up_to_powers_of_two() -> None:
     assert bucket((0, 1, 2, 3, 4, 5, 1024, 1025)) == (0, 1, 2, 4, 4, 8, 1024, 2048)
-    choice = explain("all_gather_matmul", [(3, 8), [(8, 5), (8, 6)]], ranks=3, device="H")
-    assert choice.call.sizes == (16, 16, 8)  # 9 rows, 11 columns
+    found = explain("all_gather_matmul", [(3, 8), [(8, 5), (8, 6)]], ranks=3, device="H")
+    assert found.call.sizes == (16, 16, 8)  # 9 rows, 11 columns
 
 
 @pytest.mark.usefixtures("_fast")
@@ -142,7 +143,17 @@ def test_the_backends_order_is_picked_only_where_it_is_allowed(table: Path) -> N
 def rewrite(table: Path, entries: list[dict[str, Any]]) -> None:
     table.write_text(json.dumps(entries))
     read_table.cache_clear()
-    registry._choose.cache_clear()
+    choice._choose.cache_clear()
+
+
+def test_an_implementation_may_be_added_after_a_choice() -> None:
+    def others() -> dict[str, str]:
+        return dict(explain("all_reduce", SHAPE, ranks=4, device="H").others)
+
+    assert "fast" not in others()
+    with registered():
+        assert others()["fast"] == "not measured as faster"
+    assert "fast" not in others()
 
 
 @pytest.mark.usefixtures("_fast")

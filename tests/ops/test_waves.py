@@ -25,8 +25,9 @@ from ladder.bench.ops.table import (
 from ladder.bench.results import read_results
 from ladder.cli import main
 from ladder.comm.capture import MODES, Mode
-from ladder.ops import explain, registry
-from ladder.ops.registry import OPERATORS, VARIABLE, Call, bucket
+from ladder.ops import Choice, between, choice, explain, use
+from ladder.ops.registry import OPERATORS, Call, bucket
+from ladder.ops.table import PACKAGED, VARIABLE
 from ladder.ops.waves import count, least_taken, split, taken
 from tests.bench.records import timed
 
@@ -87,7 +88,7 @@ def entry(of: Call, host_us: float = 0.0, **times: float) -> dict[str, Any]:
 
 
 def refused(of: Call, given: dict[str, Any]) -> str | None:
-    return OPERATORS[of.op].implementations["chunked"].wasteful(of, given)
+    return between.refusal(of, given)
 
 
 def captured(of: Call) -> Call:
@@ -138,17 +139,17 @@ def test_a_table_is_not_for_such_rows(tmp_path: Path, monkeypatch: pytest.Monkey
     file.write_text(json.dumps([entry(whole)]))
     monkeypatch.setenv(VARIABLE, str(file))
 
-    def picked(m: int, **more: Any) -> registry.Choice:
+    def picked(m: int, **more: Any) -> Choice:
         given = {"ranks": 2, "device": "NVIDIA H200", "mode": "captured", **more}
         return explain(RS, [(m, 24576), (24576, 12288)], **given)
 
-    assert picked(1024).implementation == registry.listed(whole)[0] == "chunked"
+    assert picked(1024).implementation == choice.listed(whole)[0] == "chunked"
     assert dict(picked(1024, mode="eager").options) == {"streams": 2}  # of the packaged table
-    assert picked(514).implementation == registry.listed(ragged)[0] == "staged"
+    assert picked(514).implementation == choice.listed(ragged)[0] == "staged"
     assert "table.json has 'chunked', whose tiles take 50.0% longer at this size" in picked(514).why
     assert picked(514, any_order=True).implementation == "collective"
-    assert registry.listed(replace(ragged, exact=()))[0] == "chunked"  # of its bucket, it is
-    with registry.use(RS, "chunked"):
+    assert choice.listed(replace(ragged, exact=()))[0] == "chunked"  # of its bucket, it is
+    with use(RS, "chunked"):
         assert picked(514).implementation == "chunked"  # who asks for it gets it
 
 
@@ -223,7 +224,7 @@ def test_a_size_held_out_is_picked_only_where_it_was_not_slower(file: Path, mode
             if variant in times[mode]:
                 at = replace(here, mode=mode), own[mode]
                 given = timed_entry([at], variant, base, waits)
-                picked = found.wasteful(replace(there, mode=mode), given) is None
+                picked = between.refusal(replace(there, mode=mode), given) is None
                 slower = times[mode][variant] > times[mode][base]
                 assert not (picked and slower), (here.exact, there.exact, variant)
                 tried += picked
@@ -235,20 +236,20 @@ def test_what_the_shipped_table_picks_was_never_slower_than_staged() -> None:
     for file in RECORDS:
         for each, times in points_of(file):
             for mode in MODES:
-                name, options = registry.listed(replace(each, mode=mode))
+                name, options = choice.listed(replace(each, mode=mode))
                 us = times[mode].get(Variant(name, tuple(options.items())))
                 if us is not None:  # the newer record's pick may not be in the older one
                     assert us <= times[mode][Variant("staged")], (each.exact, mode, name)
     ragged = call(AG, 2434, 24576, k=12288)
-    assert registry.listed(captured(ragged)) == ("chunked", {"streams": 2})
-    assert registry.listed(ragged) == ("chunked", {})
+    assert choice.listed(captured(ragged)) == ("chunked", {"streams": 2})
+    assert choice.listed(ragged) == ("chunked", {})
     half = call(AG, 8192, 1536, k=4096)
-    assert registry.listed(captured(half))[0] == "chunked"
-    assert registry.listed(half)[0] == "staged"
+    assert choice.listed(captured(half))[0] == "chunked"
+    assert choice.listed(half)[0] == "staged"
 
 
 def test_the_shipped_table_is_that_of_the_records(tmp_path: Path) -> None:
     file = tmp_path / "table.json"
     records = [str(each) for each in RECORDS]
     assert main(["bench", "ops", "--write-table", str(file), "--records", *records]) == 0
-    assert file.read_text() == registry.PACKAGED.read_text()
+    assert file.read_text() == PACKAGED.read_text()

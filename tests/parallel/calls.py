@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ladder.models import Plan, Transformer
-from ladder.ops import registry
+from ladder.ops import choice
+from ladder.ops.registry import Call
 
 
 class Dispatched(TorchDispatchMode):
@@ -86,11 +87,11 @@ class Diary:
 def operations() -> Iterator[Counter[str]]:
     """The calls of `torch.ops.ladder` that run within it, by name."""
     found: Counter[str] = Counter()
-    run = registry.run
+    run = choice.run
 
-    def counted(call: registry.Call, *arguments: Any) -> Any:
+    def counted(call: Call, *arguments: Any) -> Any:
         found[call.op] += 1
         return run(call, *arguments)
 
-    with mock.patch.object(registry, "run", counted):
+    with mock.patch.object(choice, "run", counted):
         yield found

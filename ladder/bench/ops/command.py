@@ -37,7 +37,7 @@ from ladder.comm.access import common_push_refusal
 from ladder.comm.capture import MODES
 from ladder.files import check_names_file, check_writable, make_folder, write_text
 from ladder.models.errors import UserError
-from ladder.ops import registry
+from ladder.ops.table import VARIABLE, read_table
 from ladder.parallel import launch
 from ladder.plans import aligned
 from ladder.records import append, facts
@@ -65,7 +65,7 @@ def check(options: Any) -> None:
     if table is not None:
         check_names_file(table, "--write-table")
     if table is not None and table.is_file():
-        registry.read_table(table, "give another --write-table")  # now, and not at the end
+        read_table(table, "give another --write-table")  # now, and not at the end
 
 
 def _check_records(options: Any) -> None:
@@ -206,11 +206,11 @@ def _finish(
 
 
 def _say_table(table: Path, picked: list[str]) -> None:
-    found = registry.read_table(table)
+    found = read_table(table)
     print("E of what the new table picks:", *picked, sep="\n")
     faster = sum(entry["implementation"] not in PLAIN for entry in found)
     print(
-        f"{table}: {len(found)} entries, {faster} of overlapped ways; set {registry.VARIABLE} to "
+        f"{table}: {len(found)} entries, {faster} of overlapped ways; set {VARIABLE} to "
         f"it to use the table",
         flush=True,
     )

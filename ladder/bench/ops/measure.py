@@ -23,8 +23,8 @@ from ladder.comm import symmetric
 from ladder.comm.capture import MODES, Mode
 from ladder.infer.graphs import capture_graph, time_turns
 from ladder.kernels.clock import Meter
-from ladder.ops import explain, use
-from ladder.ops.registry import DEFAULT, OPERATORS, Choice, device_name
+from ladder.ops import Choice, explain, use
+from ladder.ops.registry import DEFAULT, OPERATORS, device_name
 from ladder.parallel import launch
 
 NATIVE = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"

@@ -22,8 +22,10 @@ from ladder.bench.ops.points import (
 from ladder.comm.capture import MODES, Mode
 from ladder.files import write_text
 from ladder.models.errors import UserError
-from ladder.ops import registry
-from ladder.ops.registry import ANY_ORDER, DEFAULT, Call, Implementation
+from ladder.ops import between
+from ladder.ops.choice import unmeasured
+from ladder.ops.registry import ANY_ORDER, DEFAULT, OPERATORS, Call, Implementation, bucket
+from ladder.ops.table import ORDERS, read_table
 
 KEY = ("op", "device", "dtype", "ranks", "sizes")
 PLAIN = (DEFAULT, ANY_ORDER)  # what runs without an entry, by the order of sums
@@ -55,7 +57,7 @@ def entries(measured: Sequence[Measured], source: str) -> list[dict[str, Any]]:
             by_call.setdefault(replace(at, exact=()), []).append((at, {**plain, **own}))
     made = []
     for call, points in by_call.items():
-        for order, base in zip(registry.ORDERS, PLAIN, strict=True):
+        for order, base in zip(ORDERS, PLAIN, strict=True):
             found = _fastest(points, Variant(base), order, waits)
             if found is not None:
                 made.append({
@@ -98,7 +100,7 @@ def _fastest(
     """What an entry has of the fastest that is nowhere slower than `base`; None without `base`."""
     if not all(base in times for _, times in points):
         return None  # it was wrong, or is not there: nothing is known to be as fast
-    known = registry.OPERATORS[points[0][0].op].implementations
+    known = OPERATORS[points[0][0].op].implementations
     best: dict[str, Any] = {}
     least = math.inf
     for variant in sorted(points[0][1], key=lambda each: each != base):
@@ -123,7 +125,7 @@ def timed_entry(
 ) -> dict[str, Any]:  # fmt: skip
     """What an entry has of an implementation; its sizes are those where it is not slower."""
     call = points[0][0]
-    found = registry.OPERATORS[call.op].implementations.get(variant.name)
+    found = OPERATORS[call.op].implementations.get(variant.name)
     waiting = call.mode == "eager" and found is not None and found.surplus is not None
     return {
         "implementation": variant.name, "options": dict(variant.options),
@@ -138,8 +140,8 @@ def timed_entry(
 
 
 def _unfit(call: Call, entry: Mapping[str, Any]) -> bool:
-    found = registry.OPERATORS[call.op].implementations.get(entry["implementation"])
-    return found is not None and found.wasteful(call, entry) is not None
+    known = entry["implementation"] in OPERATORS[call.op].implementations
+    return known and between.refusal(call, entry) is not None
 
 
 def _listable(found: Implementation, variant: Variant, order: str) -> bool:
@@ -156,14 +158,14 @@ def picked_by(measured: Sequence[Measured], new: Sequence[Mapping[str, Any]]) ->
         call = replace(call, mode=mode)
         dtype = str(call.dtype).removeprefix("torch.")
         key = call.op, call.device, dtype, str(call.ranks), str([*call.sizes]), mode
-        for order, said in zip(registry.ORDERS, ("", " in any order"), strict=True):
+        for order, said in zip(ORDERS, ("", " in any order"), strict=True):
             entry = known.get((*key, order)) or known.get((*key, "ranks"))
-            implementations = registry.OPERATORS[call.op].implementations
+            implementations = OPERATORS[call.op].implementations
             if entry is None or (order == "any" and ANY_ORDER not in implementations):
                 continue
             variant = Variant(entry["implementation"], tuple(entry["options"].items()))
             if _unfit(call, entry):
-                variant = Variant(registry.unmeasured(replace(call, any_order=order == "any")))
+                variant = Variant(unmeasured(replace(call, any_order=order == "any")))
             found.setdefault(f"{call.op}{said}, {mode}", []).extend(
                 result.efficiency
                 for each, result in timed
@@ -176,12 +178,12 @@ def write_table(path: Path, new: Sequence[Mapping[str, Any]]) -> None:
     """Add entries to the table `path`; they replace those of the same calls, of both modes and
     orders."""
     keys = [[entry[key] for key in KEY] for entry in new]
-    registry.read_table.cache_clear()
-    kept = registry.read_table(path) if path.is_file() else []
+    read_table.cache_clear()
+    kept = read_table(path) if path.is_file() else []
     kept = [entry for entry in kept if [entry[key] for key in KEY] not in keys]
     lines = ",\n".join(f" {json.dumps(entry)}" for entry in (*kept, *new))
     write_text(path, f"[\n{lines}\n]\n")
-    registry.read_table.cache_clear()
+    read_table.cache_clear()
 
 
 # -- records ----------------------------------------------------------------------------------
@@ -223,7 +225,7 @@ def recorded_points(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Meas
     found: dict[str, list[Measured]] = {}
     for (source, point, device), run in runs.items():
         exact, dtype = sizes_of(point), FLOATS[point.dtype]
-        sizes = registry.bucket(exact)
+        sizes = bucket(exact)
         call = Call(point.op, device, dtype, point.ranks, sizes, exact=exact)
         found.setdefault(source, []).append((call, [*run.values()]))
     return found
@@ -240,4 +242,4 @@ def derive_table(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
     for source, measured in found.items():
         write_table(path, entries(measured, source))
     everything = [each for measured in found.values() for each in measured]
-    return picked_by(everything, registry.read_table(path))
+    return picked_by(everything, read_table(path))

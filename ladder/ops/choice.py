@@ -1,0 +1,214 @@
+"""The choice among an operator's implementations, by tables of measurements.
+
+A table says which is the fastest for a call; `staged`, which every operator has, runs the calls
+that the table does not name. Nothing overlapped is chosen that has not been measured.
+
+All ranks of a group must choose alike, since implementations exchange data in different ways. So
+sizes are only such that are equal on all ranks, and all ranks capture a call, or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from ladder.comm.capture import MODES, Mode
+from ladder.comm.capture import mode as current_mode
+from ladder.models.errors import UserError, check_keys, unknown
+from ladder.ops import between
+from ladder.ops.registry import (
+    ANOTHER,
+    ANY_ORDER,
+    DEFAULT,
+    MOVABLE,
+    OPERATORS,
+    Call,
+    Implementation,
+    bucket,
+    device_name,
+    find_implementation,
+    find_operator,
+)
+from ladder.ops.table import VARIABLE, entry_of
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation of a call, its options, and why. others: name -> why not that one.
+
+    ordered: its sums are in the order of the ranks.
+    """
+
+    call: Call
+    implementation: str
+    why: str
+    options: tuple[tuple[str, Any], ...] = ()
+    others: tuple[tuple[str, str], ...] = ()
+    ordered: bool = True
+
+    def __str__(self) -> str:
+        options = "".join(f" {name}={value}" for name, value in self.options)
+        order = "" if self.ordered else f"; {ANOTHER}"
+        what = f"{self.call.op}, {self.call.mode}"
+        lines = [f"{what}: {self.implementation}{options} ({self.why}{order})"]
+        return "\n".join([*lines, *(f"  not {name}: {why}" for name, why in self.others)])
+
+
+# operator -> the implementation that `use` insists on, and its options
+_asked: dict[str, tuple[str, tuple[tuple[str, Any], ...]]] = {}
+any_order_groups: WeakSet[dist.ProcessGroup] = WeakSet()  # see `allow_any_order`
+
+
+@contextlib.contextmanager
+def use(op: str, implementation: str, **options: Any) -> Iterator[None]:
+    """Within this context, run `op` by this implementation. All ranks must enter it.
+
+    options: those of the implementation, as a table's entry has them. Raises UserError if there is
+    no such operator, implementation or option. A call that the implementation cannot run raises
+    UserError, too: it says why.
+    """
+    found = find_implementation(op, implementation)
+    check_keys(f"options of {op} by {implementation!r}", options, found.options)
+    before = _asked.get(op)
+    _asked[op] = implementation, tuple(options.items())
+    try:
+        yield
+    finally:
+        if before is None:
+            del _asked[op]
+        else:
+            _asked[op] = before
+
+
+def allows_any_order(group: dist.ProcessGroup) -> bool:
+    """Whether the calls with this group may add in any order."""
+    return group in any_order_groups
+
+
+def explain(
+    op: str,
+    shapes: Sequence[Any],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    ranks: int | None = None,
+    device: str | None = None,
+    any_order: bool | None = None,
+    mode: Mode | None = None,
+    **arguments: Any,
+) -> Choice:
+    """Which implementation runs a call, and why; printable.
+
+    shapes: those of the operator's tensors in their order; for a list of tensors, a list of shapes.
+    arguments: what else the operator's sizes depend on (`capacity`). ranks: the size of the group;
+    None: that of the default group. device: the name of a GPU, or "cpu"; None: this machine's.
+    any_order: whether the group allows it (`allow_any_order`); None: what the default group says,
+    if ranks is None, too. mode: "captured" or "eager"; None: that of a call made here, which is
+    eager outside of a capture and of `as_captured`.
+    """
+    operator = find_operator(op)
+    if dtype not in MOVABLE:
+        raise unknown("dtype", dtype, map(str, MOVABLE))
+    if mode is None:
+        mode = current_mode()
+    if mode not in MODES:
+        raise unknown("mode", mode, MODES)
+    if ranks is None:
+        if not dist.is_initialized():
+            raise UserError("ranks=None without a process group; give the number of ranks")
+        assert dist.group.WORLD is not None
+        ranks = dist.get_world_size()
+        any_order = allows_any_order(dist.group.WORLD) if any_order is None else any_order
+    if device is None:
+        device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        inspect.signature(operator.measure).bind(ranks, *shapes, **arguments)
+        sizes = operator.measure(ranks, *shapes, **arguments)
+    except (TypeError, IndexError) as error:
+        wanted = ", ".join(list(inspect.signature(operator.measure).parameters)[1:])
+        raise UserError(f"shapes={shapes!r} of {op}: give the shapes of {wanted}") from error
+    return choose(
+        Call(op, device, dtype, ranks, bucket(sizes), bool(any_order), tuple(sizes), mode)
+    )
+
+
+def choose(call: Call) -> Choice:
+    """The implementation for a call. Raises UserError if one is insisted on that cannot run it."""
+    known = tuple(OPERATORS[call.op].implementations)
+    return _choose(call, known, _asked.get(call.op), os.environ.get(VARIABLE) or None)
+
+
+def listed(call: Call) -> tuple[str, Mapping[str, Any]]:
+    """The implementation that a table names for a call, with its options, or else the one without
+    a measurement; this machine may be another one, and is not asked whether it can run it."""
+    _, entry = entry_of(call, os.environ.get(VARIABLE) or None)
+    if entry is not None:
+        found = OPERATORS[call.op].implementations[entry["implementation"]]
+        if not between.refusal(call, entry):
+            return found.name, entry["options"]
+    return unmeasured(call), {}
+
+
+def run(call: Call, group: dist.ProcessGroup, *arguments: Any) -> Any:
+    """Run the operator by the chosen implementation."""
+    choice = choose(call)
+    chosen = OPERATORS[call.op].implementations[choice.implementation]
+    return chosen.run(group, *arguments, **dict(choice.options))
+
+
+@functools.lru_cache(maxsize=4096)  # prompts have many lengths
+def _choose(
+    call: Call, known: tuple[str, ...], asked: tuple[str, tuple[tuple[str, Any], ...]] | None,
+    file: str | None,
+) -> Choice:  # fmt: skip
+    """known: the operator's implementations, to which others may be added."""
+    implementations = {name: OPERATORS[call.op].implementations[name] for name in known}
+    refusals = {name: each.refusal(call) for name, each in implementations.items()}
+    options: Mapping[str, Any] = {}
+    if asked is not None:
+        (picked, given), why = asked, "it was asked for"
+        options = dict(given)
+        if refusals[picked] is not None:
+            raise UserError(f"{call.op} by {picked!r} cannot run here: {refusals[picked]}")
+    else:
+        picked, why = unmeasured(call), f"no measurement for {call}"
+        path, entry = entry_of(call, file)
+        if entry is not None:
+            picked, options, why = entry["implementation"], entry["options"], entry["source"]
+            why = f"{path.name}: {why}{between.said(entry)}"
+            waste = between.refusal(call, entry)
+            if refusals[picked] is not None:
+                waste = f"which cannot run here: {refusals[picked]}"
+            if waste is not None:
+                why = f"{path.name} has {picked!r}, {waste}"
+                picked, options = unmeasured(call), {}
+
+    def why_not(each: Implementation) -> str:
+        if refusals[each.name] is not None:
+            return str(refusals[each.name])
+        if asked is not None:
+            return "not asked for"
+        if not each.ordered and not call.any_order:
+            return f"{ANOTHER}, which ladder.ops.allow_any_order allows"
+        return "not measured as faster"
+
+    chosen = implementations[picked]
+    others = tuple(
+        (each.name, why_not(each)) for each in implementations.values() if each != chosen
+    )
+    return Choice(call, picked, why, tuple(options.items()), others, chosen.ordered)
+
+
+def unmeasured(call: Call) -> str:
+    """The implementation of a call that no entry names."""
+    found = OPERATORS[call.op].implementations.get(ANY_ORDER)
+    able = call.any_order and found is not None and found.refusal(call) is None
+    return ANY_ORDER if able else DEFAULT
