@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -77,7 +78,15 @@ def parse_words(parser: Parser, words: Sequence[str] | None = None) -> argparse.
     strange = [word for word in rest if word.startswith("-")]
     if strange:
         name = strange[0].partition("=")[0]
-        own.error(f"unknown option {name}{nearest(name, own._option_string_actions)}")
+        known = [each for each in own._option_string_actions if each not in ("-h", "--help")]
+        hint = nearest(name, known)
+        if hasattr(options, "overrides"):
+            key = name.lstrip("-").replace("-", "_")
+            hint += f"; a value of the recipe is given without dashes: {key}=VALUE"
+        own.error(f"unknown option {name}{hint}")
+    arguments = [vars(options)[each.dest] for each in own._actions if not each.option_strings]
+    for given in (*arguments, rest):
+        _refuse_undashed(own, given if isinstance(given, list) else [given])
     if not hasattr(options, "overrides"):
         if rest:
             own.error(f"unexpected argument {rest[0]!r}: leave it out, or move it to the others")
@@ -95,6 +104,17 @@ def parse_words(parser: Parser, words: Sequence[str] | None = None) -> argparse.
         rest = [*map(str, taken), *rest]
     options.overrides = [*options.overrides, *rest]
     return options
+
+
+def _refuse_undashed(own: Parser, words: Sequence[object]) -> None:
+    """An error for an option that was given as key=value, which argparse takes for an argument."""
+    for word in map(str, words):
+        key, equals, value = word.partition("=")
+        option = "--" + key.replace("_", "-")
+        action = own._option_string_actions.get(option)
+        if equals and action is not None and not os.path.exists(word):
+            said = option if action.nargs == 0 else f"{option} {value}"
+            own.error(f"{word} is no argument but an option: give it as {said}")
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):

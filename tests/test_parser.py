@@ -19,7 +19,19 @@ Captured = pytest.CaptureFixture[str]
          "inference, comm, ops, train, machine; see `ladder bench --help`"),
         ("generate", "missing: MODEL, --prompt; see `ladder generate --help`"),
         ("train tiny --devise cpu steps=2",
-         "unknown option --devise (did you mean '--device'?); see `ladder train --help`"),
+         "unknown option --devise (did you mean '--device'?); a value of the recipe is given "
+         "without dashes: devise=VALUE; see `ladder train --help`"),
+        ("finetune tiny --seq-len=5",
+         "unknown option --seq-len; a value of the recipe is given without dashes: seq_len=VALUE; "
+         "see `ladder finetune --help`"),
+        ("generate x --prompt y temperature=0.8", "temperature=0.8 is no argument but an option: "
+         "give it as --temperature 0.8; see `ladder generate --help`"),
+        ("eval x num_fewshot=3", "num_fewshot=3 is no argument but an option: give it as "
+         "--num-fewshot 3; see `ladder eval --help`"),
+        ("train tiny steps=2 nproc=2", "nproc=2 is no argument but an option: give it as "
+         "--nproc 2; see `ladder train --help`"),
+        ("train resume=yes", "resume=yes is no argument but an option: give it as --resume; see "
+         "`ladder train --help`"),
         ("convert sensitivity x --device=cpu --windws=3 --data x --layers 1",
          "unknown option --windws (did you mean '--windows'?); see `ladder convert sensitivity "
          "--help`"),
@@ -76,13 +88,15 @@ def test_a_second_word_that_is_nearly_a_commands_is_no_model(
     assert told in capsys.readouterr().err
 
 
-def test_a_folder_may_be_named_nearly_as_a_command(
+def test_a_folder_may_be_named_nearly_as_a_command_or_an_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     (tmp_path / "validat").mkdir()
+    (tmp_path / "batch=2").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert main(["predict", "validat"]) == 2
-    assert "validat is neither a model folder" in capsys.readouterr().err
+    for name in ("validat", "batch=2"):
+        assert main(["predict", name]) == 2
+        assert f"{name} is neither a model folder" in capsys.readouterr().err
 
 
 def test_overrides_may_follow_several_words(capsys: Captured) -> None:
