@@ -57,6 +57,30 @@ def test_a_first_session_follows_the_last_lines(
     assert main([*words, "--max-new-tokens", "2"]) == 0
 
 
+def test_what_cannot_be_trained_leads_nowhere(tmp_path: Path, capsys: Captured) -> None:
+    """One document: its text has few pairs to merge, and none is held out."""
+    text, tokenizer, data = tmp_path / "a.txt", tmp_path / "tokenizer", tmp_path / "data"
+    text.write_text("a line of text")
+    words = ["tokenizer", "train", str(text), "--vocab-size", "1024", "--out", str(tokenizer)]
+    assert main(words) == 0
+    assert "fewer than --vocab-size=1024: the text has no more pairs" in capsys.readouterr().out
+    assert (
+        main(["data", "prepare", str(text), "--tokenizer", str(tokenizer), "--out", str(data)]) == 0
+    )
+    remedy = "prepare two documents or more (files, or lines of a .jsonl file), with"
+    out = capsys.readouterr().out
+    assert f"no text is held out, and `ladder train` needs some: {remedy}" in out
+    assert "next: " not in out
+    command = ["train", "tiny", f"data={data}", f"out={tmp_path / 'run'}", "seq_len=4"]
+    assert main([*command, "--device", "cpu"]) == 2
+    assert f"split 'heldout' is empty; {remedy}" in capsys.readouterr().err
+    (tmp_path / "b.txt").write_text("another text of the same words in another order")
+    words[2:3] = [str(tmp_path / "b.txt"), str(text)]
+    words[-3:] = ["258", "--out", str(tmp_path / "258")]
+    assert main(words) == 0
+    assert "fewer" not in capsys.readouterr().out
+
+
 def test_a_path_that_is_taken_is_not_proposed(tmp_path: Path) -> None:
     assert free(tmp_path / "data") == tmp_path / "data"
     (tmp_path / "data").mkdir()

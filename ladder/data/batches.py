@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from ladder.data.encoded import ANSWER
+from ladder.data.index import IF_EMPTY
 from ladder.data.packing import pack, survey
 from ladder.data.split import Split
 from ladder.models.documents import document_begins
@@ -221,8 +222,5 @@ class PackedWindows(Windows):
 
 def make_windows(split: Split, seq_len: int, source: int = 0) -> Windows:
     if not len(split):
-        raise UserError(
-            f"split {split.name!r} is empty; prepare more documents, or with a heldout_fraction "
-            f"above 0"
-        )
+        raise UserError(f"split {split.name!r} is empty; {IF_EMPTY}")
     return (PackedWindows if split.conversations else Windows)(split, seq_len, source)

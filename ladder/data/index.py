@@ -21,6 +21,10 @@ VERSION = 1
 STORED = {"uint16": "<u2", "uint32": "<u4"}  # dtype in the index -> numpy's, of the shards
 
 REMEDY = "prepare the data again"
+IF_EMPTY = (  # what to do about a split without text
+    "prepare two documents or more (files, or lines of a .jsonl file), with a heldout_fraction "
+    "above 0"
+)
 MANY = 2**62  # greater than any valid count
 
 

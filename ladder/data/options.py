@@ -53,6 +53,8 @@ def run_tokenizer(options: argparse.Namespace) -> int:
     texts = (document.text for document in corpus.read("train"))
     size = train_tokenizer(texts, options.vocab_size, options.out)
     print(f"{options.out}: a byte-level BPE of {size:,} tokens")
+    if size < options.vocab_size:
+        print(f"fewer than --vocab-size={options.vocab_size}: the text has no more pairs to merge")
     same = []  # options that select the same documents
     if options.text_field != "text":
         same += ["--text-field", options.text_field]
@@ -115,6 +117,7 @@ def run_prepare(options: argparse.Namespace) -> int:
     from dataclasses import asdict, fields
 
     from ladder.data.config import PrepareConfig, load_prepare_config
+    from ladder.data.index import IF_EMPTY
     from ladder.data.prepare import prepare
 
     names = tuple(item.name for item in fields(PrepareConfig))
@@ -129,6 +132,9 @@ def run_prepare(options: argparse.Namespace) -> int:
     for reason, count in index.get("left_out", {}).items():
         print(f"left out: {count:,} conversations {reason}")
     print(options.out)
+    if not index["splits"]["heldout"]["tokens"]:
+        print(f"no text is held out, and `ladder train` needs some: {IF_EMPTY}")
+        return 0
     recipe = ["train", "tiny"]
     if config.chat_field and (Path(config.tokenizer) / "config.json").is_file():
         recipe = ["finetune", "tiny-sft", f"init={config.tokenizer}"]  # the model's own tokenizer
