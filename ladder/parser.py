@@ -84,9 +84,11 @@ def parse_words(parser: Parser, words: Sequence[str] | None = None) -> argparse.
             key = name.lstrip("-").replace("-", "_")
             hint += f"; a value of the recipe is given without dashes: {key}=VALUE"
         own.error(f"unknown option {name}{hint}")
-    arguments = [vars(options)[each.dest] for each in own._actions if not each.option_strings]
-    for given in (*arguments, rest):
-        _refuse_undashed(own, given if isinstance(given, list) else [given])
+    for action in own._actions:
+        if not action.option_strings:
+            given = getattr(options, action.dest, [])
+            _refuse_undashed(own, given if isinstance(given, list) else [given])
+    _refuse_undashed(own, rest)
     if not hasattr(options, "overrides"):
         if rest:
             own.error(f"unexpected argument {rest[0]!r}: leave it out, or move it to the others")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ladder.cli import main
+from ladder.cli import main, make_parser
 from ladder.parser import Parser, parse_words
 
 Captured = pytest.CaptureFixture[str]
@@ -61,6 +61,12 @@ def test_mistakes_are_one_line(line: str, told: str, capsys: Captured) -> None:
     captured = capsys.readouterr()
     assert captured.err == f"error: {told}\n"
     assert captured.out == ""
+
+
+def test_an_argument_may_be_absent() -> None:
+    """As where the config of `--config` may have it."""
+    options = parse_words(make_parser(), ["data", "prepare", "--out", "x"])
+    assert not hasattr(options, "paths")
 
 
 @pytest.mark.parametrize(("line", "told"), [("", "doctor"), ("bench", "inference")])
