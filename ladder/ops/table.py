@@ -75,8 +75,8 @@ def _check_entry(where: str, entry: dict[str, Any]) -> None:
     check_keys(where, entry, KEYS)
     if entry.get("mode") not in MODES:
         raise UserError(
-            f"{where}: mode={entry.get('mode')!r}; give {' or '.join(MODES)}, or write the table "
-            f"again with `ladder bench ops --write-table`"
+            f"{where}: mode={entry.get('mode')!r}; give {' or '.join(MODES)}, or remove the file "
+            f"and write it again with `ladder bench ops --write-table`"
         )
     for key, kind in KEYS.items():
         if not isinstance(entry.get(key), kind):

@@ -193,7 +193,7 @@ def test_what_is_insisted_on_runs_or_is_refused(table: Path) -> None:
         ({"sizes": ["a"]}, r"must be powers of two"),
         ({"ranks": "4"}, "ranks='4' is no int"),
         ({"rank": 4}, "unknown key 'rank' of the table"),
-        ({"mode": "graph"}, "mode='graph'; give captured or eager, or write the table again"),
+        ({"mode": "graph"}, "mode='graph'; give captured or eager, or remove the file"),
         ({"mode": None}, "mode=None; give captured or eager"),
         (
             {"measured": [{"sizes": [4000], "us": 1.0}]},
