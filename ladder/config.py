@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import yaml
 
 from ladder.models.config import ModelConfig
-from ladder.models.errors import UserError, check_keys, reason, unknown
+from ladder.models.errors import TYPES, UserError, check_keys, reason, unknown
 
 T = TypeVar("T")
 # Values of options, defined here so that the command line needs no import of torch, which is slow.
@@ -278,10 +278,13 @@ def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
 
 def _typed(key: str, value: Any, kind: str) -> Any:
     """`value` converted to the annotation `kind`; for example, YAML reads 3e-4 as a string."""
-    wrong = UserError(f"{key}={value!r} is not of the type {kind}")
     if value is None and kind.endswith("| None"):
         return None
     base = kind.removesuffix("| None").strip()
+    known = {each.__name__: each for each in TYPES}
+    must = TYPES[known[base]] if base in known else "a list of numbers"
+    said = f"{key} has no value: it" if value is None else f"{key}={value!r}"
+    wrong = UserError(f"{said} must be {must}")
     if base == "float":
         try:
             return float(value) if not isinstance(value, bool) else _raise(wrong)
@@ -291,7 +294,7 @@ def _typed(key: str, value: Any, kind: str) -> Any:
         if not isinstance(value, list | tuple):
             raise wrong
         return tuple(_typed(key, item, "float") for item in value)
-    simple = {"int": int, "bool": bool, "str": str}.get(base)
+    simple = known.get(base)
     if simple is None:
         return value
     if not isinstance(value, simple) or (simple is int and isinstance(value, bool)):

@@ -9,10 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ladder.models.errors import brief, nearest, unknown
+from ladder.models.errors import TYPES, brief, nearest, unknown
 
 OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")  # key=value, for a recipe
-TYPES: dict[Any, str] = {int: "a whole number", float: "a number"}
 REWORDED = (  # argparse's messages that do not name the remedy
     (r"argument (\S+): expected one argument",
      r"\1 needs a value (one that begins with - is given as \1=VALUE)"),

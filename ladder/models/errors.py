@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Collection, Iterable
+from typing import Any
 
 
 class UserError(ValueError):
@@ -10,6 +11,14 @@ class UserError(ValueError):
     The message names the option, its value and the remedy. The command line prints it without a
     traceback and exits with status 2.
     """
+
+
+TYPES: dict[Any, str] = {  # what a user calls the values of a type
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+}
 
 
 def brief(text: str, most: int = 2000) -> str:

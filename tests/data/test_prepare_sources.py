@@ -211,7 +211,7 @@ def test_a_config_and_options(
     ("text", "match"),
     [
         ("tokeniser: x", "unknown key 'tokeniser' of data config .*did you mean 'tokenizer'"),
-        ("workers: many", "workers='many' is not of the type int"),
+        ("workers: many", "workers='many' must be a whole number"),
         ("paths: 3", "paths=3 must be a path or a list of paths"),
         ("paths: []", r"paths=\[\] must be a path or a list of paths"),
         ("text_field: x", "--tokenizer is missing"),
