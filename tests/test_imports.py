@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "folders": "files models",
     "reader": "config models",
     "comm": "jit models",
-    "kernels": "comm jit models",
+    "kernels": "comm costs jit models",
     "ops": "kernels comm jit config costs models",
     "parallel": "ops kernels comm jit config files models",
     "next_step": "parallel",

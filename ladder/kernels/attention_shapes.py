@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from ladder.costs import MULTIPROCESSORS
 from ladder.jit import triton
 
-# The wanted number of programs: twice the SMs of an H100 or H200. It is a constant, so that the
-# order of sums does not depend on the device.
-PROGRAMS = 264
+# The wanted number of programs: two for each SM. It is a constant, so that the order of sums does
+# not depend on the device.
+PROGRAMS = 2 * MULTIPROCESSORS
 FULL = 96  # programs that fill the GPU without a split
 MAX_SPLITS = 128
 CHEAP_SPLITS = 32  # up to here the combination is not weighed against the reading

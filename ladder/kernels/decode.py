@@ -113,6 +113,10 @@ def _product(
     if SENDS:  # noqa: SIM102  (known when this is compiled; `program` is not)
         if program < riders:
             _send(program, partial, buffers, start, rows, D, WORLD, RANK, CHUNK, BITS, EMPTY)
+    if NORM:  # read here, so that nothing waits for it at the end
+        chunks: tl.constexpr = (K + CHUNK - 1) // CHUNK
+        c = tl.arange(0, CP)[None, None, :]
+        parts = tl.load(squares + m * chunks + c, mask=(m < M) & (c < chunks), other=0)
     # A thread sums its 8 neighbouring columns at once: one accumulator per row and not eight.
     total = tl.zeros([MP, BN, BK // 8], tl.float32)
     total_up = tl.zeros([MP, BN, BK // 8], tl.float32)
@@ -142,9 +146,6 @@ def _product(
     if (scales is not None) & (BLOCK == 0):
         y = y * tl.load(scales + n, mask=n < N, other=0)
     if NORM:
-        chunks: tl.constexpr = (K + CHUNK - 1) // CHUNK
-        c = tl.arange(0, CP)[None, None, :]
-        parts = tl.load(squares + m * chunks + c, mask=(m < M) & (c < chunks), other=0)
         scale = tl.rsqrt(tl.sum(parts, 2, keep_dims=True) / K + eps)
         y = y * scale
         if GATED:
@@ -170,7 +171,7 @@ def _either(
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
     KIND: tl.constexpr, PDL: tl.constexpr, partial, rows, riders, SENDS: tl.constexpr,
-    D: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     if STAGES == 0:
         _product(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
@@ -179,7 +180,7 @@ def _either(
     else:
         _tile(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
               start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK,
-              BITS, EMPTY, STAGES, KIND, PDL, BLOCK, EARLY)  # fmt: skip
+              BITS, EMPTY, STAGES, KIND, PDL, BLOCK, EARLY, ROWS)  # fmt: skip
 
 
 @kernel("both")
@@ -195,11 +196,12 @@ def _project_kernel(
     OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
     EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr,
     STAGES: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK: the columns that share a scale; 0: a scale for each row, or none.
 
     EARLY: steps of `_tile` whose weights are brought into L2 before the wait; a power of two, or 0.
+    ROWS: the rows of the weight that a program of `_tile` has.
     """
     if PDL:
         gdc_launch_dependents()
@@ -213,7 +215,7 @@ def _project_kernel(
         _either(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
                 start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK,
                 BITS, EMPTY, STAGES, KIND, PDL, residual, rows, riders, SENDS, D,
-                BLOCK, EARLY)  # fmt: skip
+                BLOCK, EARLY, ROWS)  # fmt: skip
     elif (program >= landing) & (program < landing + riders):
         if PDL:
             gdc_wait()
@@ -228,7 +230,7 @@ def _project_kernel(
         _either(program - before, x, weight, up, scales, up_scales, out, squares, add, factor, eps,
                 buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK,
                 WORLD, CHUNK, BITS, EMPTY, STAGES, KIND, PDL, residual, rows, riders, False,
-                D, BLOCK, EARLY)  # fmt: skip
+                D, BLOCK, EARLY, ROWS)  # fmt: skip
 
 
 def project(
@@ -288,7 +290,8 @@ def project(
     if stages and x.device.type != "cpu":
         stage_bytes = padded * x.itemsize + block * (1 if up is None else 2) * weight.itemsize
         stages = decode_shapes.fitting(stages, stage_bytes * step, x.device)
-    products = triton.cdiv(outputs, block)
+    own = decode_shapes.rows_each(outputs, block) if stages and up is not None else block
+    products = triton.cdiv(outputs, own)
     riders = programs_of(rider)
     # A send in the product's own programs.
     sends = isinstance(rider, SendJob) and stages == 0
@@ -320,7 +323,7 @@ def project(
         RANK=0 if to is None else to.rank,
         RIDES=0 if rider is None else 1 if isinstance(rider, LandingJob) else 2, **constants,
         STAGES=stages, BLOCK=BLOCK if blocked else 0,
-        EARLY=decode_shapes.EARLY if weight.itemsize == 2 else 0,
+        EARLY=decode_shapes.EARLY if weight.itemsize == 2 else 0, ROWS=own,
         # The interpreter has no bfloat16 product.
         KIND=tl.float32 if interpreted() else getattr(tl, str(x.dtype).removeprefix("torch.")),
         num_warps=warps, **({} if interpreted() else cap),

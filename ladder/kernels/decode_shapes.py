@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ladder.costs import MULTIPROCESSORS
+
 MAX_VECTOR_ROWS = 2  # more rows are multiplied on tensor cores
 # Steps of a product on tensor cores whose weights, of 16 bits, are brought into L2 before its wait:
 # 1 to 4 % of a layer at 4, 16 and 64 rows (benchmarks/results/README.md). 8 bits were not measured.
@@ -19,18 +21,19 @@ def power_of_2(rows: int) -> int:
 def blocks(
     rows: int, outputs: int, size: int, gated: bool, itemsize: int
 ) -> tuple[int, int, int, int, int]:
-    """(padded rows, weight rows per program, columns per step, warps, stages).
+    """(padded rows, rows of the weight in a tile, columns per step, warps, stages).
 
-    0 stages: no tensor cores. Chosen by measurements on an H200 (benchmarks/results/README.md).
+    0 stages: no tensor cores, and a program has so many rows. Chosen by measurements of chains and
+    whole steps on an H200 (benchmarks/results/README.md).
     """
     if rows > MAX_VECTOR_ROWS:
         padded = max(16, power_of_2(rows))
         # Few outputs: smaller blocks or longer steps, to use the whole memory bandwidth.
         few, short = outputs < 2048, gated or size <= 1024
         if padded == 16:
-            block, step, stages = (32, 512, 4) if few else (32, 256, 6)
+            block, step, stages = (16, 512, 4) if few else (32, 256, 6)
             if short:
-                block, step, stages = 32, 128, 5 if gated else 4
+                block, step, stages = 32, 128, 5
         elif padded == 32:
             block, step, stages = (16, 512, 4) if few else (32, 256, 5)
             if gated:
@@ -42,7 +45,7 @@ def blocks(
     if rows > 1:
         return padded, 2, 2048 if rows == 2 else 1024, 4, 0
     if gated:
-        return padded, 2, 1024, 4, 0
+        return (padded, 1, 2048, 4, 0) if size % 2048 == 0 else (padded, 2, 1024, 4, 0)
     if size <= 1024:
         return padded, 4, 1024, 4, 0
     if size <= 2048:  # few outputs: more programs
@@ -53,6 +56,17 @@ def blocks(
         return padded, 1, 2048, 4, 0
     # One step if little of it is padding: then the whole weight is read before the wait.
     return (padded, 2, 2048, 8, 0) if 3072 < size < 4096 else (padded, 2, 4096, 4, 0)
+
+
+def rows_each(outputs: int, block: int) -> int:
+    """The rows of the weight that each program of a gated product has, of a tile of `block`.
+
+    As few as still need no more programs on the fullest SM, so that all SMs have about as much:
+    3584 rows are 128 programs of 28 and not 112 of 32, 1 % of a step of 4 to 16 sequences. A
+    multiple of 4, for stores of 8 bytes. Other products gained nothing.
+    """
+    on_an_sm = -(-outputs // (block * MULTIPROCESSORS))
+    return min(block, -(-outputs // (on_an_sm * MULTIPROCESSORS * 4)) * 4)
 
 
 def fitting(stages: int, stage_bytes: int, device: torch.device) -> int:

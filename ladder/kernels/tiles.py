@@ -39,9 +39,11 @@ def _tile(
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
     KIND: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """BN rows of the weight, in steps of BK columns; STAGES of them in shared memory."""
-    m, n = tl.arange(0, MP)[:, None], program * BN + tl.arange(0, BN)[None, :]
+    """ROWS rows of the weight, of up to BN, in steps of BK columns; STAGES in shared memory."""
+    m, n = tl.arange(0, MP)[:, None], program * ROWS + tl.arange(0, BN)[None, :]
+    end = tl.minimum(N, (program + 1) * ROWS)
     columns = tl.arange(0, BK)
     rows = tl.trans(n).to(tl.int64) * K  # [BN, 1]
     total = tl.zeros([MP, BN], tl.float32)
@@ -54,16 +56,20 @@ def _tile(
             scale_u = _block_scales(up_scales, n, 0, N, blocks)
     if PDL:
         if EARLY > 0:
-            own = tl.minimum(tl.trans(n), N - 1).to(tl.int64) * K
+            own = tl.minimum(tl.trans(n), end - 1).to(tl.int64) * K
             _bring(weight, own, K, EARLY * BK)
             if GATED:
                 _bring(up, own, K, EARLY * BK)
         gdc_wait()
+    if NORM:  # read here, so that nothing waits for it at the end
+        chunks: tl.constexpr = (K + CHUNK - 1) // CHUNK
+        c = tl.arange(0, CP)[None, :]
+        parts = tl.load(squares + m * chunks + c, mask=(m < M) & (c < chunks), other=0)
     for k in tl.range(0, K, BK, num_stages=STAGES):
         at = k + columns[None, :]
         fits = (at < K) | (K % BK == 0)
         a = tl.load(x + m * K + at, mask=fits & ((m < M) | (M == MP)), other=0).to(KIND)
-        w = tl.load(weight + rows + at, mask=fits & (tl.trans(n) < N), other=0.0)
+        w = tl.load(weight + rows + at, mask=fits & (tl.trans(n) < end), other=0.0)
         w = widened(w, KIND)
         if BLOCK == 0:
             total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
@@ -72,7 +78,7 @@ def _tile(
             total += part * scale_w
             scale_w = _block_scales(scales, n, k // BLOCK + 1, N, blocks)
         if GATED:
-            u = tl.load(up + rows + at, mask=fits & (tl.trans(n) < N), other=0.0)
+            u = tl.load(up + rows + at, mask=fits & (tl.trans(n) < end), other=0.0)
             u = widened(u, KIND)
             if BLOCK == 0:
                 total_up = tl.dot(a, tl.trans(u), total_up, input_precision="ieee")
@@ -82,17 +88,14 @@ def _tile(
                 scale_u = _block_scales(up_scales, n, k // BLOCK + 1, N, blocks)
     y = total
     if (scales is not None) & (BLOCK == 0):
-        y = y * tl.load(scales + n, mask=n < N, other=0)
+        y = y * tl.load(scales + n, mask=n < end, other=0)
     if (up_scales is not None) & (BLOCK == 0):
-        total_up = total_up * tl.load(up_scales + n, mask=n < N, other=0)
+        total_up = total_up * tl.load(up_scales + n, mask=n < end, other=0)
     if NORM:
-        chunks: tl.constexpr = (K + CHUNK - 1) // CHUNK
-        c = tl.arange(0, CP)[None, :]
-        parts = tl.load(squares + m * chunks + c, mask=(m < M) & (c < chunks), other=0)
         scale = tl.rsqrt(tl.sum(parts, 1, keep_dims=True) / K + eps)
         y = y * scale
         total_up = total_up * scale
     if GATED:
         y = y / (1 + tl.exp(-y)) * total_up
-    _finish(y, m, n, (m < M) & (n < N), out, add, factor, buffers, start, N, M,
+    _finish(y, m, n, (m < M) & (n < end), out, add, factor, buffers, start, N, M,
             x.dtype.element_ty, ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY)  # fmt: skip
