@@ -183,10 +183,9 @@ def find(kind: str, name: str) -> Path:
     if path.is_file():
         return path
     what = f"{kind.removesuffix('s')} config"
-    if name and path.is_dir():
-        raise UserError(
-            f"{what} {name!r} is a folder; give a YAML file, or one of {', '.join(known)}"
-        )
+    if (name and path.is_dir()) or "/" in name:
+        state = "is a folder" if path.is_dir() else "does not exist"
+        raise UserError(f"{what} {name!r} {state}; give a YAML file, or one of {', '.join(known)}")
     raise unknown(what, name, known)
 
 

@@ -193,6 +193,7 @@ def test_resume_through_the_command_line(trained: Path, start: Start) -> None:
         (["plans", "ladder@40-50"], ["outside the model's layers 0-31; name some"]),
         (["plans", "x.yaml"], ["cannot read x.yaml"]),
         (["plans", "--model", "llama-9"], ["unknown model config 'llama-9'", "llama-3-8b"]),
+        (["predict", "runs/no"], ["model config 'runs/no' does not exist; give a YAML file, or"]),
         (["generate", "/nowhere", "--prompt", "a"], ["/nowhere does not exist"]),
         (["generate", "{}/data", "--prompt", "a"], ["neither a model folder", "; give"]),
         (["generate", "{}/run", "--prompt", "a b " * 2000], ["max_seq_len=512"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import logging
 import os
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 
 from ladder.config import FILES, build, configs_folder, find, load_yaml
-from ladder.models.errors import UserError
+from ladder.models.errors import UserError, nearest
 
 TASKS = Path(__file__).parent / "tasks"
 OWN = "local_"  # the prefix of our own tasks
@@ -112,14 +111,12 @@ def load(
         manager = index(defaults=True)  # some ten thousand files
     for entry in chosen:
         if entry.task not in manager.all_tasks:
-            near = difflib.get_close_matches(entry.task, manager.all_tasks, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
             where = "" if include is None else f" or of --include-path={include}"
             suites = sorted(path.stem for path in (configs_folder() / "eval").glob("*.yaml"))
+            hint = nearest(entry.task, [*suites, *manager.all_tasks])
             raise UserError(
-                f"--tasks: {entry.task!r} is no task of lm-evaluation-harness{where}{hint} and no "
-                f"suite; "
-                f"suites: {', '.join(suites)}; `lm_eval ls tasks` lists the tasks"
+                f"--tasks: {entry.task!r} is no task of lm-evaluation-harness{where} and no suite"
+                f"{hint}; suites: {', '.join(suites)}; `lm_eval ls tasks` lists the tasks"
             )
     loaded: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}, "group_map": {}}
     for entry in chosen:

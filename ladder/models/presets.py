@@ -94,12 +94,13 @@ def _refuse_other_scales(plan: Plan, tp_degree: int | None) -> None:
 
 
 def _from_mapping(spec: Mapping[str, Any], num_layers: int, tp_degree: int | None) -> Plan:
-    check_keys("a plan", spec, ("name", "layers", "sublayers"))
+    name = str(spec.get("name", "custom"))
+    where = f"plan {name!r}"
+    check_keys(where, spec, ("name", "layers", "sublayers"))
     lists = [spec[key] for key in ("layers", "sublayers") if key in spec]
     if len(lists) != 1:
-        raise UserError("a plan needs one of the keys layers and sublayers, and not both")
-    name = str(spec.get("name", "custom"))
-    return Plan(tuple(_from_list(lists[0], num_layers, tp_degree, f"plan {name!r}")), name)
+        raise UserError(f"{where} needs one of the keys layers and sublayers, and not both")
+    return Plan(tuple(_from_list(lists[0], num_layers, tp_degree, where)), name)
 
 
 def _from_string(spec: str, num_layers: int, tp_degree: int | None) -> list[SublayerRecord]:
@@ -121,9 +122,12 @@ def _from_list(
 ) -> list[SublayerRecord]:
     """plan: what errors call it."""
     if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
-        raise UserError(f"a plan's list of layers or sublayers is {entries!r}; it needs entries")
+        raise UserError(
+            f"{plan} has {entries!r} as its list of layers or sublayers; give entries, as "
+            f"{{layers: 0-{num_layers - 1}, preset: ladder}}"
+        )
     if not all(isinstance(entry, Mapping) for entry in entries):
-        raise UserError("each entry of a plan must be a mapping, as {kind: mlp, own_lag: 1}")
+        raise UserError(f"each entry of {plan} must be a mapping, as {{kind: mlp, own_lag: 1}}")
     if all("kind" in entry for entry in entries):
         return [
             SublayerRecord.from_dict(e, f"sublayer {n} of {plan}") for n, e in enumerate(entries)

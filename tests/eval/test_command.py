@@ -118,6 +118,8 @@ def test_a_task_of_the_hub_without_a_network(
     assert "'hub_tusk' is no task" in said
     assert "did you mean 'hub_task'?" in said
     assert "paper-adapt" in said
+    assert main([*command, "offlin"]) == 2
+    assert "no suite (did you mean 'offline'?)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
