@@ -10,7 +10,8 @@ weight. It can
   `ladder.kernels.landing`). This takes both off the critical path of a plan that lags; a plan that
   blocks pushes from the product itself and launches its landings separately.
 
-Weights are read before the previous kernel has ended (programmatic dependent launch).
+Weights are read before the previous kernel has ended (programmatic dependent launch), unless that
+may be what writes them (`fixed`).
 
 Source: fused computation-collective operations (GEMV + all-reduce), and T3, on NVLink.
 """
@@ -196,15 +197,19 @@ def _project_kernel(
     OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
     EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr,
     STAGES: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-    ROWS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK: the columns that share a scale; 0: a scale for each row, or none.
 
     EARLY: steps of `_tile` whose weights are brought into L2 before the wait; a power of two, or 0.
-    ROWS: the rows of the weight that a program of `_tile` has.
+    ROWS: the rows of the weight that a program of `_tile` has. FIXED: weights are read before the
+    wait.
     """
     if PDL:
         gdc_launch_dependents()
+        if not FIXED:
+            gdc_wait()
+    WAITS: tl.constexpr = PDL & FIXED
     program = tl.program_id(0)
     # A landing's programs come first in a product of few rows, which is short, and last in one of
     # tiles, whose long programs would otherwise start late.
@@ -214,10 +219,10 @@ def _project_kernel(
     if (RIDES == 0) | SENDS:
         _either(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
                 start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK,
-                BITS, EMPTY, STAGES, KIND, PDL, residual, rows, riders, SENDS, D,
+                BITS, EMPTY, STAGES, KIND, WAITS, residual, rows, riders, SENDS, D,
                 BLOCK, EARLY, ROWS)  # fmt: skip
     elif (program >= landing) & (program < landing + riders):
-        if PDL:
+        if WAITS:
             gdc_wait()
         if RIDES == 1:
             _land(program - landing, residual, landed, landed_squares, sum0, sum1, own0, own1,
@@ -229,7 +234,7 @@ def _project_kernel(
     else:
         _either(program - before, x, weight, up, scales, up_scales, out, squares, add, factor, eps,
                 buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK,
-                WORLD, CHUNK, BITS, EMPTY, STAGES, KIND, PDL, residual, rows, riders, False,
+                WORLD, CHUNK, BITS, EMPTY, STAGES, KIND, WAITS, residual, rows, riders, False,
                 D, BLOCK, EARLY, ROWS)  # fmt: skip
 
 
@@ -237,7 +242,7 @@ def project(
     x: Tensor, weight: Tensor, up: Tensor | None = None, *,
     squares: Tensor | None = None, eps: float = 0.0, add: Tensor | None = None, factor: float = 1.0,
     push: PushTarget | None = None, keep: bool = True, rider: LandingJob | SendJob | None = None,
-    scales: Scales | None = None,
+    scales: Scales | None = None, fixed: bool = True,
 ) -> Tensor | None:  # fmt: skip
     """x [M, K] times weight [N, K] transposed, for M from 1 to 64: [M, N].
 
@@ -249,7 +254,8 @@ def project(
     which the result is written. keep: also return the result, without `add`. rider: a landing or
     send in the same launch, which must not depend on this product. scales: the weights are stored
     in 8 bits (ladder.models.quantised); they are read so, converted in registers, and the sum of
-    a row, or of a block's columns, is multiplied by its scale.
+    a row, or of a block's columns, is multiplied by its scale. fixed: no kernel that may still run
+    when this is launched writes the weights, so they are read before the previous one has ended.
     """
     rows, size = x.shape
     outputs = weight.shape[0]
@@ -269,6 +275,7 @@ def project(
     assert add is None or add.shape == (rows, outputs), add.shape
     assert squares is None or squares.shape == (rows, -(-size // CHUNK)), squares.shape
     assert push is not None or keep
+    assert fixed or scales is None, "scales are read early"
     if rider is not None:
         assert not rider.launched
     if isinstance(rider, SendJob):
@@ -324,6 +331,7 @@ def project(
         RIDES=0 if rider is None else 1 if isinstance(rider, LandingJob) else 2, **constants,
         STAGES=stages, BLOCK=BLOCK if blocked else 0,
         EARLY=decode_shapes.EARLY if weight.itemsize == 2 else 0, ROWS=own,
+        FIXED=fixed or stages > 0,  # L2, into which these are brought early, is never stale
         # The interpreter has no bfloat16 product.
         KIND=tl.float32 if interpreted() else getattr(tl, str(x.dtype).removeprefix("torch.")),
         num_warps=warps, **({} if interpreted() else cap),

@@ -68,7 +68,7 @@ def pushing_linear_all_reduce(group: dist.ProcessGroup, x: Tensor, weight: Tenso
     space = workspace(group, "linear_all_reduce", x.device)
     collect = _sized(space, group, Collector, size, x.dtype)
     if weight.is_contiguous():
-        project(rows, weight, push=collect.target, keep=False)
+        project(rows, weight, push=collect.target, keep=False, fixed=False)
     else:
         send(SendJob(product(rows, weight.t(), None), collect.target))
     total: Tensor = collect(len(rows), len(weight))
@@ -96,7 +96,10 @@ def _sum(
     push = _kernel(workspace(group, op, x.device), group, padded * x.element_size(), x.dtype, shots)
     # To lay a weight out anew takes longer than a product that reads it as it lies.
     few = len(rows) <= MAX_ROWS and weight.is_contiguous() and addend is None
-    partial = project(rows.contiguous(), weight) if few else product(rows, weight.t(), addend)
+    if few:
+        partial = project(rows.contiguous(), weight, fixed=False)
+    else:
+        partial = product(rows, weight.t(), addend)
     assert partial is not None
     flat = partial.view(-1)
     if padded > count:  # else padding would copy

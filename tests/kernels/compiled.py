@@ -102,6 +102,8 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
             kernels.project(h, weight, push=target, keep=False, rider=landing)
             case += ", a send"
             kernels.project(h, weight, rider=kernels.SendJob(x, target))
+            case = f"{rows} rows, any weight"
+            kernels.project(h, weight, push=target, keep=False, fixed=False)
             for kind, dtype in QUANTISED.items():
                 case = f"{rows} rows, {kind}"
                 stored = weight.to(dtype)

@@ -42,6 +42,7 @@ PRIMITIVES = {
 }
 
 
+WAIT = "griddepcontrol.wait"
 SHARED = 227 * 1024  # bytes that a program may have
 
 
@@ -232,9 +233,22 @@ def test_rows_are_pushed_in_order_and_by_16_bytes(name: str, found: dict[str, An
 def test_first_weights_are_brought_before_the_wait(found: dict[str, Any]) -> None:
     """Of 16 bits, on tensor cores; and nothing after it, where they are read at once."""
     for case in ("8 rows", "8 rows, a send", "8 rows, fp8"):
-        *before, last = found["ptx"][f"_project_kernel: {case}"].split("griddepcontrol.wait")
+        *before, last = found["ptx"][f"_project_kernel: {case}"].split(WAIT)
         assert any("prefetch.global.L2" in each for each in before) == ("fp8" not in case)
         assert "prefetch.global.L2" not in last
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("rows", [1, 8])
+def test_weights_that_may_just_have_been_written_are_read_after_the_wait(
+    rows: int, found: dict[str, Any]
+) -> None:
+    """A kernel that starts before the previous one has ended would read what was there before."""
+    *before, last = found["ptx"][f"_project_kernel: {rows} rows, any weight"].split(WAIT)
+    reads = r"ld\.global|cp\.async\.c"
+    assert before
+    assert not any(re.search(reads, each) for each in before)
+    assert re.search(reads, last)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")

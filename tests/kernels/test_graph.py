@@ -18,6 +18,7 @@ from ladder.kernels import (
     new_landing,
     project,
     send,
+    swiglu,
 )
 from tests.samples import relative_error
 
@@ -185,6 +186,24 @@ def test_a_graph_of_dependent_launches_equals_eager_calls(
             assert relative_error(chain.step(torch.cuda.synchronize, False), wanted) < 5e-2
             chain.caches.copy_(after)
         before = after
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_a_weight_may_be_what_the_kernel_before_writes(rows: int) -> None:
+    """Which has its dependents start as soon as it runs: a weight that is read before the wait is
+    what its memory held, NaN."""
+    x = torch.randn(rows, 4096, device="cuda").bfloat16()
+    for _ in range(20):
+        packed = torch.randn(256, 2 * 4096, device="cuda").bfloat16()
+        held = torch.full((256, 4096), torch.nan, dtype=torch.bfloat16, device="cuda")
+        del held
+        torch.cuda._sleep(1_000_000)  # until both are enqueued
+        weight = swiglu(packed)
+        found = project(x, weight, fixed=False)
+        torch.cuda.synchronize()
+        assert found is not None
+        assert not found.isnan().any()
+        assert relative_error(found, x.double() @ weight.double().t()) < 1e-2
 
 
 def test_a_position_beyond_the_cache_stays_in_its_row() -> None:

@@ -85,6 +85,7 @@ def on_ranks(rank: int, world: int, folder: str, which: list[tuple[str, str]]) -
         mock.patch.object(workspace, "MIN_WORDS", 64),
         mock.patch.object(pushed, "LARGEST", 2**14),
         mock.patch.object(pushed, "SMALLEST", 2**10),
+        mock.patch.object(pushed, "project", wraps=pushed.project) as project,
         mock.patch.object(Collector, "PROGRAMS", 3),
         mock.patch.object(Collector, "BLOCK", 128),
         mock.patch.object(workspace, "_workspaces", {}),
@@ -120,6 +121,8 @@ def on_ranks(rank: int, world: int, folder: str, which: list[tuple[str, str]]) -
                     results.append((op, given, found))
         for op, given, found in results:
             check_same(op, f"{op} on rank {rank}", found, flat(STAGED[op](group, *given)))
+        # A call's weight may be what the kernel before it writes.
+        assert {each.kwargs.get("fixed", True) for each in project.call_args_list} == {False}
         turned(group)
     return ran
 
