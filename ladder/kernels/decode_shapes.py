@@ -31,9 +31,9 @@ def blocks(
         # Few outputs: smaller blocks or longer steps, to use the whole memory bandwidth.
         few, short = outputs < 2048, gated or size <= 1024
         if padded == 16:
-            block, step, stages = (16, 512, 4) if few else (32, 256, 6)
+            block, step, stages = (32, 512, 4) if few else (32, 256, 6)
             if short:
-                block, step, stages = 32, 128, 5
+                block, step, stages = 32, 128, 5 if gated else 4
         elif padded == 32:
             block, step, stages = (16, 512, 4) if few else (32, 256, 5)
             if gated:
@@ -45,7 +45,7 @@ def blocks(
     if rows > 1:
         return padded, 2, 2048 if rows == 2 else 1024, 4, 0
     if gated:
-        return (padded, 1, 2048, 4, 0) if size % 2048 == 0 else (padded, 2, 1024, 4, 0)
+        return (padded, 1, 2048, 4, 0) if size == 4096 else (padded, 2, 1024, 4, 0)
     if size <= 1024:
         return padded, 4, 1024, 4, 0
     if size <= 2048:  # few outputs: more programs
@@ -62,8 +62,8 @@ def rows_each(outputs: int, block: int) -> int:
     """The rows of the weight that each program of a gated product has, of a tile of `block`.
 
     As few as still need no more programs on the fullest SM, so that all SMs have about as much:
-    3584 rows are 128 programs of 28 and not 112 of 32, 1 % of a step of 4 to 16 sequences. A
-    multiple of 4, for stores of 8 bytes. Other products gained nothing.
+    3584 rows are 128 programs of 28 and not 112 of 32. A multiple of 4, for stores of 8 bytes.
+    Other products gained nothing.
     """
     on_an_sm = -(-outputs // (block * MULTIPROCESSORS))
     return min(block, -(-outputs // (on_an_sm * MULTIPROCESSORS * 4)) * 4)

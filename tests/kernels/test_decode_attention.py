@@ -60,19 +60,20 @@ def test_splits_are_combined_some_heads_at_a_time(device: str, heads: int, used:
 
 
 def test_splits_of_long_contexts() -> None:
-    """Few sequences: at most one program per SM beyond 32 splits, and two blocks to each."""
+    """One program per SM, two of few sequences; beyond 32 splits one again, with four blocks."""
     sizes = {1: 1024, 2: 2048, 8: 8192, 16: 16384, 32: 32768, 128: 131072}
     found = {
         pairs: [attention_shapes.splits(pairs, length // 64) for length in sizes.values()]
-        for pairs in (1, 2, 3, 8, 32, 64)
+        for pairs in (1, 2, 3, 8, 16, 32, 66)
     }
     assert found == {
-        1: [16, 32, 64, 128, 128, 128],
-        2: [16, 32, 64, 64, 64, 64],
+        1: [16, 32, 32, 64, 128, 128],
+        2: [16, 32, 32, 64, 64, 64],
         3: [16, 32, 32, 32, 32, 32],
         8: [16, 32, 32, 32, 32, 32],
-        32: [8] * 6,
-        64: [4] * 6,
+        16: [8] * 6,
+        32: [4] * 6,
+        66: [2] * 6,
     }
     for dims in (16, 64, 128, 256):
         for pairs in (1, 2, 32):
