@@ -42,8 +42,8 @@ ORDERLY = "left"  # with the rank in the name: the rank ended in an orderly way
 CLOSED = "closed"  # the reader of the output has left
 FAILURE = "failure"  # exit code and message of the first rank that failed
 PATIENCE = 3.0  # seconds from asking a rank to end to killing it
-GRACE = 1.0  # seconds in which a rank's death may be noticed after the errors that follow from it
-ERROR_KEY, CODE_KEY = "ladder/errors", "ladder/code"
+GRACE = 1.0  # seconds in which a rank's death, or the others' errors, may follow a first error
+ERROR_KEY, CODE_KEY, LEFT_KEY = "ladder/errors", "ladder/code", "ladder/left"
 PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent dies
 ENCODING: Any = {"encoding": "utf-8", "errors": "surrogatepass"}
 
@@ -301,6 +301,11 @@ def _fail(code: int, message: str) -> int:
             store.set(CODE_KEY, str(code))
         else:
             code = int(store.get(CODE_KEY))
+        left, end = store.add(LEFT_KEY, 1), time.monotonic() + GRACE
+        # Rank 0 may hold the store. It leaves last: torch logs pages where the store is gone.
+        while rank() == 0 and left < world_size() and time.monotonic() < end:
+            time.sleep(0.01)
+            left = store.add(LEFT_KEY, 0)
     except dist.DistError:
         pass  # the rank that held the store is gone: it failed first, and has printed why
     _leave(code)

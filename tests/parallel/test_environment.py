@@ -96,3 +96,17 @@ def test_ranks_that_leave_once_they_have_met_add_nothing(start: Start) -> None:
     jobs = [start(launch.run, mistaken, (), 8) for _ in range(5)]
     assert [job.wait() for job in jobs] == [2] * 5
     assert [job.err for job in jobs] == ["error: a mistake\n"] * 5
+
+
+def test_ranks_that_share_a_mistake_add_nothing_under_torchrun(start: Start) -> None:
+    """As from a script that sets torchrun's variables: rank 0 holds the store, by which the others
+    learn that the mistake is told. torch prints pages where it is gone."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {**TWO, "WORLD_SIZE": "4", "MASTER_PORT": str(port)}
+    for _ in range(3):
+        ranks = [start(launch._guarded, mistaken, (), environment={**world, "RANK": str(n)})
+                 for n in range(4)]  # fmt: skip
+        assert [rank.wait() for rank in ranks] == [2] * 4
+        assert "".join(rank.err for rank in ranks) == "error: a mistake\n"

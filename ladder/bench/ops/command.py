@@ -96,6 +96,7 @@ def main(options: Any) -> int:
 
     Returns the exit status: 1 if something was wrong and not timed.
     """
+    device = launch.join(options.device)  # ranks that have joined report an error once
     check(options)
     if options.records is not None:
         recorded = [record for file in options.records for record in read_results(file)]
@@ -103,7 +104,6 @@ def main(options: Any) -> int:
         return 0
     if max(options.nproc, launch.world_size()) < 2:
         raise UserError("--nproc=1: a rank alone has nothing to exchange; start 2 or more")
-    device = launch.join(options.device)
     launch.agree(vars(options))
     group = dist.group.WORLD
     assert group is not None

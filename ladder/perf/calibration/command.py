@@ -46,8 +46,8 @@ class Outcome:
 def main(options: Any) -> int:
     """Measure on this rank; rank 0 writes the file after each part, and prints it at the end."""
     deadline = time.monotonic() + 60 * options.budget
+    device = launch.join(options.device)  # ranks that have joined report an error once
     check(options)
-    device = launch.join(options.device)
     launch.agree(vars(options))
     world, head, out = launch.world_size(), launch.rank() == 0, Path(options.out)
     cuda = device.type == "cuda"
