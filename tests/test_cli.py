@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,21 @@ def test_generate_streams_batches_and_runs_on_ranks(
     more = ["--prompt", "print", "--temperature", "0.8", "--seed", "4"]
     assert main([*arguments, *more]) == 0
     assert capsys.readouterr().out.count("--- prompt") == 2
+
+
+def test_an_interrupted_text_ends_its_line(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, on_token: Callable[[int, int], None], **__: object) -> None:
+        on_token(0, 65)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ladder.infer.command.generate", interrupted)
+    assert main(["generate", str(trained / "run"), "--prompt", "a", "--device", "cpu"]) == 130
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 1
+    assert captured.out.endswith("\n")
+    assert captured.err == "interrupted\n"
 
 
 def test_resume_through_the_command_line(trained: Path, start: Start) -> None:

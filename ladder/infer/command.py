@@ -95,6 +95,10 @@ def generate_command(options: argparse.Namespace) -> int:
                 stop=stop,
                 on_token=None if printer is None else printer.add,
             )
+    except KeyboardInterrupt:
+        if printer is not None:
+            print()  # what is said of it begins a line
+        raise
     except NotFiniteError as error:
         raise UserError(
             f"{folder}: {error}; its weights hold NaN or infinities, or overflow: try --dtype "
