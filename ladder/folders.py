@@ -29,6 +29,11 @@ def newest(path: Path) -> Path:
         what = "is a file" if path.exists() else "does not exist"
         raise UserError(f"{path} {what}; give a model folder or a run's folder{hub_hint(path)}")
     found = checkpoints(path)
+    if not found and (path / "recipe.json").is_file():
+        raise UserError(
+            f"{path} is a run that has no checkpoint yet; train on with --resume, or give another "
+            "folder"
+        )
     if not found:
         raise UserError(
             f"{path} is neither a model folder (no config.json) nor a run with checkpoints; give a "

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ladder import checkpoint
-from ladder.checkpoint import load_model, read_stop_tokens, write_config
+from ladder.checkpoint import load_model, newest, read_stop_tokens, write_config
 from ladder.hf_config import config_from_huggingface, config_to_huggingface
 from ladder.infer.engine import generate
 from ladder.models import ModelConfig, UserError
@@ -335,3 +335,12 @@ def test_boxes_of_a_damaged_file(tmp_path: Path, start: Any) -> None:
     write_file(file, tensors, starts | {checkpoint.EMBEDDING: start})
     with pytest.raises(UserError, match="lacks valid metadata of its shards"):
         load_model(tmp_path)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint(tmp_path: Path) -> None:
+    """It is a run, of which `neither a model nor a run` says nothing."""
+    (tmp_path / "recipe.json").touch()
+    with pytest.raises(UserError, match=r"is a run that has no checkpoint yet; train on with --re"):
+        newest(tmp_path)
+    (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
+    assert newest(tmp_path).name == "step-000002"
