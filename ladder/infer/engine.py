@@ -26,7 +26,7 @@ from ladder.infer.load import load_for_inference, refuse_device
 from ladder.infer.sampling import Sampling, choose_greedily, choose_parallel, draws
 from ladder.kernels.carveout import DRIVERS, carveout, least
 from ladder.kernels.choice import GreedyChoice
-from ladder.models.errors import UserError
+from ladder.models.errors import UserError, kind_of
 from ladder.models.layers import vocabulary_start
 from ladder.models.transformer import Transformer
 from ladder.parallel.reducers import PushReducer
@@ -360,7 +360,12 @@ def generate(
     return Engine(model, cache=cache).generate(prompts, **options)
 
 
-def _check_prompt(i: int, prompt: Sequence[int], context: int, vocab_size: int) -> None:
+def _check_prompt(i: int, prompt: Sequence[int] | str | int, context: int, vocab_size: int) -> None:
+    if isinstance(prompt, str | int):
+        raise UserError(
+            f"prompt {i} is {kind_of(prompt)}, no list of token ids; encode text with the model's "
+            f"tokenizer, and put a prompt alone into a list"
+        )
     if not prompt:
         raise UserError(f"prompt {i} is empty; give at least one token")
     if len(prompt) >= context:

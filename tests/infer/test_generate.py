@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -125,10 +127,12 @@ def test_nan_never_becomes_a_token() -> None:
         ([], {}, "prompt 0 is empty"),
         ([1] * 40, {}, "max_seq_len=40; shorten it to 39"),
         ([67], {}, "outside vocab_size=67"),
+        ("text", {}, "prompt 0 is a str, no list of token ids; encode text"),
+        (5, {}, "prompt 0 is an int, no list of token ids"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens=0"),
     ],
 )
-def test_bad_prompts_are_refused(prompt: list[int], settings: dict, message: str) -> None:
+def test_bad_prompts_are_refused(prompt: Any, settings: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         generate(make("ladder", None), [prompt], **settings)
 
