@@ -81,7 +81,7 @@ def check_writable(path: Path, option: str = "--out") -> None:
 def check_new_folder(path: Path, option: str = "--out") -> None:
     """Raise UserError, before the work, unless `new_folder(path)` may write it."""
     beside(path)
-    if path.exists():
+    if os.path.lexists(path):  # a link that leads nowhere is in the way, too
         raise _exists(f"{option}={path}")
     check_writable(path, option)
 
@@ -162,7 +162,7 @@ def _new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
     try:
         if old.exists() and not path.exists():  # a process was killed between two renames
             old.rename(path)
-        if path.exists() and not overwrite:
+        if os.path.lexists(path) and not overwrite:
             raise _exists(path)
         for left in (temporary, old):
             shutil.rmtree(left, ignore_errors=True)

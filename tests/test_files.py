@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ladder.files import check_writable, new_folder
+from ladder.files import check_new_folder, check_writable, new_folder
 from ladder.models import UserError
 
 
@@ -62,6 +62,15 @@ def test_what_is_replaced_is_gone_when_the_new_folder_is_whole(tmp_path: Path) -
     assert {path.name for path in out.iterdir()} == {"old", "new"}
     fill(out, overwrite=True)
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "new"]
+
+
+def test_a_link_that_leads_nowhere_is_in_the_way(tmp_path: Path) -> None:
+    """The folder would be renamed to it at the end of the work, which fails."""
+    (tmp_path / "out").symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match=r"--out=.*out exists already"):
+        check_new_folder(tmp_path / "out")
+    with pytest.raises(UserError, match="out exists already"):
+        fill(tmp_path / "out")
 
 
 def test_a_reader_of_what_is_printed_that_has_left_is_no_fault_of_the_folder(
