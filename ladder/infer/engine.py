@@ -191,7 +191,11 @@ class Session:
 
     def capture(self) -> None:
         """Record `step` in a CUDA graph; `prefill` overwrites the state that warm-up changes."""
-        with carveout(least(len(self.tokens)) if self.fused else DRIVERS):
+        reducer = self.model.reducer
+        # Not measured with NCCL, whose kernels run beside a step's: an SM would have to be idle
+        # before it had the memory that they need.
+        one_stream = isinstance(reducer, PushReducer) or reducer.ranks.processes == 1
+        with carveout(least(len(self.tokens)) if self.fused and one_stream else DRIVERS):
             self.graph, _ = capture_graph(self._step)
         self.graph_logits = self.logits
 

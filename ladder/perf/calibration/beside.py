@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ladder.comm.two_shot import TwoShotAllReduce
-from ladder.kernels.carveout import carveout, least
+from ladder.kernels.carveout import DRIVERS, carveout
 from ladder.perf.calibration.collectives import to_next
 from ladder.perf.calibration.sizes import Part, Point, Sizes, pairs, random
 from ladder.perf.calibration.timing import turn_of
@@ -94,7 +94,7 @@ def _steps(
     for rows in sizes.together.steps:
         nbytes = rows * sizes.hidden * sizes.dtype.itemsize
         works = pairs(sizes, rows, sizes.together.outputs, device)
-        with carveout(least(rows)):
+        with carveout(DRIVERS):
             products = Turn(turn_of(works, max(sizes.together.calls, len(works)), device))
         reduces = _reduces(sizes, nbytes, group, device, sizes.together.calls)
         timed, other = (reduces, products) if turned else (products, reduces)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ladder.kernels.carveout import carveout, least
+from ladder.kernels.carveout import DRIVERS, carveout
 from ladder.perf.calibration.sizes import Part, Point, Sizes, pairs
 from ladder.perf.calibration.timing import Work, microseconds
 from ladder.perf.machine import AWAITED, HIDDEN
@@ -33,7 +33,7 @@ def _added(sizes: Sizes, late: int, group: dist.ProcessGroup, device: torch.devi
     for rows in sizes.together.steps:
         works = pairs(sizes, rows, sizes.together.hides, device)
         turn = list(islice(cycle(works), sizes.calls))
-        with carveout(least(rows)):
+        with carveout(DRIVERS):
             bare, reduced = (
                 microseconds([partial(_chain, turn, late, each)], 1, device) / len(turn)
                 for each in (None, group)
