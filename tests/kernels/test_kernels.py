@@ -192,17 +192,24 @@ def test_what_a_kernel_prefers_is_the_most_of_the_newest_capture(
 def test_a_gpu_takes_what_a_kernel_prefers(device: str) -> None:
     x, weight = torch.randn(4, 512, device=device), torch.randn(64, 512, device=device)
     compiled: list[Any] = []
+    needs: list[int] = []
     before = project(x, weight)
     assert before is not None
+    gpu = torch.device(device)
+
+    def keep(launched: Any, programs: int, _: torch.device) -> None:
+        compiled.append(launched)
+        needs.append(carveout.needed(launched.metadata.shared, programs, gpu))
+
     for at_least in (carveout.LEAST, carveout.DRIVERS):
-        with carveout.carveout(at_least), jit.watched(lambda *each: compiled.append(each[0])):
+        with carveout.carveout(at_least), jit.watched(keep):
             found = project(x, weight)
         assert found is not None
         assert torch.equal(found, before)
         value, handle = ctypes.c_int(), ctypes.c_void_p(compiled[-1].function)
         assert driver().cuFuncGetAttribute(ctypes.byref(value), carveout.ATTRIBUTE, handle) == 0
-        dependent = jit.has_dependent_launch(torch.device(device))
-        assert value.value == (at_least if dependent else carveout.DRIVERS)
+        asked = at_least != carveout.DRIVERS and jit.has_dependent_launch(gpu)
+        assert value.value == (max(at_least, needs[-1]) if asked else carveout.DRIVERS)
 
 
 @pytest.mark.parametrize("built", [False, True])
