@@ -94,7 +94,7 @@ def _steps(
     for rows in sizes.together.steps:
         nbytes = rows * sizes.hidden * sizes.dtype.itemsize
         works = pairs(sizes, rows, sizes.together.outputs, device)
-        with carveout(DRIVERS):
+        with carveout(DRIVERS):  # as in steps with NCCL
             products = Turn(turn_of(works, max(sizes.together.calls, len(works)), device))
         reduces = _reduces(sizes, nbytes, group, device, sizes.together.calls)
         timed, other = (reduces, products) if turned else (products, reduces)

@@ -33,7 +33,7 @@ def _added(sizes: Sizes, late: int, group: dist.ProcessGroup, device: torch.devi
     for rows in sizes.together.steps:
         works = pairs(sizes, rows, sizes.together.hides, device)
         turn = list(islice(cycle(works), sizes.calls))
-        with carveout(DRIVERS):
+        with carveout(DRIVERS):  # as in steps with NCCL
             bare, reduced = (
                 microseconds([partial(_chain, turn, late, each)], 1, device) / len(turn)
                 for each in (None, group)
