@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ladder.kernels import decode_shapes
-
-Blocks = tuple[int, int, int, int, int]
+from ladder.kernels.decode_shapes import Cut
 
 
 class Product(NamedTuple):
@@ -16,27 +15,30 @@ class Product(NamedTuple):
     inputs: int
     normed: bool
     gated: bool
+    weights: str = "bf16"
 
     @property
     def bytes(self) -> int:
-        return self.outputs * self.inputs * 2 * (1 + self.gated)
+        """Those of the weights, without scales."""
+        return self.outputs * self.inputs * (1 + self.gated) * (2 if self.weights == "bf16" else 1)
 
 
 class Way(NamedTuple):
     name: str
-    blocks: Callable[[int, Product], Blocks | None]  # None: not for so few rows
+    blocks: Callable[[int, Product], Cut | None]  # None: not for so few rows
     early: int = decode_shapes.EARLY
 
 
-def today(rows: int, product: Product) -> Blocks:
-    return decode_shapes.blocks(rows, product.outputs, product.inputs, product.gated, 2)
+def today(rows: int, product: Product) -> Cut:
+    eight_bits = product.weights != "bf16"
+    return decode_shapes.blocks(rows, product.outputs, product.inputs, product.gated, 2, eight_bits)
 
 
-def tiles(rows: int, product: Product) -> Blocks | None:
+def tiles(rows: int, product: Product) -> Cut | None:
     return None if rows <= decode_shapes.MAX_VECTOR_ROWS else today(rows, product)
 
 
-def lean(rows: int, product: Product) -> Blocks | None:
+def lean(rows: int, product: Product) -> Cut | None:
     """At most 100 KiB: a step of x and of the weight in each of the stages but one."""
     if rows <= decode_shapes.MAX_VECTOR_ROWS:
         return None
@@ -46,7 +48,7 @@ def lean(rows: int, product: Product) -> Blocks | None:
     if padded == 64:
         step = 64
     stage = (padded + block * (1 + product.gated)) * step * 2
-    return padded, block, step, 4, min(8, 100 * 1024 // stage + 1)
+    return Cut(padded, block, step, 4, min(8, 100 * 1024 // stage + 1))
 
 
 WAYS = [

@@ -1,7 +1,7 @@
 """Times of other ways to multiply by a decode step's weights, beside the chosen ones, on one GPU.
 
-    python benchmarks/products.py [--shapes 8B/TP4 ...] [--rows 16 64 4 1] [--ways today late]
-        [--riders] [--carveouts] [--out FILE] [--budget SECONDS]
+    python benchmarks/products.py [--shapes 8B/TP4 ...] [--rows 16 64 4 1] [--weights fp8]
+        [--ways today late] [--riders] [--carveouts] [--out FILE] [--budget SECONDS]
 
 For each shape and number of rows: the four products of a layer, each alone and all in a chain, in
 CUDA graphs with dependent launch, over weights that no cache holds. All ways take turns, in another
@@ -47,6 +47,8 @@ from ladder.bench.inference.command import machine
 from ladder.kernels import decode, decode_shapes
 from ladder.kernels.carveout import DRIVERS, carveout, least
 from ladder.kernels.decode import MAX_ROWS
+from ladder.models.quantised import quantise
+from ladder.models.storage import QUANTISED, dequantise
 from ladder.parser import Parser, parse_words
 
 ROUNDS, WARM = 20, 3
@@ -57,6 +59,22 @@ Rider = kernels.LandingJob | kernels.SendJob
 class Input(NamedTuple):
     x: Tensor
     norm: dict[str, Any]  # of a residual before its norm, as a landing leaves it
+
+
+class Matrix(NamedTuple):
+    stored: Tensor
+    scales: Tensor | None  # of weights in 8 bits
+
+    def halves(self) -> tuple[Matrix, Matrix]:
+        """Those of gate and up, which follow one another."""
+        scales = (None, None) if self.scales is None else self.scales.chunk(2)
+        first, second = map(Matrix, self.stored.chunk(2), scales)
+        return first, second
+
+    def exact(self) -> Tensor:
+        if self.scales is None:
+            return self.stored.double()
+        return dequantise(self.stored, self.scales, torch.float32).double()
 
 
 class Mail(NamedTuple):
@@ -74,11 +92,12 @@ def chosen(way: Way, rows: int, product: Product) -> Iterator[None]:
 
 
 def multiply(
-    way: Way, product: Product, read: Input, weight: Tensor, rider: Rider | None = None
+    way: Way, product: Product, read: Input, weight: Matrix, rider: Rider | None = None
 ) -> Tensor:
-    gate, up = weight.chunk(2) if product.gated else (weight, None)
+    gate, up = weight.halves() if product.gated else (weight, Matrix(None, None))
+    scales = None if gate.scales is None else (gate.scales, up.scales)
     with chosen(way, len(read.x), product):
-        y = kernels.project(read.x, gate, up, rider=rider, **read.norm)
+        y = kernels.project(read.x, gate.stored, up.stored, rider=rider, scales=scales, **read.norm)
     assert y is not None
     return y
 
@@ -100,7 +119,7 @@ def new_rider(product: Product, mail: Mail) -> Rider:
 
 def wrong_riders(
     way: Way, products: Sequence[Product], inputs: dict[str, Input],
-    weights: dict[str, list[Tensor]], mail: Mail,
+    weights: dict[str, list[Matrix]], mail: Mail,
 ) -> str | None:  # fmt: skip
     for each in products:
         rider = new_rider(each, mail)
@@ -121,13 +140,13 @@ def new_input(rows: int, product: Product) -> Input:
     return Input(x, {"squares": landed(x).squares, "eps": EPS} if product.normed else {})
 
 
-def wrong(way: Way, product: Product, read: Input, weight: Tensor) -> str | None:
+def wrong(way: Way, product: Product, read: Input, weight: Matrix) -> str | None:
     """What is wrong: each element against float64, and a second call's against the first's."""
     found, again = (multiply(way, product, read, weight) for _ in range(2))
     x = read.x.double()
     if product.normed:
         x = F.rms_norm(x, (product.inputs,), None, EPS)
-    y = F.linear(x, weight.double())
+    y = F.linear(x, weight.exact())
     if product.gated:
         y = F.silu(y[:, : product.outputs]) * y[:, product.outputs :]
     error = (found.double() - y).abs()
@@ -144,7 +163,7 @@ def compile_one(job: tuple[str, int, Product, int]) -> str | None:
     way = next(each for each in WAYS if each.name == name)
     try:
         read = new_input(rows, product)
-        weight = read.x.new_ones(product.outputs * (1 + product.gated), product.inputs)
+        weight = matrix(product)
         multiply(way, product, read, weight)
         if size:
             mail = new_mail(rows, size)
@@ -185,7 +204,7 @@ def measured(graphs: dict[tuple[str, str], tuple[torch.cuda.CUDAGraph, int]]) ->
 
 
 def measure(
-    rows: int, products: Sequence[Product], ways: Sequence[Way], weights: dict[str, list[Tensor]],
+    rows: int, products: Sequence[Product], ways: Sequence[Way], weights: dict[str, list[Matrix]],
     riders: bool, carveouts: bool,
 ) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
     """Microseconds {way: {product, "chain", "riders" or these with ", driver's": time}}, the best
@@ -206,7 +225,7 @@ def measure(
         right += [way] * (not found)
     layers = min(len(each) for each in weights.values())
 
-    def call(way: Way, product: Product, weight: Tensor, rides: bool) -> Tensor:
+    def call(way: Way, product: Product, weight: Matrix, rides: bool) -> Tensor:
         rider = new_rider(product, mail) if rides else None
         return multiply(way, product, inputs[product.name], weight, rider)
 
@@ -289,6 +308,7 @@ def main() -> None:
     parser.add_argument(
         "--rows", nargs="+", type=int, default=[16, 64, 4, 1], help=f"batch, 1 to {MAX_ROWS}"
     )
+    parser.add_argument("--weights", choices=["bf16", *QUANTISED], default="bf16")
     parser.add_argument("--ways", nargs="+", choices=names, default=names)
     parser.add_argument("--riders", action="store_true", help="also chains with sends and landings")
     parser.add_argument("--carveouts", action="store_true", help="also the driver's carve-outs")
@@ -299,7 +319,7 @@ def main() -> None:
         parser.error("no CUDA device: there is nothing to measure")
     points = []
     for shape, rows in itertools.product(args.shapes, args.rows):
-        products = [Product(*each) for each in layer(SHAPES[shape])]
+        products = [Product(*each, args.weights) for each in layer(SHAPES[shape])]
         ways = [way for way in WAYS if way.name in args.ways and usable(way, rows, products)]
         points.append((shape, rows, products, ways))
     jobs = [
@@ -319,7 +339,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}: copy {rate / 1e12:.2f} TB/s")
     for error in failed:
         print("FAILED", error)
-    held: tuple[str, dict[str, list[Tensor]]] = ("", {})
+    held: tuple[str, dict[str, list[Matrix]]] = ("", {})
     bad = list(failed)
     for shape, rows, products, ways in points:
         if args.budget and time.monotonic() - begun > args.budget:
@@ -339,7 +359,8 @@ def main() -> None:
         bad += errors
         show(f"{shape}, {rows} rows", products, found, rate)
         if args.out:
-            record = about | {"shape": shape, "rows": rows, "wrong": errors} | found
+            record = about | {"shape": shape, "rows": rows, "weights": args.weights}
+            record |= {"wrong": errors} | found
             with args.out.open("a") as file:
                 file.write(json.dumps(record) + "\n")
     print(f"{time.monotonic() - begun:.0f} s")
@@ -347,13 +368,16 @@ def main() -> None:
         raise SystemExit(1)
 
 
-def matrices(product: Product) -> list[Tensor]:
-    rows = product.outputs * (1 + product.gated)
-    return [
-        torch.randn(rows, product.inputs, device="cuda", dtype=torch.bfloat16)
-        * product.inputs**-0.5
-        for _ in copies(product.bytes)
-    ]
+def matrix(product: Product) -> Matrix:
+    shape = product.outputs * (1 + product.gated), product.inputs
+    weight = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * product.inputs**-0.5
+    if product.weights == "bf16":
+        return Matrix(weight, None)
+    return Matrix(*quantise(weight, product.weights, product.name))
+
+
+def matrices(product: Product) -> list[Matrix]:
+    return [matrix(product) for _ in copies(product.bytes)]
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from ladder.jit import triton
 FULL = 96  # programs that fill the GPU without a split
 FEW = 8  # sequences times KV heads
 MAX_SPLITS = 128
+LONG, LONGEST, LONG_OF_FEW = 128, 2048, 512  # blocks: of 64 keys, 8k, 128k and 32k tokens
 CHEAP_SPLITS = 32  # up to here the combination is not weighed against the reading
 COMBINED = 128 * 128  # numbers combined at once: 128 registers of each thread of 4 warps
 
@@ -39,12 +40,18 @@ def splits(sequences_and_heads: int, blocks: int) -> int:
     heads of 128, those of 128 splits are 512 KiB, at least 5 us; the keys and values of 8192 tokens
     on 2 KV heads are 8 MiB, 2 us at 4.2 TB/s. So beyond CHEAP_SPLITS there is one program for each
     SM, and a split has at least four blocks: a sequence of 8192 tokens took 1 to 5 % less of a
-    step with 32 splits than with 64.
+    step with 32 splits than with 64. From LONG blocks on reading takes longest, and more programs
+    on each SM have more loads in flight (benchmarks/results/README.md).
     """
     one_each = -(-MULTIPROCESSORS // sequences_and_heads)
-    wanted = one_each * 2 if sequences_and_heads <= FEW else one_each
-    if wanted > CHEAP_SPLITS:
-        wanted = max(CHEAP_SPLITS, min(one_each, blocks // 4, MAX_SPLITS))
+    few = sequences_and_heads <= FEW
+    wanted = one_each * 2 if few else one_each
+    if few and wanted > CHEAP_SPLITS:
+        most = wanted if blocks >= LONG_OF_FEW else one_each
+        wanted = max(CHEAP_SPLITS, min(most, blocks // 4, MAX_SPLITS))
+    elif blocks >= LONG:
+        on_an_sm = 8 if blocks < LONGEST else 16
+        wanted = min(one_each * on_an_sm, blocks // 4, 2 * CHEAP_SPLITS)
     return min(1 << (wanted.bit_length() - 1), triton.next_power_of_2(blocks))
 
 

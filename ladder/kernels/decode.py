@@ -103,10 +103,10 @@ def _product(
     if BLOCK > 0:
         blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
         eights = 8 * tl.arange(0, BK // 8)[None, None, :]  # columns
-        scale_w = _block_scales(scales, n, eights // BLOCK, N, blocks)
+        scale_w = _block_scales(scales, n * blocks, eights // BLOCK, n < N, blocks)
         scale_u = scale_w
         if GATED:
-            scale_u = _block_scales(up_scales, n, eights // BLOCK, N, blocks)
+            scale_u = _block_scales(up_scales, n * blocks, eights // BLOCK, n < N, blocks)
     if PDL:
         gdc_wait()
     # The send has no programs of its own: with a branch for them, the compiler keeps fewer loads of
@@ -125,9 +125,10 @@ def _product(
             if GATED:
                 u = tl.load(up + row + at, mask=fits & (n < N), other=0.0)
             if BLOCK > 0:
-                scale_w = _block_scales(scales, n, (k + eights) // BLOCK, N, blocks)
+                block = (k + eights) // BLOCK
+                scale_w = _block_scales(scales, n * blocks, block, n < N, blocks)
                 if GATED:
-                    scale_u = _block_scales(up_scales, n, (k + eights) // BLOCK, N, blocks)
+                    scale_u = _block_scales(up_scales, n * blocks, block, n < N, blocks)
         a = tl.load(x + m * K + at, mask=fits & ((m < M) | (M == MP)), other=0).to(tl.float32)
         part = tl.sum(tl.reshape(a * w.to(tl.float32), [MP, BN, BK // 8, 8]), 3)
         if BLOCK > 0:
@@ -172,6 +173,7 @@ def _either(
     CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
     KIND: tl.constexpr, PDL: tl.constexpr, partial, rows, riders, SENDS: tl.constexpr,
     D: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     if STAGES == 0:
         _product(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
@@ -180,7 +182,7 @@ def _either(
     else:
         _tile(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
               start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK,
-              BITS, EMPTY, STAGES, KIND, PDL, BLOCK, EARLY, ROWS)  # fmt: skip
+              BITS, EMPTY, STAGES, KIND, PDL, BLOCK, EARLY, ROWS, PARTS, ALIGN)  # fmt: skip
 
 
 @kernel("both")
@@ -196,13 +198,14 @@ def _project_kernel(
     OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
     EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr,
     STAGES: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-    ROWS: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, ALIGN: tl.constexpr, FIXED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK: the columns that share a scale; 0: a scale for each row, or none.
 
     EARLY: steps of `_tile` whose weights are brought into L2 before the wait; a power of two, or 0.
-    ROWS: the rows of the weight that a program of `_tile` has. FIXED: weights are read before the
-    wait.
+    ROWS, PARTS: see `_tile`. ALIGN: rows of the weight, and `up` from `weight` on, begin at
+    multiples of so many elements. FIXED: weights are read before the wait.
     """
     if PDL:
         gdc_launch_dependents()
@@ -219,7 +222,7 @@ def _project_kernel(
         _either(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
                 start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK,
                 BITS, EMPTY, STAGES, KIND, WAITS, residual, rows, riders, SENDS, D,
-                BLOCK, EARLY, ROWS)  # fmt: skip
+                BLOCK, EARLY, ROWS, PARTS, ALIGN)  # fmt: skip
     elif (program >= landing) & (program < landing + riders):
         if WAITS:
             gdc_wait()
@@ -234,7 +237,7 @@ def _project_kernel(
         _either(program - before, x, weight, up, scales, up_scales, out, squares, add, factor, eps,
                 buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK,
                 WORLD, CHUNK, BITS, EMPTY, STAGES, KIND, WAITS, residual, rows, riders, False,
-                D, BLOCK, EARLY, ROWS)  # fmt: skip
+                D, BLOCK, EARLY, ROWS, PARTS, ALIGN)  # fmt: skip
 
 
 def project(
@@ -287,17 +290,22 @@ def project(
         plain = {} if add is None else {"add": add, "factor": factor}
         y = project_reference(x, weight, up, squares=squares, eps=eps, scales=scales, **plain)
         return y.to(x.dtype)
-    padded, block, step, warps, stages = decode_shapes.blocks(
-        rows, outputs, size, up is not None, x.itemsize
+    padded, block, step, warps, stages, parts = decode_shapes.blocks(
+        rows, outputs, size, up is not None, x.itemsize, scales is not None
     )
     blocked = scales is not None and scales[0].dim() == 2
-    if stages and blocked:  # the same bytes in flight
-        step, stages = BLOCK, stages * step // BLOCK
+    if stages and blocked:  # a part is a block; about the same bytes in flight
+        if padded > 32 or x.itemsize == 4:  # steps of several blocks do not fit
+            parts = 1
+        step, stages = BLOCK * parts, max(2, stages * step // (BLOCK * parts))
     if stages and x.device.type != "cpu":
         stage_bytes = padded * x.itemsize + block * (1 if up is None else 2) * weight.itemsize
         stages = decode_shapes.fitting(stages, stage_bytes * step, x.device)
     own = decode_shapes.rows_each(outputs, block) if stages and up is not None else block
     products = triton.cdiv(outputs, own)
+    align = 16 // weight.itemsize
+    if size % align or (up is not None and (up.data_ptr() - weight.data_ptr()) % 16):
+        align = 1
     riders = programs_of(rider)
     # A send in the product's own programs.
     sends = isinstance(rider, SendJob) and stages == 0
@@ -329,7 +337,7 @@ def project(
         RANK=0 if to is None else to.rank,
         RIDES=0 if rider is None else 1 if isinstance(rider, LandingJob) else 2, **constants,
         STAGES=stages, BLOCK=BLOCK if blocked else 0,
-        EARLY=decode_shapes.EARLY if weight.itemsize == 2 else 0, ROWS=own,
+        EARLY=decode_shapes.EARLY, ROWS=own, PARTS=parts, ALIGN=align,
         FIXED=fixed or stages > 0,  # L2, into which these are brought early, is never stale
         # The interpreter has no bfloat16 product.
         KIND=tl.float32 if interpreted() else getattr(tl, str(x.dtype).removeprefix("torch.")),

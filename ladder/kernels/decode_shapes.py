@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ladder.costs import MULTIPROCESSORS
 
 MAX_VECTOR_ROWS = 2  # more rows are multiplied on tensor cores
-# Steps of a product on tensor cores whose weights, of 16 bits, are brought into L2 before its wait:
-# 1 to 4 % of a layer at 4, 16 and 64 rows (benchmarks/results/README.md). 8 bits were not measured.
+# Steps of a product on tensor cores whose weights are brought into L2 before its wait: 1 to 4 % of
+# a layer at 4, 16 and 64 rows (benchmarks/results/README.md).
 EARLY = 2
 SYSTEM_SHARED = 1024  # bytes of shared memory that the system takes for each program
+
+
+class Cut(NamedTuple):
+    """How a product is cut."""
+
+    padded: int  # rows of x
+    block: int  # rows of the weight in a tile
+    step: int  # columns
+    warps: int
+    stages: int  # 0: no tensor cores, and a program has `block` rows
+    parts: int = 1  # of a step: see `ladder.kernels.tiles`
 
 
 def power_of_2(rows: int) -> int:
@@ -19,43 +32,69 @@ def power_of_2(rows: int) -> int:
 
 
 def blocks(
-    rows: int, outputs: int, size: int, gated: bool, itemsize: int
-) -> tuple[int, int, int, int, int]:
-    """(padded rows, rows of the weight in a tile, columns per step, warps, stages).
+    rows: int, outputs: int, size: int, gated: bool, itemsize: int, eight_bits: bool = False
+) -> Cut:
+    """itemsize: bytes of an element of x. eight_bits: the weight is stored in so many.
 
-    0 stages: no tensor cores, and a program has so many rows. Chosen by measurements of chains and
-    whole steps on an H200 (benchmarks/results/README.md).
+    Chosen by measurements of chains and whole steps on an H200 (benchmarks/results/README.md).
     """
-    if rows > MAX_VECTOR_ROWS:
-        padded = max(16, power_of_2(rows))
-        # Few outputs: smaller blocks or longer steps, to use the whole memory bandwidth.
-        few, short = outputs < 2048, gated or size <= 1024
-        if padded == 16:
-            block, step, stages = (32, 512, 4) if few else (32, 256, 6)
-            if short:
-                block, step, stages = 32, 128, 5 if gated else 4
-        elif padded == 32:
-            block, step, stages = (16, 512, 4) if few else (32, 256, 5)
-            if gated:
-                block, step, stages = 32, 128, 6
-        else:
-            block, step, stages = 16 if few and not short else 32, 128, 5 if short else 6
-        return padded, block, step * 2 // itemsize, 4, stages
+    if rows <= MAX_VECTOR_ROWS:
+        return _vectors(rows, outputs, size, gated, eight_bits)
+    padded = max(16, power_of_2(rows))
+    # Few outputs: smaller blocks or longer steps, to use the whole memory bandwidth.
+    few, short = outputs < 2048, gated or size <= 1024
+    if eight_bits:
+        found = _tiles_of_8_bits(padded, few, gated, size <= 1024)
+    elif padded == 16:
+        # Up to 8 rows attention begins on the SMs that few programs leave free.
+        small = Cut(padded, 16, 256, 4, 7, 4) if rows > 8 else Cut(padded, 32, 512, 4, 4)
+        found = small if few else Cut(padded, 32, 256, 4, 6)
+        if short:
+            found = Cut(padded, 32, 128, 4, 5 if gated else 4)
+    elif padded == 32:
+        found = Cut(padded, 16, 512, 4, 4) if few else Cut(padded, 32, 256, 4, 5)
+        if gated:
+            found = Cut(padded, 32, 128, 4, 6)
+    else:
+        found = Cut(padded, 16 if few and not short else 32, 128, 4, 5 if short else 6)
+    return found._replace(step=found.step * 2 // itemsize)
+
+
+def _tiles_of_8_bits(padded: int, few: bool, gated: bool, short: bool) -> Cut:
+    """They wait for instructions, and not for bytes; in parts, a warp has fewer."""
+    if padded == 16:
+        if gated or short:
+            return Cut(padded, 32, 256, 4, 5, 4 if gated else 1)
+        return Cut(padded, 16 if few else 32, 512, 4, 4, 4)
+    if gated:
+        return Cut(padded, 32, 128, 4, 6 if padded == 32 else 5)
+    if few:
+        return Cut(padded, 16, 256, 4, 3, 4)
+    return Cut(padded, 32, 256, 4, 5 if padded == 32 else 3)
+
+
+def _vectors(rows: int, outputs: int, size: int, gated: bool, eight_bits: bool) -> Cut:
     padded = power_of_2(rows)
     if rows > 1:
-        return padded, 2, 2048 if rows == 2 else 1024, 4, 0
+        return Cut(padded, 2, 2048 if rows == 2 else 1024, 4, 0)
+    if eight_bits:
+        if gated:
+            return Cut(padded, 4, 1024, 2, 0)
+        if size <= 1024:
+            return Cut(padded, 4, 512, 2, 0)
+        return Cut(padded, 2, 1024, 4, 0) if outputs < 2048 else Cut(padded, 4, 2048, 2, 0)
     if gated:
-        return (padded, 1, 2048, 4, 0) if size == 4096 else (padded, 2, 1024, 4, 0)
+        return Cut(padded, 1, 2048, 4, 0) if size == 4096 else Cut(padded, 2, 1024, 4, 0)
     if size <= 1024:
-        return padded, 4, 1024, 4, 0
+        return Cut(padded, 4, 1024, 4, 0)
     if size <= 2048:  # few outputs: more programs
-        return padded, 2 if outputs < 4096 else 4, 1024, 4, 0
+        return Cut(padded, 2 if outputs < 4096 else 4, 1024, 4, 0)
     if size > 4096:
-        return padded, 2, 4096, 8, 0
+        return Cut(padded, 2, 4096, 8, 0)
     if outputs < 1024:
-        return padded, 1, 2048, 4, 0
+        return Cut(padded, 1, 2048, 4, 0)
     # One step if little of it is padding: then the whole weight is read before the wait.
-    return (padded, 2, 2048, 8, 0) if 3072 < size < 4096 else (padded, 2, 4096, 4, 0)
+    return Cut(padded, 2, 2048, 8, 0) if 3072 < size < 4096 else Cut(padded, 2, 4096, 4, 0)
 
 
 def rows_each(outputs: int, block: int) -> int:

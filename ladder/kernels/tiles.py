@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import no_type_check
 
 from ladder.jit import gdc_wait, jit, tl
-from ladder.kernels.eight_bits import widened
+from ladder.kernels.eight_bits import power, widened
 from ladder.kernels.landing import _finish
 
 
 @jit
 @no_type_check
-def _block_scales(scales, n, block, N, blocks: tl.constexpr):
-    """The scales of blocks of rows n, of which only float32's exponents are stored."""
-    inside = (n < N) & (block < blocks)
-    bits = tl.load(scales + n * blocks + block, mask=inside, other=127).to(tl.int32)
+def _block_scales(scales, rows, block, inside, blocks: tl.constexpr):
+    """The scales of a block of each of the rows that begin there, of `blocks`; only float32's
+    exponents are stored."""
+    bits = tl.load(scales + rows + block, mask=inside & (block < blocks), other=127).to(tl.int32)
     return (bits << 23).to(tl.float32, bitcast=True)
 
 
@@ -32,6 +32,13 @@ def _bring(matrix, rows, K: tl.constexpr, COLUMNS: tl.constexpr):
 
 @jit
 @no_type_check
+def _halves(both, MP: tl.constexpr, BN: tl.constexpr):
+    """[MP, 2 BN] as two [MP, BN]."""
+    return tl.split(tl.permute(tl.reshape(both, [MP, 2, BN]), (0, 2, 1)))
+
+
+@jit
+@no_type_check
 def _tile(
     program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers, start, N,
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -39,21 +46,41 @@ def _tile(
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
     KIND: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of the weight, of up to BN, in steps of BK columns; STAGES in shared memory."""
+    """ROWS rows of the weight, of up to BN, in steps of BK columns; STAGES in shared memory.
+
+    GATED: the rows of `up` follow in the same tile. PARTS: the columns of a step are in so many
+    parts, each for one warp, which multiplies all rows by them; 1: a warp has some rows, and all
+    columns.
+    """
+    TILE: tl.constexpr = 2 * BN if GATED else BN
     m, n = tl.arange(0, MP)[:, None], program * ROWS + tl.arange(0, BN)[None, :]
     end = tl.minimum(N, (program + 1) * ROWS)
-    columns = tl.arange(0, BK)
-    rows = tl.trans(n).to(tl.int64) * K  # [BN, 1]
-    total = tl.zeros([MP, BN], tl.float32)
-    total_up = tl.zeros([MP, BN], tl.float32)
+    part = 0
+    if PARTS == 1:
+        m_x, j, columns = m, tl.arange(0, TILE)[:, None], tl.arange(0, BK)[None, :]
+        total = tl.zeros([MP, TILE], tl.float32)
+    else:
+        part = tl.arange(0, PARTS)[:, None, None]
+        m_x, j = tl.arange(0, MP)[None, :, None], tl.arange(0, TILE)[None, :, None]
+        columns = part * (BK // PARTS) + tl.arange(0, BK // PARTS)[None, None, :]
+        total = tl.zeros([PARTS, MP, TILE], tl.float32)
+    n_w = program * ROWS + j % BN
+    inside = n_w < end
+    rows = n_w.to(tl.int64) * K
+    if GATED:
+        size: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+        rows += tl.where(j < BN, 0, (up.to(tl.int64) - weight.to(tl.int64)) // size)
+    rows = tl.multiple_of(rows, [ALIGN] * len(rows.shape))
     if BLOCK > 0:  # those of a step are read in the step before
         blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
-        scale_w = _block_scales(scales, n, 0, N, blocks)
-        scale_u = scale_w
+        across = tl.arange(0, TILE)[None, :] if PARTS == 1 else tl.arange(0, TILE)[None, None, :]
+        scaled = program * ROWS + across % BN
+        scale_rows = scaled.to(tl.int64) * blocks
         if GATED:
-            scale_u = _block_scales(up_scales, n, 0, N, blocks)
+            scale_rows += tl.where(across < BN, 0, up_scales.to(tl.int64) - scales.to(tl.int64))
+        scale = _block_scales(scales, scale_rows, part, scaled < end, blocks)
     if PDL:
         if EARLY > 0:
             own = tl.minimum(tl.trans(n), end - 1).to(tl.int64) * K
@@ -65,36 +92,54 @@ def _tile(
         chunks: tl.constexpr = (K + CHUNK - 1) // CHUNK
         c = tl.arange(0, CP)[None, :]
         parts = tl.load(squares + m * chunks + c, mask=(m < M) & (c < chunks), other=0)
-    for k in tl.range(0, K, BK, num_stages=STAGES):
-        at = k + columns[None, :]
+        total_squares = tl.sum(parts, 1)
+    # e4m3 becomes float16 by one instruction, bfloat16 by four. So a row whose norm is known is
+    # scaled into float16 by a power of two: no element is beyond the norm, at most 2^15, and what
+    # small ones lose is at most 2^-38 of it.
+    E4M3: tl.constexpr = weight.dtype.element_ty == tl.float8e4nv
+    HALF: tl.constexpr = NORM & (PARTS > 1) & E4M3 & (x.dtype.element_ty == tl.bfloat16)
+    if HALF:
+        exponent = total_squares.to(tl.int32, bitcast=True) >> 23
+        shrink = power(127 + 14 - ((exponent - 126) >> 1))
+    # Counted by steps: by columns, loops of weights in 8 bits took a fifth longer.
+    for step in tl.range(0, (K + BK - 1) // BK, num_stages=STAGES):
+        at = step * BK + columns
         fits = (at < K) | (K % BK == 0)
-        a = tl.load(x + m * K + at, mask=fits & ((m < M) | (M == MP)), other=0).to(KIND)
-        w = tl.load(weight + rows + at, mask=fits & (tl.trans(n) < end), other=0.0)
-        w = widened(w, KIND)
+        a = tl.load(x + m_x * K + at, mask=fits & ((m_x < M) | (M == MP)), other=0)
+        w = tl.load(weight + rows + at, mask=fits & inside, other=0.0)
+        if HALF:
+            a = (a.to(tl.float32) * shrink[None, :, None]).to(tl.float16)
+            w = w.to(tl.float16)
+        else:
+            a, w = a.to(KIND), widened(w, KIND)
+        before = total if BLOCK == 0 else tl.zeros_like(total)
+        if PARTS == 1:
+            product = tl.dot(a, tl.trans(w), before, input_precision="ieee")
+        else:
+            product = tl.dot(a, tl.permute(w, (0, 2, 1)), before, input_precision="ieee")
         if BLOCK == 0:
-            total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
-        else:  # a step is a block
-            part = tl.dot(a, tl.trans(w), input_precision="ieee")
-            total += part * scale_w
-            scale_w = _block_scales(scales, n, k // BLOCK + 1, N, blocks)
-        if GATED:
-            u = tl.load(up + rows + at, mask=fits & (tl.trans(n) < end), other=0.0)
-            u = widened(u, KIND)
-            if BLOCK == 0:
-                total_up = tl.dot(a, tl.trans(u), total_up, input_precision="ieee")
-            else:
-                part = tl.dot(a, tl.trans(u), input_precision="ieee")
-                total_up += part * scale_u
-                scale_u = _block_scales(up_scales, n, k // BLOCK + 1, N, blocks)
+            total = product
+        else:  # a part of a step is a block
+            total += product * scale
+            block = (step + 1) * PARTS + part
+            scale = _block_scales(scales, scale_rows, block, scaled < end, blocks)
+    if PARTS > 1:
+        total = tl.sum(total, 0)
+    if GATED:
+        total, total_up = _halves(total, MP, BN)
     y = total
     if (scales is not None) & (BLOCK == 0):
         y = y * tl.load(scales + n, mask=n < end, other=0)
-    if (up_scales is not None) & (BLOCK == 0):
+    if GATED & (up_scales is not None) & (BLOCK == 0):
         total_up = total_up * tl.load(up_scales + n, mask=n < end, other=0)
     if NORM:
-        scale = tl.rsqrt(tl.sum(parts, 1, keep_dims=True) / K + eps)
-        y = y * scale
-        total_up = total_up * scale
+        norm = tl.rsqrt(total_squares / K + eps)
+        if HALF:
+            norm = norm / shrink
+        norm = norm[:, None]
+        y = y * norm
+        if GATED:
+            total_up = total_up * norm
     if GATED:
         y = y / (1 + tl.exp(-y)) * total_up
     _finish(y, m, n, (m < M) & (n < end), out, add, factor, buffers, start, N, M,

@@ -329,9 +329,9 @@ def most_of(ranks: int) -> float:
 def places(rows: int, outputs: int, inputs: int, gated: bool) -> tuple[int, int]:
     """How many thread blocks of a product of tiles run at once, and how many it has. gated: of two
     matrices, of so many outputs each."""
-    padded, block, step, _, stages = blocks(rows, outputs, inputs, gated, BF16)
-    held = BF16 * stages * step * (padded + block * (2 if gated else 1))
-    return MULTIPROCESSORS * max(1, SHARED_MEMORY // held), -(-outputs // block)
+    cut = blocks(rows, outputs, inputs, gated, BF16)
+    held = BF16 * cut.stages * cut.step * (cut.padded + cut.block * (2 if gated else 1))
+    return MULTIPROCESSORS * max(1, SHARED_MEMORY // held), -(-outputs // cut.block)
 
 
 def more_rows(machine: Machine, rows: float) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ladder import kernels
+from ladder.models.quantised import quantise
 from tests import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -24,18 +25,18 @@ def test_ways_fit_a_gpu(way: products.Way) -> None:
     seen = 0
     for shape in ("8B/TP4", "2B/TP4", "70B/TP4"):
         for rows in (1, 4, 16, 33, 64):
-            for each in map(products.Product._make, layer(SHAPES[shape])):
-                if (blocks := way.blocks(rows, each)) is None:
+            for each in (products.Product(*product) for product in layer(SHAPES[shape])):
+                if (cut := way.blocks(rows, each)) is None:
                     continue
                 seen += 1
-                padded, block, step, _, stages = blocks
-                assert padded >= rows
+                assert cut.padded >= rows
                 if way.name.startswith("lean"):
-                    stage = (padded + block * (1 + each.gated)) * step * 2
-                    assert (stages - 1) * stage <= 100 * 1024
+                    stage = (cut.padded + cut.block * (1 + each.gated)) * cut.step * 2
+                    assert (cut.stages - 1) * stage <= 100 * 1024
     assert seen
 
 
+@pytest.mark.parametrize("eight_bits", [False, True])
 @pytest.mark.parametrize(
     ("change", "found"),
     [
@@ -45,9 +46,12 @@ def test_ways_fit_a_gpu(way: products.Way) -> None:
         (lambda y: y + 1e-3 * torch.randn_like(y), "differ"),
     ],
 )
-def test_a_wrong_element_is_found(change: Callable[[Tensor], Tensor], found: str | None) -> None:
+def test_a_wrong_element_is_found(
+    change: Callable[[Tensor], Tensor], found: str | None, eight_bits: bool
+) -> None:
     product = products.Product("gate and up", 32, 64, True, True)
-    x, weight = torch.randn(3, 64).bfloat16(), torch.randn(64, 64).bfloat16() / 8
+    x, exact = torch.randn(3, 64).bfloat16(), torch.randn(64, 64).bfloat16() / 8
+    weight = products.Matrix(*(quantise(exact, "fp8", "w") if eight_bits else (exact, None)))
     read = products.Input(x, {"squares": x.float().square().sum(1, keepdim=True), "eps": 1e-5})
     project = kernels.project
     with mock.patch.object(kernels, "project", lambda *a, **k: change(project(*a, **k))):

@@ -40,7 +40,7 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
     """(case, kernel, arguments, constants and options) of a call of everything that launches."""
     from ladder import comm, kernels
     from ladder.comm import push, symmetric, two_shot
-    from ladder.kernels import choice, clock, collect, eight_bits, gemm
+    from ladder.kernels import choice, clock, collect, decode_shapes, eight_bits, gemm
     from ladder.kernels import slots as slots_module
 
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
@@ -104,6 +104,9 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
             kernels.project(h, weight, rider=kernels.SendJob(x, target))
             case = f"{rows} rows, any weight"
             kernels.project(h, weight, push=target, keep=False, fixed=False)
+            case, blocks = f"{rows} rows, cut as 8 bits", decode_shapes.blocks
+            with mock.patch.object(decode_shapes, "blocks", lambda *a, b=blocks: b(*a[:5], True)):
+                kernels.project(h, weight, push=target, keep=False)
             for kind, dtype in QUANTISED.items():
                 case = f"{rows} rows, {kind}"
                 stored = weight.to(dtype)
