@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from collections.abc import Iterator
@@ -42,6 +43,20 @@ LONGEST = (
     "infer/test_fused", "hf/test_folders", "hf/test_hf", "parallel/test_collectives",
     "train/test_train", "train/test_resume",
 )  # fmt: skip
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected stays: the garbage collector need not look at it, now or ever.
+
+    It is most of what there is, and each look at it takes half a second.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -63,7 +63,8 @@ def interpreting() -> Iterator[list[str]]:
 
     bfloat16 is rounded to the nearest, as on a GPU: the interpreter itself cuts the digits off. It
     also replaces the language's functions anew in each call of a function by a kernel, which takes
-    longer than most of these functions: here once a module and launch.
+    longer than most of these functions: here once a module and launch. And it works out the same
+    types again and again, for a third of its time: here each once.
     """
     from triton import language
     from triton.runtime import interpreter
@@ -71,7 +72,10 @@ def interpreting() -> Iterator[list[str]]:
     ran: list[str] = []
     replaced: set[int] = set()
     execute, replace = interpreter.GridExecutor.__call__, interpreter._patch_lang
-    convert = interpreter._convert_float
+    convert, to_numpy = interpreter._convert_float, interpreter._get_np_dtype
+    make_block = language.block_type.__init__
+    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
+    elements: dict[str, Any] = {}
 
     def noted(self: Any, *args: object, **options: object) -> None:
         if self.fn.__name__ not in ran:
@@ -92,11 +96,26 @@ def interpreting() -> Iterator[list[str]]:
         wide = torch.from_numpy(data.reshape(-1).view("float32"))
         return wide.bfloat16().view(torch.int16).numpy().view("uint16").reshape(data.shape)
 
+    def block_once(self: Any, element: Any, shape: Any) -> None:
+        key = element.name, *(getattr(size, "value", size) for size in shape)
+        if key not in blocks:
+            make_block(self, element, shape)
+            blocks[key] = vars(self).copy()
+        vars(self).update(blocks[key], element_ty=element)
+
+    def element_once(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in elements:
+            elements[name] = to_numpy(dtype)
+        return elements[name]
+
     with (
         mock.patch.object(jit, "INTERPRETED", True),
         mock.patch.object(interpreter.GridExecutor, "__call__", noted),
         mock.patch.object(interpreter, "_patch_lang", replaced_once),
         mock.patch.object(interpreter, "_convert_float", rounded),
+        mock.patch.object(language.block_type, "__init__", block_once),
+        mock.patch.object(interpreter, "_get_np_dtype", element_once),
     ):
         yield ran
 

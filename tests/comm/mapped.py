@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from ladder.comm import symmetric
+from ladder.comm import primitives, symmetric
 from ladder.comm.symmetric import INTEGERS, SymmetricTensor
 from tests.interpreter import addresses
 
@@ -46,6 +45,19 @@ def mapped(folder: str, rank: int, world: int) -> Callable[..., SymmetricTensor]
 
 
 @contextlib.contextmanager
+def resting() -> Iterator[None]:
+    """A rank that polls sleeps in between: there are fewer cores than ranks."""
+    count = primitives.count_spin.rewrite()
+
+    def counted(*args: Any) -> Any:
+        time.sleep(0.001)
+        return count(*args)
+
+    with mock.patch.object(primitives.count_spin, "rewrite", lambda: counted):
+        yield
+
+
+@contextlib.contextmanager
 def shared_memory(rank: int, world: int, folder: str) -> Iterator[None]:
     """Symmetric memory is files in `folder`; every rank of the pool calls this.
 
@@ -64,8 +76,6 @@ def shared_memory(rank: int, world: int, folder: str) -> Iterator[None]:
                 time.sleep(0.002)
             elif source.random() < late:
                 time.sleep(0.01)
-            else:
-                os.sched_yield()  # there are fewer cores than ranks that wait
             return access(*args, **options)
 
         return delayed
@@ -81,5 +91,6 @@ def shared_memory(rank: int, world: int, folder: str) -> Iterator[None]:
         ):
             access = changed(getattr(builder, name), late)
             patched.enter_context(mock.patch.object(builder, name, access))
+        patched.enter_context(resting())
         yield
         dist.barrier()  # every rank's memory stays mapped until all have read theirs

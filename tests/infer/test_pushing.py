@@ -5,7 +5,6 @@ tests/infer/test_gpu_decode.py runs every plan on GPUs, compiled.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from ladder.models import Transformer
 from ladder.models.presets import PlanSpec
 from ladder.parallel.reducers import AsyncReducer, PushReducer
 from ladder.parallel.sharding import shard_model
-from tests.comm.mapped import mapped
+from tests.comm.mapped import mapped, resting
 from tests.distributed import Pools, tp_mesh
 from tests.interpreter import interpreting
 from tests.kernels.support import on
@@ -59,20 +58,13 @@ def decode(model: Transformer, fused: bool) -> list[list[int]]:
 
 
 def push_on_ranks(rank: int, world: int, plan: PlanSpec, depends: bool, folder: str) -> Any:
-    from triton.runtime import interpreter
-
-    def patient(builder: Any, *args: Any) -> Any:  # there are fewer cores than ranks that wait
-        os.sched_yield()
-        return load(builder, *args)
-
-    load = interpreter.InterpreterBuilder.create_masked_load
     model = full_model(small_config(plan, world, depends), 5, torch.float32)
     shard_model(model, tp_mesh(world))
     assert isinstance(model.reducer, AsyncReducer)
     model.use(replace(model.runtime, reducer=Pushing(model.reducer)))
     with (
         interpreting() as ran,
-        mock.patch.object(interpreter.InterpreterBuilder, "create_masked_load", patient),
+        resting(),
         mock.patch.object(symmetric, "allocate", mapped(folder, rank, world)),
         mock.patch.object(fused, "PREFILL_TRANSPORTS", ()),
         torch.inference_mode(),
