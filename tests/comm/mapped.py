@@ -53,7 +53,7 @@ def resting() -> Iterator[None]:
         time.sleep(0.001)
         return count(*args)
 
-    with mock.patch.object(primitives.count_spin, "rewrite", lambda: counted):
+    with mock.patch.object(primitives.count_spin, "rewrite", return_value=counted):
         yield
 
 

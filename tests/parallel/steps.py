@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -22,6 +26,15 @@ from tests.samples import (
 )
 
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-5}  # of the tensor's largest value
+
+# Of torch.compile: graphs that are made, and then run as they are; and what `compile=true` takes,
+# which writes C++ for them and compiles it, for half a minute where no cache has it.
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+def compiling(backend: str) -> AbstractContextManager[Any]:
+    """Within it torch.compile takes this backend."""
+    return mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend))
 
 
 def weigh(values: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from ladder.train import metrics
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests.distributed import Pools
+from tests.parallel.steps import BACKENDS, compiling
 from tests.samples import sample_tokens, small_config
 from tests.train.runs import losses, recipe, weights
 
@@ -150,34 +151,39 @@ def test_checkpointing_under_fsdp_and_sequence_parallelism(
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "alone"), abs=1e-4)
 
 
-def train_compiled(rank: int, world: int, settings: dict[str, Any], out: str) -> None:
+def train_compiled(rank: int, world: int, settings: dict[str, Any], backend: str, out: str) -> None:
     """Plain and compiled; beside each run, how often gradients were reduced."""
     for name in ("plain", "compiled"):
         changes = {"compile": name == "compiled", "dp_shard": 0, "micro_batch_size": 2,
                    "activation_checkpointing": "selective", "out": f"{out}/{name}"}  # fmt: skip
         config = build(TrainConfig, settings | changes, "test recipe")
-        with mock.patch.object(
-            _fsdp_param_group, "foreach_reduce", wraps=_fsdp_param_group.foreach_reduce
-        ) as reduced:
+        with (
+            compiling(backend),
+            mock.patch.object(
+                _fsdp_param_group, "foreach_reduce", wraps=_fsdp_param_group.foreach_reduce
+            ) as reduced,
+        ):
             train(config, device="cpu")
         if rank == 0:
             Path(out, f"{name}-reduced").write_text(str(reduced.call_count))
 
 
-def test_compiled_under_fsdp(corpus: Path, tmp_path: Path, pools: Pools) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_under_fsdp(corpus: Path, tmp_path: Path, pools: Pools, backend: str) -> None:
     """Two micro-batches a step, evaluated and saved. FSDP's hooks stay outside of what is compiled:
     inside, too, they shard weights that are still needed, or reduce gradients twice."""
     settings = recipe(
         corpus, tmp_path, plan="ladder", steps=4, batch_size=8, lr=3e-3, eval_interval=2
     ).to_dict()
-    pools(2).run(train_compiled, settings, str(tmp_path))
+    pools(2).run(train_compiled, settings, backend, str(tmp_path))
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), abs=1e-4)
     assert weights(tmp_path / "compiled").keys() == weights(tmp_path / "plain").keys()
     counts = [int((tmp_path / f"{name}-reduced").read_text()) for name in ("plain", "compiled")]
     assert counts[0] == counts[1] > 0
 
 
-def test_compiled(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled(corpus: Path, tmp_path: Path, backend: str) -> None:
     """With selective checkpointing, trained, evaluated and resumed: the losses of the plain run."""
     settings: dict[str, Any] = {"plan": "ladder", "steps": 6, "lr": 3e-3, "batch_size": 4}
     train(recipe(corpus, tmp_path / "plain", **settings), device="cpu")
@@ -188,9 +194,11 @@ def test_compiled(corpus: Path, tmp_path: Path) -> None:
         activation_checkpointing="selective",
         **settings,
     )
-    train(compiled, device="cpu", stop_after=3)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    train(compiled, device="cpu", resume=True)
+    torch._dynamo.utils.counters.clear()
+    with compiling(backend):
+        train(compiled, device="cpu", stop_after=3)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+        train(compiled, device="cpu", resume=True)
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), abs=1e-4)
     assert weights(tmp_path / "compiled").keys() == weights(tmp_path / "plain").keys()
     assert any("heldout_loss" in record for record in metrics.read_metrics(tmp_path / "compiled"))
@@ -254,10 +262,11 @@ def test_a_sublayer_is_compiled_whole_and_once(mode: str) -> None:
     counters = torch._dynamo.utils.counters
     torch._dynamo.reset()
     counters.clear()
-    model = make_model(
-        small_config("ladder"), torch.float32, None, torch.device("cpu"),
-        activation_checkpointing=mode, compile=True,
-    )  # fmt: skip
+    with compiling("aot_eager"):
+        model = make_model(
+            small_config("ladder"), torch.float32, None, torch.device("cpu"),
+            activation_checkpointing=mode, compile=True,
+        )  # fmt: skip
     initialise(model, 0)
     tokens = sample_tokens(model.config, seed=0)
     graphs = []

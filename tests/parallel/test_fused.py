@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +23,7 @@ from tests.parallel.layouts import Layouts, compare
 from tests.parallel.steps import (
     LIMITS,
     assert_none_wrong,
+    compiling,
     errors_of,
     prepare,
     step,
@@ -144,7 +143,7 @@ def wrapped(rank: int, world: int, plan: str) -> dict[str, tuple[float, Counter[
         for (what, value), again in same:
             assert torch.equal(value, again), (mode, what)
     counters.clear()
-    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+    with compiling("aot_eager"):
         for mode in ("none", "full"):
             note(f"{mode}, compiled", "fused", mode, True)
     assert not counters["graph_break"]
