@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import distributed
 from tests.distributed import Pool, RankError, mesh
 
 
@@ -30,9 +31,10 @@ def mesh_ranks(rank: int, world_size: int) -> tuple[int, int, bool]:
     return found["dp"].get_local_rank(), found["tp"].get_local_rank(), found is mesh(1, 2)
 
 
-def test_a_failure_is_the_first_ranks_and_ends_the_call() -> None:
+def test_a_failure_is_the_first_ranks_and_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that raises, dies or hangs; afterwards the pool works again. Catches a pool that waits
     for ranks that wait for the one that failed, and one left out of step for the next test."""
+    monkeypatch.setattr(distributed, "GRACE", 0.2)
     pool = Pool(2)
     try:
         assert pool.run(fail_on, -1, "") == [3.0, 3.0]

@@ -27,7 +27,7 @@ from ladder.parallel.sharding import (
 from ladder.train.loop import train
 from tests import restatement
 from tests.distributed import Pools, tp_mesh
-from tests.parallel.layouts import LAYOUTS, curve, train_all
+from tests.parallel.layouts import LAYOUTS, Layouts, curve, train_all
 from tests.parallel.steps import weigh
 from tests.samples import full_model, relative_error, small_config, virtual, weights_of
 from tests.train.runs import losses, recipe, recorded, run_on_ranks, seal, untimed, weights
@@ -304,18 +304,22 @@ def test_a_run_from_before_the_option_goes_on(corpus: Path, tmp_path: Path) -> N
     assert len(losses(run)) == 6
 
 
-@pytest.mark.parametrize(("plan", "degree"), [("ladder", None), ("desync-2x", 4)])
+@pytest.mark.parametrize(
+    ("plan", "degree", "layouts"),
+    [("ladder", None, LAYOUTS[4][:5]), ("desync-2x", 4, [LAYOUTS[4][1], LAYOUTS[4][4]])],
+)
 def test_masked_training_on_ranks(
-    corpus: Path, tmp_path: Path, pools: Pools, plan: str, degree: int | None
+    corpus: Path, tmp_path: Path, pools: Pools, plan: str, degree: int | None, layouts: Layouts
 ) -> None:
     """DDP, FSDP, HSDP, TP and both, in micro-batches; the ladder with its residual sharded by
-    tokens and checkpointed sublayers too. Catches documents that begin where those of
-    another rank or micro-batch do, and FSDP that does not pass them on."""
+    tokens and checkpointed sublayers too. Of virtual ranks, all four and two in a process, under
+    FSDP. Catches documents that begin where those of another rank or micro-batch do, and FSDP that
+    does not pass them on."""
     alone = masked(corpus, tmp_path / "alone", plan=plan, tp_degree=degree, batch_size=8)
     train(alone, device="cpu")
     settings = alone.to_dict() | {"micro_batch_size": 1}
-    pools(4).run(train_all, settings, LAYOUTS[4][:5], str(tmp_path))
-    names = [f"{name} of 4" for _, _, name in LAYOUTS[4][:5]]
+    pools(4).run(train_all, settings, layouts, str(tmp_path))
+    names = [f"{name} of 4" for _, _, name in layouts]
     if plan == "ladder":
         wrapped = {"sequence_parallel": True, "activation_checkpointing": "selective", "tp": 2}
         pools(2).run(run_on_ranks, settings | wrapped | {"out": str(tmp_path / "sharded")}, None)

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,13 @@ def stuck(end: str) -> int:
     return 0
 
 
+def run(command: Callable[..., int], end: str) -> int:
+    """A job of three ranks."""
+    if command is stuck:
+        launch.PATIENCE = 0.3  # waiting longer changes nothing
+    return launch.run(command, (end,), 3)
+
+
 @pytest.mark.parametrize(
     ("command", "end", "code", "words"),
     [
@@ -67,12 +75,12 @@ def stuck(end: str) -> int:
 )
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 def test_a_dead_rank_ends_the_job_and_is_named(
-    command: object, end: str, code: int, words: str, tmp_path: Path, start: Start
+    command: Callable[..., int], end: str, code: int, words: str, tmp_path: Path, start: Start
 ) -> None:
     """In one line. A launcher that reports the survivors' lost connection or waits for them fails,
     as does a survivor that reports it itself."""
     death = tmp_path / "death"
-    job = start(launch.run, command, (end,), 3, environment={DEATH: str(death)})
+    job = start(run, command, end, environment={DEATH: str(death)})
     assert job.wait() == code
     assert time.time() - death.stat().st_mtime < LIMIT
     assert job.err == f"{words}\n"
@@ -138,11 +146,11 @@ def test_notes_belong_to_the_message(capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("command", [reduce_until, stuck])
 def test_output_that_nobody_reads_ends_the_job_without_a_word(
-    command: object, tmp_path: Path, start: Start
+    command: Callable[..., int], tmp_path: Path, start: Start
 ) -> None:
     """As `| head` leaves it. Catches the others' lost connections, and waiting for them."""
     death = tmp_path / "death"
-    job = start(launch.run, command, ("unread",), 3, environment={DEATH: str(death)})
+    job = start(run, command, "unread", environment={DEATH: str(death)})
     assert job.wait() == 0
     assert time.time() - death.stat().st_mtime < LIMIT
     assert job.err == ""

@@ -24,9 +24,7 @@ DEPEND_ON_T = ("desync-2x", "desync-3x", "desync-4x", "accumulate-4x", "accumula
     ("plan", "degree", "layouts"),
     [
         ("standard", None, MOST_OF_2),
-        ("parallel", None, MOST_OF_2),
         ("ladder", None, MOST_OF_4),
-        ("hybrid", None, MOST_OF_2),
         ("desync-2x", 4, MOST_OF_4),
         ("dtp-1", 4, MOST_OF_2),
         *(

@@ -110,7 +110,18 @@ def test_two_ranks(pools: Pools, name: str) -> None:
     assert_none_wrong(pools(2).run(step_errors, 2, cases))
 
 
-@pytest.mark.parametrize("name", PLANS)
+# One of each kind on four ranks, too: `make test-all` runs the rest there.
+ON_FOUR = {
+    "standard", "parallel", "ladder", "lags 3, 1 and 0, some parallel", "desync-2x", "desync-3x",
+    "accumulate-2x-lag1", "dtp-1", "dtp-3", "ladder, then groups of 3 and of 1",
+    "groups in flight under own parts of others", "a mix of everything",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ON_FOUR else pytest.mark.slow) for name in PLANS],
+)
 def test_four_ranks(pools: Pools, name: str) -> None:
     """T = 4 with two KV heads, so that K and V are replicated and each rank uses its head."""
     assert_none_wrong(pools(4).run(step_errors, 4, [{"plan": name}]))

@@ -78,7 +78,7 @@ def test_a_job_that_is_preempted_goes_on(
     corpus: Path, tmp_path: Path, slurm: dict[str, str]
 ) -> None:
     """SIGTERM while it trains: saved, exit code 0; the same job again resumes and finishes."""
-    config = recipe(corpus, tmp_path / "unused", steps=200, tp=2)
+    config = recipe(corpus, tmp_path / "unused", steps=100, tp=2)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(config.to_dict()))
     run = tmp_path / "run"
     arguments = [str(tmp_path / "recipe.yaml"), "plan=ladder", f"out={run}"]
@@ -93,14 +93,14 @@ def test_a_job_that_is_preempted_goes_on(
     assert job.returncode == 0, printed
     assert "told to stop (SIGTERM)" in printed
     steps = [record["step"] for record in read_metrics(run)]
-    assert 0 < steps[-1] < 200
+    assert 0 < steps[-1] < 100
     assert (run / f"checkpoints/step-{steps[-1]:06d}").is_dir()
 
-    job = start([*arguments, "steps=200"], slurm)
+    job = start([*arguments, "steps=100"], slurm)
     printed, _ = job.communicate(timeout=PATIENCE)
     assert job.returncode == 0, printed
     assert "held-out:" in printed
-    assert [r["step"] for r in read_metrics(run) if "heldout_loss" in r] == [200]
+    assert [r["step"] for r in read_metrics(run) if "heldout_loss" in r] == [100]
 
 
 def test_tasks_get_their_cores(tmp_path: Path, slurm: dict[str, str]) -> None:

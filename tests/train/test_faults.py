@@ -19,7 +19,7 @@ from ladder.train.loop import train
 from tests.commands import Start
 from tests.train.runs import losses, recipe, steps_of, stored, training, untimed, weights
 
-STEPS = 50
+STEPS = 30
 SAVING = {"steps": STEPS, "checkpoint_interval": 1, "keep_checkpoints": 3}
 
 
