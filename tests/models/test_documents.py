@@ -306,15 +306,15 @@ def test_a_run_from_before_the_option_goes_on(corpus: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("plan", "degree", "layouts"),
-    [("ladder", None, LAYOUTS[4][:5]), ("desync-2x", 4, [LAYOUTS[4][1], LAYOUTS[4][4]])],
+    [("ladder", None, LAYOUTS[4][:5:2]), ("desync-2x", 4, LAYOUTS[4][1:5:3])],
 )
 def test_masked_training_on_ranks(
     corpus: Path, tmp_path: Path, pools: Pools, plan: str, degree: int | None, layouts: Layouts
 ) -> None:
-    """DDP, FSDP, HSDP, TP and both, in micro-batches; the ladder with its residual sharded by
-    tokens and checkpointed sublayers too. Of virtual ranks, all four and two in a process, under
-    FSDP. Catches documents that begin where those of another rank or micro-batch do, and FSDP that
-    does not pass them on."""
+    """DDP, HSDP and TP x FSDP, in micro-batches; the ladder with its residual sharded by tokens and
+    checkpointed sublayers too; FSDP of four virtual ranks, and TP x FSDP of two. Catches documents
+    that begin where those of another rank or micro-batch do, and FSDP that does not pass them
+    on."""
     alone = masked(corpus, tmp_path / "alone", plan=plan, tp_degree=degree, batch_size=8)
     train(alone, device="cpu")
     settings = alone.to_dict() | {"micro_batch_size": 1}

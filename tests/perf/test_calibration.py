@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from ladder.cli import main
-from ladder.perf.calibration import command, timing, together
+from ladder.perf.calibration import command, exchanges, timing, together
 from ladder.perf.calibration.options import FAMILIES, family, family_of_value
 from ladder.perf.calibration.parts import halved
 from ladder.perf.calibration.sizes import CPU, Part
@@ -58,7 +60,10 @@ def test_one_process_measures_all_but_what_is_between_ranks(
 
 def on_ranks(rank: int, world_size: int, out: Path) -> int:
     options = argparse.Namespace(out=out, budget=5.0, nproc=1, device="cpu", only=None)
-    return command.main(options)
+    with contextlib.ExitStack() as patched:
+        for module in (timing, together, exchanges, command):  # times are not looked at
+            patched.enter_context(mock.patch.object(module, "REPEATS", 3))
+        return command.main(options)
 
 
 def test_two_ranks_measure_collectives_and_what_runs_beside_them(
