@@ -264,6 +264,7 @@ def test_two_plans_are_trained_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Really trained: desync on virtual ranks first, over what a broken-off run left."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     left = tmp_path / "on" / "standard-seed0"
     left.mkdir(parents=True)
     (left / "recipe.json").write_text("{}")

@@ -76,8 +76,9 @@ def compared(rank: int, world_size: int, plan: str, batch: int, length: int) -> 
     return {"error": max(errors), "same": same, "counts": counts, "alive": alive}
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize(("batch", "length"), [(2, 8), (3, 7), (1, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "batch", "length"), [(2, 2, 8), (2, 3, 7), (4, 3, 7), (4, 1, 2)]
+)
 @pytest.mark.parametrize("plan", SAME_AT_ANY_T)
 def test_a_sharded_residual_computes_the_same(
     pools: Pools, plan: str, batch: int, length: int, world_size: int
