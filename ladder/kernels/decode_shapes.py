@@ -63,9 +63,9 @@ def blocks(
 def _tiles_of_8_bits(padded: int, few: bool, gated: bool, short: bool) -> Cut:
     """They wait for instructions, and not for bytes; in parts, a warp has fewer."""
     if padded == 16:
-        if gated or short:
-            return Cut(padded, 32, 256, 4, 5, 4 if gated else 1)
-        return Cut(padded, 16 if few else 32, 512, 4, 4, 4)
+        if few:
+            return Cut(padded, 16, 512, 4, 5, 4)
+        return Cut(padded, 32, 512, 4, 3 if gated or short else 6, 4)
     if gated:
         return Cut(padded, 32, 128, 4, 6 if padded == 32 else 5)
     if few:
@@ -79,7 +79,7 @@ def _vectors(rows: int, outputs: int, size: int, gated: bool, eight_bits: bool) 
         return Cut(padded, 2, 2048 if rows == 2 else 1024, 4, 0)
     if eight_bits:
         if gated:
-            return Cut(padded, 4, 1024, 2, 0)
+            return Cut(padded, 1, 1024, 4, 0)
         if size <= 1024:
             return Cut(padded, 4, 512, 2, 0)
         return Cut(padded, 2, 1024, 4, 0) if outputs < 2048 else Cut(padded, 4, 2048, 2, 0)

@@ -118,6 +118,10 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
                 )
                 case += ", gated"
                 kernels.project(h, stored, stored, scales=(scales, scales))
+        case, h = "40 rows, fp8-block", torch.zeros(40, SIZE // WORLD, dtype=BF16)
+        stored = torch.zeros(SIZE, SIZE // WORLD, dtype=torch.float8_e4m3fn)
+        scales = torch.zeros(scale_shape("fp8-block", stored.shape), dtype=torch.uint8)
+        kernels.project(h, stored, scales=(scales, None))
         for kind, dtype in QUANTISED.items():
             case = kind
             stored = torch.zeros(SIZE, SIZE, dtype=torch.int8).view(dtype)
