@@ -92,14 +92,13 @@ def _tile(
         chunks: tl.constexpr = (K + CHUNK - 1) // CHUNK
         c = tl.arange(0, CP)[None, :]
         parts = tl.load(squares + m * chunks + c, mask=(m < M) & (c < chunks), other=0)
-        total_squares = tl.sum(parts, 1)
     # e4m3 becomes float16 by one instruction, bfloat16 by four. So a row whose norm is known is
     # scaled into float16 by a power of two: no element is beyond the norm, at most 2^15, and what
     # small ones lose is at most 2^-38 of it.
     E4M3: tl.constexpr = weight.dtype.element_ty == tl.float8e4nv
     HALF: tl.constexpr = NORM & (PARTS > 1) & E4M3 & (x.dtype.element_ty == tl.bfloat16)
     if HALF:
-        exponent = total_squares.to(tl.int32, bitcast=True) >> 23
+        exponent = tl.sum(parts, 1).to(tl.int32, bitcast=True) >> 23
         shrink = power(127 + 14 - ((exponent - 126) >> 1))
     # Counted by steps: by columns, loops of weights in 8 bits took a fifth longer.
     for step in tl.range(0, (K + BK - 1) // BK, num_stages=STAGES):
@@ -133,10 +132,9 @@ def _tile(
     if GATED & (up_scales is not None) & (BLOCK == 0):
         total_up = total_up * tl.load(up_scales + n, mask=n < end, other=0)
     if NORM:
-        norm = tl.rsqrt(total_squares / K + eps)
+        norm = tl.rsqrt(tl.sum(parts, 1, keep_dims=True) / K + eps)
         if HALF:
-            norm = norm / shrink
-        norm = norm[:, None]
+            norm = norm / shrink[:, None]
         y = y * norm
         if GATED:
             total_up = total_up * norm

@@ -43,6 +43,7 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
     from ladder.comm import push, symmetric, two_shot
     from ladder.kernels import choice, clock, collect, decode_shapes, eight_bits, gemm
     from ladder.kernels import slots as slots_module
+    from ladder.kernels.landing import CHUNK
 
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         pages.write_files(pages.parse((ROOT / "docs" / "primitives.md").read_text("utf-8")))
@@ -105,6 +106,8 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
             kernels.project(h, weight, rider=kernels.SendJob(x, target))
             case = f"{rows} rows, any weight"
             kernels.project(h, weight, push=target, keep=False, fixed=False)
+            case, parts = f"{rows} rows, of a norm", torch.zeros(rows, SIZE // CHUNK)
+            kernels.project(x, weight.view(-1, SIZE), squares=parts, eps=1e-5)
             case, blocks = f"{rows} rows, cut as 8 bits", decode_shapes.blocks
             with mock.patch.object(decode_shapes, "blocks", lambda *a, b=blocks: b(*a[:5], True)):
                 kernels.project(h, weight, push=target, keep=False)

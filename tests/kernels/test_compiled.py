@@ -239,6 +239,16 @@ def test_first_weights_are_brought_before_the_wait(found: dict[str, Any]) -> Non
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_copies_of_weights_wait_for_no_sum(found: dict[str, Any]) -> None:
+    """The norm's squares are summed at the end: before the copies, they would wait for the load."""
+    last = found["ptx"]["_project_kernel: 8 rows, of a norm"].split(WAIT)[-1]
+    before, copies, after = last.partition("cp.async.cg")
+    assert copies
+    assert "shfl" not in before
+    assert "shfl" in after
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.parametrize("rows", [1, 8])
 def test_weights_that_may_just_have_been_written_are_read_after_the_wait(
     rows: int, found: dict[str, Any]
