@@ -33,21 +33,20 @@ def splits(sequences_and_heads: int, blocks: int) -> int:
     """How many programs share the `blocks` blocks of keys of one KV head: a power of two.
 
     One program for each SM: two took 2 to 4 % more of a step of 16 and 33 sequences with 2 KV
-    heads. Two of few sequences, which wait for memory more than they read. The number of SMs is a
-    constant, so that the order of sums does not depend on the device.
+    heads. Few sequences have CHEAP_SPLITS at least, since they wait for memory more than they read.
+    The number of SMs is a constant, so that the order of sums does not depend on the device.
 
     One of the programs combines all their results, at the 50 to 100 GB/s of one SM. With 8 query
     heads of 128, those of 128 splits are 512 KiB, at least 5 us; the keys and values of 8192 tokens
-    on 2 KV heads are 8 MiB, 2 us at 4.2 TB/s. So beyond CHEAP_SPLITS there is one program for each
-    SM, and a split has at least four blocks: a sequence of 8192 tokens took 1 to 5 % less of a
-    step with 32 splits than with 64. From LONG blocks on reading takes longest, and more programs
-    on each SM have more loads in flight (benchmarks/results/README.md).
+    on 2 KV heads are 8 MiB, 2 us at 4.2 TB/s. So few sequences have more than CHEAP_SPLITS only
+    where there are SMs for them and a split has at least four blocks: a sequence of 8192 tokens
+    took 1 to 5 % less of a step with 32 splits than with 64. In long contexts reading takes
+    longest, and more programs on each SM have more loads in flight (benchmarks/results/README.md).
     """
     one_each = -(-MULTIPROCESSORS // sequences_and_heads)
-    few = sequences_and_heads <= FEW
-    wanted = one_each * 2 if few else one_each
-    if few and wanted > CHEAP_SPLITS:
-        most = wanted if blocks >= LONG_OF_FEW else one_each
+    wanted = one_each
+    if sequences_and_heads <= FEW:
+        most = 2 * one_each if blocks >= LONG_OF_FEW else one_each
         wanted = max(CHEAP_SPLITS, min(most, blocks // 4, MAX_SPLITS))
     elif blocks >= LONG:
         on_an_sm = 8 if blocks < LONGEST else 16

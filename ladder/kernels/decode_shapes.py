@@ -76,7 +76,7 @@ def _tiles_of_8_bits(padded: int, few: bool, gated: bool, short: bool) -> Cut:
 def _vectors(rows: int, outputs: int, size: int, gated: bool, eight_bits: bool) -> Cut:
     padded = power_of_2(rows)
     if rows > 1:
-        return Cut(padded, 2, 2048 if rows == 2 else 1024, 4, 0)
+        return Cut(padded, 2, 2048, 4, 0)
     if eight_bits:
         if gated:
             return Cut(padded, 1, 1024, 4, 0)

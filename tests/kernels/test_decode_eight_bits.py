@@ -14,10 +14,11 @@ from ladder.kernels import PushTarget, SendJob, decode_shapes, new_landing, proj
 from ladder.kernels.decode_shapes import MAX_VECTOR_ROWS
 from ladder.kernels.landing import CHUNK
 from ladder.models.quantised import quantise
-from ladder.models.storage import QUANTISED, dequantise
+from ladder.models.storage import BLOCK, QUANTISED, dequantise
 from tests.kernels.support import _poisoned_memory, assert_close, on  # noqa: F401  (fixtures)
 
 EPS = 1e-5
+KINDS = ("bf16", *QUANTISED)
 BLOCKS = decode_shapes.blocks
 
 
@@ -92,6 +93,51 @@ def test_products(device: str, m: int, n: int, k: int, dtype: torch.dtype, kind:
             with mock.patch.object(decode_shapes, "blocks", cut_of_8_bits):
                 same = project(x, plain[0], plain[1] if gated else None, **options)
             assert torch.equal(found, same)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(
+    ("device", "kind"), [on(where, kind) for where in ("interpreter", "cuda") for kind in KINDS]
+)
+def test_rows_of_any_size_and_up_on_either_side(device: str, kind: str, swapped: bool) -> None:
+    """Sums of squares near float32's ends and of zero, outliers, infinities and NaN; several steps,
+    a last one that is not full, and blocks of different scales; `up` before the gate in memory.
+
+    Rows that are scaled into float16 by another power than the norm's overflow or become zero.
+    """
+    k, n, eps = 1100, 33, 1e-12
+    blocks = torch.arange(k, device=device) // BLOCK
+    rows = 2.0 ** torch.randint(-3, 1, (2 * n, 1), device=device)
+    exact = torch.randn(2 * n, k, device=device) / k**0.5 * rows * 2.0 ** -(blocks % 3)
+    halves, scales = exact.bfloat16().chunk(2), None
+    wide = [each.double() for each in halves]
+    if kind != "bf16":
+        stored, found = quantise(exact, kind, "w")
+        halves, scales = stored.chunk(2), found.chunk(2)
+        wide = [dequantise(*each, torch.float64) for each in zip(halves, scales, strict=True)]
+    order = slice(None, None, -1) if swapped else slice(None)
+    (gate, up), wide = halves[order], wide[order]
+    x = torch.randn(9, k, device=device) * 2.0 ** torch.tensor(
+        [[0], [-59], [-80], [56], [0], [0], [0], [0], [0]], device=device
+    )
+    x[4] = 0
+    x[5, 7] = 2.0**30
+    x[6, k - 1], x[7, 3], x[8, 2] = torch.inf, torch.nan, -torch.inf
+    x = x.bfloat16()
+    squares = squares_of(x)
+    assert squares[2].sum() == 0
+    normed = x.double() * torch.rsqrt(squares.double().sum(1, keepdim=True) / k + eps)
+    for gated in (False, True):
+        results = []
+        for given in (normed, normed.bfloat16()):
+            y = F.linear(given, wide[0].to(given.dtype))
+            results.append(F.silu(y) * F.linear(given, wide[1].to(given.dtype)) if gated else y)
+        pair = None if scales is None else scales[order] if gated else (scales[order][0], None)
+        found = project(x, gate, up if gated else None, squares=squares, eps=eps, scales=pair)
+        assert found is not None
+        for row in range(6):
+            assert_close(found[row], results[0][row], results[1][row])
+        assert found[6:].isnan().all()
 
 
 @pytest.mark.parametrize("kind", [*QUANTISED])
