@@ -43,7 +43,7 @@ def blocks(
     padded = max(16, power_of_2(rows))
     # Few outputs: smaller blocks or longer steps, to use the whole memory bandwidth.
     few, short = outputs < 2048, gated or size <= 1024
-    if eight_bits:
+    if eight_bits and itemsize == 2:  # in parts, those of float32 spill registers
         found = _tiles_of_8_bits(padded, few, gated, size <= 1024)
     elif padded == 16:
         # Up to 8 rows attention begins on the SMs that few programs leave free.
