@@ -297,7 +297,7 @@ def project(
     if stages and blocked:  # a part is a block; about the same bytes in flight
         if padded > 32 or x.itemsize == 4:  # steps of several blocks do not fit
             parts = 1
-        step, stages = BLOCK * parts, max(2, stages * step // (BLOCK * parts))
+        step, stages = BLOCK * parts, stages * step // (BLOCK * parts)
     if stages and x.device.type != "cpu":
         stage_bytes = padded * x.itemsize + block * (1 if up is None else 2) * weight.itemsize
         stages = decode_shapes.fitting(stages, stage_bytes * step, x.device)

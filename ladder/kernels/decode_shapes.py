@@ -44,7 +44,7 @@ def blocks(
     # Few outputs: smaller blocks or longer steps, to use the whole memory bandwidth.
     few, short = outputs < 2048, gated or size <= 1024
     if eight_bits and itemsize == 2:  # in parts, those of float32 spill registers
-        found = _tiles_of_8_bits(padded, few, gated, size <= 1024)
+        found = _tiles_of_8_bits(padded, few, short, gated)
     elif padded == 16:
         # Of 4 rows, steps with QKV in parts were not shorter.
         small = Cut(padded, 16, 256, 4, 7, 4) if rows > 8 else Cut(padded, 32, 512, 4, 4)
@@ -60,12 +60,12 @@ def blocks(
     return found._replace(step=found.step * 2 // itemsize)
 
 
-def _tiles_of_8_bits(padded: int, few: bool, gated: bool, short: bool) -> Cut:
+def _tiles_of_8_bits(padded: int, few: bool, short: bool, gated: bool) -> Cut:
     """They wait for instructions, and not for bytes; in parts, a warp has fewer."""
     if padded == 16:
         if few:
             return Cut(padded, 16, 512, 4, 5, 4)
-        return Cut(padded, 32, 512, 4, 3 if gated or short else 6, 4)
+        return Cut(padded, 32, 512, 4, 3 if short else 6, 4)
     if gated:
         return Cut(padded, 32, 128, 4, 6 if padded == 32 else 5)
     if few:

@@ -14,8 +14,8 @@ from ladder.kernels.landing import _finish
 def _block_scales(scales, rows, block, inside, blocks: tl.constexpr):
     """The scales of a block of each of the rows that begin there, of `blocks`; only float32's
     exponents are stored."""
-    bits = tl.load(scales + rows + block, mask=inside & (block < blocks), other=127).to(tl.int32)
-    return (bits << 23).to(tl.float32, bitcast=True)
+    exponents = tl.load(scales + rows + block, mask=inside & (block < blocks), other=127)
+    return power(exponents.to(tl.int32))
 
 
 @jit

@@ -306,7 +306,12 @@ def test_a_run_from_before_the_option_goes_on(corpus: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("plan", "degree", "layouts"),
-    [("ladder", None, LAYOUTS[4][:5:2]), ("desync-2x", 4, LAYOUTS[4][1:5:3])],
+    [
+        ("ladder", None, LAYOUTS[4][:5:2]),
+        ("desync-2x", 4, LAYOUTS[4][1:5:3]),
+        pytest.param("ladder", None, LAYOUTS[4][1:5:2], marks=pytest.mark.slow),
+        pytest.param("desync-2x", 4, [*LAYOUTS[4][:4:2], LAYOUTS[4][3]], marks=pytest.mark.slow),
+    ],
 )
 def test_masked_training_on_ranks(
     corpus: Path, tmp_path: Path, pools: Pools, plan: str, degree: int | None, layouts: Layouts

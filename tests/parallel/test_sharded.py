@@ -77,7 +77,15 @@ def compared(rank: int, world_size: int, plan: str, batch: int, length: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("world_size", "batch", "length"), [(2, 2, 8), (2, 3, 7), (4, 3, 7), (4, 1, 2)]
+    ("world_size", "batch", "length"),
+    [
+        (2, 2, 8),
+        (2, 3, 7),
+        (4, 3, 7),
+        (4, 1, 2),
+        pytest.param(2, 1, 2, marks=pytest.mark.slow),
+        pytest.param(4, 2, 8, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("plan", SAME_AT_ANY_T)
 def test_a_sharded_residual_computes_the_same(
