@@ -12,6 +12,8 @@ MAX_VECTOR_ROWS = 2  # more rows are multiplied on tensor cores
 # Steps of a product on tensor cores whose weights are brought into L2 before its wait: 1 to 4 % of
 # a layer at 4, 16 and 64 rows (benchmarks/results/README.md).
 EARLY = 2
+# Outputs of a product with 64 rows of its weight for each SM, such as a head's.
+MANY = 64 * MULTIPROCESSORS
 SYSTEM_SHARED = 1024  # bytes of shared memory that the system takes for each program
 
 
@@ -43,11 +45,16 @@ def blocks(
     padded = max(16, power_of_2(rows))
     # Few outputs: smaller blocks or longer steps, to use the whole memory bandwidth.
     few, short = outputs < 2048, gated or size <= 1024
+    many = outputs >= MANY and not gated
     if eight_bits and itemsize == 2:  # in parts, those of float32 spill registers
-        found = _tiles_of_8_bits(padded, few, short, gated)
+        if rows <= 4 and few and not short:
+            return Cut(power_of_2(rows), 4, 2048, 4, 0)
+        found = _tiles_of_8_bits(padded, few, short, gated, many)
+    elif many:
+        found = Cut(padded, 64, 128, 4, 5)
     elif padded == 16:
-        # Of 4 rows, steps with QKV in parts were not shorter.
-        small = Cut(padded, 16, 256, 4, 7, 4) if rows > 8 else Cut(padded, 32, 512, 4, 4)
+        # Of 4 rows, steps with QKV in parts were longer.
+        small = Cut(padded, 16, 256, 4, 7, 4) if rows >= 8 else Cut(padded, 32, 512, 4, 4)
         found = small if few else Cut(padded, 32, 256, 4, 6)
         if short:
             found = Cut(padded, 32, 128, 4, 5 if gated else 4)
@@ -60,8 +67,10 @@ def blocks(
     return found._replace(step=found.step * 2 // itemsize)
 
 
-def _tiles_of_8_bits(padded: int, few: bool, short: bool, gated: bool) -> Cut:
+def _tiles_of_8_bits(padded: int, few: bool, short: bool, gated: bool, many: bool) -> Cut:
     """They wait for instructions, and not for bytes; in parts, a warp has fewer."""
+    if many:
+        return Cut(padded, 32, 256, 4, 4) if padded == 16 else Cut(padded, 64, 128, 4, 6)
     if padded == 16:
         if few:
             return Cut(padded, 16, 512, 4, 5, 4)

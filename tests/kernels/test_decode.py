@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from ladder.kernels import PushTarget, SendJob, land, new_landing, project
+from ladder.kernels import PushTarget, SendJob, decode_shapes, land, new_landing, project
 from ladder.kernels.decode import MAX_ROWS
 from tests.kernels.products import WAYS, check_product, check_pushes, empty_slots, squares_of
 from tests.kernels.support import DTYPES, _poisoned_memory, assert_close, on  # noqa: F401  (fixtures)
@@ -58,7 +59,7 @@ LARGE = [
     ),
     *(on("cuda", m, *s) for m in (1, 33) for s in ((2560, 8192), (8192, 2048), (8192, 7168))),
     *(on("cuda", m, *s) for m in (2, 5, 16) for s in ((768, 2048), (2048, 512))),
-    *(on("cuda", m, 32064, 4096) for m in (1, 64)),
+    *(on("cuda", m, 32064, 4096) for m in (1, 5, 64)),
 ]
 
 
@@ -67,6 +68,13 @@ def test_products(device: str, m: int, n: int, k: int, dtype: torch.dtype) -> No
     """Each branch of the kernels: plain, gated, of a residual before its norm, with an addend."""
     for gated, normed, adds in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (0, 1, 1)):
         check_product(device, m, n, k, dtype, bool(gated), bool(normed), bool(adds))
+
+
+@pytest.mark.parametrize(("device", "m"), [on("interpreter", m) for m in (5, 40)])
+def test_a_product_of_many_outputs(device: str, m: int) -> None:
+    """Cut as a head's is, whose tiles have more rows."""
+    with mock.patch.object(decode_shapes, "MANY", 64):
+        check_product(device, m, 150, 300, torch.float32, False, True, False)
 
 
 @pytest.mark.parametrize(("device", "m", "n", "k"), LARGE)

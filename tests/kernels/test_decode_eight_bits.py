@@ -44,6 +44,7 @@ def squares_of(x: Tensor) -> Tensor:
                 (1, 18, 96, torch.bfloat16),
                 (2, 6, 1100, torch.float32),
                 (3, 33, 300, torch.bfloat16),
+                (4, 6, 1100, torch.bfloat16),
                 (17, 5, 1100, torch.float16),
             )
         ),
@@ -53,6 +54,8 @@ def squares_of(x: Tensor) -> Tensor:
             for n, k in ((71, 200), (4096, 3584))
         ),
         on("cuda", 3, 71, 200, torch.float16),
+        on("cuda", 4, 1536, 4096, torch.bfloat16),
+        *(on("cuda", m, 8456, 1024, torch.bfloat16) for m in (5, 64)),
     ],
 )
 def test_products(device: str, m: int, n: int, k: int, dtype: torch.dtype, kind: str) -> None:
