@@ -117,6 +117,14 @@ def test_the_demo_reports_every_plan_and_replaces_its_own_output(
     assert {path.name for path in out.iterdir()} == before | COLLECTIVES.keys()
 
 
+def test_a_training_that_was_told_to_stop_ends_the_demo(corpus: Path, tmp_path: Path) -> None:
+    with (
+        mock.patch.object(demo, "train", return_value=None),
+        pytest.raises(UserError, match=r"SIGTERM.*run it again"),
+    ):
+        tiny_demo(corpus.parent, tmp_path / "demo", ("standard", "ladder"))
+
+
 @pytest.mark.parametrize(
     "names",
     [
