@@ -8,7 +8,8 @@ import torch
 
 from ladder.costs import MULTIPROCESSORS
 
-MAX_VECTOR_ROWS = 2  # more rows are multiplied on tensor cores
+# More rows are multiplied on tensor cores; but of 3 and 4 rows, a weight in 8 bits of few outputs.
+MAX_VECTOR_ROWS = 2
 # Steps of a product on tensor cores whose weights are brought into L2 before its wait: 1 to 4 % of
 # a layer at 4, 16 and 64 rows (benchmarks/results/README.md).
 EARLY = 2
@@ -40,15 +41,14 @@ def blocks(
 
     Chosen by measurements of chains and whole steps on an H200 (benchmarks/results/README.md).
     """
-    if rows <= MAX_VECTOR_ROWS:
-        return _vectors(rows, outputs, size, gated, eight_bits)
-    padded = max(16, power_of_2(rows))
     # Few outputs: smaller blocks or longer steps, to use the whole memory bandwidth.
     few, short = outputs < 2048, gated or size <= 1024
     many = outputs >= MANY and not gated
-    if eight_bits and itemsize == 2:  # in parts, those of float32 spill registers
-        if rows <= 4 and few and not short:
-            return Cut(power_of_2(rows), 4, 2048, 4, 0)
+    narrow = eight_bits and itemsize == 2  # tiles of float32 in parts spill registers
+    if rows <= MAX_VECTOR_ROWS or (rows <= 4 and narrow and few and not short):
+        return _vectors(rows, outputs, size, gated, eight_bits)
+    padded = max(16, power_of_2(rows))
+    if narrow:
         found = _tiles_of_8_bits(padded, few, short, gated, many)
     elif many:
         found = Cut(padded, 64, 128, 4, 5)
@@ -85,7 +85,7 @@ def _tiles_of_8_bits(padded: int, few: bool, short: bool, gated: bool, many: boo
 def _vectors(rows: int, outputs: int, size: int, gated: bool, eight_bits: bool) -> Cut:
     padded = power_of_2(rows)
     if rows > 1:
-        return Cut(padded, 2, 2048, 4, 0)
+        return Cut(padded, padded, 2048, 4, 0)
     if eight_bits:
         if gated:
             return Cut(padded, 1, 1024, 4, 0)
