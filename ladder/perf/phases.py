@@ -192,21 +192,23 @@ def prefill(
 
     def bare() -> float:
         if tp == 1:
-            return max(times.total, _launched(graph, machine))
+            return max(times.total, _launched(graph, cost))
         plan = config.plan.as_no_comm()
         base = "push" if reducer == FUSED else reducer  # there is nothing to fuse
         way = prompt_way(plan, machine.gpu, tp, base, (batch, prompt), token)
         alone = lower_prefill(plan, way)
-        return max(_limited(alone, cost).total, _launched(alone, machine))
+        return max(_limited(alone, cost).total, _launched(alone, cost))
 
-    return _prediction(graph, times, bare, cost, machine, added, _launched(graph, machine))
+    return _prediction(graph, times, bare, cost, machine, added, _launched(graph, cost))
 
 
-def _launched(graph: Graph, machine: Machine) -> float:
-    """Microseconds that the host takes at least to launch a prompt's kernels one by one; 0 where
-    the machine's file does not say."""
-    known = machine.values.get("host_launch_us")
-    return sum(graph.launches.values()) * known.value if known else 0.0
+def _launched(graph: Graph, cost: PromptCost) -> float:
+    """Microseconds that the host takes at least to launch a prompt's kernels one by one; 0 for a
+    prompt in a CUDA graph, and where the machine's file does not say."""
+    known = cost.machine.values.get("host_launch_us")
+    if known is None or cost.mode == "captured":
+        return 0.0
+    return sum(graph.launches.values()) * known.value
 
 
 def _virtual(
