@@ -1,9 +1,9 @@
-"""Write ladder/perf/machines/*.json from the recorded results: `python benchmarks/machines.py`.
+"""Write ladder/perf/machines from the recorded results: `python benchmarks/machines.py`.
 
-The times of decode kernels are those that benchmarks/results/README.md lists; the rest is in the
-JSON lines, but for the memory of a GPU and DECLARED, which no record says and each of which says
-where it is from. What `ladder bench machine` measured (MEASURED) comes in their place: what is of
-one GPU for all machines, the rest for that of as many GPUs.
+The times of older decode kernels (older/h200.json) are those that benchmarks/results/README.md
+lists; the rest is in the JSON lines, but for the memory of a GPU and DECLARED, which no record says
+and each of which says where it is from. What `ladder bench machine` measured (MEASURED) comes in
+their place: what is of one GPU for all machines, the rest for that of as many GPUs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from ladder.config import model_config
 from ladder.costs import BF16
 from ladder.perf.calibration.options import family, family_of_value
 from ladder.perf.links import fit_link
-from ladder.perf.machine import BETWEEN_GPUS, Curve, Link, Machine, Value
+from ladder.perf.machine import BETWEEN_GPUS, OF_STEPS, Curve, Link, Machine, Value
 from ladder.perf.machine import DECLARED as DEFAULTS
-from ladder.perf.machine_files import FOLDER, read, write
-from ladder.perf.prediction.records import calibrated
+from ladder.perf.machine_files import FOLDER, OLDER, read, with_steps_of, write
+from ladder.perf.prediction.fitting import calibrated, fit_steps
+from ladder.perf.prediction.records import RANK
 
 RESULTS = Path(__file__).parent / "results"
 GPU = "NVIDIA H200"
@@ -44,7 +45,7 @@ FILES = (
     "2026-11-22-virtual-ranks-h200x2.jsonl",
 )
 COMM = {2: "2026-11-22-comm-h200x2.jsonl", 4: "2026-11-21-comm-h200x4.jsonl"}
-FITTED = ("step_stretch", "prompt_gap_us", "power_limit", "training_bytes")
+FITTED = ("prompt_gap_us", "power_limit", "training_bytes")
 CALIBRATION = (
     "2026-11-21-inference-h200x4.jsonl",
     "2026-11-21-figures-h200x4.jsonl",
@@ -53,6 +54,11 @@ CALIBRATION = (
     "2026-11-21-train-ahead-h200x4.jsonl",
     "2026-11-21-train-8b-again-h200x4.jsonl",
 )
+# Of newer decode kernels, on one GPU.
+STEPS = (
+    "2026-11-23-quarter-8b-h200.jsonl", "2026-11-23-heads-h200.jsonl",
+    "2026-11-23-eight-bits-h200.jsonl",
+)  # fmt: skip
 ATTENTION_RATE = (
     "declared: {} of FlashAttention-3 as published for an H100, causal, heads of 128: 400, 500, "
     "560, 600 TFLOP/s at 1k, 2k, 4k, 8k tokens; cuDNN in a trace of half-8b at 1k: 372"
@@ -234,8 +240,6 @@ def collectives(gpus: int) -> tuple[list[Curve], list[Link]]:
 # Files of `ladder bench machine` in results/, and the parts of each that are taken, by their names
 # for --only. Of a rate the median over many runs stays; a file has that of one.
 # What is not taken, and why:
-# - product, attention, landing: the steps of `none` that give `step_stretch` were recorded with
-#   older kernels, and must be recorded again with these curves' own.
 # - prompt-attention: of heads of 128 values, and half of the recorded models have heads of 64.
 # - matrix: prompts and training are predicted better with it, operators worse, whose chunks take
 #   the rate of a whole product of as few rows, with its waves of tiles.
@@ -248,7 +252,16 @@ def collectives(gpus: int) -> tuple[list[Curve], list[Link]]:
 #   includes. Products lose 3 % to copies where they are below the limit of power, and more where
 #   the copies' power is missing, as in the trace that COPIES is from.
 MEASURED: dict[str, tuple[str, ...]] = {
-    "2026-11-23-machine-h200x2.json": ("values", "all-reduce", "peer-copy", "exchange", "copy"),
+    "2026-11-23-machine-h200x2.json": (
+        "values",
+        "all-reduce",
+        "peer-copy",
+        "exchange",
+        "copy",
+        "product",
+        "attention",
+        "landing",
+    ),
 }
 # Of the parts that are taken, what is left out, and why.
 LEFT_OUT = {
@@ -302,29 +315,57 @@ def with_measured(machine: Machine, files: Sequence[tuple[str, Machine]]) -> Mac
     return replace(machine, values=values, curves=tuple(curves), links=found)
 
 
-def machine(gpus: int) -> Machine:
+def former(gpus: int) -> Machine:
+    """With older decode kernels, nothing of which was fitted; and so without what is of newer ones
+    alone."""
     more, links = collectives(gpus) if gpus > 1 else ([], [])
     declared = DECLARED
     if gpus > 1:
         more.append(PEERS)
         declared = DECLARED | TOGETHER | PUSHES | TURNS | {"product_beside_copies": COPIES[gpus]}
-    name, curves = f"h200x{gpus}", (*kernels(), *more)
-    found = Machine(name, GPU, gpus, values(gpus) | declared, curves, tuple(links))
+    name = f"h200x{gpus}"
+    found = Machine(name, GPU, gpus, values(gpus) | declared, tuple(more), tuple(links))
     found = with_measured(found, measured())
-    if gpus == 4:
-        return calibrated(found, *(RESULTS / file for file in CALIBRATION))
-    fitted = {key: each for key, each in four().values.items() if key in FITTED}
-    found = replace(found, curves=(*found.curves, *four().family("more rows")))
-    return replace(found, values={**found.values, **fitted})  # of one GPU, and so of all
+    others = [each for each in found.curves if each.name not in OF_STEPS]
+    return replace(found, curves=(*kernels(), *others))
 
 
 @functools.cache
 def four() -> Machine:
-    return machine(4)
+    """Four GPUs, with older decode kernels, and all that is fitted to steps by these."""
+    return calibrated(former(4), *(RESULTS / file for file in CALIBRATION))
+
+
+@functools.cache
+def newer() -> Machine:
+    """One GPU, with newer decode kernels as measured, and what is fitted to steps by these."""
+    curves = with_measured(replace(former(1), curves=()), measured()).curves
+    values = {**former(1).values, **{key: four().values[key] for key in FITTED}}
+    return fit_steps(
+        replace(former(1), values=values, curves=curves),
+        [RESULTS / file for file in STEPS],
+        RANK[0],
+        older=False,
+    )
+
+
+def machine(gpus: int) -> Machine:
+    fitted = {key: four().values[key] for key in FITTED}
+    found = former(gpus)
+    return with_steps_of(replace(found, values={**found.values, **fitted}), newer())
+
+
+def older() -> Machine:
+    """The older decode kernels, and what is fitted to them."""
+    values = {"step_stretch": four().values["step_stretch"]}
+    curves = tuple(each for each in four().curves if each.name in OF_STEPS)
+    return Machine("older kernels of h200", GPU, 1, values, curves, ())
 
 
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
+    OLDER.mkdir(parents=True, exist_ok=True)
     for gpus in (1, 2, 4):
         write(machine(gpus), FOLDER / f"h200x{gpus}.json")
         print(FOLDER / f"h200x{gpus}.json")
+    write(older(), OLDER / "h200.json")
+    print(OLDER / "h200.json")

@@ -17,17 +17,17 @@ from ladder.perf.prediction.records import MEASURED, scores
 
 MACHINE = "h200x4"  # and those of fewer of its GPUs
 RESULTS = Path(__file__).parent / "results"
-# Of this code, on machines with shipped files; not those of settings that are no longer built.
+# On machines with shipped files; not those of settings that are no longer built.
 NAMES = (
     "inference", "figures", "frame-after", "frame-after-2b", "p2p-off", "quality-latency", "table1",
     "half-8b", "accumulate", "rare-reduces-half-8b", "train-ahead", "train-8b-again", "train",
-    "train-compiled",
+    "train-compiled", "quarter-8b", "heads",
 )  # fmt: skip
 OLDER = ("2026-11-21-train-h200x4.jsonl",)
 
 
 def files() -> list[Path]:
-    found = [path for name in NAMES for path in RESULTS.glob(f"2026-11-2[12]-{name}-h200x*.jsonl")]
+    found = [path for name in NAMES for path in RESULTS.glob(f"2026-11-2[123]-{name}-h200*.jsonl")]
     return sorted(path for path in found if path.name not in OLDER)
 
 

@@ -1,23 +1,21 @@
 """What the operations of a decode step cost on a machine, from its curves.
 
 Products, attention, landings and all-reduces take what the machine's file says. All but the last
-take more in a step than in a chain of their own: `step_stretch` times as long, fitted to one
-recorded step of a model without communication (`calibrate`), and `more rows` to the same of more
-sequences. A kernel that only moves a few rows (the embedding, the choice of the token, and a
-landing of which the file has no curve) takes `launch_us` and its rows' bytes. What rides on a
-product takes its bytes, and on a product of tiles also waits for room (`late`). A product that
-pushes ends when all ranks have its result: it takes what an all-reduce by push takes beyond
-`push_kernel_us`, and, if the plan blocks there, waits for the slowest rank (`_waits`). With NCCL
-every change of stream takes another `launch_us`, or what was measured (`_turn`), and products slow
-collectives as in prompts.
+take another time in a step than in a chain of their own: `step_stretch` times as long, fitted to
+one recorded step of a model without communication, `more rows` to the same of more sequences, and
+`converted` of weights in 8 bits (`ladder.perf.prediction.fitting`). A kernel that only moves a few
+rows (the embedding, the choice of the token, and a landing of which the file has no curve) takes
+`launch_us` and its rows' bytes. What rides on a product takes its bytes, and on a product of tiles
+also waits for room (`late`). A product that pushes ends when all ranks have its result: it takes
+what an all-reduce by push takes beyond `push_kernel_us`, and, if the plan blocks there, waits for
+the slowest rank (`_waits`). With NCCL every change of stream takes another `launch_us`, or what was
+measured (`_turn`), and products slow collectives as in prompts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import NormalDist
 
@@ -35,13 +33,10 @@ from ladder.perf.machine import (
     HEAD_DIM,
     HIDDEN,
     Basis,
-    Curve,
     Estimate,
     Machine,
-    Value,
     worst,
 )
-from ladder.perf.simulate import simulate
 from ladder.perf.slowdowns import Slowdowns, resource
 
 WAY = {"push": "push", "async": "nccl"}
@@ -66,8 +61,8 @@ def check_context(config: ModelConfig, tokens: int) -> None:
 class DecodeCost:
     """Microseconds of each operation of a step of `batch` sequences after `context` tokens.
 
-    weights: as stored, see `ladder.costs`; kernels read the bytes as they are, and what converting
-    them costs is not known.
+    weights: as stored, see `ladder.costs`. Kernels read the bytes as they are; converting those in
+    8 bits takes what was fitted to steps in e4m3, if any was.
     """
 
     def __init__(
@@ -261,8 +256,9 @@ class DecodeCost:
         if part not in self._alone:
             product = operation.kind == "product"
             found = self._product(self.weights[part]) if product else self._attention()
-            basis = "extrapolated" if product and self.stored != "bf16" else found.basis
-            self._alone[part] = Estimate(self.stretch * found.us, basis)
+            if product and self.stored != "bf16":
+                found = Estimate(self._converting() * found.us, "extrapolated")
+            self._alone[part] = Estimate(self.stretch * found.us, found.basis)
         return self._alone[part]
 
     def _attention(self) -> Estimate:
@@ -299,6 +295,11 @@ class DecodeCost:
             return Estimate(max(0.0, more.us + off), more.basis)
         more_us = max(0.0, more_rows(self.machine, self.batch) + off)
         return Estimate(found.us + more_us, "extrapolated")
+
+    def _converting(self) -> float:
+        """How many times as long a product takes whose weights are converted; 1 if unknown."""
+        family = self.machine.family("converted")
+        return _between(family[0].points, self.batch) if family else 1.0
 
     def _sent(self) -> Estimate:
         """A push that is no kernel of its own: another kernel reads, sums and lands."""
@@ -347,41 +348,3 @@ def rows_measured(machine: Machine) -> bool:
     return any(
         each.where["rows"] != 1 and len(each.points) > 1 for each in machine.family("product")
     )
-
-
-Recorded = tuple[int, int, float]  # batch, context, microseconds
-
-
-def calibrate(
-    config: ModelConfig, machine: Machine, tp: int, reducer: str, steps: Sequence[Recorded]
-) -> tuple[float, list[tuple[float, float]]]:
-    """The `step_stretch` that explains the step of the least batch, and with it the points of `more
-    rows` that explain the others."""
-    (batch, context, us), *others = sorted(steps)
-    times = partial(_us, config, machine, tp, reducer)
-    stretch = _solve(us, lambda value: times(batch, context, value, None))
-    points = []
-    for rows, context, us in others:
-        begin = more_rows(machine, rows)
-        points.append((float(rows), _solve(us, partial(times, rows, context, stretch), begin)))
-    return stretch, points
-
-
-def _us(
-    config: ModelConfig, machine: Machine, tp: int, reducer: str, batch: int, context: int,
-    stretch: float, more: float | None,
-) -> float:  # fmt: skip
-    curves = machine.curves
-    if more is not None:
-        curves = tuple(each for each in curves if each.name != "more rows")
-        curves += (Curve("more rows", {}, ((float(batch), more),), "fitted: tried"),)
-    values = {**machine.values, "step_stretch": Value(stretch, "fitted: tried")}
-    machine = replace(machine, values=values, curves=curves)
-    cost = DecodeCost(config, machine, tp, reducer, batch, context)
-    return simulate(cost.lowered(config.plan), cost).total
-
-
-def _solve(us: float, time: Callable[[float], float], begin: float = 1.0) -> float:
-    """Where `time`, which is linear without a collective that something hides, is `us`."""
-    one, two = time(begin), time(begin + 1)
-    return begin + (us - one) / (two - one)

@@ -6,7 +6,7 @@
                  "points": [[8192, 15.04], ...], "provenance": "..."}],
      "links": [{"tier": "NVLink", "alpha_us": 14.0, "beta_gb_s": 310.0, "provenance": "..."}]}
 
-A curve has microseconds over one quantity (those of SPEEDS a share). Curves of one name are a
+A curve has microseconds over one quantity (those of RATIOS are ratios). Curves of one name are a
 family: `where` tells them apart. What a file lacks has not been measured: `missing` names it, and
 asking for it is an error.
 """
@@ -77,6 +77,7 @@ CURVES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "peer copy": ("bytes", (), "a copy to another GPU's memory, by a copy engine"),
     "product": ("bytes", ("rows",), "a product of few rows in a chain, by bytes of its weight"),
     "more rows": ("rows", (), "what a product of more rows than one takes besides; fitted"),
+    "converted": ("rows", (), "the time of a product of weights in 8 bits, of that in 16; fitted"),
     "matrix": ("rows", ("outputs", "inputs"), "a product of many rows"),
     "attention": ("heads", ("keys",), "attention of a decode step, by KV heads of all sequences"),
     "landing": ("rows", ("hidden",), "a landing of own partials as a kernel of its own"),
@@ -90,10 +91,13 @@ CURVES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "nccl hidden": ("bytes", (), "what one adds to a step that waits for it a sublayer later"),
 }
 HEAD_DIM = 128  # of the curves of attention
+FITTED_CURVES = ("more rows", "converted")
+OF_STEPS = ("product", "attention", "landing", *FITTED_CURVES)  # the kernels of decode steps
 AWAITED, HIDDEN = TURNS = ("nccl awaited", "nccl hidden")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter")
 SPEEDS = ("decode beside nccl", "nccl beside decode")  # of the speed alone, in place of times
 EXCHANGES = ("direct", "copy-kernels")  # transports of ladder.comm.transports
+RATIOS = (*SPEEDS, "converted")
 BETWEEN_GPUS = ("peer copy", "exchange", *COLLECTIVES, *SPEEDS, *TURNS)
 ALGORITHMS = ("nccl", "gloo", "push", "two-shot", "torch one-shot", "torch two-shot")
 
@@ -235,7 +239,7 @@ class Machine:
         known = {*self.values, *DECLARED}
         names = [f"{name}: {text}" for name, text in VALUES.items() if name not in known]
         for name, (_, _, text) in CURVES.items():
-            optional = name == "more rows" or (self.gpus == 1 and name in BETWEEN_GPUS)
+            optional = name in FITTED_CURVES or (self.gpus == 1 and name in BETWEEN_GPUS)
             if not self.family(name) and not optional:
                 names.append(f"{name}: {text}")
         return names + (["links: latency and rate"] if self.gpus > 1 and not self.links else [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ladder.perf.machine import (
     ALGORITHMS,
     CURVES,
     EXCHANGES,
+    OF_STEPS,
     VALUES,
     VERSION,
     Curve,
@@ -25,6 +27,7 @@ from ladder.perf.machine import (
 
 NAMED = {"algorithm": ALGORITHMS, "transport": EXCHANGES}  # keys of `where` that have names
 FOLDER = Path(__file__).parent / "machines"
+OLDER = FOLDER / "older"  # kernels of decode steps as they were, by GPU
 
 
 def write(machine: Machine, path: Path) -> None:
@@ -51,6 +54,20 @@ def load(name: str) -> Machine:
             f"`ladder bench machine`"
         )
     return read(Path(name))
+
+
+def older_kernels(gpu: str) -> Machine | None:
+    """The kernels of decode steps as they were before they changed, if they are kept for a GPU."""
+    kept = [each for each in map(read, sorted(OLDER.glob("*.json"))) if each.gpu == gpu]
+    return kept[0] if kept else None
+
+
+def with_steps_of(machine: Machine, other: Machine) -> Machine:
+    """The machine with the kernels of decode steps, and what is fitted to these, of another one."""
+    curves = [each for each in machine.curves if each.name not in OF_STEPS]
+    curves += [each for each in other.curves if each.name in OF_STEPS]
+    values = {**machine.values, "step_stretch": other.values["step_stretch"]}
+    return replace(machine, values=values, curves=tuple(curves))
 
 
 def read(path: Path) -> Machine:

@@ -25,7 +25,7 @@ from ladder.perf.machine import (
     Value,
     with_links_of,
 )
-from ladder.perf.machine_files import FOLDER, read, shipped
+from ladder.perf.machine_files import FOLDER, older_kernels, read, shipped, with_steps_of
 from ladder.perf.machine_files import load as load_measured
 
 DECLARED = FOLDER / "declared"
@@ -148,6 +148,14 @@ def load(name: str) -> Machine:
         values = {**base.values, "memory_gib": found.values["memory_gib"]}
         return replace(found, values=values, curves=base.curves)
     return _with_its_memory(base, found)
+
+
+def with_older_kernels(machine: Machine) -> Machine | None:
+    """A machine that `load` knows by its name, with the decode kernels that it had before they
+    changed; None for another one, and where none are kept."""
+    kept = older_kernels(machine.gpu)
+    known = machine.name in (*shipped(), *names()) and load(machine.name) == machine
+    return with_steps_of(machine, kept) if kept is not None and known else None
 
 
 def _rings(machine: Machine) -> list[Curve]:

@@ -147,7 +147,7 @@ def test_an_h100_is_an_h200_with_less_memory_and_slower() -> None:
         slower = 1e-6 / 2.96 - 1e-6 / other.value("copy_tb_s")
         for name, where, moved in (
             ("product", {"rows": 1}, 1), ("copy", {}, 2),
-            ("attention", {"keys": 1100}, 2 * 2 * 128 * 1100),
+            ("attention", {"keys": 1024}, 2 * 2 * 128 * 1024),
         ):  # fmt: skip
             for (x, us), (at, faster) in zip(
                 one.curve(name, **where).points, other.curve(name, **where).points, strict=True

@@ -12,11 +12,12 @@ import pytest
 from ladder.bench.inference.points import InferencePoint
 from ladder.cli import main
 from ladder.models.errors import UserError
-from ladder.perf.machine import Curve
+from ladder.perf.machine import Curve, Value
 from ladder.perf.machine_files import load
 from ladder.perf.prediction.command import kind_of
+from ladder.perf.prediction.fitting import calibrated
 from ladder.perf.prediction.ranking import rankings
-from ladder.perf.prediction.records import Score, calibrated, scores, summary
+from ladder.perf.prediction.records import Score, scores, summary
 from tests import ROOT
 
 RESULTS = ROOT / "benchmarks/results"
@@ -35,6 +36,10 @@ FILES = [
         "2026-11-22-train-h200x2",
         "2026-11-22-train-compiled-h200x2",
     )
+]
+# Of newer decode kernels.
+NEWER = [
+    RESULTS / f"2026-11-23-{name}-h200.jsonl" for name in ("quarter-8b", "heads", "eight-bits")
 ]
 # Of what was held out: the largest mean error, 90th percentile and single error (%), the largest
 # mean error of a ladder's speedup over standard in points, the largest regret (%), and the least of
@@ -60,6 +65,24 @@ def test_errors_on_records_do_not_grow(phase: str) -> None:
     assert all(a <= b for a, b in zip(reached, most, strict=True)), reached
     assert order >= least, order
     assert time.process_time() - start < 6  # on a busy machine
+
+
+def test_steps_by_newer_kernels_are_predicted_as_such() -> None:
+    """And those that were recorded before as they were then. Weights in fp8 as stored cost what was
+    fitted to the same of the model without communication."""
+    for files, weights, most in ((NEWER[:2], "bf16", 1.5), (NEWER[2:], "fp8", 1.1)):
+        found = [
+            each for each in scores(files, load("h200x4"), "decode")
+            if each.point.weights == weights and not each.calibrated
+            and (weights == "bf16" or each.point.plan == "standard")
+        ]  # fmt: skip
+        off = [100 * abs(each.error) for each in found]
+        assert len(off) >= 3
+        assert sum(off) / len(off) < most
+        assert {each.older for each in found} == ({True, False} if weights == "bf16" else {False})
+    machine = load("h200x4")
+    changed = replace(machine, values={**machine.values, "launch_us": Value(1.1, "measured")})
+    assert not any(each.older for each in scores(NEWER, changed, "decode"))  # one's own machine
 
 
 def point(plan: str, batch: int = 1) -> InferencePoint:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ladder.parallel.dispatch import size_text
-from ladder.perf.machine import CURVES, DECLARED, SPEEDS, Curve, Machine
+from ladder.perf.machine import CURVES, DECLARED, RATIOS, Curve, Machine
 from ladder.plans import aligned
 
 
@@ -25,6 +25,6 @@ def table(machine: Machine) -> str:
 
 
 def _point(curve: Curve, x: float, y: float) -> str:
-    unit = "" if curve.name in SPEEDS else " us"
+    unit = "" if curve.name in RATIOS else " us"
     quantity = CURVES[curve.name][0]
     return f"{size_text(int(x)) if quantity == 'bytes' else f'{x:g} {quantity}'}: {y:g}{unit}"

@@ -91,7 +91,7 @@ def machines(names: Sequence[str], records: Sequence[Path] = ()) -> dict[int, Ma
     """
     first, *more = (load(name) for name in names)
     if records:
-        from ladder.perf.prediction.records import calibrated  # slow to import
+        from ladder.perf.prediction.fitting import calibrated  # slow to import
 
         first = calibrated(first, *records)
     for name, each in zip(names[1:], more, strict=True):

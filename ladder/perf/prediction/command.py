@@ -13,8 +13,9 @@ from typing import Any
 from ladder.models.errors import UserError
 from ladder.perf.machine import Machine
 from ladder.perf.nodes import load
+from ladder.perf.prediction.fitting import calibrated
 from ladder.perf.prediction.ranking import NOTE, rankings, table
-from ladder.perf.prediction.records import MEASURED, Run, Score, calibrated, scores, summary
+from ladder.perf.prediction.records import MEASURED, Run, Score, scores, summary
 from ladder.perf.prediction.repeats import repeats
 from ladder.plans import aligned
 
@@ -86,7 +87,7 @@ def report(phase: str, found: Sequence[Score]) -> list[str]:
         point = each.point
         gpus, way = where(each)
         error = "calibrated" if each.calibrated else f"{100 * each.error:+.1f} %"
-        rows.append([point.model, str(gpus), str(point.batch), plan_of(each), way,
+        rows.append([named(point), str(gpus), str(point.batch), plan_of(each), way,
                      f"{each.measured:.3f}", f"{each.predicted:.3f}", error])  # fmt: skip
     lines = [f"{phase}\n", aligned(rows), ""]
     for title, key in (("model", model_of), ("plan", lambda each: (plan_of(each),))):
@@ -107,6 +108,12 @@ def report(phase: str, found: Sequence[Score]) -> list[str]:
     return [*lines, ""]
 
 
+def named(point: Any) -> str:
+    """The model, and how its weights are stored if not as usual."""
+    stored = getattr(point, "weights", "bf16")
+    return point.model if stored == "bf16" else f"{point.model} {stored}"
+
+
 def plan_of(each: Score) -> str:
     return f"{each.point.plan} no_comm" if each.point.no_comm else each.point.plan
 
@@ -118,7 +125,7 @@ def where(each: Score) -> tuple[int, str]:
 
 
 def model_of(each: Score) -> tuple[str, ...]:
-    return each.point.model, where(each)[1]
+    return named(each.point), where(each)[1]
 
 
 def kind_of(each: Score) -> tuple[str]:

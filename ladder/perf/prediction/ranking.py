@@ -44,6 +44,7 @@ def rankings(found: Iterable[Score]) -> list[Ranking]:
         fields = asdict(each.point)
         if not fields["no_comm"] and fields["plan"] != "none":
             case = tuple((key, value) for key, value in fields.items() if key not in CHOSEN)
+            case += (("older kernels", each.older),)
             groups.setdefault(case, []).append(each)
     return [_ranking(case, some) for case, some in groups.items() if len(some) > 1]
 
@@ -60,6 +61,10 @@ def _ranking(case: Sequence[tuple[str, object]], some: Sequence[Score]) -> Ranki
     where = ", ".join(
         f"{key} {said[key]}" for key in ("tp", "gpus", "batch", "prompt") if key in said
     )
+    if said.get("weights", "bf16") != "bf16":
+        where += f", {said['weights']} weights"
+    if said["older kernels"]:
+        where += ", older kernels"
     return Ranking(
         f"{said['model']}, {where}", len(some), len(apart), right, _choice(best),
         best.measured / least - 1, tuple(_speedups(some)),

@@ -1,4 +1,4 @@
-"""Recorded inference and training: what a prediction is calibrated from, and scored against."""
+"""Recorded inference and training: what predictions are scored against."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,17 @@ from ladder.bench.training.points import TrainingPoint, is_virtual, parse_layout
 from ladder.kernels.decode import MAX_ROWS
 from ladder.models.errors import UserError
 from ladder.perf import phases
-from ladder.perf.cost import WAY, calibrate
+from ladder.perf.cost import WAY
 from ladder.perf.graph import FUSED
-from ladder.perf.machine import Curve, Machine, Value
-from ladder.perf.nodes import relatives, without_peers
+from ladder.perf.machine import Machine
+from ladder.perf.nodes import relatives, with_older_kernels, without_peers
 
 CALIBRATED = ("llama-3-8b", "none")  # on all GPUs: what fitted values may come from
+RANK = ("quarter-8b", 1)  # on so many GPUs: what a rank of it computes at TP 4
+# Steps recorded before that day, and of these commits, are of older kernels.
+NEWER_KERNELS, OLDER_COMMITS = "2026-11-23", ("239831f",)
 MEASURED = {"decode": "decode_ms", "prefill": "prefill_ms", "train": "step_ms"}
 TP_DEGREE = 4  # T of recorded training steps of plans that depend on it, the default of bench train
-# Below these, curves and records are not of one machine. A step may take a little less than curves.
-LEAST = {"step_stretch": 0.8, "prompt_gap_us": -2.0}
-LONG = 16 * 1024  # tokens of prompts that show the power limit
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,15 @@ class Run(TrainingPoint):
 @dataclass(frozen=True)
 class Score:
     """A recorded pass and its prediction, in milliseconds. Of a point's records the median counts,
-    and of training steps the least: some machines' hosts were slow, and no GPU too fast."""
+    and of training steps the least: some machines' hosts were slow, and no GPU too fast. older: by
+    older kernels."""
 
     phase: str
     point: Any
     measured: float
     predicted: float
     calibrated: bool
+    older: bool = False
 
     @property
     def error(self) -> float:
@@ -66,27 +68,30 @@ class Score:
 
 
 def inference_times(
-    files: Iterable[Path], machine: Machine, phase: str, left_out: Counter[str] | None = None
-) -> dict[InferencePoint, float]:
+    files: Iterable[Path], machine: Machine, phase: str, left_out: Counter[str] | None = None,
+    older: bool | None = None,
+) -> dict[InferencePoint, float]:  # fmt: skip
     """Milliseconds of each point that was recorded on this machine's GPUs and that is predicted;
-    medians over its records."""
+    medians over its records. older: of older kernels alone, or of newer ones; None: of all."""
     found: dict[InferencePoint, list[float]] = {}
-    for point, _, ms in inference_runs(files, machine, phase, left_out):
+    for point, _, ms in inference_runs(files, machine, phase, left_out, older):
         found.setdefault(point, []).append(ms)
     return {point: statistics.median(times) for point, times in found.items()}
 
 
 def inference_runs(
-    files: Iterable[Path], machine: Machine, phase: str, left_out: Counter[str] | None = None
-) -> Iterator[tuple[InferencePoint, str, float]]:
+    files: Iterable[Path], machine: Machine, phase: str, left_out: Counter[str] | None = None,
+    older: bool | None = None,
+) -> Iterator[tuple[InferencePoint, str, float]]:  # fmt: skip
     """Each record of a point that is predicted: the point, what tells the run of the benchmark from
-    others (commit and command), and milliseconds. left_out: gets how many are not, by why."""
+    others (commit and command), and milliseconds. left_out: gets how many are not, by why. older:
+    as of `inference_times`."""
     left_out = Counter() if left_out is None else left_out
     names = {each.name for each in fields(InferencePoint)}
     degrees = known_degrees(machine)
     for record in records(files):
         data, about = record.get("point", {}), record.get("machine", {})
-        if "new_tokens" not in data:
+        if "new_tokens" not in data or older not in (None, of_older_kernels(about)):
             continue
         if _elsewhere(record, machine, left_out):
             continue
@@ -100,6 +105,12 @@ def inference_runs(
             left_out[reason] += 1
         else:
             yield point, f"{about.get('commit')} {about.get('command')}", ms
+
+
+def of_older_kernels(about: Mapping[str, Any]) -> bool:
+    """Whether a record of this machine is of decode kernels before NEWER_KERNELS."""
+    date, commit = str(about.get("date", NEWER_KERNELS)), str(about.get("commit"))
+    return date < NEWER_KERNELS or commit in OLDER_COMMITS
 
 
 def _elsewhere(record: Mapping[str, Any], machine: Machine, left_out: Counter[str]) -> bool:
@@ -189,98 +200,15 @@ def context_of(point: InferencePoint) -> int:
 
 def is_calibration(point: InferencePoint, machine: Machine) -> bool:
     """Whether a fitted value comes from it, or could."""
-    this = (point.model, point.plan) == CALIBRATED and point.tp == machine.gpus
-    return this and not point.no_comm and point.weights == "bf16"
+    where = {(CALIBRATED[0], machine.gpus), RANK}
+    this = point.plan == CALIBRATED[1] and (point.model, point.tp) in where
+    return this and not point.no_comm and point.weights in ("bf16", "fp8")
 
 
 def is_training_calibration(run: Run, machine: Machine) -> bool:
     """The step of `none` is recorded as that of standard without its reduces."""
     this = (run.model, run.plan, run.no_comm) == (CALIBRATED[0], "standard", True)
     return this and parse_layout(run.layout).tp == run.gpus == machine.gpus
-
-
-def calibrated(machine: Machine, *files: Path) -> Machine:
-    """The machine with its fitted values from the records of CALIBRATED, and from no other.
-
-    `step_stretch` from the decode step of one sequence, `more rows` from those of more,
-    `prompt_gap_us` from the prefill of one, `power_limit` from the longest prefill, if it is long
-    enough to show it, and `training_bytes` from a training step, if there is one.
-    """
-    said = ", ".join(file.name for file in files)
-    steps = calibrations(files, machine, "decode")
-    prompts = calibrations(files, machine, "prefill")
-    if not any(each.batch == 1 for each in steps):
-        model, plan = CALIBRATED
-        raise UserError(
-            f"--calibrate={said} has no decode step of {model}, plan {plan}, batch 1, at TP "
-            f"{machine.gpus} on {machine.gpu}; measure it: ladder bench inference --model {model} "
-            f"--plans {plan} --nproc {machine.gpus}"
-        )
-    point = min(steps, key=lambda each: each.batch)
-    taken = [(each.batch, context_of(each), 1e3 * ms) for each, ms in steps.items()]
-    stretch, more = calibrate(resolve(point), machine, point.tp, point.reducer, taken)
-    machine = _fitted(machine, "step_stretch", stretch, point, steps[point], said)
-    if more:
-        points = tuple((rows, max(1e-3, round(us, 3))) for rows, us in more)
-        about = f"fitted: the same of more sequences; {said}"
-        curves = tuple(each for each in machine.curves if each.name != "more rows")
-        machine = replace(machine, curves=(*curves, Curve("more rows", {}, points, about)))
-    by_length = sorted(prompts.items(), key=lambda each: each[0].batch * each[0].prompt)
-    for _ in range(2 if by_length else 0):  # each has a little of the other
-        short, long = by_length[0], by_length[-1]
-        machine = _fit(machine, "prompt_gap_us", "prefill", *short, (3.0, 6.0), said)
-        if long[0].batch * long[0].prompt > LONG:
-            machine = _fit(machine, "power_limit", "prefill", *long, (0.6, 0.65), said)
-    for run, ms in training_times(files, machine).items():
-        if is_training_calibration(run, machine):
-            machine = _fit(machine, "training_bytes", "train", run, ms, (20.0, 40.0), said)
-    return machine
-
-
-def calibrations(
-    files: Iterable[Path], machine: Machine, phase: str
-) -> dict[InferencePoint, float]:
-    """What was recorded of CALIBRATED, once for each batch."""
-    found: dict[tuple[int, int], tuple[InferencePoint, list[float]]] = {}
-    for point, ms in inference_times(files, machine, phase).items():
-        if is_calibration(point, machine):
-            found.setdefault((point.batch, point.prompt), (point, []))[1].append(ms)
-    return {point: statistics.median(times) for point, times in found.values()}
-
-
-def _fit(
-    machine: Machine, name: str, phase: str, point: Any, ms: float, begin: tuple[float, float],
-    said: str,
-) -> Machine:  # fmt: skip
-    """With the value that explains a pass, from two guesses by secants."""
-
-    def off(value: float) -> float:
-        tried = replace(machine, values={**machine.values, name: Value(value, "fitted: tried")})
-        return predicted(phase, point, tried) - ms
-
-    one, two = begin
-    low, high = off(one), off(two)
-    for _ in range(4):
-        if abs(high) < 1e-5 * ms or low == high:
-            break
-        one, two, low = two, two - high * (two - one) / (high - low), high
-        if two <= 0.0:  # the curves alone take as long, or longer
-            break
-        high = off(two)
-    return _fitted(machine, name, two, point, ms, said)
-
-
-def _fitted(
-    machine: Machine, name: str, value: float, point: object, ms: float, said: str
-) -> Machine:
-    if value < LEAST.get(name, 0.0):
-        raise UserError(
-            f"--calibrate={said}: {point} takes {ms:.3f} ms, less than the machine's "
-            f"curves say; measure both again on one machine"
-        )
-    value = max(value, 1e-4)  # a file has positive numbers alone
-    text = f"fitted: {point} takes {ms:.3f} ms; {said}"
-    return replace(machine, values={**machine.values, name: Value(round(value, 4), text)})
 
 
 def predicted(phase: str, point: Any, machine: Machine) -> float:
@@ -303,26 +231,30 @@ def predicted(phase: str, point: Any, machine: Machine) -> float:
 def scores(
     files: Iterable[Path], machine: Machine, phase: str, left_out: Counter[str] | None = None
 ) -> list[Score]:
-    """All recorded passes of a phase with their predictions. left_out: gets how many records there
-    are besides, by why they have none."""
+    """All recorded passes of a phase with their predictions. Of a shipped machine, decode steps by
+    older kernels are predicted as such. left_out: gets how many records there are besides, by why
+    they have none."""
     left_out = Counter() if left_out is None else left_out
-    times: dict[Any, float] = {}
-    if phase == "train":
-        times |= training_times(files, machine, left_out)
-    else:
-        times |= inference_times(files, machine, phase, left_out)
+    former = with_older_kernels(machine) if phase == "decode" else None
     found = []
-    for point, ms in times.items():
-        if isinstance(point, Run):
-            seen = is_training_calibration(point, machine)
+    for older in (None,) if former is None else (False, True):
+        tried = former if older and former is not None else machine
+        times: dict[Any, float] = {}
+        if phase == "train":
+            times |= training_times(files, tried, left_out)
         else:
-            seen = is_calibration(point, machine)
-        try:
-            us = predicted(phase, point, machine)
-        except UserError as error:  # a checkpoint that is not here, a curve that is not in the file
-            left_out[f"({error})"] += 1
-            continue
-        found.append(Score(phase, point, ms, us, seen))
+            times |= inference_times(files, tried, phase, left_out, older)
+        for point, ms in times.items():
+            if isinstance(point, Run):
+                seen = is_training_calibration(point, tried)
+            else:
+                seen = is_calibration(point, tried)
+            try:
+                us = predicted(phase, point, tried)
+            except UserError as error:  # a checkpoint that is not here, a curve not in the file
+                left_out[f"({error})"] += 1
+                continue
+            found.append(Score(phase, point, ms, us, seen, bool(older)))
     return found
 
 
