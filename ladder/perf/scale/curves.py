@@ -297,8 +297,8 @@ def decoding() -> Result:
         None, "Decoding one sequence with NCCL: ladder over standard, predicted", (),
         Dots(tuple(rows), "standard's time over ladder's"),
         (
-            "Nobody has measured these. ms: a step of standard, its kernels as measured on four "
-            "H200. On four, 8B, standard with NCCL took 1.42 to 1.50 times as long as the ladder.",
+            "Nobody has measured these. ms: a step of standard, its kernels as measured on H200s. "
+            "On four, 8B, standard with NCCL took 1.42 to 1.50 times as long as the ladder.",
         ),
     )  # fmt: skip
 
