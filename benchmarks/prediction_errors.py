@@ -32,20 +32,20 @@ def files() -> list[Path]:
 
 
 def entries() -> list[dict[str, Any]]:
-    found: dict[tuple[str, int, str, str, str], list[list[float]]] = {}
+    found: dict[tuple[str, int, str, str, str, bool], list[list[float]]] = {}
     machine = load(MACHINE)
     for phase in MEASURED:
         for each in scores(files(), machine, phase):
             if not each.calibrated:
                 gpus, way = where(each)
                 reducer = "" if phase == "train" else way
-                key = machine.gpu, gpus, phase, reducer, each.point.model
+                key = machine.gpu, gpus, phase, reducer, each.point.model, each.older
                 ratio = each.measured / each.predicted
                 found.setdefault(key, []).append([round(1e3 * each.predicted, 1), round(ratio, 3)])
     return [
         {"gpu": gpu, "gpus": gpus, "phase": phase, "reducer": reducer, "model": model,
-         "points": sorted(points)}
-        for (gpu, gpus, phase, reducer, model), points in sorted(found.items())
+         "points": sorted(points)} | ({"older": True} if older else {})
+        for (gpu, gpus, phase, reducer, model, older), points in sorted(found.items())
     ]  # fmt: skip
 
 

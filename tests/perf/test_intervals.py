@@ -30,8 +30,12 @@ def test_a_prediction_is_within_its_interval() -> None:
 
 
 def test_intervals_say_when_nothing_like_it_was_recorded() -> None:
-    near = intervals.interval("decode", "NVIDIA H200", 4, "push", "llama-3-8b", 1500.0)
+    near = intervals.interval("prefill", "NVIDIA H200", 4, "push", "llama-3-8b", 1e4)
     assert not near.far
+    older = intervals.interval("decode", "NVIDIA H200", 4, "push", "llama-3-8b", 1500.0)
+    assert older.far
+    assert "(decode, push, 4 x NVIDIA H200, older kernels)" in older.source
+    assert not intervals.interval("decode", "NVIDIA H200", 1, "", "quarter-8b", 1500.0).far
     more = intervals.interval("decode", "NVIDIA H200", 8, "push", "llama-3-8b", 1500.0)
     assert more.far
     assert "(decode, push, other numbers of GPUs)" in more.source
@@ -70,10 +74,13 @@ def test_shipped_intervals_hold_what_was_recorded() -> None:
     for phase, (count, share) in intervals.coverage().items():
         assert 0.78 <= share <= 0.9, (phase, count, share)
     made = importlib.import_module("benchmarks.prediction_errors").entries()
-    stored = {(e["gpus"], e["phase"], e["reducer"], e["model"]): e for e in intervals.recorded()}
+    names = ("gpus", "phase", "reducer", "model")
+    stored = {
+        (*(e[name] for name in names), e.get("older")): e for e in intervals.recorded()
+    }  # fmt: skip
     inside, count = 0, 0
     for each in made:
-        key = (each["gpus"], each["phase"], each["reducer"], each["model"])
+        key = (*(each[name] for name in names), each.get("older"))
         assert len(stored[key]["points"]) == len(each["points"]), key
         for us, ratio in each["points"]:
             found = intervals.interval(

@@ -29,8 +29,8 @@ FAR = 2.0  # beyond the shortest and the longest recorded pass, by this factor, 
 @dataclass(frozen=True)
 class Interval:
     """Factors of a predicted time, or None where no such pass was recorded. source: whose errors
-    they are. far: of other GPUs, another TP degree, or much shorter or longer passes. wider: of
-    other models alone."""
+    they are. far: of other GPUs, older kernels, another TP degree, or much shorter or longer
+    passes. wider: of other models alone."""
 
     low: float | None
     high: float | None
@@ -51,18 +51,18 @@ def recorded() -> tuple[Mapping[str, Any], ...]:
 def interval(phase: str, gpu: str, gpus: int, reducer: str, model: str, us: float) -> Interval:
     """That of a pass of a model predicted to take `us` on so many GPUs. reducer: "" for one GPU
     alone."""
-    found, here = _alike(phase, gpu, gpus, reducer)
+    found, here, now = _alike(phase, gpu, gpus, reducer)
     if not found:
         return Interval(None, None, "no record")
     wide = width([point for each in found.values() for point in each], us)
     if model not in found:
         wide *= _margin(phase, gpu, gpus, reducer)
     times = [time for each in found.values() for time, _ in each]
-    far = not here or not min(times) / FAR <= us <= max(times) * FAR
+    far = not now or not min(times) / FAR <= us <= max(times) * FAR
     far |= model not in found and len(found) == 1
     where = f"{phase}, {reducer}" if reducer else phase
     if here:
-        where += f", {gpus} x {gpu}"
+        where += f", {gpus} x {gpu}{'' if now else ', older kernels'}"
     else:
         kinds = sorted({each["gpu"] for each in recorded()})
         where += ", other numbers of GPUs" if gpu in kinds else f", {', '.join(kinds)}"
@@ -75,25 +75,28 @@ Points = dict[str, list[tuple[float, float]]]
 
 
 @functools.cache
-def _alike(phase: str, gpu: str, gpus: int, reducer: str) -> tuple[Points, bool]:
-    """The points of each model: predicted us, measured / predicted; and whether they are of so many
-    of these GPUs."""
+def _alike(
+    phase: str, gpu: str, gpus: int, reducer: str, older: bool = False
+) -> tuple[Points, bool, bool]:
+    """The points of each model: predicted us, measured / predicted; whether they are of so many of
+    these GPUs, and of these with the kernels asked for."""
     alike = [
         each for each in recorded() if each["phase"] == phase and reducer in ("", each["reducer"])
     ]
     here = [each for each in alike if (each["gpu"], each["gpus"]) == (gpu, gpus)]
+    now = [each for each in here if each.get("older", False) == older]
     found: Points = {}
-    for each in here or alike:
+    for each in now or here or alike:
         points = found.setdefault(each["model"], [])
         points += [(float(time), float(ratio)) for time, ratio in each["points"]]
-    return found, bool(here)
+    return found, bool(here), bool(now)
 
 
 @functools.cache
 def _margin(phase: str, gpu: str, gpus: int, reducer: str) -> float:
     """The factor by which intervals from other models' records must be wider at both ends to hold
     COVERS of a model's records, each model with the same weight."""
-    found, _ = _alike(phase, gpu, gpus, reducer)
+    found, *_ = _alike(phase, gpu, gpus, reducer)
     needed: list[tuple[float, float]] = []
     for model, points in found.items():
         others = [point for name, each in found.items() if name != model for point in each]
@@ -122,7 +125,8 @@ def coverage() -> dict[str, tuple[int, float]]:
     others give."""
     inside: dict[str, list[bool]] = {}
     for each in recorded():
-        alike, _ = _alike(each["phase"], each["gpu"], each["gpus"], each["reducer"])
+        key = each["phase"], each["gpu"], each["gpus"], each["reducer"]
+        alike, *_ = _alike(*key, each.get("older", False))
         points = [point for some in alike.values() for point in some]
         for us, ratio in each["points"]:
             others = list(points)

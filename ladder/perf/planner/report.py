@@ -113,7 +113,7 @@ def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> l
     known = [row.interval for row in rows if row.interval.low is not None]
     sources = dict.fromkeys(f"{each.source}{'*' * each.wider}" for each in known)
     other = f" *: wider, since {question.subject.name} is not among them."
-    doubt = " ?: from other GPUs or weights, another TP degree, or times unlike the row's."
+    doubt = " ?: from other GPUs, kernels or weights, another TP degree, or times unlike the row's."
     found = [
         f"80 % interval: the factor within which 80 % of the {NEAREST} nearest predictions were, "
         f"among {'; '.join(sources)}.{other if any(each.wider for each in known) else ''}"
