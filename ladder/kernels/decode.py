@@ -173,7 +173,7 @@ def _either(
     CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
     KIND: tl.constexpr, PDL: tl.constexpr, partial, rows, riders, SENDS: tl.constexpr,
     D: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr,
-    PARTS: tl.constexpr, ALIGN: tl.constexpr,
+    PARTS: tl.constexpr, SWAP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     if STAGES == 0:
         _product(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
@@ -182,7 +182,7 @@ def _either(
     else:
         _tile(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
               start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK,
-              BITS, EMPTY, STAGES, KIND, PDL, BLOCK, EARLY, ROWS, PARTS, ALIGN)  # fmt: skip
+              BITS, EMPTY, STAGES, KIND, PDL, BLOCK, EARLY, ROWS, PARTS, SWAP, ALIGN)  # fmt: skip
 
 
 @kernel("both")
@@ -198,13 +198,13 @@ def _project_kernel(
     OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
     EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr,
     STAGES: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, ALIGN: tl.constexpr, FIXED: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, ALIGN: tl.constexpr,
+    FIXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK: the columns that share a scale; 0: a scale for each row, or none.
 
     EARLY: steps of `_tile` whose weights are brought into L2 before the wait; a power of two, or 0.
-    ROWS, PARTS: see `_tile`. ALIGN: rows of the weight, and `up` from `weight` on, begin at
+    ROWS, PARTS, SWAP: see `_tile`. ALIGN: rows of the weight, and `up` from `weight` on, begin at
     multiples of so many elements. FIXED: weights are read before the wait.
     """
     if PDL:
@@ -222,7 +222,7 @@ def _project_kernel(
         _either(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
                 start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK,
                 BITS, EMPTY, STAGES, KIND, WAITS, residual, rows, riders, SENDS, D,
-                BLOCK, EARLY, ROWS, PARTS, ALIGN)  # fmt: skip
+                BLOCK, EARLY, ROWS, PARTS, SWAP, ALIGN)  # fmt: skip
     elif (program >= landing) & (program < landing + riders):
         if WAITS:
             gdc_wait()
@@ -237,7 +237,7 @@ def _project_kernel(
         _either(program - before, x, weight, up, scales, up_scales, out, squares, add, factor, eps,
                 buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK,
                 WORLD, CHUNK, BITS, EMPTY, STAGES, KIND, WAITS, residual, rows, riders, False,
-                D, BLOCK, EARLY, ROWS, PARTS, ALIGN)  # fmt: skip
+                D, BLOCK, EARLY, ROWS, PARTS, SWAP, ALIGN)  # fmt: skip
 
 
 def project(
@@ -290,7 +290,7 @@ def project(
         plain = {} if add is None else {"add": add, "factor": factor}
         y = project_reference(x, weight, up, squares=squares, eps=eps, scales=scales, **plain)
         return y.to(x.dtype)
-    padded, block, step, warps, stages, parts = decode_shapes.blocks(
+    padded, block, step, warps, stages, parts, swapped = decode_shapes.blocks(
         rows, outputs, size, up is not None, x.itemsize, scales is not None
     )
     blocked = scales is not None and scales[0].dim() == 2
@@ -337,7 +337,7 @@ def project(
         RANK=0 if to is None else to.rank,
         RIDES=0 if rider is None else 1 if isinstance(rider, LandingJob) else 2, **constants,
         STAGES=stages, BLOCK=BLOCK if blocked else 0,
-        EARLY=decode_shapes.EARLY, ROWS=own, PARTS=parts, ALIGN=align,
+        EARLY=decode_shapes.EARLY, ROWS=own, PARTS=parts, SWAP=swapped, ALIGN=align,
         FIXED=fixed or stages > 0,  # L2, into which these are brought early, is never stale
         # The interpreter has no bfloat16 product.
         KIND=tl.float32 if interpreted() else getattr(tl, str(x.dtype).removeprefix("torch.")),

@@ -27,6 +27,7 @@ class Cut(NamedTuple):
     warps: int
     stages: int  # 0: no tensor cores, and a program has `block` rows
     parts: int = 1  # of a step: see `ladder.kernels.tiles`
+    swapped: bool = False  # the weight is the product's first operand
 
 
 def power_of_2(rows: int) -> int:
@@ -57,29 +58,34 @@ def blocks(
         small = Cut(padded, 16, 256, 4, 7, 4) if rows >= 8 else Cut(padded, 32, 512, 4, 4)
         found = small if few else Cut(padded, 32, 256, 4, 6)
         if short:
-            found = Cut(padded, 32, 128, 4, 5 if gated else 4)
+            found = Cut(padded, 32, 128, 4, 4)
     elif padded == 32:
         found = Cut(padded, 16, 512, 4, 4) if few else Cut(padded, 32, 256, 4, 5)
-        if gated:
-            found = Cut(padded, 32, 128, 4, 6)
+        if short and outputs >= 4096:
+            found = Cut(padded, 64, 128, 4, 6, swapped=True)
     else:
         found = Cut(padded, 16 if few and not short else 32, 128, 4, 5 if short else 6)
-    return found._replace(step=found.step * 2 // itemsize)
+    if gated and padded <= 32 and not narrow:
+        found = Cut(padded, 32, 128, 4, 6, swapped=True)
+    # Tensor cores multiply float32 as TF32 alone, so its products have no operands to swap.
+    return found._replace(step=found.step * 2 // itemsize, swapped=found.swapped and itemsize == 2)
 
 
 def _tiles_of_8_bits(padded: int, few: bool, short: bool, gated: bool, many: bool) -> Cut:
     """They wait for instructions, and not for bytes; in parts, a warp has fewer."""
     if many:
-        return Cut(padded, 32, 256, 4, 4) if padded == 16 else Cut(padded, 64, 128, 4, 6)
+        if padded == 16:
+            return Cut(padded, 32, 256, 4, 4)
+        return Cut(padded, 64, 128, 4, 4, swapped=True)
     if padded == 16:
         if few:
             return Cut(padded, 16, 512, 4, 5, 4)
         return Cut(padded, 32, 512, 4, 3 if short else 6, 4)
     if gated:
-        return Cut(padded, 32, 128, 4, 6 if padded == 32 else 5)
+        return Cut(padded, 32, 128, 4, 6, swapped=padded == 64)
     if few:
-        return Cut(padded, 16, 256, 4, 3, 4)
-    return Cut(padded, 32, 256, 4, 5 if padded == 32 else 3)
+        return Cut(padded, 16, 512, 4, 4, 4) if padded == 32 else Cut(padded, 16, 256, 4, 3)
+    return Cut(padded, 32, 256, 4, 5 if padded == 32 else 4)
 
 
 def _vectors(rows: int, outputs: int, size: int, gated: bool, eight_bits: bool) -> Cut:

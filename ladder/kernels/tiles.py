@@ -46,13 +46,15 @@ def _tile(
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
     KIND: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, ALIGN: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of the weight, of up to BN, in steps of BK columns; STAGES in shared memory.
 
     GATED: the rows of `up` follow in the same tile. PARTS: the columns of a step are in so many
     parts, each for one warp, which multiplies all rows by them; 1: a warp has some rows, and all
-    columns.
+    columns. SWAP: W x^T and not x W^T, in one part. Hopper's wgmma multiplies 64 rows of a matrix
+    in registers or in shared memory by one in shared memory: so W is converted in registers, and
+    few rows of x are not padded to 64.
     """
     TILE: tl.constexpr = 2 * BN if GATED else BN
     m, n = tl.arange(0, MP)[:, None], program * ROWS + tl.arange(0, BN)[None, :]
@@ -60,7 +62,7 @@ def _tile(
     part = 0
     if PARTS == 1:
         m_x, j, columns = m, tl.arange(0, TILE)[:, None], tl.arange(0, BK)[None, :]
-        total = tl.zeros([MP, TILE], tl.float32)
+        total = tl.zeros([TILE, MP] if SWAP else [MP, TILE], tl.float32)
     else:
         part = tl.arange(0, PARTS)[:, None, None]
         m_x, j = tl.arange(0, MP)[None, :, None], tl.arange(0, TILE)[None, :, None]
@@ -75,7 +77,12 @@ def _tile(
     rows = tl.multiple_of(rows, [ALIGN] * len(rows.shape))
     if BLOCK > 0:  # those of a step are read in the step before
         blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
-        across = tl.arange(0, TILE)[None, :] if PARTS == 1 else tl.arange(0, TILE)[None, None, :]
+        if SWAP:
+            across = tl.arange(0, TILE)[:, None]
+        elif PARTS == 1:
+            across = tl.arange(0, TILE)[None, :]
+        else:
+            across = tl.arange(0, TILE)[None, None, :]
         scaled = program * ROWS + across % BN
         scale_rows = scaled.to(tl.int64) * blocks
         if GATED:
@@ -112,7 +119,9 @@ def _tile(
         else:
             a, w = a.to(KIND), widened(w, KIND)
         before = total if BLOCK == 0 else tl.zeros_like(total)
-        if PARTS == 1:
+        if SWAP:
+            product = tl.dot(w, tl.trans(a), before, input_precision="ieee")
+        elif PARTS == 1:
             product = tl.dot(a, tl.trans(w), before, input_precision="ieee")
         else:
             product = tl.dot(a, tl.permute(w, (0, 2, 1)), before, input_precision="ieee")
@@ -124,6 +133,8 @@ def _tile(
             scale = _block_scales(scales, scale_rows, block, scaled < end, blocks)
     if PARTS > 1:
         total = tl.sum(total, 0)
+    elif SWAP:
+        total = tl.trans(total)
     if GATED:
         total, total_up = _halves(total, MP, BN)
     y = total

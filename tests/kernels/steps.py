@@ -74,6 +74,7 @@ OTHERS = (
         for kind in QUANTISED
         for world, batch in ((4, 1), (2, 16))
     ),
+    Step("ladder", 2, 64, weights="fp8-block"),
     *(Step("ladder", 2, batch, dtype) for dtype in (FP16, FP32) for batch in (1, 16)),
 )
 # Those of the slow test alone, as HOT. Of one rank, a product with a landing keeps to a limit of
@@ -85,7 +86,9 @@ MORE = (
         for world in (2, 4)
         for batch in (1, 2, 16, 64)
     ),
-    *(Step("ladder", 2, batch, weights=kind) for kind in QUANTISED for batch in (1, 64)),
+    *(Step("ladder", 2, 1, weights=kind) for kind in QUANTISED),
+    *(Step("ladder", 2, batch, weights=kind) for kind in ("fp8", "int8") for batch in (32, 64)),
+    *(Step(plan, 2, 32) for plan in ("ladder", "standard")),
 )
 
 

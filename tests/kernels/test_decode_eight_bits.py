@@ -46,6 +46,7 @@ def squares_of(x: Tensor) -> Tensor:
                 (3, 33, 300, torch.bfloat16),
                 (4, 6, 1100, torch.bfloat16),
                 (17, 5, 1100, torch.float16),
+                (33, 5, 300, torch.bfloat16),
             )
         ),
         *(
