@@ -36,6 +36,7 @@ from ladder.jit import (
     triton,
 )
 from ladder.kernels import decode_shapes
+from ladder.kernels.eight_bits import widened
 from ladder.kernels.landing import (
     CHUNK,
     LandingJob,
@@ -130,12 +131,12 @@ def _product(
                 if GATED:
                     scale_u = _block_scales(up_scales, n * blocks, block, n < N, blocks)
         a = tl.load(x + m * K + at, mask=fits & ((m < M) | (M == MP)), other=0).to(tl.float32)
-        part = tl.sum(tl.reshape(a * w.to(tl.float32), [MP, BN, BK // 8, 8]), 3)
+        part = tl.sum(tl.reshape(a * widened(w, tl.float32), [MP, BN, BK // 8, 8]), 3)
         if BLOCK > 0:
             part *= scale_w
         total += part
         if GATED:
-            part = tl.sum(tl.reshape(a * u.to(tl.float32), [MP, BN, BK // 8, 8]), 3)
+            part = tl.sum(tl.reshape(a * widened(u, tl.float32), [MP, BN, BK // 8, 8]), 3)
             if BLOCK > 0:
                 part *= scale_u
             total_up += part

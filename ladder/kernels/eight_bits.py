@@ -66,8 +66,13 @@ def to_e4m3(x):
 def widened(x, KIND: tl.constexpr):
     """x in KIND. e4m3 becomes bfloat16 by way of float32: Triton's own way is float16, and Hopper
     converts that to bfloat16 one element at a time, at a fraction of the rate of other conversions.
+    int8 becomes float32 by its bits, since Hopper converts integers as slowly: the last bits of a
+    float32 from 2^23 on count ones.
     """
-    if (x.dtype == tl.float8e4nv) & (KIND == tl.bfloat16):  # noqa: SIM300  (KIND is a constexpr)
+    if (x.dtype == tl.int8) & (KIND == tl.float32):  # noqa: SIM300
+        bits = x.to(tl.uint8, bitcast=True).to(tl.int32) ^ 0x4B000080  # 2^23 + 128 + x
+        x = bits.to(tl.float32, bitcast=True) - 8388736.0
+    elif (x.dtype == tl.float8e4nv) & (KIND == tl.bfloat16):  # noqa: SIM300  (KIND is a constexpr)
         x = x.to(tl.float32)
     return x.to(KIND)
 
