@@ -23,7 +23,7 @@ from ladder.perf.links import fit_link
 from ladder.perf.machine import BETWEEN_GPUS, OF_STEPS, Curve, Link, Machine, Value
 from ladder.perf.machine import DECLARED as DEFAULTS
 from ladder.perf.machine_files import FOLDER, OLDER, read, with_steps_of, write
-from ladder.perf.prediction.fitting import calibrated, fit_steps
+from ladder.perf.prediction.fitting import calibrated, fit_prompts, fit_steps
 from ladder.perf.prediction.records import RANK
 
 RESULTS = Path(__file__).parent / "results"
@@ -43,6 +43,10 @@ FILES = (
     "2026-11-22-rare-reduces-half-8b-h200x2.jsonl",
     "2026-11-22-table1-h200x2.jsonl",
     "2026-11-22-virtual-ranks-h200x2.jsonl",
+    "2026-11-23-quarter-8b-h200.jsonl",
+    "2026-11-24-decode-h200.jsonl",
+    "2026-11-24-quarter-8b-before-h200.jsonl",
+    "2026-11-24-quarter-8b-h200.jsonl",
 )
 COMM = {2: "2026-11-22-comm-h200x2.jsonl", 4: "2026-11-21-comm-h200x4.jsonl"}
 FITTED = ("prompt_gap_us", "power_limit", "training_bytes")
@@ -54,11 +58,8 @@ CALIBRATION = (
     "2026-11-21-train-ahead-h200x4.jsonl",
     "2026-11-21-train-8b-again-h200x4.jsonl",
 )
-# Of newer decode kernels, on one GPU.
-STEPS = (
-    "2026-11-23-quarter-8b-h200.jsonl", "2026-11-23-heads-h200.jsonl",
-    "2026-11-23-eight-bits-h200.jsonl",
-)  # fmt: skip
+# Of today's kernels, on one GPU.
+STEPS = ("2026-11-24-quarter-8b-h200.jsonl",)
 ATTENTION_RATE = (
     "declared: {} of FlashAttention-3 as published for an H100, causal, heads of 128: 400, 500, "
     "560, 600 TFLOP/s at 1k, 2k, 4k, 8k tokens; cuDNN in a trace of half-8b at 1k: 372"
@@ -258,10 +259,8 @@ MEASURED: dict[str, tuple[str, ...]] = {
         "peer-copy",
         "exchange",
         "copy",
-        "product",
-        "attention",
-        "landing",
     ),
+    "2026-11-24-machine-h200x1.json": ("product", "attention", "landing"),
 }
 # Of the parts that are taken, what is left out, and why.
 LEFT_OUT = {
@@ -337,22 +336,22 @@ def four() -> Machine:
 
 
 @functools.cache
-def newer() -> Machine:
-    """One GPU, with newer decode kernels as measured, and what is fitted to steps by these."""
+def one() -> Machine:
+    """One GPU, with today's kernels as measured, and what is fitted to their steps and prompts."""
     curves = with_measured(replace(former(1), curves=()), measured()).curves
     values = {**former(1).values, **{key: four().values[key] for key in FITTED}}
-    return fit_steps(
-        replace(former(1), values=values, curves=curves),
-        [RESULTS / file for file in STEPS],
-        RANK[0],
-        older=False,
-    )
+    files = [RESULTS / file for file in STEPS]
+    found = replace(former(1), values=values, curves=curves)
+    return fit_prompts(fit_steps(found, files, RANK[0], older=False), files, RANK[0])
 
 
 def machine(gpus: int) -> Machine:
+    """On several GPUs prompts are as they were recorded there, decode steps as on one."""
+    if gpus == 1:
+        return one()
     fitted = {key: four().values[key] for key in FITTED}
     found = former(gpus)
-    return with_steps_of(replace(found, values={**found.values, **fitted}), newer())
+    return with_steps_of(replace(found, values={**found.values, **fitted}), one())
 
 
 def older() -> Machine:

@@ -21,13 +21,13 @@ RESULTS = Path(__file__).parent / "results"
 NAMES = (
     "inference", "figures", "frame-after", "frame-after-2b", "p2p-off", "quality-latency", "table1",
     "half-8b", "accumulate", "rare-reduces-half-8b", "train-ahead", "train-8b-again", "train",
-    "train-compiled", "quarter-8b", "heads",
+    "train-compiled", "quarter-8b", "heads", "decode", "train-virtual",
 )  # fmt: skip
 OLDER = ("2026-11-21-train-h200x4.jsonl",)
 
 
 def files() -> list[Path]:
-    found = [path for name in NAMES for path in RESULTS.glob(f"2026-11-2[123]-{name}-h200*.jsonl")]
+    found = [path for name in NAMES for path in RESULTS.glob(f"2026-11-2[1-4]-{name}-h200*.jsonl")]
     return sorted(path for path in found if path.name not in OLDER)
 
 

@@ -33,19 +33,11 @@ Steps = dict[InferencePoint, float]  # milliseconds
 def calibrated(machine: Machine, *files: Path) -> Machine:
     """The machine with its fitted values from the records of CALIBRATED, and from no other.
 
-    Those of `fit_steps`; `prompt_gap_us` from the prefill of one sequence, `power_limit` from the
-    longest prefill, if it is long enough to show it, and `training_bytes` from a training step, if
-    there is one.
+    Those of `fit_steps` and `fit_prompts`, and `training_bytes` from a training step, if there is
+    one.
     """
     said = ", ".join(file.name for file in files)
-    prompts = calibrations(files, machine, "prefill")
-    machine = fit_steps(machine, files)
-    by_length = sorted(prompts.items(), key=lambda each: each[0].batch * each[0].prompt)
-    for _ in range(2 if by_length else 0):  # each has a little of the other
-        short, long = by_length[0], by_length[-1]
-        machine = _fit(machine, "prompt_gap_us", "prefill", *short, (3.0, 6.0), said)
-        if long[0].batch * long[0].prompt > LONG:
-            machine = _fit(machine, "power_limit", "prefill", *long, (0.6, 0.65), said)
+    machine = fit_prompts(fit_steps(machine, files), files)
     for run, ms in training_times(files, machine).items():
         if is_training_calibration(run, machine):
             machine = _fit(machine, "training_bytes", "train", run, ms, (20.0, 40.0), said)
@@ -78,6 +70,24 @@ def fit_steps(
     stored = calibrations(files, machine, "decode", model, "fp8", older)
     about = f"fitted: the same with weights in fp8; {said}"
     return _with_points(machine, "converted", stored, about, lambda _: 1.0)
+
+
+def fit_prompts(machine: Machine, files: Iterable[Path], model: str = CALIBRATED[0]) -> Machine:
+    """The machine with what is fitted to the prefill of `model`, plan none, if there are any.
+
+    `prompt_gap_us` from that of one sequence, and `power_limit` from the longest, if it is long
+    enough to show it.
+    """
+    files = tuple(files)
+    said = ", ".join(file.name for file in files)
+    prompts = calibrations(files, machine, "prefill", model)
+    by_length = sorted(prompts.items(), key=lambda each: each[0].batch * each[0].prompt)
+    for _ in range(2 if by_length else 0):  # each has a little of the other
+        short, long = by_length[0], by_length[-1]
+        machine = _fit(machine, "prompt_gap_us", "prefill", *short, (3.0, 6.0), said)
+        if long[0].batch * long[0].prompt > LONG:
+            machine = _fit(machine, "power_limit", "prefill", *long, (0.6, 0.65), said)
+    return machine
 
 
 def _with_points(
