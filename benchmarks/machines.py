@@ -59,7 +59,7 @@ CALIBRATION = (
     "2026-11-21-train-8b-again-h200x4.jsonl",
 )
 # Of today's kernels, on one GPU.
-STEPS = ("2026-11-24-quarter-8b-h200.jsonl",)
+TODAY = ("2026-11-24-quarter-8b-h200.jsonl",)
 ATTENTION_RATE = (
     "declared: {} of FlashAttention-3 as published for an H100, causal, heads of 128: 400, 500, "
     "560, 600 TFLOP/s at 1k, 2k, 4k, 8k tokens; cuDNN in a trace of half-8b at 1k: 372"
@@ -335,23 +335,23 @@ def four() -> Machine:
     return calibrated(former(4), *(RESULTS / file for file in CALIBRATION))
 
 
+def fitted(gpus: int) -> Machine:
+    """With what is fitted to prompts and training on four GPUs."""
+    found = former(gpus)
+    return replace(found, values={**found.values, **{key: four().values[key] for key in FITTED}})
+
+
 @functools.cache
 def one() -> Machine:
     """One GPU, with today's kernels as measured, and what is fitted to their steps and prompts."""
-    curves = with_measured(replace(former(1), curves=()), measured()).curves
-    values = {**former(1).values, **{key: four().values[key] for key in FITTED}}
-    files = [RESULTS / file for file in STEPS]
-    found = replace(former(1), values=values, curves=curves)
+    found, files = fitted(1), [RESULTS / file for file in TODAY]
+    found = replace(found, curves=with_measured(replace(found, curves=()), measured()).curves)
     return fit_prompts(fit_steps(found, files, RANK[0], older=False), files, RANK[0])
 
 
 def machine(gpus: int) -> Machine:
     """On several GPUs prompts are as they were recorded there, decode steps as on one."""
-    if gpus == 1:
-        return one()
-    fitted = {key: four().values[key] for key in FITTED}
-    found = former(gpus)
-    return with_steps_of(replace(found, values={**found.values, **fitted}), one())
+    return one() if gpus == 1 else with_steps_of(fitted(gpus), one())
 
 
 def older() -> Machine:

@@ -53,6 +53,8 @@ def blocks(
         found = _tiles_of_8_bits(padded, few, short, gated, many)
     elif many:
         found = Cut(padded, 64, 128, 4, 5)
+    elif gated and padded <= 32:
+        found = Cut(padded, 32, 128, 4, 6, swapped=True)
     elif padded == 16:
         # Of 4 rows, steps with QKV in parts were longer.
         small = Cut(padded, 16, 256, 4, 7, 4) if rows >= 8 else Cut(padded, 32, 512, 4, 4)
@@ -65,8 +67,6 @@ def blocks(
             found = Cut(padded, 64, 128, 4, 6, swapped=True)
     else:
         found = Cut(padded, 16 if few and not short else 32, 128, 4, 5 if short else 6)
-    if gated and padded <= 32 and not narrow:
-        found = Cut(padded, 32, 128, 4, 6, swapped=True)
     # Tensor cores multiply float32 as TF32 alone, so its products have no operands to swap.
     return found._replace(step=found.step * 2 // itemsize, swapped=found.swapped and itemsize == 2)
 
