@@ -89,21 +89,38 @@ def _tiles_of_8_bits(padded: int, few: bool, short: bool, gated: bool, many: boo
 
 
 def _vectors(rows: int, outputs: int, size: int, gated: bool, eight_bits: bool) -> Cut:
+    """Programs whose threads multiply and add. How many loads are in flight follows from how many
+    of the later steps' the compiler moves ahead, so the fastest cut follows no rule of sizes."""
     padded = power_of_2(rows)
     if rows > 1:
-        return Cut(padded, padded, 2048, 4, 0)
+        if eight_bits:
+            return Cut(padded, padded, 2048, 4, 0)
+        if gated:
+            return Cut(padded, 2, 1024, 4, 0)
+        if size <= 1024:
+            return Cut(padded, 2, 512, 2, 0)
+        if size == 4096 and outputs >= 4096:
+            return Cut(padded, 4, 1024, 4 if outputs == 4096 else 2, 0)
+        return Cut(padded, 2, 2048, 4, 0)
     if eight_bits:
         if gated:
-            return Cut(padded, 1, 1024, 4, 0)
+            return Cut(padded, 4, 1024, 2, 0) if outputs <= 4096 else Cut(padded, 1, 1024, 4, 0)
         if size <= 1024:
             return Cut(padded, 4, 512, 2, 0)
+        if size > 8192:
+            return Cut(padded, 4, 1024, 4, 0)
+        if outputs > 4096:
+            return Cut(padded, 2, 2048, 1, 0)
         return Cut(padded, 2, 1024, 4, 0) if outputs < 2048 else Cut(padded, 4, 2048, 2, 0)
     if gated:
         return Cut(padded, 1, 2048, 4, 0) if size == 4096 else Cut(padded, 2, 1024, 4, 0)
     if size <= 1024:
         return Cut(padded, 4, 1024, 4, 0)
-    if size <= 2048:  # few outputs: more programs
+    # Few outputs: more programs. Of 3072 columns, a step of 4096 would be a quarter padding.
+    if size <= 2048 or (size <= 3072 and outputs >= 2048):
         return Cut(padded, 2 if outputs < 4096 else 4, 1024, 4, 0)
+    if size > 8192 and size % 4096:  # the last step would be half padding
+        return Cut(padded, 4, 1024, 2, 0)
     if size > 4096:
         return Cut(padded, 2, 4096, 8, 0)
     if outputs < 1024:
