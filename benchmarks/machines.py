@@ -58,6 +58,8 @@ CALIBRATION = (
     "2026-11-21-train-ahead-h200x4.jsonl",
     "2026-11-21-train-8b-again-h200x4.jsonl",
 )
+# One H100 as a user would describe it: all of `ladder bench machine`, and records to calibrate by.
+H100 = ("2026-11-24-machine-h100x1.json", "2026-11-24-inference-h100.jsonl")
 # Of today's kernels, on one GPU.
 TODAY = ("2026-11-24-quarter-8b-h200.jsonl",)
 ATTENTION_RATE = (
@@ -260,7 +262,8 @@ MEASURED: dict[str, tuple[str, ...]] = {
         "exchange",
         "copy",
     ),
-    "2026-11-24-machine-h200x1.json": ("product", "attention", "landing"),
+    "2026-11-24-machine-h200x1.json": ("product", "landing"),
+    "2026-11-24-attention-h200x1.json": ("attention",),
 }
 # Of the parts that are taken, what is left out, and why.
 LEFT_OUT = {
@@ -354,6 +357,11 @@ def machine(gpus: int) -> Machine:
     return one() if gpus == 1 else with_steps_of(fitted(gpus), one())
 
 
+def h100() -> Machine:
+    measured, steps = (RESULTS / file for file in H100)
+    return replace(calibrated(read(measured), steps), name="h100x1")
+
+
 def older() -> Machine:
     """The older decode kernels, and what is fitted to them."""
     values = {"step_stretch": four().values["step_stretch"]}
@@ -363,8 +371,8 @@ def older() -> Machine:
 
 if __name__ == "__main__":
     OLDER.mkdir(parents=True, exist_ok=True)
-    for gpus in (1, 2, 4):
-        write(machine(gpus), FOLDER / f"h200x{gpus}.json")
-        print(FOLDER / f"h200x{gpus}.json")
+    for each in (*map(machine, (1, 2, 4)), h100()):
+        write(each, FOLDER / f"{each.name}.json")
+        print(FOLDER / f"{each.name}.json")
     write(older(), OLDER / "h200.json")
     print(OLDER / "h200.json")

@@ -6,6 +6,7 @@ fitted. The intervals of `ladder predict` are made of it; write it again when pr
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ladder.perf.planner.intervals import FILE
 from ladder.perf.prediction.command import where
 from ladder.perf.prediction.records import MEASURED, scores
 
-MACHINE = "h200x4"  # and those of fewer of its GPUs
+MACHINES = "h200x4", "h100x1"  # and those of fewer of their GPUs
 RESULTS = Path(__file__).parent / "results"
 # On machines with shipped files; not those of settings that are no longer built.
 NAMES = (
@@ -27,14 +28,14 @@ OLDER = ("2026-11-21-train-h200x4.jsonl",)
 
 
 def files() -> list[Path]:
-    found = [path for name in NAMES for path in RESULTS.glob(f"2026-11-2[1-4]-{name}-h200*.jsonl")]
+    pattern = "2026-11-2[1-4]-{}-h[12]00*.jsonl"
+    found = [path for name in NAMES for path in RESULTS.glob(pattern.format(name))]
     return sorted(path for path in found if path.name not in OLDER)
 
 
 def entries() -> list[dict[str, Any]]:
     found: dict[tuple[str, int, str, str, str, bool], list[list[float]]] = {}
-    machine = load(MACHINE)
-    for phase in MEASURED:
+    for machine, phase in itertools.product(map(load, MACHINES), MEASURED):
         for each in scores(files(), machine, phase):
             if not each.calibrated:
                 gpus, way = where(each)

@@ -13,6 +13,7 @@ MAX_VECTOR_ROWS = 2
 # Steps of a product on tensor cores whose weights are brought into L2 before its wait: 1 to 4 % of
 # a layer at 4, 16 and 64 rows (benchmarks/results/README.md).
 EARLY = 2
+FEW = 2048  # outputs below these need cuts of their own to use the whole memory bandwidth
 # Outputs of a product with 64 rows of its weight for each SM, such as a head's.
 MANY = 64 * MULTIPROCESSORS
 SYSTEM_SHARED = 1024  # bytes of shared memory that the system takes for each program
@@ -42,8 +43,8 @@ def blocks(
 
     Chosen by measurements of chains and whole steps on an H200 (benchmarks/results/README.md).
     """
-    # Few outputs: smaller blocks or longer steps, to use the whole memory bandwidth.
-    few, short = outputs < 2048, gated or size <= 1024
+    # Few outputs: smaller blocks or longer steps.
+    few, short = outputs < FEW, gated or size <= 1024
     many = outputs >= MANY and not gated
     narrow = eight_bits and itemsize == 2  # tiles of float32 in parts spill registers
     if rows <= MAX_VECTOR_ROWS or (rows <= 4 and narrow and few and not short):

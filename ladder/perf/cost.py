@@ -21,7 +21,7 @@ from statistics import NormalDist
 
 from ladder.costs import BF16, MULTIPROCESSORS, stored_bytes
 from ladder.kernels.decode import MAX_ROWS
-from ladder.kernels.decode_shapes import MAX_VECTOR_ROWS, blocks
+from ladder.kernels.decode_shapes import FEW, MAX_VECTOR_ROWS, blocks, rows_each
 from ladder.kernels.landing import CHUNK
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
@@ -42,6 +42,10 @@ from ladder.perf.slowdowns import Slowdowns, resource
 WAY = {"push": "push", "async": "nccl"}
 FULL_MESSAGE = 2**19  # bytes for which NCCL takes as many multiprocessors as for prompts
 SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor that thread blocks can have
+# What a multiprocessor reads at most beside idle ones, of its share of the memory's bandwidth: by
+# least squares over chains of products of 4, 16 and 64 rows, 1.4, 1.4 and 1.2
+# (benchmarks/results/2026-11-23-products-h200.jsonl).
+MOST_OF_SHARE = 1.3
 
 
 def check_reducer(name: str) -> None:
@@ -153,9 +157,7 @@ class DecodeCost:
         """Microseconds by which what rides on a product of tiles outlasts it. Its thread blocks
         come after the product's, with as much shared memory: they run one after the other where
         the product leaves room, and then everywhere. Each takes what a small kernel takes."""
-        outputs, inputs = self.shapes[product.part]
-        gated = product.part == "gate-up"
-        room, programs = places(self.batch, outputs // (2 if gated else 1), inputs, gated)
+        room, programs = places(self.batch, *self._matrix(product.part))
         left = self.batch * -(-self.config.hidden_size // CHUNK)
         left -= max(0, room - programs) * int(self.alone(product).us / self.small)
         return self.small * math.ceil(max(0, left) / room)
@@ -255,7 +257,10 @@ class DecodeCost:
         part = operation.part
         if part not in self._alone:
             product = operation.kind == "product"
-            found = self._product(self.weights[part]) if product else self._attention()
+            if product:
+                found = self._product(self.weights[part] * self._unevenness(part))
+            else:
+                found = self._attention()
             if product and self.stored != "bf16":
                 found = Estimate(self._converting() * found.us, "extrapolated")
             self._alone[part] = Estimate(self.stretch * found.us, found.basis)
@@ -295,6 +300,23 @@ class DecodeCost:
             return Estimate(max(0.0, more.us + off), more.basis)
         more_us = max(0.0, more_rows(self.machine, self.batch) + off)
         return Estimate(found.us + more_us, "extrapolated")
+
+    def _unevenness(self, part: str) -> float:
+        """As how many times its bytes a product of tiles counts: the multiprocessors with the most
+        thread blocks take longest, faster by up to MOST_OF_SHARE while others are idle. Cuts for
+        few outputs were chosen to use the whole bandwidth. Curves of one size say nothing of it."""
+        outputs, inputs, gated = self._matrix(part)
+        if not self.tiles or outputs < FEW or not rows_measured(self.machine):
+            return 1.0
+        block = blocks(self.batch, outputs, inputs, gated, BF16).block
+        even = -(-outputs // (rows_each(outputs, block) if gated else block)) / MULTIPROCESSORS
+        return max(1.0, math.ceil(even) / even / MOST_OF_SHARE)
+
+    def _matrix(self, part: str) -> tuple[int, int, bool]:
+        """Outputs and inputs of a product's matrix, and whether it has two."""
+        outputs, inputs = self.shapes[part]
+        gated = part == "gate-up"
+        return outputs // (2 if gated else 1), inputs, gated
 
     def _converting(self) -> float:
         """How many times as long a product takes whose weights are converted; 1 if unknown."""

@@ -2,8 +2,9 @@
 
 Nobody has measured these. Links between nodes come from a machine's own file, if it has any, or
 from the file in machines/declared of the same GPU. A declared machine whose GPUs have no access to
-each other's memory (NCCL_P2P_DISABLE=1) has a link through the host's in place of NVLink. One of
-GPUs that nobody has measured is as measured with GPUs that are LIKE them, but for its memory.
+each other's memory (NCCL_P2P_DISABLE=1) has a link through the host's in place of NVLink. Several
+GPUs that nobody has measured are as measured with GPUs that are LIKE them, but for their memory and
+for what was measured with one of them.
 """
 
 from __future__ import annotations
@@ -147,7 +148,11 @@ def load(name: str) -> Machine:
     if kind == found.gpu:
         values = {**base.values, "memory_gib": found.values["memory_gib"]}
         return replace(found, values=values, curves=base.curves)
-    return _with_its_memory(base, found)
+    one = next((each for each in map(load_measured, shipped()) if each.gpu == found.gpu), None)
+    if one is None:
+        return _with_its_memory(base, found)
+    found = replace(found, values={**found.values, "copy_tb_s": one.values["copy_tb_s"]})
+    return with_links_of(one, _with_its_memory(base, found))
 
 
 def with_older_kernels(machine: Machine) -> Machine | None:
@@ -229,12 +234,14 @@ def _with_its_memory(base: Machine, found: Machine) -> Machine:
 @functools.cache
 def declared() -> dict[str, Machine]:
     """What the files say of each declared machine, by its name. GPUs that are LIKE measured ones
-    may be as many as those were, too."""
+    may be as many as those were, too, but for numbers that were measured."""
     found = {path.stem: read(path) for path in sorted(DECLARED.glob("*.json"))}
     for file in tuple(found.values()):
         for measured in map(load_measured, shipped()):
             if measured.gpu == LIKE.get(file.gpu):
                 name = file.name.replace(f"x{file.gpus}", f"x{measured.gpus}")
+                if name in shipped():
+                    continue
                 found[name] = replace(file, name=name, gpus=measured.gpus)
     return dict(sorted(found.items()))
 
@@ -260,9 +267,9 @@ def without_peers(machine: Machine) -> bool:
 
 def relatives(machine: Machine) -> list[Machine]:
     """The machines that come with the package of the same GPU, with access to each other's memory
-    or without as this one; of GPUs that were not measured, declared ones of no more."""
+    or without as this one; of GPUs that are LIKE others, declared ones of no more, too."""
     apart, like = without_peers(machine), machine.gpu in LIKE
-    found = map(load, names() if apart or like else shipped())
+    found = map(load, (*shipped(), *names()) if apart or like else shipped())
     return [
         each
         for each in found

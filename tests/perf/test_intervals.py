@@ -74,7 +74,7 @@ def test_shipped_intervals_hold_what_was_recorded() -> None:
     for phase, (count, share) in intervals.coverage().items():
         assert 0.78 <= share <= 0.9, (phase, count, share)
     made = importlib.import_module("benchmarks.prediction_errors").entries()
-    names = ("gpus", "phase", "reducer", "model")
+    names = ("gpu", "gpus", "phase", "reducer", "model")
     stored = {
         (*(e[name] for name in names), e.get("older")): e for e in intervals.recorded()
     }  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 from ladder.config import model_config
 from ladder.models import Plan, UserError, resolve_plan
 from ladder.perf import phases
-from ladder.perf.cost import DecodeCost, most_of, places
+from ladder.perf.cost import MOST_OF_SHARE, DecodeCost, most_of, places
 from ladder.perf.graph import COMM, Graph, Operation, forward
 from ladder.perf.lower_decode import decode
 from ladder.perf.machine import Curve, Machine, Value
@@ -212,6 +212,36 @@ def test_what_rides_on_tiles_runs_when_they_leave_room() -> None:
         cost = DecodeCost(config, load("h200x4"), 4, "push", batch, 1024)
         down = next(o for o in cost.lowered(config.plan).operations if o.part == "down")
         assert cost.late(down) == pytest.approx(rounds * 1.2)
+
+
+@pytest.mark.parametrize(
+    ("model", "part", "batch", "blocks"),
+    [
+        ("llama-3.2-1b", "down", 16, 64),  # 32 of 2048 outputs each: half of the multiprocessors
+        ("llama-3.2-3b", "qkv", 16, 160),  # of 5120: two on the fullest
+        ("llama-3-8b", "down", 16, 128),
+        ("llama-3.2-1b", "gate-up", 16, 256),  # of 8192
+        ("quarter-8b", "qkv", 4, 0),  # cut for few outputs
+        ("llama-3.2-1b", "down", 1, 0),  # no tiles
+    ],
+)
+def test_the_fullest_multiprocessor_takes_longest(
+    model: str, part: str, batch: int, blocks: int
+) -> None:
+    config = model_config(model)
+    config = replace(config, plan=resolve_plan("ladder", config.num_layers, 1))
+    machine = load("h200x1")
+    cost = DecodeCost(config, machine, 1, "async", batch, 1024)
+    product = next(o for o in cost.lowered(config.plan).operations if o.part == part)
+    most = -(-blocks // 132) * 132 / blocks if blocks else 1.0
+    times = max(1.0, most / MOST_OF_SHARE)
+    us = cost._product(cost.weights[part] * times).us
+    assert cost.alone(product).us == pytest.approx(cost.stretch * us)
+    assert (times > 1) == (blocks in (64, 160))
+    former = replace(machine, curves=of_one_size().curves)
+    cost = DecodeCost(config, former, 1, "async", batch, 1024)
+    us = cost._product(cost.weights[part]).us
+    assert cost.alone(product).us == pytest.approx(cost.stretch * us), "curves of one size"
 
 
 def of_one_size() -> Machine:

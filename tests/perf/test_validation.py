@@ -85,6 +85,25 @@ def test_steps_by_newer_kernels_are_predicted_as_such() -> None:
     assert not any(each.older for each in scores(NEWER, changed, "decode"))  # one's own machine
 
 
+@pytest.mark.parametrize(
+    ("name", "machine", "phase", "points", "limits"),
+    [
+        ("decode-h200", "h200x1", "decode", 45, (4.9, 9.1, 14.4)),
+        ("decode-h200", "h200x4", "decode", 48, (4.9, 9.1, 14.4)),
+        ("inference-h100", "h100x1", "decode", 8, (4.6, 8.7, 8.7)),
+        ("inference-h100", "h100x1", "prefill", 8, (4.1, 11.9, 11.9)),
+    ],
+)
+def test_other_models_on_one_gpu_are_held_out(
+    name: str, machine: str, phase: str, points: int, limits: tuple[float, ...]
+) -> None:
+    """On an H200 what is fitted comes from quarter-8b, on an H100 from llama-3-8b."""
+    found = scores([RESULTS / f"2026-11-24-{name}.jsonl"], load(machine), phase)
+    count, *reached = summary(found, kind_of)["held out",]
+    assert count == points
+    assert all(a <= b for a, b in zip(reached, limits, strict=True)), reached
+
+
 def point(plan: str, batch: int = 1) -> InferencePoint:
     return InferencePoint("llama-3-8b", plan, "push", 4, batch, 1024, 64, 32)
 

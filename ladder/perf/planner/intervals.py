@@ -64,7 +64,7 @@ def interval(phase: str, gpu: str, gpus: int, reducer: str, model: str, us: floa
     if here:
         where += f", {gpus} x {gpu}{'' if now else ', older kernels'}"
     else:
-        kinds = sorted({each["gpu"] for each in recorded()})
+        kinds = sorted({each["gpu"] for each in _kind(phase, reducer)})
         where += ", other numbers of GPUs" if gpu in kinds else f", {', '.join(kinds)}"
     models = f"{len(found)} model{'s' if len(found) > 1 else ''}"
     source = f"{len(times)} records of {models} ({where})"
@@ -74,15 +74,20 @@ def interval(phase: str, gpu: str, gpus: int, reducer: str, model: str, us: floa
 Points = dict[str, list[tuple[float, float]]]
 
 
+def _kind(phase: str, reducer: str) -> list[Mapping[str, Any]]:
+    """The entries of a phase and a reducer, on any GPUs."""
+    return [
+        each for each in recorded() if each["phase"] == phase and reducer in ("", each["reducer"])
+    ]
+
+
 @functools.cache
 def _alike(
     phase: str, gpu: str, gpus: int, reducer: str, older: bool = False
 ) -> tuple[Points, bool, bool]:
     """The points of each model: predicted us, measured / predicted; whether they are of so many of
     these GPUs, and of these with the kernels asked for."""
-    alike = [
-        each for each in recorded() if each["phase"] == phase and reducer in ("", each["reducer"])
-    ]
+    alike = _kind(phase, reducer)
     here = [each for each in alike if (each["gpu"], each["gpus"]) == (gpu, gpus)]
     now = [each for each in here if each.get("older", False) == older]
     found: Points = {}
