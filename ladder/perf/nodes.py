@@ -2,9 +2,8 @@
 
 Nobody has measured these. Links between nodes come from a machine's own file, if it has any, or
 from the file in machines/declared of the same GPU. A declared machine whose GPUs have no access to
-each other's memory (NCCL_P2P_DISABLE=1) has a link through the host's in place of NVLink. Several
-GPUs that nobody has measured are as measured with GPUs that are LIKE them, but for their memory and
-for what was measured with one of them.
+each other's memory (NCCL_P2P_DISABLE=1) has a link through the host's in place of NVLink. Of GPUs
+that were measured alone, what is between several is as measured between GPUs that are LIKE them.
 """
 
 from __future__ import annotations
@@ -14,12 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ladder.costs import BF16
 from ladder.models.errors import UserError
 from ladder.perf.machine import (
     BETWEEN_GPUS,
     COLLECTIVES,
-    HEAD_DIM,
     Curve,
     Link,
     Machine,
@@ -32,7 +29,7 @@ from ladder.perf.machine_files import load as load_measured
 DECLARED = FOLDER / "declared"
 INSIDE, BETWEEN, HOST = "NVLink", "InfiniBand", "host"
 BASE_US = 8.4  # of any collective, beside its ring's steps: NCCL's own constant
-# GPUs of the same multiprocessors and links, whose memory has another size and rate.
+# GPUs of the same links, of which one alone was measured.
 LIKE = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}
 SIZES = tuple(2.0**n for n in range(10, 33, 2))  # bytes of the points of declared curves
 
@@ -125,9 +122,9 @@ def links_of(machine: Machine) -> tuple[Link, ...]:
 
 
 def load(name: str) -> Machine:
-    """A shipped machine or a file, or a declared one: a GPU as measured on others of its kind, or
-    on some that are LIKE it. Between GPUs it is as measured with so many, or extrapolated from what
-    was measured with fewer; without access to each other's memory, NCCL's rings over the link."""
+    """A shipped machine or a file, or a declared one: each GPU as measured on others of its kind.
+    Between GPUs, of its kind or LIKE it, as measured with so many, or extrapolated from what was
+    measured with fewer; without access to each other's memory, NCCL's rings over the link."""
     if name not in names():
         if name not in shipped() and not Path(name).is_file():
             raise UserError(
@@ -148,11 +145,8 @@ def load(name: str) -> Machine:
     if kind == found.gpu:
         values = {**base.values, "memory_gib": found.values["memory_gib"]}
         return replace(found, values=values, curves=base.curves)
-    one = next((each for each in map(load_measured, shipped()) if each.gpu == found.gpu), None)
-    if one is None:
-        return _with_its_memory(base, found)
-    found = replace(found, values={**found.values, "copy_tb_s": one.values["copy_tb_s"]})
-    return with_links_of(one, _with_its_memory(base, found))
+    (one,) = (each for each in map(load_measured, shipped()) if each.gpu == found.gpu)
+    return _several(one, base, found)
 
 
 def with_older_kernels(machine: Machine) -> Machine | None:
@@ -205,30 +199,24 @@ def _of_more_ranks(measured: Mapping[int, Machine], ranks: int) -> list[Curve]:
     return curves
 
 
-def _with_its_memory(base: Machine, found: Machine) -> Machine:
-    """A machine with the values of `found`, and of `base` what it lacks; what moves bytes in the
-    GPU's memory takes longer by what these take longer at its rate."""
+def _several(one: Machine, base: Machine, found: Machine) -> Machine:
+    """The machine `found`, each of its GPUs as `one`, with what is between those of `base`. What an
+    exchange moves in a GPU's memory takes longer by what it takes longer at its rate."""
     about = f"declared: as of {base.name}, whose GPUs differ in their memory alone"
 
     def said(provenance: str) -> str:
         return provenance if provenance.startswith("declared") else f"{about}; {provenance}"
 
-    longer = 1e-6 * (1 / found.value("copy_tb_s") - 1 / base.value("copy_tb_s"))  # us a byte
+    longer = 1e-6 * (1 / one.value("copy_tb_s") - 1 / base.value("copy_tb_s"))  # us a byte
     curves = []
     for each in base.curves:
-        moved = 0.0  # bytes for each unit of the curve's quantity
-        if each.name == "product":
-            moved = 1.0
-        elif each.name == "copy":
-            moved = 2.0  # read and written
-        elif each.name == "attention":
-            moved = 2.0 * BF16 * HEAD_DIM * float(each.where["keys"])
-        elif each.where.get("transport") == "copy-kernels":
+        moved = 0.0  # bytes for each of a message's
+        if each.where.get("transport") == "copy-kernels":
             moved = (base.gpus + 3) / base.gpus  # by the landing in it, see `PromptCost.exchange`
         points = tuple((x, us + longer * moved * x) for x, us in each.points)
         curves.append(replace(each, points=points, provenance=said(each.provenance)))
     values = {name: Value(each.value, said(each.provenance)) for name, each in base.values.items()}
-    return replace(found, values={**values, **found.values}, curves=tuple(curves))
+    return with_links_of(one, replace(found, values=values, curves=tuple(curves)))
 
 
 @functools.cache

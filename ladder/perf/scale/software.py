@@ -41,7 +41,7 @@ class Software:
     score: float = 45.0
 
 
-H100 = read(FOLDER / "declared" / "h100x8.json")
+H100 = read(FOLDER / "h100x1.json")
 SOFTWARE = Software(hbm=1e12 * H100.value("copy_tb_s"))
 
 
