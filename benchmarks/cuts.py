@@ -1,0 +1,190 @@
+"""Times of whole decode steps with other cuts of their products, in turns, on one GPU.
+
+    python benchmarks/cuts.py --cuts down=4x1024x2,2x4096x8 gate-up=1x2048x4 [--model llama-3-8b]
+        [--plan ladder] [--batch 1] [--weights fp8] [--layers 8] [--context 1024]
+
+A cut is BLOCKxSTEPxWARPS; of products in tiles (3 rows and more) BLOCKxSTEPxWARPSxSTAGES, and then
+xPARTS; `s` behind it swaps the operands (`ladder.kernels.decode_shapes.Cut`). Products: qkv, o,
+gate-up, down, head. They are tried one after the other. The cuts of a product take turns with the
+best so far, which is what `decode_shapes.blocks` chooses until a cut takes 0.2 % less. Chains of
+products (products.py) do not tell which cuts are fast in a step: there the next kernel is another
+one, and begins before a product has ended.
+
+Random weights and cache. A cut whose logits are not those of today's but for rounding is named and
+not timed, and makes the exit status 1. The last line is JSON, in microseconds a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from ladder.bench.inference.build import build_model
+from ladder.bench.inference.points import InferencePoint, resolve
+from ladder.infer.engine import Engine, Session
+from ladder.infer.sampling import Sampling
+from ladder.kernels import decode_shapes
+from ladder.kernels.decode_shapes import Cut, power_of_2
+from ladder.models.config import ModelConfig
+from ladder.models.errors import UserError
+from ladder.parallel import launch
+from ladder.parser import Parser, parse_words
+from ladder.records import facts
+
+TURNS, REPLAYS = 9, 30  # the first turn warms up
+GAIN = 0.002  # of a step's time
+SAME = 0.05  # of the logits' standard deviation, root mean square: rounding in another order
+Key = tuple[int, int, bool]  # outputs, inputs, gated
+SYNTAX = re.compile(r"(\d+)x(\d+)x(\d+)(?:x(\d+))?(?:x(\d+))?(s?)")
+
+
+def products(config: ModelConfig) -> dict[str, Key]:
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return {
+        "qkv": (heads, hidden, False),
+        "o": (hidden, config.num_heads * config.head_dim, False),
+        "gate-up": (inner, hidden, True),
+        "down": (hidden, inner, False),
+        "head": (config.vocab_size, hidden, False),
+    }
+
+
+def parse_cut(text: str, rows: int) -> Cut:
+    found = SYNTAX.fullmatch(text)
+    if not found:
+        raise UserError(
+            f"--cuts: {text!r} is no cut; give BLOCKxSTEPxWARPS, or of tiles "
+            f"BLOCKxSTEPxWARPSxSTAGES and xPARTS, as 4x1024x2 or 32x128x4x6s"
+        )
+    block, step, warps, stages, parts = (int(each or 0) for each in found.groups()[:5])
+    padded = max(16, power_of_2(rows)) if stages else power_of_2(rows)
+    return Cut(padded, block, step, warps, stages, parts or 1, bool(found[6]))
+
+
+def parse_cuts(words: list[str], rows: int, known: Mapping[str, Key]) -> dict[str, dict[str, Cut]]:
+    """By product, then as written."""
+    found = {}
+    for word in words:
+        name, _, cuts = word.partition("=")
+        if name not in known or not cuts:
+            raise UserError(f"--cuts: {word!r} is not PRODUCT=CUT,..; products: {', '.join(known)}")
+        found[name] = {each: parse_cut(each, rows) for each in cuts.split(",")}
+    return found
+
+
+@contextmanager
+def cut_as(chosen: Mapping[Key, Cut]) -> Iterator[None]:
+    """Within, the products of these keys are cut so when a step is captured."""
+    today = decode_shapes.blocks
+
+    def blocks(
+        rows: int, outputs: int, size: int, gated: bool, itemsize: int, eight_bits: bool = False
+    ) -> Cut:
+        key = outputs, size, gated
+        return chosen.get(key) or today(rows, outputs, size, gated, itemsize, eight_bits)
+
+    with mock.patch.object(decode_shapes, "blocks", blocks):
+        yield
+
+
+def capture(engine: Engine, batch: int, context: int, chosen: Mapping[Key, Cut]) -> Session:
+    """A session whose step is captured, over random keys and values."""
+    with cut_as(chosen):
+        session = Session(engine.model, batch, context + 128, Sampling(), fused=True, graphs=True)
+        session.capture()
+    generator = torch.Generator(session.tokens.device).manual_seed(0)
+    for cache in (session.cache.keys, session.cache.values):
+        cache.normal_(generator=generator)
+    return session
+
+
+def step(session: Session, context: int) -> torch.Tensor:
+    """The logits of one step from the same state."""
+    assert session.graph is not None
+    session.positions.fill_(context)
+    session.tokens.fill_(1)
+    session.graph.replay()
+    return session.graph_logits.float().clone()
+
+
+def in_turns(sessions: Mapping[str, Session], context: int) -> dict[str, float]:
+    """Microseconds of a step of each, medians over turns."""
+    times: dict[str, list[float]] = {name: [] for name in sessions}
+    for turn in range(TURNS):
+        for name, session in sessions.items():
+            assert session.graph is not None
+            session.positions.fill_(context)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(REPLAYS):
+                session.graph.replay()
+            end.record()
+            end.synchronize()
+            if turn:
+                times[name].append(1e3 * start.elapsed_time(end) / REPLAYS)
+    return {name: round(statistics.median(found), 1) for name, found in times.items()}
+
+
+@torch.inference_mode()
+def main(options: argparse.Namespace) -> int:
+    device = launch.join("cuda")
+    point = InferencePoint(
+        options.model, options.plan, "async", 1, options.batch, options.context, 1,
+        options.layers, weights=options.weights,
+    )  # fmt: skip
+    config = resolve(point)
+    keys = products(config)
+    wanted = parse_cuts(options.cuts, options.batch, keys)
+    engine = Engine(build_model(point, config, "async", device))
+    chosen: dict[Key, Cut] = {}
+    best = capture(engine, options.batch, options.context, chosen)
+    expected = step(best, options.context)
+    kept, rows, wrong = "today", [], False
+    for name, cuts in wanted.items():
+        sessions = {kept: best}
+        for text, cut in cuts.items():
+            tried = capture(engine, options.batch, options.context, {**chosen, keys[name]: cut})
+            off = (step(tried, options.context) - expected).square().mean().sqrt()
+            if not off <= SAME * expected.std():
+                print(f"{name} {text}: wrong, logits are off by {off:.3g}", flush=True)
+                wrong = True
+                continue
+            sessions[f"{name} {text}"] = tried
+        us = in_turns(sessions, options.context)
+        print(", ".join(f"{each} {time:.1f} us" for each, time in us.items()), flush=True)
+        rows.append({"product": name, "us": us})
+        fastest = min(us, key=lambda each: us[each])
+        if us[fastest] < (1 - GAIN) * us[kept]:
+            chosen[keys[name]] = cuts[fastest.split()[1]]
+            kept, best = fastest, sessions[fastest]
+    about = facts(torch.cuda.get_device_name(device)) | {
+        "gpus": 1, "command": " ".join(["python", *sys.argv]), "steps": rows, "kept": kept,
+    }  # fmt: skip
+    print(json.dumps(about))
+    return int(wrong)
+
+
+def parse() -> argparse.Namespace:
+    parser = Parser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cuts", nargs="+", required=True, metavar="PRODUCT=CUT,..")
+    parser.add_argument("--model", default="quarter-8b")
+    parser.add_argument("--plan", default="standard")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--weights", default="bf16")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--context", type=int, default=1024)
+    return parse_words(parser)
+
+
+if __name__ == "__main__":
+    given = parse()
+    sys.exit(launch.run(main, (given,), 1))

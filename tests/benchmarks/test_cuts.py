@@ -1,0 +1,55 @@
+"""benchmarks/cuts.py: cuts as they are written, and where they are taken."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from ladder.config import model_config
+from ladder.kernels import decode_shapes
+from ladder.kernels.decode_shapes import Cut
+from ladder.models.errors import UserError
+from tests import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import cuts
+
+KEYS = cuts.products(model_config("quarter-8b"))
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "expected"),
+    [
+        ("4x1024x2", 1, Cut(1, 4, 1024, 2, 0)),
+        ("2x2048x8", 2, Cut(2, 2, 2048, 8, 0)),
+        ("16x256x4x7x4", 9, Cut(16, 16, 256, 4, 7, 4)),
+        ("32x128x4x6s", 33, Cut(64, 32, 128, 4, 6, swapped=True)),
+    ],
+)
+def test_a_cut(text: str, rows: int, expected: Cut) -> None:
+    assert cuts.parse_cut(text, rows) == expected
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("down=4x1024", r"--cuts: '4x1024' is no cut; give BLOCKxSTEPxWARPS"),
+        ("up=4x1024x2", r"--cuts: 'up=4x1024x2' is not PRODUCT=CUT,..; products: qkv, o, gate-up"),
+        ("down", r"--cuts: 'down' is not PRODUCT=CUT"),
+    ],
+)
+def test_what_is_no_cut_is_refused(word: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        cuts.parse_cuts([word], 1, KEYS)
+
+
+def test_only_the_named_product_is_cut_otherwise() -> None:
+    """The shapes are those that the engine multiplies by (`ladder.infer.fused.pack`)."""
+    tried = Cut(1, 4, 1024, 2, 0)
+    today = {name: decode_shapes.blocks(1, *key, 2) for name, key in KEYS.items()}
+    with cuts.cut_as({KEYS["down"]: tried}):
+        found = {name: decode_shapes.blocks(1, *key, 2) for name, key in KEYS.items()}
+    assert found == today | {"down": tried}
+    assert KEYS["gate-up"] == (3584, 4096, True)
+    assert KEYS["qkv"] == (1536, 4096, False)
