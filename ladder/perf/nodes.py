@@ -202,7 +202,7 @@ def _of_more_ranks(measured: Mapping[int, Machine], ranks: int) -> list[Curve]:
 def _several(one: Machine, base: Machine, found: Machine) -> Machine:
     """The machine `found`, each of its GPUs as `one`, with what is between those of `base`. What an
     exchange moves in a GPU's memory takes longer by what it takes longer at its rate."""
-    about = f"declared: as of {base.name}, whose GPUs differ in their memory alone"
+    about = f"declared: what is between GPUs as of {base.name}, which has the same links"
 
     def said(provenance: str) -> str:
         return provenance if provenance.startswith("declared") else f"{about}; {provenance}"
@@ -284,9 +284,11 @@ def for_degree(machine: Machine, tp: int) -> Machine:
     for found in relatives(machine):
         if found.gpus == tp:
             return with_links_of(machine, found)
+    has, give = f"the collectives of {machine.gpus} GPUs", f"--tp {machine.gpus} or 1"
+    if machine.gpus == 1:
+        has, give = "one GPU", "--tp 1"
     raise UserError(
-        f"--tp={tp}: machine {machine.name!r} has the collectives of {machine.gpus} GPUs; give "
-        f"--tp {machine.gpus} or 1, or another --machine"
+        f"--tp={tp}: machine {machine.name!r} has {has}; give {give}, or another --machine"
     )
 
 

@@ -171,7 +171,7 @@ def test_several_h100s_are_one_as_measured_and_links_as_of_h200s() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("h100x4", "as of h200x4, whose GPUs differ in their memory alone."),
+        ("h100x4", "what is between GPUs as of h200x4, which has the same links."),
         ("h200x8", "all-reduces as extrapolated from those of 2 and 4 GPUs."),
         ("h200x4-no-p2p", "collectives as rings over the links of h200x4-no-p2p."),
         ("h200x4", ""),

@@ -291,6 +291,7 @@ def old(path: Path) -> str:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("--machine", "h100x1", "--tp", "2"), "machine 'h100x1' has one GPU; give 1, or another"),
         (("--tp", "3"), "--tp=3: machine 'h200x4' has the collectives of 1, 2, 4 GPUs; give 1, 2"),
         (("--tp", "0"), "--tp=0"),
         (("--machine", "h100x4", "--tp", "8"), "give 1, 2, 4, or another --machine"),

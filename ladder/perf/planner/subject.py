@@ -122,10 +122,8 @@ def degrees(found: Subject, known: dict[int, Machine], asked: Sequence[int] | No
             remedy = f"ladder bench machine --nproc {each} --out FILE, and --machine {name} FILE"
             if each < 1 or most % each:
                 remedy = f"give {', '.join(map(str, known))}, or another --machine"
-            raise UserError(
-                f"--tp={each}: machine {name!r} has the collectives of "
-                f"{', '.join(map(str, known))} GPUs; {remedy}"
-            )
+            has = f"the collectives of {', '.join(map(str, known))} GPUs" if most > 1 else "one GPU"
+            raise UserError(f"--tp={each}: machine {name!r} has {has}; {remedy}")
         found.shape.check_divides(each, "--tp")
     return sorted(set(asked))
 
