@@ -49,7 +49,8 @@ def check_tp(tp: int) -> None:
     if tp < 0:
         raise UserError(f"--tp={tp} must be 0 (all ranks) or more")
     if tp not in (0, processes):
-        raise UserError(f"--tp={tp} with {processes} processes: start {tp}, with --nproc {tp}")
+        some = "1 process" if processes == 1 else f"{processes} processes"
+        raise UserError(f"--tp={tp} with {some}: start {tp}, with --nproc {tp}")
 
 
 def dtype_of(weights: str, dtype: str) -> str:

@@ -73,7 +73,7 @@ def test_a_run_that_fails_changes_nothing(
 
     def fail() -> None:
         for words, message in (
-            (["--tp", "2", "--text", str(texts)], "--tp=2 with 1 processes"),
+            (["--tp", "2", "--text", str(texts)], "--tp=2 with 1 process:"),
             (["--text", str(tmp_path / "short.txt")], "holds too little text"),
             (["--text", str(texts), "--tasks", "local_cloze", "local_x"], "'local_x' is no task"),
         ):
