@@ -54,8 +54,11 @@ def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *args, **kwargs: allocate(*args, **kwargs).fill_(torch.nan)
 
 
-def assert_close(found: Tensor, exact: Tensor, plain: Tensor) -> None:
-    """`found` against float64: 1e-5 in float32, else twice the plain path's error and an ulp."""
+def assert_close(
+    found: Tensor, exact: Tensor, plain: Tensor, rounded: Tensor | float = 0.0
+) -> None:
+    """`found` against float64: 1e-5 in float32, else twice the plain path's error and an ulp, also
+    of `rounded`: what the result would be if no rounding of its terms cancelled another."""
     assert found.shape == exact.shape
     assert found.dtype == plain.dtype
     error = (found.double() - exact).abs()
@@ -63,7 +66,7 @@ def assert_close(found: Tensor, exact: Tensor, plain: Tensor) -> None:
         bound = 1e-5 * exact.abs().max().expand_as(exact)
     else:
         allowed = 2 * (plain.double() - exact).abs().max()
-        bound = allowed + torch.finfo(found.dtype).eps * exact.abs()
+        bound = allowed + torch.finfo(found.dtype).eps * (exact.abs() + rounded)
     # Not `error > bound`: a NaN fails.
     assert bool((error <= bound).all()), f"{error.max()} of {exact.abs().max()}"
 

@@ -102,13 +102,14 @@ def test_decode_attention_over_e4m3(
         assert torch.equal(at[1], exponent)
         assert torch.equal(before[0].view(torch.uint8), cache.view(torch.uint8)), "another place"
         assert torch.equal(before[1], scales), "another place"
-        results: list[list[Tensor]] = [[], [], []]
+        results: list[list[Tensor]] = [[], [], []]  # exact, plain, and of values' magnitudes
         for b, position in enumerate(positions.tolist()):
             there = slice(b, b + 1), slice(None), slice(position + 1)
             k_read, v_read = (read(*(p[there] for p in parts[n : n + 2])) for n in (0, 2))
             for kind, result in zip((torch.float64, dtype), results, strict=False):
                 query = turned[0][b : b + 1].to(kind)
                 result.append(attend(query, k_read.to(kind), v_read.to(kind), size**-0.5))
+            results[2].append(attend(turned[0][b : b + 1], k_read, v_read.abs(), size**-0.5))
             # And how far from keys and values that nothing has rounded: softmax weights are off
             # by a factor of exp(2 d), if scores are off by d.
             olds = exact_cache[:, b : b + 1, :, :position].double()
@@ -122,7 +123,9 @@ def test_decode_attention_over_e4m3(
             exact = attend(turned[0][b : b + 1], k_all, v_all, size**-0.5)
             error = (results[0][-1] - exact).abs().unflatten(1, (kv, -1)).amax((2, 3))
             assert (error <= most).all()
-        assert_close(found, torch.cat(results[0]).flatten(1), torch.cat(results[1]).flatten(1))
+        # Each softmax weight is rounded; where one value is by far the largest, a plain path's
+        # error may be much smaller by chance.
+        assert_close(found, *(torch.cat(each).flatten(1) for each in results))
         assert not arrived.any()
 
 
