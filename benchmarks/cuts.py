@@ -23,13 +23,16 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import torch
+from kernels import layer
 
 from ladder.bench.inference.build import build_model
 from ladder.bench.inference.points import InferencePoint, resolve
 from ladder.infer.engine import Engine, Session
+from ladder.infer.graphs import time_turns
 from ladder.infer.sampling import Sampling
 from ladder.kernels import decode_shapes
 from ladder.kernels.decode_shapes import Cut, power_of_2
@@ -47,15 +50,12 @@ SYNTAX = re.compile(r"(\d+)x(\d+)x(\d+)(?:x(\d+))?(?:x(\d+))?(s?)")
 
 
 def products(config: ModelConfig) -> dict[str, Key]:
-    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    hidden, inner = config.hidden_size, config.intermediate_size
-    return {
-        "qkv": (heads, hidden, False),
-        "o": (hidden, config.num_heads * config.head_dim, False),
-        "gate-up": (inner, hidden, True),
-        "down": (hidden, inner, False),
-        "head": (config.vocab_size, hidden, False),
-    }
+    shape = (
+        config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim,
+        config.intermediate_size,
+    )  # fmt: skip
+    found = {name.replace(" and ", "-"): (n, k, gated) for name, n, k, _, gated in layer(shape)}
+    return found | {"head": (config.vocab_size, config.hidden_size, False)}
 
 
 def parse_cut(text: str, rows: int) -> Cut:
@@ -116,6 +116,11 @@ def step(session: Session, context: int) -> torch.Tensor:
     return session.graph_logits.float().clone()
 
 
+def replays(graph: torch.cuda.CUDAGraph) -> None:
+    for _ in range(REPLAYS):
+        graph.replay()
+
+
 def in_turns(sessions: Mapping[str, Session], context: int) -> dict[str, float]:
     """Microseconds of a step of each, medians over turns."""
     times: dict[str, list[float]] = {name: [] for name in sessions}
@@ -123,14 +128,9 @@ def in_turns(sessions: Mapping[str, Session], context: int) -> dict[str, float]:
         for name, session in sessions.items():
             assert session.graph is not None
             session.positions.fill_(context)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(REPLAYS):
-                session.graph.replay()
-            end.record()
-            end.synchronize()
+            (ms,) = time_turns(partial(replays, session.graph), 1)
             if turn:
-                times[name].append(1e3 * start.elapsed_time(end) / REPLAYS)
+                times[name].append(1e3 * ms / REPLAYS)
     return {name: round(statistics.median(found), 1) for name, found in times.items()}
 
 

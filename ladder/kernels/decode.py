@@ -302,7 +302,7 @@ def project(
     if stages and x.device.type != "cpu":
         stage_bytes = padded * x.itemsize + block * (1 if up is None else 2) * weight.itemsize
         stages = decode_shapes.fitting(stages, stage_bytes * step, x.device)
-    own = decode_shapes.rows_each(outputs, block) if stages and up is not None else block
+    own = decode_shapes.rows_each(outputs, block, up is not None) if stages else block
     products = triton.cdiv(outputs, own)
     align = 16 // weight.itemsize
     if size % align or (up is not None and (up.data_ptr() - weight.data_ptr()) % 16):

@@ -112,13 +112,13 @@ def _vectors(rows: int, outputs: int, size: int, gated: bool, eight_bits: bool) 
             return Cut(padded, 4, 1024, 4, 0)
         if outputs > 4096:
             return Cut(padded, 2, 2048, 1, 0)
-        return Cut(padded, 2, 1024, 4, 0) if outputs < 2048 else Cut(padded, 4, 2048, 2, 0)
+        return Cut(padded, 2, 1024, 4, 0) if outputs < FEW else Cut(padded, 4, 2048, 2, 0)
     if gated:
         return Cut(padded, 1, 2048, 4, 0) if size == 4096 else Cut(padded, 2, 1024, 4, 0)
     if size <= 1024:
         return Cut(padded, 4, 1024, 4, 0)
     # Few outputs: more programs. Of 3072 columns, a step of 4096 would be a quarter padding.
-    if size <= 2048 or (size <= 3072 and outputs >= 2048):
+    if size <= 2048 or (size <= 3072 and outputs >= FEW):
         return Cut(padded, 2 if outputs < 4096 else 4, 1024, 4, 0)
     if size > 8192 and size % 4096:  # the last step would be half padding
         return Cut(padded, 4, 1024, 2, 0)
@@ -130,13 +130,15 @@ def _vectors(rows: int, outputs: int, size: int, gated: bool, eight_bits: bool) 
     return Cut(padded, 2, 2048, 8, 0) if 3072 < size < 4096 else Cut(padded, 2, 4096, 4, 0)
 
 
-def rows_each(outputs: int, block: int) -> int:
-    """The rows of the weight that each program of a gated product has, of a tile of `block`.
+def rows_each(outputs: int, block: int, gated: bool) -> int:
+    """The rows of the weight that each program of a product of tiles has, of a tile of `block`.
 
-    As few as still need no more programs on the fullest SM, so that all SMs have about as much:
-    3584 rows are 128 programs of 28 and not 112 of 32. A multiple of 4, for stores of 8 bytes.
-    Other products gained nothing.
+    Of a gated one as few as still need no more programs on the fullest SM, so that all SMs have
+    about as much: 3584 rows are 128 programs of 28 and not 112 of 32. A multiple of 4, for stores
+    of 8 bytes. Other products gained nothing: they have all.
     """
+    if not gated:
+        return block
     on_an_sm = -(-outputs // (block * MULTIPROCESSORS))
     return min(block, -(-outputs // (on_an_sm * MULTIPROCESSORS * 4)) * 4)
 

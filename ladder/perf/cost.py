@@ -309,7 +309,7 @@ class DecodeCost:
         if not self.tiles or outputs < FEW or not rows_measured(self.machine):
             return 1.0
         block = blocks(self.batch, outputs, inputs, gated, BF16).block
-        even = -(-outputs // (rows_each(outputs, block) if gated else block)) / MULTIPROCESSORS
+        even = -(-outputs // rows_each(outputs, block, gated)) / MULTIPROCESSORS
         return max(1.0, math.ceil(even) / even / MOST_OF_SHARE)
 
     def _matrix(self, part: str) -> tuple[int, int, bool]:

@@ -134,7 +134,8 @@ def load(name: str) -> Machine:
         return load_measured(name)
     found = declared()[name]
     kind = LIKE.get(found.gpu, found.gpu)
-    alike = {each.gpus: each for each in map(load_measured, shipped()) if each.gpu == kind}
+    measured = [*map(load_measured, shipped())]
+    alike = {each.gpus: each for each in measured if each.gpu == kind}
     if found.gpus in alike and not without_peers(found):
         base = alike[found.gpus]
     else:
@@ -145,7 +146,7 @@ def load(name: str) -> Machine:
     if kind == found.gpu:
         values = {**base.values, "memory_gib": found.values["memory_gib"]}
         return replace(found, values=values, curves=base.curves)
-    (one,) = (each for each in map(load_measured, shipped()) if each.gpu == found.gpu)
+    (one,) = (each for each in measured if each.gpu == found.gpu)
     return _several(one, base, found)
 
 
@@ -226,10 +227,8 @@ def declared() -> dict[str, Machine]:
     found = {path.stem: read(path) for path in sorted(DECLARED.glob("*.json"))}
     for file in tuple(found.values()):
         for measured in map(load_measured, shipped()):
-            if measured.gpu == LIKE.get(file.gpu):
-                name = file.name.replace(f"x{file.gpus}", f"x{measured.gpus}")
-                if name in shipped():
-                    continue
+            name = file.name.replace(f"x{file.gpus}", f"x{measured.gpus}")
+            if measured.gpu == LIKE.get(file.gpu) and name not in shipped():
                 found[name] = replace(file, name=name, gpus=measured.gpus)
     return dict(sorted(found.items()))
 
@@ -284,12 +283,17 @@ def for_degree(machine: Machine, tp: int) -> Machine:
     for found in relatives(machine):
         if found.gpus == tp:
             return with_links_of(machine, found)
-    has, give = f"the collectives of {machine.gpus} GPUs", f"--tp {machine.gpus} or 1"
-    if machine.gpus == 1:
-        has, give = "one GPU", "--tp 1"
+    give = " or ".join(map(str, dict.fromkeys((machine.gpus, 1))))
     raise UserError(
-        f"--tp={tp}: machine {machine.name!r} has {has}; give {give}, or another --machine"
+        f"--tp={tp}: machine {machine.name!r} has {has_degrees([machine.gpus])}; give --tp {give}, "
+        f"or another --machine"
     )
+
+
+def has_degrees(degrees: Iterable[int]) -> str:
+    """What a machine has for these TP degrees, in words."""
+    known = [*degrees]
+    return "one GPU" if known == [1] else f"the collectives of {', '.join(map(str, known))} GPUs"
 
 
 def names() -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from ladder.models.errors import UserError, unknown
 from ladder.models.presets import resolve_plan
 from ladder.models.storage import QUANTISED
 from ladder.perf.machine import BETWEEN_GPUS, Machine, with_links_of
-from ladder.perf.nodes import load, relatives
+from ladder.perf.nodes import has_degrees, load, relatives
 
 CHECKPOINT = "checkpoint"  # the name of a folder's own plan, as in `ladder bench inference`
 
@@ -122,8 +122,7 @@ def degrees(found: Subject, known: dict[int, Machine], asked: Sequence[int] | No
             remedy = f"ladder bench machine --nproc {each} --out FILE, and --machine {name} FILE"
             if each < 1 or most % each:
                 remedy = f"give {', '.join(map(str, known))}, or another --machine"
-            has = f"the collectives of {', '.join(map(str, known))} GPUs" if most > 1 else "one GPU"
-            raise UserError(f"--tp={each}: machine {name!r} has {has}; {remedy}")
+            raise UserError(f"--tp={each}: machine {name!r} has {has_degrees(known)}; {remedy}")
         found.shape.check_divides(each, "--tp")
     return sorted(set(asked))
 
