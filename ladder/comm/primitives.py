@@ -120,13 +120,24 @@ def atomic_add(pointers, values, inside):
 
 @jit
 @no_type_check
+def _barrier():
+    """A barrier of the program's threads, in a form that leaves the loop around it pipelined.
+
+    Triton pipelines no loop with a `tl.debug_barrier` in it.
+    """
+    if ASSEMBLY:
+        tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r", [], tl.int32, False, 1)
+
+
+@jit
+@no_type_check
 def signal(flag, value):
     """Set `flag`, one int32 word, own or a peer's, after all accesses of this program.
 
     A barrier of the program's threads, and a release in the scope of the system: who sees the value
     by `wait` sees everything that this program has written. TMA stores need a `flush` before.
     """
-    tl.debug_barrier()  # every thread's stores come before the release, which one thread does
+    _barrier()  # every thread's stores come before the release, which one thread does
     tl.atomic_xchg(flag, value, sem="release", scope="sys")
 
 
@@ -156,7 +167,7 @@ def arrive(counter, count, SCOPE: tl.constexpr):
     SCOPE: gpu if all programs, and who waits, are on this GPU; sys for a counter of a peer, or one
     for which a copy engine waits. Whoever acts on the full count sets it back to 0.
     """
-    tl.debug_barrier()  # every thread's stores come before the release, which one thread does
+    _barrier()  # every thread's stores come before the release, which one thread does
     return tl.atomic_add(counter, 1, sem="acq_rel", scope=SCOPE) == count - 1
 
 

@@ -31,11 +31,15 @@ from ladder.jit import begin, check_dtype, kernel, launch, tl, triton
 # tables: table by table, in each the peers' samples first; it spreads what is sent over the whole
 # call, and a table's rows are in the cache for all ranks' samples.
 ORDERS = ("remote", "oblivious", "tables")
-TILE, WIDEST = 1024, 1024  # elements of a tile; of them in a row
-AHEAD = 4  # rows of a bag that are read at once
+# Chosen by lookups of bags of 10 to 70 rows of 64 to 256 numbers on an H200
+# (benchmarks/results/README.md). All programs must fit on the GPU at once: otherwise the last ones
+# begin when the others have ended.
+TILE, WIDEST = 256, 512  # elements of a tile; of them in a row
+AHEAD = 10  # rows of a bag that are read at once
 MOST_BAGS = 32
 MAX_PROGRAMS = 4096
-WARPS = 4
+WARP_BYTES = 512  # of a tile that each warp has: 16 for a thread
+WARPS = {2: 24, 4: 32}  # of an SM, by the bytes of a number
 
 
 @kernel("both")
@@ -156,25 +160,67 @@ def push_bags(
     memory for an `out` on each rank; words: zeroed, 2 x T x MAX_PROGRAMS. programs: of the kernel,
     the same on all ranks. order: of ORDERS. lent: the slots are the result, `out` is not written.
     """
-    check_dtype(out=out, **{f"weights[{n}]": each for n, each in enumerate(weights)})
-    dim, rank, world = weights[0].shape[1], slots.rank, len(slots.by_rank)
+    rank, world = slots.rank, len(slots.by_rank)
     assert programs <= MAX_PROGRAMS, programs
     assert len(words.own) >= 2 * world * MAX_PROGRAMS, len(words.own)
     assert slots.own.numel() * 4 >= out.numel() * out.element_size()
-    block = min(triton.next_power_of_2(dim), WIDEST)
+    _launch(
+        weights, table, indices, offsets, mode, firsts, out, slots.addresses, words.addresses, rank,
+        WORLD=world, programs=programs, order=order, lent=lent,
+    )  # fmt: skip
+
+
+def pool_bags(
+    weights: list[Tensor], indices: Tensor, offsets: Tensor, mode: str, table: Tensor | None = None
+) -> Tensor:
+    """Pool the bags of tables on one GPU: [batch, tables x dim].
+
+    indices, offsets: of all samples, table by table. weights, table: as for `push_bags`; a table
+    that is not given is made of the host's numbers, which no CUDA graph can hold.
+    """
+    tables, device = len(weights), weights[0].device
+    weights = [each.contiguous() for each in weights]
+    if table is None:
+        table = torch.tensor([each.data_ptr() for each in weights], device=device)
+    out = weights[0].new_empty((len(offsets) - 1) // tables, tables * weights[0].shape[1])
+    firsts = torch.arange(0, 2 * tables, tables, dtype=torch.int32, device=device)
+    _launch(
+        weights, table, indices.contiguous(), offsets.contiguous(), mode, firsts, out, table, table,
+        0, WORLD=1, programs=default_programs(weights[0]),
+    )  # fmt: skip
+    return out
+
+
+def _launch(
+    weights: list[Tensor], table: Tensor, indices: Tensor, offsets: Tensor, mode: str,
+    firsts: Tensor, out: Tensor, slots: Tensor, words: Tensor, rank: int, *,
+    WORLD: int, programs: int, order: str = "remote", lent: bool = False,
+) -> None:  # fmt: skip
+    check_dtype(out=out, **{f"weights[{n}]": each for n, each in enumerate(weights)})
+    dim = weights[0].shape[1]
+    bags, columns, warps = _tile(dim, out.itemsize)
     aligned = dim * out.element_size() % 16 == 0
     aligned = aligned and all(each.data_ptr() % 16 == 0 for each in weights)
     launch(
         _push_bags_kernel, (programs,), out.device,
-        table, indices, offsets, out, slots.addresses, words.addresses, firsts, rank, len(out),
+        table, indices, offsets, out, slots, words, firsts, rank, len(out),
         STRIDE=MAX_PROGRAMS, DIM=dim, MEAN=mode == "mean", ORDER=ORDERS.index(order), LENT=lent,
-        ALIGNED=aligned, WORLD=world, BAGS=min(TILE // block, MOST_BAGS), BLOCK=block, AHEAD=AHEAD,
-        SPIN_LIMIT=SPIN_LIMIT, num_warps=WARPS, dependent=False,
+        ALIGNED=aligned, WORLD=WORLD, BAGS=bags, BLOCK=columns, AHEAD=AHEAD,
+        SPIN_LIMIT=SPIN_LIMIT, num_warps=warps, dependent=False,
     )  # fmt: skip
 
 
-def default_programs(device: torch.device) -> int:
+def _tile(dim: int, itemsize: int) -> tuple[int, int, int]:
+    """Bags of a tile, its columns, and its warps."""
+    columns = min(triton.next_power_of_2(dim), WIDEST)
+    bags = min(max(1, TILE // columns), MOST_BAGS)
+    return bags, columns, max(1, bags * columns * itemsize // WARP_BYTES)
+
+
+def default_programs(weight: Tensor) -> int:
     """As many as the GPU runs at once, or a few less; the same on all GPUs of a kind."""
-    if device.type == "cpu":
+    if weight.device.type == "cpu":
         return 3
-    return 8 * torch.cuda.get_device_properties(device).multi_processor_count
+    warps = _tile(weight.shape[1], weight.itemsize)[2]
+    sms = torch.cuda.get_device_properties(weight.device).multi_processor_count
+    return WARPS[weight.itemsize] // warps * sms

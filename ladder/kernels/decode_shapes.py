@@ -8,7 +8,7 @@ import torch
 
 from ladder.costs import MULTIPROCESSORS
 
-# More rows are multiplied on tensor cores; but of 3 and 4 rows, a weight in 8 bits of few outputs.
+# More rows are multiplied on tensor cores; of weights in 8 bits: see `_by_vectors`.
 MAX_VECTOR_ROWS = 2
 # Steps of a product on tensor cores whose weights are brought into L2 before its wait: 1 to 4 % of
 # a layer at 4, 16 and 64 rows (benchmarks/results/README.md).
@@ -47,7 +47,7 @@ def blocks(
     few, short = outputs < FEW, gated or size <= 1024
     many = outputs >= MANY and not gated
     narrow = eight_bits and itemsize == 2  # tiles of float32 in parts spill registers
-    if rows <= MAX_VECTOR_ROWS or (rows <= 4 and narrow and few and not short):
+    if _by_vectors(rows, few, gated, short, narrow):
         return _vectors(rows, outputs, size, gated, eight_bits)
     padded = max(16, power_of_2(rows))
     if narrow:
@@ -72,6 +72,17 @@ def blocks(
     return found._replace(step=found.step * 2 // itemsize, swapped=found.swapped and itemsize == 2)
 
 
+def _by_vectors(rows: int, few: bool, gated: bool, short: bool, narrow: bool) -> bool:
+    """Whether a product needs no tensor cores."""
+    if not narrow or rows == 1:
+        return rows <= MAX_VECTOR_ROWS
+    # Weights in 8 bits wait for conversions: for tensor cores to float16, two by one instruction,
+    # for vectors to float32, two by three. So of two rows, too, tensor cores multiply most.
+    if rows == 2:
+        return few or (short and not gated)
+    return rows <= 4 and few and not short
+
+
 def _tiles_of_8_bits(padded: int, few: bool, short: bool, gated: bool, many: bool) -> Cut:
     """They wait for instructions, and not for bytes; in parts, a warp has fewer."""
     if many:
@@ -94,7 +105,7 @@ def _vectors(rows: int, outputs: int, size: int, gated: bool, eight_bits: bool) 
     of the later steps' the compiler moves ahead, so the fastest cut follows no rule of sizes."""
     padded = power_of_2(rows)
     if rows > 1:
-        if eight_bits:
+        if eight_bits and not (size <= 1024 and rows == 2):
             return Cut(padded, padded, 2048, 4, 0)
         if gated:
             return Cut(padded, 2, 1024, 4, 0)

@@ -43,7 +43,7 @@ class Tiling:
     rows: int = 128
     columns: int = 256
     depth: int = 64
-    stages: int = 3
+    stages: int = 4
     warps: int = 8
     halves: bool = True
     group_m: int = GROUP
@@ -98,7 +98,9 @@ def _gemm_kernel(
     begin(PDL)
     across = tl.cdiv(N, BN)
     high = tl.cdiv(rows, BM)  # rows of tiles of a shard
-    for at in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+    # As one loop over the steps of all tiles, the first loads of a tile overlap with the end of the
+    # one before. Its rows are loaded after its wait: both are what a tile begins with.
+    for at in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         tile = tl.load(order + at)
         line = tile // across
         column = tile % across * BN

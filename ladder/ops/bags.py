@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
+from ladder.jit import DTYPES
+from ladder.kernels.bags import pool_bags
 from ladder.models.errors import UserError
 from ladder.ops import exchange
 from ladder.ops.calls import execute, size_of
@@ -47,9 +49,25 @@ define(
 # -- staged -----------------------------------------------------------------------------------
 
 
-def pool(weight: Tensor, indices: Tensor, offsets: Tensor, mode: str) -> Tensor:
-    """The bags of one table, in its dtype. offsets: [bags + 1], from 0 to the end of `indices`."""
-    if weight.is_cuda or weight.dtype in (torch.float32, torch.float64):
+def pool(weights: list[Tensor], indices: Tensor, offsets: Tensor, mode: str) -> Tensor:
+    """The bags of these tables, in their dtype: [B, tables, dim].
+
+    On GPUs by a kernel of our own, which takes a quarter of the time of torch's.
+    """
+    if weights[0].is_cuda and weights[0].dtype in DTYPES:
+        return pool_bags(weights, indices, offsets, mode).unflatten(1, (len(weights), -1))
+    pooled = [
+        _pool(weight, own, ends, mode)
+        for weight, (own, ends) in zip(
+            weights, by_table(indices, offsets, len(weights)), strict=True
+        )
+    ]
+    return torch.stack(pooled, dim=1)
+
+
+def _pool(weight: Tensor, indices: Tensor, offsets: Tensor, mode: str) -> Tensor:
+    """The bags of one table. offsets: [bags + 1], from 0 to the end of `indices`."""
+    if weight.dtype in (torch.float32, torch.float64):
         return F.embedding_bag(indices, weight, offsets, mode=mode, include_last_offset=True)
     # On a CPU, torch's own means of 16 bits are divided after the sum has been rounded.
     looked_up = weight[indices].float()
@@ -69,7 +87,7 @@ def spread(grad: Tensor, indices: Tensor, offsets: Tensor, rows: int, mode: str)
     bag = torch.repeat_interleave(lengths, output_size=len(indices))
     row, order = indices.sort(stable=True)
     starts = torch.searchsorted(row, torch.arange(rows + 1, device=row.device, dtype=row.dtype))
-    return pool(grad, bag[order], starts.to(bag.dtype), "sum")
+    return pool([grad], bag[order], starts.to(bag.dtype), "sum")[:, 0]
 
 
 @implement("embedding_bag_all_to_all", "staged")
@@ -77,14 +95,8 @@ def staged(
     group: dist.ProcessGroup, weights: list[Tensor], indices: Tensor, offsets: Tensor, mode: str,
     counts: list[int],
 ) -> Tensor:  # fmt: skip
-    ranks, tables, dim = len(counts), len(weights), weights[0].shape[1]
-    pooled = torch.stack(
-        [
-            pool(weight, own, ends, mode)
-            for weight, (own, ends) in zip(weights, by_table(indices, offsets, tables), strict=True)
-        ],
-        dim=1,
-    )  # [B, tables, dim]
+    ranks, dim = len(counts), weights[0].shape[1]
+    pooled = pool(weights, indices, offsets, mode)
     share = len(pooled) // ranks
     pieces = list(pooled.split(share))
     sizes = [share * count * dim for count in counts]

@@ -29,7 +29,7 @@ def pushed(
     group: dist.ProcessGroup, weights: list[Tensor], indices: Tensor, offsets: Tensor, mode: str,
     counts: list[int], programs: int | None = None, order: str = "remote", lent: bool = False,
 ) -> Tensor:  # fmt: skip
-    """programs: of the persistent kernel, 8 for each SM by default. order: of its work.
+    """programs: of the persistent kernel; by default all that the GPU runs at once. order: of work.
 
     lent: the result is the shared memory itself, which saves a copy of the peers' part. The next
     call of this operator on this stream overwrites it, on whatever shapes.
@@ -38,7 +38,7 @@ def pushed(
         raise unknown("order", order, ORDERS)
     first = weights[0]
     if programs is None:
-        programs = default_programs(first.device)
+        programs = default_programs(first)
     if not 1 <= programs <= MAX_PROGRAMS:
         raise UserError(f"programs={programs}; expected 1 to {MAX_PROGRAMS}")
     tables, world = len(weights), len(counts)

@@ -98,6 +98,33 @@ def test_a_waiting_gemm_reads_what_has_arrived(device: str) -> None:
     assert list(dict.fromkeys(polls)) == [3, 0, 1]
 
 
+@pytest.mark.parametrize("device", [on("cuda")])
+@pytest.mark.parametrize("tiling", [Tiling(), Tiling(64, 64, 64, stages=3, warps=4)], ids=str)
+def test_a_waiting_gemm_loads_nothing_too_early(device: str, tiling: Tiling) -> None:
+    """Rows and flags that come while it runs: loads of the next tile, too, follow its wait."""
+    shards, rank = 4, 1
+    a, b = operands(device, shards * 500, 6000, 200, BF16)
+    order = order_of(len(a), 6000, shards, tiling, rank, device)
+    wanted, side = gemm(a, b, order, tiling=tiling, shards=shards), torch.cuda.Stream()
+    here, flags = a.clone(), torch.zeros(shards, dtype=torch.int32, device=device)
+    for _ in range(20):
+        for q in range(shards):
+            if q != rank:
+                here[q * 500 : (q + 1) * 500] = torch.nan
+        flags.zero_()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            for distance in range(1, shards):
+                q = (rank + distance) % shards
+                torch.cuda._sleep(random.randint(1, 500_000))  # clocks
+                here[q * 500 : (q + 1) * 500].copy_(a[q * 500 : (q + 1) * 500])
+                flags[q].fill_(1)
+        arrivals = Arrivals(flags, rank)
+        out = gemm(here, b, order, tiling=tiling, shards=shards, arrivals=arrivals)
+        torch.cuda.synchronize()
+        assert torch.equal(out, wanted)
+
+
 @pytest.mark.parametrize("device", [on("interpreter"), on("cuda")])
 @pytest.mark.parametrize("dma", [True, False])
 @pytest.mark.parametrize(("m", "pieces"), [(4 * 20, 1), (4 * 40, 2)])

@@ -18,10 +18,7 @@ import torch
 
 from tests import ROOT
 
-BARRIER = (
-    "    tl.debug_barrier()"
-    "  # every thread's stores come before the release, which one thread does\n"
-)
+BARRIER = "    _barrier()  # every thread's stores come before the release, which one thread does\n"
 SIGNAL = '    tl.atomic_xchg(flag, value, sem="release", scope="sys")\n'
 WAIT = '    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < value:\n'
 ARRIVE = '    return tl.atomic_add(counter, 1, sem="acq_rel", scope=SCOPE) == count - 1\n'
@@ -37,7 +34,7 @@ WEAKENED: dict[str, tuple[str, str, str]] = {
     "signal: no release": ("send", SIGNAL, SIGNAL.replace("release", "relaxed")),
     "signal: of this GPU alone": ("send", SIGNAL, SIGNAL.replace("sys", "gpu")),
     "signal: of one thread's stores": ("send", BARRIER + SIGNAL, SIGNAL),
-    "signal: left out": ("send", SIGNAL, "    tl.debug_barrier()\n"),
+    "signal: left out": ("send", SIGNAL, "    _barrier()\n"),
     "wait: no acquire": ("receive", WAIT, WAIT.replace("acquire", "relaxed")),
     "wait: for this GPU alone": ("receive", WAIT, WAIT.replace("sys", "gpu")),
     "wait: left out": ("receive", WAIT, "    while spins < 0:\n"),

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ladder.comm import capture
 from ladder.kernels import bags as kernels
 from ladder.ops import workspace
+from ladder.ops.bags import pool
 from ladder.ops.mailbox import MAX_TABLES, addresses, mailbox
 from ladder.ops.registry import OPERATORS
 from tests.distributed import Pools
@@ -83,6 +84,24 @@ def test_bags_are_pooled_in_order_and_reach_their_ranks(
     for ran in pools(ranks).run(on_ranks, str(tmp_path), dtype):
         assert ran == ["_push_bags_kernel"]
         interpreted += ran
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("device", [on("interpreter"), on("cuda")])
+def test_bags_of_one_gpu_are_pooled_in_order(device: str, dtype: torch.dtype) -> None:
+    """Bit for bit, in any number of tables, also views; rows in several tiles; means; all empty."""
+    for call, (batch, tables, dim, longest) in enumerate(
+        [(5, 3, 20, 25), (3, 1, 600, 11), (4, 2, 8, 0), (50, 2, 6, 3)]
+    ):
+        each = lookup(0, call, batch, tables, dim, dtype, longest)
+        mode = ("sum", "mean")[call % 2]
+        weights = [weight.t().contiguous().t().to(device) for weight in each.weights]
+        given = each.indices.to(device), each.offsets.to(device), mode
+        check_same(kernels.pool_bags(weights, *given).cpu(), pooled(each, mode), call)
+        if device == "cuda":
+            found = pool(weights, *given)
+            assert found.shape == (batch, tables, dim)
+            check_same(found.flatten(1).cpu(), pooled(each, mode), call)
 
 
 def asked(rank: int, ranks: int, folder: str) -> list[str]:

@@ -25,6 +25,7 @@ from ladder.bench.ops.points import (
     OpPoint,
 )
 from ladder.comm import collectives
+from ladder.kernels.bags import pool_bags
 from ladder.ops import exchange
 from ladder.ops.registry import ANY_ORDER, DEFAULT, OPERATORS
 
@@ -186,6 +187,16 @@ def _bags(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Cas
         dist.all_to_all_single(received.view(batch, -1), pooled, group=group)
         return received.transpose(0, 1).reshape(batch // ranks, -1)
 
+    alone: dict[str, Call] = {"alone": lookup, "alone, by table": by_table}
+    baselines: dict[str, Call] = {
+        "": lambda: collective(lookup()),
+        "by table": lambda: collective(torch.stack(by_table(), 1).view(batch, -1)),
+    }
+    if device.type == "cuda":
+        table = torch.tensor([each.data_ptr() for each in weights], device=device)
+        pool = functools.partial(pool_bags, weights, indices, offsets, "sum", table)
+        alone["alone, our kernel"] = pool
+        baselines["our kernel"] = lambda: collective(pool())
     exact = torch.stack(
         [
             F.embedding_bag(rows, weight.double(), mode="sum")
@@ -200,12 +211,7 @@ def _bags(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Cas
     return Case(
         point, (weights, indices, offsets, "sum"), {},
         ([each.shape for each in weights], offsets.shape),
-        {"alone": lookup, "alone, by table": by_table},
-        {
-            "": lambda: collective(lookup()),
-            "by table": lambda: collective(torch.stack(by_table(), 1).view(batch, -1)),
-        },
-        _first,
+        alone, baselines, _first,
         [parts.transpose(0, 1).reshape(batch // ranks, -1)],
         (ranks - 1) / ranks * received.nbytes, group, memory,
     )  # fmt: skip

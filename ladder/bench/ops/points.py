@@ -46,8 +46,8 @@ TRIES: dict[str, tuple[dict[str, Any], ...]] = {
     # Of sums; of bags, as the fused operators' paper: order of work, occupancy; of experts.
     "pushed": (
         {"shots": 2},
-        {"order": "tables"}, {"order": "oblivious"}, {"programs": 264}, {"programs": 528},
-        {"programs": 792}, {"lent": True}, {"order": "tables", "lent": True},
+        {"order": "tables"}, {"order": "oblivious"}, {"programs": 528}, {"programs": 1056},
+        {"programs": 1584}, {"lent": True}, {"order": "tables", "lent": True},
         {"stages": 4}, {"tile": "128x128x64", "stages": 4},
     ),
 }  # fmt: skip
