@@ -80,7 +80,7 @@ def _by_vectors(rows: int, few: bool, gated: bool, short: bool, narrow: bool) ->
     # for vectors to float32, two by three. So of two rows, too, tensor cores multiply most.
     if rows == 2:
         return few or (short and not gated)
-    return rows <= 4 and few and not short
+    return rows <= 4 and not gated and few != short
 
 
 def _tiles_of_8_bits(padded: int, few: bool, short: bool, gated: bool, many: bool) -> Cut:
@@ -105,7 +105,7 @@ def _vectors(rows: int, outputs: int, size: int, gated: bool, eight_bits: bool) 
     of the later steps' the compiler moves ahead, so the fastest cut follows no rule of sizes."""
     padded = power_of_2(rows)
     if rows > 1:
-        if eight_bits and not (size <= 1024 and rows == 2):
+        if eight_bits and size > 1024:
             return Cut(padded, padded, 2048, 4, 0)
         if gated:
             return Cut(padded, 2, 1024, 4, 0)

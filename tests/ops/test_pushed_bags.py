@@ -14,14 +14,15 @@ import torch.distributed as dist
 from ladder.comm import capture
 from ladder.kernels import bags as kernels
 from ladder.ops import workspace
-from ladder.ops.bags import pool
+from ladder.ops.bags import pool, spread
 from ladder.ops.mailbox import MAX_TABLES, addresses, mailbox
 from ladder.ops.registry import OPERATORS
 from tests.distributed import Pools
 from tests.kernels.support import on
-from tests.ops.everyone import check_refused
-from tests.ops.pushed_inputs import lookup, pooled
+from tests.ops.everyone import TOLERANCE, check_refused
+from tests.ops.pushed_inputs import Lookup, lookup, pooled
 from tests.ops.pushes import check_same, pushing
+from tests.samples import relative_error
 
 OP = "embedding_bag_all_to_all"
 RUN = OPERATORS[OP].implementations
@@ -102,6 +103,18 @@ def test_bags_of_one_gpu_are_pooled_in_order(device: str, dtype: torch.dtype) ->
             found = pool(weights, *given)
             assert found.shape == (batch, tables, dim)
             check_same(found.flatten(1).cpu(), pooled(each, mode), call)
+            check_spread(each, mode)
+
+
+def check_spread(each: Lookup, mode: str) -> None:
+    """The gradient of the first table on a GPU, of its bags in float64."""
+    ends = each.offsets[: (len(each.offsets) - 1) // len(each.weights) + 1]
+    table, indices = each.weights[0].double().requires_grad_(), each.indices[: ends[-1]]
+    grad = torch.randn(len(ends) - 1, table.shape[1]).to(each.weights[0].dtype)
+    pool([table], indices, ends, mode)[:, 0].backward(grad.double())
+    found = spread(grad.cuda(), indices.cuda(), ends.cuda(), len(table), mode)
+    assert table.grad is not None
+    assert relative_error(found.cpu(), table.grad) < TOLERANCE[grad.dtype]
 
 
 def asked(rank: int, ranks: int, folder: str) -> list[str]:
