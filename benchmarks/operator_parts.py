@@ -170,7 +170,8 @@ def main(options: argparse.Namespace) -> int:
     asked = variants(options.implementations, options.ops)
     points = expand(options, options.ranks, cpu=False)[0]
     device = launch.join("cuda")
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl", device_id=device, **alone)
     memory, matrices = bandwidth(device), matrix_rate(device)
     rows, wrong = [], False
     for point in points:
