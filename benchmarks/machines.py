@@ -61,7 +61,11 @@ CALIBRATION = (
 # One H100 as a user would describe it: all of `ladder bench machine`, and records to calibrate by.
 H100 = ("2026-11-24-machine-h100x1.json", "2026-11-24-inference-h100.jsonl")
 # Of today's kernels, on one GPU.
-TODAY = ("2026-11-24-quarter-8b-h200.jsonl",)
+TODAY = (
+    "2026-11-24-eight-bits-few-rows-h200.jsonl",
+    "2026-11-24-int8-h200.jsonl",
+    "2026-11-24-quarter-8b-h200.jsonl",
+)
 ATTENTION_RATE = (
     "declared: {} of FlashAttention-3 as published for an H100, causal, heads of 128: 400, 500, "
     "560, 600 TFLOP/s at 1k, 2k, 4k, 8k tokens; cuDNN in a trace of half-8b at 1k: 372"

@@ -22,7 +22,8 @@ RESULTS = Path(__file__).parent / "results"
 NAMES = (
     "inference", "figures", "frame-after", "frame-after-2b", "p2p-off", "quality-latency", "table1",
     "half-8b", "accumulate", "rare-reduces-half-8b", "train-ahead", "train-8b-again", "train",
-    "train-compiled", "quarter-8b", "heads", "decode", "train-virtual",
+    "train-compiled", "quarter-8b", "heads", "decode", "train-virtual", "eight-bits-few-rows",
+    "int8",
 )  # fmt: skip
 OLDER = ("2026-11-21-train-h200x4.jsonl",)
 

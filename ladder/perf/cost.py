@@ -319,9 +319,11 @@ class DecodeCost:
         return outputs // (2 if gated else 1), inputs, gated
 
     def _converting(self) -> float:
-        """How many times as long a product takes whose weights are converted; 1 if unknown."""
-        family = self.machine.family("converted")
-        return _between(family[0].points, self.batch) if family else 1.0
+        """How many times as long a product takes whose weights are converted; as of fp8 where that
+        is not known of their type, and 1 where neither is."""
+        family = {curve.where["weights"]: curve for curve in self.machine.family("converted")}
+        found = family.get(self.stored) or family.get("fp8")
+        return _between(found.points, self.batch) if found else 1.0
 
     def _sent(self) -> Estimate:
         """A push that is no kernel of its own: another kernel reads, sums and lands."""

@@ -77,7 +77,7 @@ CURVES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "peer copy": ("bytes", (), "a copy to another GPU's memory, by a copy engine"),
     "product": ("bytes", ("rows",), "a product of few rows in a chain, by bytes of its weight"),
     "more rows": ("rows", (), "what a product of more rows than one takes besides; fitted"),
-    "converted": ("rows", (), "the time of a product of weights in 8 bits, of that in 16; fitted"),
+    "converted": ("rows", ("weights",), "products of weights in 8 bits, of those in 16; fitted"),
     "matrix": ("rows", ("outputs", "inputs"), "a product of many rows"),
     "attention": ("heads", ("keys",), "attention of a decode step, by KV heads of all sequences"),
     "landing": ("rows", ("hidden",), "a landing of own partials as a kernel of its own"),
@@ -99,6 +99,8 @@ SPEEDS = ("decode beside nccl", "nccl beside decode")  # of the speed alone, in 
 EXCHANGES = ("direct", "copy-kernels")  # transports of ladder.comm.transports
 RATIOS = (*SPEEDS, "converted")
 BETWEEN_GPUS = ("peer copy", "exchange", *COLLECTIVES, *SPEEDS, *TURNS)
+# Those of ladder.models.storage.QUANTISED; machines are read without torch.
+EIGHT_BITS = ("fp8", "fp8-block", "int8")
 ALGORITHMS = ("nccl", "gloo", "push", "two-shot", "torch one-shot", "torch two-shot")
 
 

@@ -15,6 +15,7 @@ from ladder.models.errors import UserError, check_keys, kind_of, reason, unknown
 from ladder.perf.machine import (
     ALGORITHMS,
     CURVES,
+    EIGHT_BITS,
     EXCHANGES,
     OF_STEPS,
     VALUES,
@@ -25,7 +26,8 @@ from ladder.perf.machine import (
     Value,
 )
 
-NAMED = {"algorithm": ALGORITHMS, "transport": EXCHANGES}  # keys of `where` that have names
+# Keys of `where` that have names.
+NAMED = {"algorithm": ALGORITHMS, "transport": EXCHANGES, "weights": EIGHT_BITS}
 FOLDER = Path(__file__).parent / "machines"
 OLDER = FOLDER / "older"  # kernels of decode steps as they were, by GPU
 

@@ -12,7 +12,7 @@ from typing import Any
 from ladder.bench.inference.points import InferencePoint, resolve
 from ladder.models.errors import UserError
 from ladder.perf.cost import DecodeCost, more_rows
-from ladder.perf.machine import Curve, Machine, Value
+from ladder.perf.machine import EIGHT_BITS, Curve, Machine, Value
 from ladder.perf.prediction.records import (
     CALIBRATED,
     context_of,
@@ -50,7 +50,8 @@ def fit_steps(
     """The machine with what is fitted to decode steps of `model`, plan none.
 
     `step_stretch` from the step of one sequence, `more rows` from those of more, and `converted`
-    from those of weights in e4m3, if there are any. older: as of `inference_times`.
+    from those of weights in 8 bits, for each type of which there are any. older: as of
+    `inference_times`.
     """
     files = tuple(files)
     said = ", ".join(file.name for file in files)
@@ -65,11 +66,15 @@ def fit_steps(
     stretch = _solve(1e3 * steps[first], partial(_with_stretch, machine, first))
     machine = _fitted(machine, "step_stretch", stretch, first, steps[first], said)
     about = f"fitted: the same of more sequences; {said}"
-    machine = _with_points(machine, "more rows", {each: steps[each] for each in others}, about,
+    curve = Curve("more rows", {}, (), about)
+    machine = _with_points(machine, curve, {each: steps[each] for each in others},
                            lambda each: more_rows(machine, each.batch))  # fmt: skip
-    stored = calibrations(files, machine, "decode", model, "fp8", older)
-    about = f"fitted: the same with weights in fp8; {said}"
-    return _with_points(machine, "converted", stored, about, lambda _: 1.0)
+    for kind in EIGHT_BITS:
+        stored = calibrations(files, machine, "decode", model, kind, older)
+        about = f"fitted: the same with weights in {kind}; {said}"
+        curve = Curve("converted", {"weights": kind}, (), about)
+        machine = _with_points(machine, curve, stored, lambda _: 1.0)
+    return machine
 
 
 def fit_prompts(machine: Machine, files: Iterable[Path], model: str = CALIBRATED[0]) -> Machine:
@@ -91,25 +96,26 @@ def fit_prompts(machine: Machine, files: Iterable[Path], model: str = CALIBRATED
 
 
 def _with_points(
-    machine: Machine, name: str, steps: Steps, about: str, begin: Callable[[InferencePoint], float]
+    machine: Machine, curve: Curve, steps: Steps, begin: Callable[[InferencePoint], float]
 ) -> Machine:
-    """With a fitted curve over rows, of which each step gives a point; without steps as it was."""
+    """With this fitted curve over rows, of which each step gives a point; without steps as it
+    was."""
     points = []
     for each in sorted(steps, key=lambda one: one.batch):
-        us = _solve(1e3 * steps[each], partial(_with_point, machine, name, each), begin(each))
+        us = _solve(1e3 * steps[each], partial(_with_point, machine, curve, each), begin(each))
         points.append((float(each.batch), max(1e-3, round(us, 3))))
-    return _with_curve(machine, Curve(name, {}, tuple(points), about)) if points else machine
+    return _with_curve(machine, replace(curve, points=tuple(points))) if points else machine
 
 
 def _with_curve(machine: Machine, curve: Curve) -> Machine:
-    curves = tuple(each for each in machine.curves if each.name != curve.name)
+    curves = tuple(each for each in machine.curves if str(each) != str(curve))
     return replace(machine, curves=(*curves, curve))
 
 
-def _with_point(machine: Machine, name: str, point: InferencePoint, value: float) -> float:
+def _with_point(machine: Machine, curve: Curve, point: InferencePoint, value: float) -> float:
     """Microseconds of a step if the curve were of this point alone."""
-    curve = Curve(name, {}, ((float(point.batch), value),), "fitted: tried")
-    return _step(_with_curve(machine, curve), point)
+    tried = replace(curve, points=((float(point.batch), value),))
+    return _step(_with_curve(machine, tried), point)
 
 
 def _with_stretch(machine: Machine, point: InferencePoint, value: float) -> float:

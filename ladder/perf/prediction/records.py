@@ -18,7 +18,7 @@ from ladder.models.errors import UserError
 from ladder.perf import phases
 from ladder.perf.cost import WAY
 from ladder.perf.graph import FUSED
-from ladder.perf.machine import Machine
+from ladder.perf.machine import EIGHT_BITS, Machine
 from ladder.perf.nodes import relatives, with_older_kernels, without_peers
 
 CALIBRATED = ("llama-3-8b", "none")  # on all GPUs: what fitted values may come from
@@ -202,7 +202,7 @@ def is_calibration(point: InferencePoint, machine: Machine) -> bool:
     """Whether a fitted value comes from it, or could."""
     where = {(CALIBRATED[0], machine.gpus), RANK}
     this = point.plan == CALIBRATED[1] and (point.model, point.tp) in where
-    return this and not point.no_comm and point.weights in ("bf16", "fp8")
+    return this and not point.no_comm and point.weights in ("bf16", *EIGHT_BITS)
 
 
 def is_training_calibration(run: Run, machine: Machine) -> bool:
