@@ -42,7 +42,7 @@ from ladder.bench.ops.points import (
     expand,
     sizes_of,
     variants,
-)  # fmt: skip
+)
 from ladder.infer.graphs import capture_graph
 from ladder.kernels.bags import pool_bags
 from ladder.kernels.gemm import Arrivals, Tiling, Track, gemm, tiles_of

@@ -30,6 +30,7 @@ from ladder.comm.primitives import EMPTY
 from ladder.comm.symmetric import SymmetricTensor
 from ladder.infer.sampling import choose_greedily
 from ladder.kernels import choice
+from ladder.kernels.bags import pool_bags
 from ladder.kernels.gemm import (
     GEMM_DTYPES,
     Arrivals,
@@ -42,6 +43,7 @@ from ladder.kernels.gemm import gemm as run_gemm
 from ladder.kernels.landing import CHUNK
 from ladder.kernels.slots import SlotArrivals, land_slots, sum_slots, sum_slots_reference
 from ladder.models import Reducer
+from ladder.ops.bags import pool
 from ladder.ops.track_maps import all_to_all, rotated
 from ladder.parser import Parser, parse_words
 
@@ -327,6 +329,23 @@ def landings(dtype: torch.dtype) -> Pairs:
             out = torch.empty_like(residual), torch.empty_like(residual)
             found = land_slots(slots, residual, weight, 1e-5, out, arrivals)
             yield from zip(found, wanted, strict=True)
+
+
+@case("pool_bags")
+def bags(dtype: torch.dtype) -> Pairs:
+    """Two tables; ragged bags, some empty; rows of one tile and of several."""
+    for batch, dim in ((3, 5), (7, 64), (2, 600)):
+        weights = [random(dtype, rows, dim) for rows in (2, 9)]
+        lengths = torch.randint(12, (len(weights), batch))
+        looked = [
+            torch.randint(len(weight), (int(each.sum()),))
+            for weight, each in zip(weights, lengths, strict=True)
+        ]
+        offsets = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0)).to(DEVICE)
+        indices = torch.cat(looked).to(DEVICE)
+        for mode in ("sum", "mean"):
+            wide = pool([weight.double() for weight in weights], indices, offsets, mode)
+            yield pool_bags(weights, indices, offsets, mode), wide.flatten(1).to(dtype)
 
 
 def compare(name: str, found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:

@@ -80,7 +80,7 @@ def _by_vectors(rows: int, few: bool, gated: bool, short: bool, narrow: bool) ->
     # for vectors to float32, two by three. So of two rows, too, tensor cores multiply most.
     if rows == 2:
         return few or (short and not gated)
-    return rows <= 4 and not gated and few != short
+    return rows <= 4 and not gated and few != short  # QKV and O of an 8B's rank
 
 
 def _tiles_of_8_bits(padded: int, few: bool, short: bool, gated: bool, many: bool) -> Cut:

@@ -77,7 +77,7 @@ CURVES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "peer copy": ("bytes", (), "a copy to another GPU's memory, by a copy engine"),
     "product": ("bytes", ("rows",), "a product of few rows in a chain, by bytes of its weight"),
     "more rows": ("rows", (), "what a product of more rows than one takes besides; fitted"),
-    "converted": ("rows", ("weights",), "products of weights in 8 bits, of those in 16; fitted"),
+    "converted": ("rows", ("weights",), "the time of a product in 8 bits over that in 16; fitted"),
     "matrix": ("rows", ("outputs", "inputs"), "a product of many rows"),
     "attention": ("heads", ("keys",), "attention of a decode step, by KV heads of all sequences"),
     "landing": ("rows", ("hidden",), "a landing of own partials as a kernel of its own"),

@@ -34,21 +34,18 @@ TRIES: dict[str, tuple[dict[str, Any], ...]] = {
         {"blocks": 4, "streams": 2},
     ),
     "waiting": (
-        {"stages": 4}, {"tile": "256x128x64", "stages": 4}, {"tile": "128x128x64", "stages": 4},
-        {"stages": 4, "group_m": 16},
+        {"stages": 3}, {"tile": "256x128x64"}, {"tile": "128x128x64"}, {"group_m": 16},
     ),
     "tracked": (
-        {"stages": 4, "group_m": 16},
-        {"pieces": 2}, {"stages": 4}, {"stages": 4, "pieces": 2},
-        {"tile": "256x128x64", "stages": 4}, {"tile": "256x128x64", "stages": 4, "pieces": 2},
-        {"tile": "128x128x64", "stages": 4},
+        {"group_m": 16}, {"pieces": 2}, {"stages": 3}, {"tile": "256x128x64"},
+        {"tile": "256x128x64", "pieces": 2}, {"tile": "128x128x64"},
     ),
     # Of sums; of bags, as the fused operators' paper: order of work, occupancy; of experts.
     "pushed": (
         {"shots": 2},
         {"order": "tables"}, {"order": "oblivious"}, {"programs": 528}, {"programs": 1056},
         {"programs": 1584}, {"lent": True}, {"order": "tables", "lent": True},
-        {"stages": 4}, {"tile": "128x128x64", "stages": 4},
+        {"stages": 3}, {"tile": "128x128x64"},
     ),
 }  # fmt: skip
 TOKENS = (1024, 4096)  # tokens of a rank, of a mixture of experts
