@@ -46,6 +46,8 @@ SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor that thread blocks can h
 # least squares over chains of products of 4, 16 and 64 rows, 1.4, 1.4 and 1.2
 # (benchmarks/results/2026-11-23-products-h200.jsonl).
 MOST_OF_SHARE = 1.3
+# `converted` where a machine says nothing of it, by rows: an H200's of weights in fp8.
+CONVERTED = ((1.0, 1.22), (2.0, 1.25), (4.0, 1.36), (16.0, 1.49), (64.0, 1.76))
 
 
 def check_reducer(name: str) -> None:
@@ -319,11 +321,11 @@ class DecodeCost:
         return outputs // (2 if gated else 1), inputs, gated
 
     def _converting(self) -> float:
-        """How many times as long a product takes whose weights are converted; as of fp8 where that
-        is not known of their type, and 1 where neither is."""
+        """How many times as long a product takes whose weights are converted: as of fp8 where that
+        is not known of their type, and as of an H200 where neither is."""
         family = {curve.where["weights"]: curve for curve in self.machine.family("converted")}
         found = family.get(self.stored) or family.get("fp8")
-        return _between(found.points, self.batch) if found else 1.0
+        return _between(found.points if found else CONVERTED, self.batch)
 
     def _sent(self) -> Estimate:
         """A push that is no kernel of its own: another kernel reads, sums and lands."""
