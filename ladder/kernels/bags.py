@@ -25,15 +25,16 @@ from torch import Tensor
 
 from ladder.comm.primitives import SPIN_LIMIT, load, peer, rotate, signal, store, wait
 from ladder.comm.symmetric import SymmetricTensor
-from ladder.jit import begin, check_dtype, kernel, launch, tl, triton
+from ladder.jit import begin, check_dtype, kernel, launch, tl
+from ladder.kernels.decode_shapes import power_of_2
 
 # remote: the peers' samples first, own ones last. oblivious: rank 0's samples first, on every rank.
 # tables: table by table, in each the peers' samples first; it spreads what is sent over the whole
 # call, and a table's rows are in the cache for all ranks' samples.
 ORDERS = ("remote", "oblivious", "tables")
 # Chosen by lookups of bags of 10 to 70 rows of 64 to 256 numbers on an H200
-# (benchmarks/results/README.md). All programs must fit on the GPU at once: otherwise the last ones
-# begin when the others have ended.
+# (benchmarks/results/README.md). It is slow if not all programs fit on the GPU at once: the last
+# ones then begin when others have ended.
 TILE, WIDEST = 256, 512  # elements of a tile; of them in a row
 AHEAD = 10  # rows of a bag that are read at once
 MOST_BAGS = 32
@@ -176,11 +177,13 @@ def pool_bags(
     """Pool the bags of tables on one GPU: [batch, tables x dim].
 
     indices, offsets: of all samples, table by table. weights, table: as for `push_bags`; a table
-    that is not given is made of the host's numbers, which no CUDA graph can hold.
+    that is not given is made of the host's numbers: of several, no CUDA graph can hold that.
     """
     tables, device = len(weights), weights[0].device
     weights = [each.contiguous() for each in weights]
-    if table is None:
+    if table is None and tables == 1:  # gradients, for which the host need not wait so
+        table = torch.full((1,), weights[0].data_ptr(), device=device)
+    elif table is None:
         table = torch.tensor([each.data_ptr() for each in weights], device=device)
     out = weights[0].new_empty((len(offsets) - 1) // tables, tables * weights[0].shape[1])
     firsts = torch.arange(0, 2 * tables, tables, dtype=torch.int32, device=device)
@@ -212,7 +215,7 @@ def _launch(
 
 def _tile(dim: int, itemsize: int) -> tuple[int, int, int]:
     """Bags of a tile, its columns, and its warps."""
-    columns = min(triton.next_power_of_2(dim), WIDEST)
+    columns = min(power_of_2(dim), WIDEST)
     bags = min(max(1, TILE // columns), MOST_BAGS)
     return bags, columns, max(1, bags * columns * itemsize // WARP_BYTES)
 
@@ -223,4 +226,4 @@ def default_programs(weight: Tensor) -> int:
         return 3
     warps = _tile(weight.shape[1], weight.itemsize)[2]
     sms = torch.cuda.get_device_properties(weight.device).multi_processor_count
-    return WARPS[weight.itemsize] // warps * sms
+    return min(MAX_PROGRAMS, WARPS[weight.itemsize] // warps * sms)

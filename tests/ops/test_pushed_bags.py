@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -104,6 +105,17 @@ def test_bags_of_one_gpu_are_pooled_in_order(device: str, dtype: torch.dtype) ->
             assert found.shape == (batch, tables, dim)
             check_same(found.flatten(1).cpu(), pooled(each, mode), call)
             check_spread(each, mode)
+
+
+@pytest.mark.parametrize("sms", [78, 132, 148])
+def test_by_default_no_more_programs_run_than_there_are_words_for(sms: int) -> None:
+    """Rows of few numbers have tiles of one warp, and so many programs."""
+    found = SimpleNamespace(multi_processor_count=sms)
+    with mock.patch.object(torch.cuda, "get_device_properties", return_value=found):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for dim in (1, 3, 4, 5, 64, 100, 256, 600, 4096):
+                weight = torch.empty(2, dim, dtype=dtype, device="meta")
+                assert sms <= kernels.default_programs(weight) <= kernels.MAX_PROGRAMS
 
 
 def check_spread(each: Lookup, mode: str) -> None:
