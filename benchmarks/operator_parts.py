@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.bench.floors import bandwidth, matrix_rate
-from ladder.bench.ops.measure import TOLERANCE, Ready, Way, compare, measure
+from ladder.bench.ops.measure import TOLERANCE, Ready, Way, compare, measure, repeat
 from ladder.bench.ops.points import (
     BAGS,
     FLOATS,
@@ -45,10 +45,9 @@ from ladder.bench.ops.points import (
 )
 from ladder.infer.graphs import capture_graph
 from ladder.kernels.bags import pool_bags
-from ladder.kernels.gemm import Arrivals, Tiling, Track, gemm, tiles_of
-from ladder.ops.overlapped import SCATTER, tracked_map
+from ladder.kernels.gemm import Arrivals, Tiling, Track, gemm
+from ladder.ops.overlapped import SCATTER, arrival_order, tracked_map
 from ladder.ops.tilings import tiling_of
-from ladder.ops.track_maps import rotated
 from ladder.parallel import launch
 from ladder.parser import Parser, parse_words
 from ladder.records import facts
@@ -71,8 +70,7 @@ def one(call: Callable[[], Tensor]) -> Part:
 
 def waiting(a: Tensor, b: Tensor, ranks: int, tiling: Tiling) -> Part:
     """Every shard's flag is set."""
-    down, across = tiles_of(len(a), b.shape[1], ranks, tiling)
-    order = rotated(down, across, ranks, down // ranks, RANK - 1, tiling.group_m)
+    order = arrival_order(len(a), b.shape[1], ranks, RANK, tiling)
     tiles = torch.tensor(order, dtype=torch.int32, device=a.device)
     arrivals = Arrivals(torch.ones(ranks, dtype=torch.int32, device=a.device), RANK)
     out = a.new_empty(len(a), b.shape[1])
@@ -158,11 +156,6 @@ def lookups(point: OpPoint, device: torch.device) -> tuple[dict[str, Part], Tens
     return found, torch.cat(exact, dim=1), float(moved)
 
 
-def repeated(call: Callable[[], object], calls: int) -> None:
-    for _ in range(calls):
-        call()
-
-
 @torch.no_grad()
 def main(options: argparse.Namespace) -> int:
     options.ops = options.ops or list(OPS)
@@ -187,7 +180,7 @@ def main(options: argparse.Namespace) -> int:
                 print(f"{point} by {name}: wrong, its error is {error:.1g} of the largest value")
                 wrong = True
                 continue
-            graph = capture_graph(partial(repeated, part.call, calls))[0]
+            graph = capture_graph(partial(repeat, part.call, calls))[0]
             way = Way(name, "alone", part.call)
             ready.append(Ready(way, "captured", graph.replay, calls, error))
         times = measure(ready, device)

@@ -125,15 +125,16 @@ def waiting_all_gather_matmul(
 
 
 def _order(space: workspace.Workspace, m: int, n: int, tiling: Tiling) -> Tensor:
+    return space.once(
+        ("order", m, n, tiling),
+        lambda: _table(arrival_order(m, n, space.world, space.rank, tiling), space.device),
+    )
+
+
+def arrival_order(m: int, n: int, world: int, rank: int, tiling: Tiling) -> tuple[int, ...]:
     """The tiles of the own shard first, then in the order in which the others arrive."""
-
-    def make() -> Tensor:
-        down, across = tiles_of(m, n, space.world, tiling)
-        high = down // space.world
-        order = rotated(down, across, space.world, high, space.rank - 1, tiling.group_m)
-        return _table(order, space.device)
-
-    return space.once(("order", m, n, tiling), make)
+    down, across = tiles_of(m, n, world, tiling)
+    return rotated(down, across, world, down // world, rank - 1, tiling.group_m)
 
 
 def _outputs(

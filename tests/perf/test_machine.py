@@ -14,6 +14,7 @@ import pytest
 from ladder.models import UserError
 from ladder.models.storage import QUANTISED
 from ladder.perf import machine as module
+from ladder.perf.cost import CONVERTED
 from ladder.perf.grid import matrix_rate
 from ladder.perf.links import fit_link
 from ladder.perf.machine import EIGHT_BITS, Curve, Machine, Value, with_links_of
@@ -267,6 +268,11 @@ def test_a_wrong_file_is_one_line_with_the_remedy(tmp_path: Path, message: str) 
 
 def test_curves_name_weights_as_they_are_stored() -> None:
     assert tuple(QUANTISED) == EIGHT_BITS
+
+
+def test_what_stands_for_a_fit_of_8_bits_is_the_one_of_an_h200() -> None:
+    points = load("h200x1").curve("converted", weights="fp8").points
+    assert tuple((rows, round(ratio, 2)) for rows, ratio in points) == CONVERTED
 
 
 def test_no_machine_of_that_name(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import statistics
@@ -198,10 +199,7 @@ def _ready(case: Case, way: Way, mode: Mode) -> Ready:
                 graph.replay()
                 error = max(error, compare(outputs(result), expected))
 
-    def repeated() -> None:
-        for _ in range(calls):
-            way.call()
-
+    repeated = functools.partial(repeat, way.call, calls)
     if mode == "captured":
         with way.within():
             return Ready(way, mode, capture_graph(repeated)[0].replay, calls, error)
@@ -211,6 +209,11 @@ def _ready(case: Case, way: Way, mode: Mode) -> Ready:
             repeated()
 
     return Ready(way, mode, turn, calls, error)
+
+
+def repeat(call: Callable[[], Any], calls: int) -> None:
+    for _ in range(calls):
+        call()
 
 
 @contextlib.contextmanager
