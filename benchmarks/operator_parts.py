@@ -6,7 +6,8 @@
 
 The shapes are those of `ladder bench ops` on so many ranks; nothing is exchanged. Of a gather and
 of a reduce-scatter: cuBLAS's product of all rows, of the ranks' chunks, and the persistent ones,
-`waiting` for flags that are set and `tracked` with slots in this GPU's memory. Of embedding bags:
+`waiting` for flags that are set, `tracked` with slots in this GPU's memory, and `summing`, whose
+own tiles add the others' slots there. Of embedding bags:
 torch's lookups, and the kernel's with one rank. Microseconds in CUDA graphs: medians of rounds that
 shuffle the ways. A way whose result is wrong is named, not timed, and makes the exit status 1.
 
@@ -45,7 +46,8 @@ from ladder.bench.ops.points import (
 )
 from ladder.infer.graphs import capture_graph
 from ladder.kernels.bags import pool_bags
-from ladder.kernels.gemm import Arrivals, Tiling, Track, gemm
+from ladder.kernels.gemm import Addition, Arrivals, Tiling, Track, gemm
+from ladder.kernels.slots import SlotArrivals
 from ladder.ops.overlapped import SCATTER, arrival_order, tracked_map
 from ladder.ops.tilings import tiling_of
 from ladder.parallel import launch
@@ -53,7 +55,7 @@ from ladder.parser import Parser, parse_words
 from ladder.records import facts
 
 OPS = ("all_gather_matmul", SCATTER, BAGS)
-OWN = {"all_gather_matmul": "waiting", SCATTER: "tracked"}
+OWN = {"all_gather_matmul": ("waiting",), SCATTER: ("tracked", "summing")}
 RANK = 0
 
 
@@ -77,11 +79,14 @@ def waiting(a: Tensor, b: Tensor, ranks: int, tiling: Tiling) -> Part:
     return one(lambda: gemm(a, b, tiles, tiling=tiling, shards=ranks, out=out, arrivals=arrivals))
 
 
-def tracked(a: Tensor, b: Tensor, ranks: int, tiling: Tiling, pieces: int = 1) -> Part:
-    """The own shard goes to its slot, and the others stay, as copy engines would send them."""
+def tracked(
+    a: Tensor, b: Tensor, ranks: int, tiling: Tiling, pieces: int = 1, summing: bool = False
+) -> Part:
+    """The own shard goes to its slot, or, summing, is added to the other slots, which are zeros;
+    the other shards stay, as copy engines would send them."""
     shard, n, device = len(a) // ranks, b.shape[1], a.device
-    program = tracked_map(shard, n, ranks, tiling, pieces)[0].compile(RANK)
-    out, slots = a.new_empty(len(a), n), a.new_empty(len(a), n)
+    program = tracked_map(shard, n, ranks, tiling, pieces, keep=summing)[0].compile(RANK)
+    out, slots = a.new_empty(len(a), n), a.new_zeros(len(a), n)
     counters = program.count.to(device, torch.int32)
     tables = program.target, program.counter, program.chunk, program.peer
     bases, counts = (
@@ -89,15 +94,23 @@ def tracked(a: Tensor, b: Tensor, ranks: int, tiling: Tiling, pieces: int = 1) -
     )
     track = Track(*(each.to(device) for each in tables), bases, counts)
     order, own = program.order.to(device), slice(RANK * shard, (RANK + 1) * shard)
+    total, addition = a.new_empty(shard, n), None
+    if summing:
+        there = torch.ones(1, dtype=torch.int32, device=device)
+        table = torch.zeros(1, ranks, dtype=torch.int32, device=device)
+        arrivals = SlotArrivals(there, table, shard)
+        addition = Addition(total, slots.view(ranks, shard, n), arrivals, RANK)
 
     def result() -> Tensor:
         before = counters.clone()
         found = call().clone()
-        found[own] = slots[own]
+        found[own] = total if summing else slots[own]
         assert int((counters - before).sum()) == len(order), "tiles that were not counted"
         return found
 
-    call = partial(gemm, a, b, order, tiling=tiling, shards=ranks, out=out, track=track)
+    call = partial(
+        gemm, a, b, order, tiling=tiling, shards=ranks, out=out, track=track, addition=addition
+    )
     return Part(call, result)
 
 
@@ -119,13 +132,16 @@ def products(
 
     found = {"cuBLAS": one(lambda: torch.mm(a, b, out=whole)), "in chunks": one(in_chunks)}
     own = OWN[point.op]
-    for variant in asked or [Variant(own)]:
-        if variant.name == own:
+    for variant in asked or [Variant(name) for name in own]:
+        if variant.name in own:
             options = dict(variant.options)
             more = {"pieces": options.pop("pieces")} if "pieces" in options else {}
             tiling = tiling_of(options.pop("tile", None), options.pop("stages", None), **options)
-            make = waiting if own == "waiting" else tracked
-            found[str(variant)] = make(a, b, point.ranks, tiling, **more)
+            if variant.name == "waiting":
+                part = waiting(a, b, point.ranks, tiling)
+            else:
+                part = tracked(a, b, point.ranks, tiling, **more, summing=variant.name == "summing")
+            found[str(variant)] = part
     return found, a.double() @ b.double(), 2.0 * m * n * k
 
 

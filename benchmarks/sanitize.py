@@ -33,6 +33,7 @@ from ladder.kernels import choice
 from ladder.kernels.bags import pool_bags
 from ladder.kernels.gemm import (
     GEMM_DTYPES,
+    Addition,
     Arrivals,
     Tiling,
     Track,
@@ -303,6 +304,17 @@ def gemm(dtype: torch.dtype) -> Pairs:
         )  # fmt: skip
         yield torch.cat((slots[: m // 2], out[m // 2 :])), wanted
         yield counters, program.count.to(counters)
+        # The own shard is added to the other rank's slot, which is there.
+        shard = m // 2
+        others, total = random(dtype, 2, shard, n), random(dtype, shard, n)
+        there = SlotArrivals(flags, torch.zeros(1, 2, dtype=torch.int32, device=DEVICE), shard)
+        counters.zero_()
+        run_gemm(
+            a, b, program.order.to(DEVICE), tiling=tiling, shards=2, out=out, track=track,
+            addition=Addition(total, others, there, 0),
+        )  # fmt: skip
+        own = wanted[:shard].float() + others[1].float()
+        yield torch.cat((total, out[shard:])), torch.cat((own.to(dtype), wanted[shard:]))
 
 
 @case("sum_slots")

@@ -1,11 +1,11 @@
 """Embedding bags that are pooled and stored straight at the rank that owns the sample: one kernel.
 
 A work item is a block of samples of one rank in one table. Program p of P takes items p, p + P, ..
-of every rank; how they are numbered is the same on all ranks. So what program p receives is what
-the peers' programs p have sent, and it waits for those alone: no program waits for one of a higher
-number, and each sends all it has before it waits for what it receives. Programs of a GPU start in
-the order of their numbers; so the lowest that has not ended runs on every rank, and nothing waits
-for ever, even where not all fit on the GPU at once.
+of every rank, or (`tables`) of all ranks together; a receiver knows how each sender numbers them.
+So what program p receives is what the peers' programs p have sent, and it waits for those alone: no
+program waits for one of a higher number, and each sends all it has before it waits for what it
+receives. Programs of a GPU start in the order of their numbers; so the lowest that has not ended
+runs on every rank, and nothing waits for ever, even where not all fit on the GPU at once.
 
 The protocol, and why no slot is written too early: `ladder.ops.mailbox`, where each program of a
 rank is the sender and receiver of its own.
@@ -30,7 +30,7 @@ from ladder.kernels.decode_shapes import power_of_2
 
 # remote: the peers' samples first, own ones last. oblivious: rank 0's samples first, on every rank.
 # tables: table by table, in each the peers' samples first; it spreads what is sent over the whole
-# call, and a table's rows are in the cache for all ranks' samples.
+# call, and a table's rows are in the cache for all ranks' samples, of as few tables as can be.
 ORDERS = ("remote", "oblivious", "tables")
 # Chosen by lookups of bags of 10 to 70 rows of 64 to 256 numbers on an H200
 # (benchmarks/results/README.md). It is slow if not all programs fit on the GPU at once: the last
@@ -83,15 +83,19 @@ def _push_bags_kernel(
         q = rotate(s, rank, WORLD)
         wait(own + q * STRIDE + program, 1, SPIN_LIMIT)
         tl.store(own + q * STRIDE + program, 0)
-    for i in range(WORLD * mine):
+    first_item, end_item, step = 0, WORLD * mine, 1
+    if ORDER == 2:
+        first_item, end_item, step = program, tables * (WORLD * blocks), programs
+    for i in range(first_item, end_item, step):
         if ORDER == 2:
-            to = rotate(i % WORLD, rank + 1, WORLD)
-            item = program + i // WORLD * programs
+            item = i
+            table = item // (WORLD * blocks)
+            to = rotate(item % (WORLD * blocks) // blocks, rank + 1, WORLD)
         else:
             place = rotate(i, rank + 1 if ORDER == 0 else 0, WORLD, mine)
             to = place // mine
             item = program + place % mine * programs
-        table = item // blocks
+            table = item // blocks
         sample = item % blocks * BAGS + tl.arange(0, BAGS)
         inside = sample < share
         bag = table.to(tl.int64) * (share * WORLD) + to * share + sample
@@ -136,14 +140,18 @@ def _push_bags_kernel(
         tl.store(flag, 0)
         if not LENT:
             first = tl.load(firsts + q)
-            items = (tl.load(firsts + q + 1) - first) * blocks
+            ranks = WORLD if ORDER == 2 else 1  # of which an item's number tells the rank
+            items = (tl.load(firsts + q + 1) - first) * ranks * blocks
             for item in range(program, items, programs):
                 sample = item % blocks * BAGS + tl.arange(0, BAGS)
+                here = sample < share
+                if ORDER == 2:
+                    here &= rotate(item % (WORLD * blocks) // blocks, q + 1, WORLD) == rank
                 at = sample.to(tl.int64)[:, None] * columns
-                at += (first + item // blocks).to(tl.int64) * DIM
+                at += (first + item // (ranks * blocks)).to(tl.int64) * DIM
                 for c in tl.static_range(0, DIM, BLOCK):
                     column = c + tl.arange(0, BLOCK)
-                    within = (sample < share)[:, None] & (column < DIM)[None, :]
+                    within = here[:, None] & (column < DIM)[None, :]
                     moved = load(arrived + at + column[None, :], within, 0)
                     tl.store(out + at + column[None, :], moved, mask=within)
 

@@ -1,13 +1,15 @@
-"""A persistent matrix product that can wait for its rows and count, or send away, its tiles.
+"""A persistent matrix product that can wait for its rows, count its tiles, and add the peers' ones.
 
-As many programs as the GPU runs at once take tile after tile, in an order that the host gives. Two
-things can be added, each compiled in only where it is used:
+As many programs as the GPU runs at once take tile after tile, in an order that the host gives.
+Three things can be added, each compiled in only where it is used:
 
 - *Waiting* (`Arrivals`): the rows lie in shards, which peers or copy engines bring. Before a tile
   of a shard, a program waits for the shard's flag (an acquire: `ladder.comm.primitives.wait`).
 - *Tracking* (`Track`): a tile goes to the place that a table names, in own memory or a peer's, and
   then counts itself (a release in the scope of the system), so that a copy engine can wait until a
   block of tiles is full. The tables are those of `ladder.ops.track`.
+- *Adding* (`Addition`): the tiles of one shard, the last in the order, wait for what the peers have
+  computed of them, and are stored as the sum over the ranks.
 
 A rank's rows are `shards` pieces of equal length, and a tile has rows of one piece only, whatever
 the length: what lies beyond a piece, or beyond the columns, is computed but not written.
@@ -24,8 +26,9 @@ from typing import Any, no_type_check
 import torch
 from torch import Tensor
 
-from ladder.comm.primitives import SPIN_LIMIT, arrive, peer, put_tile, wait
-from ladder.jit import begin, interpreted, kernel, launch, on_triton, tl
+from ladder.comm.primitives import SPIN_LIMIT, arrive, load, peer, put_tile, wait
+from ladder.jit import begin, interpreted, jit, kernel, launch, on_triton, tl
+from ladder.kernels.slots import SlotArrivals
 from ladder.models.errors import UserError
 
 GEMM_DTYPES = (torch.bfloat16, torch.float16)
@@ -78,29 +81,82 @@ class Track:
     counters: Tensor
 
 
+@dataclass(frozen=True)
+class Addition:
+    """A shard of the product that is summed over the ranks, as the others' partials arrive.
+
+    out: [rows of a shard, N], where the sum goes. slots: [ranks, rows, N] of this rank, its own
+    not read; the rows of each are dense. arrivals: of the slots. rank: this one, and its shard.
+    average: the sum is divided by the ranks.
+    """
+
+    out: Tensor
+    slots: Tensor
+    arrivals: SlotArrivals
+    rank: int
+    average: bool = False
+
+
 def gemm_reference(a: Tensor, b: Tensor) -> Tensor:
     return (a.float() @ b.float()).to(a.dtype)
+
+
+@jit
+@no_type_check
+def _put(
+    matrix, part, row, column, end, N, addend, line, slots, stride, own, rank,
+    ADDEND: tl.constexpr, ADDS: tl.constexpr, AVERAGE: tl.constexpr, WORLD: tl.constexpr,
+):  # fmt: skip
+    """Store a part of a tile at (row, column); an `own` one as the sum with the others' partials.
+
+    addend: a matrix, of which row `line` on is added to the part. The sum is in the order of the
+    ranks, of what each has rounded, as that of `ladder.kernels.slots.sum_slots`.
+    """
+    kind: tl.constexpr = matrix.dtype.element_ty
+    if ADDEND or ADDS:
+        i, n = tl.arange(0, part.shape[0]), column + tl.arange(0, part.shape[1])
+        inside = (row + i < end)[:, None] & (n < N)[None, :]
+    if ADDEND:
+        at = (line + i).to(tl.int64)[:, None] * N + n[None, :]
+        part += tl.load(addend + at, mask=inside, other=0).to(tl.float32)
+    if ADDS:
+        at = (row + i).to(tl.int64)[:, None] * N + n[None, :]
+        mine = part.to(kind).to(tl.float32)
+        total = tl.zeros(part.shape, tl.float32)
+        for q in tl.static_range(WORLD):
+            theirs = load(slots + at, inside & own & (q != rank), 0).to(tl.float32)
+            total += tl.where(q == rank, mine, theirs)
+            slots += stride
+        if AVERAGE and WORLD & (WORLD - 1) == 0:
+            total *= 1 / WORLD  # exact, and without the registers of a division
+        elif AVERAGE:
+            total = tl.div_rn(total, tl.full(part.shape, WORLD, tl.float32))
+        part = tl.where(own, total, part)
+    put_tile(matrix, part, row, column, end, N, N)
 
 
 @kernel("both")
 @no_type_check
 def _gemm_kernel(
     a, b, out,  # descriptors of a and b with TMA, else pointers
-    order,  # int32 [tiles]
+    order,  # int32 [count]
     flags, rank, target, counter, chunk, owner, bases, counters,
+    addend, total_out, slots, table, piece, stride,
     rows,  # of a shard
-    tiles, N, K, a_stride, b_stride, last,  # a's rows, of all shards
+    count, tiles, N, K, a_stride, b_stride, last,  # a's rows, of all shards
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr,
-    TMA: tl.constexpr, TURNED: tl.constexpr, WAITS: tl.constexpr,
-    TRACKS: tl.constexpr, KIND: tl.constexpr, SPIN_LIMIT: tl.constexpr, PDL: tl.constexpr,
+    TMA: tl.constexpr, TURNED: tl.constexpr, WAITS: tl.constexpr, TRACKS: tl.constexpr,
+    ADDEND: tl.constexpr, ADDS: tl.constexpr, AVERAGE: tl.constexpr, WORLD: tl.constexpr,
+    KIND: tl.constexpr, SPIN_LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """TURNED: b is [N, K] in memory, as a weight of nn.Linear; otherwise [K, N]."""
     begin(PDL)
     across = tl.cdiv(N, BN)
     high = tl.cdiv(rows, BM)  # rows of tiles of a shard
+    seen = -1  # the piece of the own shard that was waited for last
     # As one loop over the steps of all tiles, the first loads of a tile overlap with the end of the
     # one before. Its rows are loaded after its wait: both are what a tile begins with.
-    for at in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+    for at in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
         tile = tl.load(order + at)
         line = tile // across
         column = tile % across * BN
@@ -129,6 +185,7 @@ def _gemm_kernel(
             # Rows behind the shard may not have arrived: they reach no row that is written.
             total = tl.dot(x.to(KIND), y.to(KIND), total, input_precision="ieee")
         matrix = out
+        begins = row  # before the tile goes elsewhere
         if TRACKS:
             to = tl.load(owner + tl.load(chunk + tile))
             position = tl.load(target + tile)
@@ -140,13 +197,29 @@ def _gemm_kernel(
             address = tl.where(away, tl.load(bases + to), out.to(tl.int64))
             matrix = tl.multiple_of(address.to(tl.pointer_type(out.dtype.element_ty)), 16)
         end = (shard + 1) * rows
+        own = shard == rank
+        if ADDS:
+            now = line % high * BM // piece
+            if own & (now != seen):  # a poll of each piece, not of each tile
+                for q in tl.static_range(WORLD):
+                    flag = tl.load(table + now * WORLD + q)
+                    if flag >= 0:
+                        wait(flags + flag, 1, SPIN_LIMIT)
+                seen = now
+            row = tl.where(own, line % high * BM, row)
+            end = tl.where(own, rows, end)
+            address = tl.where(own, total_out.to(tl.int64), matrix.to(tl.int64))
+            matrix = tl.multiple_of(address.to(tl.pointer_type(out.dtype.element_ty)), 16)
         if HALVES:
             halves = tl.permute(tl.reshape(total, (BM, 2, BN // 2)), (0, 2, 1))
             left, right = tl.split(halves)
-            put_tile(matrix, left, row, column, end, N, N)
-            put_tile(matrix, right, row, column + BN // 2, end, N, N)
+            _put(matrix, left, row, column, end, N, addend, begins, slots, stride, own, rank,
+                 ADDEND, ADDS, AVERAGE, WORLD)  # fmt: skip
+            _put(matrix, right, row, column + BN // 2, end, N, addend, begins, slots, stride, own,
+                 rank, ADDEND, ADDS, AVERAGE, WORLD)  # fmt: skip
         else:
-            put_tile(matrix, total, row, column, end, N, N)
+            _put(matrix, total, row, column, end, N, addend, begins, slots, stride, own, rank,
+                 ADDEND, ADDS, AVERAGE, WORLD)  # fmt: skip
         if TRACKS:
             arrive(peer(counters, to, tl.int32) + tl.load(counter + tile), -1, "sys")
 
@@ -186,13 +259,16 @@ def _programs(tiles: int, device: torch.device) -> int:
 def gemm(
     a: Tensor, b: Tensor, order: Tensor, *, tiling: Tiling | None = None, shards: int = 1,
     out: Tensor | None = None, arrivals: Arrivals | None = None, track: Track | None = None,
+    addition: Addition | None = None, addend: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """a [M, K] times b [K, N]: [M, N], bfloat16 or float16, accumulated in float32.
 
-    order: int32 [tiles] on a's device, the tiles in the order in which they are computed; tile i is
-    in row i // columns of tiles, where each of the `shards` equal pieces of the rows has rows of
-    tiles of its own (`tiles_of`). out: a contiguous [M, N] for the result. arrivals, track: see
-    there; with `track`, tiles that go to slots are not in the result. Not differentiable.
+    order: int32 on a's device, the tiles in the order in which they are computed, all or some; tile
+    i is in row i // columns of tiles, where each of the `shards` equal pieces of the rows has rows
+    of tiles of its own (`tiles_of`). out: a contiguous [M, N] for the result. arrivals, track,
+    addition: see there; with `track`, tiles that go to slots are not in the result, nor are those
+    of the shard that is summed with `addition`. addend: contiguous [M, N], added to the product
+    before it is rounded. Not differentiable.
     """
     tiling = tiling or Tiling()
     (m, size), n = a.shape, b.shape[1]
@@ -201,6 +277,8 @@ def gemm(
     if not on_triton(a):
         assert arrivals is None, "only GPUs share memory"
         assert track is None, "only GPUs share memory"
+        assert addition is None, "only GPUs share memory"
+        assert addend is None, "for overlapped products"
         found = gemm_reference(a, b)
         return found if out is None else out.copy_(found)
     if out is None:
@@ -220,16 +298,29 @@ def gemm(
     one = order  # an address for what is not used
     named = ("target", "counter", "chunk", "owner", "bases", "counters")
     tables: list[Any] = [one if track is None else getattr(track, name) for name in named]
+    tables.append(out if addend is None else addend)
+    flags, rank = (one, -1) if arrivals is None else (arrivals.flags, arrivals.rank)
+    if addition is None:
+        tables += [out, out, one, 1, 0]
+    else:
+        assert arrivals is None, "rows that arrive, and tiles that do"
+        slots, parts = addition.slots, addition.arrivals
+        assert slots.shape[1:] == (m // shards, n), tuple(slots.shape)
+        assert slots[0].is_contiguous()
+        assert addition.out.is_contiguous()
+        flags, rank = parts.flags, addition.rank
+        tables += [addition.out, slots, parts.table, parts.rows, slots.stride(0)]
     # The interpreter has no products of 16 bits.
     kind = tl.float32 if interpreted() else getattr(tl, str(a.dtype).removeprefix("torch."))
     launch(
-        _gemm_kernel, (_programs(down * across, a.device),), a.device,
-        first, second, out, order, one if arrivals is None else arrivals.flags,
-        -1 if arrivals is None else arrivals.rank, *tables,
-        m // shards, down * across, n, size, a.stride(0), b.stride(0), m,
+        _gemm_kernel, (_programs(len(order), a.device),), a.device,
+        first, second, out, order, flags, rank, *tables,
+        m // shards, len(order), down * across, n, size, a.stride(0), b.stride(0), m,
         BM=tiling.rows, BN=tiling.columns, BK=tiling.depth, HALVES=tiling.halves,
-        TMA=tma, TURNED=turned,
-        WAITS=arrivals is not None, TRACKS=track is not None, KIND=kind, SPIN_LIMIT=SPIN_LIMIT,
+        TMA=tma, TURNED=turned, WAITS=arrivals is not None, TRACKS=track is not None,
+        ADDEND=addend is not None, ADDS=addition is not None,
+        AVERAGE=addition is not None and addition.average,
+        WORLD=1 if addition is None else len(addition.slots), KIND=kind, SPIN_LIMIT=SPIN_LIMIT,
         num_warps=tiling.warps, num_stages=tiling.stages, dependent=False,
     )  # fmt: skip
     return out
@@ -244,8 +335,10 @@ def _check(
         raise UserError(f"dtypes {a.dtype}, {b.dtype}; expected bfloat16 or float16 for both")
     if a.shape[0] % shards:
         raise UserError(f"{a.shape[0]} rows in {shards} shards; expected shards of equal length")
-    if order.dtype != torch.int32 or order.numel() != tiles:
-        raise UserError(f"order is {order.dtype} {list(order.shape)}; expected int32 [{tiles}]")
+    if order.dtype != torch.int32 or order.dim() != 1 or not 1 <= len(order) <= tiles:
+        raise UserError(
+            f"order is {order.dtype} {list(order.shape)}; expected int32 [{tiles}], or fewer"
+        )
     if out is not None and (tuple(out.shape) != (a.shape[0], b.shape[1]) or out.dtype != a.dtype):
         raise UserError(
             f"out is {out.dtype} {list(out.shape)}; expected {a.dtype} [{a.shape[0]}, {b.shape[1]}]"

@@ -7,15 +7,17 @@
 
 A reduce-scatter ends in a sum, or in a landing: one kernel that waits for the pieces of each row,
 adds them and the residual, and norms. All-reduces are in `ladder.ops.spread`, and products that add
-what has arrived in `ladder.ops.ring`. The order of all this is in `ladder.ops.schedules`; here is
-what each step does. Sums are in rank order, in float32, rounded once, as in `staged`; the partials
-of `chunked` are cuBLAS's for m / T rows, which may differ in the last bit from those for m rows.
+what has arrived in `ladder.ops.ring` and `ladder.ops.summing`. The order of all this is in
+`ladder.ops.schedules`; here is what each step does. Sums are in rank order, in float32, rounded
+once, as in `staged`; the partials of `chunked` are cuBLAS's for m / T rows, which may differ in the
+last bit from those for m rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ from ladder.ops.refusals import (
 )
 from ladder.ops.registry import implement
 from ladder.ops.tilings import ORDERED, tile_of, tiling_of
-from ladder.ops.track import TrackMap
+from ladder.ops.track import Program, TrackMap
 from ladder.ops.track_maps import all_to_all, rotated
 from ladder.ops.waves import by_chunks, by_tiles
 
@@ -251,9 +253,12 @@ def scatter_chunks(
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What `tracked` makes once for a shape. moves: for each block that is copied, the peer and the
-    rows of its shard. flags, piece: for `SlotArrivals`."""
+class TrackPlan:
+    """What a product whose tiles count themselves makes once for a shape.
+
+    moves: for each block that is copied, the peer and the rows of its shard. flags, piece: for
+    `SlotArrivals`.
+    """
 
     schedule: schedules.Schedule
     order: Tensor
@@ -267,19 +272,21 @@ class _Plan:
 
 
 def tracked_map(
-    shard: int, n: int, world: int, tiling: Tiling, pieces: int
+    shard: int, n: int, world: int, tiling: Tiling, pieces: int, keep: bool = False
 ) -> tuple[TrackMap, int]:
     """The map of `tracked`'s product of `world` x `shard` rows, and its columns of tiles."""
     down, across = tiles_of(world * shard, n, world, tiling)
     high = -(-down // world // pieces)
-    return all_to_all(down, across, world, high, group=tiling.group_m), across
+    return all_to_all(down, across, world, high, group=tiling.group_m, keep=keep), across
 
 
-def _plan(
-    space: workspace.Workspace, shard: int, n: int, tiling: Tiling, pieces: int, waiting: bool
-) -> _Plan:
+def track_plan(
+    space: workspace.Workspace, shard: int, n: int, tiling: Tiling, pieces: int,
+    schedule: Callable[[Program, int], schedules.Schedule], keep: bool = False,
+) -> TrackPlan:  # fmt: skip
+    """Its map, compiled for this rank. keep: see `all_to_all`."""
     world = space.world
-    track, across = tracked_map(shard, n, world, tiling, pieces)
+    track, across = tracked_map(shard, n, world, tiling, pieces, keep)
     high = track.rows // world
     program = track.compile(space.rank)
     moves: dict[int, tuple[int, slice]] = {}
@@ -297,8 +304,8 @@ def _plan(
             (flags[slot % held][slot // held],) = block.flags
     tables = program.order, program.target, program.counter, program.chunk, program.peer
     order, target, counter, chunk, owner = (each.to(space.device) for each in tables)
-    return _Plan(
-        schedules.tracked(program, world, waiting), order, target, counter, chunk, owner, moves,
+    return TrackPlan(
+        schedule(program, world), order, target, counter, chunk, owner, moves,
         _table(flags, space.device), -(-high // pieces) * tiling.rows,
     )  # fmt: skip
 
@@ -310,7 +317,7 @@ def tracked_matmul_reduce_scatter(
     group_m: int = GROUP,
 ) -> Tensor:  # fmt: skip
     """pieces: the copies of each peer's chunk, if it has as many rows of tiles."""
-    tiling, rows = _tracked_tiling(tile, stages, pieces, group_m), rows_first(A, scatter_dim)
+    tiling, rows = tracked_tiling(tile, stages, pieces, group_m), rows_first(A, scatter_dim)
     space = workspace.workspace(group, SCATTER, A.device)
     out, finish = _adding(space.world, rows, B, reduce_op == "avg")
     scatter_tiles(space, rows, B, finish, tiling, pieces)
@@ -326,14 +333,14 @@ def tracked_landing(
     group_m: int = GROUP,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """pieces: as of the reduce-scatter; a row lands when its piece of each rank is there."""
-    tiling, rows = _tracked_tiling(tile, stages, pieces, group_m), rows_first(A, scatter_dim)
+    tiling, rows = tracked_tiling(tile, stages, pieces, group_m), rows_first(A, scatter_dim)
     landed, normed, finish = _landing(residual, weight, eps, scatter_dim)
     space = workspace.workspace(group, SCATTER, A.device)
     scatter_tiles(space, rows, B, finish, tiling, pieces, waiting=True)
     return rows_back(landed, A, scatter_dim), rows_back(normed, A, scatter_dim)
 
 
-def _tracked_tiling(
+def tracked_tiling(
     tile: str | None, stages: int | None, pieces: int, group_m: int
 ) -> Tiling:  # fmt: skip
     if pieces < 1:
@@ -351,19 +358,21 @@ def scatter_tiles(
     space.reserve(shard * n * rows.element_size())
     plan = space.once(
         ("tracked", shard, n, tiling, pieces, waiting),
-        lambda: _plan(space, shard, n, tiling, pieces, waiting),
+        lambda: track_plan(
+            space, shard, n, tiling, pieces, partial(schedules.tracked, waiting=waiting)
+        ),
     )
     chosen = space.next()
     bases, counters = space.tables("full")[chosen]
     track = Track(plan.target, plan.counter, plan.chunk, plan.owner, bases, counters)
     # The kernel takes a rank's slots as one matrix of all their rows.
     slots = [space.slots(q, chosen, (shard, n), rows.dtype, dense=True) for q in range(world)]
-    partial = rows.new_empty(len(rows), n)
-    partials = partial.view(world, shard, n)
+    computed = rows.new_empty(len(rows), n)
+    partials = computed.view(world, shard, n)
     flags = SlotArrivals(space.own_words("arrived", chosen), plan.flags, plan.piece)
 
     def product(_: int) -> None:
-        gemm(rows, B, plan.order, tiling=tiling, shards=world, out=partial, track=track)
+        gemm(rows, B, plan.order, tiling=tiling, shards=world, out=computed, track=track)
 
     def copy(number: int) -> None:
         peer, part = plan.moves[number]

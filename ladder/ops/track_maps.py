@@ -68,12 +68,12 @@ def ring_reduce_scatter(m: int, n: int, world: int, rows: int) -> TrackMap:
 
 
 def all_to_all(
-    m: int, n: int, world: int, rows: int, dma: bool = True, group: int = GROUP
+    m: int, n: int, world: int, rows: int, dma: bool = True, group: int = GROUP, keep: bool = False
 ) -> TrackMap:
     """Shard q of each rank's product goes to rank q, whose slots hold [world, shard], by sender.
 
-    dma: by copy engines; otherwise by the product's own stores. group: see `rotated`. Shapes: see
-    `ring_reduce_scatter`.
+    dma: by copy engines; otherwise by the product's own stores. group: see `rotated`. keep: the own
+    shard stays where it is computed. Shapes: see `ring_reduce_scatter`.
     """
     shards = _shards(m, n, world, rows)
     pieces, chunks = len(shards[0]), [chunk for shard in shards for chunk in shard]
@@ -82,7 +82,7 @@ def all_to_all(
         maps = []
         for distance in range(1, world + 1):
             peer = (rank + distance) % world
-            for piece in range(pieces):
+            for piece in range(0 if keep and peer == rank else pieces):
                 chunk, slot = peer * pieces + piece, len(chunks) + rank * pieces + piece
                 by_copy = dma and peer != rank
                 maps.append((dma_map if by_copy else remote_map)(chunk, peer, "store", at=slot))

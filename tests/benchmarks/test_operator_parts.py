@@ -21,7 +21,7 @@ import operator_parts
     ("op", "words"),
     [
         ("all_gather_matmul", ["waiting:tile=16x32x16,group_m=1"]),
-        ("matmul_reduce_scatter", ["tracked:tile=16x32x16,pieces=2"]),
+        ("matmul_reduce_scatter", ["tracked:tile=16x32x16,pieces=2", "summing:tile=16x32x16"]),
     ],
 )
 def test_products(device: str, op: str, words: list[str]) -> None:

@@ -158,19 +158,30 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
         m, n, k = WORLD * 256, 512, 256
         order, table = torch.zeros(32, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
         track = gemm.Track(order, order, order, table, buffers, buffers)
+        pieces = slots_module.SlotArrivals(table, torch.zeros(2, WORLD, dtype=torch.int32), 128)
+        whole = torch.zeros(m, n, dtype=BF16)
+        slots = whole.view(WORLD, -1, n)
+        summed = {
+            average: gemm.Addition(slots[0], slots, pieces, RANK, average)
+            for average in (False, True)
+        }
+        straight = torch.zeros(n, k, dtype=BF16).t()
         for case, extras, weight in (  # noqa: B007  (`launch` reads it)
-            ("plain", {}, torch.zeros(n, k, dtype=BF16).t()),
+            ("plain", {}, straight),
             ("plain, [K, N]", {}, torch.zeros(k, n, dtype=BF16)),
             ("plain, without TMA", {}, torch.zeros(n, k + 1, dtype=BF16).t()[:k]),
-            (
-                "waiting",
-                {"arrivals": gemm.Arrivals(table, RANK)},
-                torch.zeros(n, k, dtype=BF16).t(),
-            ),
-            ("tracking", {"track": track}, torch.zeros(n, k, dtype=BF16).t()),
-        ):
+            ("waiting", {"arrivals": gemm.Arrivals(table, RANK)}, straight),
+            ("tracking", {"track": track}, straight),
+            ("summing", {"track": track, "addition": summed[False]}, straight),
+            ("averaging", {"track": track, "addition": summed[True]}, straight),
+            ("with an addend", {"track": track, "addition": summed[False], "addend": whole},
+             straight),
+        ):  # fmt: skip
             x = torch.zeros(m, k, dtype=BF16)
             gemm.gemm(x, weight, order[: (m // 128) * (n // 256)], shards=WORLD, **extras)
+        case = "an average of three ranks"
+        addition = gemm.Addition(slots[0], slots[:3], pieces, RANK, True)
+        gemm.gemm(x[: 3 * 256], straight, order[:12], shards=3, track=track, addition=addition)
         for average in (False, True):
             case = "average" if average else "sum"
             gathered = torch.zeros(WORLD, ROWS, SIZE, dtype=BF16)

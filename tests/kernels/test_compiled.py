@@ -148,13 +148,18 @@ def test_a_weakened_primitive_is_seen(what: str, weakened: dict[str, str]) -> No
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.parametrize(
-    "case", ["plain", "plain, [K, N]", "plain, without TMA", "waiting", "tracking"]
-)
+    "case",
+    [
+        "plain", "plain, [K, N]", "plain, without TMA", "waiting", "tracking", "summing",
+        "averaging", "with an addend",
+    ],
+)  # fmt: skip
 def test_a_gemm_uses_the_tensor_cores(case: str, found: dict[str, Any]) -> None:
     """Warp-group products from shared memory that TMA fills, no spills, stores of 16 bytes.
 
     Waiting is an acquire before the first read of a tile's rows; tracking a release after its
-    stores; neither is in a plain product.
+    stores; summing an acquire, out of line, and slots that are read past L1, 16 bytes at a time;
+    none is in a plain product.
     """
     ptx = found["ptx"][f"_gemm_kernel: {case}"]
     assert "wgmma.mma_async" in ptx
@@ -163,11 +168,13 @@ def test_a_gemm_uses_the_tensor_cores(case: str, found: dict[str, Any]) -> None:
     assert ".local" not in ptx
     assert re.search("wgmma.wait_group.sync.aligned 1;", ptx) or "without" in case  # loads ahead
     *tiles, rest = re.split(r"atom\.global\.sys\.acq_rel\.add", ptx)
-    assert bool(tiles) == (case == "tracking")
+    sums = case in ("summing", "averaging", "with an addend")
+    assert bool(tiles) == (case == "tracking" or sums)
     for tile in tiles:
         assert re.search(BARRIER, re.split(STORES, tile)[-1])
     assert not tiles or not re.search(STORES, rest)
-    assert (re.search(ACQUIRE[0], ptx) is not None) == (case == "waiting")
+    assert (re.search(ACQUIRE[0], ptx) is not None) == (case == "waiting" or sums)
+    assert (re.search(LOAD, ptx) is not None) == sums
     if case == "waiting":
         # The two loads of a step, of rows and weight, wherever the compiler put them.
         before, *waits = re.split(ACQUIRE[0], ptx)

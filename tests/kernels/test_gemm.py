@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ladder.kernels.gemm import Arrivals, Tiling, Track, gemm, tiles_of
+from ladder.kernels.gemm import Addition, Arrivals, Tiling, Track, gemm, tiles_of
+from ladder.kernels.slots import SlotArrivals
 from ladder.models import UserError
-from ladder.ops.track_maps import direct_reduce_scatter, rotated
+from ladder.ops.track_maps import all_to_all, direct_reduce_scatter, rotated
 from tests.interpreter import addresses
 from tests.kernels.support import _poisoned_memory, assert_close, on  # noqa: F401  (a fixture)
 
@@ -166,6 +168,131 @@ def test_a_tracked_gemm_fills_places_and_counts(
     assert int(counts.sum()) == down * across
 
 
+def summing(
+    device: str, world: int, rank: int, shard: int, n: int, pieces: int, average: bool, more: bool
+) -> tuple[Callable[..., Tensor], Addition, Tensor, Tensor]:
+    """The product to call, what it adds, and the exact sum; and this rank's product without it.
+
+    Numbers of many sizes: the sum depends on the order of the ranks, and on what each rounds.
+    """
+    m, tiling = world * shard, SMALL if device == "cpu" else Tiling(64, 64, 64, stages=3, warps=4)
+    a, b = operands(device, m, n, 24, BF16)
+    addend = torch.randn(m, n, device=device).to(BF16) if more else None
+    down, across = tiles_of(m, n, world, tiling)
+    high = -(-down // world // pieces)
+    program = all_to_all(down, across, world, high, keep=True).compile(rank)
+    on_device = {k: v.to(device) for k, v in vars(program).items() if isinstance(v, Tensor)}
+    counts = torch.zeros(world, 64, dtype=torch.int32, device=device)
+    track = Track(
+        on_device["target"], on_device["counter"], on_device["chunk"], on_device["peer"],
+        addresses(list(counts)).to(device), addresses(list(counts)).to(device),
+    )  # fmt: skip
+    plain = gemm(a, b, on_device["order"], tiling=tiling, shards=world, addend=addend)
+    # Of each slot the rows are dense, and between slots there is room, as for an all-reduce's sums.
+    memory = torch.randn(world, 2 * shard, n, device=device) * 30 ** torch.randn(
+        world, 1, 1, device=device
+    )
+    slots = memory.to(BF16)[:, :shard]
+    slots[rank] = torch.nan  # of this rank there is no slot
+    total = torch.zeros(shard, n, device=device)
+    for q in range(world):
+        total += plain[rank * shard : (rank + 1) * shard] if q == rank else slots[q]
+    flags = torch.zeros(world * pieces + 1, dtype=torch.int32, device=device)
+    table = torch.arange(world * pieces, dtype=torch.int32).view(pieces, world)
+    table[:, rank] = -1
+    around = torch.full((shard + 2, n), 7.0, dtype=BF16, device=device)
+    arrivals = SlotArrivals(flags, table.to(device), high * tiling.rows)
+    addition = Addition(around[1:-1], slots, arrivals, rank, average)
+    order = on_device["order"]
+
+    def run(part: slice = slice(None)) -> Tensor:
+        out = torch.full((m, n), torch.nan, dtype=BF16, device=device)
+        gemm(a, b, order[part], tiling=tiling, shards=world, out=out, track=track,
+             addition=addition, addend=addend)  # fmt: skip
+        assert (around[[0, -1]] == 7.0).all()
+        theirs = [q for q in range(world) if q != rank]
+        found, wanted = (each.view(world, shard, n) for each in (out, plain))
+        done = found[theirs][~found[theirs].isnan()]
+        assert torch.equal(done, wanted[theirs][~found[theirs].isnan()])
+        assert found[rank].isnan().all()
+        return out
+
+    return run, addition, (total / world if average else total).to(BF16), counts
+
+
+@pytest.mark.parametrize("device", [on("interpreter"), on("cuda")])
+@pytest.mark.parametrize(
+    ("world", "rank", "shard", "n", "average", "more"),
+    [
+        (2, 0, 40, 72, False, False), (2, 1, 33, 40, True, False), (4, 2, 20, 35, False, True),
+        (3, 1, 19, 64, True, True),
+    ],
+)  # fmt: skip
+def test_a_summing_gemm_adds_in_rank_order(
+    device: str, world: int, rank: int, shard: int, n: int, average: bool, more: bool
+) -> None:
+    """Bit for bit, from slots with gaps between, to the own rows alone; each tile counts itself."""
+    run, addition, total, counts = summing(device, world, rank, shard, n, 2, average, more)
+    addition.arrivals.flags.fill_(1)
+    out = run()
+    assert torch.equal(addition.out, total)
+    assert int(out.isnan().all(1).sum()) == shard
+    assert int(counts.sum()) == int(counts[rank].sum()) > 0
+
+
+@pytest.mark.parametrize("device", [on("interpreter")])
+def test_a_summing_gemm_reads_what_has_arrived(device: str) -> None:
+    """A piece of a slot comes with its flag; the peers' tiles wait for nothing."""
+    from triton.runtime import interpreter
+
+    world, rank, shard, pieces = 3, 1, 40, 2
+    run, addition, total, _ = summing(device, world, rank, shard, 72, pieces, False, False)
+    flags, slots = addition.arrivals.flags, addition.slots
+    arriving = slots.clone()
+    slots.fill_(torch.nan)
+    polls: list[int] = []
+    access = interpreter.InterpreterBuilder.create_atomic_rmw
+
+    def arrive(*args: Any) -> Any:
+        at = (int(args[2].data.flat[0]) - flags.data_ptr()) // 4
+        if 0 <= at < len(flags):
+            polls.append(at)
+            if polls.count(at) == 3:
+                piece, q = divmod(at, world)
+                rows = slice(piece * addition.arrivals.rows, (piece + 1) * addition.arrivals.rows)
+                slots[q, rows] = arriving[q, rows]
+                flags[at] = 1
+        return access(*args)
+
+    with mock.patch.object(interpreter.InterpreterBuilder, "create_atomic_rmw", arrive):
+        run()
+    assert torch.equal(addition.out, total)
+    assert list(dict.fromkeys(polls)) == [0, 2, 3, 5]
+
+
+@pytest.mark.parametrize("device", [on("cuda")])
+def test_a_summing_gemm_loads_nothing_too_early(device: str) -> None:
+    """Pieces and flags that come while it runs."""
+    world, rank, shard, pieces = 4, 2, 700, 3
+    run, addition, total, _ = summing(device, world, rank, shard, 2048, pieces, False, False)
+    flags, slots, rows = addition.arrivals.flags, addition.slots, addition.arrivals.rows
+    arriving, side = slots.clone(), torch.cuda.Stream()
+    for _ in range(20):
+        slots.fill_(torch.nan)
+        flags.zero_()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            for piece in range(pieces):
+                for q in range(world):
+                    torch.cuda._sleep(random.randint(1, 200_000))  # clocks
+                    part = slice(piece * rows, (piece + 1) * rows)
+                    slots[q, part].copy_(arriving[q, part])
+                    flags[piece * world + q].fill_(1)
+        run()
+        torch.cuda.synchronize()
+        assert torch.equal(addition.out, total)
+
+
 def test_wrong_arguments_are_refused() -> None:
     a, b = operands("cpu", 8, 8, 8, BF16)
     order = torch.zeros(1, dtype=torch.int32)
@@ -174,6 +301,7 @@ def test_wrong_arguments_are_refused() -> None:
         (lambda: gemm(a.float(), b.float(), order), "expected bfloat16 or float16"),
         (lambda: gemm(a, b, order, shards=3), "8 rows in 3 shards"),
         (lambda: gemm(a, b, order.long()), r"order is torch.int64 \[1\]; expected int32 \[1\]"),
+        (lambda: gemm(a, b, order[:0]), r"order is torch.int32 \[0\]; expected int32 \[1\]"),
         (lambda: gemm(a, b, order, out=a[:4]), r"out is torch.bfloat16 \[4, 8\]; expected"),
     ):
         with pytest.raises(UserError, match=words):

@@ -15,8 +15,8 @@ from tests.ops.everyone import in_order
 
 IMPLEMENTATIONS = {
     "all_gather_matmul": ("chunked", "waiting"),
-    "matmul_reduce_scatter": ("chunked", "tracked", "ring"),
-    "matmul_all_reduce": ("chunked", "ring"),
+    "matmul_reduce_scatter": ("chunked", "tracked", "summing", "ring"),
+    "matmul_all_reduce": ("chunked", "summing", "ring"),
     "matmul_reduce_scatter_add_rms_norm": ("chunked", "tracked"),
     "matmul_all_reduce_add_rms_norm": ("chunked",),
 }
@@ -148,7 +148,8 @@ def options_of(op: str, name: str) -> list[dict[str, Any]]:
         return [{}, {"streams": 2}]
     if name == "pushed":
         return [{}, {"shots": 2}]
-    return [{"waiting": TILE, "tracked": {**TILE, "pieces": 2, "group_m": 1}}.get(name, {})]
+    pieces = {**TILE, "pieces": 2, "group_m": 1}
+    return [{"waiting": TILE, "tracked": pieces, "summing": pieces}.get(name, {})]
 
 
 def expected(

@@ -33,9 +33,8 @@ from tests.ops.streams import Everyone, Group, Machine, Queued, WrongOrderError
 
 # `chunked` and `ring` have torch's products and, on a CPU, a sum by torch; the others need their
 # kernel.
-CASES = [
-    on("interpreter" if name in ("waiting", "tracked") else "cpu", op, name) for op, name in EVERY
-]
+KERNELS = ("waiting", "tracked", "summing")
+CASES = [on("interpreter" if name in KERNELS else "cpu", op, name) for op, name in EVERY]
 
 
 def provoke(
@@ -53,7 +52,7 @@ def provoke(
     everyone = Everyone(world)
     machine = Machine(world, sets.__getitem__, change)
     shapes = [(world * source.choice(rows), source.choice(columns)) for _ in range(calls)]
-    if op in WHOLE:
+    if op in WHOLE and not any(name == "summing" for name, _ in ways):
         shapes = [(m - source.randrange(world), n) for m, n in shapes]
     outs: dict[tuple[int, int], list[Tensor]] = {}
     wanted: dict[tuple[int, int], list[Tensor]] = {}
@@ -106,11 +105,13 @@ def label(kind: str, options: dict[str, Any]) -> str:
 
 
 def schedules_of(world: int) -> dict[str, Callable[[int], Schedule]]:
-    tracks = all_to_all(2 * world, 2, world, 1)
+    tracks, kept = (all_to_all(2 * world, 2, world, 1, keep=keep) for keep in (False, True))
     found: dict[str, Callable[[int], Schedule]] = {
         "waiting": lambda rank: schedules.all_gather(rank, world, waiting=True),
         "waiting, kept": lambda rank: schedules.all_gather(rank, world, waiting=True, keeps=True),
         "tracked": lambda rank: schedules.tracked(tracks.compile(rank), world),
+        "summing": lambda rank: schedules.summing(kept.compile(rank), world),
+        "summing spread": lambda rank: schedules.summing(kept.compile(rank), world, spread=True),
         "tracked landing": lambda rank: schedules.tracked(
             tracks.compile(rank), world, waiting=True
         ),
@@ -192,7 +193,7 @@ def steps_to_lose(op: str, name: str, options: dict[str, Any]) -> list[int]:
     for n, step in enumerate(schedule):
         ends = isinstance(step, Follow) and step.event == "sent" and not gather
         # A capture needs the copies to begin after the main stream; the count does otherwise.
-        begins = isinstance(step, Follow) and step.event == "begun" and name == "tracked"
+        begins = isinstance(step, Follow) and step.event == "begun" and name in KERNELS[1:]
         resets = isinstance(step, Put) and step.word.kind == "full" and step.stream == "main"
         if isinstance(step, Await | Put | Follow) and not (ends or begins or resets):
             found.append(n)
@@ -212,8 +213,10 @@ def test_a_schedule_without_a_step_fails(device: str, op: str, name: str) -> Non
             assert any(found), f"{options} without step {lost}"
 
 
-@pytest.mark.parametrize("device", [on("interpreter")])
-def test_counts_of_own_blocks_are_reset(device: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "name"), [on("interpreter", "tracked"), on("interpreter", "summing")]
+)
+def test_counts_of_own_blocks_are_reset(device: str, name: str) -> None:
     """A block has another number, or its count is another's, in the next shape."""
 
     def change(rank: int, schedule: Schedule) -> Schedule:
@@ -221,7 +224,7 @@ def test_counts_of_own_blocks_are_reset(device: str) -> None:
         assert any(step.stream == "main" for step in own)
         return tuple(s for s in schedule if s not in own or s.stream != "main")
 
-    (options,) = options_of(op := "matmul_reduce_scatter", name := "tracked")
+    (options,) = options_of(op := "matmul_reduce_scatter", name)
     assert any(fails(op, name, options, seed, change) for seed in range(30))
 
 
