@@ -97,14 +97,15 @@ def _add(
             addition=addition, addend=addend,
         )  # fmt: skip
 
+    # On a GPU one kernel computes all tiles, and is launched before the copies' waits: streams may
+    # share a queue of the hardware, in which a wait would keep the kernel from starting. In the
+    # interpreter, where no copy begins before a kernel has ended, the own tiles are a second one.
     def product(_: int) -> None:
-        # On a GPU one kernel computes all tiles. In the interpreter, where no copy begins before a
-        # kernel has ended, the own tiles are a second one.
-        if interpreted():
-            compute(plan.order[:theirs])
+        compute(plan.order[:theirs] if interpreted() else plan.order)
 
     def own(_: int) -> None:
-        compute(plan.order[theirs:] if interpreted() else plan.order)
+        if interpreted():
+            compute(plan.order[theirs:])
 
     def copy(number: int) -> None:
         peer, part = plan.moves[number]
