@@ -28,9 +28,10 @@ from ladder.comm.symmetric import SymmetricTensor
 from ladder.jit import begin, check_dtype, kernel, launch, tl
 from ladder.kernels.decode_shapes import power_of_2
 
-# remote: the peers' samples first, own ones last. oblivious: rank 0's samples first, on every rank.
 # tables: table by table, in each the peers' samples first; it spreads what is sent over the whole
-# call, and a table's rows are in the cache for all ranks' samples, of as few tables as can be.
+# call, and as few tables as can be are looked up at a time, so that their rows stay in the cache.
+# remote: the peers' samples of all tables first, own ones last. oblivious: rank 0's samples first,
+# on every rank.
 ORDERS = ("remote", "oblivious", "tables")
 # Chosen by lookups of bags of 10 to 70 rows of 64 to 256 numbers on an H200
 # (benchmarks/results/README.md). It is slow if not all programs fit on the GPU at once: the last
@@ -159,7 +160,7 @@ def _push_bags_kernel(
 def push_bags(
     weights: list[Tensor], table: Tensor, indices: Tensor, offsets: Tensor, mode: str,
     firsts: Tensor, out: Tensor, slots: SymmetricTensor, words: SymmetricTensor, *,
-    programs: int, order: str = "remote", lent: bool = False,
+    programs: int, order: str = "tables", lent: bool = False,
 ) -> None:  # fmt: skip
     """Pool the bags of this rank's tables for all ranks, and receive those of the own samples.
 
@@ -205,7 +206,7 @@ def pool_bags(
 def _launch(
     weights: list[Tensor], table: Tensor, indices: Tensor, offsets: Tensor, mode: str,
     firsts: Tensor, out: Tensor, slots: Tensor, words: Tensor, rank: int, *,
-    WORLD: int, programs: int, order: str = "remote", lent: bool = False,
+    WORLD: int, programs: int, order: str = "tables", lent: bool = False,
 ) -> None:  # fmt: skip
     check_dtype(out=out, **{f"weights[{n}]": each for n, each in enumerate(weights)})
     dim = weights[0].shape[1]

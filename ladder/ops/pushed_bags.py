@@ -27,7 +27,7 @@ OP = "embedding_bag_all_to_all"
 @implement(OP, "pushed", peer_refusal, ("programs", "order", "lent"), insisted=("lent",))
 def pushed(
     group: dist.ProcessGroup, weights: list[Tensor], indices: Tensor, offsets: Tensor, mode: str,
-    counts: list[int], programs: int | None = None, order: str = "remote", lent: bool = False,
+    counts: list[int], programs: int | None = None, order: str = "tables", lent: bool = False,
 ) -> Tensor:  # fmt: skip
     """programs: of the persistent kernel; by default all that the GPU runs at once. order: of work.
 

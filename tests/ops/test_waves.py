@@ -181,6 +181,7 @@ def test_slow_points_at_such_rows_do_not_keep_it_out_of_a_table() -> None:
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 RECORDS = [RESULTS / f"2026-11-{day}-ops-h200x2.jsonl" for day in (22, 23)]
+OF_TABLE = [*RECORDS, RESULTS / "2026-11-25-ops-h100x2.jsonl"]
 
 
 def measured_in(file: Path) -> list[Measured]:
@@ -233,13 +234,15 @@ def test_a_size_held_out_is_picked_only_where_it_was_not_slower(file: Path, mode
 
 def test_what_the_shipped_table_picks_was_never_slower_than_staged() -> None:
     """At every recorded point, in each mode; m 2434 of a gather, too, is by chunks."""
-    for file in RECORDS:
+    for file in OF_TABLE:
         for each, times in points_of(file):
             for mode in MODES:
                 name, options = choice.listed(replace(each, mode=mode))
                 us = times[mode].get(Variant(name, tuple(options.items())))
+                # Some operators' `staged` cannot be captured.
+                staged = {**times["eager"], **times[mode]}[Variant("staged")]
                 if us is not None:  # the newer record's pick may not be in the older one
-                    assert us <= times[mode][Variant("staged")], (each.exact, mode, name)
+                    assert us <= staged, (each.exact, mode, name)
     ragged = call(AG, 2434, 24576, k=12288)
     assert choice.listed(captured(ragged)) == ("chunked", {"streams": 2})
     assert choice.listed(ragged) == ("chunked", {})
@@ -250,6 +253,6 @@ def test_what_the_shipped_table_picks_was_never_slower_than_staged() -> None:
 
 def test_the_shipped_table_is_that_of_the_records(tmp_path: Path) -> None:
     file = tmp_path / "table.json"
-    records = [str(each) for each in RECORDS]
+    records = [str(each) for each in OF_TABLE]
     assert main(["bench", "ops", "--write-table", str(file), "--records", *records]) == 0
     assert file.read_text() == PACKAGED.read_text()

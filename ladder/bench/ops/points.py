@@ -47,8 +47,8 @@ TRIES: dict[str, tuple[dict[str, Any], ...]] = {
     # Of sums; of bags, as the fused operators' paper: order of work, occupancy; of experts.
     "pushed": (
         {"shots": 2},
-        {"order": "tables"}, {"order": "oblivious"}, {"programs": 528}, {"programs": 1056},
-        {"programs": 1584}, {"lent": True}, {"order": "tables", "lent": True},
+        {"order": "remote"}, {"order": "oblivious"}, {"programs": 528}, {"programs": 1056},
+        {"programs": 1584}, {"lent": True},
         {"stages": 3}, {"tile": "128x128x64"},
     ),
 }  # fmt: skip
