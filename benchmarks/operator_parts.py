@@ -7,9 +7,9 @@
 The shapes are those of `ladder bench ops` on so many ranks; nothing is exchanged. Of a gather and
 of a reduce-scatter: cuBLAS's product of all rows, of the ranks' chunks, and the persistent ones,
 `waiting` for flags that are set, `tracked` with slots in this GPU's memory, and `summing`, whose
-own tiles add the others' slots there. Of embedding bags:
-torch's lookups, and the kernel's with one rank. Microseconds in CUDA graphs: medians of rounds that
-shuffle the ways. A way whose result is wrong is named, not timed, and makes the exit status 1.
+own tiles add the others' slots there. Of embedding bags: torch's lookups, and the kernel's with one
+rank. Microseconds in CUDA graphs: medians of rounds that shuffle the ways. A way whose result is
+wrong is named, not timed, and makes the exit status 1.
 
 The floor is the operations over the rate of a large matmul, or the bytes (of a table's rows that
 are looked up: once) over the bandwidth of a large copy, in the same run. The last line is JSON.

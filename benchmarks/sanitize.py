@@ -308,7 +308,6 @@ def gemm(dtype: torch.dtype) -> Pairs:
         shard = m // 2
         others, total = random(dtype, 2, shard, n), random(dtype, shard, n)
         there = SlotArrivals(flags, torch.zeros(1, 2, dtype=torch.int32, device=DEVICE), shard)
-        counters.zero_()
         run_gemm(
             a, b, program.order.to(DEVICE), tiling=tiling, shards=2, out=out, track=track,
             addition=Addition(total, others, there, 0),

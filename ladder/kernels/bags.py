@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ladder.comm.primitives import SPIN_LIMIT, load, peer, rotate, signal, store, wait
 from ladder.comm.symmetric import SymmetricTensor
-from ladder.jit import begin, check_dtype, kernel, launch, tl
+from ladder.jit import begin, check_dtype, jit, kernel, launch, tl
 from ladder.kernels.decode_shapes import power_of_2
 
 # tables: table by table, in each the peers' samples first; it spreads what is sent over the whole
@@ -42,6 +42,13 @@ MOST_BAGS = 32
 MAX_PROGRAMS = 4096
 WARP_BYTES = 512  # of a tile that each warp has: 16 for a thread
 WARPS = {2: 24, 4: 32}  # of an SM, by the bytes of a number
+
+
+@jit
+@no_type_check
+def _owner(item, blocks, sender, WORLD: tl.constexpr):
+    """The rank of an item's samples in the order `tables`: those of `sender` come last."""
+    return rotate(item % (WORLD * blocks) // blocks, sender + 1, WORLD)
 
 
 @kernel("both")
@@ -91,7 +98,7 @@ def _push_bags_kernel(
         if ORDER == 2:
             item = i
             table = item // (WORLD * blocks)
-            to = rotate(item % (WORLD * blocks) // blocks, rank + 1, WORLD)
+            to = _owner(item, blocks, rank, WORLD)
         else:
             place = rotate(i, rank + 1 if ORDER == 0 else 0, WORLD, mine)
             to = place // mine
@@ -147,7 +154,7 @@ def _push_bags_kernel(
                 sample = item % blocks * BAGS + tl.arange(0, BAGS)
                 here = sample < share
                 if ORDER == 2:
-                    here &= rotate(item % (WORLD * blocks) // blocks, q + 1, WORLD) == rank
+                    here &= _owner(item, blocks, q, WORLD) == rank
                 at = sample.to(tl.int64)[:, None] * columns
                 at += (first + item // (ranks * blocks)).to(tl.int64) * DIM
                 for c in tl.static_range(0, DIM, BLOCK):
@@ -160,7 +167,7 @@ def _push_bags_kernel(
 def push_bags(
     weights: list[Tensor], table: Tensor, indices: Tensor, offsets: Tensor, mode: str,
     firsts: Tensor, out: Tensor, slots: SymmetricTensor, words: SymmetricTensor, *,
-    programs: int, order: str = "tables", lent: bool = False,
+    programs: int, order: str, lent: bool = False,
 ) -> None:  # fmt: skip
     """Pool the bags of this rank's tables for all ranks, and receive those of the own samples.
 
@@ -198,7 +205,7 @@ def pool_bags(
     firsts = torch.arange(0, 2 * tables, tables, dtype=torch.int32, device=device)
     _launch(
         weights, table, indices.contiguous(), offsets.contiguous(), mode, firsts, out, table, table,
-        0, WORLD=1, programs=default_programs(weights[0]),
+        0, WORLD=1, programs=default_programs(weights[0]), order="tables",
     )  # fmt: skip
     return out
 
@@ -206,7 +213,7 @@ def pool_bags(
 def _launch(
     weights: list[Tensor], table: Tensor, indices: Tensor, offsets: Tensor, mode: str,
     firsts: Tensor, out: Tensor, slots: Tensor, words: Tensor, rank: int, *,
-    WORLD: int, programs: int, order: str = "tables", lent: bool = False,
+    WORLD: int, programs: int, order: str, lent: bool = False,
 ) -> None:  # fmt: skip
     check_dtype(out=out, **{f"weights[{n}]": each for n, each in enumerate(weights)})
     dim = weights[0].shape[1]

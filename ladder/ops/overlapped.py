@@ -270,6 +270,11 @@ class TrackPlan:
     flags: Tensor
     piece: int
 
+    def track(self, space: workspace.Workspace, chosen: int) -> Track:
+        """Its tables, and the addresses of a set."""
+        bases, counters = space.tables("full")[chosen]
+        return Track(self.target, self.counter, self.chunk, self.owner, bases, counters)
+
 
 def tracked_map(
     shard: int, n: int, world: int, tiling: Tiling, pieces: int, keep: bool = False
@@ -363,8 +368,7 @@ def scatter_tiles(
         ),
     )
     chosen = space.next()
-    bases, counters = space.tables("full")[chosen]
-    track = Track(plan.target, plan.counter, plan.chunk, plan.owner, bases, counters)
+    track = plan.track(space, chosen)
     # The kernel takes a rank's slots as one matrix of all their rows.
     slots = [space.slots(q, chosen, (shard, n), rows.dtype, dense=True) for q in range(world)]
     computed = rows.new_empty(len(rows), n)

@@ -339,10 +339,8 @@ def tracked(program: Program, world: int, waiting: bool = False) -> Schedule:
     `copy` n moves block n of the program, whose slots are those of `all_to_all` in
     `ladder.ops.track_maps`. Other actions: as in `reduce_scatter`.
     """
-    rank, blocks = program.rank, program.blocks
-    steps = _counted(program)
-    flags = sorted({flag for block in blocks for flag in block.flags})
-    steps += _sum(rank, flags, waiting)
+    rank, steps = program.rank, _counted(program)
+    steps += _sum(rank, _arriving(program), waiting)
     steps += [Put("main", Word(rank, "full", n), 0) for n in _kept(program)]
     return (*steps, *_release(rank, world))
 
@@ -355,14 +353,13 @@ def summing(program: Program, world: int, spread: bool = False) -> Schedule:
     goes to all ranks as soon as its count is full: `spread` b x T + q and `take` b x T + q, as in
     `all_reduce`, block b of the `pieces` that a rank's own tiles are in.
     """
-    rank, blocks = program.rank, program.blocks
-    flags, kept = sorted({flag for block in blocks for flag in block.flags}), _kept(program)
+    rank, flags, kept = program.rank, _arriving(program), _kept(program)
     words = tuple(Word(rank, "arrived", flag) for flag in flags)
     steps = [*_counted(program), Work("main", "own", rank, words)]
     behind = max(flags, default=-1) + 1  # the first flag of sums; each rank has as many before
     for piece, n in enumerate(kept if spread else ()):
         full = Word(rank, "full", n)
-        steps += [Await("copies", full, blocks[n].count), Put("copies", full, 0)]
+        steps += [Await("copies", full, program.blocks[n].count), Put("copies", full, 0)]
         for peer in others(rank, world):
             flag = behind + piece * world + rank
             steps += _send(rank, peer, piece * world + peer, flag, False, "spread")
@@ -387,6 +384,11 @@ def _counted(program: Program) -> list[Step]:
         steps += _send(rank, block.copy.peer, n, block.copy.flag, block.copy.peer not in sent)
         sent.add(block.copy.peer)
     return steps
+
+
+def _arriving(program: Program) -> list[int]:
+    """The flags of the blocks that arrive."""
+    return sorted({flag for block in program.blocks for flag in block.flags})
 
 
 def _kept(program: Program) -> list[int]:

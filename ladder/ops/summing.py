@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.jit import interpreted
-from ladder.kernels.gemm import GROUP, Addition, Tiling, Track, gemm
+from ladder.kernels.gemm import GROUP, Addition, Tiling, gemm
 from ladder.kernels.slots import SlotArrivals
 from ladder.ops import schedules, workspace
 from ladder.ops.calls import rows_back, rows_first
@@ -82,8 +82,7 @@ def _add(
             space, shard, n, tiling, pieces, partial(schedules.summing, spread=spread), keep=True
         ),
     )
-    bases, counters = space.tables("full")[chosen]
-    track = Track(plan.target, plan.counter, plan.chunk, plan.owner, bases, counters)
+    track = plan.track(space, chosen)
     computed = rows.new_empty(len(rows), n)
     partials = computed.view(world, shard, n)
     sums = out.view(world, shard, n)[rank] if spread else out
