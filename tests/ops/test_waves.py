@@ -181,7 +181,9 @@ def test_slow_points_at_such_rows_do_not_keep_it_out_of_a_table() -> None:
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 RECORDS = [RESULTS / f"2026-11-{day}-ops-h200x2.jsonl" for day in (22, 23)]
-OF_TABLE = [*RECORDS, RESULTS / "2026-11-25-ops-h100x2.jsonl"]
+OF_TABLE = [
+    *RECORDS, *(RESULTS / f"2026-11-25-{kind}-h100x2.jsonl" for kind in ("ops-rows", "ops"))
+]  # fmt: skip
 
 
 def measured_in(file: Path) -> list[Measured]:
