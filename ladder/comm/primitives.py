@@ -159,16 +159,17 @@ def wait(flag, value, SPIN_LIMIT: tl.constexpr, TMA: tl.constexpr = False):
 
 @jit
 @no_type_check
-def arrive(counter, count, SCOPE: tl.constexpr):
+def arrive(counter, count, SCOPE: tl.constexpr, counts=None):
     """Add 1 to `counter`, an int32 word; whether this program is the last of `count` to arrive.
 
     A barrier of the program's threads, then acquire and release: the last one sees everything that
     the others wrote before they arrived; who runs later and is not the last sees some of it.
     SCOPE: gpu if all programs, and who waits, are on this GPU; sys for a counter of a peer, or one
-    for which a copy engine waits. Whoever acts on the full count sets it back to 0.
+    for which a copy engine waits. Whoever acts on the full count sets it back to 0. counts: whether
+    this program is counted (None: it is), without a branch, which a loop of products cannot have.
     """
     _barrier()  # every thread's stores come before the release, which one thread does
-    return tl.atomic_add(counter, 1, sem="acq_rel", scope=SCOPE) == count - 1
+    return tl.atomic_add(counter, 1, mask=counts, sem="acq_rel", scope=SCOPE) == count - 1
 
 
 @jit
@@ -316,10 +317,22 @@ def receive_sum(
 
 @jit
 @no_type_check
-def add_up(words, WORLD: tl.constexpr, PACKED: tl.constexpr):
+def average(total, WORLD: tl.constexpr):
+    """`total`, float32, divided by the ranks, correctly rounded."""
+    if WORLD & (WORLD - 1) == 0:
+        total *= 1 / WORLD  # exact, and without the registers of a division
+    else:
+        total = tl.div_rn(total, tl.full(total.shape, WORLD, tl.float32))
+    return total
+
+
+@jit
+@no_type_check
+def add_up(words, WORLD: tl.constexpr, PACKED: tl.constexpr, AVERAGE: tl.constexpr = False):
     """The sum of the ranks' words, in float32 and rank order, rounded once, as words.
 
-    PACKED: a word has 0: one float32; 1: two bfloat16; 2: two float16.
+    PACKED: a word has 0: one float32; 1: two bfloat16; 2: two float16. AVERAGE: the sum is divided
+    by the ranks before it is rounded.
     """
     low = tl.zeros(words[0].shape, tl.float32)
     if PACKED == 2:
@@ -329,6 +342,8 @@ def add_up(words, WORLD: tl.constexpr, PACKED: tl.constexpr):
             two = (words[other] >> 16).to(tl.int16).to(tl.float16, bitcast=True)
             low += one.to(tl.float32)
             high += two.to(tl.float32)
+        if AVERAGE:
+            low, high = average(low, WORLD), average(high, WORLD)
         left = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 65535
         right = high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
         total = left | right
@@ -337,11 +352,15 @@ def add_up(words, WORLD: tl.constexpr, PACKED: tl.constexpr):
         for other in tl.static_range(WORLD):
             low += (words[other] << 16).to(tl.float32, bitcast=True)
             high += (words[other] & -65536).to(tl.float32, bitcast=True)
+        if AVERAGE:
+            low, high = average(low, WORLD), average(high, WORLD)
         left = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 65535
         right = high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
         total = left | right
     else:
         for other in tl.static_range(WORLD):
             low += words[other].to(tl.float32, bitcast=True)
+        if AVERAGE:
+            low = average(low, WORLD)
         total = low.to(tl.int32, bitcast=True)
     return total

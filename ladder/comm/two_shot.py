@@ -6,6 +6,9 @@ the result into a slot on every peer (gather), which copies it into its output. 
 barriers and no flags (see `ladder.comm.primitives`), and all ranks and all runs agree bit for bit.
 A rank sends 2 (world - 1) / world messages; a push all-reduce sends world - 1.
 
+Each of the two steps is a collective of its own: `scatter`, whose result is this rank's shard, and
+`gather`, whose input it is.
+
 A small, fixed number of programs processes the shards chunk by chunk, which leaves the rest of the
 GPU free for other work; each processes other chunks while the peers' data is in flight.
 
@@ -15,6 +18,8 @@ only after data of this rank's call e + 1 has arrived, and this rank's call e + 
 call e has ended, including the clearing. So a slot is never written before it is clear, for any
 sizes of the calls, also under graph replay, as long as every rank makes the same calls in the same
 order on one stream.
+
+That holds for any sequence of the three collectives, since each call needs data of every peer.
 
 There is no deadlock: a program waits only for the peers' programs of the same number, in each step
 only for data that they send in the same or an earlier step, and each sends before it waits.
@@ -69,9 +74,13 @@ def _two_shot_all_reduce(
     PACKED: tl.constexpr,
     SETS: tl.constexpr,
     AHEAD: tl.constexpr,
+    SCATTERS: tl.constexpr,
+    GATHERS: tl.constexpr,
+    AVERAGE: tl.constexpr,
     SPIN_LIMIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """SCATTERS, GATHERS: both, or one alone. partial, out: without a gather or scatter a shard."""
     begin(PDL)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -81,53 +90,61 @@ def _two_shot_all_reduce(
     bases = peers(buffers, rank, WORLD)
     own = bases[0]
     chunks = (tl.cdiv(shard, BLOCK) - program + programs - 1) // programs  # of this program
-    for step in range(chunks + 2 * AHEAD):
-        if step < chunks:  # scatter: all loads first, so that they overlap
-            offsets = (program + step * programs) * BLOCK + tl.arange(0, BLOCK)
-            inside = offsets < shard
-            parts = ()
-            for i in tl.static_range(1, WORLD):
-                index = rotate(i, rank, WORLD) * shard + offsets
-                value = tl.load(partial + index, mask=inside & (index < words), other=0)
-                parts += (sendable(value, EMPTY),)
-            for i in tl.static_range(1, WORLD):
-                slot = bases[i] + scatter + rank * stride + offsets
-                store(slot, parts[i - 1], inside)
-        if (step >= AHEAD) & (step < chunks + AHEAD):  # sum this rank's shard, and gather
-            offsets = (program + (step - AHEAD) * programs) * BLOCK + tl.arange(0, BLOCK)
+    sums: tl.constexpr = AHEAD if SCATTERS else 0  # the step in which the first chunk is summed
+    for step in range(chunks + sums + (AHEAD if GATHERS else 0)):
+        if SCATTERS:  # noqa: SIM102  (known when this is compiled; `step` is not)
+            if step < chunks:  # all loads first, so that they overlap
+                offsets = (program + step * programs) * BLOCK + tl.arange(0, BLOCK)
+                inside = offsets < shard
+                parts = ()
+                for i in tl.static_range(1, WORLD):
+                    index = rotate(i, rank, WORLD) * shard + offsets
+                    value = tl.load(partial + index, mask=inside & (index < words), other=0)
+                    parts += (sendable(value, EMPTY),)
+                for i in tl.static_range(1, WORLD):
+                    slot = bases[i] + scatter + rank * stride + offsets
+                    store(slot, parts[i - 1], inside)
+        if (step >= sums) & (step < chunks + sums):  # sum this rank's shard, and gather
+            offsets = (program + (step - sums) * programs) * BLOCK + tl.arange(0, BLOCK)
             inside = offsets < shard
             index = rank * shard + offsets
-            value = tl.load(partial + index, mask=inside & (index < words), other=0)
-            value = sendable(value, EMPTY)
-            arrived = receive(
-                own + scatter, stride, offsets, inside, rank, value, WORLD, EMPTY, SPIN_LIMIT
-            )
-            total = sendable(add_up(arrived, WORLD, PACKED), EMPTY)
-            for i in tl.static_range(1, WORLD):
-                store(bases[i] + gather + rank * stride + offsets, total, inside)
-            tl.store(out + index, total, mask=inside & (index < words))
-            clear(own + scatter, stride, offsets, inside, rank, WORLD, EMPTY)
-        if step >= 2 * AHEAD:  # the peers' shards
-            offsets = (program + (step - 2 * AHEAD) * programs) * BLOCK + tl.arange(0, BLOCK)
-            inside = offsets < shard
-            nothing = tl.zeros_like(offsets)
-            arrived = receive(
-                own + gather, stride, offsets, inside, rank, nothing, WORLD, EMPTY, SPIN_LIMIT
-            )
-            for peer in tl.static_range(WORLD):
-                index = peer * shard + offsets
-                theirs = inside & (rank != peer)
-                tl.store(out + index, arrived[peer], mask=theirs & (index < words))
-                tl.store(own + gather + peer * stride + offsets, EMPTY, mask=theirs)
+            mine = inside & (index < words)
+            value = tl.load(partial + (index if SCATTERS else offsets), mask=mine, other=0)
+            total = sendable(value, EMPTY)
+            if SCATTERS:
+                arrived = receive(
+                    own + scatter, stride, offsets, inside, rank, total, WORLD, EMPTY, SPIN_LIMIT
+                )
+                total = sendable(add_up(arrived, WORLD, PACKED, AVERAGE), EMPTY)
+            if GATHERS:
+                for i in tl.static_range(1, WORLD):
+                    store(bases[i] + gather + rank * stride + offsets, total, inside)
+            tl.store(out + (index if GATHERS else offsets), total, mask=mine)
+            if SCATTERS:
+                clear(own + scatter, stride, offsets, inside, rank, WORLD, EMPTY)
+        if GATHERS:  # noqa: SIM102
+            if step >= sums + AHEAD:  # the peers' shards
+                offsets = (program + (step - sums - AHEAD) * programs) * BLOCK + tl.arange(0, BLOCK)
+                inside = offsets < shard
+                nothing = tl.zeros_like(offsets)
+                arrived = receive(
+                    own + gather, stride, offsets, inside, rank, nothing, WORLD, EMPTY, SPIN_LIMIT
+                )
+                for peer in tl.static_range(WORLD):
+                    index = peer * shard + offsets
+                    theirs = inside & (rank != peer)
+                    tl.store(out + index, arrived[peer], mask=theirs & (index < words))
+                    tl.store(own + gather + peer * stride + offsets, EMPTY, mask=theirs)
     tl.store(epochs + program, (epoch + 1) % SETS)
 
 
 class TwoShotAllReduce:
-    """All-reduces of up to `limit` bytes over `group`; every rank must make one, outside a capture.
+    """All-reduces of up to `limit` bytes over `group`, and each of their two shots alone.
 
-    Messages of all sizes and dtypes share the slots, which take 4 x `limit` of each rank's memory:
-    all ranks must make the same calls in the same order, and calls must not overlap (one stream).
-    programs: the thread blocks of a call, which occupy about as many SMs.
+    Every rank must make one, outside a capture. Messages of all sizes and dtypes share the slots,
+    which take 4 x `limit` of each rank's memory: all ranks must make the same calls in the same
+    order, and calls must not overlap (one stream). programs: the thread blocks of a call, which
+    occupy about as many SMs.
     """
 
     SMALL, LARGE = (1024, 4), (4096, 16)  # words of a chunk, warps
@@ -152,34 +169,43 @@ class TwoShotAllReduce:
 
         Its bytes are a multiple of 16 and at most `limit`. blocking: see `PushAllReduce`.
         """
-        size = partial.numel() * partial.element_size()
-        assert partial.is_contiguous(), partial.stride()
-        assert partial.dtype in DTYPES, partial.dtype
-        assert 0 < size <= self.limit, (size, self.limit)
-        assert size % 16 == 0, size
         out = torch.empty_like(partial)
-        shard = shard_words(size // 4, self.world)
+        words = partial.numel() * partial.element_size() // 4
+        self._run(partial, out, words, shard_words(words, self.world), blocking=blocking)
+        return out
+
+    def scatter(self, partial: Tensor, average: bool = False) -> Tensor:
+        """The sum over the ranks of partial [T, ...], of which this rank's is returned [...].
+
+        average: divided by T before it is rounded. A shard's bytes are a multiple of 16.
+        """
+        out = torch.empty_like(partial[0])
+        shard = out.numel() * out.element_size() // 4
+        self._run(partial, out, self.world * shard, shard, gathers=False, average=average)
+        return out
+
+    def gather(self, own: Tensor) -> Tensor:
+        """`own` [...] of all ranks, [T, ...]; zeros have no sign. Its bytes: as a shard's."""
+        out = own.new_empty(self.world, *own.shape)
+        shard = own.numel() * own.element_size() // 4
+        self._run(own, out, self.world * shard, shard, scatters=False)
+        return out
+
+    def _run(
+        self, source: Tensor, out: Tensor, words: int, shard: int, scatters: bool = True,
+        gathers: bool = True, average: bool = False, blocking: bool = True,
+    ) -> None:  # fmt: skip
+        """words: of a whole message, of which each rank has a shard."""
+        assert source.is_contiguous(), source.stride()
+        assert source.dtype in DTYPES, source.dtype
+        assert 0 < 4 * words <= self.limit, (words, self.limit)
+        assert source.numel() * source.element_size() % 16 == 0, source.shape
         block, warps = self.LARGE if shard >= self.programs * self.LARGE[0] else self.SMALL
         launch(
-            _two_shot_all_reduce,
-            (self.programs,),
-            partial.device,
-            partial.view(torch.int32),
-            out.view(torch.int32),
-            self.slots.addresses,
-            self.epochs,
-            self.rank,
-            size // 4,
-            shard,
-            self.stride,
-            WORLD=self.world,
-            BLOCK=block,
-            PACKED=PACKED[partial.dtype],
-            SETS=SETS,
-            AHEAD=AHEAD,
-            EMPTY=EMPTY[4],
-            SPIN_LIMIT=SPIN_LIMIT,
-            num_warps=warps,
-            dependent=not blocking,
-        )
-        return out
+            _two_shot_all_reduce, (self.programs,), source.device,
+            source.view(torch.int32), out.view(torch.int32), self.slots.addresses, self.epochs,
+            self.rank, words, shard, self.stride,
+            WORLD=self.world, BLOCK=block, PACKED=PACKED[source.dtype], SETS=SETS, AHEAD=AHEAD,
+            EMPTY=EMPTY[4], SCATTERS=scatters, GATHERS=gathers, AVERAGE=average,
+            SPIN_LIMIT=SPIN_LIMIT, num_warps=warps, dependent=not blocking,
+        )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import no_type_check
 import torch
 from torch import Tensor
 
-from ladder.comm.primitives import SPIN_LIMIT, load, wait
+from ladder.comm.primitives import SPIN_LIMIT, average, load, wait
 from ladder.jit import begin, check_dtype, check_tensor, jit, kernel, launch, on_triton, tl, triton
 from ladder.kernels.norm import MAX_SIZE, Pair
 from ladder.kernels.prefill import land_rows_reference, norm_row
@@ -60,7 +60,7 @@ def _sum_slots_kernel(
     inside = i < count
     total = _add_slots(slots + i, stride, inside, WORLD, BLOCK)
     if AVERAGE:
-        total = tl.div_rn(total, tl.full([BLOCK], WORLD, tl.float32))
+        total = average(total, WORLD)
     tl.store(out + i, total.to(out.dtype.element_ty), mask=inside)
 
 

@@ -1,9 +1,10 @@
-"""Products whose partials every rank pushes to all: for decoding, and for prompts that are short.
+"""Products whose rows a kernel pushes, before or after: for decoding, and for short prompts.
 
 `pushed`: a product, up to 64 rows by a kernel made for few (`ladder.kernels.project`), then one
 kernel that sends, waits and sums: all to all at once (`ladder.comm.push`), or each rank sums its
 share and sends that on (`ladder.comm.two_shot`), which moves less between more than two ranks.
-Nothing overlaps, but both take less than the backend's all-reduce, of up to some megabytes.
+Nothing overlaps, but both take less than the backend's all-reduce, of up to some megabytes. Of a
+reduce-scatter it is the first of the two shots, and of a gather, before its product, the second.
 
 `pushing`: of up to 64 rows the product itself pushes, each of its programs as soon as it has its
 elements, and one kernel waits and sums (`ladder.kernels.collect`), as in a decode step of the
@@ -28,6 +29,7 @@ from ladder.kernels import SendJob, project, send
 from ladder.kernels.collect import Collector
 from ladder.kernels.decode import MAX_ROWS
 from ladder.models.errors import UserError
+from ladder.ops.calls import rows_back, rows_first
 from ladder.ops.products import product
 from ladder.ops.refusals import peer_refusal
 from ladder.ops.registry import Call, implement
@@ -39,8 +41,17 @@ SHOTS = ("shots",)
 
 def push_refusal(call: Call) -> str | None:
     rows, outputs = (call.exact or call.sizes)[:2]
-    if rows * outputs * call.dtype.itemsize > LARGEST:
-        return f"it is for partials of up to {LARGEST // 2**20} MiB"
+    return _refusal(call, rows * outputs, "partials")
+
+
+def gather_refusal(call: Call) -> str | None:
+    rows, _, inputs = call.exact or call.sizes
+    return _refusal(call, rows * inputs, "rows of all ranks")
+
+
+def _refusal(call: Call, elements: int, what: str) -> str | None:
+    if elements * call.dtype.itemsize > LARGEST:
+        return f"it is for {what} of up to {LARGEST // 2**20} MiB"
     if call.dtype not in DTYPES:
         name = str(call.dtype).removeprefix("torch.")
         return f"its kernel takes bfloat16, float16 and float32, not {name}"
@@ -83,6 +94,36 @@ def pushed_matmul_all_reduce(
     return _sum(group, "matmul_all_reduce", A, B.t(), addend, shots)
 
 
+@implement("all_gather_matmul", "pushed", gather_refusal)
+def pushed_all_gather_matmul(
+    group: dist.ProcessGroup, A: Tensor, Bs: list[Tensor], gather_dim: int, return_A: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    own = rows_first(A, gather_dim).contiguous()
+    shots = _two_shot(workspace(group, "all_gather_matmul", A.device), group)
+    flat, count = _padded(own.view(1, -1))
+    whole = shots.gather(flat[0])[:, :count].reshape(-1, own.shape[1])
+    outs = [rows_back(product(whole, B, None), A, gather_dim) for B in Bs]
+    return rows_back(whole, A, gather_dim) if return_A else None, outs
+
+
+@implement("matmul_reduce_scatter", "pushed", push_refusal)
+def pushed_matmul_reduce_scatter(
+    group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int
+) -> Tensor:
+    rows, n = rows_first(A, scatter_dim), B.shape[1]
+    shots = _two_shot(workspace(group, "matmul_reduce_scatter", A.device), group)
+    flat, count = _padded(product(rows, B, None).view(shots.world, -1))
+    out = shots.scatter(flat, reduce_op == "avg")[:count].view(-1, n)
+    return rows_back(out, A, scatter_dim)
+
+
+def _padded(parts: Tensor) -> tuple[Tensor, int]:
+    """Rows of so many bytes that kernels access 16 at a time, and their elements before."""
+    count = parts.shape[1]
+    more = -count % (16 // parts.element_size())
+    return (F.pad(parts, (0, more)) if more else parts), count  # else padding would copy
+
+
 def _sum(
     group: dist.ProcessGroup, op: str, x: Tensor, weight: Tensor, addend: Tensor | None, shots: int
 ) -> Tensor:
@@ -90,10 +131,9 @@ def _sum(
     if shots not in (1, 2):
         raise UserError(f"shots={shots}; expected 1 or 2")
     rows = x.flatten(0, -2)
-    count = len(rows) * len(weight)
-    padded = count + -count % (16 // x.element_size())  # accesses of 16 bytes
+    size = len(rows) * len(weight) * x.element_size()
     # Before the product, whose library cannot be initialised in a capture either.
-    push = _kernel(workspace(group, op, x.device), group, padded * x.element_size(), x.dtype, shots)
+    push = _kernel(workspace(group, op, x.device), group, size + -size % 16, x.dtype, shots)
     # To lay a weight out anew takes longer than a product that reads it as it lies.
     few = len(rows) <= MAX_ROWS and weight.is_contiguous() and addend is None
     if few:
@@ -101,10 +141,8 @@ def _sum(
     else:
         partial = product(rows, weight.t(), addend)
     assert partial is not None
-    flat = partial.view(-1)
-    if padded > count:  # else padding would copy
-        flat = F.pad(flat, (0, padded - count))
-    total: Tensor = push(flat, True)
+    flat, count = _padded(partial.view(1, -1))
+    total: Tensor = push(flat[0], True)
     return total[:count].view(*x.shape[:-1], -1)
 
 
@@ -113,12 +151,16 @@ def _kernel(
 ) -> PushAllReduce | TwoShotAllReduce:
     """What sums messages of `size` bytes. Prompts have many lengths, which share their slots."""
     if shots == 2:
-        found: TwoShotAllReduce = space.once(
-            "two-shot", lambda: TwoShotAllReduce(LARGEST, group, space.device), "slots"
-        )
-        return found
+        return _two_shot(space, group)
     push: PushAllReduce = _sized(space, group, PushAllReduce, size, dtype)
     return push
+
+
+def _two_shot(space: Workspace, group: dist.ProcessGroup) -> TwoShotAllReduce:
+    found: TwoShotAllReduce = space.once(
+        "two-shot", lambda: TwoShotAllReduce(LARGEST, group, space.device), "slots"
+    )
+    return found
 
 
 def _sized(

@@ -43,7 +43,7 @@ def summing_matmul_reduce_scatter(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int,
     tile: str | None = None, stages: int | None = None, pieces: int = 2, group_m: int = GROUP,
 ) -> Tensor:  # fmt: skip
-    """pieces: the copies of each peer's rows, if they have as many rows of tiles."""
+    """pieces: the copies of each peer's rows, fewer if one had less than group_m rows of tiles."""
     rows = rows_first(A, scatter_dim)
     space = workspace.workspace(group, SCATTER, A.device)
     out = rows.new_empty(len(rows) // space.world, B.shape[1])
@@ -75,6 +75,8 @@ def _add(
     n, world, rank = B.shape[1], space.world, space.rank
     shard = len(rows) // world
     height = 2 * shard if spread else shard  # of a slot: partials, then a rank's sums
+    # Tiles are ordered within a piece, and a weight is read once for each group of their rows.
+    pieces = min(pieces, max(1, -(-shard // tiling.rows) // tiling.group_m))
     chosen, slots = space.begin((height, n), rows.dtype)
     plan = space.once(
         ("summing", shard, n, tiling, pieces, spread),

@@ -21,6 +21,7 @@ import json
 import pkgutil
 import sys
 import tempfile
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -88,11 +89,13 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
             kernels.land(kernels.new_landing(x, sums=[slots]))
             kernels.send(kernels.SendJob(x, target))
             push.PushAllReduce(SIZE, dtype, group, device)(x, False)
-            two_shot.TwoShotAllReduce(2**20, group, device)(x, False)
+            all_shots(two_shot.TwoShotAllReduce(2**20, group, device), x, cases)
+            cases(str(dtype).removeprefix("torch."))
             collect.Collector(ROWS * SIZE, dtype, group, device)(ROWS, SIZE)
         case, halves = "float16", torch.zeros(ROWS, SIZE, dtype=torch.float16)
         push.PushAllReduce(SIZE, halves.dtype, group, device)(halves, False)
-        two_shot.TwoShotAllReduce(2**20, group, device)(halves, False)
+        all_shots(two_shot.TwoShotAllReduce(2**20, group, device), halves, cases)
+        cases("float16")
         collect.Collector(ROWS * SIZE, halves.dtype, group, device)(ROWS, SIZE)
         for rows in (1, 8):  # without tensor cores and with them
             case = f"{rows} rows"
@@ -165,6 +168,7 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
             average: gemm.Addition(slots[0], slots, pieces, RANK, average)
             for average in (False, True)
         }
+        stored = replace(summed[False], counts=table)
         straight = torch.zeros(n, k, dtype=BF16).t()
         for case, extras, weight in (  # noqa: B007  (`launch` reads it)
             ("plain", {}, straight),
@@ -174,6 +178,8 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
             ("tracking", {"track": track}, straight),
             ("summing", {"track": track, "addition": summed[False]}, straight),
             ("averaging", {"track": track, "addition": summed[True]}, straight),
+            ("storing", {"track": track, "addition": stored}, straight),
+            ("spreading", {"track": track, "addition": replace(stored, spread=8)}, straight),
             ("with an addend", {"track": track, "addition": summed[False], "addend": whole},
              straight),
         ):  # fmt: skip
@@ -196,6 +202,15 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
         cases("a mark")
         clock.stamp(torch.zeros(clock.SMS, 2, dtype=torch.int64), 4)
     return found
+
+
+def all_shots(shots: Any, x: torch.Tensor, cases: Any) -> None:
+    """Both shots, and each alone. cases(name) names the launches that follow."""
+    shots(x, False)
+    shard = x.view(WORLD, -1)
+    cases(f"{str(x.dtype).removeprefix('torch.')}, alone")
+    shots.gather(shard[0].clone())
+    shots.scatter(shard, average=True)
 
 
 def push_all(allocate: Any, cases: Any) -> None:

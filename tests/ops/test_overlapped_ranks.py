@@ -31,6 +31,7 @@ from tests.interpreter import interpreting
 from tests.kernels.support import _poisoned_memory, on  # noqa: F401  (a fixture)
 from tests.ops.everyone import random as numbers
 from tests.ops.overlapped import (
+    EVEN,
     EVERY,
     FEW_ROWS,
     IMPLEMENTATIONS,
@@ -84,7 +85,7 @@ def on_ranks(rank: int, world: int, folder: str, which: list[tuple[str, str]]) -
         shared_memory(rank, world, folder),
         mock.patch.object(workspace, "CudaStreams", SerialStreams),
         mock.patch.object(workspace, "MIN_WORDS", 64),
-        mock.patch.object(pushed, "LARGEST", 2**14),
+        mock.patch.object(pushed, "LARGEST", 2**16),
         mock.patch.object(pushed, "SMALLEST", 2**10),
         mock.patch.object(pushed, "project", wraps=pushed.project) as project,
         mock.patch.object(Collector, "PROGRAMS", 3),
@@ -102,9 +103,9 @@ def on_ranks(rank: int, world: int, folder: str, which: list[tuple[str, str]]) -
                 pushes = (op, name) in FEW_ROWS
                 if name == "pushed":  # also more rows than the kernel made for few takes
                     rows *= {0: 5, 3: 30}.get(call, 1)
-                elif not pushes and op != "all_gather_matmul":
+                if op == "matmul_reduce_scatter" or not (pushes or op == "all_gather_matmul"):
                     rows *= world
-                if op in WHOLE and name != "summing":
+                if op in WHOLE and name not in EVEN:
                     rows += call % 3
                 dtype = torch.bfloat16 if pushes and call % 2 == 0 else torch.float16
                 A, B = operands(world, call, rows, n - pushes, dtype)[rank]
