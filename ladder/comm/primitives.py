@@ -159,17 +159,16 @@ def wait(flag, value, SPIN_LIMIT: tl.constexpr, TMA: tl.constexpr = False):
 
 @jit
 @no_type_check
-def arrive(counter, count, SCOPE: tl.constexpr, counts=None):
+def arrive(counter, count, SCOPE: tl.constexpr):
     """Add 1 to `counter`, an int32 word; whether this program is the last of `count` to arrive.
 
     A barrier of the program's threads, then acquire and release: the last one sees everything that
     the others wrote before they arrived; who runs later and is not the last sees some of it.
     SCOPE: gpu if all programs, and who waits, are on this GPU; sys for a counter of a peer, or one
-    for which a copy engine waits. Whoever acts on the full count sets it back to 0. counts: whether
-    this program is counted (None: it is), without a branch, which a loop of products cannot have.
+    for which a copy engine waits. Whoever acts on the full count sets it back to 0.
     """
     _barrier()  # every thread's stores come before the release, which one thread does
-    return tl.atomic_add(counter, 1, mask=counts, sem="acq_rel", scope=SCOPE) == count - 1
+    return tl.atomic_add(counter, 1, sem="acq_rel", scope=SCOPE) == count - 1
 
 
 @jit

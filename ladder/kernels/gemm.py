@@ -87,12 +87,7 @@ class Addition:
 
     out: [rows of a shard, N], where the sum goes. slots: [ranks, rows, N] of this rank, its own
     not read; the rows of each are dense. arrivals: of the slots. rank: this one, and its shard.
-    average: the sum is divided by the ranks. counts: int32 [pieces], if the peers' tiles count
-    themselves in the flags: what these are when a piece is there.
-
-    spread: the sum also goes to all ranks, behind their slots, [ranks, rows, N] by sender, and its
-    tiles of piece p count themselves in each rank's counter spread + p x ranks + this one, by the
-    addresses of `Track`.
+    average: the sum is divided by the ranks.
     """
 
     out: Tensor
@@ -100,8 +95,6 @@ class Addition:
     arrivals: SlotArrivals
     rank: int
     average: bool = False
-    counts: Tensor | None = None
-    spread: int | None = None
 
 
 def gemm_reference(a: Tensor, b: Tensor) -> Tensor:
@@ -111,9 +104,8 @@ def gemm_reference(a: Tensor, b: Tensor) -> Tensor:
 @jit
 @no_type_check
 def _put(
-    matrix, part, row, column, end, N, addend, line, slots, stride, own, rank, bases,
-    ADDEND: tl.constexpr, ADDS: tl.constexpr, AVERAGE: tl.constexpr, SPREADS: tl.constexpr,
-    WORLD: tl.constexpr,
+    matrix, part, row, column, end, N, addend, line, slots, stride, own, rank,
+    ADDEND: tl.constexpr, ADDS: tl.constexpr, AVERAGE: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
     """Store a part of a tile at (row, column); an `own` one as the sum with the others' partials.
 
@@ -139,12 +131,6 @@ def _put(
             total = average(total, WORLD)
         part = tl.where(own, total, part)
     put_tile(matrix, part, row, column, end, N, N)
-    if SPREADS:
-        for q in tl.static_range(WORLD):
-            sums = peer(bases, q, kind)
-            for other in tl.static_range(2 * WORLD):  # not a product, which could leave 32 bits
-                sums += tl.where(other < WORLD + rank, stride, 0)
-            put_tile(sums, part, row, column, tl.where(own & (q != rank), end, 0), N, N)
 
 
 @kernel("both")
@@ -153,14 +139,13 @@ def _gemm_kernel(
     a, b, out,  # descriptors of a and b with TMA, else pointers
     order,  # int32 [count]
     flags, rank, target, counter, chunk, owner, bases, counters,
-    addend, total_out, slots, table, counts, piece, stride, spread,
+    addend, total_out, slots, table, piece, stride,
     rows,  # of a shard
     count, tiles, N, K, a_stride, b_stride, last,  # a's rows, of all shards
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr,
     TMA: tl.constexpr, TURNED: tl.constexpr, WAITS: tl.constexpr, TRACKS: tl.constexpr,
-    ADDEND: tl.constexpr, ADDS: tl.constexpr, AVERAGE: tl.constexpr, COUNTED: tl.constexpr,
-    SPREADS: tl.constexpr, WORLD: tl.constexpr, KIND: tl.constexpr, SPIN_LIMIT: tl.constexpr,
-    PDL: tl.constexpr,
+    ADDEND: tl.constexpr, ADDS: tl.constexpr, AVERAGE: tl.constexpr, WORLD: tl.constexpr,
+    KIND: tl.constexpr, SPIN_LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """TURNED: b is [N, K] in memory, as a weight of nn.Linear; otherwise [K, N]."""
     begin(PDL)
@@ -198,7 +183,7 @@ def _gemm_kernel(
             # Rows behind the shard may not have arrived: they reach no row that is written.
             total = tl.dot(x.to(KIND), y.to(KIND), total, input_precision="ieee")
         matrix = out
-        begins, own = row, shard == rank  # before the tile goes elsewhere
+        begins = row  # before the tile goes elsewhere
         if TRACKS:
             to = tl.load(owner + tl.load(chunk + tile))
             position = tl.load(target + tile)
@@ -210,14 +195,14 @@ def _gemm_kernel(
             address = tl.where(away, tl.load(bases + to), out.to(tl.int64))
             matrix = tl.multiple_of(address.to(tl.pointer_type(out.dtype.element_ty)), 16)
         end = (shard + 1) * rows
+        own = shard == rank
         if ADDS:
             now = line % high * BM // piece
             if own & (now != seen):  # a poll of each piece, not of each tile
-                full = tl.load(counts + now) if COUNTED else 1
                 for q in tl.static_range(WORLD):
                     flag = tl.load(table + now * WORLD + q)
                     if flag >= 0:
-                        wait(flags + flag, full, SPIN_LIMIT)
+                        wait(flags + flag, 1, SPIN_LIMIT)
                 seen = now
             row = tl.where(own, line % high * BM, row)
             end = tl.where(own, rows, end)
@@ -227,19 +212,14 @@ def _gemm_kernel(
             halves = tl.permute(tl.reshape(total, (BM, 2, BN // 2)), (0, 2, 1))
             left, right = tl.split(halves)
             _put(matrix, left, row, column, end, N, addend, begins, slots, stride, own, rank,
-                 bases, ADDEND, ADDS, AVERAGE, SPREADS, WORLD)  # fmt: skip
+                 ADDEND, ADDS, AVERAGE, WORLD)  # fmt: skip
             _put(matrix, right, row, column + BN // 2, end, N, addend, begins, slots, stride, own,
-                 rank, bases, ADDEND, ADDS, AVERAGE, SPREADS, WORLD)  # fmt: skip
+                 rank, ADDEND, ADDS, AVERAGE, WORLD)  # fmt: skip
         else:
             _put(matrix, total, row, column, end, N, addend, begins, slots, stride, own, rank,
-                 bases, ADDEND, ADDS, AVERAGE, SPREADS, WORLD)  # fmt: skip
-        if SPREADS:
-            for q in tl.static_range(WORLD):
-                there = peer(counters, q, tl.int32) + spread + now * WORLD + rank
-                arrive(there, -1, "sys", own & (q != rank))
+                 ADDEND, ADDS, AVERAGE, WORLD)  # fmt: skip
         if TRACKS:
-            there = peer(counters, to, tl.int32) + tl.load(counter + tile)
-            arrive(there, -1, "sys", ~own if COUNTED else None)  # only the peers' are waited for
+            arrive(peer(counters, to, tl.int32) + tl.load(counter + tile), -1, "sys")
 
 
 def tiles_of(m: int, n: int, shards: int, tiling: Tiling) -> tuple[int, int]:
@@ -285,8 +265,8 @@ def gemm(
     i is in row i // columns of tiles, where each of the `shards` equal pieces of the rows has rows
     of tiles of its own (`tiles_of`). out: a contiguous [M, N] for the result. arrivals, track,
     addition: see there; with `track`, tiles that go to slots are not in the result, nor are those
-    of the shard that is summed with `addition`; with its `counts` there is none, and no `out`.
-    addend: contiguous [M, N], added to the product before it is rounded. Not differentiable.
+    of the shard that is summed with `addition`. addend: contiguous [M, N], added to the product
+    before it is rounded. Not differentiable.
     """
     tiling = tiling or Tiling()
     (m, size), n = a.shape, b.shape[1]
@@ -299,10 +279,7 @@ def gemm(
         assert addend is None, "for overlapped products"
         found = gemm_reference(a, b)
         return found if out is None else out.copy_(found)
-    counts = None if addition is None else addition.counts
-    if out is None and addition is not None and counts is not None:
-        out = addition.out  # all other tiles go to the peers
-    elif out is None:
+    if out is None:
         out = torch.empty(m, n, dtype=a.dtype, device=a.device)
     if a.stride(1) != 1 or a.stride(0) < size:
         assert arrivals is None, "a copy of what has not arrived"
@@ -322,7 +299,7 @@ def gemm(
     tables.append(out if addend is None else addend)
     flags, rank = (one, -1) if arrivals is None else (arrivals.flags, arrivals.rank)
     if addition is None:
-        tables += [out, out, one, one, 1, 0, 0]
+        tables += [out, out, one, 1, 0]
     else:
         assert arrivals is None, "rows that arrive, and tiles that do"
         slots, parts = addition.slots, addition.arrivals
@@ -330,9 +307,9 @@ def gemm(
         assert slots[0].is_contiguous()
         assert addition.out.is_contiguous()
         flags, rank = parts.flags, addition.rank
-        tables += [addition.out, slots, parts.table, one if counts is None else counts]
-        tables += [parts.rows, slots.stride(0)]
-        tables.append(addition.spread or 0)
+        tables += [addition.out, slots, parts.table, parts.rows, slots.stride(0)]
+    # Some versions of Triton give an addend shared memory of its own, as much as a stage has.
+    stages = tiling.stages - (addend is not None and tiling.stages > 2)
     # The interpreter has no products of 16 bits.
     kind = tl.float32 if interpreted() else getattr(tl, str(a.dtype).removeprefix("torch."))
     launch(
@@ -343,10 +320,8 @@ def gemm(
         TMA=tma, TURNED=turned, WAITS=arrivals is not None, TRACKS=track is not None,
         ADDEND=addend is not None, ADDS=addition is not None,
         AVERAGE=addition is not None and addition.average,
-        COUNTED=counts is not None,
-        SPREADS=addition is not None and addition.spread is not None,
         WORLD=1 if addition is None else len(addition.slots), KIND=kind, SPIN_LIMIT=SPIN_LIMIT,
-        num_warps=tiling.warps, num_stages=tiling.stages, dependent=False,
+        num_warps=tiling.warps, num_stages=stages, dependent=False,
     )  # fmt: skip
     return out
 

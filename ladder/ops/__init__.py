@@ -20,7 +20,6 @@ from ladder.ops import (
     ring,
     rows,
     spread,
-    storing,
     summing,
 )
 from ladder.ops.calls import allow_any_order
@@ -29,5 +28,5 @@ from ladder.ops.choice import Choice, explain, use
 __all__ = [
     "Choice", "allow_any_order", "as_captured", "backend", "bags", "explain", "landings",
     "overlapped", "products", "pushed", "pushed_bags", "pushed_experts", "pushed_rows", "ring",
-    "rows", "spread", "storing", "summing", "use",
+    "rows", "spread", "summing", "use",
 ]  # fmt: skip

@@ -7,7 +7,7 @@
 
 A reduce-scatter ends in a sum, or in a landing: one kernel that waits for the pieces of each row,
 adds them and the residual, and norms. All-reduces are in `ladder.ops.spread`, and products that add
-what has arrived in `ladder.ops.ring`, `summing` and `storing`. The order of all this is in
+what has arrived in `ladder.ops.ring` and `ladder.ops.summing`. The order of all this is in
 `ladder.ops.schedules`; here is what each step does. Sums are in rank order, in float32, rounded
 once, as in `staged`; the partials of `chunked` are cuBLAS's for m / T rows, which may differ in the
 last bit from those for m rows.
@@ -257,7 +257,7 @@ class TrackPlan:
     """What a product whose tiles count themselves makes once for a shape.
 
     moves: for each block that is copied, the peer and the rows of its shard. flags, piece: for
-    `SlotArrivals`. counts: of each piece's flags if no copies set them (`Addition`).
+    `SlotArrivals`.
     """
 
     schedule: schedules.Schedule
@@ -269,7 +269,6 @@ class TrackPlan:
     moves: dict[int, tuple[int, slice]]
     flags: Tensor
     piece: int
-    counts: Tensor
 
     def track(self, space: workspace.Workspace, chosen: int) -> Track:
         """Its tables, and the addresses of a set."""
@@ -278,22 +277,21 @@ class TrackPlan:
 
 
 def tracked_map(
-    shard: int, n: int, world: int, tiling: Tiling, pieces: int, keep: bool = False,
-    dma: bool = True,
-) -> tuple[TrackMap, int]:  # fmt: skip
+    shard: int, n: int, world: int, tiling: Tiling, pieces: int, keep: bool = False
+) -> tuple[TrackMap, int]:
     """The map of `tracked`'s product of `world` x `shard` rows, and its columns of tiles."""
     down, across = tiles_of(world * shard, n, world, tiling)
     high = -(-down // world // pieces)
-    return all_to_all(down, across, world, high, dma, tiling.group_m, keep), across
+    return all_to_all(down, across, world, high, group=tiling.group_m, keep=keep), across
 
 
 def track_plan(
     space: workspace.Workspace, shard: int, n: int, tiling: Tiling, pieces: int,
-    schedule: Callable[[Program, int], schedules.Schedule], keep: bool = False, dma: bool = True,
+    schedule: Callable[[Program, int], schedules.Schedule], keep: bool = False,
 ) -> TrackPlan:  # fmt: skip
-    """Its map, compiled for this rank. keep, dma: see `all_to_all`."""
+    """Its map, compiled for this rank. keep: see `all_to_all`."""
     world = space.world
-    track, across = tracked_map(shard, n, world, tiling, pieces, keep, dma)
+    track, across = tracked_map(shard, n, world, tiling, pieces, keep)
     high = track.rows // world
     program = track.compile(space.rank)
     moves: dict[int, tuple[int, slice]] = {}
@@ -305,18 +303,15 @@ def track_plan(
     # The slot of piece p of rank q is the place behind all chunks, q x pieces + p of them.
     held = len(track.chunks) // world  # pieces, of which there may be fewer than asked for
     flags = [[-1] * world for _ in range(held)]
-    counts = [1] * held
-    for number, block in enumerate(program.blocks):
+    for block in program.blocks:
         slot = block.place - len(track.chunks)
-        if slot >= 0 and not dma:
-            flags[slot % held][slot // held], counts[slot % held] = number, block.count
-        elif slot >= 0 and block.flags:
+        if slot >= 0 and block.flags:
             (flags[slot % held][slot // held],) = block.flags
     tables = program.order, program.target, program.counter, program.chunk, program.peer
     order, target, counter, chunk, owner = (each.to(space.device) for each in tables)
     return TrackPlan(
         schedule(program, world), order, target, counter, chunk, owner, moves,
-        _table(flags, space.device), -(-high // pieces) * tiling.rows, _table(counts, space.device),
+        _table(flags, space.device), -(-high // pieces) * tiling.rows,
     )  # fmt: skip
 
 

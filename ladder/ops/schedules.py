@@ -90,13 +90,13 @@ class Follow:
 class Work:
     """The stream runs an action of the operator on a chunk.
 
-    waits: what the action itself waits for.
+    waits: words that the action itself waits for, until they are 1.
     """
 
     stream: Stream
     action: str
     chunk: int
-    waits: tuple[Await, ...] = ()
+    waits: tuple[Word, ...] = ()
 
 
 Step = Await | Put | Record | Follow | Work
@@ -137,12 +137,8 @@ def _sum(rank: int, flags: list[int], waiting: bool) -> list[Step]:
     """The slots are added when these pieces have arrived. waiting: for which `sum` itself waits."""
     if not waiting:
         return [*_take(rank, flags), Work("main", "sum", rank)]
-    words = [Word(rank, "arrived", flag) for flag in flags]
-    return [Work("main", "sum", rank, _awaits(words)), *(Put("main", word, 0) for word in words)]
-
-
-def _awaits(words: list[Word]) -> tuple[Await, ...]:
-    return tuple(Await("main", word) for word in words)
+    words = tuple(Word(rank, "arrived", flag) for flag in flags)
+    return [Work("main", "sum", rank, words), *(Put("main", word, 0) for word in words)]
 
 
 def _fork(streams: int) -> list[Step]:
@@ -189,7 +185,7 @@ def all_gather(
     steps += [Work("copies", "keep", rank)] if keeps else []
     if waiting:
         arrived = [Word(rank, "arrived", q) for q in others(rank, world)]
-        steps += [Work("main", "own", rank), Work("main", "product", ALL, _awaits(arrived))]
+        steps += [Work("main", "own", rank), Work("main", "product", ALL, tuple(arrived))]
         for word in arrived if keeps else ():
             steps += [Await("copies", word), Work("copies", "keep", word.index)]
         steps += _SENT if keeps else ()  # before the words for which the copies wait are cleared
@@ -358,8 +354,8 @@ def summing(program: Program, world: int, spread: bool = False) -> Schedule:
     `all_reduce`, block b of the `pieces` that a rank's own tiles are in.
     """
     rank, flags, kept = program.rank, _arriving(program), _kept(program)
-    words = [Word(rank, "arrived", flag) for flag in flags]
-    steps = [*_counted(program), Work("main", "own", rank, _awaits(words))]
+    words = tuple(Word(rank, "arrived", flag) for flag in flags)
+    steps = [*_counted(program), Work("main", "own", rank, words)]
     behind = max(flags, default=-1) + 1  # the first flag of sums; each rank has as many before
     for piece, n in enumerate(kept if spread else ()):
         full = Word(rank, "full", n)
@@ -372,32 +368,6 @@ def summing(program: Program, world: int, spread: bool = False) -> Schedule:
     for piece in range(len(kept) if spread else 0):
         steps += _collect(rank, world, piece, behind)
     return (*steps, *_release(rank, world))
-
-
-def storing(program: Program, world: int, spread: bool = False) -> Schedule:
-    """As `summing`, but the product stores its tiles at their ranks itself: nothing is copied.
-
-    Each tile counts itself at the rank that gets it. spread: so do the sums; `take` b x T + q puts
-    those of rank q in block b to where they belong.
-    """
-    rank, blocks = program.rank, program.blocks
-    slots = [block.place >= len(program.peer) for block in blocks]
-    full = [
-        Await("main", Word(rank, "full", n), block.count)
-        for n, block in enumerate(blocks)
-        if slots[n]
-    ]
-    own = [block.count for n, block in enumerate(blocks) if not slots[n]]
-    free = [Word(rank, "free", q) for q in others(rank, world)]
-    steps: list[Step] = [*_awaits(free), *(Put("main", word, 0) for word in free)]
-    steps += [Work("main", "product", ALL), Work("main", "own", rank, tuple(full))]
-    for piece, count in enumerate(own if spread else ()):
-        # Counters behind those of the blocks, of which each rank has as many.
-        chunks = [piece * world + peer for peer in others(rank, world)]
-        come = [Await("main", Word(rank, "full", len(blocks) + each), count) for each in chunks]
-        steps += [*come, *(Work("main", "take", chunk) for chunk in chunks)]
-        full += come
-    return (*steps, *(Put("main", each.word, 0) for each in full), *_free(rank, world))
 
 
 def _counted(program: Program) -> list[Step]:

@@ -21,7 +21,6 @@ import json
 import pkgutil
 import sys
 import tempfile
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -168,7 +167,6 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
             average: gemm.Addition(slots[0], slots, pieces, RANK, average)
             for average in (False, True)
         }
-        stored = replace(summed[False], counts=table)
         straight = torch.zeros(n, k, dtype=BF16).t()
         for case, extras, weight in (  # noqa: B007  (`launch` reads it)
             ("plain", {}, straight),
@@ -178,8 +176,6 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
             ("tracking", {"track": track}, straight),
             ("summing", {"track": track, "addition": summed[False]}, straight),
             ("averaging", {"track": track, "addition": summed[True]}, straight),
-            ("storing", {"track": track, "addition": stored}, straight),
-            ("spreading", {"track": track, "addition": replace(stored, spread=8)}, straight),
             ("with an addend", {"track": track, "addition": summed[False], "addend": whole},
              straight),
         ):  # fmt: skip

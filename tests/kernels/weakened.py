@@ -21,9 +21,7 @@ from tests import ROOT
 BARRIER = "    _barrier()  # every thread's stores come before the release, which one thread does\n"
 SIGNAL = '    tl.atomic_xchg(flag, value, sem="release", scope="sys")\n'
 WAIT = '    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < value:\n'
-ARRIVE = (
-    '    return tl.atomic_add(counter, 1, mask=counts, sem="acq_rel", scope=SCOPE) == count - 1\n'
-)
+ARRIVE = '    return tl.atomic_add(counter, 1, sem="acq_rel", scope=SCOPE) == count - 1\n'
 FLUSH = '"cp.async.bulk.wait_group 0; mov.u32 $0, 0;"'
 FLUSHED = "        )\n    _fence_tma()\n"
 LOAD = 'other=other, cache_modifier=".cg")'

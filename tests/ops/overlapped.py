@@ -15,8 +15,8 @@ from tests.ops.everyone import in_order
 
 IMPLEMENTATIONS = {
     "all_gather_matmul": ("chunked", "waiting"),
-    "matmul_reduce_scatter": ("chunked", "tracked", "summing", "storing", "ring"),
-    "matmul_all_reduce": ("chunked", "summing", "storing", "ring"),
+    "matmul_reduce_scatter": ("chunked", "tracked", "summing", "ring"),
+    "matmul_all_reduce": ("chunked", "summing", "ring"),
     "matmul_reduce_scatter_add_rms_norm": ("chunked", "tracked"),
     "matmul_all_reduce_add_rms_norm": ("chunked",),
 }
@@ -24,7 +24,6 @@ WHOLE = ("matmul_all_reduce", "matmul_all_reduce_add_rms_norm")  # of any number
 EPS = 1e-3
 TILE: dict[str, Any] = {"tile": "16x32x16", "stages": 2}
 BLOCKS: list[dict[str, Any]] = [{"blocks": 2}, {"blocks": 3, "ratio": 2, "streams": 2}]
-EVEN = ("summing", "storing")  # all-reduces of rows that the ranks share evenly
 EVERY = [(op, name) for op, names in IMPLEMENTATIONS.items() for name in names]
 FEW_ROWS = [
     ("linear_all_reduce", "pushed"), ("linear_all_reduce", "pushing"),

@@ -127,8 +127,10 @@ class Machine:
             if isinstance(step, Follow):
                 return (queued.call, step.event) in recorded
             if isinstance(step, Work):
-                waits = [(Queued(0, w, queued.space, queued.chosen), w.value) for w in step.waits]
-                return all(int(each.word) == value for each, value in waits)
+                words = [
+                    Queued(0, Await("main", w), queued.space, queued.chosen) for w in step.waits
+                ]
+                return all(int(each.word) == 1 for each in words)
             return True
 
         while any(self.queues.values()):

@@ -18,7 +18,6 @@ from ladder.ops.track_maps import all_to_all
 from tests.kernels.support import _poisoned_memory, on  # noqa: F401  (a fixture)
 from tests.ops.overlapped import (
     BLOCKS,
-    EVEN,
     EVERY,
     WHOLE,
     arguments,
@@ -34,7 +33,7 @@ from tests.ops.streams import Everyone, Group, Machine, Queued, WrongOrderError
 
 # `chunked` and `ring` have torch's products and, on a CPU, a sum by torch; the others need their
 # kernel.
-KERNELS = ("waiting", "tracked", "summing", "storing")
+KERNELS = ("waiting", "tracked", "summing")
 CASES = [on("interpreter" if name in KERNELS else "cpu", op, name) for op, name in EVERY]
 
 
@@ -53,7 +52,7 @@ def provoke(
     everyone = Everyone(world)
     machine = Machine(world, sets.__getitem__, change)
     shapes = [(world * source.choice(rows), source.choice(columns)) for _ in range(calls)]
-    if op in WHOLE and not any(name in EVEN for name, _ in ways):
+    if op in WHOLE and not any(name == "summing" for name, _ in ways):
         shapes = [(m - source.randrange(world), n) for m, n in shapes]
     outs: dict[tuple[int, int], list[Tensor]] = {}
     wanted: dict[tuple[int, int], list[Tensor]] = {}
@@ -107,14 +106,11 @@ def label(kind: str, options: dict[str, Any]) -> str:
 
 def schedules_of(world: int) -> dict[str, Callable[[int], Schedule]]:
     tracks, kept = (all_to_all(2 * world, 2, world, 1, keep=keep) for keep in (False, True))
-    stored = all_to_all(2 * world, 2, world, 1, dma=False, keep=True)
     found: dict[str, Callable[[int], Schedule]] = {
         "waiting": lambda rank: schedules.all_gather(rank, world, waiting=True),
         "waiting, kept": lambda rank: schedules.all_gather(rank, world, waiting=True, keeps=True),
         "tracked": lambda rank: schedules.tracked(tracks.compile(rank), world),
         "summing": lambda rank: schedules.summing(kept.compile(rank), world),
-        "storing": lambda rank: schedules.storing(stored.compile(rank), world),
-        "storing spread": lambda rank: schedules.storing(stored.compile(rank), world, spread=True),
         "summing spread": lambda rank: schedules.summing(kept.compile(rank), world, spread=True),
         "tracked landing": lambda rank: schedules.tracked(
             tracks.compile(rank), world, waiting=True
@@ -163,9 +159,6 @@ def test_schedules(name: str, world: int) -> None:
             if isinstance(step, Follow):
                 recorded = [each for each in schedule if getattr(each, "event", "") == step.event]
                 assert recorded.index(step) > 0, step
-        if "storing" in name:  # one kernel, and no copies to peers
-            assert {step.stream for step in schedule} == {"main"}
-            continue
         after_sent = schedule[schedule.index(Follow("main", "sent")) + 1 :]
         # Where copies read the slots, too, these are free only when all has been sent.
         assert all(step.word.kind in ("free", "arrived") for step in after_sent)
@@ -221,7 +214,7 @@ def test_a_schedule_without_a_step_fails(device: str, op: str, name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("device", "name"), [on("interpreter", name) for name in ("tracked", "summing", "storing")]
+    ("device", "name"), [on("interpreter", "tracked"), on("interpreter", "summing")]
 )
 def test_counts_of_own_blocks_are_reset(device: str, name: str) -> None:
     """A block has another number, or its count is another's, in the next shape."""

@@ -31,7 +31,6 @@ from tests.interpreter import interpreting
 from tests.kernels.support import _poisoned_memory, on  # noqa: F401  (a fixture)
 from tests.ops.everyone import random as numbers
 from tests.ops.overlapped import (
-    EVEN,
     EVERY,
     FEW_ROWS,
     IMPLEMENTATIONS,
@@ -105,7 +104,7 @@ def on_ranks(rank: int, world: int, folder: str, which: list[tuple[str, str]]) -
                     rows *= {0: 5, 3: 30}.get(call, 1)
                 if op == "matmul_reduce_scatter" or not (pushes or op == "all_gather_matmul"):
                     rows *= world
-                if op in WHOLE and name not in EVEN:
+                if op in WHOLE and name != "summing":
                     rows += call % 3
                 dtype = torch.bfloat16 if pushes and call % 2 == 0 else torch.float16
                 A, B = operands(world, call, rows, n - pushes, dtype)[rank]

@@ -44,10 +44,6 @@ TRIES: dict[str, tuple[dict[str, Any], ...]] = {
         {"pieces": 1}, {"pieces": 8}, {"group_m": 16}, {"stages": 3}, {"tile": "256x128x64"},
         {"tile": "128x128x64"},
     ),
-    "storing": (
-        {"tile": "128x128x64"}, {"tile": "128x128x64", "group_m": 4}, {"tile": "256x128x64"},
-        {"pieces": 2},
-    ),
     # Of sums; of bags, as the fused operators' paper: order of work, occupancy; of experts.
     "pushed": (
         {"shots": 2},

@@ -292,7 +292,7 @@ class _Run:
 
 def _own_waits(step: Work) -> Iterable[Word]:
     """What a kernel waits for as a whole; a product's tiles wait by themselves."""
-    return () if step.action == "product" else (each.word for each in step.waits)
+    return () if step.action == "product" else step.waits
 
 
 def run(schedules: Sequence[Schedule], tasks: Tasks, rates: Rates) -> Outcome:
