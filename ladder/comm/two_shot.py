@@ -38,6 +38,7 @@ from ladder.comm.primitives import (
     SPIN_LIMIT,
     add_up,
     clear,
+    load,
     peers,
     receive,
     rotate,
@@ -48,6 +49,7 @@ from ladder.comm.push import DTYPES, PACKED
 from ladder.jit import begin, kernel, launch, tl, triton
 
 SETS = 2
+KINDS = 2  # of slots, for each of the two steps
 AHEAD = 2  # chunks that a program sends before it waits for the first
 ALIGNMENT = 16  # words: shards begin at multiples of it
 
@@ -62,31 +64,38 @@ def shard_words(words: int, world: int) -> int:
 def _two_shot_all_reduce(
     partial,
     out,
-    buffers,  # int64 [world]: each rank's slots, [SETS, 2 (scatter, gather), WORLD, stride] words
+    buffers,  # int64 [world]: each rank's slots, [SETS, KINDS, WORLD, stride] words
     epochs,  # int32 [programs]: calls made so far, modulo SETS: it never overflows
     rank,
     words,
     shard,
     stride,
+    source_stride,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
     EMPTY: tl.constexpr,
     PACKED: tl.constexpr,
     SETS: tl.constexpr,
     AHEAD: tl.constexpr,
+    KINDS: tl.constexpr,
     SCATTERS: tl.constexpr,
     GATHERS: tl.constexpr,
+    SUMS: tl.constexpr,
     AVERAGE: tl.constexpr,
     SPIN_LIMIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """SCATTERS, GATHERS: both, or one alone. partial, out: without a gather or scatter a shard."""
+    """SCATTERS, GATHERS: both, or one alone; without the other, partial or out is a shard.
+
+    SUMS: what is gathered is the sum of WORLD shards in own memory, source_stride words apart.
+    KINDS: of slots: of the scatter and the gather, or 1 if all calls are of one of the two.
+    """
     begin(PDL)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     epoch = tl.load(epochs + program)
-    scatter = (epoch % SETS) * (2 * WORLD) * stride
-    gather = scatter + WORLD * stride
+    scatter = (epoch % SETS) * (KINDS * WORLD) * stride
+    gather = scatter + (KINDS - 1) * WORLD * stride
     bases = peers(buffers, rank, WORLD)
     own = bases[0]
     chunks = (tl.cdiv(shard, BLOCK) - program + programs - 1) // programs  # of this program
@@ -109,7 +118,14 @@ def _two_shot_all_reduce(
             inside = offsets < shard
             index = rank * shard + offsets
             mine = inside & (index < words)
-            value = tl.load(partial + (index if SCATTERS else offsets), mask=mine, other=0)
+            if SUMS:
+                place, parts = partial + offsets, ()
+                for _ in tl.static_range(WORLD):
+                    parts += (load(place, mine, 0),)
+                    place += source_stride  # not a product by it, which could leave 32 bits
+                value = add_up(parts, WORLD, PACKED, AVERAGE)
+            else:
+                value = tl.load(partial + (index if SCATTERS else offsets), mask=mine, other=0)
             total = sendable(value, EMPTY)
             if SCATTERS:
                 arrived = receive(
@@ -142,25 +158,26 @@ class TwoShotAllReduce:
     """All-reduces of up to `limit` bytes over `group`, and each of their two shots alone.
 
     Every rank must make one, outside a capture. Messages of all sizes and dtypes share the slots,
-    which take 4 x `limit` of each rank's memory: all ranks must make the same calls in the same
-    order, and calls must not overlap (one stream). programs: the thread blocks of a call, which
-    occupy about as many SMs.
+    which take 2 x kinds x `limit` of each rank's memory: all ranks must make the same calls in the
+    same order, and calls must not overlap (one stream). programs: the thread blocks of a call,
+    which occupy about as many SMs. kinds: 1 if all calls scatter, or all gather.
     """
 
     SMALL, LARGE = (1024, 4), (4096, 16)  # words of a chunk, warps
     PROGRAMS = 32
 
     def __init__(
-        self, limit: int, group: Any, device: torch.device, programs: int = PROGRAMS
-    ) -> None:
+        self, limit: int, group: Any, device: torch.device, programs: int = PROGRAMS,
+        kinds: int = KINDS,
+    ) -> None:  # fmt: skip
         import torch.distributed as dist
 
         assert triton is not None
         assert programs > 0, programs
-        self.limit, self.programs = limit, programs
+        self.limit, self.programs, self.kinds = limit, programs, kinds
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.stride = shard_words(-(-limit // 4), self.world)
-        words = SETS * 2 * self.world * self.stride
+        words = SETS * kinds * self.world * self.stride
         self.slots = symmetric.allocate((words,), torch.int32, group, device, bits=EMPTY[4])
         self.epochs = torch.zeros(programs, dtype=torch.int32, device=device)
 
@@ -191,21 +208,36 @@ class TwoShotAllReduce:
         self._run(own, out, self.world * shard, shard, scatters=False)
         return out
 
+    def gather_sums(self, slots: Tensor, rows: int, out: Tensor) -> None:
+        """Put the sums of all ranks' slots [T, rows or fewer, n], in rank order, into out [m, n].
+
+        rows: of each rank but the last ones, which have what is left of m. n elements are whole
+        words.
+        """
+        shard = rows * out.shape[1] * out.element_size() // 4
+        words = out.numel() * out.element_size() // 4
+        self._run(slots, out, words, shard, scatters=False, stride=slots.stride(0))
+
     def _run(
         self, source: Tensor, out: Tensor, words: int, shard: int, scatters: bool = True,
         gathers: bool = True, average: bool = False, blocking: bool = True,
+        stride: int | None = None,
     ) -> None:  # fmt: skip
-        """words: of a whole message, of which each rank has a shard."""
-        assert source.is_contiguous(), source.stride()
+        """words: of a whole message, of which each rank has a shard. stride: elements between the
+        shards that `source` has to be summed; None: it has none."""
+        sums = stride is not None
+        assert source.is_contiguous() or sums, source.stride()
         assert source.dtype in DTYPES, source.dtype
         assert 0 < 4 * words <= self.limit, (words, self.limit)
-        assert source.numel() * source.element_size() % 16 == 0, source.shape
+        assert sums or source.numel() * source.element_size() % 16 == 0, source.shape
+        assert self.kinds == KINDS or not (scatters and gathers), self.kinds
         block, warps = self.LARGE if shard >= self.programs * self.LARGE[0] else self.SMALL
         launch(
             _two_shot_all_reduce, (self.programs,), source.device,
             source.view(torch.int32), out.view(torch.int32), self.slots.addresses, self.epochs,
-            self.rank, words, shard, self.stride,
+            self.rank, words, shard, self.stride, (stride or 0) * source.element_size() // 4,
             WORLD=self.world, BLOCK=block, PACKED=PACKED[source.dtype], SETS=SETS, AHEAD=AHEAD,
-            EMPTY=EMPTY[4], SCATTERS=scatters, GATHERS=gathers, AVERAGE=average,
+            EMPTY=EMPTY[4], KINDS=self.kinds, SCATTERS=scatters, GATHERS=gathers, SUMS=sums,
+            AVERAGE=average,
             SPIN_LIMIT=SPIN_LIMIT, num_warps=warps, dependent=not blocking,
         )  # fmt: skip

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.comm.push import DTYPES, PushAllReduce
-from ladder.comm.two_shot import TwoShotAllReduce
+from ladder.comm.two_shot import KINDS, TwoShotAllReduce
 from ladder.kernels import SendJob, project, send
 from ladder.kernels.collect import Collector
 from ladder.kernels.decode import MAX_ROWS
@@ -99,7 +99,7 @@ def pushed_all_gather_matmul(
     group: dist.ProcessGroup, A: Tensor, Bs: list[Tensor], gather_dim: int, return_A: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
     own = rows_first(A, gather_dim).contiguous()
-    shots = _two_shot(workspace(group, "all_gather_matmul", A.device), group)
+    shots = all_shots(workspace(group, "all_gather_matmul", A.device), group, kinds=1)
     flat, count = _padded(own.view(1, -1))
     whole = shots.gather(flat[0])[:, :count].reshape(-1, own.shape[1])
     outs = [rows_back(product(whole, B, None), A, gather_dim) for B in Bs]
@@ -111,7 +111,7 @@ def pushed_matmul_reduce_scatter(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int
 ) -> Tensor:
     rows, n = rows_first(A, scatter_dim), B.shape[1]
-    shots = _two_shot(workspace(group, "matmul_reduce_scatter", A.device), group)
+    shots = all_shots(workspace(group, "matmul_reduce_scatter", A.device), group, kinds=1)
     flat, count = _padded(product(rows, B, None).view(shots.world, -1))
     out = shots.scatter(flat, reduce_op == "avg")[:count].view(-1, n)
     return rows_back(out, A, scatter_dim)
@@ -151,16 +151,31 @@ def _kernel(
 ) -> PushAllReduce | TwoShotAllReduce:
     """What sums messages of `size` bytes. Prompts have many lengths, which share their slots."""
     if shots == 2:
-        return _two_shot(space, group)
+        return all_shots(space, group)
     push: PushAllReduce = _sized(space, group, PushAllReduce, size, dtype)
     return push
 
 
-def _two_shot(space: Workspace, group: dist.ProcessGroup) -> TwoShotAllReduce:
+def all_shots(
+    space: Workspace, group: dist.ProcessGroup, size: int = LARGEST, kinds: int = KINDS
+) -> TwoShotAllReduce:
+    """The two shots of messages of `size` bytes and more, by all of a GPU: nothing runs beside.
+
+    kinds: see `TwoShotAllReduce`.
+    """
+    device, most = space.device, 1 << (size - 1).bit_length()
     found: TwoShotAllReduce = space.once(
-        "two-shot", lambda: TwoShotAllReduce(LARGEST, group, space.device), "slots"
+        ("shots", most, kinds),
+        lambda: TwoShotAllReduce(most, group, device, _programs(device), kinds),
+        f"slots for {most} bytes",
     )
     return found
+
+
+def _programs(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _sized(

@@ -226,18 +226,24 @@ def reduce_scatter(
 
 
 @functools.cache
-def all_reduce(rank: int, world: int, blocks: int, streams: int = 1) -> Schedule:
+def all_reduce(
+    rank: int, world: int, blocks: int, streams: int = 1, push: bool = False
+) -> Schedule:
     """A reduce-scatter, and each block's sums to all ranks under the products that follow.
 
     Actions: as in `reduce_scatter`; `spread` c sends this rank's sum of a block to the rank of c;
-    `take` c puts the sum of chunk c, which has arrived, to the others.
+    `take` c puts the sum of chunk c, which has arrived, to the others. push: nothing follows the
+    last block, so one kernel, `push`, does what `sum`, `spread` and `take` do for the others.
     """
     lanes = _lanes(blocks * world, streams)
     steps = [*_fork(streams), *_peers(rank, world, blocks, lanes)]
     for block, lane in enumerate(lanes[-blocks:]):
+        if push and block == blocks - 1:
+            steps += [*_own(rank, world, block, lane, "push"), *_join(streams)]
+            continue
         steps += _own(rank, world, block, lane)
         steps += _spread(rank, world, block, blocks * world, lane)
-    for block in range(blocks):
+    for block in range(blocks - push):
         steps += _collect(rank, world, block, blocks * world)
     return (*steps, *_release(rank, world))
 
@@ -261,10 +267,10 @@ def _peers(rank: int, world: int, blocks: int, lanes: list[Stream]) -> list[Step
     return steps
 
 
-def _own(rank: int, world: int, block: int, lane: Stream) -> list[Step]:
+def _own(rank: int, world: int, block: int, lane: Stream, action: str = "sum") -> list[Step]:
     """The own product of a block, and the sum of what has arrived."""
     chunk, flags = block * world + rank, [block * world + peer for peer in others(rank, world)]
-    return [Work(lane, "product", chunk), *_take(rank, flags, lane), Work(lane, "sum", chunk)]
+    return [Work(lane, "product", chunk), *_take(rank, flags, lane), Work(lane, action, chunk)]
 
 
 def _spread(rank: int, world: int, block: int, flags: int, lane: Stream) -> list[Step]:

@@ -3,8 +3,9 @@
 The rows are in `blocks`, and each block in a chunk for each rank. While cuBLAS computes the next
 chunks, copy engines push those of the peers to their owners; each owner then computes its own, adds
 each chunk, in rank order, or lands it, once for all ranks, and copy engines push that to the others
-under the next products. The last block's is exposed: with one block, all of it. The steps are those
-of `ladder.ops.schedules.all_reduce`.
+under the next products. The last block's is exposed: with one block, all of it. There `push` has
+one kernel add, send and receive (`ladder.comm.two_shot`), which takes less than a kernel, a copy
+engine and a copy. The steps are those of `ladder.ops.schedules.all_reduce`.
 """
 
 from __future__ import annotations
@@ -16,29 +17,36 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.kernels.slots import land_slots, sum_slots
+from ladder.models.errors import UserError
 from ladder.ops import schedules, workspace
 from ladder.ops.blocks import BLOCKS, Blocks, check_streams
+from ladder.ops.pushed import all_shots
 from ladder.ops.refusals import landing_refusal, peer_refusal
 from ladder.ops.registry import implement
 from ladder.ops.waves import by_chunks
 
 
-@implement("matmul_all_reduce", "chunked", peer_refusal, BLOCKS, surplus=by_chunks(1))
+@implement(
+    "matmul_all_reduce", "chunked", peer_refusal, (*BLOCKS, "push"), surplus=by_chunks(1)
+)  # fmt: skip
 def chunked_matmul_all_reduce(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None, blocks: int = 1,
-    ratio: int = 1, streams: int = 1,
+    ratio: int = 1, streams: int = 1, push: bool = False,
 ) -> Tensor:  # fmt: skip
     """blocks: of rows, whose sums are sent while later ones are computed; ratio: see `Blocks`.
 
-    streams: as of `ladder.ops.overlapped.chunked_all_gather_matmul`.
+    streams: as of `ladder.ops.overlapped.chunked_all_gather_matmul`. push: of the last block's sums
+    by a kernel; B has an even number of columns.
     """
+    if push and B.shape[1] % 2:
+        raise UserError(f"push=true with {B.shape[1]} columns of B; give it an even number")
     rows = A.flatten(0, -2)
     total = rows.new_empty(len(rows), B.shape[1])
 
     def add(slots: Tensor, mine: slice) -> None:
         sum_slots(slots, total[mine])
 
-    _spread(group, rows, B, [total], add, (blocks, ratio, streams), addend)
+    _spread(group, rows, B, [total], add, (blocks, ratio, streams), addend, push)
     return total.unflatten(0, A.shape[:-1])
 
 
@@ -63,12 +71,12 @@ def chunked_landing(
 def _spread(
     group: dist.ProcessGroup, rows: Tensor, B: Tensor, outs: list[Tensor],
     finish: Callable[[Tensor, slice], object], options: tuple[int, int, int],
-    addend: Tensor | None = None,
+    addend: Tensor | None = None, push: bool = False,
 ) -> None:  # fmt: skip
     """Fill `outs`, each [m, n], on all ranks: `finish` puts there what this rank's rows give.
 
     finish: called with this rank's slots of some rows [T, rows, n], and which rows these are.
-    options: blocks, ratio, streams.
+    options: blocks, ratio, streams. push: the last block of the one output by a kernel.
     """
     blocks, ratio, streams = options
     check_streams(streams)
@@ -77,6 +85,10 @@ def _spread(
     # All sizes follow from the shapes and the options, so they are the same on all ranks.
     cut = Blocks(len(rows), world, blocks, ratio)
     height = (1 + len(outs)) * cut.height  # of a slot: the rows to add, then those of each output
+    last = slice(min(world * cut.starts[-2], len(rows)), len(rows))  # the last block, on all ranks
+    push = push and last.start < last.stop
+    if push:
+        shots = all_shots(space, group, (last.stop - last.start) * n * rows.element_size(), kinds=1)
     chosen, slots = space.begin((height, n), rows.dtype)
     partial = rows.new_empty(len(rows), n)
     more = None if addend is None else addend.flatten(0, -2)
@@ -102,9 +114,16 @@ def _spread(
         if mine.start < mine.stop:
             finish(slots[rank][:, cut.place(block, rank)], mine)
 
+    def push_last(_: int) -> None:
+        mine = slots[rank][:, cut.place(blocks - 1, rank)]
+        shots.gather_sums(mine, cut.height - cut.starts[-2], outs[0][last])
+
     space.run(
-        schedules.all_reduce(rank, world, blocks, streams), chosen,
-        {"product": product, "copy": copy, "sum": add, **to_all(rank, slots, cut, outs)},
+        schedules.all_reduce(rank, world, blocks, streams, push), chosen,
+        {
+            "product": product, "copy": copy, "sum": add, "push": push_last,
+            **to_all(rank, slots, cut, outs),
+        },
     )  # fmt: skip
 
 

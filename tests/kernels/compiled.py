@@ -207,6 +207,9 @@ def all_shots(shots: Any, x: torch.Tensor, cases: Any) -> None:
     cases(f"{str(x.dtype).removeprefix('torch.')}, alone")
     shots.gather(shard[0].clone())
     shots.scatter(shard, average=True)
+    shots.gather_sums(
+        shard.repeat(1, 2).unflatten(1, (2, -1)), 2, x.new_zeros(2 * WORLD, SIZE // WORLD)
+    )
 
 
 def push_all(allocate: Any, cases: Any) -> None:

@@ -24,6 +24,8 @@ WHOLE = ("matmul_all_reduce", "matmul_all_reduce_add_rms_norm")  # of any number
 EPS = 1e-3
 TILE: dict[str, Any] = {"tile": "16x32x16", "stages": 2}
 BLOCKS: list[dict[str, Any]] = [{"blocks": 2}, {"blocks": 3, "ratio": 2, "streams": 2}]
+# A kernel that waits for other ranks, which have to be processes of their own.
+PUSHES: list[dict[str, Any]] = [{"push": True}, {"blocks": 3, "streams": 2, "push": True}]
 EVERY = [(op, name) for op, names in IMPLEMENTATIONS.items() for name in names]
 FEW_ROWS = [
     ("linear_all_reduce", "pushed"), ("linear_all_reduce", "pushing"),

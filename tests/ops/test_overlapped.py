@@ -125,6 +125,9 @@ def schedules_of(world: int) -> dict[str, Callable[[int], Schedule]]:
             "spread": functools.partial(
                 schedules.all_reduce, world=world, blocks=blocks, streams=streams
             ),
+            "push": functools.partial(
+                schedules.all_reduce, world=world, blocks=blocks, streams=streams, push=True
+            ),
             "ring": functools.partial(schedules.ring, world=world, blocks=blocks, streams=streams),
             "ring spread": functools.partial(
                 schedules.ring, world=world, blocks=blocks, streams=streams, spread=True

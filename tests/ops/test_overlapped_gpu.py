@@ -22,6 +22,7 @@ from tests.ops.overlapped import (
     EPS,
     EVERY,
     FEW_ROWS,
+    PUSHES,
     WHOLE,
     arguments,
     check_same,
@@ -53,11 +54,12 @@ FEW = [
     (33, 1024, 2048),
     (515, 1024, 264),  # more than `pushing` takes
 ]
-PUSHES = ("pushed", "pushing")
+PUSHED = ("pushed", "pushing")
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "chunked": [{}, {"streams": 2}],
     # Of `chunked` sums.
     "blocks": [{"blocks": 1}, {"blocks": 3}, {"blocks": 3, "ratio": 2, "streams": 2}],
+    "push": PUSHES,
     "ring": [{}, {"blocks": 1}, {"blocks": 3, "ratio": 2, "streams": 2}],
     "waiting": [{}, {"tile": "128x128x64", "stages": 4}],
     "pushed": [{"shots": 2}, {}],
@@ -79,6 +81,8 @@ LOST = [
 def cases(which: str) -> list[tuple[str, str]]:
     if which == "blocks":
         return [(op, "chunked") for op in (*WHOLE, "matmul_reduce_scatter")]
+    if which == "push":
+        return [("matmul_all_reduce", "chunked")]
     return [(op, name) for op, name in EVERY + FEW_ROWS if name == which]
 
 
@@ -89,7 +93,7 @@ def inputs_of(
     world, rank = launch.world_size(), launch.rank()
     shapes = {"pushed": FEW, "pushing": FEW[:-1]}.get(name, SHAPES)
     rows, n, k = shapes[call % len(shapes)]
-    if name in PUSHES:
+    if name in PUSHED:
         rows *= world if op == "matmul_reduce_scatter" else 1
     elif op == "all_gather_matmul":
         rows //= world
@@ -136,7 +140,7 @@ def wanted_of(op: str, given: tuple[Any, ...], options: dict[str, Any]) -> list[
 
 def provoked(which: str) -> int:
     for op, name in cases(which):
-        wide = (torch.float32,) if name in PUSHES else ()
+        wide = (torch.float32,) if name in PUSHED else ()
         for dtype in (torch.bfloat16, torch.float16, *wide):
             provoke(op, name, dtype, OPTIONS[which])
             dense(op, name, dtype)
@@ -171,7 +175,7 @@ def dense(op: str, name: str, dtype: torch.dtype) -> None:
     world, rank = launch.world_size(), launch.rank()
     source = torch.Generator(device=device).manual_seed(rank)
     rows = 512 if op == "all_gather_matmul" else 512 * world
-    rows = 16 if name in PUSHES else rows
+    rows = 16 if name in PUSHED else rows
     A = torch.randn(rows, 1024, generator=source, device=device).to(dtype)
     B = (torch.randn(768, 1024, generator=source, device=device) / 32).to(dtype).t()
     parts: list[list[Tensor]] = []

@@ -34,6 +34,7 @@ from tests.ops.overlapped import (
     EVERY,
     FEW_ROWS,
     IMPLEMENTATIONS,
+    PUSHES,
     WHOLE,
     arguments,
     check_same,
@@ -112,7 +113,9 @@ def on_ranks(rank: int, world: int, folder: str, which: list[tuple[str, str]]) -
                     B = B.t().contiguous().t()
                 average = call % 2 == 1
                 given = arguments(op, A, B, average, world)
-                options = options_of(op, name)[call % len(options_of(op, name))]
+                kernels = PUSHES if (op, name) == ("matmul_all_reduce", "chunked") else []
+                every = [*options_of(op, name), *kernels]
+                options = every[call % len(every)]
                 found = flat(run_of(op, name)(group, *given, **options))
                 if name == "ring":  # it adds in another order
                     inputs = operands(world, call, rows, n, dtype)
