@@ -42,8 +42,8 @@ TRIES: dict[str, tuple[dict[str, Any], ...]] = {
         {"tile": "256x128x64", "pieces": 2}, {"tile": "128x128x64"},
     ),
     "summing": (
-        {"pieces": 1}, {"pieces": 8}, {"group_m": 16}, {"stages": 3}, {"tile": "256x128x64"},
-        {"tile": "128x128x64"},
+        {"pieces": 1}, {"pieces": 8}, {"group_m": 16}, {"stages": 3},
+        {"tile": "256x128x64", "stages": 3}, {"tile": "128x128x64"},
     ),
     # Of sums; of bags, as the fused operators' paper: order of work, occupancy; of experts.
     "pushed": (
