@@ -120,7 +120,9 @@ def launch(
         kernel[grid](*args, PDL=False, num_warps=num_warps, **meta)
         return
     dependent = dependent and has_dependent_launch(device)
-    with torch.cuda.device(device):
+    # torch's context takes longer than the question whether it is needed.
+    here = device.index is None or device.index == torch.cuda.current_device()
+    with contextlib.nullcontext() if here else torch.cuda.device(device):
         compiled = kernel[grid](
             *args, PDL=dependent, num_warps=num_warps, launch_pdl=dependent, **meta
         )

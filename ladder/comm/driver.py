@@ -46,13 +46,20 @@ def batch(operations: Sequence[MemoryOperation]) -> ctypes.Array[MemoryOperation
     return (MemoryOperation * len(operations))(*operations)
 
 
-def enqueue(operations: ctypes.Array[MemoryOperation]) -> None:
-    """Enqueue a batch on the current stream, which runs it in order; works in a capture, too.
+def current_stream(device: torch.device) -> int:
+    """The handle of the device's current stream; a tenth of the time of torch's own function."""
+    found: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return found
 
-    Raises RuntimeError if the driver returns an error.
+
+def enqueue(operations: ctypes.Array[MemoryOperation], stream: int | None = None) -> None:
+    """Enqueue a batch on a stream, which runs it in order; works in a capture, too.
+
+    stream: a handle; None: the current one's. Raises RuntimeError if the driver returns an error.
     """
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    code = driver().cuStreamBatchMemOp_v2(stream, len(operations), operations, 0)
+    if stream is None:
+        stream = torch.cuda.current_stream().cuda_stream
+    code = driver().cuStreamBatchMemOp_v2(ctypes.c_void_p(stream), len(operations), operations, 0)
     if code:
         raise RuntimeError(
             f"cuStreamBatchMemOp failed with CUDA driver error {code}; transport=copy-kernels does "

@@ -64,10 +64,14 @@ def scattered(x: Tensor, dim: int, ranks: int, columns: int | None = None) -> Te
 
 def rows_first(x: Tensor, dim: int) -> Tensor:
     """[..., k] as a matrix whose rows begin with dimension `dim`."""
+    if x.dim() == 2:  # views take the host microseconds
+        return x
     return x.movedim(dim, 0).flatten(0, -2)
 
 
 def rows_back(matrix: Tensor, like: Tensor, dim: int) -> Tensor:
     """A matrix of rows in the order of `rows_first`, in the shape of `like` but for `dim`."""
+    if like.dim() == 2:
+        return matrix.contiguous()
     rest = like.movedim(dim, 0).shape[1:-1]
     return matrix.unflatten(0, (-1, *rest)).movedim(0, dim).contiguous()

@@ -8,9 +8,7 @@ kept, for graphs that use it. `ladder.ops.schedules` says why its sets may be us
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -51,21 +49,25 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.beside: dict[Stream, torch.cuda.Stream] = {}
+        self.by_name: dict[Stream, torch.cuda.Stream] = {"main": torch.cuda.current_stream(device)}
+        self.now: torch.cuda.Stream = self.by_name["main"]
         self.events: dict[str, torch.cuda.Event] = {}
 
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
-        if stream == "main":
-            return contextlib.nullcontext()
-        if stream not in self.beside:
-            self.beside[stream] = torch.cuda.Stream(self.device)
-        return torch.cuda.stream(self.beside[stream])
+    def enter(self, stream: Stream) -> None:
+        """What follows is enqueued on this stream; the caller goes back to `main`."""
+        if stream not in self.by_name:
+            self.by_name[stream] = torch.cuda.Stream(self.device)
+        self.now = self.by_name[stream]
+        torch.cuda.set_stream(self.now)  # a context of torch's would ask for the current one first
 
     def record(self, event: str) -> None:
-        self.events.setdefault(event, torch.cuda.Event()).record()
+        self.events.setdefault(event, torch.cuda.Event()).record(self.now)
 
     def follow(self, event: str) -> None:
-        torch.cuda.current_stream().wait_event(self.events[event])
+        self.now.wait_event(self.events[event])
+
+    def enqueue(self, words: Any) -> None:
+        driver.enqueue(words, self.now.cuda_stream)
 
 
 class Workspace:
@@ -182,13 +184,16 @@ class Workspace:
         key = id(schedule), chosen  # to hash a schedule takes longer than to enqueue it
         if key not in self._plans:
             self._plans[key] = schedule, self._plan(schedule, chosen)
-        for stream, jobs in self._plans[key][1]:
-            with self.streams.on(stream):
+        try:
+            for stream, jobs in self._plans[key][1]:
+                self.streams.enter(stream)
                 for action, what in jobs:
                     if action is None:
                         what()
                     else:
                         actions[action](what)
+        finally:
+            self.streams.enter("main")
 
     def _plan(self, schedule: Schedule, chosen: int) -> list[tuple[Stream, list[Job]]]:
         """What the host does for a call, stream by stream."""
@@ -203,7 +208,7 @@ class Workspace:
             elif isinstance(first, Follow):
                 job = None, partial(self.streams.follow, first.event)
             else:
-                job = None, partial(driver.enqueue, self._batch(steps, chosen))
+                job = None, partial(self.streams.enqueue, self._batch(steps, chosen))
             jobs.append((first.stream, job))
         by_stream = groupby(jobs, lambda each: each[0])
         return [(stream, [job for _, job in each]) for stream, each in by_stream]
@@ -225,7 +230,7 @@ _workspaces: WeakKeyDictionary[Any, dict[Hashable, Workspace]] = WeakKeyDictiona
 def workspace(group: dist.ProcessGroup, op: str, device: torch.device) -> Workspace:
     """The workspace of this group and operator on the current stream; all ranks ask for it."""
     of_group = _workspaces.setdefault(group, {})
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    stream = driver.current_stream(device) if device.type == "cuda" else 0
     key = op, device, stream
     if key not in of_group:
         of_group[key] = Workspace(group, op, device)
