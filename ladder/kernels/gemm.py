@@ -308,8 +308,10 @@ def gemm(
         assert addition.out.is_contiguous()
         flags, rank = parts.flags, addition.rank
         tables += [addition.out, slots, parts.table, parts.rows, slots.stride(0)]
-    # Some versions of Triton give an addend shared memory of its own, as much as a stage has.
-    stages = tiling.stages - (addend is not None and tiling.stages > 2)
+    # What is added goes through shared memory, of an addend or of rows that are not multiples of 32
+    # bytes as much as a stage has.
+    more = addend is not None or (addition is not None and n % 16 > 0)
+    stages = tiling.stages - (more and tiling.stages > 2)
     # The interpreter has no products of 16 bits.
     kind = tl.float32 if interpreted() else getattr(tl, str(a.dtype).removeprefix("torch."))
     launch(

@@ -181,6 +181,11 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
         ):  # fmt: skip
             x = torch.zeros(m, k, dtype=BF16)
             gemm.gemm(x, weight, order[: (m // 128) * (n // 256)], shards=WORLD, **extras)
+        case = "summing, ragged"
+        odd, some = slots_module.SlotArrivals(table, table.view(2, WORLD), 128), n - 8
+        cut = whole.view(-1)[: m * some].view(WORLD, -1, some)
+        addition = gemm.Addition(cut[0], cut, odd, RANK)
+        gemm.gemm(x, straight[:, :some], order[:16], shards=WORLD, track=track, addition=addition)
         case = "an average of three ranks"
         addition = gemm.Addition(slots[0], slots[:3], pieces, RANK, True)
         gemm.gemm(x[: 3 * 256], straight, order[:12], shards=3, track=track, addition=addition)
