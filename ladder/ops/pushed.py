@@ -4,7 +4,8 @@
 kernel that sends, waits and sums: all to all at once (`ladder.comm.push`), or each rank sums its
 share and sends that on (`ladder.comm.two_shot`), which moves less between more than two ranks.
 Nothing overlaps, but both take less than the backend's all-reduce, of up to some megabytes. Of a
-reduce-scatter it is the first of the two shots, and of a gather, before its product, the second.
+reduce-scatter it is the first of the two shots, and of a gather, before its product, the second. A
+landing is in the same kernel (`ladder.kernels.push_land`); of an all-reduce every rank lands all.
 
 `pushing`: of up to 64 rows the product itself pushes, each of its programs as soon as it has its
 elements, and one kernel waits and sums (`ladder.kernels.collect`), as in a decode step of the
@@ -28,15 +29,18 @@ from ladder.comm.two_shot import KINDS, TwoShotAllReduce
 from ladder.kernels import SendJob, project, send
 from ladder.kernels.collect import Collector
 from ladder.kernels.decode import MAX_ROWS
+from ladder.kernels.push_land import PushedLanding
 from ladder.models.errors import UserError
 from ladder.ops.calls import rows_back, rows_first
 from ladder.ops.products import product
-from ladder.ops.refusals import peer_refusal
+from ladder.ops.refusals import landing_refusal, peer_refusal
 from ladder.ops.registry import Call, implement
 from ladder.ops.workspace import Workspace, workspace
 
 LARGEST, SMALLEST = 2**24, 2**16  # bytes of a message; of what slots are made for
 SHOTS = ("shots",)
+SCATTER_LANDING = "matmul_reduce_scatter_add_rms_norm"
+LANDING_EVERYWHERE = "matmul_all_reduce_add_rms_norm"
 
 
 def push_refusal(call: Call) -> str | None:
@@ -117,6 +121,47 @@ def pushed_matmul_reduce_scatter(
     return rows_back(out, A, scatter_dim)
 
 
+def landing_push_refusal(call: Call) -> str | None:
+    return push_refusal(call) or landing_refusal(call)
+
+
+@implement(SCATTER_LANDING, "pushed", landing_push_refusal)
+def pushed_scatter_landing(
+    group: dist.ProcessGroup, A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float,
+    scatter_dim: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rows, before = rows_first(A, scatter_dim), rows_first(residual, scatter_dim)
+    landed, normed = _land(group, SCATTER_LANDING, rows, B, before.contiguous(), weight, eps)
+    return rows_back(landed, A, scatter_dim), rows_back(normed, A, scatter_dim)
+
+
+@implement(LANDING_EVERYWHERE, "pushed", landing_push_refusal)
+def pushed_landing_everywhere(
+    group: dist.ProcessGroup, A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    rows, before = A.flatten(0, -2), residual.flatten(0, -2).contiguous()
+    landed, normed = _land(group, LANDING_EVERYWHERE, rows, B, before, weight, eps)
+    return landed.view(residual.shape), normed.view(residual.shape)
+
+
+def _land(
+    group: dist.ProcessGroup, op: str, rows: Tensor, B: Tensor, residual: Tensor, weight: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    space = workspace(group, op, rows.device)
+    most = _most(residual.numel() * residual.element_size())
+    make: PushedLanding = space.once(
+        ("landing", most, rows.dtype),
+        lambda: PushedLanding(
+            most // rows.element_size(), rows.dtype, group, space.device, _programs(space.device)
+        ),
+        f"slots for {most} bytes",
+    )  # fmt: skip
+    out = torch.empty_like(residual), torch.empty_like(residual)
+    make(product(rows, B, None), residual, weight.contiguous(), eps, out)
+    return out
+
+
 def _padded(parts: Tensor) -> tuple[Tensor, int]:
     """Rows of so many bytes that kernels access 16 at a time, and their elements before."""
     count = parts.shape[1]
@@ -163,7 +208,7 @@ def all_shots(
 
     kinds: see `TwoShotAllReduce`.
     """
-    device, most = space.device, 1 << (size - 1).bit_length()
+    device, most = space.device, _most(size)
     found: TwoShotAllReduce = space.once(
         ("shots", most, kinds),
         lambda: TwoShotAllReduce(most, group, device, _programs(device), kinds),
@@ -182,8 +227,13 @@ def _sized(
     space: Workspace, group: dist.ProcessGroup, kind: type[Any], size: int, dtype: torch.dtype
 ) -> Any:
     """A `kind` for messages of `size` bytes and more, which messages of many sizes share."""
-    most = max(SMALLEST, 1 << (size - 1).bit_length())
+    most = _most(size)
     return space.once(
         (kind, most, dtype), lambda: kind(most // dtype.itemsize, dtype, group, space.device),
         f"slots for {most} bytes",
     )  # fmt: skip
+
+
+def _most(size: int) -> int:
+    """The bytes of slots that messages of this size share with those of others."""
+    return max(SMALLEST, 1 << (size - 1).bit_length())

@@ -41,7 +41,7 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
     """(case, kernel, arguments, constants and options) of a call of everything that launches."""
     from ladder import comm, kernels
     from ladder.comm import push, symmetric, two_shot
-    from ladder.kernels import choice, clock, collect, decode_shapes, eight_bits, gemm
+    from ladder.kernels import choice, clock, collect, decode_shapes, eight_bits, gemm, push_land
     from ladder.kernels import slots as slots_module
     from ladder.kernels.landing import CHUNK
 
@@ -91,6 +91,12 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
             all_shots(two_shot.TwoShotAllReduce(2**20, group, device), x, cases)
             cases(str(dtype).removeprefix("torch."))
             collect.Collector(ROWS * SIZE, dtype, group, device)(ROWS, SIZE)
+            rows = torch.zeros(2 * WORLD, SIZE, dtype=dtype)
+            for name, count in (("scattered", 2), ("everywhere", 2 * WORLD)):
+                cases(f"{str(dtype).removeprefix('torch.')}, {name}")
+                lands = push_land.PushedLanding(rows.numel(), dtype, group, device, 132)
+                some, gain = rows[:count], rows[0]
+                lands(rows, some, gain, 1e-5, (some, some))
         case, halves = "float16", torch.zeros(ROWS, SIZE, dtype=torch.float16)
         push.PushAllReduce(SIZE, halves.dtype, group, device)(halves, False)
         all_shots(two_shot.TwoShotAllReduce(2**20, group, device), halves, cases)

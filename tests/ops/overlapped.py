@@ -30,7 +30,8 @@ EVERY = [(op, name) for op, names in IMPLEMENTATIONS.items() for name in names]
 FEW_ROWS = [
     ("linear_all_reduce", "pushed"), ("linear_all_reduce", "pushing"),
     ("matmul_all_reduce", "pushed"), ("matmul_reduce_scatter", "pushed"),
-    ("all_gather_matmul", "pushed"),
+    ("all_gather_matmul", "pushed"), ("matmul_reduce_scatter_add_rms_norm", "pushed"),
+    ("matmul_all_reduce_add_rms_norm", "pushed"),
 ]  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def inputs_of(
     shapes = {"pushed": FEW, "pushing": FEW[:-1]}.get(name, SHAPES)
     rows, n, k = shapes[call % len(shapes)]
     if name in PUSHED:
-        rows *= world if op == "matmul_reduce_scatter" else 1
+        rows *= world if "scatter" in op else 1
     elif op == "all_gather_matmul":
         rows //= world
     elif op in WHOLE and rows > 1 and name != "summing":

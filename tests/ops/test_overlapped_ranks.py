@@ -101,7 +101,7 @@ def on_ranks(rank: int, world: int, folder: str, which: list[tuple[str, str]]) -
                 pushes = (op, name) in FEW_ROWS
                 if name == "pushed":  # also more rows than the kernel made for few takes
                     rows *= {0: 5, 3: 30}.get(call, 1)
-                if op == "matmul_reduce_scatter" or not (pushes or op == "all_gather_matmul"):
+                if "scatter" in op or not (pushes or op == "all_gather_matmul"):
                     rows *= world
                 if op in WHOLE and name != "summing":
                     rows += call % 3
