@@ -1,13 +1,12 @@
 """Whether a table's entry is for a call whose sizes lie between those that were measured.
 
 An entry is for a bucket of sizes, and was measured at some of them. There it is taken. Elsewhere it
-is taken where two bounds say that it is not slower than what would run without it, if it is an
-implementation that cuts a product (`Implementation.surplus`):
+is taken where two bounds say that it is not slower than what would run without it:
 
-- Its products may take longer than one of all rows, in waves of tiles (`ladder.ops.waves`), by no
-  more than it gained at every measured size, and they took longer there, less NOISE. What it gains,
-  as a share of its time, goes with the exchange's bytes over the product's operations: with 1 / n
-  for a gather and 1 / k for a scatter.
+- If it cuts a product (`Implementation.surplus`), its products may take longer than one of all rows,
+  in waves of tiles (`ladder.ops.waves`), by no more than it gained at every measured size, and they
+  took longer there, less NOISE. What it gains, as a share of its time, goes with the exchange's
+  bytes over the product's operations: with 1 / n for a gather and 1 / k for a scatter.
 - Eager, what would run without it must take `host_us` or more, in proportion to the operations. So
   long may the host take to enqueue a call of it; then the call takes as long.
 """
@@ -32,7 +31,7 @@ def refusal(call: Call, entry: Mapping[str, Any]) -> str | None:
     """Why the entry of the call's bucket is not for this call, or None."""
     measured = entry["measured"]
     surplus = OPERATORS[call.op].implementations[entry["implementation"]].surplus
-    if surplus is None or not measured or not all(call.exact):
+    if not measured or not all(call.exact):
         return None
     if not call.exact or any(tuple(each["sizes"]) == call.exact for each in measured):
         return None
@@ -43,6 +42,8 @@ def refusal(call: Call, entry: Mapping[str, Any]) -> str | None:
             f"which the host may take {entry['host_us']:.0f} us to enqueue, and a call without it "
             f"takes about {instead:.0f}"
         )
+    if surplus is None:
+        return None
     longer, allowed = surplus(call, entry["options"]), math.inf
     for each in measured:
         there = replace(call, exact=tuple(each["sizes"]))
