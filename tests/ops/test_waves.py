@@ -181,8 +181,10 @@ def test_slow_points_at_such_rows_do_not_keep_it_out_of_a_table() -> None:
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 RECORDS = [RESULTS / f"2026-11-{day}-ops-h200x2.jsonl" for day in (22, 23)]
+H100S = ("ops-rows", "ops", "ops-summing", "ops-sums", "ops-gathers", "ops-gpt3", "ops-bags")
 OF_TABLE = [
-    *RECORDS, *(RESULTS / f"2026-11-25-{kind}-h100x2.jsonl" for kind in ("ops-rows", "ops"))
+    *RECORDS, *(RESULTS / f"2026-11-25-{kind}-h100x2.jsonl" for kind in H100S),
+    RESULTS / "2026-11-25-ops-h200x2.jsonl",
 ]  # fmt: skip
 
 
@@ -236,8 +238,10 @@ def test_a_size_held_out_is_picked_only_where_it_was_not_slower(file: Path, mode
 
 def test_what_the_shipped_table_picks_was_never_slower_than_staged() -> None:
     """At every recorded point, in each mode; m 2434 of a gather, too, is by chunks."""
-    for file in OF_TABLE:
-        for each, times in points_of(file):
+    records = [record for file in OF_TABLE for record in read_results(file)]
+    for measured in recorded_points(records).values():
+        for each, found in measured:
+            times = times_of(found)
             for mode in MODES:
                 name, options = choice.listed(replace(each, mode=mode))
                 us = times[mode].get(Variant(name, tuple(options.items())))
