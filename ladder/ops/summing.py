@@ -67,6 +67,12 @@ def summing_matmul_all_reduce(
     return out.unflatten(0, A.shape[:-1])
 
 
+def pieces_of(shard: int, tiling: Tiling, pieces: int) -> int:
+    """The pieces of a rank's rows, none of less than group_m rows of tiles: tiles are ordered
+    within a piece, and a weight is read once for each group of their rows."""
+    return min(pieces, max(1, -(-shard // tiling.rows) // tiling.group_m))
+
+
 def _add(
     space: workspace.Workspace, rows: Tensor, B: Tensor, out: Tensor, tiling: Tiling, pieces: int,
     average: bool = False, spread: bool = False, addend: Tensor | None = None,
@@ -75,8 +81,7 @@ def _add(
     n, world, rank = B.shape[1], space.world, space.rank
     shard = len(rows) // world
     height = 2 * shard if spread else shard  # of a slot: partials, then a rank's sums
-    # Tiles are ordered within a piece, and a weight is read once for each group of their rows.
-    pieces = min(pieces, max(1, -(-shard // tiling.rows) // tiling.group_m))
+    pieces = pieces_of(shard, tiling, pieces)
     chosen, slots = space.begin((height, n), rows.dtype)
     plan = space.once(
         ("summing", shard, n, tiling, pieces, spread),

@@ -16,6 +16,7 @@ from ladder.cli import main
 from ladder.models.errors import UserError
 from ladder.ops import schedules
 from ladder.ops.schedules import Word, Work
+from ladder.ops.track_maps import all_to_all
 from ladder.perf.machine import Curve, Machine, Value
 from ladder.perf.machine_files import load
 from ladder.perf.nodes import for_degree
@@ -26,9 +27,9 @@ from ladder.perf.operators.predict import Predictor, plain, predicts
 from ladder.perf.operators.run import Copies, Moves, Rates, Task, Tasks, Tiles, run
 from ladder.perf.operators.scores import picks, scores, summary
 
-RECORD, SECOND = (
+RECORD, SECOND, SHORT = (
     Path(__file__).parents[2] / f"benchmarks/results/2026-11-{day}-ops-h200x2.jsonl"
-    for day in (22, 23)
+    for day in (22, 23, 25)
 )
 ALONE, STAGED, CHUNKED = Variant("alone"), Variant("staged"), Variant("chunked")
 FREE = Rates(4)  # four multiprocessors, and nothing slows anything
@@ -251,7 +252,11 @@ def test_short_eager_calls_wait_for_the_host() -> None:
     times, cost = Predictor(found), OperatorCost(found)
     short, made = replace(point(SCATTER), k=512), schedules.reduce_scatter(0, 2)
     assert times.us(short, CHUNKED, "captured") < 200
-    assert times.us(short, CHUNKED, "eager") == cost.host(made) == pytest.approx(270 + 12 * 8.9)
+    assert times.us(short, CHUNKED, "eager") == cost.host(made) == pytest.approx(140 + 12 * 3 + 90)
+    tracked = schedules.tracked(all_to_all(8, 16, 2, 4).compile(0), 2)
+    assert cost.host(tracked, tiles=True) == pytest.approx(140 + 11 * 3 + 2 * 90)
+    then = Predictor(found, older=True)
+    assert then.us(short, CHUNKED, "eager") == pytest.approx(270 + 12 * 8.9)
     assert times.us(short, STAGED, "eager") == times.us(short, STAGED, "captured")
     long = times.us(point(SCATTER), CHUNKED, "eager")
     assert long == times.us(point(SCATTER), CHUNKED, "captured") > 1000
@@ -335,6 +340,15 @@ def test_a_second_record_is_predicted_in_both_modes() -> None:
         picked = picks(here)
         assert len(picked) == 16
         assert statistics.mean(picked) < regret
+
+
+def test_short_products_whose_rows_are_pushed() -> None:
+    """Nothing was fitted to them but the host's time."""
+    errors = summary(scores([SHORT], load("h200x2")))
+    calls, time, ect, _ = errors["pushed"]
+    assert calls == 16
+    assert time < 10
+    assert ect < 6
 
 
 def test_validate_prints_operators(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import math
 from ladder.bench.ops.points import TURNS
 from ladder.comm.capture import Mode
 from ladder.costs import BF16, MULTIPROCESSORS
-from ladder.ops.schedules import Schedule, jobs
+from ladder.ops.schedules import Schedule, Work, jobs
 from ladder.ops.waves import CUBLAS, count, least_taken, split, taken
 from ladder.perf.grid import FILL, SQUARE, matrix_rate
 from ladder.perf.machine import Machine
@@ -18,18 +18,28 @@ from ladder.perf.slowdowns import Slowdowns
 # Of cuBLAS's rate, that of our Triton product: of m 8192 in 2026-11-22-ops-h200x2.jsonl, less what
 # its schedule exposes, 0.98 for `waiting` and `tracked`; in sketches on four H200, 0.95 to 0.99.
 TRITON = 0.98
-# What the host takes to enqueue an overlapped call without a graph, in the products of half-8b's o
-# in 2026-11-23-ops-h200x2.jsonl, whose calls waited for it: 12, 16 and 26 jobs took
-# 371, 419 and 499 us. That host launched a kernel in 6.06 us.
-HOST_CALL_US, HOST_JOB_US, HOST_LAUNCH_US = 270.0, 8.9, 6.06
+# What the host takes to enqueue an overlapped call without a graph: for each call, for each job,
+# and for each kernel of ours. Of 2026-11-25-ops-h200x2.jsonl: gathers of 11 and 15 jobs took 173
+# and 187 us, a scatter of 12 with its sum 272, `tracked` of 11 with its product and sum 345; and
+# `pushed` 110 to 129.
+HOST_US = (140.0, 3.0, 90.0)
+# Before that day, in the products of half-8b's o in 2026-11-23-ops-h200x2.jsonl, whose calls waited
+# for it: 12, 16 and 26 jobs took 371, 419 and 499 us.
+OLDER_HOST_US, OLDER_HOST = (270.0, 8.9, 0.0), "2026-11-25"
+PUSHED_HOST_US = 115.0
+HOST_LAUNCH_US = 6.06  # of a kernel by that host
+OURS = ("sum", "push")  # actions that launch one
 LARGE = 2.0**28  # bytes of a copy whose rate is the link's
 
 
 class OperatorCost:
-    """Microseconds on a machine of as many GPUs as the group has. dtype: of 16 bits."""
+    """Microseconds on a machine of as many GPUs as the group has. dtype: of 16 bits.
 
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
+    older: calls as the host enqueued them before OLDER_HOST.
+    """
+
+    def __init__(self, machine: Machine, older: bool = False) -> None:
+        self.machine, self.host_us = machine, OLDER_HOST_US if older else HOST_US
         self.gap = machine.value("prompt_gap_us")
         self.memory = 1e6 * machine.value("copy_tb_s")  # bytes a microsecond
         self.square = 2.0 * SQUARE**3 / (1e6 * machine.value("matrix_tflop_s"))
@@ -75,6 +85,11 @@ class OperatorCost:
         """By NCCL, with its launch. An all-to-all takes what an all-gather of its bytes does."""
         return self.machine.nccl(kind, nbytes).us + self.gap
 
+    def pushes(self, nbytes: float, ranks: int) -> float:
+        """One of the two shots of a message of all ranks (`ladder.comm.two_shot`), by all SMs: what
+        a push of a rank's part takes, which sends as much."""
+        return self.machine.curve("all-reduce", algorithm="push").at(nbytes / ranks).us
+
     def share(self, busy_us: float, us: float, calls: int) -> float:
         """Of its speed, what a product keeps in the turns that `ladder bench ops` times, of so many
         calls each, behind one that it does not."""
@@ -86,11 +101,16 @@ class OperatorCost:
 
         return (kept(1 + TURNS) - kept(1)) / (TURNS * calls)
 
-    def host(self, schedule: Schedule) -> float:
-        """What the host takes to enqueue a call: a part for each call, and one for each job."""
+    def host(self, schedule: Schedule, tiles: bool = False) -> float:
+        """What the host takes to enqueue a call. tiles: the product is a kernel of ours."""
+        call, job, kernel = self.host_us
+        ours = tiles + sum(isinstance(each, Work) and each.action in OURS for each in schedule)
+        return self.hosted(call + job * len(jobs(schedule)) + kernel * ours)
+
+    def hosted(self, us: float) -> float:
+        """What the machine's host takes for what took so long on the one that was measured."""
         known = self.machine.values.get("host_launch_us")
-        speed = known.value / HOST_LAUNCH_US if known else 1.0
-        return speed * (HOST_CALL_US + HOST_JOB_US * len(jobs(schedule)))
+        return us * known.value / HOST_LAUNCH_US if known else us
 
     def rates(self, share: float, mode: Mode) -> Rates:
         copied = 2 * LARGE / self.machine.curve("peer copy").at(LARGE).us

@@ -1,7 +1,8 @@
 """The schedules of an operator's call, and what each of their steps does, without a GPU.
 
-Sizes, slots and tables follow those of `ladder.ops.overlapped`, `ladder.ops.spread` and
-`ladder.ops.ring`; the schedules, the blocks of rows and the `TrackMap` are theirs.
+Sizes, slots and tables follow those of `ladder.ops.overlapped`, `ladder.ops.spread`,
+`ladder.ops.ring` and `ladder.ops.summing`; the schedules, the blocks of rows and the `TrackMap` are
+theirs.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from ladder.ops import schedules
 from ladder.ops.blocks import Blocks
 from ladder.ops.overlapped import tracked_map
 from ladder.ops.schedules import Schedule, Word, Work
+from ladder.ops.summing import pieces_of
 from ladder.ops.tilings import tiling_of
 from ladder.ops.track_maps import rotated
 from ladder.perf.operators.cost import OperatorCost
-from ladder.perf.operators.run import Task, Tasks, Tiles
+from ladder.perf.operators.run import Copies, Moves, Task, Tasks, Tiles
 
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 LANDING = "matmul_reduce_scatter_add_rms_norm"
@@ -61,12 +63,13 @@ Lowered = tuple[Sequence[Schedule], Tasks]
 
 
 def chunked(
-    cost: OperatorCost, op: str, size: Size, blocks: int = 1, ratio: int = 1, streams: int = 1
-) -> Lowered:
+    cost: OperatorCost, op: str, size: Size, blocks: int = 1, ratio: int = 1, streams: int = 1,
+    push: bool = False,
+) -> Lowered:  # fmt: skip
     if op == GATHER:
         return _gathered(cost, size, streams)
     if op == REDUCE:
-        return _spread(cost, size, (blocks, ratio, streams))
+        return _spread(cost, size, (blocks, ratio, streams), push)
     cut, world = Blocks(size.rows, size.ranks, blocks, ratio), size.ranks
 
     def tasks(rank: int, step: Work) -> Task:
@@ -92,7 +95,7 @@ def _gathered(cost: OperatorCost, size: Size, streams: int) -> Lowered:
     return made, tasks
 
 
-def _spread(cost: OperatorCost, size: Size, options: tuple[int, int, int]) -> Lowered:
+def _spread(cost: OperatorCost, size: Size, options: tuple[int, int, int], push: bool) -> Lowered:
     blocks, ratio, streams = options
     world = size.ranks
     cut = Blocks(size.rows, world, blocks, ratio)
@@ -104,9 +107,11 @@ def _spread(cost: OperatorCost, size: Size, options: tuple[int, int, int]) -> Lo
             return cost.product(rows, size.outputs, size.inputs)
         if step.action == "sum":
             return cost.moves(size.line * rows * sum_bytes(REDUCE, world))
+        if step.action == "push":
+            return Copies(cost.pushes(size.line * rows * world, world))
         return _to_all(cost, size, cut, rank, step) or cost.copies(size.line * rows)
 
-    return [schedules.all_reduce(r, world, blocks, streams) for r in range(world)], tasks
+    return [schedules.all_reduce(r, world, blocks, streams, push) for r in range(world)], tasks
 
 
 def _to_all(cost: OperatorCost, size: Size, cut: Blocks, rank: int, step: Work) -> Task | None:
@@ -191,6 +196,47 @@ def tracked(
     return made, tasks
 
 
+def summing(
+    cost: OperatorCost, op: str, size: Size, tile: str | None = None, stages: int | None = None,
+    pieces: int | None = None, group_m: int = GROUP,
+) -> Lowered:  # fmt: skip
+    """As `tracked`; a tile of the own rows waits for the peer that sends them last."""
+    tiling, world, spread = tiling_of(tile, stages, group_m), size.ranks, op == REDUCE
+    asked = (4 if spread else 2) if pieces is None else pieces
+    cut = pieces_of(size.shard, tiling, asked)
+    track, across = tracked_map(size.shard, size.outputs, world, tiling, cut, keep=True)
+    programs = [track.compile(rank) for rank in range(world)]
+    us = cost.tile(size.rows, size.outputs, size.inputs, tiling.rows * tiling.columns)
+    held, high = len(track.chunks) // world, track.rows // world  # pieces; rows of tiles of a rank
+    piece = -(-high // cut)
+
+    def rows_of(number: int) -> int:
+        return min(piece * tiling.rows, size.shard - number * piece * tiling.rows)
+
+    def product(rank: int) -> Tiles:
+        program, last = programs[rank], (rank + 1) % world
+        flags = {block.place - len(track.chunks): block.flags for block in program.blocks}
+        order, counter = program.order.tolist(), program.counter.tolist()
+        needs: list[Word | None] = []
+        for each in order:
+            owner, line = divmod(each // across, high)
+            arrives = flags[last * held + line // piece] if owner == rank else ()
+            needs.append(Word(rank, "arrived", arrives[0]) if arrives else None)
+        return Tiles(track.tiles, us, needs, [Word(rank, "full", counter[n]) for n in order])
+
+    def tasks(rank: int, step: Work) -> Task:
+        if step.action == "product":
+            return product(rank)
+        if step.action == "own":  # it is the end of the product
+            return Moves(0.0)
+        if step.action == "copy":
+            return cost.copies(size.line * rows_of(programs[rank].blocks[step.chunk].place % held))
+        rows = size.line * rows_of(step.chunk // world)
+        return cost.copies(rows) if step.action == "spread" else cost.moves(2 * rows)
+
+    return [schedules.summing(each, world, spread) for each in programs], tasks
+
+
 def height(rows: slice) -> int:
     return max(0, rows.stop - rows.start)
 
@@ -200,4 +246,5 @@ OVERLAPPED: dict[str, tuple[Callable[..., Lowered], tuple[str, ...]]] = {
     "ring": (ring, (SCATTER, REDUCE)),
     "waiting": (waiting, (GATHER,)),
     "tracked": (tracked, (SCATTER, LANDING)),
+    "summing": (summing, (SCATTER, REDUCE)),
 }

@@ -14,7 +14,7 @@ from ladder.ops.pushed import LARGEST
 from ladder.ops.registry import ANY_ORDER, DEFAULT
 from ladder.perf.machine import Machine
 from ladder.perf.nodes import for_degree
-from ladder.perf.operators.cost import OperatorCost
+from ladder.perf.operators.cost import PUSHED_HOST_US, OperatorCost
 from ladder.perf.operators.lower import (
     GATHER,
     LANDING,
@@ -29,6 +29,7 @@ from ladder.perf.operators.run import run
 
 ALONE, PUSHED = "alone", "pushed"
 KNOWN = (DEFAULT, ANY_ORDER, PUSHED, *OVERLAPPED)
+TILED = ("waiting", "tracked", "summing")  # whose product is one of our kernels
 SHOTS = {1: "push", 2: "two-shot"}  # the all-reduce behind a pushed product
 TURNS = 3  # each finds the limit of power for the times before
 
@@ -46,11 +47,12 @@ class Predicted:
 class Predictor:
     """Predictions on a machine, or on as many of its GPUs as a point has ranks.
 
-    unmeasured: what they stand on that nobody measured, with where it is from.
+    older: see `OperatorCost`. unmeasured: what they stand on that nobody measured, with where it is
+    from.
     """
 
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
+    def __init__(self, machine: Machine, older: bool = False) -> None:
+        self.machine, self.older = machine, older
         self._costs: dict[int, OperatorCost] = {}
         self._times: dict[tuple[OpPoint, Variant, Mode], float] = {}
 
@@ -83,7 +85,7 @@ class Predictor:
         try:
             if variant.name in OVERLAPPED:
                 machine.curve("peer copy")
-            elif variant.name == PUSHED:
+            if variant.name == PUSHED or dict(variant.options).get("push"):
                 machine.curve("all-reduce", algorithm=_shots(variant))
         except UserError as error:
             return str(error)
@@ -91,7 +93,7 @@ class Predictor:
 
     def cost(self, ranks: int) -> OperatorCost:
         if ranks not in self._costs:
-            self._costs[ranks] = OperatorCost(for_degree(self.machine, ranks))
+            self._costs[ranks] = OperatorCost(for_degree(self.machine, ranks), self.older)
         return self._costs[ranks]
 
     @property
@@ -111,8 +113,8 @@ def predicts(point: OpPoint, variant: Variant) -> bool:
     if variant.name in OVERLAPPED:
         return point.op in OVERLAPPED[variant.name][1]
     if variant.name == PUSHED:
-        small = BF16 * point.m * point.n <= LARGEST
-        return small and point.op == REDUCE
+        columns = point.k if point.op == GATHER else point.n
+        return BF16 * point.m * columns <= LARGEST
     return variant.name in (ALONE, DEFAULT) or (variant.name == ANY_ORDER and point.op != GATHER)
 
 
@@ -126,7 +128,9 @@ def _time(cost: OperatorCost, point: OpPoint, variant: Variant, mode: Mode) -> f
             busy = computed / share + moved
             return busy + sent + cost.gap, busy
 
-        return _limited(cost, serial, calls)
+        us = _limited(cost, serial, calls)
+        waits = mode == "eager" and variant.name == PUSHED
+        return max(us, cost.hosted(PUSHED_HOST_US)) if waits else us
     lowered = OVERLAPPED[variant.name][0](cost, point.op, size, **dict(variant.options))
 
     def overlapped(share: float) -> tuple[float, float]:
@@ -134,7 +138,7 @@ def _time(cost: OperatorCost, point: OpPoint, variant: Variant, mode: Mode) -> f
         return found.us, found.busy_us
 
     us = _limited(cost, overlapped, calls)
-    return us if mode == "captured" else max(us, cost.host(lowered[0][0]))
+    return us if mode == "captured" else max(us, cost.host(lowered[0][0], variant.name in TILED))
 
 
 def _shots(variant: Variant) -> str:
@@ -146,6 +150,10 @@ def _serial(cost: OperatorCost, op: str, size: Size, variant: Variant) -> tuple[
     rows, partial, name = size.shard, size.line * size.rows, variant.name
     if name == ALONE:
         return 0.0, 0.0
+    if name == PUSHED and op != REDUCE:
+        landed = cost.moves(size.line * rows * sum_bytes(op, 0)).us if op == LANDING else 0.0
+        whole = BF16 * size.rows * size.inputs if op == GATHER else partial
+        return landed, cost.pushes(whole, size.ranks) + cost.gap
     if name == PUSHED:
         found = cost.machine.curve("all-reduce", algorithm=_shots(variant)).at(partial)
         return 0.0, found.us + cost.gap
