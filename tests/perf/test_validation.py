@@ -120,6 +120,17 @@ def test_errors_of_what_was_fitted_do_not_count() -> None:
     )
 
 
+def test_prompts_by_fused_operators_are_held_out(capsys: pytest.CaptureFixture[str]) -> None:
+    file = RESULTS / "2026-11-25-inference-fused-h200x2.jsonl"
+    found = scores([file], load("h200x2"), "prefill")
+    assert not any(each.calibrated for each in found)
+    assert {each.point.reducer for each in found} == {"fused", "push", "async"}
+    assert max(abs(each.error) for each in found) < 0.045
+    assert main(["predict", "validate", str(file), "--machine", "h200x2"]) == 0
+    said = capsys.readouterr().out
+    assert "decode: not scored: 4 with reducer=fused, which decodes as push does" in said
+
+
 def test_validate_prints_errors_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "validate", str(FILES[0])]) == 0
     found = capsys.readouterr().out

@@ -133,6 +133,8 @@ def _inference_refusal(point: InferencePoint, phase: str, degrees: set[int], pee
         return f"with{'' if point.p2p else 'out'} access to peers' memory"
     if point.tp not in degrees:
         return f"on {point.tp} GPUs, of which no machine's file has collectives"
+    if point.reducer == FUSED and phase != "prefill":
+        return "with reducer=fused, which decodes as push does"
     if {point.activations, point.cache} != {"bf16"} or point.reducer not in able:
         return "with activations, a cache or reduces in 8 bits"
     if point.degree not in (0, point.tp):
