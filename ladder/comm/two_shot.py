@@ -9,8 +9,8 @@ A rank sends 2 (world - 1) / world messages; a push all-reduce sends world - 1.
 Each of the two steps is a collective of its own: `scatter`, whose result is this rank's shard, and
 `gather`, whose input it is.
 
-A small, fixed number of programs processes the shards chunk by chunk, which leaves the rest of the
-GPU free for other work; each processes other chunks while the peers' data is in flight.
+A fixed number of programs processes the shards chunk by chunk, a few if the rest of the GPU is for
+other work; each processes other chunks while the peers' data is in flight.
 
 Two sets of slots alternate, and the reader of a slot clears it at once: call e uses set e % 2. A
 peer writes set e % 2 again in its call e + 2, so after its call e + 1 has ended. That call ends
@@ -178,6 +178,7 @@ class TwoShotAllReduce:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.stride = shard_words(-(-limit // 4), self.world)
         words = SETS * kinds * self.world * self.stride
+        assert words < 2**31, limit  # the kernel counts in 32 bits
         self.slots = symmetric.allocate((words,), torch.int32, group, device, bits=EMPTY[4])
         self.epochs = torch.zeros(programs, dtype=torch.int32, device=device)
 
@@ -211,8 +212,8 @@ class TwoShotAllReduce:
     def gather_sums(self, slots: Tensor, rows: int, out: Tensor) -> None:
         """Put the sums of all ranks' slots [T, rows or fewer, n], in rank order, into out [m, n].
 
-        rows: of each rank but the last ones, which have what is left of m. n elements are whole
-        words.
+        rows: of each rank but the last ones, which have what is left of m; `limit` holds so many of
+        all ranks. n elements are whole words.
         """
         shard = rows * out.shape[1] * out.element_size() // 4
         words = out.numel() * out.element_size() // 4
@@ -229,6 +230,7 @@ class TwoShotAllReduce:
         assert source.is_contiguous() or sums, source.stride()
         assert source.dtype in DTYPES, source.dtype
         assert 0 < 4 * words <= self.limit, (words, self.limit)
+        assert shard <= self.stride, (shard, self.stride)
         assert sums or source.numel() * source.element_size() % 16 == 0, source.shape
         assert self.kinds == KINDS or not (scatters and gathers), self.kinds
         block, warps = self.LARGE if shard >= self.programs * self.LARGE[0] else self.SMALL

@@ -308,8 +308,8 @@ def gemm(
         assert addition.out.is_contiguous()
         flags, rank = parts.flags, addition.rank
         tables += [addition.out, slots, parts.table, parts.rows, slots.stride(0)]
-    # What is added goes through shared memory, of an addend or of rows that are not multiples of 32
-    # bytes as much as a stage has.
+    # What a tile adds goes through shared memory. An addend takes as much as a stage, and so do the
+    # peers' partials if their rows are no multiples of 32 bytes: then one stage less fits.
     more = addend is not None or (addition is not None and n % 16 > 0)
     stages = tiling.stages - (more and tiling.stages > 2)
     # The interpreter has no products of 16 bits.

@@ -3,7 +3,7 @@
 `pushed`: a product, up to 64 rows by a kernel made for few (`ladder.kernels.project`), then one
 kernel that sends, waits and sums: all to all at once (`ladder.comm.push`), or each rank sums its
 share and sends that on (`ladder.comm.two_shot`), which moves less between more than two ranks.
-Nothing overlaps, but both take less than the backend's all-reduce, of up to some megabytes. Of a
+Nothing overlaps, but up to some megabytes take less than by the backend's all-reduce. Of a
 reduce-scatter it is the first of the two shots, and of a gather, before its product, the second. A
 landing is in the same kernel (`ladder.kernels.push_land`); of an all-reduce every rank lands all.
 
@@ -150,7 +150,7 @@ def _land(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     space = workspace(group, op, rows.device)
     most = _most(residual.numel() * residual.element_size())
-    make: PushedLanding = space.once(
+    land: PushedLanding = space.once(
         ("landing", most, rows.dtype),
         lambda: PushedLanding(
             most // rows.element_size(), rows.dtype, group, space.device, _programs(space.device)
@@ -158,15 +158,17 @@ def _land(
         f"slots for {most} bytes",
     )  # fmt: skip
     out = torch.empty_like(residual), torch.empty_like(residual)
-    make(product(rows, B, None), residual, weight.contiguous(), eps, out)
+    land(product(rows, B, None), residual, weight.contiguous(), eps, out)
     return out
 
 
 def _padded(parts: Tensor) -> tuple[Tensor, int]:
     """Rows of so many bytes that kernels access 16 at a time, and their elements before."""
-    count = parts.shape[1]
-    more = -count % (16 // parts.element_size())
-    return (F.pad(parts, (0, more)) if more else parts), count  # else padding would copy
+    count, width = parts.shape[1], parts.element_size()
+    more = -count % (16 // width)
+    if more:  # else padding would copy
+        return F.pad(parts, (0, more)), count
+    return (parts.clone() if parts.storage_offset() * width % 4 else parts), count  # as words
 
 
 def _sum(
@@ -208,10 +210,10 @@ def all_shots(
 
     kinds: see `TwoShotAllReduce`.
     """
-    device, most = space.device, _most(size)
+    device, most, padding = space.device, _most(size), 16 * space.world
     found: TwoShotAllReduce = space.once(
         ("shots", most, kinds),
-        lambda: TwoShotAllReduce(most, group, device, _programs(device), kinds),
+        lambda: TwoShotAllReduce(most + padding, group, device, _programs(device), kinds),
         f"slots for {most} bytes",
     )
     return found

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.kernels.slots import land_slots, sum_slots
-from ladder.models.errors import UserError
 from ladder.ops import schedules, workspace
 from ladder.ops.blocks import BLOCKS, Blocks, check_streams
 from ladder.ops.pushed import all_shots
@@ -36,10 +35,8 @@ def chunked_matmul_all_reduce(
     """blocks: of rows, whose sums are sent while later ones are computed; ratio: see `Blocks`.
 
     streams: as of `ladder.ops.overlapped.chunked_all_gather_matmul`. push: of the last block's sums
-    by a kernel; B has an even number of columns.
+    by a kernel, if a row of them is whole words of 32 bits.
     """
-    if push and B.shape[1] % 2:
-        raise UserError(f"push=true with {B.shape[1]} columns of B; give it an even number")
     rows = A.flatten(0, -2)
     total = rows.new_empty(len(rows), B.shape[1])
 
@@ -86,9 +83,11 @@ def _spread(
     cut = Blocks(len(rows), world, blocks, ratio)
     height = (1 + len(outs)) * cut.height  # of a slot: the rows to add, then those of each output
     last = slice(min(world * cut.starts[-2], len(rows)), len(rows))  # the last block, on all ranks
-    push = push and last.start < last.stop
+    high = cut.height - cut.starts[-2]  # of a rank; the last ones may have fewer
+    line = n * rows.element_size()
+    push = push and last.start < last.stop and line % 4 == 0
     if push:
-        shots = all_shots(space, group, (last.stop - last.start) * n * rows.element_size(), kinds=1)
+        shots = all_shots(space, group, world * high * line, kinds=1)
     chosen, slots = space.begin((height, n), rows.dtype)
     partial = rows.new_empty(len(rows), n)
     more = None if addend is None else addend.flatten(0, -2)
@@ -116,7 +115,7 @@ def _spread(
 
     def push_last(_: int) -> None:
         mine = slots[rank][:, cut.place(blocks - 1, rank)]
-        shots.gather_sums(mine, cut.height - cut.starts[-2], outs[0][last])
+        shots.gather_sums(mine, high, outs[0][last])
 
     space.run(
         schedules.all_reduce(rank, world, blocks, streams, push), chosen,

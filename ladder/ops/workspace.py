@@ -50,11 +50,21 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.by_name: dict[Stream, torch.cuda.Stream] = {"main": torch.cuda.current_stream(device)}
+        self.callers = device.index  # the caller's current device
         self.now: torch.cuda.Stream = self.by_name["main"]
         self.events: dict[str, torch.cuda.Event] = {}
 
+    def begin(self) -> None:
+        self.callers = torch.cuda.current_device()
+
+    def end(self) -> None:
+        """The current stream and device are the caller's again."""
+        self.enter("main")
+        if self.callers != self.device.index:
+            torch.cuda.set_device(self.callers)
+
     def enter(self, stream: Stream) -> None:
-        """What follows is enqueued on this stream; the caller goes back to `main`."""
+        """What follows is enqueued on this stream, which is current now, as is its device."""
         if stream not in self.by_name:
             self.by_name[stream] = torch.cuda.Stream(self.device)
         self.now = self.by_name[stream]
@@ -184,6 +194,7 @@ class Workspace:
         key = id(schedule), chosen  # to hash a schedule takes longer than to enqueue it
         if key not in self._plans:
             self._plans[key] = schedule, self._plan(schedule, chosen)
+        self.streams.begin()
         try:
             for stream, jobs in self._plans[key][1]:
                 self.streams.enter(stream)
@@ -193,7 +204,7 @@ class Workspace:
                     else:
                         actions[action](what)
         finally:
-            self.streams.enter("main")
+            self.streams.end()
 
     def _plan(self, schedule: Schedule, chosen: int) -> list[tuple[Stream, list[Job]]]:
         """What the host does for a call, stream by stream."""

@@ -27,6 +27,7 @@ from ladder.bench.ops.points import (
     Variant,
     accepts,
     expand,
+    recorded,
     sizes_of,
     variants,
 )
@@ -336,6 +337,11 @@ def test_options_of_implementations() -> None:
         words = ["fast", "fast:chunk=3", "fast:chunk=0.5", "fast:chunk=true", "fast:chunk=128x64"]
         values = [dict(each.options).get("chunk") for each in variants(words, [OP]) or ()]
         assert values == [None, 3, 0.5, True, "128x64"]
+        for each in variants(words, [OP]) or ():
+            assert recorded(str(each), OP) == each
+        assert recorded("fast:chunk=True", OP) == recorded(
+            "fast:chunk=true", OP
+        )  # of older records
 
 
 def test_tuning_tries_every_option_that_an_implementation_has() -> None:

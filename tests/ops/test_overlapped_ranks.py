@@ -50,7 +50,13 @@ class SerialStreams:
     def __init__(self, device: torch.device) -> None:
         self.recorded: set[str] = set()
 
+    def begin(self) -> None:
+        pass
+
     def enter(self, stream: str) -> None:
+        pass
+
+    def end(self) -> None:
         pass
 
     def record(self, event: str) -> None:
@@ -126,7 +132,22 @@ def on_ranks(rank: int, world: int, folder: str, which: list[tuple[str, str]]) -
         # A call's weight may be what the kernel before it writes.
         assert {each.kwargs.get("fixed", True) for each in project.call_args_list} == {False}
         turned(group)
+        ragged(group)
     return ran
+
+
+def ragged(group: Any) -> None:
+    """Sums that are pushed: ranks with fewer rows, of nearly as many bytes as slots are made for;
+    rows that are no whole words. And a gather of rows that begin within a word."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for rows, n in ((9, 56), (2 * world + 1, 7)):
+        A, B = operands(world, rows, rows, n, torch.bfloat16)[rank]
+        found = run_of("matmul_all_reduce", "chunked")(group, A, B, push=True)
+        check_same("matmul_all_reduce", (rows, n), [found], [staged_matmul_all_reduce(group, A, B)])
+    A, B = operands(world, 8, 9, 8, torch.bfloat16, k=8)[rank]
+    own = A.flatten()[1:65].view(8, 8)
+    whole, _ = run_of("all_gather_matmul", "pushed")(group, own, [B], 0, True)
+    check_same("all_gather_matmul", "within a word", [whole], [staged_all_gather(group, own, 0)])
 
 
 def turned(group: Any) -> None:

@@ -133,7 +133,7 @@ class Variant:
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        said = ",".join(f"{key}={value}" for key, value in self.options)
+        said = ",".join(f"{key}={_said(value)}" for key, value in self.options)
         return f"{self.name}:{said}" if said else self.name
 
 
@@ -262,10 +262,15 @@ def recorded(way: str, op: str) -> Variant | None:
     return found
 
 
+def _said(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _option(text: str) -> Any:
-    """A number or true or false, as a table's entry has them; else the text."""
+    """A number or true or false, as a table's entry has them, or as older records do; else the
+    text."""
     try:
-        value = parse_json(text)
+        value = parse_json({"True": "true", "False": "false"}.get(text, text))
     except ValueError:
         return text
     return value if isinstance(value, bool | int | float) else text
