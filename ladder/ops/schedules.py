@@ -239,7 +239,11 @@ def all_reduce(
     steps = [*_fork(streams), *_peers(rank, world, blocks, lanes)]
     for block, lane in enumerate(lanes[-blocks:]):
         if push and block == blocks - 1:
-            steps += [*_own(rank, world, block, lane, "push"), *_join(streams)]
+            # Its programs hold the GPU while they wait for peers, who need all products of this
+            # rank: these end before.
+            chunk = block * world + rank
+            steps += [Work(lane, "product", chunk), *_join(streams)]
+            steps += [*_take(rank, _flags(rank, world, block)), Work("main", "push", chunk)]
             continue
         steps += _own(rank, world, block, lane)
         steps += _spread(rank, world, block, blocks * world, lane)
@@ -267,10 +271,14 @@ def _peers(rank: int, world: int, blocks: int, lanes: list[Stream]) -> list[Step
     return steps
 
 
-def _own(rank: int, world: int, block: int, lane: Stream, action: str = "sum") -> list[Step]:
+def _own(rank: int, world: int, block: int, lane: Stream) -> list[Step]:
     """The own product of a block, and the sum of what has arrived."""
-    chunk, flags = block * world + rank, [block * world + peer for peer in others(rank, world)]
-    return [Work(lane, "product", chunk), *_take(rank, flags, lane), Work(lane, action, chunk)]
+    chunk, flags = block * world + rank, _flags(rank, world, block)
+    return [Work(lane, "product", chunk), *_take(rank, flags, lane), Work(lane, "sum", chunk)]
+
+
+def _flags(rank: int, world: int, block: int) -> list[int]:
+    return [block * world + peer for peer in others(rank, world)]
 
 
 def _spread(rank: int, world: int, block: int, flags: int, lane: Stream) -> list[Step]:
