@@ -41,7 +41,7 @@ def unknown(what: str, name: object, choices: Iterable[str], where: str = "") ->
     choices = list(choices)
     return UserError(
         f"unknown {what} {name!r}{where and f' of {where}'}{nearest(name, choices)}; known: "
-        f"{', '.join(choices)}"
+        f"{', '.join(choices) or 'none'}"
     )
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.kernels.slots import land_slots, sum_slots
+from ladder.models.errors import UserError
 from ladder.ops import schedules, workspace
 from ladder.ops.blocks import BLOCKS, Blocks, check_streams
 from ladder.ops.pushed import all_shots
@@ -37,6 +38,8 @@ def chunked_matmul_all_reduce(
     streams: as of `ladder.ops.overlapped.chunked_all_gather_matmul`. push: of the last block's sums
     by a kernel, if a row of them is whole words of 32 bits.
     """
+    if not isinstance(push, bool):
+        raise UserError(f"push={push!r}; expected true or false")
     rows = A.flatten(0, -2)
     total = rows.new_empty(len(rows), B.shape[1])
 

@@ -97,6 +97,12 @@ def test_a_wrong_tile_is_refused() -> None:
 
 
 def test_wrong_options_are_refused() -> None:
+    words = "unknown key 'shots' of options of matmul_reduce_scatter by 'pushed'; known: none"
+    with (
+        pytest.raises(UserError, match=words),
+        ladder.ops.use("matmul_reduce_scatter", "pushed", shots=2),
+    ):
+        pass
     A, B, group = torch.ones(8, 8), torch.ones(8, 8), Group(0, Everyone(2))
     gather, scatter = "all_gather_matmul", "matmul_reduce_scatter"
     for op, name, given in (
@@ -107,6 +113,8 @@ def test_wrong_options_are_refused() -> None:
         for streams in (0, 3):
             words = rf"streams={streams}; expected 1 to 2"
             check_refused(words, run_of(op, name), group, *given, streams=streams)
+    words = "push='maybe'; expected true or false"
+    check_refused(words, run_of("matmul_all_reduce", "chunked"), group, A, B, push="maybe")
     for options, words in (
         ({"blocks": 0}, "blocks=0; expected 1 to 8"), ({"blocks": 9}, "blocks=9; expected 1 to 8"),
         ({"ratio": 0}, "ratio=0; expected 1 to 8"), ({"ratio": 9}, "ratio=9; expected 1 to 8"),
