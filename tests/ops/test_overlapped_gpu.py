@@ -146,7 +146,23 @@ def provoked(which: str) -> int:
             known = set(OPERATORS[op].implementations[name].options)
             provoke(op, name, dtype, [each for each in OPTIONS[which] if known >= each.keys()])
             dense(op, name, dtype)
+    if which == "push":
+        ragged()
     return 0
+
+
+def ragged() -> None:
+    """Ranks with fewer rows than others, of nearly as many bytes as slots are made for."""
+    device = launch.join("cuda")
+    run = run_of("matmul_all_reduce", "chunked")
+    source = torch.Generator(device=device).manual_seed(launch.rank())
+    for rows in (1365, 1363):
+        A = torch.randint(-2, 3, (rows, 64), generator=source, device=device).bfloat16()
+        B = torch.randint(-2, 3, (64, 6144), generator=source, device=device).bfloat16()
+        given = dist.group.WORLD, A, B
+        found = [run(*given, push=True) for _ in range(3)]
+        wanted = run_of("matmul_all_reduce", "staged")(*given)
+        check_same("matmul_all_reduce", rows, found, [wanted] * 3)
 
 
 def provoke(op: str, name: str, dtype: torch.dtype, every: list[dict[str, Any]]) -> None:
