@@ -211,7 +211,8 @@ def recorded_points(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Meas
                     raise KeyError(value)
             result, about = Result(**record["result"]), record["machine"]
             device = "cpu" if about["gpu"] == "none" else about["gpu"]
-            run = runs.setdefault((source_of(about), point, device), {})
+            same = replace(point, shape="")  # two models may have the same product
+            run = runs.setdefault((source_of(about), same, device), {})
         except (KeyError, TypeError) as error:
             raise UserError(
                 f"--records: a record lacks a field, or has one that is unknown ({error}); name "
