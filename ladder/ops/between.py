@@ -7,7 +7,7 @@ is taken where two bounds say that it is not slower than what would run without 
   rows, in waves of tiles (`ladder.ops.waves`), by no more than it gained at every measured size,
   and they took longer there, less NOISE. What it gains, as a share of its time, goes with the
   exchange's bytes over the product's operations: with 1 / n for a gather and 1 / k for a scatter.
-  What does not cut it has the other bound alone.
+  What does not cut it has the other bound alone, and none in a graph.
 - Eager, what would run without it must take `host_us` or more, in proportion to the operations. So
   long may the host take to enqueue a call of it; then the call takes as long.
 """

@@ -19,6 +19,7 @@ from ladder.models.errors import UserError, unknown
 from ladder.ops.mailbox import addresses, mailbox
 from ladder.ops.refusals import peer_refusal
 from ladder.ops.registry import implement
+from ladder.ops.tilings import check_switch
 from ladder.ops.workspace import workspace
 
 OP = "embedding_bag_all_to_all"
@@ -34,6 +35,7 @@ def pushed(
     lent: the result is the shared memory itself, which saves a copy of the peers' part. The next
     call of this operator on this stream overwrites it, on whatever shapes.
     """
+    check_switch("lent", lent)
     if order not in ORDERS:
         raise unknown("order", order, ORDERS)
     first = weights[0]

@@ -17,13 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.kernels.slots import land_slots, sum_slots
-from ladder.models.errors import UserError
 from ladder.ops import schedules, workspace
 from ladder.ops.blocks import BLOCKS, Blocks, check_streams
 from ladder.ops.pushed import all_shots
 from ladder.ops.refusals import landing_refusal, peer_refusal
 from ladder.ops.registry import implement
+from ladder.ops.tilings import check_switch
 from ladder.ops.waves import by_chunks
+
+MOST_PUSHED = 2**31  # bytes; the kernel counts the words of its slots in 32 bits
 
 
 @implement(
@@ -36,10 +38,9 @@ def chunked_matmul_all_reduce(
     """blocks: of rows, whose sums are sent while later ones are computed; ratio: see `Blocks`.
 
     streams: as of `ladder.ops.overlapped.chunked_all_gather_matmul`. push: of the last block's sums
-    by a kernel, if a row of them is whole words of 32 bits.
+    by a kernel, if a row of them is whole words of 32 bits, and all are no more than 2 GiB.
     """
-    if not isinstance(push, bool):
-        raise UserError(f"push={push!r}; expected true or false")
+    check_switch("push", push)
     rows = A.flatten(0, -2)
     total = rows.new_empty(len(rows), B.shape[1])
 
@@ -88,7 +89,7 @@ def _spread(
     last = slice(min(world * cut.starts[-2], len(rows)), len(rows))  # the last block, on all ranks
     high = cut.height - cut.starts[-2]  # of a rank; the last ones may have fewer
     line = n * rows.element_size()
-    push = push and last.start < last.stop and line % 4 == 0
+    push = push and last.start < last.stop and line % 4 == 0 and world * high * line <= MOST_PUSHED
     if push:
         shots = all_shots(space, group, world * high * line, kinds=1)
     chosen, slots = space.begin((height, n), rows.dtype)

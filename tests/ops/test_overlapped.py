@@ -162,6 +162,12 @@ def test_schedules(name: str, world: int) -> None:
             if isinstance(step, Follow):
                 recorded = [each for each in schedule if getattr(each, "event", "") == step.event]
                 assert recorded.index(step) > 0, step
+        if "push" in name:  # its programs hold the GPU, which the products need
+            (pushes,) = [n for n, s in enumerate(schedule) if getattr(s, "action", "") == "push"]
+            works = [n for n, s in enumerate(schedule) if getattr(s, "action", "") == "product"]
+            assert max(works) < pushes
+            if "2 streams" in name:
+                assert schedule.index(Follow("main", "computed")) in range(max(works), pushes)
         after_sent = schedule[schedule.index(Follow("main", "sent")) + 1 :]
         # Where copies read the slots, too, these are free only when all has been sent.
         assert all(step.word.kind in ("free", "arrived") for step in after_sent)

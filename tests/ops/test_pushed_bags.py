@@ -138,6 +138,7 @@ def asked(rank: int, ranks: int, folder: str) -> list[str]:
         for options, words in (
             ({"order": "remotely"}, r"unknown order 'remotely' \(did you mean 'remote'\?\)"),
             ({"programs": 0}, "programs=0; expected 1 to 4096"),
+            ({"lent": "maybe"}, "lent='maybe'; expected true or false"),
             ({"programs": 5000}, "programs=5000; expected 1 to 4096"),
         ):
             check_refused(words, RUN["pushed"].run, group, *given, **options)

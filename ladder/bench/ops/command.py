@@ -22,7 +22,7 @@ from ladder.bench.ops.cases import make_case
 from ladder.bench.ops.derive import Timed
 from ladder.bench.ops.measure import link_rate, measure, pick, prepare, ways
 from ladder.bench.ops.page import picked_ranges, write_page
-from ladder.bench.ops.points import OpPoint, Variant, check_options, expand, variants
+from ladder.bench.ops.points import OpPoint, Variant, check_options, expand, product_of, variants
 from ladder.bench.ops.table import (
     PLAIN,
     Measured,
@@ -125,7 +125,7 @@ def main(options: Any) -> int:
     deadline = float("inf") if options.budget is None else time.time() + 60 * options.budget
     ops = options.ops or [point.op for point in points]
     asked = variants(options.implementations, ops, options.tune)
-    measured: list[Measured] = []
+    measured: dict[OpPoint, Measured] = {}
     made: list[dict[str, Any]] = []
     wrong: list[str] = []
     for number, point in enumerate(points, start=1):
@@ -138,7 +138,7 @@ def main(options: Any) -> int:
         _left_out(line for line in lines if line not in left_out)
         left_out += lines
         wrong += errors
-        measured.append(found)
+        measured[product_of(point)] = found
         if head:
             new = derive.records(point, found[1], about)
             append(out / RESULTS, new)
@@ -147,7 +147,7 @@ def main(options: Any) -> int:
                 print(f"error: {line}", file=sys.stderr, flush=True)
         _say(f"{number} of {len(points)}: {point}")
     if head:
-        _finish(options, measured, made, about)
+        _finish(options, [*measured.values()], made, about)
     return 1 if wrong else 0
 
 

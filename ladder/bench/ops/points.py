@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ladder.config import configs_folder, model_config, parse_json
@@ -152,6 +152,11 @@ def sizes_of(point: OpPoint) -> tuple[int, ...]:
     if point.op == EXPERTS:
         return m // ranks, n, k, point.experts // ranks
     return (m // ranks, n) if point.op in OF_EXPERTS else (m, n, k // ranks)
+
+
+def product_of(point: OpPoint) -> OpPoint:
+    """The point without its shape's name: two models may have the same product."""
+    return replace(point, shape="")
 
 
 def calls_of(point: OpPoint) -> int:

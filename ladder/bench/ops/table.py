@@ -16,6 +16,7 @@ from ladder.bench.ops.points import (
     OpPoint,
     Variant,
     point_of,
+    product_of,
     recorded,
     sizes_of,
 )
@@ -211,8 +212,7 @@ def recorded_points(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Meas
                     raise KeyError(value)
             result, about = Result(**record["result"]), record["machine"]
             device = "cpu" if about["gpu"] == "none" else about["gpu"]
-            same = replace(point, shape="")  # two models may have the same product
-            run = runs.setdefault((source_of(about), same, device), {})
+            run = runs.setdefault((source_of(about), product_of(point), device), {})
         except (KeyError, TypeError) as error:
             raise UserError(
                 f"--records: a record lacks a field, or has one that is unknown ({error}); name "
