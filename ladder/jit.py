@@ -86,6 +86,13 @@ def has_dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def multiprocessors(device: torch.device, interpreter: int) -> int:
+    """The SMs of a GPU; of a CPU, whose programs run one after the other, `interpreter`."""
+    if device.type == "cpu":
+        return interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def on_triton(tensor: Tensor) -> bool:
     """Whether the Triton kernel runs on `tensor`, and not the PyTorch reference.
 

@@ -188,7 +188,7 @@ class TwoShotAllReduce:
         Its bytes are a multiple of 16 and at most `limit`. blocking: see `PushAllReduce`.
         """
         out = torch.empty_like(partial)
-        words = partial.numel() * partial.element_size() // 4
+        words = partial.nbytes // 4
         self._run(partial, out, words, shard_words(words, self.world), blocking=blocking)
         return out
 
@@ -198,14 +198,14 @@ class TwoShotAllReduce:
         average: divided by T before it is rounded. A shard's bytes are a multiple of 16.
         """
         out = torch.empty_like(partial[0])
-        shard = out.numel() * out.element_size() // 4
+        shard = out.nbytes // 4
         self._run(partial, out, self.world * shard, shard, gathers=False, average=average)
         return out
 
     def gather(self, own: Tensor) -> Tensor:
         """`own` [...] of all ranks, [T, ...]; zeros have no sign. Its bytes: as a shard's."""
         out = own.new_empty(self.world, *own.shape)
-        shard = own.numel() * own.element_size() // 4
+        shard = own.nbytes // 4
         self._run(own, out, self.world * shard, shard, scatters=False)
         return out
 
@@ -216,8 +216,7 @@ class TwoShotAllReduce:
         all ranks. n elements are whole words.
         """
         shard = rows * out.shape[1] * out.element_size() // 4
-        words = out.numel() * out.element_size() // 4
-        self._run(slots, out, words, shard, scatters=False, stride=slots.stride(0))
+        self._run(slots, out, out.nbytes // 4, shard, scatters=False, stride=slots.stride(0))
 
     def _run(
         self, source: Tensor, out: Tensor, words: int, shard: int, scatters: bool = True,
@@ -231,7 +230,7 @@ class TwoShotAllReduce:
         assert source.dtype in DTYPES, source.dtype
         assert 0 < 4 * words <= self.limit, (words, self.limit)
         assert shard <= self.stride, (shard, self.stride)
-        assert sums or source.numel() * source.element_size() % 16 == 0, source.shape
+        assert sums or source.nbytes % 16 == 0, source.shape
         assert self.kinds == KINDS or not (scatters and gathers), self.kinds
         block, warps = self.LARGE if shard >= self.programs * self.LARGE[0] else self.SMALL
         launch(

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ladder.comm.primitives import SPIN_LIMIT, arrive, average, load, peer, put_tile, wait
-from ladder.jit import begin, interpreted, jit, kernel, launch, on_triton, tl
+from ladder.jit import begin, interpreted, jit, kernel, launch, multiprocessors, on_triton, tl
 from ladder.kernels.slots import SlotArrivals
 from ladder.models.errors import UserError
 
@@ -247,12 +247,6 @@ def has_tma(*matrices: Tensor) -> bool:
     )
 
 
-def _programs(tiles: int, device: torch.device) -> int:
-    if device.type == "cpu":
-        return min(tiles, 3)
-    return min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 @torch.no_grad()
 def gemm(
     a: Tensor, b: Tensor, order: Tensor, *, tiling: Tiling | None = None, shards: int = 1,
@@ -315,7 +309,7 @@ def gemm(
     # The interpreter has no products of 16 bits.
     kind = tl.float32 if interpreted() else getattr(tl, str(a.dtype).removeprefix("torch."))
     launch(
-        _gemm_kernel, (_programs(len(order), a.device),), a.device,
+        _gemm_kernel, (min(len(order), multiprocessors(a.device, 3)),), a.device,
         first, second, out, order, flags, rank, *tables,
         m // shards, len(order), down * across, n, size, a.stride(0), b.stride(0), m,
         BM=tiling.rows, BN=tiling.columns, BK=tiling.depth, HALVES=tiling.halves,

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from typing import Any, no_type_check
 
-import torch
 from torch import Tensor
 
 from ladder.comm.primitives import SPIN_LIMIT, peer, store
 from ladder.comm.symmetric import SymmetricTensor
-from ladder.jit import begin, interpreted, jit, kernel, launch, tl, triton
+from ladder.jit import begin, interpreted, jit, kernel, launch, multiprocessors, tl, triton
 from ladder.kernels.gemm import Tiling, has_tma
 from ladder.kernels.rows import await_open, hand_over, piece_of
 
@@ -119,7 +118,7 @@ def grouped_push(
         second = TensorDescriptor.from_tensor(flat, block)
     kind = tl.float32 if interpreted() else getattr(tl, str(h.dtype).removeprefix("torch."))
     launch(
-        _grouped_push_kernel, (_programs(h.device),), h.device,
+        _grouped_push_kernel, (multiprocessors(h.device, 3),), h.device,
         first, second, offsets.contiguous(), places, owners.contiguous(), out, slots.addresses,
         words.addresses, counter, counts, overflow, words.rank, len(h), experts, n, size,
         h.stride(0), flat.stride(0), n if turned else size, out.shape[1],
@@ -128,9 +127,3 @@ def grouped_push(
         ALIGN=16 if n % 8 == 0 else 2, WORLD=len(out), SPIN_LIMIT=SPIN_LIMIT,
         num_warps=tiling.warps, num_stages=tiling.stages, dependent=False,
     )  # fmt: skip
-
-
-def _programs(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 3
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -28,7 +28,7 @@ from ladder.comm.primitives import (
     sendable,
     store,
 )
-from ladder.jit import begin, kernel, launch, tl, triton
+from ladder.jit import begin, kernel, launch, multiprocessors, tl, triton
 from ladder.kernels.landing import bits_of
 from ladder.kernels.norm import Pair
 from ladder.kernels.prefill import norm_row
@@ -91,20 +91,18 @@ class PushedLanding:
 
     elements: the most that a rank lands. Calls of all sizes share the slots, which take 2 x world x
     so many elements of each rank's memory: all ranks must make the same calls in the same order,
-    and calls must not overlap (one stream). programs: the thread blocks of a call, all of which the
-    GPU runs at once.
+    and calls must not overlap (one stream).
     """
 
-    def __init__(
-        self, elements: int, dtype: torch.dtype, group: Any, device: torch.device, programs: int
-    ) -> None:
+    def __init__(self, elements: int, dtype: torch.dtype, group: Any, device: torch.device) -> None:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.stride, self.programs, self.dtype = elements, programs, dtype
+        self.stride, self.dtype = elements, dtype
+        self.programs = multiprocessors(device, 2)
         assert elements * dtype.itemsize % 16 == 0, elements
         assert SETS * self.world * elements < 2**31, elements  # the kernel counts in 32 bits
         shape, bits = (SETS * self.world * elements,), EMPTY[dtype.itemsize]
         self.slots = symmetric.allocate(shape, dtype, group, device, bits=bits)
-        self.epochs = torch.zeros(programs, dtype=torch.int32, device=device)
+        self.epochs = torch.zeros(self.programs, dtype=torch.int32, device=device)
 
     def __call__(
         self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Pair

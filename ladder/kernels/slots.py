@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 
 from ladder.comm.primitives import SPIN_LIMIT, average, load, wait
-from ladder.jit import begin, check_dtype, check_tensor, jit, kernel, launch, on_triton, tl, triton
+from ladder.jit import (
+    begin,
+    check_dtype,
+    check_tensor,
+    jit,
+    kernel,
+    launch,
+    multiprocessors,
+    on_triton,
+    tl,
+    triton,
+)
 from ladder.kernels.norm import MAX_SIZE, Pair
 from ladder.kernels.prefill import land_rows_reference, norm_row
 from ladder.models.errors import UserError
@@ -114,12 +125,6 @@ def _land_slots_kernel(
         tl.store(normed + at, y, mask=inside)
 
 
-def waiting_programs(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 2
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
-
-
 @torch.no_grad()
 def land_slots(
     slots: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Pair,
@@ -144,7 +149,7 @@ def land_slots(
         return out
     block = triton.next_power_of_2(size)
     # Programs that wait are few, so that each polls for several rows.
-    programs = rows if arrivals is None else min(rows, waiting_programs(residual.device))
+    programs = rows if arrivals is None else min(rows, 2 * multiprocessors(residual.device, 1))
     launch(
         _land_slots_kernel, (programs,), residual.device,
         slots, residual, weight, *out, eps,

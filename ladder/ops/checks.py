@@ -93,6 +93,11 @@ def check_reduce_op(reduce_op: str) -> None:
         raise UserError(f"reduce_op={reduce_op!r}; expected 'sum' or 'avg'")
 
 
+def check_switch(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise UserError(f"{name}={value!r}; expected true or false")
+
+
 def check_whole(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
     """Raise UserError unless it has whole numbers and is on `like`'s device."""
     check_dtype(name, tensor, (torch.int32, torch.int64))

@@ -26,12 +26,14 @@ from torch import Tensor
 
 from ladder.comm.push import DTYPES, PushAllReduce
 from ladder.comm.two_shot import KINDS, TwoShotAllReduce
+from ladder.jit import multiprocessors
 from ladder.kernels import SendJob, project, send
 from ladder.kernels.collect import Collector
 from ladder.kernels.decode import MAX_ROWS
 from ladder.kernels.push_land import PushedLanding
 from ladder.models.errors import UserError
 from ladder.ops.calls import rows_back, rows_first
+from ladder.ops.overlapped import LANDING
 from ladder.ops.products import product
 from ladder.ops.refusals import landing_refusal, peer_refusal
 from ladder.ops.registry import Call, implement
@@ -39,7 +41,6 @@ from ladder.ops.workspace import Workspace, workspace
 
 LARGEST, SMALLEST = 2**24, 2**16  # bytes of a message; of what slots are made for
 SHOTS = ("shots",)
-SCATTER_LANDING = "matmul_reduce_scatter_add_rms_norm"
 LANDING_EVERYWHERE = "matmul_all_reduce_add_rms_norm"
 
 
@@ -125,13 +126,13 @@ def landing_push_refusal(call: Call) -> str | None:
     return push_refusal(call) or landing_refusal(call)
 
 
-@implement(SCATTER_LANDING, "pushed", landing_push_refusal)
+@implement(LANDING, "pushed", landing_push_refusal)
 def pushed_scatter_landing(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float,
     scatter_dim: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, before = rows_first(A, scatter_dim), rows_first(residual, scatter_dim)
-    landed, normed = _land(group, SCATTER_LANDING, rows, B, before.contiguous(), weight, eps)
+    landed, normed = _land(group, LANDING, rows, B, before.contiguous(), weight, eps)
     return rows_back(landed, A, scatter_dim), rows_back(normed, A, scatter_dim)
 
 
@@ -149,14 +150,7 @@ def _land(
     eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     space = workspace(group, op, rows.device)
-    most = _most(residual.numel() * residual.element_size())
-    land: PushedLanding = space.once(
-        ("landing", most, rows.dtype),
-        lambda: PushedLanding(
-            most // rows.element_size(), rows.dtype, group, space.device, _programs(space.device)
-        ),
-        f"slots for {most} bytes",
-    )  # fmt: skip
+    land: PushedLanding = _sized(space, group, PushedLanding, residual.nbytes, rows.dtype)
     out = torch.empty_like(residual), torch.empty_like(residual)
     land(product(rows, B, None), residual, weight.contiguous(), eps, out)
     return out
@@ -213,16 +207,10 @@ def all_shots(
     device, most, padding = space.device, _most(size), 16 * space.world
     found: TwoShotAllReduce = space.once(
         ("shots", most, kinds),
-        lambda: TwoShotAllReduce(most + padding, group, device, _programs(device), kinds),
+        lambda: TwoShotAllReduce(most + padding, group, device, multiprocessors(device, 2), kinds),
         f"slots for {most} bytes",
     )
     return found
-
-
-def _programs(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _sized(

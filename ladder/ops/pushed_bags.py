@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ladder.kernels.bags import MAX_PROGRAMS, ORDERS, default_programs, push_bags
 from ladder.models.errors import UserError, unknown
+from ladder.ops.checks import check_switch
 from ladder.ops.mailbox import addresses, mailbox
 from ladder.ops.refusals import peer_refusal
 from ladder.ops.registry import implement
-from ladder.ops.tilings import check_switch
 from ladder.ops.workspace import workspace
 
 OP = "embedding_bag_all_to_all"

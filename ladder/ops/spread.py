@@ -19,10 +19,10 @@ from torch import Tensor
 from ladder.kernels.slots import land_slots, sum_slots
 from ladder.ops import schedules, workspace
 from ladder.ops.blocks import BLOCKS, Blocks, check_streams
+from ladder.ops.checks import check_switch
 from ladder.ops.pushed import all_shots
 from ladder.ops.refusals import landing_refusal, peer_refusal
 from ladder.ops.registry import implement
-from ladder.ops.tilings import check_switch
 from ladder.ops.waves import by_chunks
 
 MOST_PUSHED = 2**31  # bytes; the kernel counts the words of its slots in 32 bits

@@ -29,6 +29,7 @@ from ladder.ops.waves import by_tiles
 
 EVERYWHERE = "matmul_all_reduce"
 OPTIONS = (*ORDERED, "pieces")
+PIECES = {SCATTER: 2, EVERYWHERE: 4}
 
 
 def even_refusal(call: Call) -> str | None:
@@ -41,7 +42,8 @@ def even_refusal(call: Call) -> str | None:
 @implement(SCATTER, "summing", kernel_refusal, OPTIONS, surplus=by_tiles(tile_of))
 def summing_matmul_reduce_scatter(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int,
-    tile: str | None = None, stages: int | None = None, pieces: int = 2, group_m: int = GROUP,
+    tile: str | None = None, stages: int | None = None, pieces: int = PIECES[SCATTER],
+    group_m: int = GROUP,
 ) -> Tensor:  # fmt: skip
     """pieces: the copies of each peer's rows, fewer if one had less than group_m rows of tiles."""
     rows = rows_first(A, scatter_dim)
@@ -55,7 +57,8 @@ def summing_matmul_reduce_scatter(
 @implement(EVERYWHERE, "summing", even_refusal, OPTIONS, surplus=by_tiles(tile_of))
 def summing_matmul_all_reduce(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None,
-    tile: str | None = None, stages: int | None = None, pieces: int = 4, group_m: int = GROUP,
+    tile: str | None = None, stages: int | None = None, pieces: int = PIECES[EVERYWHERE],
+    group_m: int = GROUP,
 ) -> Tensor:  # fmt: skip
     """pieces: as of the reduce-scatter, and of this rank's sums."""
     rows = A.flatten(0, -2)

@@ -1,4 +1,4 @@
-"""The options of products by our own tiles, their shape and order; and those that are switches."""
+"""The options of products by our own tiles: their shape, and the order in which they come."""
 
 from __future__ import annotations
 
@@ -30,11 +30,6 @@ def tiling_of(tile: str | None, stages: int | None, group_m: int = GROUP) -> Til
             f"128x256x64"
         )
     return replace(found, rows=sizes[0], columns=sizes[1], depth=sizes[2])
-
-
-def check_switch(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise UserError(f"{name}={value!r}; expected true or false")
 
 
 def tile_of(options: Mapping[str, Any]) -> tuple[int, int]:

@@ -50,12 +50,11 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.by_name: dict[Stream, torch.cuda.Stream] = {"main": torch.cuda.current_stream(device)}
-        self.callers = device.index  # the caller's current device
         self.now: torch.cuda.Stream = self.by_name["main"]
         self.events: dict[str, torch.cuda.Event] = {}
 
     def begin(self) -> None:
-        self.callers = torch.cuda.current_device()
+        self.callers = torch.cuda.current_device()  # which `enter` may change
 
     def end(self) -> None:
         """The current stream and device are the caller's again."""

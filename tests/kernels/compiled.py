@@ -94,7 +94,7 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
             rows = torch.zeros(2 * WORLD, SIZE, dtype=dtype)
             for name, count in (("scattered", 2), ("everywhere", 2 * WORLD)):
                 cases(f"{str(dtype).removeprefix('torch.')}, {name}")
-                lands = push_land.PushedLanding(rows.numel(), dtype, group, device, 132)
+                lands = push_land.PushedLanding(rows.numel(), dtype, group, device)
                 some, gain = rows[:count], rows[0]
                 lands(rows, some, gain, 1e-5, (some, some))
         case, halves = "float16", torch.zeros(ROWS, SIZE, dtype=torch.float16)

@@ -153,9 +153,7 @@ def options_of(op: str, name: str) -> list[dict[str, Any]]:
     if name == "pushed":
         return [{}, {"shots": 2}] if op.endswith("all_reduce") else [{}]
     pieces = {**TILE, "pieces": 2, "group_m": 1}
-    if name == "pushing":
-        return [{}]
-    return [TILE if name == "waiting" else pieces]
+    return [{"waiting": TILE, "tracked": pieces, "summing": pieces}.get(name, {})]
 
 
 def expected(

@@ -243,7 +243,7 @@ def test_products_of_experts(world: int, dtype: torch.dtype) -> None:
     calls = [lambda rank, case=case: call(case, rank) for case in cases]
     with (
         mock.patch.object(rows, "PROGRAMS", 16),
-        mock.patch.object(grouped, "_programs", return_value=16),
+        mock.patch.object(grouped, "multiprocessors", return_value=16),
     ):
         for results in together(made, calls):
             for (ys, owners, _, capacity), found in zip(cases, results, strict=True):

@@ -17,7 +17,7 @@ from ladder.ops import schedules
 from ladder.ops.blocks import Blocks
 from ladder.ops.overlapped import tracked_map
 from ladder.ops.schedules import Schedule, Word, Work
-from ladder.ops.summing import pieces_of
+from ladder.ops.summing import PIECES, pieces_of
 from ladder.ops.tilings import tiling_of
 from ladder.ops.track_maps import rotated
 from ladder.perf.operators.cost import OperatorCost
@@ -202,8 +202,7 @@ def summing(
 ) -> Lowered:  # fmt: skip
     """As `tracked`; a tile of the own rows waits for the peer that sends them last."""
     tiling, world, spread = tiling_of(tile, stages, group_m), size.ranks, op == REDUCE
-    asked = (4 if spread else 2) if pieces is None else pieces
-    cut = pieces_of(size.shard, tiling, asked)
+    cut = pieces_of(size.shard, tiling, PIECES[op] if pieces is None else pieces)
     track, across = tracked_map(size.shard, size.outputs, world, tiling, cut, keep=True)
     programs = [track.compile(rank) for rank in range(world)]
     us = cost.tile(size.rows, size.outputs, size.inputs, tiling.rows * tiling.columns)
