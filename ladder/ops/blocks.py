@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ladder.models.errors import UserError
-from ladder.ops.schedules import LANES
+from ladder.ops.steps import LANES
 
 MAX_BLOCKS, MAX_RATIO = 8, 8
 WHOLE_ROWS = 128  # of a tile of cuBLAS

@@ -37,6 +37,7 @@ from ladder.ops.refusals import (
     peer_refusal,
 )
 from ladder.ops.registry import implement
+from ladder.ops.steps import Schedule
 from ladder.ops.tilings import ORDERED, tile_of, tiling_of
 from ladder.ops.track import Program, TrackMap
 from ladder.ops.track_maps import all_to_all, rotated
@@ -260,7 +261,7 @@ class TrackPlan:
     `SlotArrivals`.
     """
 
-    schedule: schedules.Schedule
+    schedule: Schedule
     order: Tensor
     target: Tensor
     counter: Tensor
@@ -287,7 +288,7 @@ def tracked_map(
 
 def track_plan(
     space: workspace.Workspace, shard: int, n: int, tiling: Tiling, pieces: int,
-    schedule: Callable[[Program, int], schedules.Schedule], keep: bool = False,
+    schedule: Callable[[Program, int], Schedule], keep: bool = False,
 ) -> TrackPlan:  # fmt: skip
     """Its map, compiled for this rank. keep: see `all_to_all`."""
     world = space.world

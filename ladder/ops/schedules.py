@@ -29,87 +29,21 @@ step before.) So the oldest call that has not ended can always go on.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Literal
 
+from ladder.ops.steps import (
+    ALL,
+    LANES,
+    Await,
+    Follow,
+    Put,
+    Record,
+    Schedule,
+    Step,
+    Stream,
+    Word,
+    Work,
+)
 from ladder.ops.track import Program
-
-Stream = Literal["main", "second", "copies"]
-LANES: tuple[Stream, ...] = ("main", "second")  # of the products
-# `full`: a count of tiles, in the sender's own memory.
-Kind = Literal["free", "arrived", "full"]
-KINDS: tuple[Kind, ...] = ("free", "arrived", "full")
-ALL = -1  # the chunk of a step that does all of them
-
-
-@dataclass(frozen=True)
-class Word:
-    """An int32 in the memory of a rank, one for each set."""
-
-    rank: int
-    kind: Kind
-    index: int
-
-
-@dataclass(frozen=True)
-class Await:
-    """The stream waits until the word is `value`."""
-
-    stream: Stream
-    word: Word
-    value: int = 1
-
-
-@dataclass(frozen=True)
-class Put:
-    """The stream writes the word, after all that came before in it."""
-
-    stream: Stream
-    word: Word
-    value: int
-
-
-@dataclass(frozen=True)
-class Record:
-    """The event happens when the stream has come here."""
-
-    stream: Stream
-    event: str
-
-
-@dataclass(frozen=True)
-class Follow:
-    """The stream waits for an event that was recorded before, in this call."""
-
-    stream: Stream
-    event: str
-
-
-@dataclass(frozen=True)
-class Work:
-    """The stream runs an action of the operator on a chunk.
-
-    waits: words that the action itself waits for, until they are 1.
-    """
-
-    stream: Stream
-    action: str
-    chunk: int
-    waits: tuple[Word, ...] = ()
-
-
-Step = Await | Put | Record | Follow | Work
-Schedule = tuple[Step, ...]
-
-
-def jobs(schedule: Schedule) -> list[tuple[Step, ...]]:
-    """What the host enqueues, job by job: words that follow each other in a stream are one."""
-
-    def kind(step: Step) -> object:
-        return step.stream if isinstance(step, Await | Put) else id(step)
-
-    return [tuple(each) for _, each in groupby(schedule, kind)]
 
 
 def others(rank: int, world: int, step: int = 1) -> list[int]:

@@ -22,18 +22,7 @@ from ladder.comm import capture, driver, symmetric
 from ladder.comm.driver import MemoryOperation
 from ladder.comm.symmetric import SymmetricTensor
 from ladder.models.errors import UserError
-from ladder.ops import schedules
-from ladder.ops.schedules import (
-    KINDS,
-    Await,
-    Follow,
-    Kind,
-    Record,
-    Schedule,
-    Stream,
-    Word,
-    Work,
-)
+from ladder.ops.steps import KINDS, Await, Follow, Kind, Record, Schedule, Stream, Word, Work, jobs
 
 SETS = 2
 MAX_WORDS = 256  # of each kind and set
@@ -195,9 +184,9 @@ class Workspace:
             self._plans[key] = schedule, self._plan(schedule, chosen)
         self.streams.begin()
         try:
-            for stream, jobs in self._plans[key][1]:
+            for stream, some in self._plans[key][1]:
                 self.streams.enter(stream)
-                for action, what in jobs:
+                for action, what in some:
                     if action is None:
                         what()
                     else:
@@ -208,8 +197,8 @@ class Workspace:
     def _plan(self, schedule: Schedule, chosen: int) -> list[tuple[Stream, list[Job]]]:
         """What the host does for a call, stream by stream."""
 
-        jobs: list[tuple[Stream, Job]] = []
-        for steps in schedules.jobs(schedule):
+        planned: list[tuple[Stream, Job]] = []
+        for steps in jobs(schedule):
             first = steps[0]
             if isinstance(first, Work):
                 job: Job = first.action, first.chunk
@@ -219,8 +208,8 @@ class Workspace:
                 job = None, partial(self.streams.follow, first.event)
             else:
                 job = None, partial(self.streams.enqueue, self._batch(steps, chosen))
-            jobs.append((first.stream, job))
-        by_stream = groupby(jobs, lambda each: each[0])
+            planned.append((first.stream, job))
+        by_stream = groupby(planned, lambda each: each[0])
         return [(stream, [job for _, job in each]) for stream, each in by_stream]
 
     def _batch(self, steps: tuple[Any, ...], chosen: int) -> Any:

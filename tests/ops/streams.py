@@ -17,7 +17,7 @@ from torch import Tensor
 from ladder.comm import symmetric
 from ladder.comm.symmetric import SymmetricTensor
 from ladder.ops import workspace
-from ladder.ops.schedules import KINDS, Await, Follow, Put, Record, Schedule, Step, Work
+from ladder.ops.steps import KINDS, Await, Follow, Put, Record, Schedule, Step, Work
 from tests.interpreter import addresses
 
 

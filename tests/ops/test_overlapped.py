@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ladder.ops import schedules
-from ladder.ops.schedules import Await, Follow, Put, Schedule
+from ladder.ops.steps import Await, Follow, Put, Schedule, Word
 from ladder.ops.track_maps import all_to_all
 from tests.kernels.support import _poisoned_memory, on  # noqa: F401  (a fixture)
 from tests.ops.overlapped import (
@@ -253,6 +253,6 @@ def test_an_unfinished_wait_is_seen() -> None:
     machine = Machine(1, lambda n: 0)
     space = mock.Mock()
     space.words.by_rank = [torch.zeros(2, 3, 256, dtype=torch.int32)]
-    machine._push("main", Queued(1, Await("main", schedules.Word(0, "free", 0)), space))
+    machine._push("main", Queued(1, Await("main", Word(0, "free", 0)), space))
     with pytest.raises(WrongOrderError, match="waits for ever"):
         machine.execute(random.Random(0))

@@ -15,7 +15,7 @@ from ladder.bench.ops.points import OpPoint, Variant, calls_of
 from ladder.cli import main
 from ladder.models.errors import UserError
 from ladder.ops import schedules
-from ladder.ops.schedules import Word, Work
+from ladder.ops.steps import Schedule, Word, Work
 from ladder.ops.track_maps import all_to_all
 from ladder.perf.machine import Curve, Machine, Value
 from ladder.perf.machine_files import load
@@ -62,7 +62,7 @@ def tasks(product: Task, copy: float, moved: float = 0.0) -> Tasks:
     return of
 
 
-def gathers(world: int, streams: int = 1) -> list[schedules.Schedule]:
+def gathers(world: int, streams: int = 1) -> list[Schedule]:
     return [schedules.all_gather(rank, world, streams=streams) for rank in range(world)]
 
 

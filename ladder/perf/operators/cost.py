@@ -7,7 +7,7 @@ import math
 from ladder.bench.ops.points import TURNS
 from ladder.comm.capture import Mode
 from ladder.costs import BF16, MULTIPROCESSORS
-from ladder.ops.schedules import Schedule, Work, jobs
+from ladder.ops.steps import Schedule, Work, jobs
 from ladder.ops.waves import CUBLAS, count, least_taken, split, taken
 from ladder.perf.grid import FILL, SQUARE, matrix_rate
 from ladder.perf.machine import Machine

@@ -16,7 +16,7 @@ from ladder.kernels.gemm import GROUP, tiles_of
 from ladder.ops import schedules
 from ladder.ops.blocks import Blocks
 from ladder.ops.overlapped import tracked_map
-from ladder.ops.schedules import Schedule, Word, Work
+from ladder.ops.steps import Schedule, Word, Work
 from ladder.ops.summing import PIECES, pieces_of
 from ladder.ops.tilings import tiling_of
 from ladder.ops.track_maps import rotated

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 
-from ladder.ops.schedules import Await, Follow, Put, Record, Schedule, Step, Stream, Word, Work
+from ladder.ops.steps import Await, Follow, Put, Record, Schedule, Step, Stream, Word, Work
 from ladder.perf.engine import Engine
 
 MICROSECOND = 10**6  # in picoseconds
