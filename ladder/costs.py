@@ -37,6 +37,23 @@ def layer_parameters(config: ModelConfig) -> int:
     return sublayer_parameters(config, "attention+mlp")
 
 
+def product_shapes(config: ModelConfig, tp: int = 1) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of each product of a layer, and of the head, on one of `tp` ranks.
+
+    A rank has a head of keys and values of its own, even if others have the same.
+    """
+    hidden, inner = config.hidden_size, config.intermediate_size // tp
+    queries = config.num_heads // tp
+    heads = queries + 2 * max(1, config.num_kv_heads // tp)
+    return {
+        "qkv": (heads * config.head_dim, hidden),
+        "output": (hidden, queries * config.head_dim),
+        "gate-up": (2 * inner, hidden),
+        "down": (hidden, inner),
+        "head": (-(-config.vocab_size // tp), hidden),
+    }
+
+
 def vocabulary_parameters(config: ModelConfig) -> int:
     """The parameters of the whole embedding; the head, tied or not, has as many."""
     return config.vocab_size * config.hidden_size

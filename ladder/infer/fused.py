@@ -7,7 +7,7 @@ folds the norms' weights into the matrices that read them, and sets a Runtime th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +41,7 @@ from ladder.models.transformer import Parts, Transformer
 from ladder.parallel.choose import Choice, choose
 from ladder.parallel.decode import DecodeReducer, Matrix
 from ladder.parallel.dispatch import PREFILL_TRANSPORTS
+from ladder.parallel.overlap import Overlap
 from ladder.parallel.prefill import FusedPrefill, FusedPrompts, fused_passes
 from ladder.parallel.reducers import AsyncReducer, PushReducer
 from ladder.parallel.sharded import ShardedReducer, sharded_refusal
@@ -209,6 +210,11 @@ def fuse(model: Transformer) -> InferenceTransformer:
     # All layers' attention runs on one CUDA stream, and can share these counters.
     arrived = torch.zeros(2**16, dtype=torch.int32, device=weight.device)
     layers = list(model.model.layers)
+    overlaps: Overlap | None = None
+    if isinstance(base, PushReducer) and layers[0].self_attn.q_proj.scales is None:
+        # Triton's interpreter runs the reducer's kernels on a CPU.
+        gpu = torch.cuda.get_device_name(weight.device) if weight.is_cuda else "cpu"
+        overlaps = Overlap(config, gpu, base.ranks.processes, weight.dtype)
 
     def mixer(config: ModelConfig, layer: int) -> Sublayer:
         attention, gain = layers[layer].self_attn, _gain(layers[layer].input_layernorm)
@@ -239,6 +245,7 @@ def fuse(model: Transformer) -> InferenceTransformer:
             plan,
             reduce_bytes(config, 1, weight.element_size()),
             isinstance(model.runtime.pick, FusedPrompts),
+            overlaps,
         ),
     )
     fused.use(runtime)
@@ -272,12 +279,15 @@ class PassReducers:
     """The reducers of a fused model's passes: `choose` decides by the tokens' shape [B, S].
 
     base: the model's own reducer. token_bytes: the size of one token's partial. insists: prompts
-    run by fused operators (`FusedPrompts`).
+    run by fused operators (`FusedPrompts`). overlaps: see `choose`.
     """
 
-    def __init__(self, base: Reducer, plan: Plan, token_bytes: int, insists: bool = False) -> None:
+    def __init__(
+        self, base: Reducer, plan: Plan, token_bytes: int, insists: bool = False,
+        overlaps: Callable[[int], bool] | None = None,
+    ) -> None:  # fmt: skip
         self.base, self.plan, self.token_bytes = base, plan, token_bytes
-        self.insists = insists
+        self.insists, self.overlaps = insists, overlaps
         self.push = push = base if isinstance(base, PushReducer) else None
         self.makers: dict[tuple[str, str], PassFactory] = {("async", ""): base, ("push", ""): base}
         self.makers["decode", ""] = DecodeReducer(base, plan)
@@ -298,7 +308,10 @@ class PassReducers:
         phase = "decode" if shape[1] == 1 else "prefill"
         table, asked = (None, "async") if self.push is None else (self.push.dispatch, "push")
         asked = "fused" if self.insists else asked
-        return choose(phase, self.plan, self.base.ranks, shape, self.token_bytes, table, asked)
+        return choose(
+            phase, self.plan, self.base.ranks, shape, self.token_bytes, table, asked,
+            overlaps=self.overlaps,
+        )  # fmt: skip
 
     def __call__(self, shape: torch.Size) -> PassFactory:
         choice = self.choice(shape)

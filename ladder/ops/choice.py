@@ -33,7 +33,7 @@ from ladder.ops.registry import (
     OPERATORS,
     Call,
     Implementation,
-    bucket,
+    call_of,
     device_name,
     find_implementation,
     find_operator,
@@ -135,9 +135,7 @@ def explain(
     except (TypeError, IndexError) as error:
         wanted = ", ".join(list(inspect.signature(operator.measure).parameters)[1:])
         raise UserError(f"shapes={shapes!r} of {op}: give the shapes of {wanted}") from error
-    return choose(
-        Call(op, device, dtype, ranks, bucket(sizes), bool(any_order), tuple(sizes), mode)
-    )
+    return choose(call_of(op, device, dtype, ranks, sizes, bool(any_order), mode))
 
 
 def choose(call: Call) -> Choice:

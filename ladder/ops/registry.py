@@ -23,6 +23,7 @@ from ladder.comm.capture import Mode
 from ladder.models.errors import unknown
 
 DEFAULT, ANY_ORDER = "staged", "collective"  # without a measurement
+SERIAL = (DEFAULT, ANY_ORDER)  # first the exchange, then the product, or the other way around
 ANOTHER = "it adds in another order than that of the ranks"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MOVABLE = (*DTYPES, torch.int32, torch.int64)  # of rows that are only moved
@@ -124,6 +125,14 @@ def implement(
 def bucket(sizes: Sequence[int]) -> tuple[int, ...]:
     """Each size rounded up to a power of two; 0 stays 0."""
     return tuple(1 << (int(size) - 1).bit_length() if size > 0 else 0 for size in sizes)
+
+
+def call_of(
+    op: str, device: str, dtype: torch.dtype, ranks: int, sizes: Sequence[int], any_order: bool,
+    mode: Mode,
+) -> Call:  # fmt: skip
+    """The call with these sizes."""
+    return Call(op, device, dtype, ranks, bucket(sizes), any_order, tuple(sizes), mode)
 
 
 @functools.cache

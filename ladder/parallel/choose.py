@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,12 +91,15 @@ def choose(
     base: str = "auto",
     *,
     sequence_parallel: bool = False,
+    overlaps: Callable[[int], bool] | None = None,
 ) -> Choice:
     """The reducer of a pass over tokens of `shape` [B, S]; in training, that of all passes.
 
     phase: one of PHASES. token_bytes: the size of one token's partial. table: the dispatch table of
     this GPU and number of ranks; None: the ranks have no access to each other's memory. base: the
-    requested reducer. sequence_parallel: whether training shards the residual by tokens.
+    requested reducer. sequence_parallel: whether training shards the residual by tokens. overlaps:
+    whether exchanges of a prompt of so many tokens can run beneath the products around them
+    (`ladder.parallel.overlap`); None: not.
     Raises UserError if the phase, the plan or the ranks do not allow `base`.
     """
     if phase not in PHASES:
@@ -120,10 +124,18 @@ def choose(
         alone = "without the peers' memory, the residual cannot be sharded by tokens"
         return Choice(base, why=refusal or alone)
     tokens = shape[0] * shape[1]
-    fused = all(plan.blocking) and 0 < table.prefill.fused <= tokens * token_bytes
     transport = _transport(table, plan, shape, token_bytes)
     why = f"{tokens} tokens of {token_bytes} bytes"
-    return Choice("fused" if fused else "sharded", transport, why)
+    large = 0 < table.prefill.fused <= tokens * token_bytes
+    if large and _exchanges_alike(plan) and overlaps is not None and overlaps(tokens):
+        return Choice("fused", transport, f"{why}; the operators' table overlaps their products")
+    return Choice("sharded", transport, why)
+
+
+def _exchanges_alike(plan: Plan) -> bool:
+    """Whether every sublayer gathers what it reads and scatters what it writes, as `standard`'s:
+    only prompts of such plans have been measured."""
+    return all(plan.blocking) and all(each.kind != "attention+mlp" for each in plan.sublayers)
 
 
 def _transport(

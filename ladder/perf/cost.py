@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import NormalDist
 
-from ladder.costs import BF16, MULTIPROCESSORS, stored_bytes
+from ladder.costs import BF16, MULTIPROCESSORS, product_shapes, stored_bytes
 from ladder.kernels.decode import MAX_ROWS
 from ladder.kernels.decode_shapes import FEW, MAX_VECTOR_ROWS, blocks, rows_each
 from ladder.kernels.landing import CHUNK
@@ -87,23 +87,14 @@ class DecodeCost:
         self.stretch = 1.0
         if "step_stretch" in machine.values:
             self.stretch = machine.value("step_stretch")
-        heads = max(1, config.num_kv_heads // tp)
-        queries = config.num_heads // tp
-        hidden, inner = config.hidden_size, config.intermediate_size // tp
-        self.shapes = {
-            "qkv": ((queries + 2 * heads) * config.head_dim, hidden),
-            "output": (hidden, queries * config.head_dim),
-            "gate-up": (2 * inner, hidden),
-            "down": (hidden, inner),
-            "head": (-(-config.vocab_size // tp), hidden),
-        }
+        self.shapes = product_shapes(config, tp)
         self.weights = {
             part: stored_bytes(outputs * inputs, outputs, weights)
             for part, (outputs, inputs) in self.shapes.items()
         }
         self.stored = weights
-        self.heads = batch * heads
-        self.message = BF16 * batch * hidden
+        self.heads = batch * max(1, config.num_kv_heads // tp)
+        self.message = BF16 * batch * config.hidden_size
         self.slowdowns = Slowdowns(machine)
         self.bases: list[Basis] = []
         self._alone: dict[str, Estimate] = {}  # by part; attention has none

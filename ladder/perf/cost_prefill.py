@@ -11,7 +11,13 @@ import functools
 import math
 
 from ladder.comm.capture import Mode
-from ladder.costs import BF16, GRAPHED_PROMPT_TOKENS, MULTIPROCESSORS, stored_bytes
+from ladder.costs import (
+    BF16,
+    GRAPHED_PROMPT_TOKENS,
+    MULTIPROCESSORS,
+    product_shapes,
+    stored_bytes,
+)
 from ladder.kernels.decode import MAX_ROWS
 from ladder.kernels.eight_bits import PIECE
 from ladder.models.config import ModelConfig
@@ -39,17 +45,9 @@ class PromptCost:
         self.batch, self.prompt, self.rows = batch, prompt, batch * prompt
         # What the operators' table is asked for: as the engine runs a prompt (`ladder.infer`).
         self.mode: Mode = "captured" if self.rows <= GRAPHED_PROMPT_TOKENS else "eager"
-        hidden, inner = config.hidden_size, config.intermediate_size // tp
         self.heads = config.num_heads // tp
-        packed = (self.heads + 2 * max(1, config.num_kv_heads // tp)) * config.head_dim
-        self.shapes = {
-            "qkv": (packed, hidden),
-            "output": (hidden, self.heads * config.head_dim),
-            "gate-up": (2 * inner, hidden),
-            "down": (hidden, inner),
-            "head": (-(-config.vocab_size // tp), hidden),
-        }
-        self.packed, self.inner = packed, inner
+        self.shapes = product_shapes(config, tp)
+        self.packed, self.inner = self.shapes["qkv"][0], self.shapes["down"][1]
         self.stored = weights
         self.share = 1.0  # of the rate of products, at the power limit
         self.gap = machine.value("prompt_gap_us")

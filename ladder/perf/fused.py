@@ -23,7 +23,6 @@ OPERATORS = {
 # Of the backend's exchange, the median of benchmarks/results/2026-11-22-ops-h200x2.jsonl:
 # all-reduces that add in the order of the ranks.
 STAGED = {"matmul_all_reduce": 1.47}
-SERIAL = ("staged", "collective")  # implementations that do not overlap
 
 
 class Inside:
@@ -43,6 +42,8 @@ class Inside:
         kind: a key of OPERATORS. sizes: of the product, as the table has them: m, n, k. mode: in
         which the table is asked; what the host takes is not in the time, since it is ahead.
         """
+        from ladder.ops.registry import SERIAL  # slow to import, and needed by few
+
         op = OPERATORS[kind]
         name, options = picked(op, self.machine.gpu, self.ranks, sizes, any_order, mode)
         if name in SERIAL:
@@ -62,8 +63,7 @@ def picked(
     """The implementation of a call by the operators' table, and its options."""
     from ladder.ops import choice, registry  # slow to import, and needed by few
 
-    bucket = registry.bucket(sizes)
-    call = registry.Call(op, gpu, torch.bfloat16, ranks, bucket, any_order, sizes, mode)
+    call = registry.call_of(op, gpu, torch.bfloat16, ranks, sizes, any_order, mode)
     name, options = choice.listed(call)
     return name, tuple(sorted(options.items()))
 

@@ -16,6 +16,7 @@ from ladder.models.plan import Plan
 from ladder.models.reducer import Ranks
 from ladder.parallel.choose import choose
 from ladder.parallel.dispatch import load_dispatch
+from ladder.parallel.overlap import Overlap
 from ladder.parallel.prefill import fused_refusal
 from ladder.parallel.sharded import sharded_refusal
 from ladder.perf.cost import DecodeCost, check_context, check_reducer
@@ -185,7 +186,8 @@ def prefill(
         return _virtual(config, machine, tp, reducer, (batch, prompt), 0, jitter, weights)
     cost = PromptCost(config, machine, tp, batch, prompt, weights)
     token = BF16 * config.hidden_size
-    way = prompt_way(config.plan, machine.gpu, tp, reducer, (batch, prompt), token)
+    overlaps = Overlap(config, machine.gpu, tp) if weights == "bf16" else None
+    way = prompt_way(config.plan, machine.gpu, tp, reducer, (batch, prompt), token, overlaps)
     graph = lower_prefill(config.plan, way)
     times = _limited(graph, cost)
     added = waiting(graph, cost, cost.beside, times.total, tp, tp, jitter)
@@ -250,16 +252,17 @@ def _check_tokens(config: ModelConfig, batch: int, tokens: int) -> None:
 
 
 def prompt_way(
-    plan: Plan, gpu: str, tp: int, reducer: str, shape: tuple[int, int], token: int
-) -> Way:
+    plan: Plan, gpu: str, tp: int, reducer: str, shape: tuple[int, int], token: int,
+    overlaps: Overlap | None = None,
+) -> Way:  # fmt: skip
     """How the engine reduces in a prefill of tokens of `shape` [B, S], by the choice that it makes.
 
-    token: the bytes of one token's partial.
+    token: the bytes of one token's partial. overlaps: see `choose`.
     """
     if tp == 1:
         return Way(1)
     table = load_dispatch(gpu, tp) if reducer in ("push", FUSED) else None
-    chosen = choose("prefill", plan, Ranks(tp), shape, token, table, reducer)
+    chosen = choose("prefill", plan, Ranks(tp), shape, token, table, reducer, overlaps=overlaps)
     if table is None:
         return Way(tp)
     large = table.pick(token * shape[0] * shape[1], torch.bfloat16)

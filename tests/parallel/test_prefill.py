@@ -12,15 +12,17 @@ import torch.distributed as dist
 
 import ladder.ops
 from ladder.bench.inference.points import Settings, expand
+from ladder.config import model_config
 from ladder.infer.engine import Engine
 from ladder.infer.fused import PassReducers
 from ladder.infer.load import fuse_prompts
-from ladder.models import Plan, Ranks, UserError, resolve_plan
+from ladder.models import ModelConfig, Plan, Ranks, UserError, resolve_plan
 from ladder.models.quantised import quantise_model
 from ladder.parallel import launch
 from ladder.parallel.choose import check_base, choose
-from ladder.parallel.dispatch import Dispatch, Prefill
+from ladder.parallel.dispatch import Dispatch, Prefill, load_dispatch
 from ladder.parallel.mesh import make_mesh
+from ladder.parallel.overlap import Overlap
 from ladder.parallel.prefill import FusedPrefill, fused_refusal, sums_in_products
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sharding import shard_model
@@ -134,22 +136,48 @@ def test_it_is_chosen_from_its_size_on_and_only_where_everything_blocks() -> Non
     ranks = Ranks(4, 1, 1)
     table = Dispatch((), "a test", Prefill(100, 100, 10, fused=200))
     for plan, tokens, expected in (
-        ("standard", 19, "sharded"), ("standard", 20, "fused"), ("parallel", 20, "fused"),
-        ("ladder", 99, "sharded"), ("hybrid", 99, "sharded"),
+        ("standard", 19, "sharded"), ("standard", 20, "fused"), ("standard", 31, "sharded"),
+        ("parallel", 20, "sharded"), ("ladder", 20, "sharded"), ("hybrid", 20, "sharded"),
     ):  # fmt: skip
-        choice = choose("prefill", resolve_plan(plan, 4, 4), ranks, (1, tokens), 10, table)
+        choice = choose(
+            "prefill", resolve_plan(plan, 4, 4), ranks, (1, tokens), 10, table,
+            overlaps=lambda tokens: tokens < 30,
+        )  # fmt: skip
         assert (choice.reducer, choice.transport) == (expected, "copy-kernels" if tokens < 11
                                                       else "copy"), plan  # fmt: skip
     never = replace(table, prefill=Prefill())
-    assert choose(
-        "prefill", resolve_plan("standard", 4, 4), ranks, (9, 999), 10, never
-    ).reducer == ("sharded")
+    for given, overlaps in ((table, None), (never, lambda tokens: True)):
+        assert choose(
+            "prefill", resolve_plan("standard", 4, 4), ranks, (9, 999), 10, given,
+            overlaps=overlaps,
+        ).reducer == ("sharded")  # fmt: skip
     for given, transport in ((table, "direct"), (None, "collective")):
         choice = choose("prefill", resolve_plan("ladder", 4, 4), ranks, (1, 9), 10, given, "fused")
         assert str(choice) == f"fused, {transport} (it was asked for)"
     assert choose("decode", resolve_plan("ladder", 4, 4), ranks, (1, 1), 10, None, "fused") == (
         choose("decode", resolve_plan("ladder", 4, 4), ranks, (1, 1), 10, None, "async")
     )
+
+
+def test_large_prompts_whose_products_overlap_on_two_h100s() -> None:
+    """By the shipped tables: an 8B's from 4096 tokens on; another model's have no such operators,
+    nor has another GPU."""
+    h100 = "NVIDIA H100 80GB HBM3"
+    table, plan = load_dispatch(h100, 2), resolve_plan("standard", 4, 4)
+    config = model_config("llama-3-8b")
+
+    def chosen(config: ModelConfig, tokens: int, gpu: str = h100) -> str:
+        return choose(
+            "prefill", plan, Ranks(2, 1, 1), (1, tokens), 2 * config.hidden_size, table,
+            overlaps=Overlap(config, gpu, 2),
+        ).reducer  # fmt: skip
+
+    for tokens in (4096, 8192, 16384, 65536):
+        assert chosen(config, tokens) == "fused", tokens
+        assert chosen(model_config("half-8b"), tokens) == "sharded", tokens
+        assert chosen(config, tokens, "NVIDIA H100 NVL") == "sharded", tokens
+    for tokens in (1024, 4094, 131072):
+        assert chosen(config, tokens) == "sharded", tokens
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from ladder.cli import main
 from ladder.config import model_config
 from ladder.files import write_text
 from ladder.models import resolve_plan
-from ladder.ops.registry import bucket
+from ladder.ops.registry import SERIAL, bucket
 from ladder.ops.table import VARIABLE
-from ladder.perf.fused import OPERATORS, SERIAL, STAGED, Inside, picked
+from ladder.perf.fused import OPERATORS, STAGED, Inside, picked
 from ladder.perf.graph import FUSED, training
 from ladder.perf.lower_prefill import Way, prefill
 from ladder.perf.machine_files import load

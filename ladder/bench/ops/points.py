@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ladder.config import configs_folder, model_config, parse_json
+from ladder.costs import product_shapes
 from ladder.models.errors import UserError, unknown
 from ladder.ops.registry import DTYPES, OPERATORS, Implementation
 
@@ -177,14 +178,11 @@ def matrices(shape: str) -> tuple[Matrix | Experts, ...]:
     if backward:
         return tuple(_transposed(matrix) for matrix in matrices(name))
     config = model_config(shape)
-    heads, width = config.num_heads * config.head_dim, config.hidden_size
-    both = 2 * config.num_kv_heads * config.head_dim
+    shapes = product_shapes(config)
     return (
-        Matrix("qkv", heads + both, width, COLUMNS),
-        Matrix("o", width, heads, ROWS),
-        Matrix("gate-up", 2 * config.intermediate_size, width, COLUMNS),
-        Matrix("down", width, config.intermediate_size, ROWS),
-    )
+        Matrix("qkv", *shapes["qkv"], COLUMNS), Matrix("o", *shapes["output"], ROWS),
+        Matrix("gate-up", *shapes["gate-up"], COLUMNS), Matrix("down", *shapes["down"], ROWS),
+    )  # fmt: skip
 
 
 def _transposed(matrix: Matrix | Experts) -> Matrix:
