@@ -186,8 +186,7 @@ def prefill(
         return _virtual(config, machine, tp, reducer, (batch, prompt), 0, jitter, weights)
     cost = PromptCost(config, machine, tp, batch, prompt, weights)
     token = BF16 * config.hidden_size
-    overlaps = Overlap(config, machine.gpu, tp) if weights == "bf16" else None
-    way = prompt_way(config.plan, machine.gpu, tp, reducer, (batch, prompt), token, overlaps)
+    way = way_of(config, machine.gpu, tp, reducer, (batch, prompt), weights)
     graph = lower_prefill(config.plan, way)
     times = _limited(graph, cost)
     added = waiting(graph, cost, cost.beside, times.total, tp, tp, jitter)
@@ -268,6 +267,15 @@ def prompt_way(
     large = table.pick(token * shape[0] * shape[1], torch.bfloat16)
     small = table.pick(token * shape[0], torch.bfloat16)
     return Way(tp, chosen.transport, large, small, chosen.reducer == FUSED)
+
+
+def way_of(
+    config: ModelConfig, gpu: str, tp: int, reducer: str, shape: tuple[int, int],
+    weights: str = "bf16",
+) -> Way:  # fmt: skip
+    """`prompt_way` of a model with its own plan."""
+    overlaps = Overlap(config, gpu, tp) if weights == "bf16" else None
+    return prompt_way(config.plan, gpu, tp, reducer, shape, BF16 * config.hidden_size, overlaps)
 
 
 def _limited(graph: Graph, cost: PromptCost) -> Times:

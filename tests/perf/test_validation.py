@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from ladder.cli import main
 from ladder.models.errors import UserError
 from ladder.perf.machine import Curve, Value
 from ladder.perf.machine_files import load
+from ladder.perf.nodes import load as load_declared
 from ladder.perf.prediction.command import kind_of
 from ladder.perf.prediction.fitting import calibrated
 from ladder.perf.prediction.ranking import rankings
@@ -129,6 +131,24 @@ def test_prompts_by_fused_operators_are_held_out(capsys: pytest.CaptureFixture[s
     assert main(["predict", "validate", str(file), "--machine", "h200x2"]) == 0
     said = capsys.readouterr().out
     assert "decode: not scored: 4 with reducer=fused, which decodes as push does" in said
+
+
+def test_two_h100s_of_which_nothing_is_fitted() -> None:
+    """Declared, by one H100 and by what is between H200s."""
+    files = [
+        RESULTS / f"2026-11-26-{name}-h100x2.jsonl" for name in ("inference", "inference-fused")
+    ]
+    steps = scores(files[:1], load_declared("h100x2"), "decode")
+    count, *reached = summary(steps, kind_of)["held out",]
+    assert count == 28
+    assert all(a <= b for a, b in zip(reached, (3.4, 6.7, 11.5), strict=True)), reached
+    ranked = rankings(steps)
+    assert all(each.right == each.pairs and each.regret < 0.003 for each in ranked)
+    left_out: Counter[str] = Counter()
+    prompts = scores(files, load_declared("h100x2"), "prefill", left_out)
+    inside = [each for each in prompts if each.point.reducer == "fused"]
+    assert max(abs(each.error) for each in inside if each.point.model == "llama-3-8b") < 0.03
+    assert sum(count for why, count in left_out.items() if "inside of products now" in why) == 7
 
 
 def test_validate_prints_errors_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

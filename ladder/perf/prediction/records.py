@@ -101,10 +101,22 @@ def inference_runs(
         except (KeyError, TypeError) as error:
             raise _cut(files, error) from error
         reason = _inference_refusal(point, phase, degrees, not without_peers(machine))
+        chosen = str(record["result"].get("chosen", {}).get(phase))
+        if not reason and chosen.startswith("sharded") and _inside_now(point, machine):
+            reason = "by copies between products, where the exchanges are inside of products now"
         if reason:
             left_out[reason] += 1
         else:
             yield point, f"{about.get('commit')} {about.get('command')}", ms
+
+
+def _inside_now(point: InferencePoint, machine: Machine) -> bool:
+    """Whether a prompt that was sharded by tokens would run by fused operators today."""
+    shape = point.batch, point.prompt
+    way = phases.way_of(
+        resolve(point), machine.gpu, point.tp, point.reducer, shape, point.weights
+    )  # fmt: skip
+    return way.fused
 
 
 def of_older_kernels(about: Mapping[str, Any]) -> bool:
