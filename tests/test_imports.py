@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "comm": "jit models",
     "kernels": "comm costs jit models",
     "ops": "kernels comm jit config costs models",
-    "parallel": "ops kernels comm jit config files models",
+    "parallel": "ops kernels comm jit config costs files models",
     "next_step": "parallel",
     "plans": "config models next_step",
     "checkpoint": "files folders hf_config models parallel reader",
