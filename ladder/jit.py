@@ -86,6 +86,12 @@ def has_dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@functools.cache
+def device_name(device: torch.device) -> str:
+    """The name of a device in tables: "cpu", or the GPU's."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def multiprocessors(device: torch.device, interpreter: int) -> int:
     """The SMs of a GPU; of a CPU, whose programs run one after the other, `interpreter`."""
     if device.type == "cpu":

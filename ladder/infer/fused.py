@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ladder.costs import reduce_bytes
 from ladder.infer.cache import Cache
-from ladder.jit import DTYPES
+from ladder.jit import DTYPES, device_name
 from ladder.kernels.attention import decode_attention
 from ladder.kernels.choice import embed
 from ladder.kernels.norm import MAX_ADDENDS, add_rms_norm
@@ -212,9 +212,8 @@ def fuse(model: Transformer) -> InferenceTransformer:
     layers = list(model.model.layers)
     overlaps: Overlap | None = None
     if isinstance(base, PushReducer) and layers[0].self_attn.q_proj.scales is None:
-        # Triton's interpreter runs the reducer's kernels on a CPU.
-        gpu = torch.cuda.get_device_name(weight.device) if weight.is_cuda else "cpu"
-        overlaps = Overlap(config, gpu, base.ranks.processes, weight.dtype)
+        where = device_name(weight.device), base.ranks.processes
+        overlaps = Overlap(config, *where, weight.dtype)
 
     def mixer(config: ModelConfig, layer: int) -> Sublayer:
         attention, gain = layers[layer].self_attn, _gain(layers[layer].input_layernorm)

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.comm.capture import mode
+from ladder.jit import device_name
 from ladder.ops import choice
 from ladder.ops.checks import check_backend, resolve
-from ladder.ops.registry import OPERATORS, Call, bucket, device_name
+from ladder.ops.registry import OPERATORS, call_of
 
 
 def rows_of(shape: Sequence[int]) -> int:
@@ -27,9 +28,9 @@ def execute(op: str, group_name: str, like: Tensor, shapes: tuple[Any, ...], *ar
     group = resolve(group_name)
     check_backend(group_name, group, like.device)
     ranks = dist.get_world_size(group)
-    sizes = tuple(OPERATORS[op].measure(ranks, *shapes))
+    sizes = OPERATORS[op].measure(ranks, *shapes)
     any_order, about = choice.allows_any_order(group), (device_name(like.device), like.dtype)
-    call = Call(op, *about, ranks, bucket(sizes), any_order, sizes, mode())
+    call = call_of(op, *about, ranks, sizes, any_order, mode())
     return choice.run(call, group, *args)
 
 

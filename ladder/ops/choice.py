@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ladder.comm.capture import MODES, Mode
 from ladder.comm.capture import mode as current_mode
+from ladder.jit import device_name
 from ladder.models.errors import UserError, check_keys, unknown
 from ladder.ops import between
 from ladder.ops.registry import (
@@ -34,7 +35,6 @@ from ladder.ops.registry import (
     Call,
     Implementation,
     call_of,
-    device_name,
     find_implementation,
     find_operator,
 )
@@ -147,7 +147,12 @@ def choose(call: Call) -> Choice:
 def listed(call: Call) -> tuple[str, Mapping[str, Any]]:
     """The implementation that a table names for a call, with its options, or else the one without
     a measurement; this machine may be another one, and is not asked whether it can run it."""
-    _, entry = entry_of(call, os.environ.get(VARIABLE) or None)
+    return _listed(call, os.environ.get(VARIABLE) or None)
+
+
+@functools.lru_cache(maxsize=4096)  # prompts have many lengths
+def _listed(call: Call, file: str | None) -> tuple[str, Mapping[str, Any]]:
+    _, entry = entry_of(call, file)
     if entry is not None:
         found = OPERATORS[call.op].implementations[entry["implementation"]]
         if not between.refusal(call, entry):

@@ -12,7 +12,6 @@ table does not name.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,7 @@ from ladder.comm.capture import Mode
 from ladder.models.errors import unknown
 
 DEFAULT, ANY_ORDER = "staged", "collective"  # without a measurement
-SERIAL = (DEFAULT, ANY_ORDER)  # first the exchange, then the product, or the other way around
+SERIAL = (DEFAULT, ANY_ORDER)  # they do not overlap; by the order of sums
 ANOTHER = "it adds in another order than that of the ranks"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MOVABLE = (*DTYPES, torch.int32, torch.int64)  # of rows that are only moved
@@ -133,12 +132,6 @@ def call_of(
 ) -> Call:  # fmt: skip
     """The call with these sizes."""
     return Call(op, device, dtype, ranks, bucket(sizes), any_order, tuple(sizes), mode)
-
-
-@functools.cache
-def device_name(device: torch.device) -> str:
-    """The name of a device in tables: "cpu", or the GPU's."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def find_operator(op: str, where: str = "") -> Operator:

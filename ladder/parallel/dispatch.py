@@ -6,7 +6,8 @@ A table is a JSON list of entries, one for a kind of GPU and a number of ranks:
       "prefill": {"direct": 8388608, "direct_blocking": 16777216, "kernel_barrier": 16384}}]
 
 `until` has, in ascending order, the largest message in bytes for which an algorithm is used; NCCL
-reduces larger ones. `prefill` (see Prefill) comes from benchmarks/prefill.py. dispatch.json, beside
+reduces larger ones. `prefill` (see Prefill) comes from benchmarks/prefill.py, but
+`fused` from `ladder bench inference --reducers fused push`. dispatch.json, beside
 this file, has the measurements so far. A file of the user (`ladder bench comm --write-table FILE`),
 named by the environment variable LADDER_DISPATCH, takes precedence. If neither has an entry for the
 GPU and the number of ranks, DEFAULT is used: push for small messages, where latency dominates on

@@ -8,15 +8,13 @@ the copies between products.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from ladder.comm.capture import Mode
 from ladder.costs import GRAPHED_PROMPT_TOKENS, product_shapes
 from ladder.models.config import ModelConfig
 
-OPERATORS = {
+OF_PRODUCTS = {
     "qkv": "all_gather_matmul", "gate-up": "all_gather_matmul",
     "output": "matmul_reduce_scatter_add_rms_norm", "down": "matmul_reduce_scatter_add_rms_norm",
 }  # fmt: skip
@@ -33,24 +31,21 @@ class Overlap:
         self, config: ModelConfig, gpu: str, ranks: int, dtype: torch.dtype = torch.bfloat16
     ) -> None:
         shapes = product_shapes(config, ranks)
-        self.products = tuple((op, *shapes[part]) for part, op in OPERATORS.items())
+        self.products = tuple((op, *shapes[part]) for part, op in OF_PRODUCTS.items())
         self.gpu, self.ranks, self.dtype = gpu, ranks, dtype
 
     def __call__(self, tokens: int) -> bool:
-        share = -(-tokens // self.ranks)  # what is missing is padded
-        return _all_overlap(self.products, self.gpu, self.ranks, self.dtype, share * self.ranks)
+        from ladder.ops import choice, registry  # late: 0.1 s, for prompts that are large enough
+
+        rows = -(-tokens // self.ranks) * self.ranks  # what is missing is padded
+        for op, outputs, inputs in self.products:
+            sizes, mode = (rows, outputs, inputs), prompt_mode(rows)
+            call = registry.call_of(op, self.gpu, self.dtype, self.ranks, sizes, False, mode)
+            if choice.listed(call)[0] in registry.SERIAL:
+                return False
+        return True
 
 
-@functools.lru_cache(maxsize=4096)
-def _all_overlap(
-    products: tuple[tuple[str, int, int], ...], gpu: str, ranks: int, dtype: torch.dtype,
-    tokens: int,
-) -> bool:  # fmt: skip
-    from ladder.ops import choice, registry  # late: 0.1 s, for prompts that are large enough
-
-    mode: Mode = "captured" if tokens <= GRAPHED_PROMPT_TOKENS else "eager"
-    for op, outputs, inputs in products:
-        call = registry.call_of(op, gpu, dtype, ranks, (tokens, outputs, inputs), False, mode)
-        if choice.listed(call)[0] in registry.SERIAL:
-            return False
-    return True
+def prompt_mode(tokens: int) -> Mode:
+    """How the engine runs a prompt of so many tokens, unless its graphs are off or all in use."""
+    return "captured" if tokens <= GRAPHED_PROMPT_TOKENS else "eager"

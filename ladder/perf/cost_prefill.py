@@ -10,10 +10,8 @@ from __future__ import annotations
 import functools
 import math
 
-from ladder.comm.capture import Mode
 from ladder.costs import (
     BF16,
-    GRAPHED_PROMPT_TOKENS,
     MULTIPROCESSORS,
     product_shapes,
     stored_bytes,
@@ -21,6 +19,7 @@ from ladder.costs import (
 from ladder.kernels.decode import MAX_ROWS
 from ladder.kernels.eight_bits import PIECE
 from ladder.models.config import ModelConfig
+from ladder.parallel.overlap import prompt_mode
 from ladder.perf.fused import Inside
 from ladder.perf.graph import COMM, FUSED, MAIN, Operation
 from ladder.perf.grid import FILL, SQUARE, matrix_rate
@@ -44,7 +43,7 @@ class PromptCost:
         self.config, self.machine, self.tp = config, machine, tp
         self.batch, self.prompt, self.rows = batch, prompt, batch * prompt
         # What the operators' table is asked for: as the engine runs a prompt (`ladder.infer`).
-        self.mode: Mode = "captured" if self.rows <= GRAPHED_PROMPT_TOKENS else "eager"
+        self.mode = prompt_mode(self.rows)
         self.heads = config.num_heads // tp
         self.shapes = product_shapes(config, tp)
         self.packed, self.inner = self.shapes["qkv"][0], self.shapes["down"][1]

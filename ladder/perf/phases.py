@@ -185,8 +185,7 @@ def prefill(
     if held_ranks(config, tp) > 1:
         return _virtual(config, machine, tp, reducer, (batch, prompt), 0, jitter, weights)
     cost = PromptCost(config, machine, tp, batch, prompt, weights)
-    token = BF16 * config.hidden_size
-    way = way_of(config, machine.gpu, tp, reducer, (batch, prompt), weights)
+    way = prompt_way(config, config.plan, machine.gpu, tp, reducer, (batch, prompt), weights)
     graph = lower_prefill(config.plan, way)
     times = _limited(graph, cost)
     added = waiting(graph, cost, cost.beside, times.total, tp, tp, jitter)
@@ -196,7 +195,7 @@ def prefill(
             return max(times.total, _launched(graph, cost))
         plan = config.plan.as_no_comm()
         base = "push" if reducer == FUSED else reducer  # there is nothing to fuse
-        way = prompt_way(plan, machine.gpu, tp, base, (batch, prompt), token)
+        way = prompt_way(config, plan, machine.gpu, tp, base, (batch, prompt), weights)
         alone = lower_prefill(plan, way)
         return max(_limited(alone, cost).total, _launched(alone, cost))
 
@@ -251,31 +250,24 @@ def _check_tokens(config: ModelConfig, batch: int, tokens: int) -> None:
 
 
 def prompt_way(
-    plan: Plan, gpu: str, tp: int, reducer: str, shape: tuple[int, int], token: int,
-    overlaps: Overlap | None = None,
+    config: ModelConfig, plan: Plan, gpu: str, tp: int, reducer: str, shape: tuple[int, int],
+    weights: str = "bf16",
 ) -> Way:  # fmt: skip
     """How the engine reduces in a prefill of tokens of `shape` [B, S], by the choice that it makes.
 
-    token: the bytes of one token's partial. overlaps: see `choose`.
+    plan: the model's, or that without its reduces.
     """
     if tp == 1:
         return Way(1)
     table = load_dispatch(gpu, tp) if reducer in ("push", FUSED) else None
+    token = BF16 * config.hidden_size  # of a partial
+    overlaps = Overlap(config, gpu, tp) if weights == "bf16" else None
     chosen = choose("prefill", plan, Ranks(tp), shape, token, table, reducer, overlaps=overlaps)
     if table is None:
         return Way(tp)
     large = table.pick(token * shape[0] * shape[1], torch.bfloat16)
     small = table.pick(token * shape[0], torch.bfloat16)
     return Way(tp, chosen.transport, large, small, chosen.reducer == FUSED)
-
-
-def way_of(
-    config: ModelConfig, gpu: str, tp: int, reducer: str, shape: tuple[int, int],
-    weights: str = "bf16",
-) -> Way:  # fmt: skip
-    """`prompt_way` of a model with its own plan."""
-    overlaps = Overlap(config, gpu, tp) if weights == "bf16" else None
-    return prompt_way(config.plan, gpu, tp, reducer, shape, BF16 * config.hidden_size, overlaps)
 
 
 def _limited(graph: Graph, cost: PromptCost) -> Times:

@@ -160,8 +160,8 @@ def test_it_is_chosen_from_its_size_on_and_only_where_everything_blocks() -> Non
 
 
 def test_large_prompts_whose_products_overlap_on_two_h100s() -> None:
-    """By the shipped tables: an 8B's from 4096 tokens on; another model's have no such operators,
-    nor has another GPU."""
+    """By the shipped tables: an 8B's of the sizes that were measured; another model's have no such
+    operators, nor has another GPU."""
     h100 = "NVIDIA H100 80GB HBM3"
     table, plan = load_dispatch(h100, 2), resolve_plan("standard", 4, 4)
     config = model_config("llama-3-8b")

@@ -24,7 +24,6 @@ from ladder.bench.ops.measure import link_rate, measure, pick, prepare, ways
 from ladder.bench.ops.page import picked_ranges, write_page
 from ladder.bench.ops.points import OpPoint, Variant, check_options, expand, product_of, variants
 from ladder.bench.ops.table import (
-    PLAIN,
     Measured,
     derive_table,
     entries,
@@ -37,6 +36,7 @@ from ladder.comm.access import common_push_refusal
 from ladder.comm.capture import MODES
 from ladder.files import check_names_file, check_writable, make_folder, write_text
 from ladder.models.errors import UserError
+from ladder.ops.registry import SERIAL
 from ladder.ops.table import VARIABLE, read_table
 from ladder.parallel import launch
 from ladder.plans import aligned
@@ -208,7 +208,7 @@ def _finish(
 def _say_table(table: Path, picked: list[str]) -> None:
     found = read_table(table)
     print("E of what the new table picks:", *picked, sep="\n")
-    faster = sum(entry["implementation"] not in PLAIN for entry in found)
+    faster = sum(entry["implementation"] not in SERIAL for entry in found)
     print(
         f"{table}: {len(found)} entries, {faster} of overlapped ways; set {VARIABLE} to "
         f"it to use the table",

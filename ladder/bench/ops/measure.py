@@ -23,9 +23,10 @@ from ladder.bench.ops.points import FLOATS, TURNS, Variant, accepts, calls_of
 from ladder.comm import symmetric
 from ladder.comm.capture import MODES, Mode
 from ladder.infer.graphs import capture_graph, time_turns
+from ladder.jit import device_name
 from ladder.kernels.clock import Meter
 from ladder.ops import Choice, explain, use
-from ladder.ops.registry import DEFAULT, OPERATORS, device_name
+from ladder.ops.registry import DEFAULT, OPERATORS
 from ladder.parallel import launch
 
 NATIVE = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"

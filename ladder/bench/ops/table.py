@@ -25,11 +25,10 @@ from ladder.files import write_text
 from ladder.models.errors import UserError
 from ladder.ops import between
 from ladder.ops.choice import unmeasured
-from ladder.ops.registry import ANY_ORDER, DEFAULT, OPERATORS, Call, Implementation, bucket
+from ladder.ops.registry import ANY_ORDER, OPERATORS, SERIAL, Call, Implementation, bucket
 from ladder.ops.table import ORDERS, read_table
 
 KEY = ("op", "device", "dtype", "ranks", "sizes")
-PLAIN = (DEFAULT, ANY_ORDER)  # what runs without an entry, by the order of sums
 # An eager call that takes so many times what it takes in a graph waited for the host.
 WAITED = 1.1
 
@@ -52,13 +51,13 @@ def entries(measured: Sequence[Measured], source: str) -> list[dict[str, Any]]:
     waits = host_waits(measured)
     by_call: dict[Call, list[Point]] = {}
     for call, times in timed:
-        plain = {each: us for each, us in times.get("eager", {}).items() if each.name in PLAIN}
+        plain = {each: us for each, us in times.get("eager", {}).items() if each.name in SERIAL}
         for mode, own in times.items():
             at = replace(call, mode=mode)
             by_call.setdefault(replace(at, exact=()), []).append((at, {**plain, **own}))
     made = []
     for call, points in by_call.items():
-        for order, base in zip(ORDERS, PLAIN, strict=True):
+        for order, base in zip(ORDERS, SERIAL, strict=True):
             found = _fastest(points, Variant(base), order, waits)
             if found is not None:
                 made.append({
@@ -126,7 +125,7 @@ def timed_entry(
 ) -> dict[str, Any]:  # fmt: skip
     """What an entry has of an implementation; its sizes are those where it is not slower."""
     call = points[0][0]
-    waiting = call.mode == "eager" and variant.name not in PLAIN
+    waiting = call.mode == "eager" and variant.name not in SERIAL
     return {
         "implementation": variant.name, "options": dict(variant.options),
         "measured": [

@@ -113,10 +113,9 @@ def inference_runs(
 def _inside_now(point: InferencePoint, machine: Machine) -> bool:
     """Whether a prompt that was sharded by tokens would run by fused operators today."""
     shape = point.batch, point.prompt
-    way = phases.way_of(
-        resolve(point), machine.gpu, point.tp, point.reducer, shape, point.weights
-    )  # fmt: skip
-    return way.fused
+    asked = machine.gpu, point.tp, point.reducer, shape, point.weights
+    config = resolve(point)
+    return phases.prompt_way(config, config.plan, *asked).fused
 
 
 def of_older_kernels(about: Mapping[str, Any]) -> bool:
