@@ -12,6 +12,7 @@ All ranks of a group must be in the same mode, as they must make the same calls.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Literal
 
@@ -50,3 +51,19 @@ def as_captured() -> Iterator[None]:
         yield
     finally:
         _as_captured -= 1
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Disable Python's garbage collector inside a `with`.
+
+    Unused engines are in reference cycles with symmetric memory, whose destructor waits for the
+    device. That is not allowed during a capture: torch would end the process.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import TypeVar
 
 import torch
 
-from ladder.comm.capture import as_captured
+from ladder.comm.capture import as_captured, no_collection
 
 WARM_UP_STEPS = 2  # runs before a capture, which load kernels and make NCCL's buffers
 Result = TypeVar("Result")
@@ -54,19 +52,3 @@ def time_turns(work: Callable[[], object], turns: int) -> list[float]:
         mark.record()
     torch.cuda.synchronize()
     return [a.elapsed_time(b) for a, b in pairwise(marks)]
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Disable Python's garbage collector inside a `with`.
-
-    Unused engines are in reference cycles with symmetric memory, whose destructor waits for the
-    device. That is not allowed during a capture: torch would end the process.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ladder.models.config import ModelConfig
 from ladder.models.documents import Packed, attend
-from ladder.models.forward_pass import MATRIX_PRODUCTS, Operators, select_positions
+from ladder.models.forward_pass import Operators, select_positions
 from ladder.models.layers import (
     ColumnParallelLinear,
     KVParallelLinear,
@@ -43,16 +43,16 @@ class Context:
     """
 
     tables: Tensor
+    operators: Operators  # no default: torch 2.11's compiler would break the graph at it
     mask: Tensor | Packed | None = None
     cache: KeyValueCache | None = None
     last: Tensor | None = None
-    operators: Operators = MATRIX_PRODUCTS
     call: Call | None = None
 
     def using(self, operators: Operators) -> Context:
         """This context with the operators of another sublayer."""
         # Not by `replace`, nor for other operators alone: no compiler traces these.
-        return Context(self.tables, self.mask, self.cache, self.last, operators, self.call)
+        return Context(self.tables, operators, self.mask, self.cache, self.last, self.call)
 
 
 class Sublayer(nn.Module):

@@ -252,7 +252,7 @@ class Transformer(nn.Module):
             seen = within_documents(documents, tokens.shape, held, dtype, self.config.head_dim)
         elif mask is not None and held > 1:
             seen = mask.repeat(held, 1, 1, 1)
-        return Context(tables, seen, cache, last, run.operators(0), runtime.call)
+        return Context(tables, run.operators(0), seen, cache, last, runtime.call)
 
     def _check_inputs(
         self, tokens: Tensor, documents: Tensor | None, cache: KeyValueCache | None,

@@ -22,7 +22,7 @@ from ladder.ops.registry import ANY_ORDER, implement
 
 def scattered_sum(group: dist.ProcessGroup, rows: Tensor, average: bool = False) -> Tensor:
     """This rank's rows [m / T, n] of the backend's sum of `rows` [m, n], or of its average."""
-    ranks = dist.get_world_size(group)
+    ranks = group.size()
     out = rows.new_empty(len(rows) // ranks, rows.shape[1])
     op = dist.ReduceOp.AVG if average and rows.is_cuda else dist.ReduceOp.SUM
     collectives.reduce_scatter(out, rows, op=op, group=group)

@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import custom_op
 
 from ladder.jit import DTYPES
 from ladder.kernels.bags import pool_bags
 from ladder.models.errors import UserError
 from ladder.ops import exchange
-from ladder.ops.calls import execute, size_of
+from ladder.ops.calls import execute, operator, size_of
 from ladder.ops.checks import check_like, check_whole, resolve
 from ladder.ops.registry import define, implement
 
@@ -187,7 +186,7 @@ def _check_values(
             )
 
 
-@custom_op("ladder::embedding_bag_all_to_all", mutates_args=())
+@operator("embedding_bag_all_to_all")
 def embedding_bag_all_to_all(
     weights: list[Tensor], indices: Tensor, offsets: Tensor, mode: str, group_name: str,
     *, table_counts: list[int] | None = None,
@@ -219,7 +218,7 @@ def _(
     return weights[0].new_empty(share, sum(counts) * weights[0].shape[1])
 
 
-@custom_op("ladder::embedding_bag_all_to_all_backward", mutates_args=())
+@operator("embedding_bag_all_to_all_backward")
 def embedding_bag_all_to_all_backward(
     grad: Tensor, indices: Tensor, offsets: Tensor, rows: list[int], mode: str, group_name: str,
     *, table_counts: list[int] | None = None,

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
+from torch.library import CustomOpDef, Library, custom_op
 
 from ladder.comm.capture import mode
 from ladder.jit import device_name
 from ladder.ops import choice
 from ladder.ops.checks import check_backend, resolve
 from ladder.ops.registry import OPERATORS, call_of
+
+_ON_CUDA = Library("ladder", "FRAGMENT")
+
+
+def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """Decorate a function that is torch.ops.ladder.<name>, and functional. schema: see custom_op.
+
+    On CUDA the dispatcher calls it at once. The checks of outputs that torch puts between, which
+    the tests on CPUs run, take the host as long as the kernels of a small call.
+    """
+
+    def define(function: Callable[..., Any]) -> CustomOpDef:
+        made = custom_op(f"ladder::{name}", mutates_args=(), schema=schema)(function)
+        _ON_CUDA.impl(name, torch.compiler.disable(function), "CUDA")
+        return made
+
+    return define
 
 
 def rows_of(shape: Sequence[int]) -> int:
@@ -27,7 +45,7 @@ def execute(op: str, group_name: str, like: Tensor, shapes: tuple[Any, ...], *ar
     """Run `op` on arguments that have been checked. shapes: for the operator's `measure`."""
     group = resolve(group_name)
     check_backend(group_name, group, like.device)
-    ranks = dist.get_world_size(group)
+    ranks = group.size()  # dist.get_world_size takes the host 40 times as long
     sizes = OPERATORS[op].measure(ranks, *shapes)
     any_order, about = choice.allows_any_order(group), (device_name(like.device), like.dtype)
     call = call_of(op, *about, ranks, sizes, any_order, mode())
@@ -45,7 +63,7 @@ def allow_any_order(group_name: str, allowed: bool = True) -> None:
 
 
 def size_of(group_name: str) -> int:
-    return dist.get_world_size(resolve(group_name))
+    return resolve(group_name).size()
 
 
 def gathered(x: Tensor, dim: int, ranks: int) -> Tensor:

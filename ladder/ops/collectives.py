@@ -9,10 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.library import custom_op
 
 from ladder.ops import exchange
-from ladder.ops.calls import execute, gathered, rows_of, scattered, size_of
+from ladder.ops.calls import execute, gathered, operator, rows_of, scattered, size_of
 from ladder.ops.checks import check_dim, check_divisible, check_like, check_reduce_op, check_rows
 from ladder.ops.registry import define, implement
 
@@ -48,7 +47,7 @@ def _check_all_gather(x: Tensor, gather_dim: int, group_name: str) -> int:
     return size_of(group_name)
 
 
-@custom_op("ladder::all_gather", mutates_args=())
+@operator("all_gather")
 def all_gather(x: Tensor, gather_dim: int, group_name: str) -> Tensor:
     """Every rank's x, joined along gather_dim (not the last one). Adjoint: reduce_scatter."""
     _check_all_gather(x, gather_dim, group_name)
@@ -81,7 +80,7 @@ def _check_reduce_scatter(x: Tensor, reduce_op: str, scatter_dim: int, group_nam
     return ranks
 
 
-@custom_op("ladder::reduce_scatter", mutates_args=())
+@operator("reduce_scatter")
 def reduce_scatter(x: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
     """This rank's piece, along scatter_dim, of the ranks' sum or average of x. Adjoint: all_gather.
 
@@ -113,7 +112,7 @@ def averaged(ctx: Any, grad: Tensor) -> Tensor:
 reduce_scatter.register_autograd(_reduce_scatter_backward, setup_context=_reduce_scatter_setup)
 
 
-@custom_op("ladder::all_reduce", mutates_args=())
+@operator("all_reduce")
 def all_reduce(x: Tensor, group_name: str) -> Tensor:
     """The sum of the ranks' x, on every rank. Adjoint: itself (see ladder.ops.products)."""
     check_like("x", x)

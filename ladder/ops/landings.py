@@ -14,13 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.library import custom_op
 
 from ladder.jit import DTYPES
 from ladder.kernels.norm import MAX_SIZE
 from ladder.kernels.prefill import MAX_PIECES, land_rows
 from ladder.ops import exchange
-from ladder.ops.calls import execute, rows_of, scattered, size_of
+from ladder.ops.calls import execute, operator, rows_of, scattered, size_of
 from ladder.ops.checks import (
     check_dim,
     check_divisible,
@@ -120,7 +119,7 @@ def _check_scatter(
     return ranks
 
 
-@custom_op("ladder::matmul_reduce_scatter_add_rms_norm", mutates_args=())
+@operator("matmul_reduce_scatter_add_rms_norm")
 def matmul_reduce_scatter_add_rms_norm(
     A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float, scatter_dim: int,
     group_name: str,
@@ -170,7 +169,7 @@ def _check_everywhere(
     size_of(group_name)
 
 
-@custom_op("ladder::matmul_all_reduce_add_rms_norm", mutates_args=())
+@operator("matmul_all_reduce_add_rms_norm")
 def matmul_all_reduce_add_rms_norm(
     A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
 ) -> tuple[Tensor, Tensor]:
@@ -209,7 +208,7 @@ def _everywhere_backward(ctx: Any, grad_landed: Tensor, grad_normed: Tensor) -> 
     if needs_A or needs_B:
         total = all_reduce(of_sum, ctx.group)
         of_A = total @ B.t() if needs_A else None
-        of_B = transposed_product(A, total) if needs_B else None
+        of_B = transposed_product(A, total, B) if needs_B else None
     return of_A, of_B, of_sum, of_weight, None, None
 
 

@@ -15,7 +15,7 @@ last bit from those for m rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,6 +37,7 @@ from ladder.ops.refusals import (
     peer_refusal,
 )
 from ladder.ops.registry import implement
+from ladder.ops.replay import memory_of
 from ladder.ops.steps import Schedule
 from ladder.ops.tilings import ORDERED, tile_of, tiling_of
 from ladder.ops.track import Program, TrackMap
@@ -82,6 +83,7 @@ def gather_chunks(
     space.run(
         schedules.all_gather(rank, space.world, streams=streams, keeps=return_A), chosen,
         {"product": product, **_gathering(rank, own, slots, whole)},
+        again=memory_of(own, whole, *Bs, *outs),
     )  # fmt: skip
     return whole, outs
 
@@ -157,10 +159,20 @@ def _gathered(
 
 # -- matmul_reduce_scatter, and its landing ---------------------------------------------------
 
-# What ends a reduce-scatter: called with this rank's slots of some of its rows [T, rows, n], which
-# rows these are, and the slots' arrivals if it is to wait for them; then it is all rows.
-Finish = Callable[[Tensor, slice, SlotArrivals | None], object]
 ALL_ROWS = slice(None)
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What ends a reduce-scatter.
+
+    run: called with this rank's slots of some of its rows [T, rows, n], which rows these are, and
+    the slots' arrivals if it is to wait for them; then it is all rows. uses: its memory and numbers
+    (see `Workspace.run`).
+    """
+
+    run: Callable[[Tensor, slice, SlotArrivals | None], object]
+    uses: Hashable
 
 
 @implement("matmul_reduce_scatter", "chunked", peer_refusal, BLOCKS, surplus=by_chunks(1))
@@ -193,7 +205,9 @@ def chunked_landing(
 def _adding(world: int, rows: Tensor, B: Tensor, average: bool) -> tuple[Tensor, Finish]:
     """The memory of the sum of this rank's rows, and what puts it there."""
     out = rows.new_empty(len(rows) // world, B.shape[1])
-    return out, lambda slots, mine, _: sum_slots(slots, out[mine], average)
+    return out, Finish(
+        lambda slots, mine, _: sum_slots(slots, out[mine], average), (memory_of(out), average)
+    )
 
 
 def _landing(
@@ -202,18 +216,18 @@ def _landing(
     """The memory of a landing of this rank's rows, and what puts it there."""
     before, gain = rows_first(residual, dim).contiguous(), weight.contiguous()
     landed, normed = torch.empty_like(before), torch.empty_like(before)
-    return (
-        landed,
-        normed,
+    finish = Finish(
         lambda slots, _, arrivals: land_slots(slots, before, gain, eps, (landed, normed), arrivals),
+        (memory_of(before, gain, landed, normed), eps),
     )
+    return landed, normed, finish
 
 
 def scatter_chunks(
     space: workspace.Workspace, rows: Tensor, B: Tensor, finish: Finish,
     options: tuple[int, int, int], waiting: bool = False,
 ) -> None:  # fmt: skip
-    """`finish` with the ranks' parts of this rank's rows of rows @ B.
+    """Run `finish` with the ranks' parts of this rank's rows of rows @ B.
 
     options: blocks, ratio, streams. waiting: it waits for the parts by itself; of one block.
     """
@@ -245,11 +259,12 @@ def scatter_chunks(
 
     def add(chunk: int) -> None:
         _, mine = of(chunk)
-        finish(slots[rank][:, mine], mine, arrivals)
+        finish.run(slots[rank][:, mine], mine, arrivals)
 
     space.run(
         schedules.reduce_scatter(rank, world, waiting, streams, blocks), chosen,
         {"product": product, "copy": copy, "sum": add},
+        again=(memory_of(rows, B, partial), finish.uses, ratio),
     )  # fmt: skip
 
 
@@ -387,6 +402,6 @@ def scatter_tiles(
         plan.schedule, chosen,
         {
             "product": product, "copy": copy,
-            "sum": lambda _: finish(slots[rank], ALL_ROWS, flags if waiting else None),
+            "sum": lambda _: finish.run(slots[rank], ALL_ROWS, flags if waiting else None),
         },
     )  # fmt: skip

@@ -19,11 +19,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import custom_op
 
 from ladder.models.errors import UserError
 from ladder.ops import exchange
-from ladder.ops.calls import execute, gathered, rows_of, scattered, size_of
+from ladder.ops.calls import execute, gathered, operator, rows_of, scattered, size_of
 from ladder.ops.checks import (
     check_dim,
     check_divisible,
@@ -46,9 +45,15 @@ from ladder.ops.registry import define, implement
 FEW_BYTES = 2**21  # of a partial that each rank gathers from all
 
 
-def transposed_product(x: Tensor, grad: Tensor) -> Tensor:
-    """x^T grad over all rows: the gradient of the matrix in x @ matrix."""
-    return x.flatten(0, -2).t() @ grad.flatten(0, -2)
+def transposed_product(x: Tensor, grad: Tensor, matrix: Tensor) -> Tensor:
+    """x^T grad over all rows: the gradient of the matrix in x @ matrix, in its layout.
+
+    Weights are transposed views. In another layout autograd would copy their gradients.
+    """
+    x, grad = x.flatten(0, -2), grad.flatten(0, -2)
+    if matrix.stride(0) < matrix.stride(1):
+        return (grad.t() @ x).t()
+    return x.t() @ grad
 
 
 # -- all_gather_matmul ------------------------------------------------------------------------
@@ -79,9 +84,8 @@ def _check_all_gather_matmul(A: Tensor, Bs: list[Tensor], gather_dim: int, group
     return size_of(group_name)
 
 
-@custom_op(
-    "ladder::all_gather_matmul",
-    mutates_args=(),
+@operator(
+    "all_gather_matmul",
     schema="(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A=True)"
     " -> (Tensor?, Tensor[])",
 )
@@ -137,8 +141,8 @@ def _all_gather_matmul_backward(ctx: Any, grad_A: Any, grads: list[Any]) -> tupl
     if any(needs_Bs):
         whole = A if ctx.whole else all_gather(A, ctx.dim, ctx.group)
         of_Bs = [
-            transposed_product(whole, grad) if needed else None
-            for grad, needed in zip(grads, needs_Bs, strict=True)
+            transposed_product(whole, grad, B) if needed else None
+            for grad, B, needed in zip(grads, Bs, needs_Bs, strict=True)
         ]
     return own, of_Bs, None, None
 
@@ -183,7 +187,7 @@ def _check_matmul_reduce_scatter(
     return ranks
 
 
-@custom_op("ladder::matmul_reduce_scatter", mutates_args=())
+@operator("matmul_reduce_scatter")
 def matmul_reduce_scatter(
     A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> Tensor:
@@ -224,7 +228,7 @@ def gather_backward(
         whole, (grad_A,) = all_gather_matmul(grad, [B.t()], ctx.dim, ctx.group, return_A=needs_B)
     elif needs_B:
         whole = all_gather(grad, ctx.dim, ctx.group)
-    return grad_A, None if whole is None or not needs_B else transposed_product(A, whole)
+    return grad_A, None if whole is None or not needs_B else transposed_product(A, whole, B)
 
 
 matmul_reduce_scatter.register_autograd(
@@ -274,7 +278,7 @@ def _check_matmul_all_reduce(A: Tensor, B: Tensor, group_name: str, addend: Tens
     size_of(group_name)
 
 
-@custom_op("ladder::matmul_all_reduce", mutates_args=())
+@operator("matmul_all_reduce")
 def matmul_all_reduce(
     A: Tensor, B: Tensor, group_name: str, addend: Tensor | None = None
 ) -> Tensor:
@@ -305,7 +309,7 @@ def _matmul_all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     A, B = ctx.saved_tensors
     total = all_reduce(grad, ctx.group)
     needs_A, needs_B, _, *needs_addend = ctx.needs_input_grad  # none if it was left out
-    grad_B = transposed_product(A, total) if needs_B else None
+    grad_B = transposed_product(A, total, B) if needs_B else None
     of_addend = total if any(needs_addend) else None
     return total @ B.t() if needs_A else None, grad_B, None, of_addend
 
@@ -319,7 +323,7 @@ def _check_linear_all_reduce(x: Tensor, weight: Tensor, group_name: str) -> None
     size_of(group_name)
 
 
-@custom_op("ladder::linear_all_reduce", mutates_args=())
+@operator("linear_all_reduce")
 def linear_all_reduce(x: Tensor, weight: Tensor, group_name: str) -> Tensor:
     """matmul_all_reduce for few rows, as in decoding: x [..., k] times weight [n, k] transposed.
 
@@ -339,7 +343,7 @@ def _linear_all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     total = all_reduce(grad, ctx.group)
     needs_x, needs_weight, _ = ctx.needs_input_grad
-    grad_weight = transposed_product(total, x) if needs_weight else None
+    grad_weight = transposed_product(total, x, weight) if needs_weight else None
     return total @ weight if needs_x else None, grad_weight, None
 
 

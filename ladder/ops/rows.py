@@ -17,11 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.library import custom_op
 
 from ladder.models.errors import UserError
 from ladder.ops import exchange
-from ladder.ops.calls import execute, size_of
+from ladder.ops.calls import execute, operator, size_of
 from ladder.ops.checks import check_dtype, check_like, check_shape, check_whole
 from ladder.ops.registry import MOVABLE, define, implement
 
@@ -164,7 +163,7 @@ def _check_dims(name: str, tensor: Tensor, dims: int) -> None:
         raise UserError(f"{name} has shape {list(tensor.shape)}; expected {dims} dimensions")
 
 
-@custom_op("ladder::all_to_all_rows", mutates_args=())
+@operator("all_to_all_rows")
 def all_to_all_rows(
     x: Tensor, owners: Tensor, capacity: int, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -209,7 +208,7 @@ def _check_return_rows(rows: Tensor, owners: Tensor, group_name: str) -> None:
     _check_owners(owners, owners.shape[0], "rows", rows)
 
 
-@custom_op("ladder::return_rows", mutates_args=())
+@operator("return_rows")
 def return_rows(rows: Tensor, owners: Tensor, group_name: str) -> Tensor:
     """Bring rows back to where all_to_all_rows took them from: [m, D].
 
@@ -258,7 +257,7 @@ def _check_matmul_all_to_all(
     return size_of(group_name)
 
 
-@custom_op("ladder::matmul_all_to_all", mutates_args=())
+@operator("matmul_all_to_all")
 def matmul_all_to_all(
     h: Tensor, W: Tensor, offsets: Tensor, owners: Tensor, capacity: int, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,7 +284,7 @@ def _(
     return _received(ranks, capacity, W.shape[2], h)
 
 
-@custom_op("ladder::matmul_all_to_all_backward", mutates_args=())
+@operator("matmul_all_to_all_backward")
 def matmul_all_to_all_backward(
     grad: Tensor, h: Tensor, W: Tensor, offsets: Tensor, owners: Tensor, group_name: str
 ) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ engine and a copy. The steps are those of `ladder.ops.schedules.all_reduce`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from ladder.ops.checks import check_switch
 from ladder.ops.pushed import all_shots
 from ladder.ops.refusals import landing_refusal, peer_refusal
 from ladder.ops.registry import implement
+from ladder.ops.replay import memory_of
 from ladder.ops.waves import by_chunks
 
 MOST_PUSHED = 2**31  # bytes; the kernel counts the words of its slots in 32 bits
@@ -47,7 +48,7 @@ def chunked_matmul_all_reduce(
     def add(slots: Tensor, mine: slice) -> None:
         sum_slots(slots, total[mine])
 
-    _spread(group, rows, B, [total], add, (blocks, ratio, streams), addend, push)
+    _spread(group, rows, B, [total], add, (), (blocks, ratio, streams), addend, push)
     return total.unflatten(0, A.shape[:-1])
 
 
@@ -65,18 +66,20 @@ def chunked_landing(
     def land(slots: Tensor, mine: slice) -> None:
         land_slots(slots, before[mine], gain, eps, (landed[mine], normed[mine]))
 
-    _spread(group, rows, B, [landed, normed], land, (blocks, ratio, streams))
+    uses = memory_of(before, gain), eps
+    _spread(group, rows, B, [landed, normed], land, uses, (blocks, ratio, streams))
     return landed.view(residual.shape), normed.view(residual.shape)
 
 
 def _spread(
     group: dist.ProcessGroup, rows: Tensor, B: Tensor, outs: list[Tensor],
-    finish: Callable[[Tensor, slice], object], options: tuple[int, int, int],
+    finish: Callable[[Tensor, slice], object], uses: Hashable, options: tuple[int, int, int],
     addend: Tensor | None = None, push: bool = False,
 ) -> None:  # fmt: skip
     """Fill `outs`, each [m, n], on all ranks: `finish` puts there what this rank's rows give.
 
-    finish: called with this rank's slots of some rows [T, rows, n], and which rows these are.
+    finish: called with this rank's slots of some rows [T, rows, n], and which rows these are. uses:
+    its memory and numbers beside `outs`.
     options: blocks, ratio, streams. push: the last block of the one output by a kernel.
     """
     blocks, ratio, streams = options
@@ -127,6 +130,7 @@ def _spread(
             "product": product, "copy": copy, "sum": add, "push": push_last,
             **to_all(rank, slots, cut, outs),
         },
+        again=None if push else (memory_of(rows, B, more, partial, *outs), uses, ratio),
     )  # fmt: skip
 
 

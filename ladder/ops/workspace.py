@@ -22,7 +22,9 @@ from ladder.comm import capture, driver, symmetric
 from ladder.comm.driver import MemoryOperation
 from ladder.comm.symmetric import SymmetricTensor
 from ladder.models.errors import UserError
+from ladder.ops.replay import Replays, recorder
 from ladder.ops.steps import KINDS, Await, Follow, Kind, Record, Schedule, Stream, Word, Work, jobs
+from ladder.ops.streams import CudaStreams
 
 SETS = 2
 MAX_WORDS = 256  # of each kind and set
@@ -31,41 +33,6 @@ NOTHING = -1  # the bits of a NaN, in words and in 16-bit halves of them
 
 Actions = Mapping[str, Callable[[int], object]]
 Job = tuple[str | None, Any]  # an action and its chunk; or None, and what to call
-
-
-class CudaStreams:
-    """The current stream, and those beside it that schedules name, made when they first do."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.by_name: dict[Stream, torch.cuda.Stream] = {"main": torch.cuda.current_stream(device)}
-        self.now: torch.cuda.Stream = self.by_name["main"]
-        self.events: dict[str, torch.cuda.Event] = {}
-
-    def begin(self) -> None:
-        self.callers = torch.cuda.current_device()  # which `enter` may change
-
-    def end(self) -> None:
-        """The current stream and device are the caller's again."""
-        self.enter("main")
-        if self.callers != self.device.index:
-            torch.cuda.set_device(self.callers)
-
-    def enter(self, stream: Stream) -> None:
-        """What follows is enqueued on this stream, which is current now, as is its device."""
-        if stream not in self.by_name:
-            self.by_name[stream] = torch.cuda.Stream(self.device)
-        self.now = self.by_name[stream]
-        torch.cuda.set_stream(self.now)  # a context of torch's would ask for the current one first
-
-    def record(self, event: str) -> None:
-        self.events.setdefault(event, torch.cuda.Event()).record(self.now)
-
-    def follow(self, event: str) -> None:
-        self.now.wait_event(self.events[event])
-
-    def enqueue(self, words: Any) -> None:
-        driver.enqueue(words, self.now.cuda_stream)
 
 
 class Workspace:
@@ -79,9 +46,11 @@ class Workspace:
         self.streams = CudaStreams(device)
         # What is made once for a shape: tables for kernels. They are made outside captures, too.
         self.made: dict[Hashable, Any] = {}
-        # By schedule, which is kept so that its id stays its own, and set.
-        self._plans: dict[tuple[int, int], tuple[Schedule, list[tuple[Stream, list[Job]]]]] = {}
+        # By schedule, which is kept so that its id stays its own, and set, and the streams' id.
+        self._plans: dict[Hashable, tuple[Schedule, list[tuple[Stream, list[Job]]]]] = {}
         self._slots: list[SymmetricTensor] = []
+        self._views: dict[Hashable, Tensor] = {}  # of the newest slots
+        self.replays = Replays(recorder(device)) if device.type == "cuda" else None
         self.words = self._allocate(SETS, len(KINDS), MAX_WORDS, bits=0)
         # Every peer's slots are free, and no peer looks at its words before all have said so.
         self.words.own[:, KINDS.index("free")] = 1
@@ -125,6 +94,7 @@ class Workspace:
         step = max(MIN_WORDS, 1 << max(0, words.bit_length() - 3))  # at most a quarter more
         words = -(-words // step) * step
         self._slots.append(self._allocate(SETS, self.world, words, bits=NOTHING))
+        self._views.clear()
 
     def slots(
         self, rank: int, chosen: int, shape: tuple[int, int], dtype: torch.dtype,
@@ -134,11 +104,16 @@ class Workspace:
 
         Each slot begins at a multiple of 16 bytes; dense: or right behind the one before.
         """
-        memory = self._slots[-1].by_rank[rank][chosen].view(dtype)  # [T, elements]
-        size = shape[0] * shape[1]
-        if dense:
-            return memory.view(-1)[: self.world * size].view(self.world, *shape)
-        return memory[:, :size].unflatten(1, shape)
+        key = rank, chosen, shape, dtype, dense
+        if key not in self._views:  # views take the host tens of microseconds
+            memory = self._slots[-1].by_rank[rank][chosen].view(dtype)  # [T, elements]
+            size = shape[0] * shape[1]
+            if dense:
+                found = memory.view(-1)[: self.world * size].view(self.world, *shape)
+            else:
+                found = memory[:, :size].unflatten(1, shape)
+            self._views[key] = found
+        return self._views[key]
 
     def begin(
         self, shape: tuple[int, int], dtype: torch.dtype, dense: bool = False
@@ -177,24 +152,41 @@ class Workspace:
     def own_words(self, kind: Kind, chosen: int) -> Tensor:
         return self.words.own[chosen, KINDS.index(kind)]
 
-    def run(self, schedule: Schedule, chosen: int, actions: Actions) -> None:
-        """Enqueue a call. Words that follow each other in a stream are one memory operation."""
-        key = id(schedule), chosen  # to hash a schedule takes longer than to enqueue it
+    def run(
+        self, schedule: Schedule, chosen: int, actions: Actions, again: Hashable = None
+    ) -> None:
+        """Enqueue a call. Words that follow each other in a stream are one memory operation.
+
+        again: the memory and numbers that the actions use, and nothing else; a call that comes
+        again is launched as a CUDA graph (`ladder.ops.replay`). None: it is always enqueued.
+        """
+        if again is None or self.replays is None or capture.capturing():
+            self._enqueue(schedule, chosen, actions, self.streams)
+            return
+        key = id(schedule), chosen, len(self._slots), again
+        self.replays.run(key, partial(self._enqueue, schedule, chosen, actions), self.streams)
+
+    def _enqueue(
+        self, schedule: Schedule, chosen: int, actions: Actions, streams: CudaStreams
+    ) -> None:
+        key = id(schedule), chosen, id(streams)  # to hash a schedule takes longer
         if key not in self._plans:
-            self._plans[key] = schedule, self._plan(schedule, chosen)
-        self.streams.begin()
+            self._plans[key] = schedule, self._plan(streams, schedule, chosen)
+        streams.begin()
         try:
             for stream, some in self._plans[key][1]:
-                self.streams.enter(stream)
+                streams.enter(stream)
                 for action, what in some:
                     if action is None:
                         what()
                     else:
                         actions[action](what)
         finally:
-            self.streams.end()
+            streams.end()
 
-    def _plan(self, schedule: Schedule, chosen: int) -> list[tuple[Stream, list[Job]]]:
+    def _plan(
+        self, streams: CudaStreams, schedule: Schedule, chosen: int
+    ) -> list[tuple[Stream, list[Job]]]:
         """What the host does for a call, stream by stream."""
 
         planned: list[tuple[Stream, Job]] = []
@@ -203,11 +195,11 @@ class Workspace:
             if isinstance(first, Work):
                 job: Job = first.action, first.chunk
             elif isinstance(first, Record):
-                job = None, partial(self.streams.record, first.event)
+                job = None, partial(streams.record, first.event)
             elif isinstance(first, Follow):
-                job = None, partial(self.streams.follow, first.event)
+                job = None, partial(streams.follow, first.event)
             else:
-                job = None, partial(self.streams.enqueue, self._batch(steps, chosen))
+                job = None, partial(streams.enqueue, self._batch(steps, chosen))
             planned.append((first.stream, job))
         by_stream = groupby(planned, lambda each: each[0])
         return [(stream, [job for _, job in each]) for stream, each in by_stream]

@@ -207,7 +207,7 @@ def _compiled(
         parameters: dict[str, Tensor], x: Tensor, tables: Tensor, mask: Any, last: Tensor | None,
         operators: Operators,
     ) -> Any:  # fmt: skip
-        context = Context(tables, mask, last=last, operators=operators)
+        context = Context(tables, operators, mask, last=last)
         return functional_call(bare, parameters, (x, context))
 
     forward = _on_local_parameters(sublayer, torch.compile(wrap(compute), dynamic=False))

@@ -1,0 +1,89 @@
+"""Calls that come again with the same memory, as CUDA graphs.
+
+Eager calls keep the host busy: one that overlaps is a dozen kernels, copies and waits. But a
+training step asks the allocator for the same memory in the same order as the step before, so its
+calls come again, with the same addresses. The first time, a call is enqueued; the second time, it
+is captured in a graph of its own, and launched from then on. What it computes is the same to the
+bit. Where addresses change all the time, calls are enqueued as before.
+
+Each rank decides for itself. One may launch what another enqueues: the words that ranks write and
+await are the same (`ladder.ops.schedules`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+from ladder.comm.capture import no_collection
+from ladder.ops.streams import CudaStreams
+
+MOST = 512  # calls that are known, of a workspace
+
+Enqueue = Callable[[CudaStreams], object]
+Launch = Callable[[], object]
+
+
+def memory_of(*tensors: Tensor | None) -> Hashable:
+    """What tells a call's memory from that of another."""
+    return tuple(
+        None if each is None else (each.data_ptr(), each.shape, each.stride(), each.dtype)
+        for each in tensors
+    )
+
+
+class Recorder:
+    """Captures graphs on a device, on streams of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.main = torch.cuda.Stream(device)
+        self.streams = CudaStreams(device, self.main)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, enqueue: Enqueue) -> Launch:
+        """What launches a graph of all that `enqueue` does, which must not allocate."""
+        graph = torch.cuda.CUDAGraph()
+        # torch.cuda.graph would wait for the device and empty the allocator's cache.
+        with no_collection(), torch.cuda.stream(self.main):
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                enqueue(self.streams)
+            finally:
+                graph.capture_end()
+        replay: Launch = graph.replay
+        return replay
+
+
+@functools.cache
+def recorder(device: torch.device) -> Recorder:
+    """That of all workspaces of a device, since torch has few streams."""
+    return Recorder(device)
+
+
+class Replays:
+    """The calls of a workspace. record: see `Recorder`."""
+
+    def __init__(self, record: Callable[[Enqueue], Launch]) -> None:
+        self.record = record
+        self.known: OrderedDict[Hashable, Launch | None] = OrderedDict()
+
+    def run(self, key: Hashable, enqueue: Enqueue, streams: CudaStreams) -> None:
+        """Do what `enqueue` does on `streams`, or launch the graph of it.
+
+        key: all that it depends on, its memory among it.
+        """
+        if key not in self.known:
+            enqueue(streams)
+            self.known[key] = None
+            if len(self.known) > MOST:
+                self.known.popitem(last=False)
+            return
+        self.known.move_to_end(key)
+        launch = self.known[key]
+        if launch is None:
+            launch = self.known[key] = self.record(enqueue)
+        launch()

@@ -1,0 +1,201 @@
+"""Calls that come again with the same memory: which are enqueued, captured and launched."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Hashable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ladder.ops import overlapped, replay, spread
+from ladder.ops.registry import OPERATORS
+from ladder.ops.replay import Replays, memory_of
+from ladder.ops.workspace import Workspace, workspace
+from ladder.parallel import launch
+from tests.ops.overlapped import WHOLE, arguments, check_same, flat, operands, run_of
+from tests.ops.streams import Everyone, Group, Machine
+
+OPS = [op for op, each in OPERATORS.items() if "chunked" in each.implementations]
+REPLAYS = int(os.environ.get("LADDER_TEST_REPLAYS", "300"))
+
+
+def test_the_first_is_enqueued_the_second_captured_and_then_launched() -> None:
+    done: list[str] = []
+
+    def record(enqueue: Any) -> Any:
+        enqueue("recorded")
+        return lambda: done.append("launch")
+
+    replays = Replays(record)
+    for _ in range(4):
+        replays.run("a", lambda streams: done.append(f"a {streams}"), "own")
+    assert done == ["a own", "a recorded", "launch", "launch", "launch"]
+    replays.run("b", lambda streams: done.append("b"), "own")
+    assert done[5:] == ["b"]
+
+
+def test_no_more_calls_are_known_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that was made the longest ago goes."""
+    monkeypatch.setattr(replay, "MOST", 3)
+    enqueued: list[int] = []
+    replays = Replays(lambda enqueue: lambda: None)
+    for key in (0, 1, 2, 0, 3, 0, 1):
+        replays.run(key, lambda streams, key=key: enqueued.append(key), None)
+    assert enqueued == [0, 1, 2, 3, 1]
+    assert list(replays.known) == [3, 0, 1]
+
+
+def test_memory_is_told_apart() -> None:
+    base = torch.zeros(24)
+    alike = base.view(4, 6)
+    assert memory_of(base, None) == memory_of(torch.Tensor.detach(base), None)
+    others = [
+        alike, alike.t(), base[:12], base[12:], base.view(torch.int32), base.clone(), None,
+    ]  # fmt: skip
+    assert len({memory_of(base), *map(memory_of, others)}) == 1 + len(others)
+    assert memory_of(base, None) != memory_of(None, base)
+
+
+def keys_of(
+    op: str, given: tuple[Any, ...], options: dict[str, Any], fresh: dict[Any, Tensor]
+) -> Hashable:
+    """What a call gives as its memory and numbers, if the same outputs are allocated each time."""
+    found: list[Any] = []
+    numbered = iter(range(100))
+
+    def new_empty(self: Tensor, *shape: Any, **more: Any) -> Tensor:
+        size = shape[0] if isinstance(shape[0], (tuple, list, torch.Size)) else shape
+        key = next(numbered), tuple(size), self.dtype
+        return fresh.setdefault(key, torch.zeros(size, dtype=self.dtype))
+
+    def empty_like(like: Tensor) -> Tensor:
+        return new_empty(like, like.shape)
+
+    def run(space: Any, schedule: Any, chosen: int, actions: Any, again: Hashable = None) -> None:
+        found.append((schedule, again))
+
+    machine = Machine(2, lambda call: 0)
+    with (
+        machine.recording(),
+        mock.patch.object(Workspace, "run", run),
+        mock.patch.object(Tensor, "new_empty", new_empty),
+        mock.patch.object(torch, "empty_like", empty_like),
+    ):
+        run_of(op, "chunked")(Group(0, Everyone(2)), *given, **options)
+    (key,) = found
+    assert key[1] is not None
+    return key
+
+
+def changes(op: str, given: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """The arguments with one of them changed, each in turn."""
+    found = []
+    for n, each in enumerate(given):
+        if isinstance(each, Tensor):
+            other: Any = each.clone()
+        elif isinstance(each, list):
+            other = [each[0].clone(), *each[1:]]
+        elif isinstance(each, float):
+            other = 2 * each
+        elif isinstance(each, str):
+            other = "avg" if each == "sum" else "sum"
+        elif isinstance(each, bool):
+            other = not each
+        else:
+            continue  # the dimension, of matrices always 0
+        found.append((*given[:n], other, *given[n + 1 :]))
+    return found
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_call_that_differs_in_anything_is_another(op: str) -> None:
+    """Mutation: leave any tensor, number or option of an operator out of what it says it uses."""
+    (A, B), _ = operands(2, 0, 16, 40, torch.bfloat16)
+    fresh: dict[Any, Tensor] = {}
+    every = [arguments(op, A, B, False, 2)]
+    if op == "matmul_all_reduce":
+        every.append(arguments(op, A, B, True, 2))  # with an addend
+    for given in every:
+        known = set(OPERATORS[op].implementations["chunked"].options)
+        some = [{}, {"streams": 2}, {"blocks": 2}, {"blocks": 2, "ratio": 2}]
+        options = [each for each in some if known >= each.keys()]
+        same = keys_of(op, given, {}, fresh)
+        assert same == keys_of(op, given, {}, fresh)
+        others = [keys_of(op, each, {}, fresh) for each in changes(op, given)]
+        others += [keys_of(op, given, each, fresh) for each in options[1:]]
+        assert len(others) > 2
+        assert len({same, *others}) == 1 + len(others)
+        for n in range(len(fresh)):  # outputs elsewhere
+            moved = dict(fresh)
+            at = list(fresh)[n]
+            moved[at] = torch.zeros_like(moved[at])
+            if at in used_by(op, given):
+                assert keys_of(op, given, {}, moved) != same, at
+
+
+def used_by(op: str, given: tuple[Any, ...]) -> set[Any]:
+    """What such a call allocates."""
+    fresh: dict[Any, Tensor] = {}
+    keys_of(op, given, {}, fresh)
+    return set(fresh)
+
+
+def test_what_a_kernel_pushes_is_always_enqueued() -> None:
+    """Its kernel has memory of its own, which the call does not name."""
+    seen: list[Any] = []
+    shots = SimpleNamespace(gather_sums=lambda *each: None)
+    (A, B), _ = operands(2, 0, 16, 40, torch.bfloat16)
+    machine = Machine(2, lambda call: 0)
+    with (
+        machine.recording(),
+        mock.patch.object(spread, "all_shots", return_value=shots),
+        mock.patch.object(Workspace, "run", lambda *each, again=None: seen.append(again)),
+    ):
+        run_of("matmul_all_reduce", "chunked")(Group(0, Everyone(2)), A, B, push=True)
+    assert seen == [None]
+
+
+def again_on_gpus(op: str) -> int:
+    """Rank 1 enqueues what the others launch. Inputs change between calls, ranks come late."""
+    device = launch.join("cuda")
+    rank, world, group = launch.rank(), launch.world_size(), dist.group.WORLD
+    run, staged, own = run_of(op, "chunked"), run_of(op, "staged"), random.Random(launch.rank())
+    inputs = [
+        tuple(each.to(device) for each in operands(world, call, 512, 1024, torch.bfloat16)[rank])
+        for call in range(2)
+    ]
+    spaces = {"matmul_all_reduce": WHOLE}
+    name = next((kept for kept, ops in spaces.items() if op in ops), op)
+    name = overlapped.SCATTER if op == overlapped.LANDING else name
+    space = workspace(group, name, device)
+    launched = mock.Mock(wraps=space.replays.known.move_to_end)
+    if rank == 1:
+        space.replays = None
+    else:
+        space.replays.known.move_to_end = launched
+    for turn in range(REPLAYS):
+        A, B = inputs[turn % 2]
+        A.mul_(2.0 if turn % 4 < 2 else 0.5)
+        given = arguments(op, A, B, False, world)
+        if own.random() < 0.2:
+            torch.cuda._sleep(own.randrange(2_000_000) * (rank + 1))
+        found = flat(run(group, *given))
+        check_same(op, (op, turn), found, flat(staged(group, *given)))
+        for out in found:
+            out.fill_(torch.nan)
+    assert rank == 1 or launched.call_count > REPLAYS // 2, launched.call_count
+    return 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("op", OPS)
+def test_calls_that_come_again_on_gpus(op: str) -> None:
+    assert launch.run(again_on_gpus, (op,), nproc=2) == 0
