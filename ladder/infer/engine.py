@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ladder.comm.capture import Mode
 from ladder.costs import CAPACITY_STEP, GRAPHED_PROMPT_TOKENS
 from ladder.infer.cache import Cache, check_cache_kind
 from ladder.infer.fused import InferenceTransformer, can_fuse, fuse
@@ -116,8 +117,7 @@ class Session:
         self.uniforms[: len(uniforms)].copy_(uniforms)
         self.counter.zero_()
         self.positions.copy_(lengths)
-        kept = width in self.prompt_graphs or len(self.prompt_graphs) < PROMPT_GRAPHS
-        if not self.graphs or padded.numel() > GRAPHED_PROMPT_TOKENS or not kept:
+        if self.prompt_mode(width) == "eager":
             self._prefill(padded.to(self.tokens.device))
             return
         if width not in self.prompt_graphs:
@@ -136,6 +136,12 @@ class Session:
             return longest
         step = next(step for limit, step in PROMPT_STEPS if longest <= limit)
         return min(math.ceil(longest / step) * step, self.capacity)
+
+    def prompt_mode(self, width: int) -> Mode:
+        """Whether prompts of this width run in a CUDA graph, in this session as it is now."""
+        kept = width in self.prompt_graphs or len(self.prompt_graphs) < PROMPT_GRAPHS
+        small = len(self.tokens) * width <= GRAPHED_PROMPT_TOKENS
+        return "captured" if self.graphs and small and kept else "eager"
 
     def _prefill(self, padded: Tensor) -> None:
         positions = torch.arange(padded.shape[1], device=padded.device).expand(len(padded), -1)

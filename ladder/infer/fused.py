@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ladder.comm.capture import Mode
+from ladder.comm.capture import mode as current_mode
 from ladder.costs import reduce_bytes
 from ladder.infer.cache import Cache
 from ladder.jit import DTYPES, device_name
@@ -213,7 +215,7 @@ def fuse(model: Transformer) -> InferenceTransformer:
     overlaps: Overlap | None = None
     if isinstance(base, PushReducer) and layers[0].self_attn.q_proj.scales is None:
         where = device_name(weight.device), base.ranks.processes
-        overlaps = Overlap(config, *where, weight.dtype)
+        overlaps = Overlap(config, *where, weight.dtype, base.group)
 
     def mixer(config: ModelConfig, layer: int) -> Sublayer:
         attention, gain = layers[layer].self_attn, _gain(layers[layer].input_layernorm)
@@ -278,12 +280,12 @@ class PassReducers:
     """The reducers of a fused model's passes: `choose` decides by the tokens' shape [B, S].
 
     base: the model's own reducer. token_bytes: the size of one token's partial. insists: prompts
-    run by fused operators (`FusedPrompts`). overlaps: see `choose`.
+    run by fused operators (`FusedPrompts`). overlaps: see `Overlap`; None: nothing does.
     """
 
     def __init__(
         self, base: Reducer, plan: Plan, token_bytes: int, insists: bool = False,
-        overlaps: Callable[[int], bool] | None = None,
+        overlaps: Callable[[int, Mode], bool] | None = None,
     ) -> None:  # fmt: skip
         self.base, self.plan, self.token_bytes = base, plan, token_bytes
         self.insists, self.overlaps = insists, overlaps
@@ -302,14 +304,18 @@ class PassReducers:
             assert isinstance(base, AsyncReducer), base
             self.makers["fused", transport] = fused_passes(base, plan)
 
-    def choice(self, shape: torch.Size) -> Choice:
-        """The choice for a pass over tokens of `shape`, with its reason."""
+    def choice(self, shape: torch.Size, mode: Mode | None = None) -> Choice:
+        """The choice for a pass over tokens of `shape`, with its reason.
+
+        mode: whether the pass runs in a CUDA graph; None: as calls made now.
+        """
+        mode, overlaps = mode or current_mode(), self.overlaps
         phase = "decode" if shape[1] == 1 else "prefill"
         table, asked = (None, "async") if self.push is None else (self.push.dispatch, "push")
         asked = "fused" if self.insists else asked
         return choose(
             phase, self.plan, self.base.ranks, shape, self.token_bytes, table, asked,
-            overlaps=self.overlaps,
+            overlaps=None if overlaps is None else lambda tokens: overlaps(tokens, mode),
         )  # fmt: skip
 
     def __call__(self, shape: torch.Size) -> PassFactory:

@@ -9,6 +9,7 @@ the copies between products.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from ladder.comm.capture import Mode
 from ladder.costs import GRAPHED_PROMPT_TOKENS, product_shapes
@@ -24,24 +25,30 @@ class Overlap:
     """Says of a prompt's tokens whether all products of its layers have an operator that overlaps.
 
     config: of a model whose matrices have `dtype`, without biases of outputs and MLPs. gpu: the
-    name of the GPU. ranks: of the group.
+    name of the GPU. ranks: of the group. group: whose calls it is about, on this machine, by what
+    `ladder.ops` picks for them; None: what the table names, for any machine.
     """
 
     def __init__(
-        self, config: ModelConfig, gpu: str, ranks: int, dtype: torch.dtype = torch.bfloat16
-    ) -> None:
+        self, config: ModelConfig, gpu: str, ranks: int, dtype: torch.dtype = torch.bfloat16,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
         shapes = product_shapes(config, ranks)
         self.products = tuple((op, *shapes[part]) for part, op in OF_PRODUCTS.items())
-        self.gpu, self.ranks, self.dtype = gpu, ranks, dtype
+        self.gpu, self.ranks, self.dtype, self.group = gpu, ranks, dtype, group
 
-    def __call__(self, tokens: int) -> bool:
+    def __call__(self, tokens: int, mode: Mode) -> bool:
+        """mode: of the calls, see `ladder.comm.capture`."""
         from ladder.ops import choice, registry  # late: 0.1 s, for prompts that are large enough
 
         rows = -(-tokens // self.ranks) * self.ranks  # what is missing is padded
+        any_order = self.group is not None and choice.allows_any_order(self.group)
         for op, outputs, inputs in self.products:
-            sizes, mode = (rows, outputs, inputs), prompt_mode(rows)
-            call = registry.call_of(op, self.gpu, self.dtype, self.ranks, sizes, False, mode)
-            if choice.listed(call)[0] in registry.SERIAL:
+            sizes = rows, outputs, inputs
+            call = registry.call_of(op, self.gpu, self.dtype, self.ranks, sizes, any_order, mode)
+            here = self.group is not None
+            picked = choice.choose(call).implementation if here else choice.listed(call)[0]
+            if picked in registry.SERIAL:
                 return False
         return True
 

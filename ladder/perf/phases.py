@@ -16,7 +16,7 @@ from ladder.models.plan import Plan
 from ladder.models.reducer import Ranks
 from ladder.parallel.choose import choose
 from ladder.parallel.dispatch import load_dispatch
-from ladder.parallel.overlap import Overlap
+from ladder.parallel.overlap import Overlap, prompt_mode
 from ladder.parallel.prefill import fused_refusal
 from ladder.parallel.sharded import sharded_refusal
 from ladder.perf.cost import DecodeCost, check_context, check_reducer
@@ -261,7 +261,11 @@ def prompt_way(
         return Way(1)
     table = load_dispatch(gpu, tp) if reducer in ("push", FUSED) else None
     token = BF16 * config.hidden_size  # of a partial
-    overlaps = Overlap(config, gpu, tp) if weights == "bf16" else None
+    listed = Overlap(config, gpu, tp)
+
+    def overlaps(tokens: int) -> bool:
+        return weights == "bf16" and listed(tokens, prompt_mode(tokens))
+
     chosen = choose("prefill", plan, Ranks(tp), shape, token, table, reducer, overlaps=overlaps)
     if table is None:
         return Way(tp)

@@ -12,19 +12,23 @@ import torch.distributed as dist
 
 import ladder.ops
 from ladder.bench.inference.points import Settings, expand
+from ladder.comm.capture import Mode, as_captured
 from ladder.config import model_config
-from ladder.infer.engine import Engine
+from ladder.costs import GRAPHED_PROMPT_TOKENS
+from ladder.infer.engine import PROMPT_GRAPHS, Engine, Session
 from ladder.infer.fused import PassReducers
 from ladder.infer.load import fuse_prompts
 from ladder.models import ModelConfig, Plan, Ranks, UserError, resolve_plan
 from ladder.models.quantised import quantise_model
+from ladder.ops import Choice, choice
+from ladder.ops.registry import Call
 from ladder.parallel import launch
 from ladder.parallel.choose import check_base, choose
 from ladder.parallel.dispatch import Dispatch, Prefill, load_dispatch
 from ladder.parallel.mesh import make_mesh
 from ladder.parallel.overlap import Overlap
 from ladder.parallel.prefill import FusedPrefill, fused_refusal, sums_in_products
-from ladder.parallel.reducers import AsyncReducer
+from ladder.parallel.reducers import AsyncReducer, PushReducer
 from ladder.parallel.sharding import shard_model
 from tests.distributed import Pools, tp_mesh
 from tests.gpu import make
@@ -160,24 +164,74 @@ def test_it_is_chosen_from_its_size_on_and_only_where_everything_blocks() -> Non
 
 
 def test_large_prompts_whose_products_overlap_on_two_h100s() -> None:
-    """By the shipped tables: an 8B's of the sizes that were measured; another model's have no such
+    """By the shipped tables: an 8B's, from the measured sizes on; another model's have no such
     operators, nor has another GPU."""
     h100 = "NVIDIA H100 80GB HBM3"
     table, plan = load_dispatch(h100, 2), resolve_plan("standard", 4, 4)
     config = model_config("llama-3-8b")
 
-    def chosen(config: ModelConfig, tokens: int, gpu: str = h100) -> str:
+    def chosen(config: ModelConfig, tokens: int, gpu: str = h100, mode: Mode = "captured") -> str:
         return choose(
             "prefill", plan, Ranks(2, 1, 1), (1, tokens), 2 * config.hidden_size, table,
-            overlaps=Overlap(config, gpu, 2),
+            overlaps=lambda tokens: Overlap(config, gpu, 2)(tokens, mode),
         ).reducer  # fmt: skip
 
-    for tokens in (4096, 8192, 16384, 65536):
+    for tokens in (4096, 5120, 8192, 16384, 20480, 32768, 65536):
         assert chosen(config, tokens) == "fused", tokens
+        assert chosen(config, tokens, mode="eager") == "fused", tokens
         assert chosen(model_config("half-8b"), tokens) == "sharded", tokens
         assert chosen(config, tokens, "NVIDIA H100 NVL") == "sharded", tokens
     for tokens in (1024, 4094, 131072):
         assert chosen(config, tokens) == "sharded", tokens
+    # Without a graph, the operators of a prompt that was not measured wait for the host.
+    assert chosen(config, 4352) == "fused"
+    assert chosen(config, 4352, mode="eager") == "sharded"
+
+
+def test_an_engine_asks_what_its_own_calls_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `ladder.ops.use`, this machine and the group's order of sums; predictions by the table."""
+    picked, asked = "chunked", []
+
+    def choose_call(call: Call) -> Choice:
+        asked.append((call.mode, call.any_order))
+        return Choice(call, picked, "a test")
+
+    monkeypatch.setattr(choice, "choose", choose_call)
+    group: Any = type("Group", (), {})()
+    where = model_config("llama-3-8b"), "NVIDIA H100 80GB HBM3", 2
+    mine = Overlap(*where, group=group)
+    assert mine(8, "eager")
+    assert asked == [("eager", False)] * 4
+    monkeypatch.setattr(choice, "any_order_groups", {group})
+    picked = "staged"
+    assert not mine(4096, "captured")
+    assert asked[4:] == [("captured", True)]
+    assert Overlap(*where)(4096, "captured")
+
+
+def test_the_mode_of_a_prompt_is_that_of_its_pass() -> None:
+    """In a graph, unless it is large, graphs are off, or a session's graphs are all in use."""
+    session = Session.__new__(Session)
+    session.graphs, session.prompt_graphs, session.tokens = True, {}, torch.zeros(2)
+    half = GRAPHED_PROMPT_TOKENS // 2
+    assert [session.prompt_mode(width) for width in (half, half + 1)] == ["captured", "eager"]
+    session.prompt_graphs = dict.fromkeys(range(1, PROMPT_GRAPHS + 1))
+    assert [session.prompt_mode(width) for width in (8, 9)] == ["captured", "eager"]
+    session.graphs = False
+    assert session.prompt_mode(8) == "eager"
+    seen: list[Any] = []
+    push = PushReducer.__new__(PushReducer)
+    push.ranks, push.group = Ranks(2, 0, 1), None
+    push.dispatch = Dispatch((), "a test", Prefill(fused=1))
+    reducers = PassReducers.__new__(PassReducers)
+    reducers.base = reducers.push = push
+    reducers.plan, reducers.token_bytes = resolve_plan("standard", 4, 4), 10
+    reducers.insists, reducers.overlaps = False, lambda *each: bool(seen.append(each))
+    with as_captured():
+        reducers.choice(torch.Size((2, 7)))
+    reducers.choice(torch.Size((2, 7)))
+    reducers.choice(torch.Size((2, 7)), "captured")
+    assert seen == [(14, "captured"), (14, "eager"), (14, "captured")]
 
 
 @pytest.mark.parametrize(

@@ -297,9 +297,9 @@ def choices(session: Session, prompt: int) -> dict[str, str]:
     pick = session.model.runtime.pick
     if not isinstance(pick, PassReducers):
         return {}
-    lengths = {"prefill": session.prompt_width(prompt), "decode": 1}
-    batch = len(session.tokens)
-    return {name: str(pick.choice(torch.Size((batch, each)))) for name, each in lengths.items()}
+    batch, width = len(session.tokens), session.prompt_width(prompt)
+    prefill = pick.choice(torch.Size((batch, width)), session.prompt_mode(width))
+    return {"prefill": str(prefill), "decode": str(pick.choice(torch.Size((batch, 1))))}
 
 
 def _result(timed: TimedSession, timing: Timings, speed: float, rate: float) -> InferenceTimes:
