@@ -46,6 +46,21 @@ def batch(operations: Sequence[MemoryOperation]) -> ctypes.Array[MemoryOperation
     return (MemoryOperation * len(operations))(*operations)
 
 
+BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
+
+
+def buffer_id(address: int) -> int:
+    """The driver's number of the allocation that an address lies in; of no two is it the same, even
+    if one is freed and the next has its addresses."""
+    found = ctypes.c_ulonglong()
+    code = driver().cuPointerGetAttribute(
+        ctypes.byref(found), BUFFER_ID, ctypes.c_ulonglong(address)
+    )
+    if code:
+        raise RuntimeError(f"cuPointerGetAttribute failed with CUDA driver error {code}")
+    return found.value
+
+
 def current_stream(device: torch.device) -> int:
     """The handle of the device's current stream; a tenth of the time of torch's own function."""
     found: int = torch._C._cuda_getCurrentRawStream(device.index)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
+from ladder.comm import driver
 from ladder.comm.capture import no_collection
 from ladder.ops.streams import CudaStreams
 
@@ -29,11 +30,20 @@ Launch = Callable[[], object]
 
 
 def memory_of(*tensors: Tensor | None) -> Hashable:
-    """What tells a call's memory from that of another."""
-    return tuple(
-        None if each is None else (each.data_ptr(), each.shape, each.stride(), each.dtype)
-        for each in tensors
-    )
+    """What tells a call's memory from that of another.
+
+    Of an allocation that was freed a graph's copies know no more than that, and the driver crashes,
+    even where the next one has the same addresses. So an allocation is named by its number, too.
+    """
+    found: list[Hashable] = []
+    for each in tensors:
+        if each is not None:
+            at = each.data_ptr()
+            where = driver.buffer_id(at) if each.is_cuda and at else 0
+            found.append((at, where, each.shape, each.stride(), each.dtype))
+        else:
+            found.append(None)
+    return tuple(found)
 
 
 class Recorder:
@@ -49,6 +59,7 @@ class Recorder:
         graph = torch.cuda.CUDAGraph()
         # torch.cuda.graph would wait for the device and empty the allocator's cache.
         with no_collection(), torch.cuda.stream(self.main):
+            torch.cuda.current_blas_handle()  # this thread's may be new, and no capture can make it
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 enqueue(self.streams)
@@ -59,9 +70,14 @@ class Recorder:
 
 
 @functools.cache
-def recorder(device: torch.device) -> Recorder:
-    """That of all workspaces of a device, since torch has few streams."""
-    return Recorder(device)
+def recorder(device: torch.device) -> Recorder | None:
+    """That of all workspaces of a device, since torch has few streams.
+
+    None: calls are always enqueued. So they are where the allocator changes the memory behind an
+    address, of which the driver has no number (expandable_segments).
+    """
+    segments = torch.cuda.memory_snapshot()
+    return None if any(each["is_expandable"] for each in segments) else Recorder(device)
 
 
 class Replays:

@@ -50,7 +50,8 @@ class Workspace:
         self._plans: dict[Hashable, tuple[Schedule, list[tuple[Stream, list[Job]]]]] = {}
         self._slots: list[SymmetricTensor] = []
         self._views: dict[Hashable, Tensor] = {}  # of the newest slots
-        self.replays = Replays(recorder(device)) if device.type == "cuda" else None
+        record = recorder(device) if device.type == "cuda" else None
+        self.replays = None if record is None else Replays(record)
         self.words = self._allocate(SETS, len(KINDS), MAX_WORDS, bits=0)
         # Every peer's slots are free, and no peer looks at its words before all have said so.
         self.words.own[:, KINDS.index("free")] = 1

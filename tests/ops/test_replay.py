@@ -190,6 +190,10 @@ def again_on_gpus(op: str) -> int:
         check_same(op, (op, turn), found, flat(staged(group, *given)))
         for out in found:
             out.fill_(torch.nan)
+        if turn % 16 == 15:  # the next outputs are other allocations, with the same addresses
+            del found, out, given
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
     assert rank == 1 or launched.call_count > REPLAYS // 2, launched.call_count
     return 0
 
