@@ -58,8 +58,11 @@ CALIBRATION = (
     "2026-11-21-train-ahead-h200x4.jsonl",
     "2026-11-21-train-8b-again-h200x4.jsonl",
 )
-# One H100 as a user would describe it: all of `ladder bench machine`, and records to calibrate by.
-H100 = ("2026-11-24-machine-h100x1.json", "2026-11-24-inference-h100.jsonl")
+# H100s as a user would describe them: all of `ladder bench machine`, and records to calibrate by.
+H100S = {
+    1: ("2026-11-24-machine-h100x1.json", "2026-11-24-inference-h100.jsonl"),
+    2: ("2026-11-26-machine-h100x2.json", "2026-11-26-inference-h100x2.jsonl"),
+}
 # Of today's kernels, on one GPU.
 TODAY = (
     "2026-11-24-eight-bits-few-rows-h200.jsonl",
@@ -361,9 +364,9 @@ def machine(gpus: int) -> Machine:
     return one() if gpus == 1 else with_steps_of(fitted(gpus), one())
 
 
-def h100() -> Machine:
-    measured, steps = (RESULTS / file for file in H100)
-    return replace(calibrated(read(measured), steps), name="h100x1")
+def h100s(gpus: int) -> Machine:
+    measured, steps = (RESULTS / file for file in H100S[gpus])
+    return replace(calibrated(read(measured), steps), name=f"h100x{gpus}")
 
 
 def older() -> Machine:
@@ -375,7 +378,7 @@ def older() -> Machine:
 
 if __name__ == "__main__":
     OLDER.mkdir(parents=True, exist_ok=True)
-    for each in (*map(machine, (1, 2, 4)), h100()):
+    for each in (*map(machine, (1, 2, 4)), *map(h100s, H100S)):
         write(each, FOLDER / f"{each.name}.json")
         print(FOLDER / f"{each.name}.json")
     write(older(), OLDER / "h200.json")

@@ -80,7 +80,7 @@ class PromptCost:
         if kind == "choice":
             return Estimate(self.gap, "interpolated")
         if operation.algorithm == FUSED:
-            return self.fused(kind, operation.part, any_order=False)
+            return self.fused(kind, operation.part, any_order=False, lands=True)
         if kind == "all-reduce":
             nbytes = BF16 * self.config.hidden_size * rows
             found = self.machine.curve("all-reduce", algorithm=operation.algorithm).at(nbytes)
@@ -123,10 +123,15 @@ class PromptCost:
         rest = found.us - 2 * self.barrier - self.moved(landed * nbytes / self.tp).us
         return Estimate(max(0.0, rest), found.basis)
 
-    def fused(self, kind: str, part: str, any_order: bool) -> Estimate:
-        """An exchange of all rows inside of a product, beyond the product."""
+    def fused(self, kind: str, part: str, any_order: bool, lands: bool = False) -> Estimate:
+        """An exchange of all rows inside of a product, beyond the product.
+
+        lands: so is the landing of a scatter. It counts as one behind it, too: in a model such
+        operators take about that much longer than one by one (docs/predict.md).
+        """
         outputs, inputs = self.shapes[part]
         us = self.machine.nccl(kind, self.tensor(self.rows)).us + self.gap
+        kind = "landing" if lands and kind == "reduce-scatter" else kind
         us = self.inside(kind, (self.rows, outputs, inputs), any_order, us, self.mode)
         return Estimate(us, "extrapolated")
 

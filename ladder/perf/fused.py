@@ -19,6 +19,7 @@ OPERATORS = {
     "all-gather": "all_gather_matmul",
     "reduce-scatter": "matmul_reduce_scatter",
     "all-reduce": "matmul_all_reduce",
+    "landing": "matmul_reduce_scatter_add_rms_norm",  # of rows that are scattered, with the scatter
 }
 # Of the backend's exchange, the median of benchmarks/results/2026-11-22-ops-h200x2.jsonl:
 # all-reduces that add in the order of the ranks.

@@ -185,7 +185,7 @@ H100S = ("ops-rows", "ops", "ops-summing", "ops-sums", "ops-gathers", "ops-gpt3"
 OF_TABLE = [
     *RECORDS, *(RESULTS / f"2026-11-25-{kind}-h100x2.jsonl" for kind in H100S),
     RESULTS / "2026-11-25-ops-h200x2.jsonl",
-    *(RESULTS / f"2026-11-26-{kind}-h100x2.jsonl" for kind in ("ops", "ops-again")),
+    RESULTS / "2026-11-26-ops-again-h100x2.jsonl",
 ]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ from ladder.cli import main, make_parser
 from ladder.config import model_config
 from ladder.costs import BF16, FP32
 from ladder.models import UserError
-from ladder.perf import phases
+from ladder.perf import nodes, phases
 from ladder.perf.cost_prefill import PromptCost
 from ladder.perf.cost_training import TrainingCost
 from ladder.perf.graph import COPIES, DATA, training
 from ladder.perf.machine import BETWEEN_GPUS, Link
 from ladder.perf.machine_files import load as load_measured
-from ladder.perf.machine_files import write
+from ladder.perf.machine_files import shipped, write
 from ladder.perf.memory import local_parameters
 from ladder.perf.nodes import (
     BEST,
@@ -95,7 +96,7 @@ def test_steps_grow_with_nodes_and_with_slower_links(layout: str) -> None:
 
 def test_a_declared_machine_has_what_its_gpu_was_measured_with() -> None:
     four = load_measured("h200x4")
-    apart, more = ("h200x2-no-p2p", "h200x4-no-p2p"), ("h100x2", "h100x4", "h100x8")
+    apart, more = ("h200x2-no-p2p", "h200x4-no-p2p"), ("h100x4", "h100x8")
     assert names() == (*more, *apart, "h200x8")
     assert NODE.gpus == 8
     assert NODE.curve("product", rows=1) == four.curve("product", rows=1)
@@ -138,6 +139,17 @@ def test_all_reduces_of_eight_are_those_of_ladder_residuals_rows() -> None:
         assert ours.at(size).us == pytest.approx(published.at(size).us, rel=0.10), size
 
 
+@pytest.fixture
+def one_h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if no more than one had been measured."""
+    known = [name for name in shipped() if name != "h100x2"]
+    monkeypatch.setattr(nodes, "shipped", lambda: known)
+    nodes.declared.cache_clear()
+    yield
+    nodes.declared.cache_clear()
+
+
+@pytest.mark.usefixtures("one_h100")
 def test_several_h100s_are_one_as_measured_and_links_as_of_h200s() -> None:
     """Only what an exchange moves in a GPU's memory takes longer there."""
     one = load_measured("h100x1")

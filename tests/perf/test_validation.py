@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from ladder.bench.inference.points import InferencePoint
+from ladder.bench.inference.points import InferencePoint, resolve
+from ladder.bench.results import read_results
 from ladder.cli import main
 from ladder.models.errors import UserError
 from ladder.perf.machine import Curve, Value
 from ladder.perf.machine_files import load
-from ladder.perf.nodes import load as load_declared
+from ladder.perf.phases import prefill
 from ladder.perf.prediction.command import kind_of
 from ladder.perf.prediction.fitting import calibrated
 from ladder.perf.prediction.ranking import rankings
@@ -133,22 +134,38 @@ def test_prompts_by_fused_operators_are_held_out(capsys: pytest.CaptureFixture[s
     assert "decode: not scored: 4 with reducer=fused, which decodes as push does" in said
 
 
-def test_two_h100s_of_which_nothing_is_fitted() -> None:
-    """Declared, by one H100 and by what is between H200s."""
-    files = [
-        RESULTS / f"2026-11-26-{name}-h100x2.jsonl" for name in ("inference", "inference-fused")
-    ]
-    steps = scores(files[:1], load_declared("h100x2"), "decode")
+def test_two_h100s() -> None:
+    """Calibrated by the 8B without communication, of the first record."""
+    files = [RESULTS / f"2026-11-26-inference{kind}-h100x2.jsonl" for kind in ("", "-fused", "-64")]
+    steps = scores(files[:1], load("h100x2"), "decode")
     count, *reached = summary(steps, kind_of)["held out",]
     assert count == 28
-    assert all(a <= b for a, b in zip(reached, (3.4, 6.7, 11.5), strict=True)), reached
+    assert all(a <= b for a, b in zip(reached, (2.9, 6.4, 10.2), strict=True)), reached
     ranked = rankings(steps)
     assert all(each.right == each.pairs and each.regret < 0.003 for each in ranked)
     left_out: Counter[str] = Counter()
-    prompts = scores(files, load_declared("h100x2"), "prefill", left_out)
-    inside = [each for each in prompts if each.point.reducer == "fused"]
-    assert max(abs(each.error) for each in inside if each.point.model == "llama-3-8b") < 0.03
+    prompts = scores(files, load("h100x2"), "prefill", left_out)
+    count, *reached = summary(prompts, kind_of)["held out",]
+    assert count == 39
+    assert all(a <= b for a, b in zip(reached, (4.8, 12.7, 19.0), strict=True)), reached
+    assert {"fused", "push", "async"} == {each.point.reducer for each in prompts}
     assert sum(count for why, count in left_out.items() if "inside of products now" in why) == 7
+
+
+def test_what_fused_operators_leave_exposed_on_two_h100s() -> None:
+    """`standard` by operators over `none`, both predicted and both measured, of 16 layers."""
+    machine = load("h100x2")
+    times: dict[tuple[int, str], tuple[float, float]] = {}
+    for record in read_results(RESULTS / "2026-11-26-inference-fused-h100x2.jsonl"):
+        point = InferencePoint(**record["point"])
+        if (point.model, point.reducer) == ("llama-3-8b", "fused"):
+            reducer = "push" if point.plan == "none" else "fused"
+            found = prefill(resolve(point), machine, 2, reducer, point.batch, point.prompt)
+            times[point.batch, point.plan] = record["result"]["prefill_ms"], found.us
+    for batch in (4, 8, 16, 64):
+        whole, bare = times[batch, "standard"], times[batch, "none"]
+        measured, predicted = (a / b for a, b in zip(whole, bare, strict=True))
+        assert abs(measured - predicted) < 0.02, (batch, measured, predicted)
 
 
 def test_validate_prints_errors_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
