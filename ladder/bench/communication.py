@@ -26,7 +26,14 @@ from ladder.files import check_names_file, check_writable, make_folder
 from ladder.infer.graphs import capture_graph, time_turns
 from ladder.models.errors import UserError, unknown
 from ladder.parallel import launch
-from ladder.parallel.dispatch import Dispatch, derive, read_table, size_text, write_table
+from ladder.parallel.dispatch import (
+    Dispatch,
+    derive,
+    load_dispatch,
+    read_table,
+    size_text,
+    write_table,
+)
 from ladder.records import append, facts
 
 PUSHED = 12 * 2**20  # bytes sent by a rank, above which push is not timed: it sends too much
@@ -182,10 +189,12 @@ def table(results: Mapping[int, Mapping[str, AllReduceTimes]]) -> str:
     return "\n".join(lines)
 
 
-def dispatch_of(results: Mapping[int, Mapping[str, AllReduceTimes]], source: str) -> Dispatch:
-    """The dispatch table for the results."""
+def dispatch_of(
+    results: Mapping[int, Mapping[str, AllReduceTimes]], source: str, known: Dispatch
+) -> Dispatch:
+    """The dispatch table for the results. known: what has been measured elsewhere, of prompts."""
     times = {size: {name: each.us for name, each in row.items()} for size, row in results.items()}
-    return Dispatch(derive(times), source)
+    return Dispatch(derive(times), source, known.prefill)
 
 
 def verdict(dispatch: Dispatch) -> str:
@@ -248,7 +257,9 @@ def main(options: Any) -> int:
             print(f"{size_text(size)} measured", file=sys.stderr, flush=True)
     if head:
         source = f"{gpu} x{world}, {options.dtype}, torch {about['torch']}, NCCL {about['nccl']}"
-        chosen = dispatch_of(results, f"`ladder bench comm`, {source}, {about['date']}")
+        file = options.write_table
+        known = load_dispatch(gpu, world, file if file is not None and file.is_file() else None)
+        chosen = dispatch_of(results, f"`ladder bench comm`, {source}, {about['date']}", known)
         print(f"{source}; microseconds in a CUDA graph of {CALLS} calls\n{table(results)}\n")
         print(verdict(chosen), flush=True)
         if options.write_table is not None:

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ladder.comm.capture import Mode
-from ladder.costs import GRAPHED_PROMPT_TOKENS, product_shapes
+from ladder.costs import GRAPHED_PROMPT_TOKENS, product_shapes, reduce_bytes
 from ladder.models.config import ModelConfig
+from ladder.parallel.dispatch import load_dispatch
 
 OF_PRODUCTS = {
     "qkv": "all_gather_matmul", "gate-up": "all_gather_matmul",
@@ -56,3 +57,17 @@ class Overlap:
 def prompt_mode(tokens: int) -> Mode:
     """How the engine runs a prompt of so many tokens, unless its graphs are off or all in use."""
     return "captured" if tokens <= GRAPHED_PROMPT_TOKENS else "eager"
+
+
+def slot_bytes(config: ModelConfig, gpu: str, ranks: int, tokens: int, asked: bool = False) -> int:
+    """The most memory of each rank that the operators of a prompt of so many tokens keep.
+
+    Two sets of slots for gathers and two for scatters, each of all rows in bfloat16 and up to a
+    quarter larger (`ladder.ops.workspace`). asked: for reducer=fused; otherwise 0 where the
+    dispatch table lets no such prompt run by operators.
+    """
+    partial = reduce_bytes(config, tokens, 2)
+    least = load_dispatch(gpu, ranks).prefill.fused
+    if ranks == 1 or not (asked or 0 < least <= partial):
+        return 0
+    return 5 * partial

@@ -32,6 +32,7 @@ from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.reducer import Ranks
 from ladder.models.transformer import meta_model
+from ladder.parallel.overlap import slot_bytes
 from ladder.perf.machine import Machine
 
 GIB = 2**30
@@ -115,10 +116,11 @@ def weight_bytes(config: ModelConfig, tp: int, weights: str) -> float:
 
 
 def inference(
-    config: ModelConfig, tp: int, batch: int, prompt: int, length: int, weights: str = "bf16"
-) -> Memory:
+    config: ModelConfig, tp: int, batch: int, prompt: int, length: int, weights: str = "bf16",
+    gpu: str = "",
+) -> Memory:  # fmt: skip
     """Memory of an engine's session. length: tokens in the cache of each sequence. weights: as
-    stored, see `ladder.costs`."""
+    stored, see `ladder.costs`. gpu: its name, by which prompts may run by fused operators."""
     capacity = min(math.ceil(length / CAPACITY_STEP) * CAPACITY_STEP, config.max_seq_len)
     if length > config.max_seq_len:
         raise UserError(
@@ -129,7 +131,8 @@ def inference(
         weights=weight_bytes(config, tp, weights),
         cache=cache_bytes(config, tp, batch * capacity),
         activations=batch * prompt * prompt_activations(config, tp)
-        + 6 * batch * config.vocab_size / tp,
+        + 6 * batch * config.vocab_size / tp
+        + slot_bytes(config, gpu, tp, batch * prompt),
         reserve=WORKSPACES,
     )
 

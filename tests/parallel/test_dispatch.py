@@ -16,6 +16,7 @@ from ladder.parallel import dispatch
 from ladder.parallel.dispatch import (
     DEFAULT,
     Dispatch,
+    Prefill,
     derive,
     load_dispatch,
     read_table,
@@ -167,7 +168,9 @@ def test_the_report_of_measured_times(tmp_path: Path) -> None:
     assert lines[1].split()[:2] == ["8", "KiB"]
     assert lines[1].split()[-2] == "0.50"
     assert lines[2].split()[-4:-2] == ["-", "55.0"]  # no push of that size
-    chosen = comm.dispatch_of(results, "a test")
+    known = load_dispatch("NVIDIA H100 80GB HBM3", 2)
+    chosen = comm.dispatch_of(results, "a test", known)
+    assert chosen.prefill == known.prefill != Prefill(), "what it does not measure stays"
     assert chosen.until == ((8192, "push"), (8 * MIB, "two-shot"))
     assert "uses NCCL above 8 MiB" in comm.verdict(chosen)
     assert "uses NCCL for all sizes" in comm.verdict(Dispatch((), ""))

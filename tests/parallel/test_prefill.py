@@ -26,10 +26,11 @@ from ladder.parallel import launch
 from ladder.parallel.choose import check_base, choose
 from ladder.parallel.dispatch import Dispatch, Prefill, load_dispatch
 from ladder.parallel.mesh import make_mesh
-from ladder.parallel.overlap import Overlap
+from ladder.parallel.overlap import Overlap, slot_bytes
 from ladder.parallel.prefill import FusedPrefill, fused_refusal, sums_in_products
 from ladder.parallel.reducers import AsyncReducer, PushReducer
 from ladder.parallel.sharding import shard_model
+from ladder.perf import memory
 from tests.distributed import Pools, tp_mesh
 from tests.gpu import make
 from tests.parallel.calls import operations
@@ -186,6 +187,18 @@ def test_large_prompts_whose_products_overlap_on_two_h100s() -> None:
     # Without a graph, the operators of a prompt that was not measured wait for the host.
     assert chosen(config, 4352) == "fused"
     assert chosen(config, 4352, mode="eager") == "sharded"
+
+
+def test_what_the_slots_of_a_prompt_take() -> None:
+    """64 x 1024 tokens of an 8B: 512 MiB of partials; four sets of slots, up to a quarter more."""
+    config, h100 = model_config("llama-3-8b"), "NVIDIA H100 80GB HBM3"
+    assert slot_bytes(config, h100, 2, 65536) == 5 * 2**29
+    assert slot_bytes(config, h100, 2, 4095) == 0  # below 32 MiB they run another way
+    assert slot_bytes(config, "another GPU", 2, 65536) == 0
+    assert slot_bytes(config, "another GPU", 2, 65536, asked=True) == 5 * 2**29
+    assert slot_bytes(config, h100, 1, 65536, asked=True) == 0
+    more = [memory.inference(config, 2, 64, 1024, 1024, "bf16", gpu) for gpu in ("", h100)]
+    assert more[1].total - more[0].total == 5 * 2**29
 
 
 def test_an_engine_asks_what_its_own_calls_would_run(monkeypatch: pytest.MonkeyPatch) -> None:

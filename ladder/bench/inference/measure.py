@@ -33,6 +33,7 @@ from ladder.infer.sampling import Sampling, draws
 from ladder.models.config import ModelConfig
 from ladder.parallel import launch
 from ladder.parallel.choose import REDUCERS
+from ladder.parallel.overlap import slot_bytes
 from ladder.parallel.sharding import local_tensor
 
 ROUNDS = 3
@@ -88,7 +89,11 @@ def worst(value: float, device: torch.device) -> float:
 def estimated_bytes(config: ModelConfig, point: InferencePoint) -> float:
     """A conservative estimate of a point's memory on each process."""
     length = point.prompt + point.new_tokens + 256  # the engine rounds up
-    return inference_bytes(config, point.tp, point.batch, point.prompt, length) + WORKSPACES
+    found = inference_bytes(config, point.tp, point.batch, point.prompt, length) + WORKSPACES
+    if point.reducer in ("push", "fused") and torch.cuda.is_available():
+        tokens, asked = point.batch * point.prompt, point.reducer == "fused"
+        found += slot_bytes(config, torch.cuda.get_device_name(), point.tp, tokens, asked)
+    return found
 
 
 def free_bytes(device: torch.device) -> float:

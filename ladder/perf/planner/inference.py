@@ -110,7 +110,8 @@ def _refuse_degree(question: Question, plan: str, degree: int, tp: int, left_out
 
 def held(question: Question, each: Candidate) -> Memory:
     length = question.context
-    return memory.inference(each.config, each.tp, each.batch, length, length, question.weights)
+    gpu = question.machines[each.tp].gpu
+    return memory.inference(each.config, each.tp, each.batch, length, length, question.weights, gpu)
 
 
 def predict(question: Question, each: Candidate) -> Prediction:
@@ -136,7 +137,8 @@ def fit_table(question: Question) -> list[list[str]]:
         machine, context = question.machines[tp], question.context
         most = most_sequences(subject.shape, tp, machine, context, question.weights)
         for batch in dict.fromkeys(question.batches):
-            found = memory.inference(subject.shape, tp, batch, context, context, question.weights)
+            asked = subject.shape, tp, batch, context, context, question.weights, machine.gpu
+            found = memory.inference(*asked)
             parts = (found.weights, found.cache, found.activations, found.reserve, found.total)
             said = "yes" if memory.fits(found, machine) else "NO"
             sizes = [f"{each / GIB:.1f}" for each in parts]
@@ -150,7 +152,8 @@ def most_sequences(
     """How many prompts of `context` tokens fit."""
 
     def fits(batch: int) -> bool:
-        return memory.fits(memory.inference(config, tp, batch, context, context, weights), machine)
+        found = memory.inference(config, tp, batch, context, context, weights, machine.gpu)
+        return memory.fits(found, machine)
 
     if not fits(1):
         return 0
