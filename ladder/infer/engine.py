@@ -24,10 +24,11 @@ from ladder.infer.cache import Cache, check_cache_kind
 from ladder.infer.fused import InferenceTransformer, can_fuse, fuse
 from ladder.infer.graphs import capture_graph
 from ladder.infer.load import load_for_inference, refuse_device
+from ladder.infer.prompts import check_prompt, padded_width
 from ladder.infer.sampling import Sampling, choose_greedily, choose_parallel, draws
 from ladder.kernels.carveout import DRIVERS, carveout, least
 from ladder.kernels.choice import GreedyChoice
-from ladder.models.errors import UserError, kind_of
+from ladder.models.errors import UserError
 from ladder.models.layers import vocabulary_start
 from ladder.models.transformer import Transformer
 from ladder.parallel.reducers import PushReducer
@@ -35,8 +36,6 @@ from ladder.parallel.sharding import local_tensor
 
 SESSIONS = 8  # kept by an engine, each with its own cache
 PROMPT_GRAPHS = 8  # kept by a session, one per padded width; each holds the memory of a prefill
-# (length, multiple): prompts of up to this length are padded to this multiple, the graph's width
-PROMPT_STEPS = ((64, 16), (512, 64), (4096, 256), (math.inf, 1024))
 
 # Without cuDNN's attention, whose bits vary between runs for one masked query (torch 2.11, H200).
 REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -134,8 +133,7 @@ class Session:
         """The width that prompts are padded to, so that few graphs serve all lengths."""
         if not self.graphs:
             return longest
-        step = next(step for limit, step in PROMPT_STEPS if longest <= limit)
-        return min(math.ceil(longest / step) * step, self.capacity)
+        return min(padded_width(longest), self.capacity)
 
     def prompt_mode(self, width: int) -> Mode:
         """Whether prompts of this width run in a CUDA graph, in this session as it is now."""
@@ -324,7 +322,7 @@ class Engine:
             raise UserError(f"max_new_tokens={max_new_tokens} must be 1 or more")
         context = self.model.config.max_seq_len
         for i, prompt in enumerate(prompts):
-            _check_prompt(i, prompt, context, self.model.config.vocab_size)
+            check_prompt(i, prompt, context, self.model.config.vocab_size)
         if not prompts:
             return []
         rooms = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
@@ -368,26 +366,6 @@ def generate(
 ) -> list[Completion]:
     """`Engine(model, cache=cache).generate(prompts, ...)`, for a single call."""
     return Engine(model, cache=cache).generate(prompts, **options)
-
-
-def _check_prompt(i: int, prompt: Sequence[int] | str | int, context: int, vocab_size: int) -> None:
-    if isinstance(prompt, str | int):
-        raise UserError(
-            f"prompt {i} is {kind_of(prompt)}, no list of token ids; encode text with the model's "
-            f"tokenizer, and put a prompt alone into a list"
-        )
-    if not prompt:
-        raise UserError(f"prompt {i} is empty; give at least one token")
-    if len(prompt) >= context:
-        raise UserError(
-            f"prompt {i} has {len(prompt)} tokens and the model's context is "
-            f"max_seq_len={context}; shorten it to {context - 1} or fewer"
-        )
-    if not all(0 <= token < vocab_size for token in prompt):
-        raise UserError(
-            f"prompt {i} has a token outside vocab_size={vocab_size}; is it another model's "
-            f"tokenizer?"
-        )
 
 
 def _to_host(tokens: Tensor) -> Callable[[], list[int]]:
