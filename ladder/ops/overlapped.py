@@ -37,7 +37,6 @@ from ladder.ops.refusals import (
     peer_refusal,
 )
 from ladder.ops.registry import implement
-from ladder.ops.replay import memory_of
 from ladder.ops.steps import Schedule
 from ladder.ops.tilings import ORDERED, tile_of, tiling_of
 from ladder.ops.track import Program, TrackMap
@@ -83,7 +82,7 @@ def gather_chunks(
     space.run(
         schedules.all_gather(rank, space.world, streams=streams, keeps=return_A), chosen,
         {"product": product, **_gathering(rank, own, slots, whole)},
-        again=memory_of(own, whole, *Bs, *outs),
+        memory=(own, whole, *Bs, *outs),
     )  # fmt: skip
     return whole, outs
 
@@ -167,12 +166,13 @@ class Finish:
     """What ends a reduce-scatter.
 
     run: called with this rank's slots of some of its rows [T, rows, n], which rows these are, and
-    the slots' arrivals if it is to wait for them; then it is all rows. uses: its memory and numbers
-    (see `Workspace.run`).
+    the slots' arrivals if it is to wait for them; then it is all rows. memory, numbers: what it
+    uses beside them.
     """
 
     run: Callable[[Tensor, slice, SlotArrivals | None], object]
-    uses: Hashable
+    memory: tuple[Tensor, ...]
+    numbers: Hashable
 
 
 @implement("matmul_reduce_scatter", "chunked", peer_refusal, BLOCKS, surplus=by_chunks(1))
@@ -205,9 +205,7 @@ def chunked_landing(
 def _adding(world: int, rows: Tensor, B: Tensor, average: bool) -> tuple[Tensor, Finish]:
     """The memory of the sum of this rank's rows, and what puts it there."""
     out = rows.new_empty(len(rows) // world, B.shape[1])
-    return out, Finish(
-        lambda slots, mine, _: sum_slots(slots, out[mine], average), (memory_of(out), average)
-    )
+    return out, Finish(lambda slots, mine, _: sum_slots(slots, out[mine], average), (out,), average)
 
 
 def _landing(
@@ -218,7 +216,8 @@ def _landing(
     landed, normed = torch.empty_like(before), torch.empty_like(before)
     finish = Finish(
         lambda slots, _, arrivals: land_slots(slots, before, gain, eps, (landed, normed), arrivals),
-        (memory_of(before, gain, landed, normed), eps),
+        (before, gain, landed, normed),
+        eps,
     )
     return landed, normed, finish
 
@@ -264,7 +263,7 @@ def scatter_chunks(
     space.run(
         schedules.reduce_scatter(rank, world, waiting, streams, blocks), chosen,
         {"product": product, "copy": copy, "sum": add},
-        again=(memory_of(rows, B, partial), finish.uses, ratio),
+        memory=(rows, B, partial, *finish.memory), numbers=(finish.numbers, ratio),
     )  # fmt: skip
 
 

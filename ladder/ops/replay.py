@@ -12,9 +12,11 @@ await are the same (`ladder.ops.schedules`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ Enqueue = Callable[[CudaStreams], object]
 Launch = Callable[[], object]
 
 
-def memory_of(*tensors: Tensor | None) -> Hashable:
+def memory_of(tensors: Iterable[Tensor | None]) -> Hashable:
     """What tells a call's memory from that of another.
 
     Of an allocation that was freed a graph's copies know no more than that, and the driver crashes,
@@ -53,31 +55,47 @@ class Recorder:
         self.main = torch.cuda.Stream(device)
         self.streams = CudaStreams(device, self.main)
         self.pool = torch.cuda.graph_pool_handle()
+        self.first: torch.cuda.CUDAGraph | None = None  # kept, since its pool ends with all graphs
+        self.lock = threading.Lock()
 
     def __call__(self, enqueue: Enqueue) -> Launch:
         """What launches a graph of all that `enqueue` does, which must not allocate."""
         graph = torch.cuda.CUDAGraph()
+        torch.cuda.current_blas_handle()  # this thread's may be new, and no capture can make it
         # torch.cuda.graph would wait for the device and empty the allocator's cache.
-        with no_collection(), torch.cuda.stream(self.main):
-            torch.cuda.current_blas_handle()  # this thread's may be new, and no capture can make it
+        with self.lock, no_collection(), torch.cuda.stream(self.main):
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 enqueue(self.streams)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # what ends a broken capture says less
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        self.first = self.first or graph
         replay: Launch = graph.replay
         return replay
 
 
 @functools.cache
-def recorder(device: torch.device) -> Recorder | None:
-    """That of all workspaces of a device, since torch has few streams.
+def recorder(device: torch.device, stream: int) -> Recorder | None:
+    """That of all workspaces of a device and stream, whose graphs run one after the other: they
+    share cuBLAS's workspace.
 
     None: calls are always enqueued. So they are where the allocator changes the memory behind an
-    address, of which the driver has no number (expandable_segments).
+    address, of which the driver has no number (expandable_segments), or is not torch's own.
     """
+    if torch.cuda.get_allocator_backend() != "native":
+        return None
     segments = torch.cuda.memory_snapshot()
     return None if any(each["is_expandable"] for each in segments) else Recorder(device)
+
+
+def settings() -> Hashable:
+    """What of torch's settings cuBLAS's kernels depend on, but for those of float32."""
+    cuda = torch.backends.cuda
+    halves = cuda.matmul.allow_bf16_reduced_precision_reduction
+    return halves, cuda.matmul.allow_fp16_reduced_precision_reduction, cuda.preferred_blas_library()
 
 
 class Replays:

@@ -23,8 +23,8 @@ from ladder.ops.checks import check_switch
 from ladder.ops.pushed import all_shots
 from ladder.ops.refusals import landing_refusal, peer_refusal
 from ladder.ops.registry import implement
-from ladder.ops.replay import memory_of
 from ladder.ops.waves import by_chunks
+from ladder.ops.workspace import Memory
 
 MOST_PUSHED = 2**31  # bytes; the kernel counts the words of its slots in 32 bits
 
@@ -48,7 +48,7 @@ def chunked_matmul_all_reduce(
     def add(slots: Tensor, mine: slice) -> None:
         sum_slots(slots, total[mine])
 
-    _spread(group, rows, B, [total], add, (), (blocks, ratio, streams), addend, push)
+    _spread(group, rows, B, [total], add, ((), ()), (blocks, ratio, streams), addend, push)
     return total.unflatten(0, A.shape[:-1])
 
 
@@ -66,14 +66,15 @@ def chunked_landing(
     def land(slots: Tensor, mine: slice) -> None:
         land_slots(slots, before[mine], gain, eps, (landed[mine], normed[mine]))
 
-    uses = memory_of(before, gain), eps
+    uses = (before, gain), eps
     _spread(group, rows, B, [landed, normed], land, uses, (blocks, ratio, streams))
     return landed.view(residual.shape), normed.view(residual.shape)
 
 
 def _spread(
     group: dist.ProcessGroup, rows: Tensor, B: Tensor, outs: list[Tensor],
-    finish: Callable[[Tensor, slice], object], uses: Hashable, options: tuple[int, int, int],
+    finish: Callable[[Tensor, slice], object], uses: tuple[Memory, Hashable],
+    options: tuple[int, int, int],
     addend: Tensor | None = None, push: bool = False,
 ) -> None:  # fmt: skip
     """Fill `outs`, each [m, n], on all ranks: `finish` puts there what this rank's rows give.
@@ -82,7 +83,7 @@ def _spread(
     its memory and numbers beside `outs`.
     options: blocks, ratio, streams. push: the last block of the one output by a kernel.
     """
-    blocks, ratio, streams = options
+    (blocks, ratio, streams), (memory, numbers) = options, uses
     check_streams(streams)
     space = workspace.workspace(group, "matmul_all_reduce", rows.device)
     rank, world, n = space.rank, space.world, B.shape[1]
@@ -130,7 +131,8 @@ def _spread(
             "product": product, "copy": copy, "sum": add, "push": push_last,
             **to_all(rank, slots, cut, outs),
         },
-        again=None if push else (memory_of(rows, B, more, partial, *outs), uses, ratio),
+        memory=None if push else (rows, B, more, partial, *outs, *memory),
+        numbers=(numbers, ratio),
     )  # fmt: skip
 
 

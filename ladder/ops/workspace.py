@@ -8,7 +8,7 @@ kept, for graphs that use it. `ladder.ops.schedules` says why its sets may be us
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -22,7 +22,7 @@ from ladder.comm import capture, driver, symmetric
 from ladder.comm.driver import MemoryOperation
 from ladder.comm.symmetric import SymmetricTensor
 from ladder.models.errors import UserError
-from ladder.ops.replay import Replays, recorder
+from ladder.ops.replay import Replays, memory_of, recorder, settings
 from ladder.ops.steps import KINDS, Await, Follow, Kind, Record, Schedule, Stream, Word, Work, jobs
 from ladder.ops.streams import CudaStreams
 
@@ -32,7 +32,12 @@ MIN_WORDS = 1 << 18  # of a slot, 1 MiB
 NOTHING = -1  # the bits of a NaN, in words and in 16-bit halves of them
 
 Actions = Mapping[str, Callable[[int], object]]
+Memory = Sequence[Tensor | None]
 Job = tuple[str | None, Any]  # an action and its chunk; or None, and what to call
+
+
+def _single(memory: Memory) -> bool:
+    return any(each is not None and each.dtype == torch.float32 for each in memory)
 
 
 class Workspace:
@@ -50,7 +55,8 @@ class Workspace:
         self._plans: dict[Hashable, tuple[Schedule, list[tuple[Stream, list[Job]]]]] = {}
         self._slots: list[SymmetricTensor] = []
         self._views: dict[Hashable, Tensor] = {}  # of the newest slots
-        record = recorder(device) if device.type == "cuda" else None
+        cuda = device.type == "cuda"
+        record = recorder(device, driver.current_stream(device)) if cuda else None
         self.replays = None if record is None else Replays(record)
         self.words = self._allocate(SETS, len(KINDS), MAX_WORDS, bits=0)
         # Every peer's slots are free, and no peer looks at its words before all have said so.
@@ -107,12 +113,13 @@ class Workspace:
         """
         key = rank, chosen, shape, dtype, dense
         if key not in self._views:  # views take the host tens of microseconds
-            memory = self._slots[-1].by_rank[rank][chosen].view(dtype)  # [T, elements]
-            size = shape[0] * shape[1]
-            if dense:
-                found = memory.view(-1)[: self.world * size].view(self.world, *shape)
-            else:
-                found = memory[:, :size].unflatten(1, shape)
+            with torch.inference_mode(False):  # they are also written outside inference mode
+                memory = self._slots[-1].by_rank[rank][chosen].view(dtype)  # [T, elements]
+                size = shape[0] * shape[1]
+                if dense:
+                    found = memory.view(-1)[: self.world * size].view(self.world, *shape)
+                else:
+                    found = memory[:, :size].unflatten(1, shape)
             self._views[key] = found
         return self._views[key]
 
@@ -154,18 +161,22 @@ class Workspace:
         return self.words.own[chosen, KINDS.index(kind)]
 
     def run(
-        self, schedule: Schedule, chosen: int, actions: Actions, again: Hashable = None
-    ) -> None:
+        self, schedule: Schedule, chosen: int, actions: Actions, memory: Memory | None = None,
+        numbers: Hashable = (),
+    ) -> None:  # fmt: skip
         """Enqueue a call. Words that follow each other in a stream are one memory operation.
 
-        again: the memory and numbers that the actions use, and nothing else; a call that comes
-        again is launched as a CUDA graph (`ladder.ops.replay`). None: it is always enqueued.
+        memory, numbers: all that the actions use beside slots and words; a call that comes again
+        with the same is launched as a CUDA graph (`ladder.ops.replay`). memory=None: it is always
+        enqueued. So are products in float32, of which not every torch can say how precise they are,
+        and runs before a capture, which come once or twice.
         """
-        if again is None or self.replays is None or capture.capturing():
-            self._enqueue(schedule, chosen, actions, self.streams)
+        enqueue, replays = partial(self._enqueue, schedule, chosen, actions), self.replays
+        if memory is None or replays is None or capture.mode() == "captured" or _single(memory):
+            enqueue(self.streams)
             return
-        key = id(schedule), chosen, len(self._slots), again
-        self.replays.run(key, partial(self._enqueue, schedule, chosen, actions), self.streams)
+        about = settings(), memory_of(memory), numbers
+        replays.run((id(schedule), chosen, len(self._slots), about), enqueue, self.streams)
 
     def _enqueue(
         self, schedule: Schedule, chosen: int, actions: Actions, streams: CudaStreams

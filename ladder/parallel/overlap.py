@@ -68,6 +68,5 @@ def slot_bytes(config: ModelConfig, gpu: str, ranks: int, tokens: int, asked: bo
     """
     partial = reduce_bytes(config, tokens, 2)
     least = load_dispatch(gpu, ranks).prefill.fused
-    if ranks == 1 or not (asked or 0 < least <= partial):
-        return 0
-    return 5 * partial
+    large = all(config.plan.blocking) and 0 < least <= partial
+    return 5 * partial if ranks > 1 and (asked or large) else 0

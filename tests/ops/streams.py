@@ -92,8 +92,9 @@ class Machine:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         def run(
-            space: Any, schedule: Schedule, chosen: int, actions: Any, again: Any = None
-        ) -> None:
+            space: Any, schedule: Schedule, chosen: int, actions: Any, memory: Any = None,
+            numbers: Any = (),
+        ) -> None:  # fmt: skip
             self.calls += 1
             for step in self.change(space.rank, schedule):
                 action = actions[step.action] if isinstance(step, Work) else None

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ladder.comm.capture import as_captured
 from ladder.ops import overlapped, replay, spread
+from ladder.ops.products import transposed_product
 from ladder.ops.registry import OPERATORS
 from ladder.ops.replay import Replays, memory_of
 from ladder.ops.workspace import Workspace, workspace
@@ -55,12 +57,12 @@ def test_no_more_calls_are_known_than_that(monkeypatch: pytest.MonkeyPatch) -> N
 def test_memory_is_told_apart() -> None:
     base = torch.zeros(24)
     alike = base.view(4, 6)
-    assert memory_of(base, None) == memory_of(torch.Tensor.detach(base), None)
+    assert memory_of((base, None)) == memory_of((base.detach(), None))
     others = [
         alike, alike.t(), base[:12], base[12:], base.view(torch.int32), base.clone(), None,
     ]  # fmt: skip
-    assert len({memory_of(base), *map(memory_of, others)}) == 1 + len(others)
-    assert memory_of(base, None) != memory_of(None, base)
+    assert len({memory_of((each,)) for each in (base, *others)}) == 1 + len(others)
+    assert memory_of((base, None)) != memory_of((None, base))
 
 
 def keys_of(
@@ -78,8 +80,10 @@ def keys_of(
     def empty_like(like: Tensor) -> Tensor:
         return new_empty(like, like.shape)
 
-    def run(space: Any, schedule: Any, chosen: int, actions: Any, again: Hashable = None) -> None:
-        found.append((schedule, again))
+    def run(
+        space: Any, schedule: Any, chosen: int, actions: Any, memory: Any, numbers: Any = ()
+    ) -> None:
+        found.append((schedule, memory_of(memory), numbers))
 
     machine = Machine(2, lambda call: 0)
     with (
@@ -90,7 +94,6 @@ def keys_of(
     ):
         run_of(op, "chunked")(Group(0, Everyone(2)), *given, **options)
     (key,) = found
-    assert key[1] is not None
     return key
 
 
@@ -147,6 +150,61 @@ def used_by(op: str, given: tuple[Any, ...]) -> set[Any]:
     return set(fresh)
 
 
+def test_slots_of_inference_mode_are_written_outside_of_it() -> None:
+    """Views are kept: an evaluation's serve the training after it."""
+    (A, B), _ = operands(2, 0, 16, 40, torch.bfloat16)
+    machine, group = Machine(2, lambda call: 0), Group(0, Everyone(2))
+    with machine.recording():
+        with torch.inference_mode():
+            run_of("matmul_reduce_scatter", "chunked")(group, A, B, "sum", 0)
+        space = workspace(group, "matmul_reduce_scatter", A.device)
+        kept = dict(space._views)
+        assert kept
+        assert not any(each.is_inference() for each in kept.values())
+        run_of("matmul_reduce_scatter", "chunked")(
+            group, *operands(2, 1, 64, 4096, A.dtype)[0], "sum", 0
+        )
+        space.reserve(2**23)
+    assert not space._views, "those of former slots"
+
+
+def test_what_tells_calls_apart_beside_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The set, the slots, torch's settings; within a capture, or in float32, none is kept."""
+    keys: list[Hashable] = []
+    space = Workspace.__new__(Workspace)
+    space.streams, space._slots, space._enqueue = None, [None], lambda *each: None
+    space.replays = SimpleNamespace(run=lambda key, *more: keys.append(key))
+    schedule: Any = ()
+    memory = (torch.zeros(2, dtype=torch.bfloat16), None)
+
+    def call(chosen: int = 0, of: Any = memory, **more: Any) -> None:
+        space.run(schedule, chosen, {}, of, **more)
+
+    call()
+    call()
+    assert len(set(keys)) == 1
+    call(1)
+    call(numbers=3)
+    space._slots = [None, None]
+    call()
+    monkeypatch.setattr(replay.torch.backends.cuda, "preferred_blas_library", lambda: "another")
+    call()
+    assert len(set(keys)) == 5
+    with as_captured():
+        call()
+    call(of=(torch.zeros(2),))
+    call(of=None)
+    assert len(keys) == 6
+
+
+def test_a_weights_gradient_has_its_layout() -> None:
+    x, grad = torch.randn(6, 4), torch.randn(6, 3)
+    for matrix in (torch.randn(4, 3), torch.randn(3, 4).t()):
+        found = transposed_product(x, grad, matrix)
+        assert found.stride() == matrix.stride()
+        assert torch.allclose(found, x.t() @ grad, atol=1e-6)
+
+
 def test_what_a_kernel_pushes_is_always_enqueued() -> None:
     """Its kernel has memory of its own, which the call does not name."""
     seen: list[Any] = []
@@ -156,7 +214,7 @@ def test_what_a_kernel_pushes_is_always_enqueued() -> None:
     with (
         machine.recording(),
         mock.patch.object(spread, "all_shots", return_value=shots),
-        mock.patch.object(Workspace, "run", lambda *each, again=None: seen.append(again)),
+        mock.patch.object(Workspace, "run", lambda *each, memory, **more: seen.append(memory)),
     ):
         run_of("matmul_all_reduce", "chunked")(Group(0, Everyone(2)), A, B, push=True)
     assert seen == [None]
