@@ -43,11 +43,11 @@ class Overlap:
         from ladder.ops import choice, registry  # late: 0.1 s, for prompts that are large enough
 
         rows = -(-tokens // self.ranks) * self.ranks  # what is missing is padded
-        any_order = self.group is not None and choice.allows_any_order(self.group)
+        here = self.group is not None
+        any_order = here and choice.allows_any_order(self.group)
         for op, outputs, inputs in self.products:
             sizes = rows, outputs, inputs
             call = registry.call_of(op, self.gpu, self.dtype, self.ranks, sizes, any_order, mode)
-            here = self.group is not None
             picked = choice.choose(call).implementation if here else choice.listed(call)[0]
             if picked in registry.SERIAL:
                 return False
@@ -66,7 +66,7 @@ def slot_bytes(config: ModelConfig, gpu: str, ranks: int, tokens: int, asked: bo
     quarter larger (`ladder.ops.workspace`). asked: for reducer=fused; otherwise 0 where the
     dispatch table lets no such prompt run by operators.
     """
+    if ranks == 1 or not (asked or all(config.plan.blocking)):
+        return 0
     partial = reduce_bytes(config, tokens, 2)
-    least = load_dispatch(gpu, ranks).prefill.fused
-    large = all(config.plan.blocking) and 0 < least <= partial
-    return 5 * partial if ranks > 1 and (asked or large) else 0
+    return 5 * partial if asked or 0 < load_dispatch(gpu, ranks).prefill.fused <= partial else 0

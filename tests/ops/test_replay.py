@@ -135,19 +135,12 @@ def test_a_call_that_differs_in_anything_is_another(op: str) -> None:
         others += [keys_of(op, given, each, fresh) for each in options[1:]]
         assert len(others) > 2
         assert len({same, *others}) == 1 + len(others)
-        for n in range(len(fresh)):  # outputs elsewhere
-            moved = dict(fresh)
-            at = list(fresh)[n]
-            moved[at] = torch.zeros_like(moved[at])
-            if at in used_by(op, given):
-                assert keys_of(op, given, {}, moved) != same, at
-
-
-def used_by(op: str, given: tuple[Any, ...]) -> set[Any]:
-    """What such a call allocates."""
-    fresh: dict[Any, Tensor] = {}
-    keys_of(op, given, {}, fresh)
-    return set(fresh)
+        allocated: dict[Any, Tensor] = {}
+        keys_of(op, given, {}, allocated)
+        assert allocated
+        for at in allocated:  # outputs elsewhere
+            moved = fresh | {at: torch.zeros_like(fresh[at])}
+            assert keys_of(op, given, {}, moved) != same, at
 
 
 def test_slots_of_inference_mode_are_written_outside_of_it() -> None:
@@ -229,10 +222,8 @@ def again_on_gpus(op: str) -> int:
         tuple(each.to(device) for each in operands(world, call, 512, 1024, torch.bfloat16)[rank])
         for call in range(2)
     ]
-    spaces = {"matmul_all_reduce": WHOLE}
-    name = next((kept for kept, ops in spaces.items() if op in ops), op)
-    name = overlapped.SCATTER if op == overlapped.LANDING else name
-    space = workspace(group, name, device)
+    shared = dict.fromkeys(WHOLE, "matmul_all_reduce") | {overlapped.LANDING: overlapped.SCATTER}
+    space = workspace(group, shared.get(op, op), device)
     launched = mock.Mock(wraps=space.replays.known.move_to_end)
     if rank == 1:
         space.replays = None
