@@ -15,7 +15,7 @@ last bit from those for m rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,11 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.kernels.gemm import GROUP, Arrivals, Tiling, Track, gemm, tiles_of
-from ladder.kernels.slots import SlotArrivals, land_slots, sum_slots
+from ladder.kernels.slots import SlotArrivals
 from ladder.models.errors import UserError
 from ladder.ops import schedules, workspace
 from ladder.ops.blocks import BLOCKS, STREAMS, Blocks, check_streams
 from ladder.ops.calls import rows_back, rows_first
+from ladder.ops.finish import ALL_ROWS, Finish, adding, landing
 from ladder.ops.refusals import (
     kernel_refusal,
     landing_kernel_refusal,
@@ -158,22 +159,6 @@ def _gathered(
 
 # -- matmul_reduce_scatter, and its landing ---------------------------------------------------
 
-ALL_ROWS = slice(None)
-
-
-@dataclass(frozen=True)
-class Finish:
-    """What ends a reduce-scatter.
-
-    run: called with this rank's slots of some of its rows [T, rows, n], which rows these are, and
-    the slots' arrivals if it is to wait for them; then it is all rows. memory, numbers: what it
-    uses beside them.
-    """
-
-    run: Callable[[Tensor, slice, SlotArrivals | None], object]
-    memory: tuple[Tensor, ...]
-    numbers: Hashable
-
 
 @implement("matmul_reduce_scatter", "chunked", peer_refusal, BLOCKS, surplus=by_chunks(1))
 def chunked_matmul_reduce_scatter(
@@ -184,7 +169,7 @@ def chunked_matmul_reduce_scatter(
     check_streams(streams)
     rows = rows_first(A, scatter_dim)
     space = workspace.workspace(group, SCATTER, A.device)
-    out, finish = _adding(space.world, rows, B, reduce_op == "avg")
+    out, finish = adding(space.world, rows, B, reduce_op == "avg")
     scatter_chunks(space, rows, B, finish, (blocks, ratio, streams))
     return rows_back(out, A, scatter_dim)
 
@@ -196,30 +181,10 @@ def chunked_landing(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """streams: as of `chunked_all_gather_matmul`."""
     check_streams(streams)
-    landed, normed, finish = _landing(residual, weight, eps, scatter_dim)
+    landed, normed, finish = landing(residual, weight, eps, scatter_dim)
     space = workspace.workspace(group, SCATTER, A.device)
     scatter_chunks(space, rows_first(A, scatter_dim), B, finish, (1, 1, streams), waiting=True)
     return rows_back(landed, A, scatter_dim), rows_back(normed, A, scatter_dim)
-
-
-def _adding(world: int, rows: Tensor, B: Tensor, average: bool) -> tuple[Tensor, Finish]:
-    """The memory of the sum of this rank's rows, and what puts it there."""
-    out = rows.new_empty(len(rows) // world, B.shape[1])
-    return out, Finish(lambda slots, mine, _: sum_slots(slots, out[mine], average), (out,), average)
-
-
-def _landing(
-    residual: Tensor, weight: Tensor, eps: float, dim: int
-) -> tuple[Tensor, Tensor, Finish]:
-    """The memory of a landing of this rank's rows, and what puts it there."""
-    before, gain = rows_first(residual, dim).contiguous(), weight.contiguous()
-    landed, normed = torch.empty_like(before), torch.empty_like(before)
-    finish = Finish(
-        lambda slots, _, arrivals: land_slots(slots, before, gain, eps, (landed, normed), arrivals),
-        (before, gain, landed, normed),
-        eps,
-    )
-    return landed, normed, finish
 
 
 def scatter_chunks(
@@ -339,7 +304,7 @@ def tracked_matmul_reduce_scatter(
     """pieces: the copies of each peer's chunk, if it has as many rows of tiles."""
     tiling, rows = tracked_tiling(tile, stages, pieces, group_m), rows_first(A, scatter_dim)
     space = workspace.workspace(group, SCATTER, A.device)
-    out, finish = _adding(space.world, rows, B, reduce_op == "avg")
+    out, finish = adding(space.world, rows, B, reduce_op == "avg")
     scatter_tiles(space, rows, B, finish, tiling, pieces)
     return rows_back(out, A, scatter_dim)
 
@@ -354,7 +319,7 @@ def tracked_landing(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """pieces: as of the reduce-scatter; a row lands when its piece of each rank is there."""
     tiling, rows = tracked_tiling(tile, stages, pieces, group_m), rows_first(A, scatter_dim)
-    landed, normed, finish = _landing(residual, weight, eps, scatter_dim)
+    landed, normed, finish = landing(residual, weight, eps, scatter_dim)
     space = workspace.workspace(group, SCATTER, A.device)
     scatter_tiles(space, rows, B, finish, tiling, pieces, waiting=True)
     return rows_back(landed, A, scatter_dim), rows_back(normed, A, scatter_dim)
