@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
@@ -25,6 +26,7 @@ from torch.utils.checkpoint import (
 )
 
 from ladder.config import CHECKPOINTING
+from ladder.jit import device_name
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.models.forward_pass import Norm, Operators, add_norm
@@ -36,6 +38,7 @@ from ladder.models.sublayers import Call, Context, Sublayer
 from ladder.models.transformer import Transformer, meta_model
 from ladder.parallel.choose import choose
 from ladder.parallel.data import data_parallel, shard_over_data, size_of
+from ladder.parallel.overlap import Overlap
 from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sharded import sharded_refusal
 from ladder.parallel.sharding import shard_model
@@ -69,13 +72,15 @@ def make_model(
     activation_checkpointing: str = "none",
     compile: bool = False,
     reducer: str | type[AsyncReducer] = "auto",
+    shape: tuple[int, int] = (0, 0),
 ) -> Transformer:
     """The model on this mesh (see `make_mesh`), with uninitialised float32 parameters.
 
     sequence_parallel: shards the residual by tokens over the TP ranks. activation_checkpointing:
     a name in CHECKPOINTING: `full` keeps a sublayer's input and recomputes the rest in the backward
     pass, `selective` also keeps the results of matrix products and attention. compile: compile each
-    sublayer, landing and norm. reducer: see `choose`; or a class, for benchmarks.
+    sublayer, landing and norm. reducer: see `choose`; or a class, for benchmarks. shape: of a
+    pass, [sequences, tokens of each] of a data-parallel rank, for reducer="auto".
 
     Raises UserError if the plan, or the lack of TP, does not allow sequence parallelism, and if the
     reducer cannot train.
@@ -88,10 +93,15 @@ def make_model(
     if sequence_parallel:
         check_sequence_parallel(config, processes)
     if isinstance(reducer, str):
-        ranks = _ranks(config, processes)
+        overlaps: Callable[[int], bool] | None = None
+        # With data parallelism operators were not timed, and with a second forward pass not faster.
+        once = not shares and activation_checkpointing != "full"
+        if tp is not None and device.type == "cuda" and once:
+            overlaps = _overlaps(config, device, compute_dtype, tp.get_group())
         reducer = choose(
-            "train", config.plan, ranks, base=reducer, sequence_parallel=sequence_parallel
-        ).reducer
+            "train", config.plan, _ranks(config, processes), shape, base=reducer,
+            sequence_parallel=sequence_parallel, overlaps=overlaps,
+        ).reducer  # fmt: skip
     shard_model(model, tp, device=first, dtype=torch.float32, reducer=reducer)
     if compile:
         # Attention and MLP are compiled with and without gradients, for full and last batches.
@@ -113,6 +123,14 @@ def make_model(
         shard_over_data(model, mesh)
         model.to_empty(device=device)
     return model
+
+
+def _overlaps(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup
+) -> Callable[[int], bool]:
+    """Of a training pass's tokens: whether fused operators overlap; all ranks say the same."""
+    found = Overlap(config, device_name(device), group.size(), dtype, group, training=True)
+    return functools.partial(found, mode="eager")
 
 
 def check_sequence_parallel(config: ModelConfig, tp: int) -> None:

@@ -13,7 +13,7 @@ from ladder.comm.access import common_push_refusal
 from ladder.kernels.decode import MAX_ROWS
 from ladder.models.errors import UserError, unknown
 from ladder.models.plan import Plan
-from ladder.models.reducer import Ranks
+from ladder.models.reducer import Ranks, Reducer
 from ladder.parallel.decode import DecodeReducer
 from ladder.parallel.dispatch import Dispatch
 from ladder.parallel.eight_bits import EightBitReducer
@@ -24,6 +24,7 @@ from ladder.parallel.sequence import SequenceReducer
 from ladder.parallel.sharded import ShardedReducer, sharded_refusal
 
 PHASES = ("train", "prefill", "decode")
+OVERLAPS = "the operators' table overlaps their products"
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def choose(
     phase: one of PHASES. token_bytes: the size of one token's partial. table: the dispatch table of
     this GPU and number of ranks; None: the ranks have no access to each other's memory. base: the
     requested reducer. sequence_parallel: whether training shards the residual by tokens. overlaps:
-    whether exchanges of a prompt of so many tokens can run beneath the products around them
+    whether exchanges of a pass of so many tokens can run beneath the products around them
     (`ladder.parallel.overlap`); None: not.
     Raises UserError if the phase, the plan or the ranks do not allow `base`.
     """
@@ -107,8 +108,13 @@ def choose(
     if phase == "train":
         chosen = training_reducer(base, sequence_parallel)
         check_base(phase, plan, ranks, chosen)
-        default = f"the default with sequence_parallel={str(sequence_parallel).lower()}"
-        return Choice(chosen, why=default if base == "auto" else "it was asked for")
+        if base != "auto":
+            return Choice(chosen, why="it was asked for")
+        tokens = shape[0] * shape[1]
+        alike = sequence_parallel and _exchanges_alike(plan)
+        if alike and overlaps is not None and overlaps(tokens):
+            return Choice("fused", why=f"{tokens} tokens; {OVERLAPS}")
+        return Choice(chosen, why=f"with sequence_parallel={str(sequence_parallel).lower()}")
     check_base(phase, plan, ranks, base)
     asked = base == "fused"
     base = ("async" if table is None else "push") if base in ("auto", "fused") else base
@@ -128,13 +134,13 @@ def choose(
     why = f"{tokens} tokens of {token_bytes} bytes"
     large = 0 < table.prefill.fused <= tokens * token_bytes
     if large and _exchanges_alike(plan) and overlaps is not None and overlaps(tokens):
-        return Choice("fused", transport, f"{why}; the operators' table overlaps their products")
+        return Choice("fused", transport, f"{why}; {OVERLAPS}")
     return Choice("sharded", transport, why)
 
 
 def _exchanges_alike(plan: Plan) -> bool:
     """Whether every sublayer gathers what it reads and scatters what it writes, as `standard`'s:
-    only prompts of such plans have been measured."""
+    only prompts and steps of such plans have been measured."""
     return all(plan.blocking) and all(each.kind != "attention+mlp" for each in plan.sublayers)
 
 
@@ -159,6 +165,11 @@ def training_reducer(reducer: str, sequence_parallel: bool) -> str:
             f"{str(not sequence_parallel).lower()}"
         )
     return fitting[0] if reducer == "auto" else reducer
+
+
+def name_of(reducer: Reducer) -> str:
+    """The name of a training model's reducer."""
+    return next(name for name in TRAINING if REDUCERS[name].make is type(reducer))
 
 
 def check_base(phase: str, plan: Plan, ranks: Ranks, base: str, option: str = "reducer") -> None:

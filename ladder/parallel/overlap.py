@@ -1,9 +1,9 @@
-"""Whether the prompts of a model run by fused operators without being asked to.
+"""Whether prompts and training steps of a model run by fused operators without being asked to.
 
-That is measured twice: the dispatch table says from which size a prompt by operators that overlap
-was faster (`Prefill.fused`), and the operators' table which products have such operators. A prompt
-whose products have none would wait for exchanges in the order of the ranks, which take longer than
-the copies between products.
+They do if the operators' table names what overlaps for all products of a layer, and of training
+for those of its gradients, too. Where it does not, exchanges would block in the order of the ranks
+or beside NCCL's copies, which takes longer than what runs otherwise. For prompts the dispatch table
+also says from which size they were faster so (`Prefill.fused`).
 """
 
 from __future__ import annotations
@@ -16,27 +16,34 @@ from ladder.costs import GRAPHED_PROMPT_TOKENS, product_shapes, reduce_bytes
 from ladder.models.config import ModelConfig
 from ladder.parallel.dispatch import load_dispatch
 
-OF_PRODUCTS = {
-    "qkv": "all_gather_matmul", "gate-up": "all_gather_matmul",
-    "output": "matmul_reduce_scatter_add_rms_norm", "down": "matmul_reduce_scatter_add_rms_norm",
-}  # fmt: skip
+GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
+LANDING = "matmul_reduce_scatter_add_rms_norm"
+FIRST, LAST = ("qkv", "gate-up"), ("output", "down")  # the products of a sublayer
 
 
 class Overlap:
-    """Says of a prompt's tokens whether all products of its layers have an operator that overlaps.
+    """Says of a pass's tokens whether all products of its layers have an operator that overlaps.
 
     config: of a model whose matrices have `dtype`, without biases of outputs and MLPs. gpu: the
     name of the GPU. ranks: of the group. group: whose calls it is about, on this machine, by what
-    `ladder.ops` picks for them; None: what the table names, for any machine.
+    `ladder.ops` picks for them; None: what the table names, for any machine. training: of steps,
+    forward and backward, whose sums may be in any order; otherwise of prompts.
     """
 
     def __init__(
         self, config: ModelConfig, gpu: str, ranks: int, dtype: torch.dtype = torch.bfloat16,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | None = None, training: bool = False,
     ) -> None:  # fmt: skip
         shapes = product_shapes(config, ranks)
-        self.products = tuple((op, *shapes[part]) for part, op in OF_PRODUCTS.items())
+        last = SCATTER if training else LANDING
+        found = [(GATHER, *shapes[part]) for part in FIRST]
+        found += [(last, *shapes[part]) for part in LAST]
+        if training:  # a gradient's product is by the transposed matrix, and its operator the other
+            found += [(SCATTER, *shapes[part][::-1]) for part in FIRST]
+            found += [(GATHER, *shapes[part][::-1]) for part in LAST]
+        self.products = tuple(found)
         self.gpu, self.ranks, self.dtype, self.group = gpu, ranks, dtype, group
+        self.training = training
 
     def __call__(self, tokens: int, mode: Mode) -> bool:
         """mode: of the calls, see `ladder.comm.capture`."""
@@ -44,7 +51,7 @@ class Overlap:
 
         rows = -(-tokens // self.ranks) * self.ranks  # what is missing is padded
         here = self.group is not None
-        any_order = here and choice.allows_any_order(self.group)
+        any_order = self.training or (here and choice.allows_any_order(self.group))
         for op, outputs, inputs in self.products:
             sizes = rows, outputs, inputs
             call = registry.call_of(op, self.gpu, self.dtype, self.ranks, sizes, any_order, mode)

@@ -19,6 +19,7 @@ from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.parallel.apply import make_model
+from ladder.parallel.choose import name_of
 from ladder.parallel.data import data_parallel
 from ladder.parallel.mesh import make_mesh
 from ladder.progress import Progress
@@ -81,6 +82,7 @@ def _train(
         activation_checkpointing=config.activation_checkpointing,
         compile=config.compile,
         reducer=config.reducer,
+        shape=(run.micro, config.seq_len),
     )
     optimizer = make_optimizer(model, config)
     objective, recorded = _objective(run)
@@ -137,11 +139,13 @@ def _header(run: Run, model: Transformer) -> str:
     config, count = run.config, sum(shape.numel() for shape in model.shapes.values())
     plan, ranks = run.model_after(run.start).plan, model.reducer.ranks
     virtual = f", {ranks.held} virtual ranks" if ranks.held > 1 else ""
+    reducer = f", reducer {name_of(model.reducer)}" if config.tp > 1 else ""
     tokens = config.steps * config.batch_size * config.seq_len
     return (
         f"plan {plan.name}: {plan.collectives} collectives per token, {sum(plan.blocking)} "
         f"blocking; {count:,} parameters; {len(run.data.split('train')):,} training tokens, "
-        f"{tokens:,} to be seen; tp {config.tp}{virtual}, dp {run.dp}, {config.dtype}"
+        f"{tokens:,} to be seen; tp {config.tp}{virtual}{reducer}, dp {run.dp}, "
+        f"{config.dtype}"
     )
 
 

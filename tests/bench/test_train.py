@@ -47,7 +47,7 @@ def test_layouts() -> None:
     assert parse_layout("ddp") == Layout("ddp")
     assert parse_layout("fsdp") == Layout("fsdp", dp_shard=0)
     assert parse_layout("hsdp2") == Layout("hsdp2", dp_shard=2)
-    assert parse_layout("tp4+sp+fsdp") == Layout("tp4+sp+fsdp", 4, 0, True)
+    assert parse_layout("tp4+sp+fsdp") == Layout("tp4+sp+fsdp", 4, 0, True, "sequence")
     assert parse_layout("tp4+sp+fused") == Layout("tp4+sp+fused", 4, 1, True, "fused")
     (fused,) = points(options(layouts=["tp4+sp+fused"], plans=["none"]))
     assert recipe_of(fused).reducer == "fused"

@@ -186,6 +186,7 @@ OF_TABLE = [
     *RECORDS, *(RESULTS / f"2026-11-25-{kind}-h100x2.jsonl" for kind in H100S),
     RESULTS / "2026-11-25-ops-h200x2.jsonl",
     RESULTS / "2026-11-26-ops-again-h100x2.jsonl",
+    RESULTS / "2026-11-26-ops-train-h100x2.jsonl",
 ]  # fmt: skip
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from ladder.config import model_config
 from ladder.models import Ranks, UserError, resolve_plan
 from ladder.parallel.choose import (
     INFERENCE,
@@ -16,6 +18,7 @@ from ladder.parallel.choose import (
     training_reducer,
 )
 from ladder.parallel.dispatch import Dispatch, Prefill
+from ladder.parallel.overlap import Overlap
 
 TABLE = Dispatch((), "a test", Prefill(direct=100, direct_blocking=200, kernel_barrier=50))
 FOUR = Ranks(4, 1, 1)
@@ -84,6 +87,41 @@ def test_the_reducer_of_training() -> None:
     ):
         with pytest.raises(UserError, match=said):
             training_reducer(name, sharded)
+
+
+def test_auto_trains_by_operators_where_they_overlap() -> None:
+    """Of plans whose sublayers all exchange alike, and only where nothing else was asked for."""
+
+    def chosen(plan: str, base: str = "auto", sharded: bool = True, least: int = 8192) -> str:
+        choice = choose(
+            "train", resolve_plan(plan, 4, 4), FOUR, (2, 4096), base=base,
+            sequence_parallel=sharded, overlaps=lambda tokens: tokens >= least,
+        )  # fmt: skip
+        return choice.reducer
+
+    assert chosen("standard") == "fused"
+    assert chosen("standard", least=8193) == "sequence"
+    assert chosen("standard", "sequence") == "sequence"
+    assert chosen("standard", sharded=False) == "async"
+    assert [chosen(plan) for plan in ("ladder", "parallel")] == ["sequence", "sequence"]
+    sharded = choose("train", resolve_plan("standard", 4, 4), FOUR, sequence_parallel=True)
+    assert sharded.reducer == "sequence"  # nothing is known to overlap
+
+
+def test_the_products_of_a_training_step() -> None:
+    """All eight of a layer, forward and backward, eager, in any order of sums."""
+    config, h100 = model_config("half-8b"), "NVIDIA H100 80GB HBM3"
+    steps = Overlap(config, h100, 2, training=True)
+    assert steps.products == (
+        ("all_gather_matmul", 1536, 4096), ("all_gather_matmul", 7168, 4096),
+        ("matmul_reduce_scatter", 4096, 1024), ("matmul_reduce_scatter", 4096, 3584),
+        ("matmul_reduce_scatter", 4096, 1536), ("matmul_reduce_scatter", 4096, 7168),
+        ("all_gather_matmul", 1024, 4096), ("all_gather_matmul", 3584, 4096),
+    )  # fmt: skip
+    assert steps(8192, "eager")
+    assert not steps(1024, "eager")
+    assert not Overlap(config, "NVIDIA H200", 2, training=True)(8192, "eager")
+    assert not Overlap(config, h100, 2, torch.float32, training=True)(8192, "eager")
 
 
 def test_training_cannot_shard_the_residual_of_this_plan() -> None:

@@ -51,6 +51,7 @@ def parse_layout(text: str) -> Layout:
             fields["tp"] = number
         elif kind == "sp" and part == kind:
             fields["sequence_parallel"] = True
+            fields.setdefault("reducer", "sequence")  # not `auto`: a layout's name says what runs
         elif part == "fused":
             fields["reducer"] = part
         elif kind == "hsdp" and number:
@@ -61,7 +62,7 @@ def parse_layout(text: str) -> Layout:
             raise UserError(f"--layouts: {part!r} of {text!r} is unknown; known: {LAYOUTS}")
     if fields.get("sequence_parallel") and fields.get("tp", 1) == 1:
         raise UserError(f"--layouts: {text!r} has sp without tpN; sequence parallelism needs TP")
-    if "reducer" in fields and "sequence_parallel" not in fields:
+    if fields.get("reducer") == "fused" and "sequence_parallel" not in fields:
         raise UserError(f"--layouts: {text!r} has fused without sp; write tpN+sp+fused")
     return Layout(text, **fields)
 
