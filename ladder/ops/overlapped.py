@@ -125,6 +125,7 @@ def waiting_all_gather_matmul(
             "product": product, "own": lambda q: slots[q][q].copy_(own),
             **_gathering(rank, own, slots, whole),
         },
+        memory=(own, whole, *Bs, *outs), numbers=tiling,
     )  # fmt: skip
     return _gathered(whole, outs, A, gather_dim)
 
@@ -368,4 +369,5 @@ def scatter_tiles(
             "product": product, "copy": copy,
             "sum": lambda _: finish.run(slots[rank], ALL_ROWS, flags if waiting else None),
         },
+        memory=(rows, B, computed, *finish.memory), numbers=(tiling, pieces, finish.numbers),
     )  # fmt: skip

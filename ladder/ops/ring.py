@@ -37,12 +37,16 @@ def ring_matmul_reduce_scatter(
     rank, world, n = space.rank, space.world, B.shape[1]
     cut = Blocks(len(rows), world, blocks, ratio)
     chosen, slots = space.begin((cut.height, n), rows.dtype)
-    out, shards = rows.new_empty(cut.height, n), rows.split(cut.height)
+    out, begun = rows.new_empty(cut.height, n), rows.new_empty(cut.height, n)
+    shards, scale = rows.split(cut.height), 1 / world if reduce_op == "avg" else 1.0
     actions = _steps(
         rank, slots, cut, lambda block, owner: shards[owner][cut.place(block, owner)], B,
-        lambda block: out[cut.place(block, rank)], scale=1 / world if reduce_op == "avg" else 1.0,
+        lambda block: out[cut.place(block, rank)], begun, scale=scale,
     )  # fmt: skip
-    space.run(schedules.ring(rank, world, blocks, streams), chosen, actions)
+    space.run(
+        schedules.ring(rank, world, blocks, streams), chosen, actions,
+        memory=(rows, B, begun, out), numbers=(ratio, scale),
+    )  # fmt: skip
     return rows_back(out, A, scatter_dim)
 
 
@@ -59,32 +63,32 @@ def ring_matmul_all_reduce(
     cut = Blocks(len(rows), world, blocks, ratio)
     height = 2 * cut.height  # of a slot: the rows that grow, then the sums of a rank
     chosen, slots = space.begin((height, n), rows.dtype)
-    total = rows.new_empty(len(rows), n)
+    total, begun = rows.new_empty(len(rows), n), rows.new_empty(cut.height, n)
     more = None if addend is None else addend.flatten(0, -2)
     actions = _steps(
         rank, slots, cut, lambda block, owner: rows[cut.part(block, owner)], B,
-        lambda block: total[cut.part(block, rank)],
+        lambda block: total[cut.part(block, rank)], begun,
         None if more is None else lambda block, owner: more[cut.part(block, owner)],
     )  # fmt: skip
     space.run(
         schedules.ring(rank, world, blocks, streams, spread=True), chosen,
         {**actions, **to_all(rank, slots, cut, [total])},
+        memory=(rows, B, more, begun, total), numbers=ratio,
     )  # fmt: skip
     return total.unflatten(0, A.shape[:-1])
 
 
 def _steps(
     rank: int, slots: list[Tensor], cut: Blocks, rows: Callable[[int, int], Tensor], B: Tensor,
-    out: Callable[[int], Tensor], addend: Callable[[int, int], Tensor] | None = None,
-    scale: float = 1.0,
+    out: Callable[[int], Tensor], begun: Tensor,
+    addend: Callable[[int, int], Tensor] | None = None, scale: float = 1.0,
 ) -> dict[str, Callable[[int], object]]:  # fmt: skip
     """The actions `product`, `copy` and `fetch` of the ring.
 
     rows, addend: those of a block and an owner. out: the memory of this rank's sums of a block.
-    scale: of the sums.
+    begun: of what travels from here, as high as a slot. scale: of the sums.
     """
     world, blocks = cut.world, len(cut.starts) - 1
-    begun = B.new_empty(cut.height, B.shape[1])  # what travels from here
 
     def at(number: int) -> tuple[int, int, int, Tensor]:
         """The step, block and owner, and where what travels is on this rank, and then the sum."""

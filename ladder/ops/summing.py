@@ -134,4 +134,5 @@ def _add(
     space.run(
         plan.schedule, chosen,
         {"product": product, "own": own, "copy": copy, "spread": give, "take": take},
+        memory=(rows, B, addend, computed, out), numbers=(tiling, pieces, average),
     )  # fmt: skip

@@ -24,7 +24,10 @@ from ladder.parallel import launch
 from tests.ops.overlapped import WHOLE, arguments, check_same, flat, operands, run_of
 from tests.ops.streams import Everyone, Group, Machine
 
-OPS = [op for op, each in OPERATORS.items() if "chunked" in each.implementations]
+WAYS = [
+    (op, name) for op, each in OPERATORS.items() for name in each.implementations
+    if name in ("chunked", "ring", "waiting", "tracked", "summing")
+]  # fmt: skip
 REPLAYS = int(os.environ.get("LADDER_TEST_REPLAYS", "300"))
 
 
@@ -66,7 +69,7 @@ def test_memory_is_told_apart() -> None:
 
 
 def keys_of(
-    op: str, given: tuple[Any, ...], options: dict[str, Any], fresh: dict[Any, Tensor]
+    op: str, name: str, given: tuple[Any, ...], options: dict[str, Any], fresh: dict[Any, Tensor]
 ) -> Hashable:
     """What a call gives as its memory and numbers, if the same outputs are allocated each time."""
     found: list[Any] = []
@@ -92,7 +95,7 @@ def keys_of(
         mock.patch.object(Tensor, "new_empty", new_empty),
         mock.patch.object(torch, "empty_like", empty_like),
     ):
-        run_of(op, "chunked")(Group(0, Everyone(2)), *given, **options)
+        run_of(op, name)(Group(0, Everyone(2)), *given, **options)
     (key,) = found
     return key
 
@@ -117,8 +120,8 @@ def changes(op: str, given: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     return found
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_a_call_that_differs_in_anything_is_another(op: str) -> None:
+@pytest.mark.parametrize(("op", "name"), WAYS)
+def test_a_call_that_differs_in_anything_is_another(op: str, name: str) -> None:
     """Mutation: leave any tensor, number or option of an operator out of what it says it uses."""
     (A, B), _ = operands(2, 0, 16, 40, torch.bfloat16)
     fresh: dict[Any, Tensor] = {}
@@ -126,21 +129,26 @@ def test_a_call_that_differs_in_anything_is_another(op: str) -> None:
     if op == "matmul_all_reduce":
         every.append(arguments(op, A, B, True, 2))  # with an addend
     for given in every:
-        known = set(OPERATORS[op].implementations["chunked"].options)
-        some = [{}, {"streams": 2}, {"blocks": 2}, {"blocks": 2, "ratio": 2}]
+        known = set(OPERATORS[op].implementations[name].options)
+        some = [
+            {}, {"streams": 2}, {"blocks": 3}, {"blocks": 3, "ratio": 2}, {"stages": 3},
+            {"tile": "128x128x64"}, {"group_m": 2}, {"pieces": 8},
+        ]  # fmt: skip
+        if name == "summing":
+            known.remove("pieces")  # there is one, since there is one row of tiles
         options = [each for each in some if known >= each.keys()]
-        same = keys_of(op, given, {}, fresh)
-        assert same == keys_of(op, given, {}, fresh)
-        others = [keys_of(op, each, {}, fresh) for each in changes(op, given)]
-        others += [keys_of(op, given, each, fresh) for each in options[1:]]
+        same = keys_of(op, name, given, {}, fresh)
+        assert same == keys_of(op, name, given, {}, fresh)
+        others = [keys_of(op, name, each, {}, fresh) for each in changes(op, given)]
+        others += [keys_of(op, name, given, each, fresh) for each in options[1:]]
         assert len(others) > 2
         assert len({same, *others}) == 1 + len(others)
         allocated: dict[Any, Tensor] = {}
-        keys_of(op, given, {}, allocated)
+        keys_of(op, name, given, {}, allocated)
         assert allocated
         for at in allocated:  # outputs elsewhere
             moved = fresh | {at: torch.zeros_like(fresh[at])}
-            assert keys_of(op, given, {}, moved) != same, at
+            assert keys_of(op, name, given, {}, moved) != same, at
 
 
 def test_slots_of_inference_mode_are_written_outside_of_it() -> None:
@@ -213,11 +221,11 @@ def test_what_a_kernel_pushes_is_always_enqueued() -> None:
     assert seen == [None]
 
 
-def again_on_gpus(op: str) -> int:
+def again_on_gpus(op: str, name: str) -> int:
     """Rank 1 enqueues what the others launch. Inputs change between calls, ranks come late."""
     device = launch.join("cuda")
     rank, world, group = launch.rank(), launch.world_size(), dist.group.WORLD
-    run, staged, own = run_of(op, "chunked"), run_of(op, "staged"), random.Random(launch.rank())
+    run, staged, own = run_of(op, name), run_of(op, "staged"), random.Random(launch.rank())
     inputs = [
         tuple(each.to(device) for each in operands(world, call, 512, 1024, torch.bfloat16)[rank])
         for call in range(2)
@@ -249,6 +257,6 @@ def again_on_gpus(op: str) -> int:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("op", OPS)
-def test_calls_that_come_again_on_gpus(op: str) -> None:
-    assert launch.run(again_on_gpus, (op,), nproc=2) == 0
+@pytest.mark.parametrize(("op", "name"), WAYS)
+def test_calls_that_come_again_on_gpus(op: str, name: str) -> None:
+    assert launch.run(again_on_gpus, (op, name), nproc=2) == 0

@@ -11,11 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import ladder.ops
+from ladder.config import model_config
+from ladder.jit import device_name
 from ladder.models import Plan, Ranks, Transformer, UserError, resolve_plan
 from ladder.parallel import launch
 from ladder.parallel.apply import CHECKPOINTING, make_model
 from ladder.parallel.choose import choose
+from ladder.parallel.fused import FusedReducer
 from ladder.parallel.mesh import make_mesh
+from ladder.parallel.sequence import SequenceReducer
 from ladder.parallel.sharding import initialise, shard_model
 from tests.distributed import Pools, tp_mesh
 from tests.parallel.calls import operations
@@ -262,3 +266,27 @@ def trained_on_gpus(gather: str, scatter: str) -> int:
 )
 def test_on_gpus(gather: str, scatter: str) -> None:
     assert launch.run(trained_on_gpus, (gather, scatter), nproc=2) == 0
+
+
+def chosen_on_gpus() -> int:
+    """`auto` of an 8B's layer, whose products are in the table of two H100s, and of a small one."""
+    device, world = launch.join("cuda"), launch.world_size()
+    measured = device_name(device) == "NVIDIA H100 80GB HBM3"
+    mesh, layer = make_mesh(device, world), {"num_layers": 1, "vocab_size": 512}
+    for shape, mode, found in (
+        ((1, 8192), "selective", FusedReducer if measured else SequenceReducer),
+        ((1, 8192), "full", SequenceReducer),
+        ((1, 128), "none", SequenceReducer),
+    ):
+        model = make_model(
+            model_config({"name": "llama-3-8b", **layer}), torch.bfloat16, mesh, device,
+            sequence_parallel=True, activation_checkpointing=mode, shape=shape,
+        )  # fmt: skip
+        assert type(model.reducer) is found, (shape, mode)
+    return 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_auto_on_gpus() -> None:
+    assert launch.run(chosen_on_gpus, (), nproc=2) == 0
