@@ -126,7 +126,7 @@ def check_on_gpus(plans: list[str]) -> int:
         exact = random_model(config, "async", world, device)
         engine = Engine(random_model(config, reducer, world, device))
         with torch.inference_mode():
-            for batch in (1, 3, 64):
+            for batch in (1, 3, 16, 33, 64):
                 expected = reference(exact, batch, 60, STEPS)
                 found = check_session(engine.session(batch, 60 + STEPS, Sampling()), expected)
                 assert found.passes, (plan, batch, str(found))

@@ -187,6 +187,7 @@ OF_TABLE = [
     RESULTS / "2026-11-25-ops-h200x2.jsonl",
     RESULTS / "2026-11-26-ops-again-h100x2.jsonl",
     RESULTS / "2026-11-26-ops-train-h100x2.jsonl",
+    RESULTS / "2026-11-26-ops-scatters-h100x2.jsonl",
 ]  # fmt: skip
 
 
