@@ -60,8 +60,16 @@ CALIBRATION = (
 )
 # H100s as a user would describe them: all of `ladder bench machine`, and records to calibrate by.
 H100S = {
-    1: ("2026-11-24-machine-h100x1.json", "2026-11-24-inference-h100.jsonl"),
-    2: ("2026-11-26-machine-h100x2.json", "2026-11-26-inference-h100x2.jsonl"),
+    1: (
+        "2026-11-24-machine-h100x1.json",
+        "2026-11-24-inference-h100.jsonl",
+        "2026-11-26-eight-bits-h100.jsonl",
+    ),
+    2: (
+        "2026-11-26-machine-h100x2.json",
+        "2026-11-26-inference-h100x2.jsonl",
+        "2026-11-26-train-8b-h100x2.jsonl",
+    ),
 }
 # Of today's kernels, on one GPU.
 TODAY = (
@@ -365,8 +373,8 @@ def machine(gpus: int) -> Machine:
 
 
 def h100s(gpus: int) -> Machine:
-    measured, steps = (RESULTS / file for file in H100S[gpus])
-    return replace(calibrated(read(measured), steps), name=f"h100x{gpus}")
+    measured, *files = (RESULTS / file for file in H100S[gpus])
+    return replace(calibrated(read(measured), *files), name=f"h100x{gpus}")
 
 
 def older() -> Machine:

@@ -33,15 +33,18 @@ Steps = dict[InferencePoint, float]  # milliseconds
 def calibrated(machine: Machine, *files: Path) -> Machine:
     """The machine with its fitted values from the records of CALIBRATED, and from no other.
 
-    Those of `fit_steps` and `fit_prompts`, and `training_bytes` from a training step, if there is
-    one.
+    Those of `fit_steps` and `fit_prompts`, and `training_bytes` from training steps that keep all
+    activations, if there are any: the median of what each asks for.
     """
     said = ", ".join(file.name for file in files)
     machine = fit_prompts(fit_steps(machine, files), files)
-    for run, ms in training_times(files, machine).items():
-        if is_training_calibration(run, machine):
-            machine = _fit(machine, "training_bytes", "train", run, ms, (20.0, 40.0), said)
-    return machine
+    found = [
+        _fit(machine, "training_bytes", "train", run, ms, (20.0, 40.0), said)
+        for run, ms in training_times(files, machine).items()
+        if is_training_calibration(run, machine) and run.checkpointing == "none"
+    ]
+    found.sort(key=lambda each: each.value("training_bytes"))
+    return found[(len(found) - 1) // 2] if found else machine
 
 
 def fit_steps(
