@@ -16,20 +16,21 @@ from ladder.perf.planner.intervals import FILE
 from ladder.perf.prediction.command import where
 from ladder.perf.prediction.records import MEASURED, scores
 
-MACHINES = "h200x4", "h100x1"  # and those of fewer of their GPUs
+MACHINES = "h200x4", "h100x2"  # and those of fewer of their GPUs
 RESULTS = Path(__file__).parent / "results"
 # On machines with shipped files; not those of settings that are no longer built.
 NAMES = (
     "inference", "figures", "frame-after", "frame-after-2b", "p2p-off", "quality-latency", "table1",
     "half-8b", "accumulate", "rare-reduces-half-8b", "train-ahead", "train-8b-again", "train",
     "train-compiled", "quarter-8b", "heads", "decode", "train-virtual", "eight-bits-few-rows",
-    "int8",
+    "int8", "inference-fused", "inference-64", "train-again", "train-8b",
 )  # fmt: skip
-OLDER = ("2026-11-21-train-h200x4.jsonl",)
+# The second: operators without entries in the table, which has them now.
+OLDER = ("2026-11-21-train-h200x4.jsonl", "2026-11-26-train-h100x2.jsonl")
 
 
 def files() -> list[Path]:
-    pattern = "2026-11-2[1-4]-{}-h[12]00*.jsonl"
+    pattern = "2026-11-2[1-6]-{}-h[12]00*.jsonl"
     found = [path for name in NAMES for path in RESULTS.glob(pattern.format(name))]
     return sorted(path for path in found if path.name not in OLDER)
 

@@ -83,7 +83,8 @@ class TrainConfig:
         state. 1: no sharding (DDP); 0: all ranks (FSDP); in between: replicated shards (HSDP).
     sequence_parallel: the residual is sharded by tokens over the TP ranks.
     reducer: how the TP ranks sum their outputs (see ladder.parallel.choose): `async`, or with
-        sequence_parallel `sequence` or `fused`; `auto` takes `async` or `sequence`.
+        sequence_parallel `sequence` or `fused`; `auto` takes `async`, or `fused` where its products
+        were measured to overlap, else `sequence`.
     activation_checkpointing: the activations kept for the backward pass: all (`none`), those of
         matrix products and attention (`selective`), or only each sublayer's input (`full`).
     compile: torch.compile of each sublayer, landing and norm.

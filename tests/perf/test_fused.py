@@ -168,7 +168,7 @@ def test_what_fused_operators_cannot_do_is_said(capsys: Out) -> None:
     assert {row["plan"] for row in found["rows"]} == {"standard", "none"}
     assert found["left_out"][0].startswith("dtp-1 at TP 4: not by fused operators (")
     best = found["recommended"]
-    assert (best["way"], best["basis"], best["low_us"]) == ("fused", "extrapolated", None)
+    assert (best["way"], best["basis"], best["far"]) == ("fused", "extrapolated", True)
     train = ["llama-3-8b", "--train", "--plans", "standard", "--batch", "1", "--layouts"]
     assert main(["predict", *train, "tp4+sp", "tp4+sp+fused", "--json"]) == 0
     one, other = json.loads(capsys.readouterr().out)["rows"]

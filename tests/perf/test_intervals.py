@@ -41,7 +41,7 @@ def test_intervals_say_when_nothing_like_it_was_recorded() -> None:
     assert "(decode, push, other numbers of GPUs)" in more.source
     other = intervals.interval("decode", "another GPU", 4, "push", "llama-3-8b", 1500.0)
     assert other.far
-    assert "(decode, push, NVIDIA H200)" in other.source
+    assert "(decode, push, NVIDIA H100 80GB HBM3, NVIDIA H200)" in other.source
     assert intervals.interval("decode", "NVIDIA H200", 4, "push", "llama-3-8b", 1e6).far
     assert intervals.interval("knitting", "NVIDIA H200", 4, "push", "tiny", 1.0).of(1.0) is None
 

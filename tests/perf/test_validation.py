@@ -152,6 +152,19 @@ def test_two_h100s() -> None:
     assert sum(count for why, count in left_out.items() if "inside of products now" in why) == 7
 
 
+def test_training_on_two_h100s() -> None:
+    """Calibrated by an 8B's steps without communication, in the record of 30 held-out ones; the
+    others, of half-8b, are held out as a whole."""
+    machine = load("h100x2")
+    for names, points, limits in (
+        (("8b", "again", "traced"), 30, (3.4, 6.6, 15.4)), (("again", "traced"), 8, (3.1, 6.9, 6.9)),
+    ):  # fmt: skip
+        files = [RESULTS / f"2026-11-26-train-{name}-h100x2.jsonl" for name in names]
+        count, *reached = summary(scores(files, machine, "train"), kind_of)["held out",]
+        assert count == points
+        assert all(a <= b for a, b in zip(reached, limits, strict=True)), reached
+
+
 def test_what_fused_operators_leave_exposed_on_two_h100s() -> None:
     """`standard` by operators over `none`, both predicted and both measured, of 16 layers."""
     machine = load("h100x2")

@@ -22,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=["h200x4"],
         metavar="M",
         help="a shipped machine, a file of `ladder bench machine`, or a declared one (h200x8, "
-        "h100x1 to h100x8); further ones of the same GPU add their TP degrees, as shipped ones "
+        "h100x4, h100x8); further ones of the same GPU add their TP degrees, as shipped ones "
         "do by themselves (h200x4)",
     )
     parser.add_argument(
