@@ -157,8 +157,9 @@ def test_training_on_two_h100s() -> None:
     others, of half-8b, are held out as a whole."""
     machine = load("h100x2")
     for names, points, limits in (
-        (("8b", "again", "traced"), 30, (3.4, 6.6, 15.4)), (("again", "traced"), 8, (3.1, 6.9, 6.9)),
-    ):  # fmt: skip
+        (("8b", "again", "traced"), 30, (3.4, 6.6, 15.4)),
+        (("again", "traced"), 8, (3.1, 6.9, 6.9)),
+    ):
         files = [RESULTS / f"2026-11-26-train-{name}-h100x2.jsonl" for name in names]
         count, *reached = summary(scores(files, machine, "train"), kind_of)["held out",]
         assert count == points
