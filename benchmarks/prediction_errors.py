@@ -27,6 +27,7 @@ NAMES = (
 )  # fmt: skip
 # The second: operators without entries in the table, which has them now.
 OLDER = ("2026-11-21-train-h200x4.jsonl", "2026-11-26-train-h100x2.jsonl")
+LEAST_TOKENS = 16  # of a decode step's record; the first ones are slower than the rest
 
 
 def files() -> list[Path]:
@@ -39,7 +40,8 @@ def entries() -> list[dict[str, Any]]:
     found: dict[tuple[str, int, str, str, str, bool], list[list[float]]] = {}
     for machine, phase in itertools.product(map(load, MACHINES), MEASURED):
         for each in scores(files(), machine, phase):
-            if not each.calibrated:
+            short = phase == "decode" and each.point.new_tokens < LEAST_TOKENS
+            if not each.calibrated and not short:
                 gpus, way = where(each)
                 reducer = "" if phase == "train" else way
                 key = machine.gpu, gpus, phase, reducer, each.point.model, each.older

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
@@ -77,6 +78,14 @@ class Recorder:
         return replay
 
 
+def keeps_memory() -> bool:
+    """Whether the allocator is torch's own, and was not told to change the memory behind an
+    address (expandable_segments)."""
+    told = (os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    own = torch.cuda.get_allocator_backend() == "native"
+    return own and not any("expandable_segments:true" in each.lower() for each in told)
+
+
 @functools.cache
 def recorder(device: torch.device, stream: int) -> Recorder | None:
     """That of all workspaces of a device and stream, whose graphs run one after the other: they
@@ -85,7 +94,7 @@ def recorder(device: torch.device, stream: int) -> Recorder | None:
     None: calls are always enqueued. So they are where the allocator changes the memory behind an
     address, of which the driver has no number (expandable_segments), or is not torch's own.
     """
-    if torch.cuda.get_allocator_backend() != "native":
+    if not keeps_memory():
         return None
     segments = torch.cuda.memory_snapshot()
     return None if any(each["is_expandable"] for each in segments) else Recorder(device)

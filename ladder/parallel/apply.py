@@ -79,8 +79,8 @@ def make_model(
     sequence_parallel: shards the residual by tokens over the TP ranks. activation_checkpointing:
     a name in CHECKPOINTING: `full` keeps a sublayer's input and recomputes the rest in the backward
     pass, `selective` also keeps the results of matrix products and attention. compile: compile each
-    sublayer, landing and norm. reducer: see `choose`; or a class, for benchmarks. shape: of a
-    pass, [sequences, tokens of each] of a data-parallel rank, for reducer="auto".
+    sublayer, landing and norm. reducer: see `choose`; or a class, for benchmarks. shape: of
+    steps of one pass, [sequences, tokens of each] of a data-parallel rank, for reducer="auto".
 
     Raises UserError if the plan, or the lack of TP, does not allow sequence parallelism, and if the
     reducer cannot train.
@@ -128,9 +128,19 @@ def make_model(
 def _overlaps(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup
 ) -> Callable[[int], bool]:
-    """Of a training pass's tokens: whether fused operators overlap; all ranks say the same."""
+    """Of a training pass's tokens: whether fused operators overlap, and the host keeps up with
+    them, on all ranks, which must ask together."""
+    from ladder.ops.replay import keeps_memory  # late: 0.1 s, for training on GPUs with TP
+
     found = Overlap(config, device_name(device), group.size(), dtype, group, training=True)
-    return functools.partial(found, mode="eager")
+
+    def overlaps(tokens: int) -> bool:
+        mine = keeps_memory() and found(tokens, "eager")
+        everyone = torch.tensor([mine], dtype=torch.int32, device=device)
+        dist.all_reduce(everyone, dist.ReduceOp.MIN, group)
+        return bool(everyone.item())
+
+    return overlaps
 
 
 def check_sequence_parallel(config: ModelConfig, tp: int) -> None:

@@ -112,7 +112,7 @@ def choose(
             return Choice(chosen, why="it was asked for")
         tokens = shape[0] * shape[1]
         alike = sequence_parallel and _exchanges_alike(plan)
-        if alike and overlaps is not None and overlaps(tokens):
+        if tokens and alike and overlaps is not None and overlaps(tokens):
             return Choice("fused", why=f"{tokens} tokens; {OVERLAPS}")
         return Choice(chosen, why=f"with sequence_parallel={str(sequence_parallel).lower()}")
     check_base(phase, plan, ranks, base)
