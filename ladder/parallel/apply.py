@@ -130,11 +130,11 @@ def _overlaps(
 ) -> Callable[[int], bool]:
     """Of a training pass's tokens: whether fused operators overlap, and the host keeps up with
     them, on all ranks, which must ask together."""
-    from ladder.ops.replay import keeps_memory  # late: 0.1 s, for training on GPUs with TP
-
     found = Overlap(config, device_name(device), group.size(), dtype, group, training=True)
 
     def overlaps(tokens: int) -> bool:
+        from ladder.ops.replay import keeps_memory  # late: 0.1 s, for `auto` alone
+
         mine = keeps_memory() and found(tokens, "eager")
         everyone = torch.tensor([mine], dtype=torch.int32, device=device)
         dist.all_reduce(everyone, dist.ReduceOp.MIN, group)
