@@ -10,12 +10,17 @@ from typing import Any, no_type_check
 import torch
 
 from ladder.comm.primitives import (
+    EMPTY,
     arrive,
     atomic_add,
+    clear,
     flush,
     load,
     peer,
+    push_to_slots,
     put_tile,
+    receive,
+    receive_sum,
     rotate,
     signal,
     store,
@@ -85,16 +90,61 @@ def order_kernel(out, rank, COUNT: tl.constexpr, WORLD: tl.constexpr, PER: tl.co
         tl.store(out + i, rotate(i, rank, WORLD, PER))
 
 
+@jit
+@no_type_check
+def push_kernel(
+    buffers, values, n, rank, BLOCK: tl.constexpr, WORLD: tl.constexpr, EMPTY: tl.constexpr
+):
+    """Words into the slots of every rank."""
+    i = tl.arange(0, BLOCK)
+    bits = tl.load(values + i, mask=i < n, other=0)
+    push_to_slots(buffers, rank * BLOCK, i, bits, i < n, rank, WORLD, tl.int32, EMPTY)
+
+
+@jit
+@no_type_check
+def exchange_kernel(
+    slots, mine, out, n, rank, BLOCK: tl.constexpr, WORLD: tl.constexpr, EMPTY: tl.constexpr,
+    LIMIT: tl.constexpr,
+):  # fmt: skip
+    """All ranks' words, of which the own ones have no slot."""
+    i = tl.arange(0, BLOCK)
+    inside = i < n
+    own = tl.load(mine + i, mask=inside, other=0)
+    words = receive(slots, BLOCK, i, inside, rank, own, WORLD, EMPTY, LIMIT)
+    for other in tl.static_range(WORLD):
+        tl.store(out + other * BLOCK + i, words[other], mask=inside)
+    clear(slots, BLOCK, i, inside, rank, WORLD, EMPTY)
+
+
+@jit
+@no_type_check
+def collect_kernel(
+    slots, addend, out, n, BLOCK: tl.constexpr, WORLD: tl.constexpr, EMPTY: tl.constexpr,
+    LIMIT: tl.constexpr,
+):  # fmt: skip
+    """The sum of all ranks' slots and an addend."""
+    i = tl.arange(0, BLOCK)
+    total = tl.load(addend + i, mask=i < n, other=0)
+    total = receive_sum(slots + i, BLOCK, i < n, total, tl.float32, WORLD, EMPTY, LIMIT)
+    tl.store(out + i, total, mask=i < n)
+    clear(slots + i, BLOCK, 0, i < n, -1, WORLD, EMPTY)
+
+
 def launches() -> dict[str, tuple[Any, tuple, dict[str, Any]]]:
     """(kernel, arguments, constants) of one launch of each, to be compiled."""
     words, table = torch.zeros(256, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
     x, h = torch.zeros(64, 64), torch.zeros(64, 64, dtype=torch.bfloat16)
-    options = {"num_warps": 4}
+    options, limit = {"num_warps": 4}, {"LIMIT": LIMIT}
+    slots = {"BLOCK": 512, "WORLD": 4, "EMPTY": EMPTY[4]}
     return {
         "send": (send_kernel, (table, x, words, 3), {"BLOCK": 512} | options),
-        "receive": (receive_kernel, (words, x, x, 512), {"BLOCK": 512, "LIMIT": LIMIT} | options),
-        "tma": (tma_kernel, (h, h, words, words), {"BLOCK": 64, "LIMIT": LIMIT} | options),
+        "receive": (receive_kernel, (words, x, x, 512), {"BLOCK": 512} | limit | options),
+        "tma": (tma_kernel, (h, h, words, words), {"BLOCK": 64} | limit | options),
         "sum": (sum_kernel, (x, x, words, x), {"BLOCK": 512, "SCOPE": "gpu"} | options),
         "sum for a peer": (sum_kernel, (x, x, words, x), {"BLOCK": 512, "SCOPE": "sys"} | options),
+        "push": (push_kernel, (table, words, 512, 1), slots | options),
+        "exchange": (exchange_kernel, (words, words, words, 512, 1), slots | limit | options),
+        "collect": (collect_kernel, (words, x, x, 512), slots | limit | options),
         "tile": (tile_kernel, (h, h, h, 0, 64, 128, 128, 128), {"BLOCK": 64} | options),
     }

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from ladder.ops.track_maps import rotated
 from tests import primitives as kernels
+from tests.comm.scripted import before
 from tests.interpreter import addresses
 from tests.kernels.support import on
 
@@ -31,18 +31,14 @@ def word(device: str, value: int = 0) -> Tensor:
 @contextlib.contextmanager
 def polls(action: Any) -> Iterator[list[int]]:
     """Calls action(n) before the nth access of a flag; yields the number of accesses so far."""
-    from triton.runtime import interpreter
-
     count = [0]
-    access = interpreter.InterpreterBuilder.create_atomic_rmw
 
-    def noted(*args: Any) -> Any:
+    def noted(*_: Any) -> None:
         count[0] += 1
         assert count[0] < 1000, "a wait without an end"
         action(count[0])
-        return access(*args)
 
-    with mock.patch.object(interpreter.InterpreterBuilder, "create_atomic_rmw", noted):
+    with before("create_atomic_rmw", noted):
         yield count
 
 

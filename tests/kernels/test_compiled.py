@@ -13,7 +13,7 @@ import pytest
 
 from tests import ROOT
 from tests.commands import PATIENCE
-from tests.kernels.weakened import WEAKENED
+from tests.kernels.weakened import KERNELS, WEAKENED
 
 STORES = r"\bst\.global\.(\S+)"
 
@@ -23,6 +23,7 @@ BARRIER, LOAD, STORE = r"bar\.sync", r"ld\.global\.cg\.v4", r"st\.global\.v4\.b3
 RELEASE = (BARRIER, r"atom\.global\.sys\.release\.exch")
 ACQUIRE = (r"(?:ld|atom)\.global\.sys\.acquire", BARRIER, r"trap;")
 READ, WRITTEN = r"cp\.async\.bulk\.tensor\.2d\.shared", r"cp\.async\.bulk\.tensor\.2d\.global"
+POLL = (r"ld\.volatile\.global\.v4\.b32", BARRIER, r"trap;")
 FLUSH = (r"cp\.async\.bulk\.wait_group 0;", r"fence\.proxy\.async;")
 
 
@@ -38,6 +39,9 @@ PRIMITIVES = {
     "tma": (*ACQUIRE, r"fence\.proxy\.async;", READ, WRITTEN, *FLUSH, *RELEASE),
     "sum": last("gpu"),
     "sum for a peer": last("sys"),
+    "push": (STORE,) * 4,
+    "exchange": (*POLL, STORE),
+    "collect": (*POLL, STORE),
     "tile": (STORE,),
 }
 
@@ -111,14 +115,27 @@ def test_steps_of_all_sizes_compile_to_machine_code() -> None:
     check_resources(compiled("--everything")["made"])
 
 
+def follow(wanted: tuple[str, ...], ptx: str) -> bool:
+    """Whether each is there, behind the one before it."""
+    start = 0
+    for each in wanted:
+        match = re.compile(each).search(ptx, start)
+        if match is None:
+            return False
+        start = match.end()
+    return True
+
+
 def check_order(name: str, ptx: str) -> None:
     """Nothing is read before the wait, and nothing written after the signal. 16 bytes at a time."""
     wanted = PRIMITIVES[name]
-    assert re.search(".*?".join(wanted), ptx, flags=re.DOTALL), name
+    assert follow(wanted, ptx), name
     if ACQUIRE[0] in wanted:
         before, after = re.split(ACQUIRE[0], ptx, maxsplit=1)
         assert not re.search(f"ld.global|{READ}", before)
         assert "trap;" in after
+    if POLL[0] in wanted:
+        assert not re.search(r"st\.global", re.split(POLL[2], ptx)[0])
     if RELEASE[1] in wanted:
         after = re.split(RELEASE[1], ptx)[-1]
         assert not re.search(f"st.global|{WRITTEN}", after)
@@ -146,22 +163,13 @@ def test_a_weakened_primitive_is_seen(what: str, weakened: dict[str, str]) -> No
         check_order(WEAKENED[what][0], weakened[what])
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize(
-    "case",
-    [
-        "plain", "plain, [K, N]", "plain, without TMA", "waiting", "tracking", "summing",
-        "averaging", "with an addend",
-    ],
-)  # fmt: skip
-def test_a_gemm_uses_the_tensor_cores(case: str, found: dict[str, Any]) -> None:
+def check_gemm(case: str, ptx: str) -> None:
     """Warp-group products from shared memory that TMA fills, no spills, stores of 16 bytes.
 
     Waiting is an acquire before the first read of a tile's rows; tracking a release after its
     stores; summing an acquire, out of line, and slots that are read past L1, 16 bytes at a time;
     none is in a plain product.
     """
-    ptx = found["ptx"][f"_gemm_kernel: {case}"]
     assert "wgmma.mma_async" in ptx
     assert (re.search(READ, ptx) is not None) == ("without" not in case)
     assert set(re.findall(STORES, ptx)) == {"v4.b32"}
@@ -187,20 +195,34 @@ def test_a_gemm_uses_the_tensor_cores(case: str, found: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-def test_a_landing_of_slots_reads_them_after_their_flags(found: dict[str, Any]) -> None:
-    """Past L1, 16 bytes at a time; without flags nothing is waited for."""
-    name = "_land_slots_kernel"
-    slots = r"ld\.global\.cg\.v4"
-    for case, waits in (("there", False), ("waiting", True)):
-        ptx = found["ptx"][f"{name}: {case}"]
-        assert (re.search(ACQUIRE[0], ptx) is not None) == waits
-        assert set(re.findall(STORES, ptx)) == {"v4.b32"}
-        assert ".local" not in ptx
-        assert re.search(slots, ptx)
-        if waits:
-            *before, last = re.split(ACQUIRE[0], ptx)
-            assert not any(re.search(slots, each) for each in before)
-            assert re.search(".*?".join((BARRIER, slots)), last, re.DOTALL)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "plain", "plain, [K, N]", "plain, without TMA", "waiting", "tracking", "summing",
+        "averaging", "with an addend",
+    ],
+)  # fmt: skip
+def test_a_gemm_uses_the_tensor_cores(case: str, found: dict[str, Any]) -> None:
+    check_gemm(case, found["ptx"][f"_gemm_kernel: {case}"])
+
+
+def check_landing(case: str, ptx: str) -> None:
+    """Slots are read past L1, 16 bytes at a time; without flags nothing is waited for."""
+    waits, slots = case == "waiting", r"ld\.global\.cg\.v4"
+    assert (re.search(ACQUIRE[0], ptx) is not None) == waits
+    assert set(re.findall(STORES, ptx)) == {"v4.b32"}
+    assert ".local" not in ptx
+    assert re.search(slots, ptx)
+    if waits:
+        *before, last = re.split(ACQUIRE[0], ptx)
+        assert not any(re.search(slots, each) for each in before)
+        assert follow((BARRIER, slots), last)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("case", ["there", "waiting"])
+def test_a_landing_of_slots_reads_them_after_their_flags(case: str, found: dict[str, Any]) -> None:
+    check_landing(case, found["ptx"][f"_land_slots_kernel: {case}"])
 
 
 # What pushes rows: opens, waits, stores at the peers, hands over. A lent result is not copied.
@@ -223,12 +245,9 @@ PUSHES = {
 }
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("name", PUSHES)
-def test_rows_are_pushed_in_order_and_by_16_bytes(name: str, found: dict[str, Any]) -> None:
+def check_pushes(name: str, ptx: str) -> None:
     """A store before the peer has opened its slots, or after it was told, fails; so do spills."""
-    ptx = found["ptx"][name]
-    assert re.search(".*?".join(PUSHES[name]), ptx, flags=re.DOTALL), name
+    assert follow(PUSHES[name], ptx), name
     assert ".local" not in ptx
     if STORE in PUSHES[name]:
         assert not re.search(STORE, re.split(ACQUIRE[0], ptx, maxsplit=1)[0])
@@ -239,6 +258,30 @@ def test_rows_are_pushed_in_order_and_by_16_bytes(name: str, found: dict[str, An
     if "_grouped" in name:
         assert "wgmma.mma_async" in ptx
         assert re.search(READ, ptx)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("name", PUSHES)
+def test_rows_are_pushed_in_order_and_by_16_bytes(name: str, found: dict[str, Any]) -> None:
+    check_pushes(name, found["ptx"][name])
+
+
+def check_kernel(name: str, ptx: str) -> None:
+    kernel, _, case = name.partition(": ")
+    if kernel == "_gemm_kernel":
+        check_gemm(case, ptx)
+    elif kernel == "_land_slots_kernel":
+        check_landing(case, ptx)
+    else:
+        check_pushes(name, ptx)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("what", KERNELS)
+def test_a_weakened_kernel_is_seen(what: str, weakened: dict[str, str]) -> None:
+    """Each wait, release and read past L1 of bags, rows, experts, landings and products."""
+    with pytest.raises(AssertionError):
+        check_kernel(KERNELS[what][1], weakened[what])
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from ladder.kernels.gemm import Addition, Arrivals, Tiling, Track, gemm, tiles_of
+from ladder.kernels.gemm import (
+    Addition,
+    Arrivals,
+    Tiling,
+    Track,
+    _gemm_kernel,
+    gemm,
+    tiles_of,
+)
 from ladder.kernels.slots import SlotArrivals
 from ladder.models import UserError
 from ladder.ops.track_maps import all_to_all, direct_reduce_scatter, rotated
+from tests.comm.scripted import coming, weakened
 from tests.interpreter import addresses
 from tests.kernels.support import _poisoned_memory, assert_close, on  # noqa: F401  (a fixture)
 
 SMALL = Tiling(16, 32, 16)
 BF16, FP16 = torch.bfloat16, torch.float16
+WAIT_ROWS = "wait(flags + shard, 1, SPIN_LIMIT, TMA)"
+WAIT_PIECE = "wait(flags + flag, 1, SPIN_LIMIT)"
 
 
 def operands(device: str, m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -74,30 +83,21 @@ def test_gemm_without_tma_and_in_whole_tiles(device: str) -> None:
 @pytest.mark.parametrize("device", [on("interpreter")])
 def test_a_waiting_gemm_reads_what_has_arrived(device: str) -> None:
     """A shard's rows come with its flag: who does not wait reads NaN. The own shard has no flag."""
-    from triton.runtime import interpreter
-
     shards, rank = 4, 2
     a, b = operands(device, 4 * 20, 40, 24, BF16)
     here, flags = a.clone(), torch.zeros(shards, dtype=torch.int32)
     for q in range(shards):
         if q != rank:
             here[q * 20 : (q + 1) * 20] = torch.nan
-    polls: list[int] = []
-    access = interpreter.InterpreterBuilder.create_atomic_rmw
 
-    def arriving(*args: Any) -> Any:
-        at = (int(args[2].data.flat[0]) - flags.data_ptr()) // 4
-        polls.append(at)
-        if polls.count(at) == 3:
-            here[at * 20 : (at + 1) * 20] = a[at * 20 : (at + 1) * 20]
-            flags[at] = 1
-        return access(*args)
+    def arrive(q: int) -> None:
+        here[q * 20 : (q + 1) * 20] = a[q * 20 : (q + 1) * 20]
 
     order = order_of(80, 40, shards, SMALL, rank, device)
-    with mock.patch.object(interpreter.InterpreterBuilder, "create_atomic_rmw", arriving):
+    with coming(flags, arrive) as looks:
         out = gemm(here, b, order, tiling=SMALL, shards=shards, arrivals=Arrivals(flags, rank))
     assert_close(out, a.double() @ b.double(), a @ b)
-    assert list(dict.fromkeys(polls)) == [3, 0, 1]
+    assert list(dict.fromkeys(looks)) == [3, 0, 1]
 
 
 @pytest.mark.parametrize("device", [on("cuda")])
@@ -243,31 +243,33 @@ def test_a_summing_gemm_adds_in_rank_order(
 @pytest.mark.parametrize("device", [on("interpreter")])
 def test_a_summing_gemm_reads_what_has_arrived(device: str) -> None:
     """A piece of a slot comes with its flag; the peers' tiles wait for nothing."""
-    from triton.runtime import interpreter
-
     world, rank, shard, pieces = 3, 1, 40, 2
     run, addition, total, _ = summing(device, world, rank, shard, 72, pieces, False, False)
     flags, slots = addition.arrivals.flags, addition.slots
     arriving = slots.clone()
     slots.fill_(torch.nan)
-    polls: list[int] = []
-    access = interpreter.InterpreterBuilder.create_atomic_rmw
 
-    def arrive(*args: Any) -> Any:
-        at = (int(args[2].data.flat[0]) - flags.data_ptr()) // 4
-        if 0 <= at < len(flags):
-            polls.append(at)
-            if polls.count(at) == 3:
-                piece, q = divmod(at, world)
-                rows = slice(piece * addition.arrivals.rows, (piece + 1) * addition.arrivals.rows)
-                slots[q, rows] = arriving[q, rows]
-                flags[at] = 1
-        return access(*args)
+    def arrive(at: int) -> None:
+        piece, q = divmod(at, world)
+        rows = slice(piece * addition.arrivals.rows, (piece + 1) * addition.arrivals.rows)
+        slots[q, rows] = arriving[q, rows]
 
-    with mock.patch.object(interpreter.InterpreterBuilder, "create_atomic_rmw", arrive):
+    with coming(flags, arrive) as looks:
         run()
-    assert torch.equal(addition.out, total)
-    assert list(dict.fromkeys(polls)) == [0, 2, 3, 5]
+    assert torch.equal(addition.out, total), "other sums"
+    assert list(dict.fromkeys(looks)) == [0, 2, 3, 5]
+
+
+@pytest.mark.parametrize("device", [on("interpreter")])
+def test_a_gemm_without_a_wait_is_seen(device: str) -> None:
+    for check, old, new, words in (
+        (test_a_waiting_gemm_reads_what_has_arrived, WAIT_ROWS, "pass", "nan of"),
+        (test_a_summing_gemm_reads_what_has_arrived, WAIT_PIECE, "pass", "other sums"),
+        # Of the first piece alone.
+        (test_a_summing_gemm_reads_what_has_arrived, "now != seen", "seen < 0", "other sums"),
+    ):
+        with weakened(_gemm_kernel, old, new), pytest.raises(AssertionError, match=words):
+            check(device)
 
 
 @pytest.mark.parametrize("device", [on("cuda")])

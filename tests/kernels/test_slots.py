@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-from unittest import mock
-
 import pytest
 import torch
 
+from ladder.kernels import slots as kernels
 from ladder.kernels.prefill import land_rows_reference
 from ladder.kernels.slots import SlotArrivals, land_slots, sum_slots
 from ladder.models import UserError
+from tests.comm.scripted import coming, weakened
 from tests.kernels.support import (  # noqa: F401  (a fixture)
     DTYPES,
     _poisoned_memory,
@@ -74,8 +73,6 @@ def test_land_slots(device: str, dtype: torch.dtype, count: int, rows: int, colu
 @pytest.mark.parametrize("device", [on("interpreter")])
 def test_a_landing_waits_for_each_rows_pieces(device: str) -> None:
     """Pieces come with their flags, those of later rows later: who does not wait reads NaN."""
-    from triton.runtime import interpreter
-
     world, rows, piece = 3, 7, 3
     slots, residual, weight, out = landing(device, torch.float32, world, rows, 24)
     expected = land_rows_reference(list(slots), residual, weight, 1e-3)
@@ -85,24 +82,29 @@ def test_a_landing_waits_for_each_rows_pieces(device: str) -> None:
     table = torch.tensor([[9, -1, 4], [2, -1, 11], [7, -1, 5]], dtype=torch.int32)
     where = {int(table[p, q]): (p, q) for p in range(3) for q in (0, 2)}
     here[[0, 2]] = torch.nan
-    polls: list[int] = []
-    access = interpreter.InterpreterBuilder.create_atomic_rmw
 
-    def arriving(*args: Any) -> Any:
-        at = (int(args[2].data.flat[0]) - flags.data_ptr()) // 4
-        polls.append(at)
-        if polls.count(at) == 3:
-            p, q = where[at]
-            here[q, p * piece : (p + 1) * piece] = slots[q, p * piece : (p + 1) * piece]
-            flags[at] = 1
-        return access(*args)
+    def arrive(at: int) -> None:
+        p, q = where[at]
+        here[q, p * piece : (p + 1) * piece] = slots[q, p * piece : (p + 1) * piece]
 
-    arrivals = SlotArrivals(flags, table, piece)
-    with mock.patch.object(interpreter.InterpreterBuilder, "create_atomic_rmw", arriving):
-        found = land_slots(here, residual, weight, 1e-3, out, arrivals)
+    with coming(flags, arrive) as looks:
+        found = land_slots(here, residual, weight, 1e-3, out, SlotArrivals(flags, table, piece))
     for each, exact in zip(found, expected, strict=True):
         torch.testing.assert_close(each, exact, rtol=1e-6, atol=1e-6)
-    assert list(dict.fromkeys(polls)) == [9, 4, 2, 11, 7, 5]
+    assert list(dict.fromkeys(looks)) == [9, 4, 2, 11, 7, 5]
+
+
+@pytest.mark.parametrize("device", [on("interpreter")])
+def test_a_landing_without_its_wait_is_seen(device: str) -> None:
+    for old, new in (
+        ("wait(flags + flag, 1, SPIN_LIMIT)", "pass"),
+        ("if now != seen:", "if seen < 0:"),  # for the first piece alone
+    ):
+        with (
+            weakened(kernels._land_slots_kernel, old, new),
+            pytest.raises(AssertionError, match="not close"),
+        ):
+            test_a_landing_waits_for_each_rows_pieces(device)
 
 
 def test_wrong_arguments_are_refused() -> None:
