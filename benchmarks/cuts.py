@@ -87,10 +87,14 @@ def cut_as(chosen: Mapping[Key, Cut]) -> Iterator[None]:
     today = decode_shapes.blocks
 
     def blocks(
-        rows: int, outputs: int, size: int, gated: bool, itemsize: int, eight_bits: bool = False
-    ) -> Cut:
-        key = outputs, size, gated
-        return chosen.get(key) or today(rows, outputs, size, gated, itemsize, eight_bits)
+        rows: int, outputs: int, size: int, gated: bool, itemsize: int, eight_bits: bool = False,
+        pieces: bool = False,
+    ) -> Cut:  # fmt: skip
+        cut = chosen.get((outputs, size, gated))
+        if cut is None:
+            return today(rows, outputs, size, gated, itemsize, eight_bits, pieces)
+        by_pieces = pieces and decode_shapes.by_pieces(rows)
+        return cut._replace(padded=max(8, power_of_2(rows))) if by_pieces else cut
 
     with mock.patch.object(decode_shapes, "blocks", blocks):
         yield

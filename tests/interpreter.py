@@ -30,7 +30,7 @@ MODULES = (
     *(f"ladder.kernels.{name}" for name in ("attention", "choice", "decode", "landing", "norm")),
     *(f"ladder.kernels.{name}" for name in ("bags", "collect", "gemm", "grouped", "prefill")),
     "ladder.kernels.push_land",
-    *(f"ladder.kernels.{name}" for name in ("eight_bits", "rows", "slots", "tiles")),
+    *(f"ladder.kernels.{name}" for name in ("eight_bits", "pieces", "rows", "slots", "tiles")),
     *("ladder.comm.push", "ladder.comm.two_shot"),
     "tests.primitives",
 )

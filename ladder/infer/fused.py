@@ -212,6 +212,12 @@ def fuse(model: Transformer) -> InferenceTransformer:
     # All layers' attention runs on one CUDA stream, and can share these counters.
     arrived = torch.zeros(2**16, dtype=torch.int32, device=weight.device)
     layers = list(model.model.layers)
+    stored = layers[0].mlp.gate_proj
+    splits = (
+        weight.dtype == torch.bfloat16
+        and local(stored.weight).dtype == torch.float8_e4m3fn
+        and stored.scales.dim() == 1
+    )
     overlaps: Overlap | None = None
     if isinstance(base, PushReducer) and layers[0].self_attn.q_proj.scales is None:
         where = device_name(weight.device), base.ranks.processes
@@ -247,6 +253,7 @@ def fuse(model: Transformer) -> InferenceTransformer:
             reduce_bytes(config, 1, weight.element_size()),
             isinstance(model.runtime.pick, FusedPrompts),
             overlaps,
+            splits,
         ),
     )
     fused.use(runtime)
@@ -280,18 +287,19 @@ class PassReducers:
     """The reducers of a fused model's passes: `choose` decides by the tokens' shape [B, S].
 
     base: the model's own reducer. token_bytes: the size of one token's partial. insists: prompts
-    run by fused operators (`FusedPrompts`). overlaps: see `Overlap`; None: nothing does.
+    run by fused operators (`FusedPrompts`). overlaps: see `Overlap`; None: nothing does. splits:
+    see `DecodeReducer`.
     """
 
     def __init__(
         self, base: Reducer, plan: Plan, token_bytes: int, insists: bool = False,
-        overlaps: Callable[[int, Mode], bool] | None = None,
+        overlaps: Callable[[int, Mode], bool] | None = None, splits: bool = False,
     ) -> None:  # fmt: skip
         self.base, self.plan, self.token_bytes = base, plan, token_bytes
         self.insists, self.overlaps = insists, overlaps
         self.push = push = base if isinstance(base, PushReducer) else None
         self.makers: dict[tuple[str, str], PassFactory] = {("async", ""): base, ("push", ""): base}
-        self.makers["decode", ""] = DecodeReducer(base, plan)
+        self.makers["decode", ""] = DecodeReducer(base, plan, splits)
         if push is not None and sharded_refusal(plan, base.ranks) is None:
             for transport in PREFILL_TRANSPORTS:
                 sharded = ShardedReducer(base.ranks, push.group, plan, transport)

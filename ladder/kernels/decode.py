@@ -50,7 +50,8 @@ from ladder.kernels.landing import (
     rider_arguments,
     send,
 )
-from ladder.kernels.tiles import _block_scales, _tile
+from ladder.kernels.pieces import Pieces
+from ladder.kernels.tiles import _block_scales, _tile, _tile_of_pieces
 from ladder.models.storage import BLOCK, dequantise, is_quantised
 
 MAX_ROWS = 64
@@ -85,8 +86,9 @@ def _product(
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, PDL: tl.constexpr,
-    partial, rows, riders, SENDS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
+    PDL: tl.constexpr, partial, rows, riders, SENDS: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program of a product: BN rows of the weight. SENDS: the first `riders` programs send."""
     # [row of x, row of the weight, column]: three dimensions give all loads the same layout.
@@ -145,9 +147,8 @@ def _product(
     if (scales is not None) & (BLOCK == 0):
         y = y * tl.load(scales + n, mask=n < N, other=0)
     if NORM:  # read before the products, it slowed steps of a 70B of two rows by 1 to 2 %
-        chunks: tl.constexpr = (K + CHUNK - 1) // CHUNK
         c = tl.arange(0, CP)[None, None, :]
-        parts = tl.load(squares + m * chunks + c, mask=(m < M) & (c < chunks), other=0)
+        parts = tl.load(squares + m * CHUNKS + c, mask=(m < M) & (c < CHUNKS), other=0)
         scale = tl.rsqrt(tl.sum(parts, 2, keep_dims=True) / K + eps)
         y = y * scale
         if GATED:
@@ -167,37 +168,44 @@ def _product(
 @jit
 @no_type_check
 def _either(
-    program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers, start, N,
+    program, x, weight, up, scales, up_scales, pieces, factors, out, squares, add, factor, eps,
+    buffers, start, N,
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
-    KIND: tl.constexpr, PDL: tl.constexpr, partial, rows, riders, SENDS: tl.constexpr,
-    D: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr,
-    PARTS: tl.constexpr, SWAP: tl.constexpr, ALIGN: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
+    STAGES: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, partial, rows, riders,
+    SENDS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     if STAGES == 0:
         _product(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
                  start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD,
-                 CHUNK, BITS, EMPTY, PDL, partial, rows, riders, SENDS, D, BLOCK)  # fmt: skip
+                 CHUNK, CHUNKS, BITS, EMPTY, PDL, partial, rows, riders, SENDS, D,
+                 BLOCK)  # fmt: skip
+    elif pieces is not None:
+        _tile_of_pieces(program, x, weight, up, scales, up_scales, pieces, factors, out, squares,
+                        add, factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CHUNKS,
+                        CP, ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY, STAGES, KIND, PDL, EARLY,
+                        ROWS, PARTS, ALIGN)  # fmt: skip
     else:
         _tile(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
-              start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK,
+              start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNKS,
               BITS, EMPTY, STAGES, KIND, PDL, BLOCK, EARLY, ROWS, PARTS, SWAP, ALIGN)  # fmt: skip
 
 
 @kernel("both")
 @no_type_check
 def _project_kernel(
-    x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers, start, N,
-    residual, landed, landed_squares, sum0, sum1, own0, own1, factor0, factor1, rows, riders,
-    products,
+    x, weight, up, scales, up_scales, pieces, factors, out, squares, add, factor, eps, buffers,
+    start, N, residual, landed, landed_squares, landed_pieces, landed_factors, sum0, sum1, own0,
+    own1, factor0, factor1, rows, riders, products,
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, RIDES: tl.constexpr,
     D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
-    OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
-    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr,
+    OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    BITS: tl.constexpr, EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, ALIGN: tl.constexpr,
     FIXED: tl.constexpr, PDL: tl.constexpr,
@@ -220,45 +228,48 @@ def _project_kernel(
     landing = 0 if STAGES == 0 else products
     SENDS: tl.constexpr = (RIDES == 2) & (STAGES == 0)
     if (RIDES == 0) | SENDS:
-        _either(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
-                start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNK,
-                BITS, EMPTY, STAGES, KIND, WAITS, residual, rows, riders, SENDS, D,
-                BLOCK, EARLY, ROWS, PARTS, SWAP, ALIGN)  # fmt: skip
+        _either(program, x, weight, up, scales, up_scales, pieces, factors, out, squares, add,
+                factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH,
+                RANK, WORLD, CHUNK, CHUNKS, BITS, EMPTY, STAGES, KIND, WAITS, residual, rows,
+                riders, SENDS, D, BLOCK, EARLY, ROWS, PARTS, SWAP, ALIGN)  # fmt: skip
     elif (program >= landing) & (program < landing + riders):
         if WAITS:
             gdc_wait()
         if RIDES == 1:
-            _land(program - landing, residual, landed, landed_squares, sum0, sum1, own0, own1,
-                  factor0, factor1, rows, D, WORLD, SUMS, OWNS, REPLACES, CHUNK, BITS,
-                  EMPTY, SPIN_LIMIT)  # fmt: skip
+            _land(program - landing, residual, landed, landed_squares, landed_pieces,
+                  landed_factors, sum0, sum1, own0, own1, factor0, factor1, rows, D, WORLD, SUMS,
+                  OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT, SPLITS)  # fmt: skip
         else:
             _send(program - landing, residual, buffers, start, rows, D, WORLD, RANK, CHUNK, BITS,
                   EMPTY)  # fmt: skip
     else:
-        _either(program - before, x, weight, up, scales, up_scales, out, squares, add, factor, eps,
-                buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK,
-                WORLD, CHUNK, BITS, EMPTY, STAGES, KIND, WAITS, residual, rows, riders, False,
-                D, BLOCK, EARLY, ROWS, PARTS, SWAP, ALIGN)  # fmt: skip
+        _either(program - before, x, weight, up, scales, up_scales, pieces, factors, out, squares,
+                add, factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE,
+                PUSH, RANK, WORLD, CHUNK, CHUNKS, BITS, EMPTY, STAGES, KIND, WAITS, residual, rows,
+                riders, False, D, BLOCK, EARLY, ROWS, PARTS, SWAP, ALIGN)  # fmt: skip
 
 
 def project(
     x: Tensor, weight: Tensor, up: Tensor | None = None, *,
-    squares: Tensor | None = None, eps: float = 0.0, add: Tensor | None = None, factor: float = 1.0,
-    push: PushTarget | None = None, keep: bool = True, rider: LandingJob | SendJob | None = None,
-    scales: Scales | None = None, fixed: bool = True,
+    squares: Tensor | None = None, pieces: Pieces | None = None, eps: float = 0.0,
+    add: Tensor | None = None, factor: float = 1.0, push: PushTarget | None = None,
+    keep: bool = True, rider: LandingJob | SendJob | None = None, scales: Scales | None = None,
+    fixed: bool = True,
 ) -> Tensor | None:  # fmt: skip
     """x [M, K] times weight [N, K] transposed, for M from 1 to 64: [M, N].
 
     The sum is in float32 and rounded once.
 
     up: the result is silu(x weight^T) * (x up^T). squares: x is a residual before its norm (of
-    weight 1), and these are the sums of squares from its landing. add: [M, N], added with `factor`
-    to the pushed result (without `push`, to the returned one). push: the slots on every rank to
-    which the result is written. keep: also return the result, without `add`. rider: a landing or
-    send in the same launch, which must not depend on this product. scales: the weights are stored
-    in 8 bits (ladder.models.quantised); they are read so, converted in registers, and the sum of
-    a row, or of a block's columns, is multiplied by its scale. fixed: no kernel that may still run
-    when this is launched writes the weights, so they are read before the previous one has ended.
+    weight 1), and these are the sums of squares from its landing. pieces: those of x, by which a
+    weight in e4m3 with a scale for each row is multiplied where `decode_shapes.by_pieces`. add:
+    [M, N], added with `factor` to the pushed result (without `push`, to the returned one). push:
+    the slots on every rank to which the result is written. keep: also return the result, without
+    `add`. rider: a landing or send in the same launch, which must not depend on this product.
+    scales: the weights are stored in 8 bits (ladder.models.quantised); they are read so, converted
+    in registers but for `pieces`, and the sum of a row, or of a block's columns, is multiplied by
+    its scale. fixed: no kernel that may still run when this is launched writes the weights, so they
+    are read before the previous one has ended.
     """
     rows, size = x.shape
     outputs = weight.shape[0]
@@ -276,7 +287,8 @@ def project(
             ((outputs, -(-size // BLOCK)), torch.uint8),
         )
     assert add is None or add.shape == (rows, outputs), add.shape
-    assert squares is None or squares.shape == (rows, -(-size // CHUNK)), squares.shape
+    chunks = 1 if squares is None else squares.shape[1]
+    assert squares is None or squares.shape in ((rows, 1), (rows, -(-size // CHUNK)))
     assert push is not None or keep
     assert fixed or scales is None, "scales are read early"
     if rider is not None:
@@ -291,10 +303,14 @@ def project(
         plain = {} if add is None else {"add": add, "factor": factor}
         y = project_reference(x, weight, up, squares=squares, eps=eps, scales=scales, **plain)
         return y.to(x.dtype)
-    padded, block, step, warps, stages, parts, swapped = decode_shapes.blocks(
-        rows, outputs, size, up is not None, x.itemsize, scales is not None
-    )
     blocked = scales is not None and scales[0].dim() == 2
+    if weight.dtype != torch.float8_e4m3fn or blocked:
+        pieces = None
+    padded, block, step, warps, stages, parts, swapped = decode_shapes.blocks(
+        rows, outputs, size, up is not None, x.itemsize, scales is not None, pieces is not None
+    )
+    if not decode_shapes.by_pieces(rows):
+        pieces = None
     if stages and blocked:  # a part is a block; about the same bytes in flight
         if padded > 32 or x.itemsize == 4:  # steps of several blocks do not fit
             parts = 1
@@ -327,21 +343,22 @@ def project(
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device) if keep else x
     launch(
         _project_kernel, (products + (0 if sends else riders),), x.device,
-        x, weight, weight if up is None else up, *(scales or (None, None)), out,
-        x if squares is None else squares,
+        x, weight, weight if up is None else up, *(scales or (None, None)),
+        *(pieces or (None, None)), out, x if squares is None else squares,
         x if add is None else add, float(factor), float(eps),
         x if to is None else to.buffers, 0 if to is None else to.start, outputs,
         *pointers, riders, products,
         M=rows, MP=padded, K=size, BN=block, BK=step, GATED=up is not None,
-        NORM=squares is not None, CP=triton.next_power_of_2(-(-size // CHUNK)),
+        NORM=squares is not None, CHUNKS=chunks, CP=triton.next_power_of_2(chunks),
         ADD=add is not None, STORE=store, PUSH=push is not None,
         RANK=0 if to is None else to.rank,
         RIDES=0 if rider is None else 1 if isinstance(rider, LandingJob) else 2, **constants,
         STAGES=stages, BLOCK=BLOCK if blocked else 0,
         EARLY=decode_shapes.EARLY, ROWS=own, PARTS=parts, SWAP=swapped, ALIGN=align,
         FIXED=fixed or stages > 0,  # L2, into which these are brought early, is never stale
-        # The interpreter has no bfloat16 product.
-        KIND=tl.float32 if interpreted() else getattr(tl, str(x.dtype).removeprefix("torch.")),
+        # The interpreter has no product of bfloat16 or e4m3.
+        KIND=tl.float32 if interpreted() else tl.float8e4nv if pieces is not None
+        else getattr(tl, str(x.dtype).removeprefix("torch.")),
         num_warps=warps, **({} if interpreted() else cap),
     )  # fmt: skip
     return out if keep else None

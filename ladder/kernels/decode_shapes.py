@@ -36,16 +36,26 @@ def power_of_2(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
+def by_pieces(rows: int) -> bool:
+    """Whether a product of so many rows with a weight in e4m3 takes its input in pieces. A step of
+    one sequence took 6 % longer."""
+    return rows > 1
+
+
 def blocks(
-    rows: int, outputs: int, size: int, gated: bool, itemsize: int, eight_bits: bool = False
-) -> Cut:
-    """itemsize: bytes of an element of x. eight_bits: the weight is stored in so many.
+    rows: int, outputs: int, size: int, gated: bool, itemsize: int, eight_bits: bool = False,
+    pieces: bool = False,
+) -> Cut:  # fmt: skip
+    """itemsize: bytes of an element of x. eight_bits: the weight is stored in so many. pieces: x is
+    there in pieces, too (`ladder.kernels.pieces`).
 
     Chosen by measurements of chains and whole steps on an H200 (benchmarks/results/README.md).
     """
     # Few outputs: smaller blocks or longer steps.
     few, short = outputs < FEW, gated or size <= 1024
     many = outputs >= MANY and not gated
+    if pieces and by_pieces(rows):
+        return _tiles_of_pieces(max(8, power_of_2(rows)), outputs, gated)
     narrow = eight_bits and itemsize == 2  # tiles of float32 in parts spill registers
     if _by_vectors(rows, few, gated, short, narrow):
         return _vectors(rows, outputs, size, gated, eight_bits)
@@ -98,6 +108,19 @@ def _tiles_of_8_bits(padded: int, few: bool, short: bool, gated: bool, many: boo
     if few:
         return Cut(padded, 16, 512, 4, 4, 4) if padded == 32 else Cut(padded, 16, 256, 4, 3)
     return Cut(padded, 32, 256, 4, 5 if padded == 32 else 4)
+
+
+def _tiles_of_pieces(padded: int, outputs: int, gated: bool) -> Cut:
+    """Tensor cores multiply 64 rows of the weight at least, of which parts make up."""
+    if gated and padded == 64:
+        return Cut(padded, 32, 128, 4, 8)
+    if gated:  # two programs on an SM, or more stages
+        return Cut(padded, 32, 256, 4, 4 if outputs > 32 * MULTIPROCESSORS else 6)
+    if outputs >= MANY or padded == 64:
+        return Cut(padded, 64, 256, 4, 4)
+    if outputs >= FEW:
+        return Cut(padded, 64, 256, 4, 6)
+    return Cut(padded, 16, 512, 4, 4, 4) if padded == 16 else Cut(padded, 32, 256, 4, 8, 2)
 
 
 def _vectors(rows: int, outputs: int, size: int, gated: bool, eight_bits: bool) -> Cut:

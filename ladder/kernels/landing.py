@@ -1,7 +1,8 @@
 """Landings of a decode step (wait, sum, add to the residual) and the sends for which they wait.
 
 A landing waits for the slots that every rank writes, sums them in float32 in rank order, adds the
-residual, rounds once, stores the sums of squares, and clears the slots. An empty slot holds -0.0,
+residual, rounds once, stores the sums of squares (and the pieces, see `ladder.kernels.pieces`), and
+clears the slots. An empty slot holds -0.0,
 which is never sent.
 
 It is a kernel of its own (`land`), or extra programs of a product
@@ -27,9 +28,11 @@ from ladder.jit import (
     launch,
     on_triton,
     tl,
+    triton,
 )
+from ladder.kernels.pieces import Pieces, new_pieces, split, split_reference
 
-CHUNK = 1024  # elements of a row per program of a landing
+CHUNK = 1024  # elements of a row per program of a landing, unless it makes pieces
 MAX_SUMS, MAX_OWNS = 2, 2
 
 
@@ -65,8 +68,10 @@ class LandingJob:
     """One landing: out = residual (0 if `replaces`) + sums over ranks + own partials.
 
     residual, out: [M, D], different tensors, since other kernels may still read the residual.
-    squares: [M, ceil(D / CHUNK)] float32, sums of the squares of `out`. sums: slots [world, M, D]
-    of this rank, which are cleared after they have been read. owns: (tensor [M, D], factor).
+    squares: [M, ceil(D / CHUNK)] float32, sums of the squares of `out`; [M, 1] with `pieces`, of
+    `out`, since their factor follows from a whole row, which one program then has. sums: slots
+    [world, M, D] of this rank, which are cleared after they have been read. owns: (tensor [M, D],
+    factor).
     """
 
     residual: Tensor
@@ -75,7 +80,13 @@ class LandingJob:
     sums: Sequence[Tensor] = ()
     owns: Sequence[tuple[Tensor, float]] = ()
     replaces: bool = False
+    pieces: Pieces | None = None
     launched: bool = False
+
+    @property
+    def chunk(self) -> int:
+        """The elements of a row that a program has."""
+        return CHUNK if self.pieces is None else triton.next_power_of_2(self.out.shape[1])
 
 
 def land_reference(job: LandingJob) -> None:
@@ -90,6 +101,10 @@ def land_reference(job: LandingJob) -> None:
     for own, factor in job.owns:
         total += own.float() * factor
     job.out.copy_(total)
+    if job.pieces is not None:
+        job.squares.copy_(job.out.float().square().sum(-1, keepdim=True))
+        split_reference(job.out, job.pieces)
+        return
     padded = F.pad(job.out.float().square(), (0, -total.shape[1] % CHUNK))
     job.squares.copy_(padded.unflatten(1, (-1, CHUNK)).sum(-1))
 
@@ -97,12 +112,12 @@ def land_reference(job: LandingJob) -> None:
 @jit
 @no_type_check
 def _land(
-    program, residual, out, squares, sum0, sum1, own0, own1, factor0, factor1,
+    program, residual, out, squares, pieces, factors, sum0, sum1, own0, own1, factor0, factor1,
     M, D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
     OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
-    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr,
+    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program of a landing: CHUNK elements of one row."""
+    """One program of a landing: CHUNK elements of one row. SPLITS: all of them, and its pieces."""
     chunks: tl.constexpr = (D + CHUNK - 1) // CHUNK
     row = program // chunks
     i = (program % chunks) * CHUNK + tl.arange(0, CHUNK)
@@ -124,6 +139,8 @@ def _land(
     tl.store(out + at, rounded, mask=inside)
     total = rounded.to(tl.float32)
     tl.store(squares + program, tl.sum(total * total, 0))
+    if SPLITS:
+        split(total, pieces, factors, row, at, inside, M * D)
 
 
 @jit
@@ -175,16 +192,17 @@ def _send_kernel(
 @kernel("landing")
 @no_type_check
 def _land_kernel(
-    residual, out, squares, sum0, sum1, own0, own1, factor0, factor1, M,
+    residual, out, squares, pieces, factors, sum0, sum1, own0, own1, factor0, factor1, M,
     D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
     OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
-    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, PDL: tl.constexpr,
+    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    _land(tl.program_id(0), residual, out, squares, sum0, sum1, own0, own1, factor0, factor1, M,
-          D, WORLD, SUMS, OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT)  # fmt: skip
+    _land(tl.program_id(0), residual, out, squares, pieces, factors, sum0, sum1, own0, own1,
+          factor0, factor1, M, D, WORLD, SUMS, OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT,
+          SPLITS)  # fmt: skip
 
 
 def rider_arguments(
@@ -196,9 +214,9 @@ def rider_arguments(
     owns = [] if job is None else list(job.owns)
     assert len(sums) <= MAX_SUMS, len(sums)
     assert len(owns) <= MAX_OWNS, len(owns)
-    tensors = [like] * 3
+    tensors = [like] * 5
     if isinstance(rider, LandingJob):
-        tensors = [rider.residual, rider.out, rider.squares]
+        tensors = [rider.residual, rider.out, rider.squares, *(rider.pieces or (like, like))]
     elif isinstance(rider, SendJob):
         tensors[0] = rider.partial
     size = like.element_size()
@@ -213,8 +231,9 @@ def rider_arguments(
     constants = {
         "D": 0 if rider is None else tensors[0].shape[1],
         "WORLD": world, "SUMS": len(sums), "OWNS": len(owns),
-        "REPLACES": job is not None and job.replaces, "CHUNK": CHUNK, "BITS": bits_of(like),
-        "EMPTY": EMPTY[size], "SPIN_LIMIT": SPIN_LIMIT,
+        "REPLACES": job is not None and job.replaces, "CHUNK": CHUNK if job is None else job.chunk,
+        "BITS": bits_of(like), "EMPTY": EMPTY[size], "SPIN_LIMIT": SPIN_LIMIT,
+        "SPLITS": job is not None and job.pieces is not None,
     }  # fmt: skip
     return pointers, constants
 
@@ -227,7 +246,9 @@ def programs_of(rider: LandingJob | SendJob | None) -> int:
     """The number of programs that a rider adds to a launch."""
     if rider is None:
         return 0
-    rows, size = (rider.residual if isinstance(rider, LandingJob) else rider.partial).shape
+    if isinstance(rider, LandingJob):
+        return rider.squares.numel()
+    rows, size = rider.partial.shape
     return rows * -(-size // CHUNK)
 
 
@@ -241,7 +262,7 @@ def land(job: LandingJob) -> None:
     pointers, constants = rider_arguments(job, job.residual, None)
     launch(
         _land_kernel, (programs_of(job),), job.residual.device,
-        *pointers, **constants, num_warps=4,
+        *pointers, **constants, num_warps=4 * max(1, min(4, job.chunk // CHUNK)),
     )  # fmt: skip
 
 
@@ -258,8 +279,12 @@ def send(job: SendJob) -> None:
     )  # fmt: skip
 
 
-def new_landing(residual: Tensor, **fields: object) -> LandingJob:
-    """A landing onto `residual` [M, D], with new memory for its results."""
+def new_landing(residual: Tensor, splits: bool = False, **fields: object) -> LandingJob:
+    """A landing onto `residual` [M, D], with new memory for its results; splits: pieces, too."""
     rows, size = residual.shape
-    squares = torch.empty(rows, -(-size // CHUNK), dtype=torch.float32, device=residual.device)
-    return LandingJob(residual, torch.empty_like(residual), squares, **fields)  # type: ignore[arg-type]
+    chunks = 1 if splits else -(-size // CHUNK)
+    squares = torch.empty(rows, chunks, dtype=torch.float32, device=residual.device)
+    pieces = new_pieces(residual) if splits else None
+    return LandingJob(
+        residual, torch.empty_like(residual), squares, pieces=pieces, **fields  # type: ignore[arg-type]
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A product of 3 to 64 rows of a decode step in tiles, by tensor cores, through shared memory."""
+"""Products of 3 to 64 rows of a decode step in tiles, by tensor cores, through shared memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import no_type_check
 from ladder.jit import gdc_wait, jit, tl
 from ladder.kernels.eight_bits import power, widened
 from ladder.kernels.landing import _finish
+from ladder.kernels.pieces import _LOW
 
 
 @jit
@@ -39,12 +40,31 @@ def _halves(both, MP: tl.constexpr, BN: tl.constexpr):
 
 @jit
 @no_type_check
+def _scaled(
+    y, y_up, scales, up_scales, n, end, norm, GATED: tl.constexpr, NORM: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    """Sums times the scales of the weight's rows and the norm's; both gated ones as one result."""
+    if SCALED:
+        y = y * tl.load(scales + n, mask=n < end, other=0)
+        if GATED:
+            y_up = y_up * tl.load(up_scales + n, mask=n < end, other=0)
+    if NORM:
+        y = y * norm
+        y_up = y_up * norm
+    if GATED:
+        y = y / (1 + tl.exp(-y)) * y_up
+    return y
+
+
+@jit
+@no_type_check
 def _tile(
     program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers, start, N,
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
+    CHUNKS: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
     KIND: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
@@ -96,9 +116,8 @@ def _tile(
                 _bring(up, own, K, EARLY * BK)
         gdc_wait()
     if NORM:  # read here, so that nothing waits for it at the end
-        chunks: tl.constexpr = (K + CHUNK - 1) // CHUNK
         c = tl.arange(0, CP)[None, :]
-        parts = tl.load(squares + m * chunks + c, mask=(m < M) & (c < chunks), other=0)
+        parts = tl.load(squares + m * CHUNKS + c, mask=(m < M) & (c < CHUNKS), other=0)
     # e4m3 becomes float16 by one instruction, bfloat16 by four. So a row whose norm is known is
     # scaled into float16 by a power of two: no element is beyond the norm, at most 2^15, and what
     # small ones lose is at most 2^-38 of it.
@@ -135,21 +154,83 @@ def _tile(
         total = tl.sum(total, 0)
     elif SWAP:
         total = tl.trans(total)
+    total_up = total
     if GATED:
         total, total_up = _halves(total, MP, BN)
-    y = total
-    if (scales is not None) & (BLOCK == 0):
-        y = y * tl.load(scales + n, mask=n < end, other=0)
-    if GATED & (up_scales is not None) & (BLOCK == 0):
-        total_up = total_up * tl.load(up_scales + n, mask=n < end, other=0)
+    norm = 1.0
     if NORM:
         norm = tl.rsqrt(tl.sum(parts, 1, keep_dims=True) / K + eps)
         if HALF:
             norm = norm / shrink[:, None]
-        y = y * norm
-        if GATED:
-            total_up = total_up * norm
+    y = _scaled(total, total_up, scales, up_scales, n, end, norm, GATED, NORM,
+                (scales is not None) & (BLOCK == 0))  # fmt: skip
+    _finish(y, m, n, (m < M) & (n < end), out, add, factor, buffers, start, N, M,
+            x.dtype.element_ty, ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY)  # fmt: skip
+
+
+@jit
+@no_type_check
+def _tile_of_pieces(
+    program, x, weight, up, scales, up_scales, pieces, factors, out, squares, add, factor, eps,
+    buffers, start, N,
+    M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GATED: tl.constexpr, NORM: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr,
+    ADD: tl.constexpr, STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr,
+    WORLD: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
+    KIND: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """As `_tile`, of x that is given in pieces (ladder.kernels.pieces) and a weight in e4m3.
+
+    wgmma multiplies 64 rows at least, and few weights have 64 for each SM. So PARTS parts of a
+    step's columns of each of the tile's rows are rows of the first operand, and the same parts of
+    both pieces of x rows of the second. What one part gives with another's is not used.
+    """
+    TILE: tl.constexpr = 2 * BN if GATED else BN
+    WIDTH: tl.constexpr = BK // PARTS
+    m, n = tl.arange(0, MP)[:, None], program * ROWS + tl.arange(0, BN)[None, :]
+    end = tl.minimum(N, (program + 1) * ROWS)
+    columns = tl.arange(0, WIDTH)[None, :]
+    j = tl.arange(0, PARTS * TILE)[:, None]
+    n_w, columns_w = program * ROWS + j % BN, j // TILE * WIDTH + columns
+    rows_w = n_w.to(tl.int64) * K
     if GATED:
-        y = y / (1 + tl.exp(-y)) * total_up
+        rows_w += tl.where(j % TILE < BN, 0, up.to(tl.int64) - weight.to(tl.int64))
+    rows_w = tl.multiple_of(rows_w, [ALIGN, ALIGN])
+    i = tl.arange(0, 2 * PARTS * MP)[:, None]
+    m_x, columns_x = i % MP, i // MP % PARTS * WIDTH + columns
+    rows_x = (i // (PARTS * MP) * M + m_x) * K
+    if PDL:
+        if EARLY > 0:
+            own = tl.minimum(tl.trans(n), end - 1).to(tl.int64) * K
+            _bring(weight, own, K, EARLY * BK)
+            if GATED:
+                _bring(up, own, K, EARLY * BK)
+        gdc_wait()
+    norm = tl.load(factors + m, mask=m < M, other=0)
+    if NORM:
+        c = tl.arange(0, CP)[None, :]
+        parts = tl.load(squares + m * CHUNKS + c, mask=(m < M) & (c < CHUNKS), other=0)
+    total = tl.zeros([PARTS * TILE, 2 * PARTS * MP], tl.float32)
+    for step in tl.range(0, (K + BK - 1) // BK, num_stages=STAGES):
+        at = step * BK + columns_x
+        there = ((at < K) | (K % BK == 0)) & ((m_x < M) | (M == MP))
+        a = tl.load(pieces + rows_x + at, mask=there, other=0.0)
+        at = step * BK + columns_w
+        there = ((at < K) | (K % BK == 0)) & (n_w < end)
+        w = tl.load(weight + rows_w + at, mask=there, other=0.0)
+        total = tl.dot(w.to(KIND), tl.trans(a.to(KIND)), total)
+    total = tl.reshape(total, [PARTS, TILE, 2, PARTS, MP])
+    one = tl.arange(0, PARTS)
+    same = one[:, None, None, None, None] == one[None, None, None, :, None]
+    total = tl.sum(tl.sum(tl.where(same, total, 0.0), 3), 0)
+    high, low = tl.split(tl.permute(total, (0, 2, 1)))
+    total = tl.trans(high + low * (1 / _LOW))
+    total_up = total
+    if GATED:
+        total, total_up = _halves(total, MP, BN)
+    if NORM:
+        norm *= tl.rsqrt(tl.sum(parts, 1, keep_dims=True) / K + eps)
+    y = _scaled(total, total_up, scales, up_scales, n, end, norm, GATED, True, True)
     _finish(y, m, n, (m < M) & (n < end), out, add, factor, buffers, start, N, M,
             x.dtype.element_ty, ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY)  # fmt: skip

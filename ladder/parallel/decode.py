@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from ladder.comm import symmetric
 from ladder.comm.primitives import EMPTY
 from ladder.comm.symmetric import SymmetricTensor
+from ladder.kernels import decode_shapes
 from ladder.kernels.decode import MAX_ROWS, project
 from ladder.kernels.eight_bits import linear
 from ladder.kernels.landing import (
@@ -46,6 +47,7 @@ from ladder.kernels.landing import (
     new_landing,
     send,
 )
+from ladder.kernels.pieces import Pieces
 from ladder.kernels.prefill import swiglu
 from ladder.models.forward_pass import Landed, Norm, Operators, Output, Pass
 from ladder.models.in_flight import InFlight
@@ -107,12 +109,13 @@ class Matrix(nn.Module):
 class Read:
     """A sublayer's input: residual [M, D] before `norm`, whose weight is folded into matrices.
 
-    squares: the residual's sums of squares, from its landing. rider: a send that may run in the
-    first product of this read.
+    squares, pieces: the residual's, from its landing. rider: a send that may run in the first
+    product of this read.
     """
 
     residual: Tensor
     squares: Tensor
+    pieces: Pieces | None
     norm: RMSNorm
     rider: SendJob | None = None
 
@@ -121,7 +124,9 @@ class Read:
         rider = self.rider
         if rider is not None and rider.launched:
             rider = None
-        y = weight.project(self.residual, squares=self.squares, eps=self.norm.eps, rider=rider)
+        y = weight.project(
+            self.residual, squares=self.squares, pieces=self.pieces, eps=self.norm.eps, rider=rider
+        )
         assert y is not None
         return y.unsqueeze(1)
 
@@ -155,11 +160,12 @@ class DecodeReducer:
     """A maker of passes over one token of each of a few sequences, with the fused modules.
 
     base: the reducer for everything else. If it is a PushReducer, the products push their results;
-    otherwise it reduces them.
+    otherwise it reduces them. splits: landings make pieces of residuals, for weights in e4m3.
     """
 
-    def __init__(self, base: Reducer, plan: Plan) -> None:
+    def __init__(self, base: Reducer, plan: Plan, splits: bool = False) -> None:
         assert base.ranks.held == 1
+        self.splits = splits
         self.base, self.ranks = base, base.ranks
         self.pushes = isinstance(base, PushReducer) and base.ranks.processes > 1
         self.sets = 2 * max(plan.longest_flight, 1) + 2
@@ -230,7 +236,8 @@ class DecodePass(Pass):
         assert isinstance(norm, RMSNorm)
         same = self.newest
         if same is not None and not arrivals:  # the residual does not change
-            return InFlight((), lambda _: self._read(same.residual, same.squares, norm))
+            kept = same.residual, same.squares, same.pieces
+            return InFlight((), lambda _: self._read(*kept, norm))
         summed = [output.total for each, output in arrivals if each.summed]
         jobs: list[LandingJob] = []
         if all(total is not None and total.here for total in summed):
@@ -245,12 +252,14 @@ class DecodePass(Pass):
                     land(job)
                 newest = job
             self.carried = None
-            return self._read(newest.out, newest.squares, norm)
+            return self._read(newest.out, newest.squares, newest.pieces, norm)
 
         return InFlight((), finish)
 
-    def _read(self, residual: Tensor, squares: Tensor, norm: RMSNorm) -> Landed:
-        self.newest = Read(residual, squares, norm, self.sending)
+    def _read(
+        self, residual: Tensor, squares: Tensor, pieces: Pieces | None, norm: RMSNorm
+    ) -> Landed:
+        self.newest = Read(residual, squares, pieces, norm, self.sending)
         return residual, self.newest
 
     def _flush(self) -> None:
@@ -272,10 +281,11 @@ class DecodePass(Pass):
         sums: list[Tensor] = []
         owns: list[tuple[Tensor, float]] = []
         replaces = False
+        splits = self.decode.splits and decode_shapes.by_pieces(len(start))
 
         def close() -> None:
             nonlocal start, sums, owns, replaces
-            jobs.append(new_landing(start, sums=sums, owns=owns, replaces=replaces))
+            jobs.append(new_landing(start, splits, sums=sums, owns=owns, replaces=replaces))
             start, sums, owns, replaces = jobs[-1].out, [], [], False
 
         for i, (landing, output) in enumerate(arrivals):

@@ -22,7 +22,7 @@ BLOCKS = decode_shapes.blocks
 
 
 def cut_of_8_bits(
-    rows: int, outputs: int, size: int, gated: bool, itemsize: int, _: bool
+    rows: int, outputs: int, size: int, gated: bool, itemsize: int, *_: bool
 ) -> decode_shapes.Cut:
     return BLOCKS(rows, outputs, size, gated, itemsize, eight_bits=True)
 

@@ -1,0 +1,74 @@
+"""The input of a product with a weight in e4m3 as two values of e4m3 for each element.
+
+An element in bfloat16 has 8 bits: two values of e4m3, of 4 bits each, are its *pieces*. The landing
+that makes a residual stores those, too, so that tensor cores multiply the weight as it is stored,
+straight from shared memory, by both pieces, and no thread converts it (`ladder.kernels.tiles`).
+What is lost: bits of elements far below the row's largest, 2^-21 of which is the most that one is
+off by; and what tensor cores cut from sums of products in e4m3 (`ladder.kernels.eight_bits`). Both
+are less than what rounding to bfloat16 loses.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, no_type_check
+
+import torch
+from torch import Tensor
+
+from ladder.comm.primitives import ASSEMBLY
+from ladder.jit import jit, tl
+from ladder.kernels.eight_bits import power, to_e4m3
+
+LOW = 16.0  # the second piece is so many times the element's rest
+_LOW = LOW if tl is None else tl.constexpr(LOW)
+
+
+class Pieces(NamedTuple):
+    """x [M, D] as (values[0] + values[1] / LOW) * factors[:, None].
+
+    values: [2, M, D] e4m3. factors: [M] float32, powers of two; NaN of a row that is not finite.
+    """
+
+    values: Tensor
+    factors: Tensor
+
+
+def new_pieces(like: Tensor) -> Pieces:
+    """Memory for the pieces of a tensor like this one, [M, D]."""
+    values = torch.empty(2, *like.shape, dtype=torch.float8_e4m3fn, device=like.device)
+    return Pieces(values, torch.empty(len(like), dtype=torch.float32, device=like.device))
+
+
+def split_reference(x: Tensor, into: Pieces) -> None:
+    x = x.float()
+    top = x.abs().amax(1, keepdim=True)
+    exponent = (torch.frexp(top)[1] - 8).clamp(min=-126)  # so the largest is below 2^8
+    factors = torch.ldexp(torch.ones_like(top), exponent)
+    high = (x / factors).to(torch.float8_e4m3fn)
+    into.values[0] = high
+    into.values[1] = ((x / factors - high.float()) * LOW).to(torch.float8_e4m3fn)
+    into.factors.copy_(factors.where(top.isfinite(), torch.nan).flatten())
+
+
+@jit
+@no_type_check
+def _rounded(x):
+    """x in float32 to the nearest of e4m3's values; an instruction for two, but in the interpreter,
+    whose own conversion is another."""
+    if ASSEMBLY:
+        return x.to(tl.float8e4nv)
+    return to_e4m3(x)
+
+
+@jit
+@no_type_check
+def split(x, values, factors, row, at, inside, size):
+    """Store the pieces of a row x [D], float32 of bfloat16's values, 0 outside; its first piece
+    [D] at `at` of `values`, the second `size` elements behind."""
+    # Of integers, NaN is the largest.
+    exponent = tl.maximum(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0) >> 23, 8)
+    tl.store(factors + row, tl.where(exponent == 255, float("nan"), power(exponent - 7)))
+    x = x * power(261 - exponent)
+    high = _rounded(x)
+    tl.store(values + at, high, mask=inside)
+    tl.store(values + size + at, _rounded((x - high.to(tl.float32)) * _LOW), mask=inside)

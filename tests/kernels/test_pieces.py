@@ -1,0 +1,149 @@
+"""Inputs in pieces of e4m3, which landings make, and products of them, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ladder.kernels import LandingJob, decode_shapes, land, new_landing, project
+from ladder.kernels.pieces import LOW, new_pieces, split_reference
+from ladder.models.quantised import quantise
+from ladder.models.storage import dequantise
+from tests.kernels.products import EPS, empty_slots
+from tests.kernels.support import _poisoned_memory, assert_close, on  # noqa: F401  (fixtures)
+
+CASES = [on("cpu"), on("interpreter"), on("cuda")]
+
+
+def of_any_size(rows: int, size: int, device: str) -> Tensor:
+    """Rows of very different sizes, each of elements of very different sizes."""
+    exponents = torch.randint(-60, 60, (rows, 1), device=device)
+    exponents = exponents + torch.randint(-20, 1, (rows, size), device=device)
+    return (torch.randn(rows, size, device=device) * 2.0**exponents).bfloat16()
+
+
+def landed(x: Tensor) -> LandingJob:
+    job = new_landing(x, splits=True)
+    land(job)
+    return job
+
+
+def joined(job: LandingJob) -> Tensor:
+    assert job.pieces is not None
+    high, low = job.pieces.values.double()
+    return (high + low / LOW) * job.pieces.factors.double()[:, None]
+
+
+@pytest.mark.parametrize("device", CASES)
+@pytest.mark.parametrize("size", [96, 1030, 4096])
+def test_the_pieces_of_an_element_are_the_element(device: str, size: int) -> None:
+    """But for elements below 2^-13 of the row's largest, off by 2^-21 of it at most."""
+    x = of_any_size(7, size, device)
+    x[3] = 0
+    found, exact = joined(landed(x)), x.double()
+    top = exact.abs().amax(1, keepdim=True)
+    large = exact.abs() >= 2.0**-13 * top
+    assert torch.equal(found[large], exact[large])
+    assert bool(((found - exact).abs() <= 2.0**-21 * top).all())
+
+
+@pytest.mark.parametrize("device", CASES)
+def test_a_row_that_is_not_finite_has_no_factor(device: str) -> None:
+    x = torch.randn(4, 70, device=device).bfloat16()
+    x[0, 3], x[1, 69], x[2, 0] = torch.nan, torch.inf, -torch.inf
+    job = landed(x)
+    assert job.pieces is not None
+    assert job.pieces.factors.isnan().tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize("device", CASES)
+@pytest.mark.parametrize("rider", [False, True])
+def test_a_landing_makes_pieces_of_its_sum(device: str, rider: bool) -> None:
+    """The reference's bits, and everything else that a landing does."""
+    residual, own = torch.randn(2, 5, 1100, device=device).bfloat16()
+    slots = torch.randn(3, 5, 1100, device=device).bfloat16()
+    plain, job = (
+        new_landing(residual, splits, sums=[slots.clone()], owns=[(own, 0.5)])
+        for splits in (False, True)
+    )
+    land(plain)
+    if rider:
+        x, weight = torch.randn(2, 9, 40, device=device).bfloat16()
+        assert torch.equal(project(x, weight, rider=job), project(x, weight))
+    else:
+        land(job)
+    assert torch.equal(job.out, plain.out)
+    assert job.squares.shape == (5, 1)
+    torch.testing.assert_close(job.squares, plain.squares.sum(1, keepdim=True))
+    assert all(empty_slots(taken) for taken in job.sums)
+    assert job.pieces is not None
+    expected = new_pieces(residual)
+    split_reference(job.out, expected)
+    for one, other in zip(job.pieces, expected, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("device", "m", "n", "k"),
+    [
+        *(on("cpu", *s) for s in ((3, 33, 300),)),
+        *(on("interpreter", *s) for s in ((2, 33, 300), (9, 70, 1100), (17, 8456, 96))),
+        on("interpreter", 33, 2050, 520),
+        *(
+            on("cuda", m, n, k)
+            for m in (2, 8, 16, 33, 64)
+            for n, k in ((71, 200), (1536, 4096), (3584, 4096), (6144, 4096))
+        ),
+        *(on("cuda", m, 8456, 1024) for m in (5, 64)),
+    ],
+)
+def test_products(device: str, m: int, n: int, k: int) -> None:
+    """As near to float64 as products of bfloat16's elements, of rows of any size."""
+    assert decode_shapes.by_pieces(m)
+    rows = 4.0 ** torch.randint(-3, 3, (2, n, 1), device=device)
+    exact = torch.randn(2, n, k, device=device) / k**0.5 * rows
+    (gate, one), (up, other) = (quantise(each, "fp8", "w") for each in exact)
+    wide = [dequantise(gate, one, torch.float64), dequantise(up, other, torch.float64)]
+    x = (torch.randn(m, k, device=device) * 4.0 ** (torch.arange(m, device=device) % 5)[:, None]
+         ).bfloat16()  # fmt: skip
+    x[1, 3] = 2.0**9  # an outlier
+    job = landed(x)
+    add = torch.randn(m, n, device=device).bfloat16()
+    for gated, normed, adds in ((0, 1, 0), (1, 1, 0), (0, 0, 1)):
+        results = []
+        for kind in (torch.float64, torch.bfloat16):
+            kept = F.rms_norm(x.to(kind), (k,), None, EPS) if normed else x.to(kind)
+            y = F.linear(kept, wide[0].to(kind))
+            y = F.silu(y) * F.linear(kept, wide[1].to(kind)) if gated else y
+            results.append(y - add.to(kind) / 4 if adds else y)
+        options: dict[str, Any] = {"squares": job.squares, "eps": EPS} if normed else {}
+        options |= {"add": add, "factor": -0.25} if adds else {}
+        found = project(x, gate, up if gated else None, pieces=job.pieces,
+                        scales=(one, other if gated else None), **options)  # fmt: skip
+        assert found is not None
+        assert_close(found, *results)
+        again = project(x, gate, up if gated else None, pieces=job.pieces,
+                        scales=(one, other if gated else None), **options)  # fmt: skip
+        assert torch.equal(found, again)
+
+
+@pytest.mark.parametrize("device", CASES[1:])  # the reference multiplies x
+def test_pieces_are_what_is_multiplied(device: str) -> None:
+    """A kernel that reads x, or leaves one piece out, fails."""
+    x = torch.randn(9, 300, device=device).bfloat16()
+    weight, scales = quantise(torch.randn(40, 300, device=device), "fp8", "w")
+    job = landed(x)
+    assert job.pieces is not None
+    whole = project(x, weight, pieces=job.pieces, scales=(scales, None))
+    nothing = torch.zeros_like(x)
+    assert torch.equal(project(nothing, weight, pieces=job.pieces, scales=(scales, None)), whole)
+    job.pieces.values[1] = 0
+    part = project(x, weight, pieces=job.pieces, scales=(scales, None))
+    assert part is not None
+    assert whole is not None
+    error = (part.double() - whole.double()).square().mean().sqrt() / whole.double().std()
+    assert 0.01 < error < 0.05  # of 4 bits
