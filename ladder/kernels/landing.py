@@ -28,9 +28,7 @@ from ladder.jit import (
     on_triton,
     tl,
 )
-
-CHUNK = 1024  # elements of a row per program of a landing
-MAX_SUMS, MAX_OWNS = 2, 2
+from ladder.kernels.limits import CHUNK, MAX_OWNS, MAX_SUMS
 
 
 @dataclass(frozen=True)
