@@ -42,7 +42,7 @@ from ladder.bench.floors import bandwidth, matrix_rate
 from ladder.bench.inference.command import machine
 from ladder.kernels import attention as decode
 from ladder.kernels import attention_shapes
-from ladder.kernels.decode import MAX_ROWS
+from ladder.kernels.limits import MAX_ROWS
 from ladder.parser import Parser, parse_words
 
 SHAPES = {  # on one rank: hidden_size, query heads, KV heads, head_dim, intermediate_size

@@ -46,7 +46,7 @@ from ladder.bench.floors import bandwidth, matrix_rate
 from ladder.bench.inference.command import machine
 from ladder.kernels import decode, decode_shapes
 from ladder.kernels.carveout import DRIVERS, carveout, least
-from ladder.kernels.decode import MAX_ROWS
+from ladder.kernels.limits import MAX_ROWS
 from ladder.models.quantised import quantise
 from ladder.models.storage import QUANTISED, dequantise
 from ladder.parser import Parser, parse_words

@@ -13,7 +13,8 @@ from ladder.models import Plan, Transformer
 from ladder.models.forward_pass import Landed, Norm, Output, Pass
 from ladder.models.in_flight import InFlight
 from ladder.models.plan import Landing
-from ladder.models.reducer import Ranks, Reducer
+from ladder.models.ranks import Ranks
+from ladder.models.reducer import Reducer
 from ladder.models.runtime import Runtime
 
 DIGITS = 5  # of the recorded figures

@@ -41,7 +41,7 @@ from ladder.kernels.gemm import (
     tiles_of,
 )
 from ladder.kernels.gemm import gemm as run_gemm
-from ladder.kernels.landing import CHUNK
+from ladder.kernels.limits import CHUNK
 from ladder.kernels.slots import SlotArrivals, land_slots, sum_slots, sum_slots_reference
 from ladder.models import Reducer
 from ladder.ops.bags import pool

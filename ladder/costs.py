@@ -2,20 +2,20 @@
 
 Only matrices are counted: norms and biases are a thousandth. `tp` is the number of processes of the
 model. The functions return the part of one process, unless they say otherwise. Bytes are those of
-bfloat16; `weights` (bf16 or a name in QUANTISED) is how the matrices of layers and the head are
+bfloat16; `weights` (bf16 or a name in EIGHT_BITS) is how the matrices of layers and the head are
 stored, in 8 bits with their scales, and `cache` how keys and values are. The embedding and
 activations are not.
 """
 
 from __future__ import annotations
 
-import torch
+import math
 
 from ladder.models.config import ModelConfig
-from ladder.models.storage import BLOCK, scale_dtype
-from ladder.models.sublayers import FEED_FORWARDS, MIXERS
+from ladder.models.eight_bits import BLOCK, SCALE_BYTES
 
 BF16, FP32 = 2, 4  # bytes
+PRODUCTS = {"attention": ("qkv", "output"), "mlp": ("gate-up", "down")}  # of the usual slots
 MULTIPROCESSORS = 132  # of an H100 and an H200
 # Of sessions of the engine, and of the memory that they take.
 CAPACITY_STEP = 256  # graphs are kept for cache lengths that are multiples of this
@@ -26,6 +26,13 @@ HEADROOM = 0.92  # the share of the free memory that is used
 
 def sublayer_parameters(config: ModelConfig, kind: str) -> int:
     """The parameters of a whole sublayer's matrices: attention, mlp, or attention+mlp."""
+    if config.has_usual_slots:
+        shapes = product_shapes(config)
+        return sum(math.prod(shapes[part]) for each in kind.split("+") for part in PRODUCTS[each])
+    import torch  # late: it takes a second, and the usual slots do not need it
+
+    from ladder.models.sublayers import FEED_FORWARDS, MIXERS
+
     slots = {"attention": MIXERS[config.mixer], "mlp": FEED_FORWARDS[config.feed_forward]}
     with torch.device("meta"):
         made = [slots[part](config, 0) for part in kind.split("+")]
@@ -52,6 +59,21 @@ def product_shapes(config: ModelConfig, tp: int = 1) -> dict[str, tuple[int, int
         "down": (hidden, inner),
         "head": (-(-config.vocab_size // tp), hidden),
     }
+
+
+def process_parameters(config: ModelConfig, tp: int) -> int:
+    """All parameters of the first of `tp` processes, norms and biases too, tied ones once: of the
+    plan `standard` and the usual slots."""
+    hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size // tp
+    queries = config.num_heads // tp
+    kept = config.num_kv_heads // (1 if config.num_kv_heads % tp else tp)  # all, or its own
+    packed = (queries + 2 * kept) * dim
+    matrices = hidden * (packed + queries * dim + 3 * inner)
+    biases = packed * (config.attention_bias or config.qkv_bias) + hidden * config.attention_bias
+    biases += (2 * inner + hidden) * config.mlp_bias
+    norms = 2 * hidden + 2 * dim * config.qk_norm
+    vocabulary = -(-config.vocab_size // tp) * hidden * (1 if config.tie_embeddings else 2)
+    return config.num_layers * (matrices + biases + norms) + hidden + vocabulary
 
 
 def vocabulary_parameters(config: ModelConfig) -> int:
@@ -100,7 +122,7 @@ def stored_bytes(elements: float, rows: float, weights: str) -> float:
     if weights == "bf16":
         return BF16 * elements
     scales = elements / BLOCK if weights == "fp8-block" else rows
-    return elements + scales * scale_dtype(weights).itemsize
+    return elements + scales * SCALE_BYTES[weights]
 
 
 def _layer_rows(config: ModelConfig, tp: int) -> float:

@@ -196,7 +196,7 @@ def config_to_huggingface(
         if not set(ends) <= set(stop_tokens(kept, where)):
             found["eos_token_id"] = eos_token_id
         return found
-    if (config.mixer, config.feed_forward) != ("attention", "swiglu"):
+    if not config.has_usual_slots:
         raise UserError(
             f"mixer={config.mixer!r}, feed_forward={config.feed_forward!r}: no Hugging Face "
             f"architecture of {', '.join(FAMILIES)} has these; they have attention and swiglu"

@@ -96,6 +96,19 @@ def test_importing_ladder_starts_nothing() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=PATIENCE)
 
 
+def test_predictions_do_not_import_torch() -> None:
+    """That takes longer than they do. Those of prompts ask what the engine runs, which needs it."""
+    code = (
+        "import sys\n"
+        "from ladder.cli import main\n"
+        "for words in ('', '--weights fp8', '--train --batch 1', '--tp-degree 8'):\n"
+        "    assert main(['predict', 'llama-3-8b', *words.split()]) == 0, words\n"
+        "assert main(['predict', 'llama-3-70b', '--json']) == 0\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=PATIENCE)
+
+
 def test_models_import_only_torch_and_themselves() -> None:
     """An import of the rest of the project would not travel with an exported model."""
     for path in (ROOT / "ladder" / "models").glob("*.py"):

@@ -32,7 +32,10 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, record_function
 
 import ladder.comm.two_shot
-import ladder.kernels.choice  # noqa: F401  (these two declare all of our kernels)
+import ladder.kernels.attention
+import ladder.kernels.choice
+import ladder.kernels.decode
+import ladder.kernels.prefill  # noqa: F401  (these declare all of our kernels)
 from ladder import jit
 from ladder.files import make_folder, write_text
 from ladder.models.errors import UserError

@@ -7,17 +7,8 @@ import os
 import torch
 import torch.distributed as dist
 
+from ladder.comm.switch import P2P_SWITCH, p2p_disabled
 from ladder.jit import triton
-
-P2P_SWITCH = "NCCL_P2P_DISABLE"
-
-
-def p2p_disabled() -> bool:
-    """Whether the environment disables access to other GPUs' memory.
-
-    NCCL itself accepts only 1; here any value but 0 has that meaning.
-    """
-    return os.environ.get(P2P_SWITCH, "0") not in ("", "0")
 
 
 def push_refusal(processes: int) -> str | None:

@@ -22,7 +22,8 @@ from ladder.infer.cache import Cache
 from ladder.jit import DTYPES, device_name
 from ladder.kernels.attention import decode_attention
 from ladder.kernels.choice import embed
-from ladder.kernels.norm import MAX_ADDENDS, add_rms_norm
+from ladder.kernels.limits import MAX_ADDENDS
+from ladder.kernels.norm import add_rms_norm
 from ladder.kernels.prefill import rotary_prompt
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
@@ -46,7 +47,8 @@ from ladder.parallel.dispatch import PREFILL_TRANSPORTS
 from ladder.parallel.overlap import Overlap
 from ladder.parallel.prefill import FusedPrefill, FusedPrompts, fused_passes
 from ladder.parallel.reducers import AsyncReducer, PushReducer
-from ladder.parallel.sharded import ShardedReducer, sharded_refusal
+from ladder.parallel.refusals import sharded_refusal
+from ladder.parallel.sharded import ShardedReducer
 
 
 class FusedAttention(Sublayer):
@@ -188,7 +190,7 @@ def can_fuse(model: Transformer) -> bool:
     config, stored = model.config, model.model.embed_tokens.weight.dtype
     unknown = config.attention_bias or config.mlp_bias or model.adapted or stored not in DTYPES
     return (
-        (config.mixer, config.feed_forward) == ("attention", "swiglu")
+        config.has_usual_slots
         and model.reducer.ranks.held == 1
         and not unknown
         and model.runtime.compute_dtype in (None, stored)

@@ -21,8 +21,8 @@ import torch
 
 from ladder.comm.driver import driver
 from ladder.jit import has_dependent_launch, watched
-from ladder.kernels.decode import MAX_ROWS
 from ladder.kernels.decode_shapes import MAX_VECTOR_ROWS, SYSTEM_SHARED
+from ladder.kernels.limits import MAX_ROWS
 
 ATTRIBUTE = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 DRIVERS = -1  # the driver's choice

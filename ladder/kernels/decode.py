@@ -38,7 +38,6 @@ from ladder.jit import (
 from ladder.kernels import decode_shapes
 from ladder.kernels.eight_bits import widened
 from ladder.kernels.landing import (
-    CHUNK,
     LandingJob,
     PushTarget,
     SendJob,
@@ -50,12 +49,11 @@ from ladder.kernels.landing import (
     rider_arguments,
     send,
 )
+from ladder.kernels.limits import CHUNK, MAX_ROWS
 from ladder.kernels.pieces import Pieces
 from ladder.kernels.tiles import _block_scales, _tile, _tile_of_pieces
-from ladder.models.storage import BLOCK, dequantise, is_quantised
-
-MAX_ROWS = 64
-
+from ladder.models.eight_bits import BLOCK
+from ladder.models.storage import dequantise, is_quantised
 
 Scales = tuple[Tensor, Tensor | None]  # of `weight` and `up`: see ladder.models.quantised
 
@@ -317,7 +315,8 @@ def project(
         step, stages = BLOCK * parts, stages * step // (BLOCK * parts)
     if stages and x.device.type != "cpu":
         stage_bytes = padded * x.itemsize + block * (1 if up is None else 2) * weight.itemsize
-        stages = decode_shapes.fitting(stages, stage_bytes * step, x.device)
+        shared = torch.cuda.get_device_properties(x.device).shared_memory_per_multiprocessor
+        stages = decode_shapes.fitting(stages, stage_bytes * step, shared)
     own = decode_shapes.rows_each(outputs, block, up is not None) if stages else block
     products = triton.cdiv(outputs, own)
     align = 16 // weight.itemsize

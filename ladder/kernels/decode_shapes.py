@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
 from ladder.costs import MULTIPROCESSORS
 
 # More rows are multiplied on tensor cores; of weights in 8 bits: see `_by_vectors`.
@@ -177,10 +175,10 @@ def rows_each(outputs: int, block: int, gated: bool) -> int:
     return min(block, -(-outputs // (on_an_sm * MULTIPROCESSORS * 4)) * 4)
 
 
-def fitting(stages: int, stage_bytes: int, device: torch.device) -> int:
-    """The number of stages, at most `stages`, for which this GPU has shared memory."""
-    found = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    return max(2, min(stages, (found - SYSTEM_SHARED) // stage_bytes))
+def fitting(stages: int, stage_bytes: int, shared_bytes: int) -> int:
+    """The number of stages, at most `stages`, for which a GPU has shared memory: `shared_bytes` of
+    a multiprocessor."""
+    return max(2, min(stages, (shared_bytes - SYSTEM_SHARED) // stage_bytes))
 
 
 def registers(size: int, block: int, step: int, warps: int) -> dict[str, int]:

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.jit import begin, jit, kernel, launch, on_triton, tl, triton
-from ladder.models.storage import BLOCK, dequantise, rounded
+from ladder.kernels.limits import PIECE
+from ladder.models.eight_bits import BLOCK
+from ladder.models.storage import dequantise, rounded
 
-PIECE = 2**26  # elements of a weight that are converted at once: enough rows to fill a GPU
 PRODUCT_CAPABILITY = (9, 0)  # of GPUs whose products in e4m3 have a scale for each row
 MULTIPLE = 16  # which both sizes of a weight must be for them
 WARPS = 8

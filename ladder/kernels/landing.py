@@ -30,10 +30,8 @@ from ladder.jit import (
     tl,
     triton,
 )
+from ladder.kernels.limits import CHUNK, MAX_OWNS, MAX_SUMS
 from ladder.kernels.pieces import Pieces, new_pieces, split, split_reference
-
-CHUNK = 1024  # elements of a row per program of a landing, unless it makes pieces
-MAX_SUMS, MAX_OWNS = 2, 2
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ladder.jit import begin, check_dtype, check_tensor, kernel, launch, on_triton, tl, triton
+from ladder.kernels.limits import MAX_ADDENDS
 from ladder.models.errors import UserError
 
-MAX_ADDENDS, MAX_SIZE = 8, 16384
+MAX_SIZE = 16384
 
 Addends = Sequence[tuple[Tensor, float]]
 Pair = tuple[Tensor, Tensor]

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from ladder.models.errors import UserError
     from ladder.models.plan import Plan, SublayerRecord
     from ladder.models.presets import resolve_plan
-    from ladder.models.reducer import Ranks, Reducer
+    from ladder.models.ranks import Ranks
+    from ladder.models.reducer import Reducer
     from ladder.models.transformer import Transformer
 
 _MODULES = {
     "ModelConfig": "config",
     "Plan": "plan",
-    "Ranks": "reducer",
+    "Ranks": "ranks",
     "Reducer": "reducer",
     "RopeScaling": "config",
     "SublayerRecord": "plan",

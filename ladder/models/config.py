@@ -192,6 +192,11 @@ class ModelConfig:
                 f"output projection has no meaning; set both to false"
             )
 
+    @property
+    def has_usual_slots(self) -> bool:
+        """Whether its blocks are those that kernels, costs and Hugging Face know."""
+        return (self.mixer, self.feed_forward) == ("attention", "swiglu")
+
     def check_divides(self, degree: int, option: str) -> None:
         """Raise UserError unless T = `degree` divides every dimension that is split."""
         for name in ("num_heads", "intermediate_size"):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ladder.models.config import ModelConfig
 from ladder.models.parameters import Initialisation, ParameterSpec
-from ladder.models.reducer import Ranks
+from ladder.models.ranks import Ranks
 from ladder.models.rotary import rotary_frequencies
 from ladder.models.storage import dequantise, near
 

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from ladder.models.reducer import Ranks
+from ladder.models.ranks import Ranks
 
 INIT_STD = 0.02
 

@@ -14,7 +14,6 @@ the ranks once, at the end of a step. The loss is counted once although every ra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,36 +22,16 @@ from torch import Tensor
 from ladder.models.forward_pass import Norm, Pass
 from ladder.models.in_flight import InFlight
 from ladder.models.plan import Plan
+from ladder.models.ranks import Ranks
 
 if TYPE_CHECKING:
     from ladder.models.runtime import Runtime
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The tensor-parallel ranks that this process computes: `held` of `degree`, from `first` on.
-
-    If held is above 1, they are *virtual ranks*: hidden states then have a leading dimension of
-    that size, [held, B, S, D] instead of [B, S, D].
-    """
-
-    degree: int = 1
-    first: int = 0
-    held: int = 1
-
-    @property
-    def processes(self) -> int:
-        return self.degree // self.held
-
-    @property
-    def process(self) -> int:
-        return self.first // self.held
-
-
 class Reducer:
     """The reducer of one process that holds all ranks: it does not communicate."""
 
-    def __init__(self, ranks: Ranks = Ranks()) -> None:
+    def __init__(self, ranks: Ranks = Ranks()) -> None:  # noqa: B008  (frozen)
         self.ranks = ranks
 
     def begin(self, runtime: Runtime, plan: Plan, norms: Sequence[Norm], shape: torch.Size) -> Pass:

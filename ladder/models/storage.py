@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ladder.models.eight_bits import BLOCK
+
 FP8_CAPABILITY = (8, 9)  # compute capability of the GPUs that convert e4m3
-BLOCK = 128  # columns that share a scale in `fp8-block`
 PIECE = 2**24  # elements that are converted at once
 QUANTISED = {
     "fp8": torch.float8_e4m3fn,

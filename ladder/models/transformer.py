@@ -23,7 +23,8 @@ from ladder.models.layers import (
 from ladder.models.loss import token_losses
 from ladder.models.parameters import collect_specs
 from ladder.models.plan import Plan
-from ladder.models.reducer import Ranks, Reducer
+from ladder.models.ranks import Ranks
+from ladder.models.reducer import Reducer
 from ladder.models.runtime import Runtime
 from ladder.models.sublayers import (
     FEED_FORWARDS,

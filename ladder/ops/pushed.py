@@ -29,7 +29,7 @@ from ladder.comm.two_shot import KINDS, TwoShotAllReduce
 from ladder.jit import multiprocessors
 from ladder.kernels import SendJob, project, send
 from ladder.kernels.collect import Collector
-from ladder.kernels.decode import MAX_ROWS
+from ladder.kernels.limits import MAX_ROWS
 from ladder.kernels.push_land import PushedLanding
 from ladder.models.errors import UserError
 from ladder.ops.calls import rows_back, rows_first

@@ -32,7 +32,7 @@ from ladder.models.errors import UserError, unknown
 from ladder.models.forward_pass import Norm, Operators, add_norm
 from ladder.models.layers import RMSNorm, local
 from ladder.models.loss import LossFunctions, scaled_probabilities, sum_exp
-from ladder.models.reducer import Ranks
+from ladder.models.ranks import Ranks
 from ladder.models.runtime import AddNorm
 from ladder.models.sublayers import Call, Context, Sublayer
 from ladder.models.transformer import Transformer, meta_model
@@ -40,7 +40,7 @@ from ladder.parallel.choose import choose
 from ladder.parallel.data import data_parallel, shard_over_data, size_of
 from ladder.parallel.overlap import Overlap
 from ladder.parallel.reducers import AsyncReducer
-from ladder.parallel.sharded import sharded_refusal
+from ladder.parallel.refusals import sharded_refusal
 from ladder.parallel.sharding import shard_model
 
 aten = torch.ops.aten

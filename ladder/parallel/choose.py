@@ -10,18 +10,19 @@ from typing import Any
 import torch
 
 from ladder.comm.access import common_push_refusal
-from ladder.kernels.decode import MAX_ROWS
+from ladder.kernels.limits import MAX_ROWS
 from ladder.models.errors import UserError, unknown
 from ladder.models.plan import Plan
-from ladder.models.reducer import Ranks, Reducer
+from ladder.models.ranks import Ranks
+from ladder.models.reducer import Reducer
 from ladder.parallel.decode import DecodeReducer
 from ladder.parallel.dispatch import Dispatch
 from ladder.parallel.eight_bits import EightBitReducer
 from ladder.parallel.fused import FusedReducer
-from ladder.parallel.prefill import fused_refusal
 from ladder.parallel.reducers import AsyncReducer, PushReducer
+from ladder.parallel.refusals import fused_refusal, sharded_refusal
 from ladder.parallel.sequence import SequenceReducer
-from ladder.parallel.sharded import ShardedReducer, sharded_refusal
+from ladder.parallel.sharded import ShardedReducer
 
 PHASES = ("train", "prefill", "decode")
 OVERLAPS = "the operators' table overlaps their products"

@@ -35,18 +35,10 @@ from ladder.comm import symmetric
 from ladder.comm.primitives import EMPTY
 from ladder.comm.symmetric import SymmetricTensor
 from ladder.kernels import decode_shapes
-from ladder.kernels.decode import MAX_ROWS, project
+from ladder.kernels.decode import project
 from ladder.kernels.eight_bits import linear
-from ladder.kernels.landing import (
-    MAX_OWNS,
-    MAX_SUMS,
-    LandingJob,
-    PushTarget,
-    SendJob,
-    land,
-    new_landing,
-    send,
-)
+from ladder.kernels.landing import LandingJob, PushTarget, SendJob, land, new_landing, send
+from ladder.kernels.limits import MAX_OWNS, MAX_ROWS, MAX_SUMS
 from ladder.kernels.pieces import Pieces
 from ladder.kernels.prefill import swiglu
 from ladder.models.forward_pass import Landed, Norm, Operators, Output, Pass

@@ -24,9 +24,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ladder.comm.push import DTYPES
 from ladder.config import read_entries
 from ladder.files import write_text
 from ladder.models.errors import UserError, check_keys, unknown
@@ -72,9 +69,10 @@ class Dispatch:
     source: str
     prefill: Prefill = Prefill()
 
-    def pick(self, size: int, dtype: torch.dtype) -> str:
-        """The algorithm for a message of `size` bytes; ours need multiples of 16 and DTYPES."""
-        if size % 16 or dtype not in DTYPES:
+    def pick(self, size: int) -> str:
+        """The algorithm for a message of `size` bytes, of a type that our kernels add
+        (`ladder.comm.push.DTYPES`); they also need multiples of 16."""
+        if size % 16:
             return "nccl"
         return next((name for largest, name in self.until if size <= largest), "nccl")
 

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.comm.collectives import all_gather
-from ladder.kernels.decode import MAX_ROWS
 from ladder.kernels.eight_bits import round_rows
+from ladder.kernels.limits import MAX_ROWS
 from ladder.models.errors import UserError
 from ladder.models.forward_pass import Norm, Pass
 from ladder.models.in_flight import InFlight
 from ladder.models.plan import Plan
-from ladder.models.reducer import Ranks
+from ladder.models.ranks import Ranks
 from ladder.models.storage import QUANTISED, rounded
 from ladder.parallel.reducers import AsyncReducer
 

@@ -25,7 +25,7 @@ from ladder.models.forward_pass import MATRIX_PRODUCTS, Landed, Norm, Operators,
 from ladder.models.in_flight import InFlight
 from ladder.models.layers import ParallelLinear
 from ladder.models.plan import Landing, Plan
-from ladder.models.reducer import Ranks
+from ladder.models.ranks import Ranks
 from ladder.parallel.sequence import SequencePass, SequenceReducer, check_rows
 
 if TYPE_CHECKING:

@@ -8,13 +8,17 @@ also says from which size they were faster so (`Prefill.fused`).
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
-from ladder.comm.capture import Mode
 from ladder.costs import GRAPHED_PROMPT_TOKENS, product_shapes, reduce_bytes
 from ladder.models.config import ModelConfig
 from ladder.parallel.dispatch import load_dispatch
+
+if TYPE_CHECKING:  # what predictions ask here needs no torch
+    import torch
+    import torch.distributed as dist
+
+    from ladder.comm.capture import Mode
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 LANDING = "matmul_reduce_scatter_add_rms_norm"
@@ -31,7 +35,7 @@ class Overlap:
     """
 
     def __init__(
-        self, config: ModelConfig, gpu: str, ranks: int, dtype: torch.dtype = torch.bfloat16,
+        self, config: ModelConfig, gpu: str, ranks: int, dtype: torch.dtype,
         group: dist.ProcessGroup | None = None, training: bool = False,
     ) -> None:  # fmt: skip
         shapes = product_shapes(config, ranks)

@@ -32,11 +32,13 @@ from ladder.models.forward_pass import MATRIX_PRODUCTS, Landed, Norm, Operators,
 from ladder.models.in_flight import InFlight
 from ladder.models.layers import RMSNorm, local
 from ladder.models.plan import Landing, Plan
-from ladder.models.reducer import Ranks, Reducer
+from ladder.models.ranks import Ranks
+from ladder.models.reducer import Reducer
 from ladder.parallel.decode import Matrix
 from ladder.parallel.fused import held
 from ladder.parallel.reducers import AsyncReducer, PushReducer
-from ladder.parallel.sharded import ShardedPass, ShardedReducer, sharded_refusal
+from ladder.parallel.refusals import sharded_refusal, sums_in_products
+from ladder.parallel.sharded import ShardedPass, ShardedReducer
 
 if TYPE_CHECKING:
     from ladder.models.runtime import PassFactory, Runtime
@@ -237,13 +239,6 @@ class FusedSums:
         return FusedSumsPass(runtime, self.base, plan, norms)
 
 
-def sums_in_products(plan: Plan, n: int) -> bool:
-    """Whether `FusedSumsPass` sums the output of sublayer n inside its product."""
-    record = plan.sublayers[n]
-    single = record.kind != "attention+mlp" and not plan.own_needed[n]
-    return plan.blocking[n] and record.reduce != "none" and single
-
-
 class FusedSumsPass(Pass):
     """A pass with the whole residual on every rank: see `FusedSums`."""
 
@@ -283,16 +278,6 @@ class _Sums:
             x, matrix.t(), run.reducer.group.group_name, None if addend is None else addend.to(x)
         )
         return Reduced(total if bias is None else total + bias)
-
-
-def fused_refusal(plan: Plan, ranks: Ranks) -> str | None:
-    """The reason why no prompt of this plan and these ranks runs by fused operators, or None."""
-    refusal = sharded_refusal(plan, ranks)
-    if refusal is None or ranks.held > 1 or ranks.processes == 1:
-        return refusal
-    if any(sums_in_products(plan, n) for n in range(len(plan.sublayers))):
-        return None
-    return f"no product of it waits for its own sum alone ({refusal})"
 
 
 def fused_passes(base: AsyncReducer, plan: Plan, transport: str = "collective") -> PassFactory:

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.comm.access import push_refusal
-from ladder.comm.push import PushAllReduce
+from ladder.comm.push import DTYPES, PushAllReduce
 from ladder.comm.two_shot import TwoShotAllReduce
 from ladder.models.errors import UserError
 from ladder.models.in_flight import InFlight
-from ladder.models.reducer import Ranks, Reducer
+from ladder.models.ranks import Ranks
+from ladder.models.reducer import Reducer
 from ladder.parallel.dispatch import Dispatch, load_dispatch
 
 
@@ -182,7 +183,7 @@ class PushReducer(AsyncReducer):
         """Our kernel for messages like `partial`, made on first use; None: use NCCL."""
         assert not partial.requires_grad, "the push reducer has no backward"
         size = partial.numel() * partial.element_size()
-        name = self.dispatch.pick(size, partial.dtype)
+        name = self.dispatch.pick(size) if partial.dtype in DTYPES else "nccl"
         self.note(size, name)
         if name == "push":
             key = (partial.numel(), partial.dtype)

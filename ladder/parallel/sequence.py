@@ -28,7 +28,7 @@ from ladder.models.errors import UserError
 from ladder.models.forward_pass import Landed, Norm, Output, Pass
 from ladder.models.in_flight import InFlight
 from ladder.models.plan import Landing, Plan
-from ladder.models.reducer import Ranks
+from ladder.models.ranks import Ranks
 from ladder.parallel.reducers import AsyncReducer
 
 if TYPE_CHECKING:

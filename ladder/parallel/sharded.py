@@ -30,28 +30,12 @@ from ladder.models.forward_pass import MATRIX_PRODUCTS, Landed, Norm, Operators,
 from ladder.models.in_flight import InFlight
 from ladder.models.layers import RMSNorm, local
 from ladder.models.plan import Landing, Plan
-from ladder.models.reducer import Ranks
+from ladder.models.ranks import Ranks
 from ladder.parallel.reducers import AsyncReducer
+from ladder.parallel.refusals import sharded_refusal
 
 if TYPE_CHECKING:
     from ladder.models.runtime import Runtime
-
-
-def sharded_refusal(plan: Plan, ranks: Ranks) -> str | None:
-    """The reason why this plan's residual cannot be sharded by tokens over these ranks, or None."""
-    if ranks.held > 1:
-        return f"{ranks.held} virtual ranks in one process keep their residuals whole"
-    if ranks.processes == 1:
-        return "there is one process, and nothing to shard over"
-    for n, record in enumerate(plan.sublayers):
-        if record.reduce != "output":
-            return f"sublayer {n} has reduce={record.reduce!r}, and only 'output' will do"
-        if record.own_lag != record.peer_lag or record.own_scale != 1:
-            return (
-                f"sublayer {n} has own_lag={record.own_lag}, peer_lag={record.peer_lag}, "
-                f"own_scale={record.own_scale}: the ranks' residuals differ"
-            )
-    return None
 
 
 class ShardedReducer(AsyncReducer):

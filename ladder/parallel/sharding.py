@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ladder.models.errors import UserError, unknown
 from ladder.models.parameters import chunk
-from ladder.models.reducer import Ranks, Reducer
+from ladder.models.ranks import Ranks
+from ladder.models.reducer import Reducer
 from ladder.models.storage import is_quantised
 from ladder.models.transformer import Transformer
 from ladder.parallel.choose import REDUCERS

@@ -20,9 +20,8 @@ from itertools import pairwise
 from statistics import NormalDist
 
 from ladder.costs import BF16, MULTIPROCESSORS, product_shapes, stored_bytes
-from ladder.kernels.decode import MAX_ROWS
 from ladder.kernels.decode_shapes import FEW, MAX_VECTOR_ROWS, blocks, rows_each
-from ladder.kernels.landing import CHUNK
+from ladder.kernels.limits import CHUNK, MAX_ROWS
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.models.plan import Plan
@@ -112,9 +111,9 @@ class DecodeCost:
         self.crossing = {}
         for each in graph.operations:
             others = [graph.operations[need] for need in each.needs]
-            reduces = [one for one in (each, *others) if one.kind == "all-reduce"]
             if all(one.stream == each.stream for one in others):
                 continue
+            reduces = [one for one in (each, *others) if one.kind == "all-reduce"]
             blocks = any(one.output is None or plan.blocking[one.output] for one in reduces)
             # What does not block is launched behind the one before it, which takes longer.
             if blocks or each not in reduces:

@@ -16,8 +16,7 @@ from ladder.costs import (
     product_shapes,
     stored_bytes,
 )
-from ladder.kernels.decode import MAX_ROWS
-from ladder.kernels.eight_bits import PIECE
+from ladder.kernels.limits import MAX_ROWS, PIECE
 from ladder.models.config import ModelConfig
 from ladder.parallel.overlap import prompt_mode
 from ladder.perf.fused import Inside

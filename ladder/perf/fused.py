@@ -8,12 +8,13 @@ the product alone, executed on all ranks (`ladder.perf.operators`).
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
-import torch
-
-from ladder.comm.capture import Mode
 from ladder.models.errors import UserError
 from ladder.perf.machine import Machine
+
+if TYPE_CHECKING:
+    from ladder.comm.capture import Mode
 
 OPERATORS = {
     "all-gather": "all_gather_matmul",
@@ -62,7 +63,9 @@ def picked(
     op: str, gpu: str, ranks: int, sizes: tuple[int, int, int], any_order: bool, mode: Mode
 ) -> tuple[str, tuple[tuple[str, object], ...]]:
     """The implementation of a call by the operators' table, and its options."""
-    from ladder.ops import choice, registry  # slow to import, and needed by few
+    import torch  # as all of these slow to import, and needed by few
+
+    from ladder.ops import choice, registry
 
     call = registry.call_of(op, gpu, torch.bfloat16, ranks, sizes, any_order, mode)
     name, options = choice.listed(call)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 from ladder.models.errors import UserError, unknown
 from ladder.models.plan import Landing, Plan
-from ladder.models.reducer import Ranks
-from ladder.parallel.sharded import sharded_refusal
+from ladder.models.ranks import Ranks
+from ladder.parallel.refusals import sharded_refusal
 
 FUSED = "fused"  # the algorithm of an exchange inside of a product
 MAIN, SIDE, COMM, DATA = "main", "side", "communication", "data parallel"
@@ -71,7 +71,7 @@ class Graph:
         """Append an operation; its index. A None in `needs` is left out."""
         found = tuple(sorted({each for each in needs if each is not None}))
         index = len(self.operations)
-        assert all(each < index for each in found), "it needs what has not been launched"
+        assert not found or found[-1] < index, "it needs what has not been launched"
         stream = fields.pop("stream", MAIN)
         self.operations.append(Operation(index, kind, stream, found, **fields))  # type: ignore[arg-type]
         return index

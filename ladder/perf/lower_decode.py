@@ -9,7 +9,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ladder.kernels.landing import MAX_OWNS, MAX_SUMS
+from ladder.kernels.limits import MAX_OWNS, MAX_SUMS
 from ladder.models.errors import unknown
 from ladder.models.plan import Landing, Plan
 from ladder.perf.graph import COMM, LAST, Graph, Loop

@@ -16,11 +16,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from ladder.kernels.norm import MAX_ADDENDS
+from ladder.kernels.limits import MAX_ADDENDS
 from ladder.models.errors import unknown
 from ladder.models.plan import Landing, Plan
 from ladder.parallel.dispatch import PREFILL_TRANSPORTS
-from ladder.parallel.prefill import sums_in_products
+from ladder.parallel.refusals import sums_in_products
 from ladder.perf.graph import COMM, FUSED, LAST, MAIN, SIDE, Graph, Loop
 
 FIRST = {"attention": "qkv", "mlp": "gate-up", "attention+mlp": "qkv"}

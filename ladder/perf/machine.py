@@ -99,8 +99,6 @@ SPEEDS = ("decode beside nccl", "nccl beside decode")  # of the speed alone, in 
 EXCHANGES = ("direct", "copy-kernels")  # transports of ladder.comm.transports
 RATIOS = (*SPEEDS, "converted")
 BETWEEN_GPUS = ("peer copy", "exchange", *COLLECTIVES, *SPEEDS, *TURNS)
-# Those of ladder.models.storage.QUANTISED; machines are read without torch.
-EIGHT_BITS = ("fp8", "fp8-block", "int8")
 ALGORITHMS = ("nccl", "gloo", "push", "two-shot", "torch one-shot", "torch two-shot")
 
 

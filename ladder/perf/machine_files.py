@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ladder.files import write_text
+from ladder.models.eight_bits import EIGHT_BITS
 from ladder.models.errors import UserError, check_keys, kind_of, reason, unknown
 from ladder.perf.machine import (
     ALGORITHMS,
     CURVES,
-    EIGHT_BITS,
     EXCHANGES,
     OF_STEPS,
     VALUES,

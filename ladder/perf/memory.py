@@ -1,7 +1,8 @@
 """The memory of one GPU: what inference or training takes, part by part, and whether it fits.
 
-Weights come from the specs of the parameters, and caches from `ladder.costs`, so that there is one
-definition of each. What the parts leave out is `reserve`: NCCL's buffers, libraries, fragmentation.
+Weights and caches come from `ladder.costs`, but for weights of other sublayers than the usual ones,
+whose specs are asked. What the parts leave out is `reserve`: NCCL's buffers, libraries,
+fragmentation.
 
 Against `memory_gib` of the records of this code (tests/perf/test_memory.py): training within 1.0 %
 (virtual ranks 3.8 %), inference within 1.6 % (small models with 4 graphed prompts up to 14 % too
@@ -13,8 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 from ladder.bench.training.points import parse_layout
 from ladder.costs import (
@@ -27,16 +27,15 @@ from ladder.costs import (
     cache_bytes,
     head_bytes,
     layer_weight_bytes,
+    process_parameters,
 )
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
-from ladder.models.reducer import Ranks
-from ladder.models.transformer import meta_model
+from ladder.models.ranks import Ranks
 from ladder.parallel.overlap import slot_bytes
 from ladder.perf.machine import Machine
 
 GIB = 2**30
-PLANNED = ("plan", "tp_degree")  # fields of a config that are no part of the shape
 MOMENTS = 2  # of AdamW, in float32
 
 
@@ -61,19 +60,22 @@ class Memory:
 
 
 def local_parameters(config: ModelConfig, tp: int) -> int:
-    """The parameters of one process of `tp`, by their specs; tied ones once.
+    """The parameters of one process of `tp`; tied ones once.
 
     Those of the plan `standard`: plans differ in their norms alone, by less than a thousandth.
     """
     config.check_divides(tp, "--tp")
-    values = (getattr(config, item.name) for item in fields(config) if item.name not in PLANNED)
-    return _local_parameters(tuple(values), tp)
+    if config.has_usual_slots:
+        return process_parameters(config, tp)
+    plain = replace(config, plan="standard", tp_degree=None)  # type: ignore[arg-type]
+    return specified_parameters(plain, tp)
 
 
 @functools.lru_cache(maxsize=64)
-def _local_parameters(shape: tuple[Any, ...], tp: int) -> int:
-    names = (item.name for item in fields(ModelConfig) if item.name not in PLANNED)
-    config = ModelConfig(**dict(zip(names, shape, strict=True)))
+def specified_parameters(config: ModelConfig, tp: int) -> int:
+    """The parameters of the first of `tp` processes by their specs, whatever the sublayers are."""
+    from ladder.models.transformer import meta_model  # late: torch takes a second to import
+
     ranks = Ranks(tp, 0, 1)
     model = meta_model(config)
     found, seen = 0, set()

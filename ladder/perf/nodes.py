@@ -268,7 +268,7 @@ def relatives(machine: Machine) -> list[Machine]:
 def describing(gpus: set[str], count: int) -> list[Machine]:
     """The machines that come with the package of these kinds of GPUs, measured ones first. Where
     the environment keeps several from each other's memory, those of such."""
-    from ladder.comm.access import p2p_disabled
+    from ladder.comm.switch import p2p_disabled
 
     apart = count > 1 and p2p_disabled()
     found = map(load, (*shipped(), *names()))

@@ -6,19 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
-
 from ladder.bench.training.points import parse_layout
 from ladder.costs import BF16
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.plan import Plan
-from ladder.models.reducer import Ranks
-from ladder.parallel.choose import choose
+from ladder.models.ranks import Ranks
 from ladder.parallel.dispatch import load_dispatch
 from ladder.parallel.overlap import Overlap, prompt_mode
-from ladder.parallel.prefill import fused_refusal
-from ladder.parallel.sharded import sharded_refusal
+from ladder.parallel.refusals import fused_refusal, sharded_refusal
 from ladder.perf.cost import DecodeCost, check_context, check_reducer
 from ladder.perf.cost_prefill import PromptCost
 from ladder.perf.cost_training import TrainingCost, TrainingShape
@@ -259,9 +255,13 @@ def prompt_way(
     """
     if tp == 1:
         return Way(1)
+    import torch  # late: the engine's choice needs it, and other phases do not
+
+    from ladder.parallel.choose import choose
+
     table = load_dispatch(gpu, tp) if reducer in ("push", FUSED) else None
     token = BF16 * config.hidden_size  # of a partial
-    listed = Overlap(config, gpu, tp)
+    listed = Overlap(config, gpu, tp, torch.bfloat16)
 
     def overlaps(tokens: int) -> bool:
         return weights == "bf16" and listed(tokens, prompt_mode(tokens))
@@ -269,8 +269,8 @@ def prompt_way(
     chosen = choose("prefill", plan, Ranks(tp), shape, token, table, reducer, overlaps=overlaps)
     if table is None:
         return Way(tp)
-    large = table.pick(token * shape[0] * shape[1], torch.bfloat16)
-    small = table.pick(token * shape[0], torch.bfloat16)
+    large = table.pick(token * shape[0] * shape[1])
+    small = table.pick(token * shape[0])
     return Way(tp, chosen.transport, large, small, chosen.reducer == FUSED)
 
 

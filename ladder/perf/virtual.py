@@ -8,10 +8,8 @@ landings. One value is fitted: what such a kernel takes beside its bytes.
 
 from __future__ import annotations
 
-import torch
-
 from ladder.costs import BF16, CAPACITY_STEP
-from ladder.kernels.decode import MAX_ROWS
+from ladder.kernels.limits import MAX_ROWS
 from ladder.models.config import ModelConfig
 from ladder.parallel.dispatch import Dispatch
 from ladder.perf.cost_prefill import PromptCost
@@ -99,6 +97,6 @@ class VirtualCost(PromptCost):
             return Estimate(own, "extrapolated")
         name = "nccl"
         if self.table is not None:
-            name = self.table.pick(int(nbytes), torch.bfloat16)
+            name = self.table.pick(int(nbytes))
         us = self.machine.curve("all-reduce", algorithm=name).at(nbytes).us
         return Estimate(own + us + 2 * self.gap, "extrapolated")

@@ -27,7 +27,7 @@ from ladder.infer.engine import (
 from ladder.infer.graphs import WARM_UP_STEPS, no_collection
 from ladder.infer.sampling import Sampling
 from ladder.models import Transformer, UserError
-from ladder.models.reducer import Ranks
+from ladder.models.ranks import Ranks
 from tests.infer.engines import make
 
 PLANS = [("standard", None), ("ladder", None), ("desync-2x", 2), ("dtp-1", 2)]

@@ -15,7 +15,7 @@ from ladder.comm import symmetric
 from ladder.comm.symmetric import INTEGERS, SymmetricTensor
 from ladder.infer.engine import Engine
 from ladder.infer.fused import can_fuse
-from ladder.kernels.decode import MAX_ROWS
+from ladder.kernels.limits import MAX_ROWS
 from ladder.models import Ranks, Transformer, UserError
 from ladder.models.presets import PlanSpec
 from ladder.parallel.decode import DecodeReducer

@@ -20,7 +20,7 @@ from ladder.comm import symmetric
 from ladder.comm.symmetric import SymmetricTensor
 from ladder.infer.engine import Completion, Engine, Session, generate
 from ladder.infer.sampling import Sampling
-from ladder.kernels.decode import MAX_ROWS
+from ladder.kernels.limits import MAX_ROWS
 from ladder.models.forward_pass import Output
 from ladder.parallel import launch
 from ladder.parallel.decode import DecodePass, Product

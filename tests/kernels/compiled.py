@@ -43,7 +43,7 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
     from ladder.comm import push, symmetric, two_shot
     from ladder.kernels import choice, clock, collect, decode_shapes, eight_bits, gemm, push_land
     from ladder.kernels import slots as slots_module
-    from ladder.kernels.landing import CHUNK
+    from ladder.kernels.limits import CHUNK
 
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         pages.write_files(pages.parse((ROOT / "docs" / "primitives.md").read_text("utf-8")))

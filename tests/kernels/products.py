@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.kernels import PushTarget, SendJob, new_landing, project, send
-from ladder.kernels.landing import CHUNK
+from ladder.kernels.limits import CHUNK
 from tests.kernels.support import assert_close
 
 EPS = 1e-5

@@ -23,7 +23,8 @@ from ladder.infer.sampling import Sampling
 from ladder.kernels.attention import decode_attention
 from ladder.kernels.choice import GreedyChoice
 from ladder.kernels.gemm import Tiling, gemm
-from ladder.kernels.norm import MAX_ADDENDS, add_rms_norm
+from ladder.kernels.limits import MAX_ADDENDS
+from ladder.kernels.norm import add_rms_norm
 from ladder.models import Transformer, resolve_plan
 from ladder.models.presets import PlanSpec
 from ladder.models.quantised import declare_quantised

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ladder.kernels import PushTarget, SendJob, decode_shapes, land, new_landing, project
-from ladder.kernels.decode import MAX_ROWS
+from ladder.kernels.limits import MAX_ROWS
 from tests.kernels.products import WAYS, check_product, check_pushes, empty_slots, squares_of
 from tests.kernels.support import DTYPES, _poisoned_memory, assert_close, on  # noqa: F401  (fixtures)
 

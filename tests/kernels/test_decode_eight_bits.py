@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.kernels import PushTarget, SendJob, decode_shapes, new_landing, project
-from ladder.kernels.landing import CHUNK
+from ladder.kernels.limits import CHUNK
+from ladder.models.eight_bits import BLOCK
 from ladder.models.quantised import quantise
-from ladder.models.storage import BLOCK, QUANTISED, dequantise
+from ladder.models.storage import QUANTISED, dequantise
 from tests.kernels.support import _poisoned_memory, assert_close, on  # noqa: F401  (fixtures)
 
 EPS = 1e-5

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ladder.models import sublayers
 from ladder.models.config import ModelConfig
 from ladder.models.parameters import Initialisation
-from ladder.models.reducer import Ranks
+from ladder.models.ranks import Ranks
 from ladder.models.transformer import Transformer, meta_model
 from ladder.parallel.sharding import initialise
 from tests.samples import small_config

@@ -8,11 +8,19 @@ import pytest
 import torch
 
 from ladder.models import Transformer, UserError
+from ladder.models.eight_bits import BLOCK, EIGHT_BITS, SCALE_BYTES
 from ladder.models.quantised import error_bound, quantise, quantise_model
-from ladder.models.storage import BLOCK, QUANTISED, dequantise, scale_dtype, scale_shape, widened
+from ladder.models.storage import QUANTISED, dequantise, scale_dtype, scale_shape, widened
 from tests.samples import full_model, small_config
 
 KINDS = [*QUANTISED]
+
+
+def test_names_and_sizes_are_known_without_torch() -> None:
+    assert tuple(QUANTISED) == EIGHT_BITS
+    assert {kind: scale_dtype(kind).itemsize for kind in KINDS} == SCALE_BYTES
+
+
 TOKENS = torch.randint(0, 67, (2, 9), generator=torch.Generator().manual_seed(1))
 
 

@@ -111,7 +111,7 @@ def test_auto_trains_by_operators_where_they_overlap() -> None:
 def test_the_products_of_a_training_step() -> None:
     """All eight of a layer, forward and backward, eager, in any order of sums."""
     config, h100 = model_config("half-8b"), "NVIDIA H100 80GB HBM3"
-    steps = Overlap(config, h100, 2, training=True)
+    steps = Overlap(config, h100, 2, torch.bfloat16, training=True)
     assert steps.products == (
         ("all_gather_matmul", 1536, 4096), ("all_gather_matmul", 7168, 4096),
         ("matmul_reduce_scatter", 4096, 1024), ("matmul_reduce_scatter", 4096, 3584),
@@ -120,7 +120,7 @@ def test_the_products_of_a_training_step() -> None:
     )  # fmt: skip
     assert steps(8192, "eager")
     assert not steps(1024, "eager")
-    assert not Overlap(config, "NVIDIA H200", 2, training=True)(8192, "eager")
+    assert not Overlap(config, "NVIDIA H200", 2, torch.bfloat16, training=True)(8192, "eager")
     assert not Overlap(config, h100, 2, torch.float32, training=True)(8192, "eager")
 
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from ladder.models import Transformer, resolve_plan
 from ladder.models.forward_pass import Output, Pass
 from ladder.models.plan import Plan
-from ladder.models.reducer import Ranks, Reducer
+from ladder.models.ranks import Ranks
+from ladder.models.reducer import Reducer
 from ladder.models.runtime import Runtime
 from ladder.parallel import reducers
 from ladder.parallel.sharding import shard_model, sum_shared_gradients

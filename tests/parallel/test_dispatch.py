@@ -23,6 +23,7 @@ from ladder.parallel.dispatch import (
     size_text,
     write_table,
 )
+from ladder.parallel.reducers import PushReducer
 from ladder.records import append
 
 KIB, MIB = 1024, 2**20
@@ -35,13 +36,10 @@ def _no_table_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_size_goes_where_its_range_says() -> None:
-    bf16 = torch.bfloat16
-    assert [TABLE.pick(size * KIB, bf16) for size in (8, 64, 65, 4096, 4097)] == [
+    assert [TABLE.pick(size * KIB) for size in (8, 64, 65, 4096, 4097)] == [
         "push", "push", "two-shot", "two-shot", "nccl",
     ]  # fmt: skip
-    assert {TABLE.pick(64 * KIB, dtype) for dtype in (torch.float32, torch.float16)} == {"push"}
-    assert TABLE.pick(64 * KIB, torch.float64) == "nccl"  # no kernel of ours takes it
-    assert TABLE.pick(8 * KIB + 8, bf16) == "nccl"  # no whole number of 16 bytes
+    assert TABLE.pick(8 * KIB + 8) == "nccl"  # no whole number of 16 bytes
     assert (TABLE.largest("two-shot"), TABLE.largest("push")) == (4 * MIB, 64 * KIB)
     assert (TABLE.hand_over, Dispatch((), "").hand_over) == (4 * MIB, 0)
     assert TABLE.describe().splitlines() == [
@@ -84,17 +82,24 @@ def test_the_table_follows_from_the_times(
     assert derive(times) == until
 
 
+def test_types_that_no_kernel_of_ours_adds_go_to_nccl() -> None:
+    reducer = PushReducer.__new__(PushReducer)
+    reducer.dispatch, reducer.picked = TABLE, {}
+    assert reducer._kernel(torch.zeros(KIB, dtype=torch.float64)) is None
+    assert reducer.picked == {8 * KIB: "nccl"}
+
+
 def test_the_packaged_table_and_the_default() -> None:
     entries = read_table(dispatch.PACKAGED)
     assert all(entry["source"] for entry in entries)
     keys = [(entry["gpu"], entry["world"]) for entry in entries]
     assert len(set(keys)) == len(keys)
     known = load_dispatch("NVIDIA H200", 4)
-    assert known.pick(8 * KIB, torch.bfloat16) == "push"
+    assert known.pick(8 * KIB) == "push"
     assert known.hand_over >= 256 * KIB
     assert load_dispatch("Abacus 9", 4) is DEFAULT
     assert load_dispatch("NVIDIA H200", 3) is DEFAULT
-    assert DEFAULT.pick(MIB, torch.bfloat16) == "nccl"
+    assert DEFAULT.pick(MIB) == "nccl"
 
 
 def test_a_users_table_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ladder.infer.graphs import capture_graph
 from ladder.models import UserError
 from ladder.models.in_flight import InFlight
-from ladder.models.reducer import Ranks
+from ladder.models.ranks import Ranks
 from ladder.models.storage import ROUNDING, rounded
 from ladder.parallel import launch
 from ladder.parallel.choose import REDUCERS

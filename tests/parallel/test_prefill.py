@@ -27,8 +27,9 @@ from ladder.parallel.choose import check_base, choose
 from ladder.parallel.dispatch import Dispatch, Prefill, load_dispatch
 from ladder.parallel.mesh import make_mesh
 from ladder.parallel.overlap import Overlap, slot_bytes
-from ladder.parallel.prefill import FusedPrefill, fused_refusal, sums_in_products
+from ladder.parallel.prefill import FusedPrefill
 from ladder.parallel.reducers import AsyncReducer, PushReducer
+from ladder.parallel.refusals import fused_refusal, sums_in_products
 from ladder.parallel.sharding import shard_model
 from ladder.perf import memory
 from tests.distributed import Pools, tp_mesh
@@ -174,7 +175,7 @@ def test_large_prompts_whose_products_overlap_on_two_h100s() -> None:
     def chosen(config: ModelConfig, tokens: int, gpu: str = h100, mode: Mode = "captured") -> str:
         return choose(
             "prefill", plan, Ranks(2, 1, 1), (1, tokens), 2 * config.hidden_size, table,
-            overlaps=lambda tokens: Overlap(config, gpu, 2)(tokens, mode),
+            overlaps=lambda tokens: Overlap(config, gpu, 2, torch.bfloat16)(tokens, mode),
         ).reducer  # fmt: skip
 
     for tokens in (4096, 5120, 8192, 16384, 20480, 32768, 65536):
@@ -212,14 +213,14 @@ def test_an_engine_asks_what_its_own_calls_would_run(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(choice, "choose", choose_call)
     group: Any = type("Group", (), {})()
     where = model_config("llama-3-8b"), "NVIDIA H100 80GB HBM3", 2
-    mine = Overlap(*where, group=group)
+    mine = Overlap(*where, torch.bfloat16, group)
     assert mine(8, "eager")
     assert asked == [("eager", False)] * 4
     monkeypatch.setattr(choice, "any_order_groups", {group})
     picked = "staged"
     assert not mine(4096, "captured")
     assert asked[4:] == [("captured", True)]
-    assert Overlap(*where)(4096, "captured")
+    assert Overlap(*where, torch.bfloat16)(4096, "captured")
 
 
 def test_the_mode_of_a_prompt_is_that_of_its_pass() -> None:

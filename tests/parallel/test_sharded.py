@@ -16,7 +16,8 @@ import torch.distributed as dist
 from ladder.comm import transports
 from ladder.models import Ranks, UserError, resolve_plan
 from ladder.parallel.reducers import AsyncReducer
-from ladder.parallel.sharded import ShardedReducer, sharded_refusal
+from ladder.parallel.refusals import sharded_refusal
+from ladder.parallel.sharded import ShardedReducer
 from ladder.parallel.sharding import shard_model
 from tests.distributed import Pools, tp_mesh
 from tests.samples import (

@@ -19,7 +19,7 @@ from ladder.models.runtime import Runtime
 from ladder.parallel import decode as fused
 from ladder.parallel.decode import DecodePass, DecodeReducer, Matrix
 from ladder.parallel.reducers import AsyncReducer, PushReducer
-from ladder.parallel.sharded import sharded_refusal
+from ladder.parallel.refusals import sharded_refusal
 from ladder.perf.graph import COPIES, DATA, Graph, Operation, forward, training
 from ladder.perf.lower_decode import WAYS, decode
 from tests.samples import FUSED_PLANS, random_plan

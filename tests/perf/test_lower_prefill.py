@@ -11,7 +11,7 @@ import pytest
 from ladder.config import model_config
 from ladder.costs import prefill_flops
 from ladder.models import ModelConfig, Plan, Ranks, UserError, resolve_plan
-from ladder.parallel.sharded import sharded_refusal
+from ladder.parallel.refusals import sharded_refusal
 from ladder.perf import phases
 from ladder.perf.cost_prefill import PromptCost
 from ladder.perf.graph import MAIN, SIDE

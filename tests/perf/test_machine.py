@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from ladder.models import UserError
-from ladder.models.storage import QUANTISED
 from ladder.perf import machine as module
 from ladder.perf.cost import CONVERTED
 from ladder.perf.grid import matrix_rate
 from ladder.perf.links import fit_link
-from ladder.perf.machine import EIGHT_BITS, Curve, Machine, Value, with_links_of
+from ladder.perf.machine import Curve, Machine, Value, with_links_of
 from ladder.perf.machine_files import load, read, shipped, write
 
 POINTS = ((8.0, 2.0), (16.0, 3.0), (64.0, 5.0))
@@ -265,10 +264,6 @@ def test_a_wrong_file_is_one_line_with_the_remedy(tmp_path: Path, message: str) 
     with pytest.raises(UserError, match=f"m.json.*{message}.*ladder bench machine") as caught:
         read(path)
     assert "\n" not in str(caught.value)
-
-
-def test_curves_name_weights_as_they_are_stored() -> None:
-    assert tuple(QUANTISED) == EIGHT_BITS
 
 
 def test_what_stands_for_a_fit_of_8_bits_is_the_one_of_an_h200() -> None:

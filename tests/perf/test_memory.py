@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,9 @@ from ladder.bench.inference.points import InferencePoint, resolve
 from ladder.bench.results import read_results
 from ladder.bench.training.points import TrainingPoint, is_virtual, shape_of
 from ladder.config import model_config
-from ladder.models import UserError
+from ladder.models import ModelConfig, UserError
+from ladder.models.layers import ColumnParallelLinear
+from ladder.models.sublayers import FEED_FORWARDS, MLP
 from ladder.perf import memory
 from ladder.perf.machine import Machine, Value
 from tests import ROOT
@@ -71,6 +75,40 @@ def test_parts_by_hand() -> None:
     assert found.cache == 2 * 1280 * 32 * 2 * 2 * 128 * 2  # in steps of 256 tokens
     step = memory.training(shape, "tp2+sp+fsdp", 8, 8192, 4, 1)
     assert step.optimiser == 2 * step.gradients == 8 * memory.local_parameters(shape, 2) / 4
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "of q, k and v": {"qkv_bias": True, "qk_norm": True},
+    "odd": {"vocab_size": 1003, "head_dim": 24, "num_kv_heads": 2},
+    "tied": {"tie_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", ["tiny", "llama-3-70b", "bloom-176b"])
+def test_parameters_are_those_of_the_specs(name: str, variant: str) -> None:
+    shape = replace(model_config({"name": name, "num_layers": 2}), **VARIANTS[variant])
+    for tp in (1, 2, 4, 8):  # some are more than the heads of keys
+        with contextlib.suppress(UserError):
+            shape.check_divides(tp, "--tp")
+            found = memory.local_parameters(shape, tp)
+            assert found == memory.specified_parameters(shape, tp), tp
+
+
+def test_parameters_of_other_sublayers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TwoInputs(MLP):
+        def __init__(self, config: ModelConfig, layer: int) -> None:
+            super().__init__(config, layer)
+            self.second = ColumnParallelLinear(config.hidden_size, 8, bias=False)
+
+    monkeypatch.setitem(FEED_FORWARDS, "two", TwoInputs)
+    usual = model_config("tiny")
+    more = 8 * usual.hidden_size * usual.num_layers
+    other = replace(usual, feed_forward="two")
+    for tp in (1, 2):
+        assert memory.local_parameters(other, tp) - memory.local_parameters(usual, tp) == more / tp
 
 
 def test_tied_embeddings_count_once() -> None:

@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 
 from ladder.models import Plan, UserError, resolve_plan
-from ladder.models.reducer import Ranks
-from ladder.parallel.sharded import sharded_refusal
+from ladder.models.ranks import Ranks
+from ladder.parallel.refusals import sharded_refusal
 from ladder.perf.graph import Graph, Operation, forward, training
 from ladder.perf.lower_decode import decode
 from ladder.perf.lower_prefill import Way, prefill

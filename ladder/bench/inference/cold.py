@@ -21,7 +21,7 @@ import torch
 
 from ladder.bench.inference.build import build_model
 from ladder.bench.inference.points import InferencePoint, cache_kind, resolve
-from ladder.comm.access import P2P_SWITCH
+from ladder.comm.switch import P2P_SWITCH
 from ladder.infer.engine import Engine
 from ladder.infer.sampling import Sampling, draws
 from ladder.parallel import launch

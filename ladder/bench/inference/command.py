@@ -34,7 +34,8 @@ from ladder.bench.inference.points import (
     refuse_degree,
 )
 from ladder.bench.results import read_results
-from ladder.comm.access import P2P_SWITCH, common_push_refusal, p2p_disabled
+from ladder.comm.access import common_push_refusal
+from ladder.comm.switch import P2P_SWITCH, p2p_disabled
 from ladder.files import check_writable, make_folder, write_text
 from ladder.models.errors import UserError
 from ladder.parallel import launch

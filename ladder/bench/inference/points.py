@@ -13,11 +13,11 @@ from ladder.config import configs_folder, find, load_plan, load_yaml, model_conf
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, check_keys, unknown
 from ladder.models.presets import resolve_plan
-from ladder.models.reducer import Ranks
+from ladder.models.ranks import Ranks
 from ladder.models.storage import QUANTISED
 from ladder.parallel.choose import INFERENCE, REDUCERS
 from ladder.parallel.eight_bits import rounding_refusal
-from ladder.parallel.prefill import fused_refusal
+from ladder.parallel.refusals import fused_refusal
 
 CHECKPOINT = "checkpoint"  # the name of a checkpoint's own plan, with its weights
 SHAPE_PLANS = ("standard", "ladder", "none")

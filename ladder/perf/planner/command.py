@@ -6,7 +6,7 @@ import json
 import shlex
 from typing import Any
 
-from ladder.comm.access import P2P_SWITCH
+from ladder.comm.switch import P2P_SWITCH
 from ladder.files import check_names_file, write_text
 from ladder.models.errors import UserError
 from ladder.perf.nodes import without_peers

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ladder.kernels.decode import MAX_ROWS
+from ladder.kernels.limits import MAX_ROWS
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
-from ladder.models.reducer import Ranks
-from ladder.parallel.prefill import fused_refusal
+from ladder.models.ranks import Ranks
+from ladder.parallel.refusals import fused_refusal
 from ladder.perf import memory, phases
 from ladder.perf.cost import WAY
 from ladder.perf.fused import check_weights

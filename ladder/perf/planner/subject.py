@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ladder.config import configs_folder, load_plan, model_config
 from ladder.models.config import ModelConfig
+from ladder.models.eight_bits import EIGHT_BITS
 from ladder.models.errors import UserError, unknown
 from ladder.models.presets import resolve_plan
-from ladder.models.storage import QUANTISED
 from ladder.perf.machine import BETWEEN_GPUS, Machine, with_links_of
 from ladder.perf.nodes import has_degrees, load, relatives
 
@@ -72,7 +72,7 @@ def subject(name: str) -> Subject:
 def weights_of(about: Subject, asked: str | None) -> str:
     """How matrices are stored: as asked for, or as in the folder. Raises UserError for a type that
     there is not, or that the folder does not hold."""
-    kinds = ("bf16", *QUANTISED)
+    kinds = ("bf16", *EIGHT_BITS)
     if asked is not None and asked not in kinds:
         raise unknown("type of --weights", asked, kinds)
     if asked and about.stored and asked != about.stored:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from ladder.bench.training.points import Layout, parse_layout
 from ladder.config import CHECKPOINTING
 from ladder.models.errors import UserError
-from ladder.models.reducer import Ranks
-from ladder.parallel.sharded import sharded_refusal
+from ladder.models.ranks import Ranks
+from ladder.parallel.refusals import sharded_refusal
 from ladder.perf import memory, phases
 from ladder.perf.memory import GIB, Memory
 from ladder.perf.nodes import ENDS, LIKELY, Doubt

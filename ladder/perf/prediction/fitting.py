@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ladder.bench.inference.points import InferencePoint, resolve
+from ladder.models.eight_bits import EIGHT_BITS
 from ladder.models.errors import UserError
 from ladder.perf.cost import DecodeCost, more_rows
-from ladder.perf.machine import EIGHT_BITS, Curve, Machine, Value
+from ladder.perf.machine import Curve, Machine, Value
 from ladder.perf.prediction.records import (
     CALIBRATED,
     context_of,

@@ -13,12 +13,13 @@ from typing import Any
 from ladder.bench.inference.points import InferencePoint, resolve
 from ladder.bench.results import read_results
 from ladder.bench.training.points import TrainingPoint, is_virtual, parse_layout, shape_of
-from ladder.kernels.decode import MAX_ROWS
+from ladder.kernels.limits import MAX_ROWS
+from ladder.models.eight_bits import EIGHT_BITS
 from ladder.models.errors import UserError
 from ladder.perf import phases
 from ladder.perf.cost import WAY
 from ladder.perf.graph import FUSED
-from ladder.perf.machine import EIGHT_BITS, Machine
+from ladder.perf.machine import Machine
 from ladder.perf.nodes import relatives, with_older_kernels, without_peers
 
 CALIBRATED = ("llama-3-8b", "none")  # on all GPUs: what fitted values may come from
