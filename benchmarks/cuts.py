@@ -93,8 +93,7 @@ def cut_as(chosen: Mapping[Key, Cut]) -> Iterator[None]:
         cut = chosen.get((outputs, size, gated))
         if cut is None:
             return today(rows, outputs, size, gated, itemsize, eight_bits, pieces)
-        by_pieces = pieces and decode_shapes.by_pieces(rows)
-        return cut._replace(padded=max(8, power_of_2(rows))) if by_pieces else cut
+        return cut._replace(padded=max(8, power_of_2(rows))) if pieces else cut
 
     with mock.patch.object(decode_shapes, "blocks", blocks):
         yield

@@ -191,7 +191,7 @@ def attention(
     shared = qkv, rotary(length, size), positions
     arrived = torch.zeros(batch * kv, dtype=torch.int32, device="cuda")
     extra = {"exponents": exponents}
-    block, number, *rest = chosen(batch * kv, length, size)
+    block, number, *rest = chosen(batch * kv, length, size, e4m3)
     number = splits or number
 
     def ours(cache: Tensor) -> Tensor:
@@ -216,10 +216,12 @@ def attention(
     )
 
 
-def chosen(sequences_and_heads: int, length: int, size: int) -> tuple[int, int, int, bool]:
-    """How `decode_attention` is cut, for bfloat16."""
+def chosen(
+    sequences_and_heads: int, length: int, size: int, e4m3: bool = False
+) -> tuple[int, int, int, bool]:
+    """How `decode_attention` is cut, for bfloat16; e4m3: the cache is in it."""
     dims = max(16, jit.triton.next_power_of_2(size))
-    return attention_shapes.shape(sequences_and_heads, length, dims, 2 * dims)
+    return attention_shapes.shape(sequences_and_heads, length, dims, 2 * dims, e4m3)
 
 
 def contexts(
@@ -227,7 +229,7 @@ def contexts(
 ) -> Iterator[Case]:
     heads, kv, size = shape[1:4]
     for batch, length, e4m3 in itertools.product(batches, lengths, (False, True)):
-        own = chosen(batch * kv, length, size)[1]
+        own = chosen(batch * kv, length, size, e4m3)[1]
         for number in (own, *(each for each in splits if each != own)):
             yield attention(batch, heads, kv, size, length, length, e4m3, number)
 

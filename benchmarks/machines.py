@@ -60,7 +60,11 @@ CALIBRATION = (
 )
 # H100s as a user would describe them: all of `ladder bench machine`, and records to calibrate by.
 H100S = {
-    1: ("2026-11-24-machine-h100x1.json", "2026-11-24-inference-h100.jsonl"),
+    1: (
+        "2026-11-24-machine-h100x1.json",
+        "2026-11-24-inference-h100.jsonl",
+        "2026-11-26-fp8-h100.jsonl",
+    ),
     2: (
         "2026-11-26-machine-h100x2.json",
         "2026-11-26-inference-h100x2.jsonl",

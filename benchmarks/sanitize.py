@@ -41,9 +41,11 @@ from ladder.kernels.gemm import (
     tiles_of,
 )
 from ladder.kernels.gemm import gemm as run_gemm
+from ladder.kernels.landing import with_pieces
 from ladder.kernels.limits import CHUNK
 from ladder.kernels.slots import SlotArrivals, land_slots, sum_slots, sum_slots_reference
 from ladder.models import Reducer
+from ladder.models.quantised import quantise
 from ladder.ops.bags import pool
 from ladder.ops.track_maps import all_to_all, rotated
 from ladder.parser import Parser, parse_words
@@ -181,6 +183,33 @@ def land(dtype: torch.dtype) -> Pairs:
         yield found.out, wanted.out
         yield found.squares, wanted.squares
         yield from zip(slots, wanted.sums, strict=True)
+
+
+@case("pieces")
+def in_pieces(dtype: torch.dtype) -> Pairs:
+    """Landings that make pieces, alone and as riders, and the products of them."""
+    if dtype != torch.bfloat16:
+        return
+    for rows in (2, 9, 33):
+        for outputs, size in ((7, 200), (66, 1304), (2050, 2112), (8450, 256)):
+            x, weights = random(dtype, rows, size), random(torch.float32, 2, outputs, size)
+            (gate, one), (up, other) = (quantise(each / size**0.5, "fp8", "w") for each in weights)
+            job, wanted = (with_pieces(kernels.new_landing(x)) for _ in range(2))
+            kernels.land_reference(wanted)
+            kernels.project(random(dtype, 3, 96), random(dtype, 5, 96), rider=job)
+            again = with_pieces(kernels.new_landing(job.out))
+            kernels.land(again)
+            assert wanted.pieces is not None
+            for found in (job, again):
+                assert found.pieces is not None
+                yield found.pieces.values.float(), wanted.pieces.values.float()
+                yield found.pieces.factors, wanted.pieces.factors
+            pieces = {"squares": again.squares, "eps": 1e-5, "pieces": again.pieces}
+            for matrix in (None, up):
+                options = {"scales": (one, None if matrix is None else other), **pieces}
+                found = kernels.project(x, gate, matrix, **options)
+                del options["pieces"]
+                yield found, kernels.project_reference(x, gate, matrix, **options)
 
 
 @case("land_rows")

@@ -214,12 +214,7 @@ def fuse(model: Transformer) -> InferenceTransformer:
     # All layers' attention runs on one CUDA stream, and can share these counters.
     arrived = torch.zeros(2**16, dtype=torch.int32, device=weight.device)
     layers = list(model.model.layers)
-    stored = layers[0].mlp.gate_proj
-    splits = (
-        weight.dtype == torch.bfloat16
-        and local(stored.weight).dtype == torch.float8_e4m3fn
-        and stored.scales.dim() == 1
-    )
+    splits = _splits(layers[0].mlp.gate_proj, weight)
     overlaps: Overlap | None = None
     if isinstance(base, PushReducer) and layers[0].self_attn.q_proj.scales is None:
         where = device_name(weight.device), base.ranks.processes
@@ -269,6 +264,14 @@ def _refuse(shape: torch.Size) -> PassFactory:
         "an engine has packed this model's weights, and it is empty: use the engine's `model`, "
         "load the model again, or give the engine fused=False"
     )
+
+
+def _splits(matrix: ParallelLinear, weight: Tensor) -> bool:
+    """Whether decode steps multiply weights in e4m3 by pieces of their input: in bfloat16, with a
+    scale for each row, and on a GPU only on Hopper's, for whose tensor cores that is cut."""
+    hopper = not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] == 9
+    stored = local(matrix.weight).dtype == torch.float8_e4m3fn and matrix.scales.dim() == 1
+    return hopper and stored and weight.dtype == torch.bfloat16
 
 
 def _take(source: Sublayer, fused: Sublayer) -> Sublayer:

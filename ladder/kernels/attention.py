@@ -360,7 +360,9 @@ def decode_attention(
     out = torch.empty(batch, num_heads * head_dim, dtype=qkv.dtype, device=qkv.device)
     dims = max(16, triton.next_power_of_2(head_dim))
     group = num_heads // kv_heads
-    block, splits, warps, ahead = shape(batch * kv_heads, length, dims, dims * qkv.element_size())
+    block, splits, warps, ahead = shape(
+        batch * kv_heads, length, dims, dims * qkv.element_size(), exponents is not None
+    )
     part = stat = out
     if splits > 1:
         scratch = {"dtype": torch.float32, "device": qkv.device}

@@ -14,22 +14,24 @@ COMBINED = 128 * 128  # numbers combined at once: 128 registers of each thread o
 
 
 def shape(
-    sequences_and_heads: int, length: int, dims: int, row_bytes: int
+    sequences_and_heads: int, length: int, dims: int, row_bytes: int, e4m3: bool = False
 ) -> tuple[int, int, int, bool]:
     """(keys per block, splits, warps, ahead): enough programs to fill the GPU, none idle.
 
-    ahead: read the first block before the wait for the previous kernel, if there are few programs.
+    row_bytes: of one head's queries. e4m3: the cache is in it. ahead: read the first block before
+    the wait for the previous kernel, if there are few programs.
     Chosen by measurements on an H200 (benchmarks/results/README.md).
     """
     if sequences_and_heads >= FULL:
         return max(16, min(128, 32768 // row_bytes)), 1, 8, False
     # At most 16 KiB per block of keys with 4 warps: larger blocks spill registers.
     block = max(16, min(64, 16384 // row_bytes))
-    wanted = min(splits(sequences_and_heads, triton.cdiv(length, block)), COMBINED // dims)
+    found = splits(sequences_and_heads, triton.cdiv(length, block), e4m3)
+    wanted = min(found, COMBINED // dims)
     return block, wanted, 4, sequences_and_heads <= FEW
 
 
-def splits(sequences_and_heads: int, blocks: int) -> int:
+def splits(sequences_and_heads: int, blocks: int, e4m3: bool = False) -> int:
     """How many programs share the `blocks` blocks of keys of one KV head: a power of two.
 
     One program for each SM: two took 2 to 4 % more of a step of 16 and 33 sequences with 2 KV
@@ -42,14 +44,18 @@ def splits(sequences_and_heads: int, blocks: int) -> int:
     where there are SMs for them and a split has at least four blocks: a sequence of 8192 tokens
     took 1 to 5 % less of a step with 32 splits than with 64. In long contexts reading takes
     longest, and more programs on each SM have more loads in flight (benchmarks/results/README.md).
+
+    What is read of e4m3 is converted, and programs wait for that more than for loads: up to 64
+    splits may have two blocks each, and 128k tokens need no more programs than 8k.
     """
     one_each = -(-MULTIPROCESSORS // sequences_and_heads)
     wanted = one_each
     if sequences_and_heads <= FEW:
         most = 2 * one_each if blocks >= LONG_OF_FEW else one_each
-        wanted = max(CHEAP_SPLITS, min(most, blocks // 4, MAX_SPLITS))
+        enough = max(blocks // 4, min(blocks // 2, 2 * CHEAP_SPLITS)) if e4m3 else blocks // 4
+        wanted = max(CHEAP_SPLITS, min(most, enough, MAX_SPLITS))
     elif blocks >= LONG:
-        on_an_sm = 8 if blocks < LONGEST else 16
+        on_an_sm = 8 if blocks < LONGEST or e4m3 else 16
         wanted = min(one_each * on_an_sm, blocks // 4, 2 * CHEAP_SPLITS)
     return min(1 << (wanted.bit_length() - 1), triton.next_power_of_2(blocks))
 

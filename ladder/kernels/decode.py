@@ -256,7 +256,7 @@ def project(
 ) -> Tensor | None:  # fmt: skip
     """x [M, K] times weight [N, K] transposed, for M from 1 to 64: [M, N].
 
-    The sum is in float32 and rounded once.
+    The sum is in float32 (but see `pieces`) and rounded once.
 
     up: the result is silu(x weight^T) * (x up^T). squares: x is a residual before its norm (of
     weight 1), and these are the sums of squares from its landing. pieces: those of x, by which a
@@ -302,13 +302,11 @@ def project(
         y = project_reference(x, weight, up, squares=squares, eps=eps, scales=scales, **plain)
         return y.to(x.dtype)
     blocked = scales is not None and scales[0].dim() == 2
-    if weight.dtype != torch.float8_e4m3fn or blocked:
+    if weight.dtype != torch.float8_e4m3fn or blocked or not decode_shapes.by_pieces(rows):
         pieces = None
     padded, block, step, warps, stages, parts, swapped = decode_shapes.blocks(
         rows, outputs, size, up is not None, x.itemsize, scales is not None, pieces is not None
     )
-    if not decode_shapes.by_pieces(rows):
-        pieces = None
     if stages and blocked:  # a part is a block; about the same bytes in flight
         if padded > 32 or x.itemsize == 4:  # steps of several blocks do not fit
             parts = 1
@@ -332,7 +330,7 @@ def project(
     if isinstance(rider, LandingJob) and rows == 1 and up is None and weight.itemsize == 2:
         cap = decode_shapes.registers(size, block, step, warps)
     to = rider.push if isinstance(rider, SendJob) else push
-    pointers, constants = rider_arguments(rider, x, to)
+    pointers, constants = rider_arguments(rider, x, to, warps)
     if to is not None:
         assert constants["WORLD"] == to.world
     if rider is not None:

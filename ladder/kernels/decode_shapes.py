@@ -52,7 +52,7 @@ def blocks(
     # Few outputs: smaller blocks or longer steps.
     few, short = outputs < FEW, gated or size <= 1024
     many = outputs >= MANY and not gated
-    if pieces and by_pieces(rows):
+    if pieces:
         return _tiles_of_pieces(max(8, power_of_2(rows)), outputs, gated)
     narrow = eight_bits and itemsize == 2  # tiles of float32 in parts spill registers
     if _by_vectors(rows, few, gated, short, narrow):
@@ -88,7 +88,7 @@ def _by_vectors(rows: int, few: bool, gated: bool, short: bool, narrow: bool) ->
     # for vectors to float32, two by three. So of two rows, too, tensor cores multiply most.
     if rows == 2:
         return few or (short and not gated)
-    return rows <= 4 and not gated and few != short  # QKV and O of an 8B's rank
+    return rows <= 4 and not gated and few != short  # O of an 8B's rank, and QKV of int8
 
 
 def _tiles_of_8_bits(padded: int, few: bool, short: bool, gated: bool, many: bool) -> Cut:
@@ -109,7 +109,8 @@ def _tiles_of_8_bits(padded: int, few: bool, short: bool, gated: bool, many: boo
 
 
 def _tiles_of_pieces(padded: int, outputs: int, gated: bool) -> Cut:
-    """Tensor cores multiply 64 rows of the weight at least, of which parts make up."""
+    """Tensor cores multiply 64 rows of the weight at least, of which parts make up. Chosen by steps
+    of 8 layers on an H100."""
     if gated and padded == 64:
         return Cut(padded, 32, 128, 4, 8)
     if gated:  # two programs on an SM, or more stages
@@ -118,7 +119,7 @@ def _tiles_of_pieces(padded: int, outputs: int, gated: bool) -> Cut:
         return Cut(padded, 64, 256, 4, 4)
     if outputs >= FEW:
         return Cut(padded, 64, 256, 4, 6)
-    return Cut(padded, 16, 512, 4, 4, 4) if padded == 16 else Cut(padded, 32, 256, 4, 8, 2)
+    return Cut(padded, 32, 512, 4, 4, 2) if padded == 16 else Cut(padded, 32, 256, 4, 8, 2)
 
 
 def _vectors(rows: int, outputs: int, size: int, gated: bool, eight_bits: bool) -> Cut:

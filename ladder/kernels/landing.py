@@ -2,8 +2,7 @@
 
 A landing waits for the slots that every rank writes, sums them in float32 in rank order, adds the
 residual, rounds once, stores the sums of squares (and the pieces, see `ladder.kernels.pieces`), and
-clears the slots. An empty slot holds -0.0,
-which is never sent.
+clears the slots. An empty slot holds -0.0, which is never sent.
 
 It is a kernel of its own (`land`), or extra programs of a product
 (`ladder.kernels.decode.project`).
@@ -12,7 +11,7 @@ It is a kernel of its own (`land`), or extra programs of a product
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import no_type_check
 
 import torch
@@ -31,7 +30,17 @@ from ladder.jit import (
     triton,
 )
 from ladder.kernels.limits import CHUNK, MAX_OWNS, MAX_SUMS
-from ladder.kernels.pieces import Pieces, new_pieces, split, split_reference
+from ladder.kernels.pieces import (
+    Pieces,
+    largest,
+    new_pieces,
+    row_factor,
+    split,
+    split_reference,
+)
+
+# Elements that a thread of a landing with pieces has of all ranks at once, without spills.
+AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -66,10 +75,9 @@ class LandingJob:
     """One landing: out = residual (0 if `replaces`) + sums over ranks + own partials.
 
     residual, out: [M, D], different tensors, since other kernels may still read the residual.
-    squares: [M, ceil(D / CHUNK)] float32, sums of the squares of `out`; [M, 1] with `pieces`, of
-    `out`, since their factor follows from a whole row, which one program then has. sums: slots
-    [world, M, D] of this rank, which are cleared after they have been read. owns: (tensor [M, D],
-    factor).
+    squares: [M, ceil(D / CHUNK)] float32, sums of the squares of `out`; [M, 1] with `pieces`, those
+    of `out`, whose factor follows from a whole row, which one program then has. sums: slots [world,
+    M, D] of this rank, which are cleared after they have been read. owns: (tensor [M, D], factor).
     """
 
     residual: Tensor
@@ -80,11 +88,6 @@ class LandingJob:
     replaces: bool = False
     pieces: Pieces | None = None
     launched: bool = False
-
-    @property
-    def chunk(self) -> int:
-        """The elements of a row that a program has."""
-        return CHUNK if self.pieces is None else triton.next_power_of_2(self.out.shape[1])
 
 
 def land_reference(job: LandingJob) -> None:
@@ -109,16 +112,13 @@ def land_reference(job: LandingJob) -> None:
 
 @jit
 @no_type_check
-def _land(
-    program, residual, out, squares, pieces, factors, sum0, sum1, own0, own1, factor0, factor1,
-    M, D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
-    OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
-    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, SPLITS: tl.constexpr,
+def _land_chunk(
+    row, first, residual, out, sum0, sum1, own0, own1, factor0, factor1, M, D: tl.constexpr,
+    WORLD: tl.constexpr, SUMS: tl.constexpr, OWNS: tl.constexpr, REPLACES: tl.constexpr,
+    CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """One program of a landing: CHUNK elements of one row. SPLITS: all of them, and its pieces."""
-    chunks: tl.constexpr = (D + CHUNK - 1) // CHUNK
-    row = program // chunks
-    i = (program % chunks) * CHUNK + tl.arange(0, CHUNK)
+    """Land CHUNK elements of a row, from `first` on: what is stored of them, in float32."""
+    i = first + tl.arange(0, CHUNK)
     inside = i < D
     at = row.to(tl.int64) * D + i
     kind: tl.constexpr = residual.dtype.element_ty
@@ -135,10 +135,41 @@ def _land(
         total += tl.load(own1 + at, mask=inside, other=0).to(tl.float32) * factor1
     rounded = total.to(kind)
     tl.store(out + at, rounded, mask=inside)
-    total = rounded.to(tl.float32)
-    tl.store(squares + program, tl.sum(total * total, 0))
+    return rounded.to(tl.float32)
+
+
+@jit
+@no_type_check
+def _land(
+    program, residual, out, squares, pieces, factors, sum0, sum1, own0, own1, factor0, factor1,
+    M, D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
+    OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
+    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One program of a landing: CHUNK elements of one row. SPLITS: all of them, so many at a time,
+    and then their pieces."""
+    chunks: tl.constexpr = (D + CHUNK - 1) // CHUNK
     if SPLITS:
-        split(total, pieces, factors, row, at, inside, M * D)
+        square, top = 0.0, 0
+        for chunk in range(chunks):
+            x = _land_chunk(program, chunk * CHUNK, residual, out, sum0, sum1, own0, own1, factor0,
+                            factor1, M, D, WORLD, SUMS, OWNS, REPLACES, CHUNK, BITS, EMPTY,
+                            SPIN_LIMIT)  # fmt: skip
+            square += tl.sum(x * x, 0)
+            top = tl.maximum(top, largest(x))
+        tl.store(squares + program, square)
+        shrink = row_factor(top, factors + program)
+        tl.debug_barrier()  # other threads may have stored what this one reads again
+        for chunk in range(chunks):
+            i = chunk * CHUNK + tl.arange(0, CHUNK)
+            at = program.to(tl.int64) * D + i
+            x = tl.load(out + at, mask=i < D, other=0).to(tl.float32)
+            split(x * shrink, pieces, at, i < D, M * D)
+    else:
+        x = _land_chunk(program // chunks, (program % chunks) * CHUNK, residual, out, sum0, sum1,
+                        own0, own1, factor0, factor1, M, D, WORLD, SUMS, OWNS, REPLACES, CHUNK,
+                        BITS, EMPTY, SPIN_LIMIT)  # fmt: skip
+        tl.store(squares + program, tl.sum(x * x, 0))
 
 
 @jit
@@ -204,9 +235,9 @@ def _land_kernel(
 
 
 def rider_arguments(
-    rider: LandingJob | SendJob | None, like: Tensor, push: PushTarget | None
+    rider: LandingJob | SendJob | None, like: Tensor, push: PushTarget | None, warps: int
 ) -> tuple[list, dict]:
-    """The kernel arguments of a rider: pointers and factors, and constants."""
+    """The kernel arguments of a rider: pointers and factors, and constants. warps: of a program."""
     job = rider if isinstance(rider, LandingJob) else None
     sums: list[Tensor] = [] if job is None else list(job.sums)
     owns = [] if job is None else list(job.owns)
@@ -229,11 +260,19 @@ def rider_arguments(
     constants = {
         "D": 0 if rider is None else tensors[0].shape[1],
         "WORLD": world, "SUMS": len(sums), "OWNS": len(owns),
-        "REPLACES": job is not None and job.replaces, "CHUNK": CHUNK if job is None else job.chunk,
+        "REPLACES": job is not None and job.replaces, "CHUNK": _chunk(job, world, warps),
         "BITS": bits_of(like), "EMPTY": EMPTY[size], "SPIN_LIMIT": SPIN_LIMIT,
         "SPLITS": job is not None and job.pieces is not None,
     }  # fmt: skip
     return pointers, constants
+
+
+def _chunk(job: LandingJob | None, world: int, warps: int) -> int:
+    """The elements of a row that a program lands at once."""
+    if job is None or job.pieces is None:
+        return CHUNK
+    most = 32 * warps * AT_ONCE // (world if job.sums else 1)
+    return max(CHUNK, min(triton.next_power_of_2(job.out.shape[1]), most))
 
 
 def bits_of(like: Tensor) -> object:
@@ -257,10 +296,13 @@ def land(job: LandingJob) -> None:
     if not on_triton(job.residual):
         land_reference(job)
         return
-    pointers, constants = rider_arguments(job, job.residual, None)
+    warps = 4
+    if job.pieces is not None:  # one program for each row, of few rows
+        warps *= max(1, min(4, triton.next_power_of_2(job.out.shape[1]) // CHUNK))
+    pointers, constants = rider_arguments(job, job.residual, None, warps)
     launch(
         _land_kernel, (programs_of(job),), job.residual.device,
-        *pointers, **constants, num_warps=4 * max(1, min(4, job.chunk // CHUNK)),
+        *pointers, **constants, num_warps=warps,
     )  # fmt: skip
 
 
@@ -277,12 +319,13 @@ def send(job: SendJob) -> None:
     )  # fmt: skip
 
 
-def new_landing(residual: Tensor, splits: bool = False, **fields: object) -> LandingJob:
-    """A landing onto `residual` [M, D], with new memory for its results; splits: pieces, too."""
+def new_landing(residual: Tensor, **fields: object) -> LandingJob:
+    """A landing onto `residual` [M, D], with new memory for its results."""
     rows, size = residual.shape
-    chunks = 1 if splits else -(-size // CHUNK)
-    squares = torch.empty(rows, chunks, dtype=torch.float32, device=residual.device)
-    pieces = new_pieces(residual) if splits else None
-    return LandingJob(
-        residual, torch.empty_like(residual), squares, pieces=pieces, **fields  # type: ignore[arg-type]
-    )  # fmt: skip
+    squares = torch.empty(rows, -(-size // CHUNK), dtype=torch.float32, device=residual.device)
+    return LandingJob(residual, torch.empty_like(residual), squares, **fields)  # type: ignore[arg-type]
+
+
+def with_pieces(job: LandingJob) -> LandingJob:
+    """The same landing, which makes the pieces of its result, too."""
+    return replace(job, squares=job.squares.new_empty(len(job.out), 1), pieces=new_pieces(job.out))

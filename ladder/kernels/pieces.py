@@ -3,9 +3,9 @@
 An element in bfloat16 has 8 bits: two values of e4m3, of 4 bits each, are its *pieces*. The landing
 that makes a residual stores those, too, so that tensor cores multiply the weight as it is stored,
 straight from shared memory, by both pieces, and no thread converts it (`ladder.kernels.tiles`).
-What is lost: bits of elements far below the row's largest, 2^-21 of which is the most that one is
-off by; and what tensor cores cut from sums of products in e4m3 (`ladder.kernels.eight_bits`). Both
-are less than what rounding to bfloat16 loses.
+What is lost: bits of elements below 2^-13 of the row's largest, by 2^-21 of it at most; and what
+tensor cores cut from the sum of a step's columns (`ladder.kernels.eight_bits`). Both are less than
+what rounding to bfloat16 loses.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def new_pieces(like: Tensor) -> Pieces:
 def split_reference(x: Tensor, into: Pieces) -> None:
     x = x.float()
     top = x.abs().amax(1, keepdim=True)
-    exponent = (torch.frexp(top)[1] - 8).clamp(min=-126)  # so the largest is below 2^8
+    # So the largest is below 2^8. (frexp has 0 for zero's.)
+    exponent = (torch.frexp(top)[1] - 8).where(top > 0, -126).clamp(min=-126)
     factors = torch.ldexp(torch.ones_like(top), exponent)
     high = (x / factors).to(torch.float8_e4m3fn)
     into.values[0] = high
@@ -62,13 +63,24 @@ def _rounded(x):
 
 @jit
 @no_type_check
-def split(x, values, factors, row, at, inside, size):
-    """Store the pieces of a row x [D], float32 of bfloat16's values, 0 outside; its first piece
-    [D] at `at` of `values`, the second `size` elements behind."""
-    # Of integers, NaN is the largest.
-    exponent = tl.maximum(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0) >> 23, 8)
-    tl.store(factors + row, tl.where(exponent == 255, float("nan"), power(exponent - 7)))
-    x = x * power(261 - exponent)
+def largest(x):
+    """The largest magnitude of x, float32, as an integer, of which NaN is the largest."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+
+
+@jit
+@no_type_check
+def row_factor(top, factor):
+    """Store a row's factor for its `largest`; what its elements are multiplied by for `split`."""
+    exponent = tl.maximum(top >> 23, 8)
+    tl.store(factor, tl.where(exponent == 255, float("nan"), power(exponent - 7)))
+    return power(261 - exponent)
+
+
+@jit
+@no_type_check
+def split(x, values, at, inside, size):
+    """Store the pieces of x, float32 below 2^8: the first at `at`, the second `size` behind it."""
     high = _rounded(x)
     tl.store(values + at, high, mask=inside)
     tl.store(values + size + at, _rounded((x - high.to(tl.float32)) * _LOW), mask=inside)

@@ -1,4 +1,4 @@
-"""Products of 3 to 64 rows of a decode step in tiles, by tensor cores, through shared memory."""
+"""Products of 2 to 64 rows of a decode step in tiles, by tensor cores, through shared memory."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ def _tile(
         parts = tl.load(squares + m * CHUNKS + c, mask=(m < M) & (c < CHUNKS), other=0)
     # e4m3 becomes float16 by one instruction, bfloat16 by four. So a row whose norm is known is
     # scaled into float16 by a power of two: no element is beyond the norm, at most 2^15, and what
-    # small ones lose is at most 2^-38 of it.
+    # small ones lose is at most 2^-38 of it. (Of fused models those of scales for blocks: others
+    # come in pieces.)
     E4M3: tl.constexpr = weight.dtype.element_ty == tl.float8e4nv
     HALF: tl.constexpr = NORM & (PARTS > 1) & E4M3 & (x.dtype.element_ty == tl.bfloat16)
     if HALF:
@@ -219,7 +220,8 @@ def _tile_of_pieces(
         at = step * BK + columns_w
         there = ((at < K) | (K % BK == 0)) & (n_w < end)
         w = tl.load(weight + rows_w + at, mask=there, other=0.0)
-        total = tl.dot(w.to(KIND), tl.trans(a.to(KIND)), total)
+        # Tensor cores keep 14 bits of a sum and cut the rest: here, of no more than a step.
+        total = tl.dot(w.to(KIND), tl.trans(a.to(KIND)), total, max_num_imprecise_acc=WIDTH)
     total = tl.reshape(total, [PARTS, TILE, 2, PARTS, MP])
     one = tl.arange(0, PARTS)
     same = one[:, None, None, None, None] == one[None, None, None, :, None]

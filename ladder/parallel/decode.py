@@ -37,7 +37,15 @@ from ladder.comm.symmetric import SymmetricTensor
 from ladder.kernels import decode_shapes
 from ladder.kernels.decode import project
 from ladder.kernels.eight_bits import linear
-from ladder.kernels.landing import LandingJob, PushTarget, SendJob, land, new_landing, send
+from ladder.kernels.landing import (
+    LandingJob,
+    PushTarget,
+    SendJob,
+    land,
+    new_landing,
+    send,
+    with_pieces,
+)
 from ladder.kernels.limits import MAX_OWNS, MAX_ROWS, MAX_SUMS
 from ladder.kernels.pieces import Pieces
 from ladder.kernels.prefill import swiglu
@@ -273,11 +281,10 @@ class DecodePass(Pass):
         sums: list[Tensor] = []
         owns: list[tuple[Tensor, float]] = []
         replaces = False
-        splits = self.decode.splits and decode_shapes.by_pieces(len(start))
 
         def close() -> None:
             nonlocal start, sums, owns, replaces
-            jobs.append(new_landing(start, splits, sums=sums, owns=owns, replaces=replaces))
+            jobs.append(new_landing(start, sums=sums, owns=owns, replaces=replaces))
             start, sums, owns, replaces = jobs[-1].out, [], [], False
 
         for i, (landing, output) in enumerate(arrivals):
@@ -308,6 +315,8 @@ class DecodePass(Pass):
                 self.base = start
         if sums or owns or not jobs:
             close()
+        if self.decode.splits and decode_shapes.by_pieces(len(start)):
+            jobs[-1] = with_pieces(jobs[-1])
         return jobs
 
     def _rows(self, whole: Tensor) -> Tensor:

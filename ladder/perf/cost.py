@@ -20,7 +20,7 @@ from itertools import pairwise
 from statistics import NormalDist
 
 from ladder.costs import BF16, MULTIPROCESSORS, product_shapes, stored_bytes
-from ladder.kernels.decode_shapes import FEW, MAX_VECTOR_ROWS, blocks, rows_each
+from ladder.kernels.decode_shapes import FEW, MAX_VECTOR_ROWS, blocks, by_pieces, rows_each
 from ladder.kernels.limits import CHUNK, MAX_ROWS
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
@@ -150,7 +150,8 @@ class DecodeCost:
         come after the product's, with as much shared memory: they run one after the other where
         the product leaves room, and then everywhere. Each takes what a small kernel takes."""
         room, programs = places(self.batch, *self._matrix(product.part))
-        left = self.batch * -(-self.config.hidden_size // CHUNK)
+        whole = self.stored == "fp8" and by_pieces(self.batch)  # a thread block lands a whole row
+        left = self.batch * (1 if whole else -(-self.config.hidden_size // CHUNK))
         left -= max(0, room - programs) * int(self.alone(product).us / self.small)
         return self.small * math.ceil(max(0, left) / room)
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.kernels import LandingJob, decode_shapes, land, new_landing, project
+from ladder.kernels.landing import with_pieces
 from ladder.kernels.pieces import LOW, new_pieces, split_reference
 from ladder.models.quantised import quantise
 from ladder.models.storage import dequantise
@@ -27,7 +28,7 @@ def of_any_size(rows: int, size: int, device: str) -> Tensor:
 
 
 def landed(x: Tensor) -> LandingJob:
-    job = new_landing(x, splits=True)
+    job = with_pieces(new_landing(x))
     land(job)
     return job
 
@@ -62,14 +63,14 @@ def test_a_row_that_is_not_finite_has_no_factor(device: str) -> None:
 
 @pytest.mark.parametrize("device", CASES)
 @pytest.mark.parametrize("rider", [False, True])
-def test_a_landing_makes_pieces_of_its_sum(device: str, rider: bool) -> None:
+@pytest.mark.parametrize(("world", "size"), [(3, 1100), (8, 2500)])  # at once, and in turns
+def test_a_landing_makes_pieces_of_its_sum(device: str, world: int, size: int, rider: bool) -> None:
     """The reference's bits, and everything else that a landing does."""
-    residual, own = torch.randn(2, 5, 1100, device=device).bfloat16()
-    slots = torch.randn(3, 5, 1100, device=device).bfloat16()
-    plain, job = (
-        new_landing(residual, splits, sums=[slots.clone()], owns=[(own, 0.5)])
-        for splits in (False, True)
-    )
+    residual, own = torch.randn(2, 5, size, device=device).bfloat16()
+    slots = torch.randn(world, 5, size, device=device).bfloat16()
+    own[3] = residual[3] = slots[:, 3] = 0
+    plain, job = (new_landing(residual, sums=[slots.clone()], owns=[(own, 0.5)]) for _ in range(2))
+    job = with_pieces(job)
     land(plain)
     if rider:
         x, weight = torch.randn(2, 9, 40, device=device).bfloat16()
@@ -90,7 +91,6 @@ def test_a_landing_makes_pieces_of_its_sum(device: str, rider: bool) -> None:
 @pytest.mark.parametrize(
     ("device", "m", "n", "k"),
     [
-        *(on("cpu", *s) for s in ((3, 33, 300),)),
         *(on("interpreter", *s) for s in ((2, 33, 300), (9, 70, 1100), (17, 8456, 96))),
         on("interpreter", 33, 2050, 520),
         *(
@@ -99,17 +99,20 @@ def test_a_landing_makes_pieces_of_its_sum(device: str, rider: bool) -> None:
             for n, k in ((71, 200), (1536, 4096), (3584, 4096), (6144, 4096))
         ),
         *(on("cuda", m, 8456, 1024) for m in (5, 64)),
+        *(on("cuda", m, n, k) for m in (4, 16, 64) for n, k in ((1280, 8192), (400, 16384))),
     ],
 )
-def test_products(device: str, m: int, n: int, k: int) -> None:
-    """As near to float64 as products of bfloat16's elements, of rows of any size."""
+@pytest.mark.parametrize("mean", [0.0, 0.5])
+def test_products(device: str, m: int, n: int, k: int, mean: float) -> None:
+    """As near to float64 as products of bfloat16's elements, of rows of any size, and of elements
+    that have one sign more often, of whose sums tensor cores cut more."""
     assert decode_shapes.by_pieces(m)
     rows = 4.0 ** torch.randint(-3, 3, (2, n, 1), device=device)
-    exact = torch.randn(2, n, k, device=device) / k**0.5 * rows
+    exact = (torch.randn(2, n, k, device=device) + mean / 2) / k**0.5 * rows
     (gate, one), (up, other) = (quantise(each, "fp8", "w") for each in exact)
     wide = [dequantise(gate, one, torch.float64), dequantise(up, other, torch.float64)]
-    x = (torch.randn(m, k, device=device) * 4.0 ** (torch.arange(m, device=device) % 5)[:, None]
-         ).bfloat16()  # fmt: skip
+    sizes = 4.0 ** (torch.arange(m, device=device) % 5)[:, None]
+    x = ((torch.randn(m, k, device=device) + mean) * sizes).bfloat16()
     x[1, 3] = 2.0**9  # an outlier
     job = landed(x)
     add = torch.randn(m, n, device=device).bfloat16()
