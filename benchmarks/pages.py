@@ -19,6 +19,7 @@ from typing import Any
 
 import adapt_report
 import bench_pages
+import operator_figures
 import quality_frontier
 import quality_report
 import residual_report
@@ -52,6 +53,8 @@ QUALITY_LATENCY = (
 )
 RESIDUAL = "2026-11-22-residual-cpu"
 OPS, FUSED = "2026-11-23-ops-h200x2", "flux-gpt3"  # the shape that is drawn
+OPS_BAGS = "2026-11-25-ops-bags-h100x2"
+OPS_FEW, OPS_ROWS = "2026-11-25-ops-h100x2", "2026-11-25-ops-rows-h100x2"
 MODEL, TP, BATCH = "llama-3-8b", 4, 1  # of the figures of inference
 
 
@@ -178,6 +181,11 @@ FIGURES: dict[str, Callable[[], str]] = {
     "latency.svg": latency,
     "batches.svg": batches,
     "operators.svg": operators,
+    "bags.svg": lambda: operator_figures.bags(read(OPS_BAGS)),
+    "bags-programs.svg": lambda: operator_figures.programs(read(OPS_BAGS)),
+    "bags-order.svg": lambda: operator_figures.orders(read(OPS_ROWS)),
+    "few-rows.svg": lambda: operator_figures.few_rows(read(OPS_FEW)),
+    "experts.svg": lambda: operator_figures.experts(read(OPS_ROWS)),
     "quality-latency.svg": quality_latency,
     "quality-no-nvlink.svg": quality_no_nvlink,
     "residual-initial.svg": written_initial,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import pytest
 from ladder.bench import figures
 from ladder.bench.ops.best import best_rows
 from ladder.bench.ops.derive import records, summarise
-from ladder.bench.ops.page import finding, write_page
-from ladder.bench.ops.points import BAGS, OpPoint
+from ladder.bench.ops.page import finding, normalised, write_page
+from ladder.bench.ops.points import BAGS, EXPERTS, FEW, OpPoint
 from tests.bench.records import timed
 
 OP = "matmul_all_reduce"
@@ -111,3 +112,26 @@ def test_the_page_has_figures_and_says_what_lost() -> None:
     newer = summarise([timed("alone", "alone", 90.0), timed("NCCL", "collective", 160.0)], 40.0)
     again = records(OpPoint(OP, "x", 64, 8, 8, 2, "float32"), newer, {"ranks": 2, "gpu": "H"})
     assert write_page([*found, *again]).count("90.0") == 1  # a newer record replaces the older
+
+
+def test_times_over_the_baseline_as_the_papers_figures() -> None:
+    """By hand: 80 and 120 us over the 160 of the faster baseline; the floor is 100 us."""
+    for op, label in ((FEW, "x, m 8"), (EXPERTS, "x, m 8"), (BAGS, "{8 | 4}, pooling 3")):
+        bags = (4, 3) if op == BAGS else (0, 0)
+        point = OpPoint(op, "x", 8, 8, 8, 2, "float32", 0, *bags)
+        each = [
+            timed("alone", "alone", 100.0), timed("NCCL", "collective", 160.0),
+            timed("NCCL, by table", "collective", 200.0),
+            timed("staged", "operator", 120.0), timed("pushed", "operator", 80.0),
+        ]  # fmt: skip
+        found = records(point, summarise(each, 40.0), {"ranks": 2})
+        text = json.dumps(found[0]["point"])
+        bars = [(bar.name, bar.value, bar.bound) for bar in normalised(text, found)]
+        ours, floor = (f"{label}: pushed", 0.5, False), (f"{label}: floor", 0.625, True)
+        assert bars == [(f"{label}: staged", 0.75, False), ours, floor]
+        fastest = [(bar.name, bar.value, bar.bound) for bar in normalised(text, found, True)]
+        assert fastest == [ours, floor]
+        if figures.available():
+            page = write_page(found)
+            assert f"{label}: pushed: 0.5 x" in page
+            assert (f"{label}: staged: 0.75 x" in page) == (op == BAGS)  # of others the fastest

@@ -12,7 +12,7 @@ from ladder.bench.ops import derive
 from ladder.bench.ops.best import BEST, best_rows, of_role
 from ladder.bench.ops.cases import plain
 from ladder.bench.ops.derive import EXPLANATION, groups, rows, sizes
-from ladder.bench.ops.points import BACK, BAGS, SEND
+from ladder.bench.ops.points import BACK, BAGS, EXPERTS, FEW, SEND
 from ladder.bench.report import NO_FIGURES, Aside, Figure, Heading, PagePart, Table, page
 from ladder.ops.registry import ANY_ORDER
 
@@ -71,12 +71,16 @@ def picked_ranges(records: Records) -> list[str]:
 
 
 def _figures(op: str, points: Mapping[str, Records]) -> list[PagePart]:
-    """E by m for each shape with several m; bars of the largest m, or of all embedding bags."""
+    """E by m for each shape with several m; bars of the largest m, or over the baseline of all."""
     if op == BAGS:
-        bars = [bar for text, members in points.items() for bar in _normalised(text, members)]
+        bars = [bar for text, members in points.items() for bar in normalised(text, members)]
         what = "Time over that of lookup, then collective; hatched: the floor."
         return [Figure(figures.bars(bars, "x"), what)]
     parts: list[PagePart] = []
+    if op in (FEW, EXPERTS):
+        bars = [bar for each in points.items() for bar in normalised(*each, fastest=True)]
+        what = "The fastest, over product, then collective; hatched: the floor."
+        parts.append(Figure(figures.bars(bars, "x"), what))
     by_shape: dict[str, dict[int, Records]] = {}
     for text, members in points.items():
         point = json.loads(text)
@@ -147,21 +151,25 @@ def _bars(records: Records) -> list[Bar]:
     return [*found, *bounds, Bar("link", link, f"{link:.0f} us", MUTED, bound=True)]
 
 
-def _normalised(text: str, records: Records) -> list[Bar]:
-    """The operator's ways over the baseline, labelled {batch | tables} as in the paper."""
+def normalised(text: str, records: Records, fastest: bool = False) -> list[Bar]:
+    """The operator's ways over the baseline, then the floor: as the fused operators' paper.
+
+    fastest: the fastest way alone. Bags are labelled {batch | tables} as there.
+    """
     point = json.loads(text)
-    label = f"{{{point['m']} | {point['tables']}}}, pooling {point['pooling']}"
+    label = f"{sizes(point)}, m {point['m']}"
+    if point["op"] == BAGS:
+        label = f"{{{point['m']} | {point['tables']}}}, pooling {point['pooling']}"
     base = min(r["result"]["us"] for r in records if r["point"]["role"] == "collective")
-    found = [
-        Bar(
-            f"{label}: {_name(record)}", record["result"]["us"] / base,
-            f"{record['result']['us'] / base:.2f} x", _colour(record),
-        )
-        for record in records
-        if record["point"]["role"] in ("operator", "torch")
-    ]  # fmt: skip
+    found = [record for record in records if record["point"]["role"] in ("operator", "torch")]
+    if fastest:
+        found = sorted(found, key=lambda record: record["result"]["us"])[:1]
+    bars = []
+    for record in found:
+        ratio = record["result"]["us"] / base
+        bars.append(Bar(f"{label}: {_name(record)}", ratio, f"{ratio:.2f} x", _colour(record)))
     floor = records[0]["result"]["floor_us"] / base
-    return [*found, Bar(f"{label}: floor", floor, f"{floor:.2f} x", MUTED, bound=True)]
+    return [*bars, Bar(f"{label}: floor", floor, f"{floor:.2f} x", MUTED, bound=True)]
 
 
 def _name(record: Mapping[str, Any]) -> str:
