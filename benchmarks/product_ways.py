@@ -29,9 +29,16 @@ class Way(NamedTuple):
     early: int = decode_shapes.EARLY
 
 
+def in_pieces(rows: int, product: Product) -> bool:
+    """Whether a step multiplies this weight by pieces of its input (`ladder.kernels.pieces`)."""
+    return product.normed and product.weights == "fp8" and decode_shapes.by_pieces(rows)
+
+
 def today(rows: int, product: Product) -> Cut:
-    eight_bits = product.weights != "bf16"
-    return decode_shapes.blocks(rows, product.outputs, product.inputs, product.gated, 2, eight_bits)
+    return decode_shapes.blocks(
+        rows, product.outputs, product.inputs, product.gated, 2, product.weights != "bf16",
+        in_pieces(rows, product),
+    )  # fmt: skip
 
 
 def tiles(rows: int, product: Product) -> Cut | None:

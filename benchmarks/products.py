@@ -37,8 +37,8 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from kernels import EPS, SHAPES, Call, captured, copies, landed, layer, replayed
-from product_ways import WAYS, Product, Way, usable
+from kernels import EPS, SHAPES, Call, captured, copies, layer, replayed
+from product_ways import WAYS, Product, Way, in_pieces, usable
 from torch import Tensor
 
 from ladder import kernels
@@ -46,6 +46,7 @@ from ladder.bench.floors import bandwidth, matrix_rate
 from ladder.bench.inference.command import machine
 from ladder.kernels import decode, decode_shapes
 from ladder.kernels.carveout import DRIVERS, carveout, least
+from ladder.kernels.landing import with_pieces
 from ladder.kernels.limits import MAX_ROWS
 from ladder.models.quantised import quantise
 from ladder.models.storage import QUANTISED, dequantise
@@ -137,7 +138,13 @@ def wrong_riders(
 
 def new_input(rows: int, product: Product) -> Input:
     x = torch.randn(rows, product.inputs, device="cuda", dtype=torch.bfloat16)
-    return Input(x, {"squares": landed(x).squares, "eps": EPS} if product.normed else {})
+    if not product.normed:
+        return Input(x, {})
+    job = kernels.new_landing(x)
+    if in_pieces(rows, product):
+        job = with_pieces(job)
+    kernels.land(job)
+    return Input(x, {"squares": job.squares, "pieces": job.pieces, "eps": EPS})
 
 
 def wrong(way: Way, product: Product, read: Input, weight: Matrix) -> str | None:
