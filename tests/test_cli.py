@@ -97,11 +97,11 @@ def test_importing_ladder_starts_nothing() -> None:
 
 
 def test_predictions_do_not_import_torch() -> None:
-    """That takes longer than they do. Those of prompts ask what the engine runs, which needs it."""
+    """That takes longer than they do. Only prompts that may run by operators ask their table."""
     code = (
         "import sys\n"
         "from ladder.cli import main\n"
-        "for words in ('', '--weights fp8', '--train --batch 1', '--tp-degree 8'):\n"
+        "for words in ('', '--weights fp8', '--train --batch 1', '--prefill', '--tp-degree 8'):\n"
         "    assert main(['predict', 'llama-3-8b', *words.split()]) == 0, words\n"
         "assert main(['predict', 'llama-3-70b', '--json']) == 0\n"
         "assert 'torch' not in sys.modules\n"

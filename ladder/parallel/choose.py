@@ -5,24 +5,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ladder.comm.access import common_push_refusal
 from ladder.kernels.limits import MAX_ROWS
 from ladder.models.errors import UserError, unknown
 from ladder.models.plan import Plan
 from ladder.models.ranks import Ranks
-from ladder.models.reducer import Reducer
-from ladder.parallel.decode import DecodeReducer
 from ladder.parallel.dispatch import Dispatch
-from ladder.parallel.eight_bits import EightBitReducer
-from ladder.parallel.fused import FusedReducer
-from ladder.parallel.reducers import AsyncReducer, PushReducer
 from ladder.parallel.refusals import fused_refusal, sharded_refusal
-from ladder.parallel.sequence import SequenceReducer
-from ladder.parallel.sharded import ShardedReducer
+
+if TYPE_CHECKING:  # predictions choose, too, and need no torch
+    import torch
+
+    from ladder.models.reducer import Reducer
 
 PHASES = ("train", "prefill", "decode")
 OVERLAPS = "the operators' table overlaps their products"
@@ -32,36 +28,47 @@ OVERLAPS = "the operators' table overlaps their products"
 class Capabilities:
     """A reducer and its capabilities.
 
-    make: the class. base: whether it can be a model's own reducer, made from ranks and a group;
-    other reducers are for some passes of a model with a base. backward: it has gradients.
-    peer_memory: it needs access to the peers' memory. shards_residual: each rank holds the residual
-    of its own tokens only. virtual_ranks: a process may hold several ranks. rounds: its sums of
-    prompts are not those of the others.
+    where: "module:class" in `ladder.parallel`, which is imported where `make` is asked for. base:
+    whether it can be a model's own reducer, made from ranks and a group; other reducers are for
+    some passes of a model with a base. backward: it has gradients. peer_memory: it needs access to
+    the peers' memory. shards_residual: each rank holds the residual of its own tokens only.
+    virtual_ranks: a process may hold several ranks. rounds: its sums of prompts are not those of
+    the others. kind: of the 8 bits to which it rounds.
     """
 
-    make: Any
+    where: str
     base: bool
     backward: bool = False
     peer_memory: bool = False
     shards_residual: bool = False
     virtual_ranks: bool = False
     rounds: bool = False
+    kind: str = ""
+
+    @property
+    def make(self) -> Any:
+        """The class, which makes one from ranks and a group."""
+        module, name = self.where.split(":")
+        found = getattr(import_module(f"ladder.parallel.{module}"), name)
+        return functools.partial(found, kind=self.kind) if self.kind else found
 
 
 def _in_eight_bits(kind: str) -> Capabilities:
-    make = functools.partial(EightBitReducer, kind=kind)
-    return Capabilities(make, base=True, virtual_ranks=True, rounds=True)
+    where = "eight_bits:EightBitReducer"
+    return Capabilities(where, base=True, virtual_ranks=True, rounds=True, kind=kind)
 
 
 REDUCERS = {
-    "async": Capabilities(AsyncReducer, base=True, backward=True, virtual_ranks=True),
-    "push": Capabilities(PushReducer, base=True, peer_memory=True, virtual_ranks=True),
+    "async": Capabilities("reducers:AsyncReducer", base=True, backward=True, virtual_ranks=True),
+    "push": Capabilities("reducers:PushReducer", base=True, peer_memory=True, virtual_ranks=True),
     "async-fp8": _in_eight_bits("fp8"),
     "async-int8": _in_eight_bits("int8"),
-    "sequence": Capabilities(SequenceReducer, base=True, backward=True, shards_residual=True),
-    "fused": Capabilities(FusedReducer, base=True, backward=True, shards_residual=True),
-    "sharded": Capabilities(ShardedReducer, base=False, shards_residual=True),
-    "decode": Capabilities(DecodeReducer, base=False),
+    "sequence": Capabilities(
+        "sequence:SequenceReducer", base=True, backward=True, shards_residual=True
+    ),
+    "fused": Capabilities("fused:FusedReducer", base=True, backward=True, shards_residual=True),
+    "sharded": Capabilities("sharded:ShardedReducer", base=False, shards_residual=True),
+    "decode": Capabilities("decode:DecodeReducer", base=False),
 }
 TRAINING = tuple(name for name, each in REDUCERS.items() if each.base and each.backward)
 # `fused` is for prompts: a model's own reducer is then that of `auto` (see `inference_base`).
@@ -216,4 +223,6 @@ def pick_reducer(processes: int) -> str:
 
     All ranks must call this.
     """
+    from ladder.comm.access import common_push_refusal  # late: it needs torch
+
     return "async" if processes == 1 or common_push_refusal(processes) else "push"

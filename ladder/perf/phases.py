@@ -12,6 +12,7 @@ from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.plan import Plan
 from ladder.models.ranks import Ranks
+from ladder.parallel.choose import choose
 from ladder.parallel.dispatch import load_dispatch
 from ladder.parallel.overlap import Overlap, prompt_mode
 from ladder.parallel.refusals import fused_refusal, sharded_refusal
@@ -255,15 +256,13 @@ def prompt_way(
     """
     if tp == 1:
         return Way(1)
-    import torch  # late: the engine's choice needs it, and other phases do not
-
-    from ladder.parallel.choose import choose
-
     table = load_dispatch(gpu, tp) if reducer in ("push", FUSED) else None
     token = BF16 * config.hidden_size  # of a partial
-    listed = Overlap(config, gpu, tp, torch.bfloat16)
 
     def overlaps(tokens: int) -> bool:
+        import torch  # late: only prompts that may run by operators ask
+
+        listed = Overlap(config, gpu, tp, torch.bfloat16)
         return weights == "bf16" and listed(tokens, prompt_mode(tokens))
 
     chosen = choose("prefill", plan, Ranks(tp), shape, token, table, reducer, overlaps=overlaps)
