@@ -28,12 +28,12 @@ OVERLAPS = "the operators' table overlaps their products"
 class Capabilities:
     """A reducer and its capabilities.
 
-    where: "module:class" in `ladder.parallel`, which is imported where `make` is asked for. base:
-    whether it can be a model's own reducer, made from ranks and a group; other reducers are for
-    some passes of a model with a base. backward: it has gradients. peer_memory: it needs access to
-    the peers' memory. shards_residual: each rank holds the residual of its own tokens only.
-    virtual_ranks: a process may hold several ranks. rounds: its sums of prompts are not those of
-    the others. kind: of the 8 bits to which it rounds.
+    where: "module:class", of `ladder.parallel` if it begins with a dot; imported where `make` is
+    asked for. base: whether it can be a model's own reducer, made from ranks and a group; other
+    reducers are for some passes of a model with a base. backward: it has gradients. peer_memory: it
+    needs access to the peers' memory. shards_residual: each rank holds the residual of its own
+    tokens only. virtual_ranks: a process may hold several ranks. rounds: its sums of prompts are
+    not those of the others. kind: of the 8 bits to which it rounds.
     """
 
     where: str
@@ -49,26 +49,26 @@ class Capabilities:
     def make(self) -> Any:
         """The class, which makes one from ranks and a group."""
         module, name = self.where.split(":")
-        found = getattr(import_module(f"ladder.parallel.{module}"), name)
+        found = getattr(import_module(module, "ladder.parallel"), name)
         return functools.partial(found, kind=self.kind) if self.kind else found
 
 
 def _in_eight_bits(kind: str) -> Capabilities:
-    where = "eight_bits:EightBitReducer"
+    where = ".eight_bits:EightBitReducer"
     return Capabilities(where, base=True, virtual_ranks=True, rounds=True, kind=kind)
 
 
 REDUCERS = {
-    "async": Capabilities("reducers:AsyncReducer", base=True, backward=True, virtual_ranks=True),
-    "push": Capabilities("reducers:PushReducer", base=True, peer_memory=True, virtual_ranks=True),
+    "async": Capabilities(".reducers:AsyncReducer", base=True, backward=True, virtual_ranks=True),
+    "push": Capabilities(".reducers:PushReducer", base=True, peer_memory=True, virtual_ranks=True),
     "async-fp8": _in_eight_bits("fp8"),
     "async-int8": _in_eight_bits("int8"),
     "sequence": Capabilities(
-        "sequence:SequenceReducer", base=True, backward=True, shards_residual=True
+        ".sequence:SequenceReducer", base=True, backward=True, shards_residual=True
     ),
-    "fused": Capabilities("fused:FusedReducer", base=True, backward=True, shards_residual=True),
-    "sharded": Capabilities("sharded:ShardedReducer", base=False, shards_residual=True),
-    "decode": Capabilities("decode:DecodeReducer", base=False),
+    "fused": Capabilities(".fused:FusedReducer", base=True, backward=True, shards_residual=True),
+    "sharded": Capabilities(".sharded:ShardedReducer", base=False, shards_residual=True),
+    "decode": Capabilities(".decode:DecodeReducer", base=False),
 }
 TRAINING = tuple(name for name, each in REDUCERS.items() if each.base and each.backward)
 # `fused` is for prompts: a model's own reducer is then that of `auto` (see `inference_base`).

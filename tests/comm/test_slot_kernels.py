@@ -228,7 +228,9 @@ MUTATIONS: dict[str, tuple[str, Any, str, str, str]] = {
     ),
     "push_land: nothing is cleared": ("push_land", LAND, CLEARS["push_land"], "pass", NOT),
     "collect: nothing is cleared": ("collect", COLLECT, CLEARS["collect"], "pass", NOT),
-    "landing: nothing is cleared": ("landing", landing._land, CLEARS["landing"], "pass", NOT),
+    "landing: nothing is cleared": (
+        "landing", landing._land_chunk, CLEARS["landing"], "pass", NOT,
+    ),
     **{
         f"{check}: no wait": (check, function, MISSING, "missing = 0", OTHER)
         for function, checks in (

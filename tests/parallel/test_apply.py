@@ -109,7 +109,8 @@ class Counting(AsyncReducer):
 
 def train_by(rank: int, world: int, settings: dict[str, Any]) -> int:
     """Train by a reducer that is registered as `counting`; the calls of it."""
-    registered = {"counting": replace(choose.REDUCERS["async"], make=Counting)}
+    where = f"{__name__}:Counting"
+    registered = {"counting": replace(choose.REDUCERS["async"], where=where)}
     names = (*choose.TRAINING, "counting")
     with mock.patch.dict(choose.REDUCERS, registered), mock.patch.object(choose, "TRAINING", names):
         train(build(TrainConfig, settings, "test recipe"), device="cpu")
