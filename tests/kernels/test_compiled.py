@@ -57,7 +57,7 @@ def compiled(*options: str) -> dict[str, Any]:
 def printed(module: str, *options: str) -> dict[str, Any]:
     """The JSON object that a module of the tests prints."""
     code = [sys.executable, "-m", module, *options]
-    run = subprocess.run(code, capture_output=True, cwd=ROOT, timeout=2 * PATIENCE, check=False)
+    run = subprocess.run(code, capture_output=True, cwd=ROOT, timeout=4 * PATIENCE, check=False)
     assert run.returncode == 0, run.stderr.decode()
     return json.loads(run.stdout)
 
