@@ -33,6 +33,19 @@ def _bring(matrix, rows, K: tl.constexpr, COLUMNS: tl.constexpr):
 
 @jit
 @no_type_check
+def _bring_first(
+    weight, up, n, end, K: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """The same of a tile's rows n [1, BN], of both weights if GATED."""
+    if COLUMNS > 0:
+        own = tl.minimum(tl.trans(n), end - 1).to(tl.int64) * K
+        _bring(weight, own, K, COLUMNS)
+        if GATED:
+            _bring(up, own, K, COLUMNS)
+
+
+@jit
+@no_type_check
 def _halves(both, MP: tl.constexpr, BN: tl.constexpr):
     """[MP, 2 BN] as two [MP, BN]."""
     return tl.split(tl.permute(tl.reshape(both, [MP, 2, BN]), (0, 2, 1)))
@@ -109,11 +122,7 @@ def _tile(
             scale_rows += tl.where(across < BN, 0, up_scales.to(tl.int64) - scales.to(tl.int64))
         scale = _block_scales(scales, scale_rows, part, scaled < end, blocks)
     if PDL:
-        if EARLY > 0:
-            own = tl.minimum(tl.trans(n), end - 1).to(tl.int64) * K
-            _bring(weight, own, K, EARLY * BK)
-            if GATED:
-                _bring(up, own, K, EARLY * BK)
+        _bring_first(weight, up, n, end, K, EARLY * BK, GATED)
         gdc_wait()
     if NORM:  # read here, so that nothing waits for it at the end
         c = tl.arange(0, CP)[None, :]
@@ -202,11 +211,7 @@ def _tile_of_pieces(
     m_x, columns_x = i % MP, i // MP % PARTS * WIDTH + columns
     rows_x = (i // (PARTS * MP) * M + m_x) * K
     if PDL:
-        if EARLY > 0:
-            own = tl.minimum(tl.trans(n), end - 1).to(tl.int64) * K
-            _bring(weight, own, K, EARLY * BK)
-            if GATED:
-                _bring(up, own, K, EARLY * BK)
+        _bring_first(weight, up, n, end, K, EARLY * BK, GATED)
         gdc_wait()
     norm = tl.load(factors + m, mask=m < M, other=0)
     if NORM:

@@ -260,10 +260,11 @@ def prompt_way(
     token = BF16 * config.hidden_size  # of a partial
 
     def overlaps(tokens: int) -> bool:
+        if weights != "bf16":
+            return False
         import torch  # late: only prompts that may run by operators ask
 
-        listed = Overlap(config, gpu, tp, torch.bfloat16)
-        return weights == "bf16" and listed(tokens, prompt_mode(tokens))
+        return Overlap(config, gpu, tp, torch.bfloat16)(tokens, prompt_mode(tokens))
 
     chosen = choose("prefill", plan, Ranks(tp), shape, token, table, reducer, overlaps=overlaps)
     if table is None:
