@@ -39,7 +39,7 @@ from ladder.kernels.pieces import (
     split_reference,
 )
 
-# Elements that a thread of a landing with pieces has of all ranks at once, without spills.
+# Elements that a thread of a landing with pieces has of all ranks and sums at once, without spills.
 AT_ONCE = 64
 
 
@@ -271,7 +271,7 @@ def _chunk(job: LandingJob | None, world: int, warps: int) -> int:
     """The elements of a row that a program lands at once."""
     if job is None or job.pieces is None:
         return CHUNK
-    most = 32 * warps * AT_ONCE // (world if job.sums else 1)
+    most = 32 * warps * AT_ONCE // max(1, world * len(job.sums))
     return max(CHUNK, min(triton.next_power_of_2(job.out.shape[1]), most))
 
 
