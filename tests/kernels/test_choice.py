@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 
@@ -10,8 +14,10 @@ from ladder.comm.primitives import EMPTY
 from ladder.comm.push import SETS
 from ladder.comm.symmetric import SymmetricTensor
 from ladder.infer.sampling import choose_greedily
+from ladder.kernels import choice
 from ladder.kernels.choice import GreedyChoice, embed
 from ladder.models import Reducer
+from tests.comm.scripted import arriving, weakened
 from tests.interpreter import addresses
 from tests.kernels.support import on
 
@@ -40,13 +46,13 @@ def test_the_greedy_choice(device: str, dtype: torch.dtype, size: int) -> None:
     logits[6, size - 1] = 100.0
     out, tokens = (torch.full((9,), 77, device=device) for _ in range(2))
     positions = torch.arange(9, device=device)
-    choice = GreedyChoice(9, 0, 1, None, torch.device(device))
-    choice(logits, 0, out, tokens, positions, 7)
+    choose = GreedyChoice(9, 0, 1, None, torch.device(device))
+    choose(logits, 0, out, tokens, positions, 7)
     wanted = choose_greedily(logits, 0, Reducer())
     assert out.tolist() == wanted.tolist()
     assert tokens.tolist() == wanted.clamp(min=0).tolist()
     assert positions.tolist() == [1, 2, 3, 4, 5, 6, 7, 7, 7]
-    choice(logits, 500, out, tokens)
+    choose(logits, 500, out, tokens)
     assert out.tolist() == [500 + token if token >= 0 else -1 for token in wanted.tolist()]
     assert positions[0] == 1
 
@@ -89,3 +95,59 @@ def test_the_greedy_choice_over_ranks(
             assert positions.tolist() == [min(turn + 1, 3)] * batch
             empty = (slots[last].view(SETS, -1) == EMPTY[4]).float().mean(-1)
             assert empty.tolist() == [float(n != turn % SETS) for n in range(SETS)]
+
+
+def check_waits() -> None:
+    """Logits come before tokens or after them, one peer's before another's: all are waited for.
+
+    A look reads all logits, then all tokens. The likeliest token is of the peer that comes last.
+    """
+    world, rank, device = 3, 1, torch.device("cpu")
+    for first, last, early, late in ((0, 2, 0, 1), (2, 0, 0, 1), (0, 2, 1, 0)):
+        slots = [torch.full((SETS, world, 2), EMPTY[4], dtype=torch.int32) for _ in range(world)]
+        own = slots[rank]
+        memory = SymmetricTensor(rank, [each.flatten() for each in slots], addresses(slots))
+
+        values: Any = {first: 10.0, last: 20.0}
+
+        def come(peer: int, word: int, own: Any = own, values: Any = values) -> Callable[[], None]:
+            value = values[peer]
+            words = own.view(torch.float32) if word == 0 else own
+            return lambda: words[0, peer, word].fill_(value)
+
+        looks = {
+            3: come(first, early), 5: come(last, early), 7: come(first, late), 9: come(last, late),
+        }  # fmt: skip
+        with mock.patch.object(symmetric, "allocate", return_value=memory):
+            choose = GreedyChoice(1, rank, world, None, device)
+        out, tokens = torch.zeros(2, 1, dtype=torch.int64)
+        with mock.patch.object(choice, "interpreted", return_value=False), arriving(looks):
+            choose(torch.tensor([[1.0, 0.0]]), 5, out, tokens)
+        assert out.tolist() == tokens.tolist() == [20], "words from before they came"
+        for each in slots:
+            assert each.view(torch.float32)[0, rank, 0] == 1.0
+            assert each[0, rank, 1] == 5, "a peer was told another token"
+        assert torch.all(own[1:] == EMPTY[4])
+
+
+EMPTY_WORDS = "tl.max(((found == EMPTY) | (where == EMPTY)).to(tl.int32)) > 0"
+MUTATIONS = {
+    "no wait": (EMPTY_WORDS, "spins < 0"),
+    "waits for the logits": (EMPTY_WORDS, "tl.max((found == EMPTY).to(tl.int32)) > 0"),
+    "waits for the tokens": (EMPTY_WORDS, "tl.max((where == EMPTY).to(tl.int32)) > 0"),
+    "waits for one rank": (EMPTY_WORDS, EMPTY_WORDS.replace("max", "min")),
+    "waits for one word of each": (EMPTY_WORDS, EMPTY_WORDS.replace("|", "&")),
+    "sends another token": ("tl.store(base + at + 1, token)", "tl.store(base + at + 1, token + 1)"),
+}
+
+
+@pytest.mark.parametrize("device", [on("interpreter")])
+def test_a_choice_waits_for_every_word_of_every_rank(device: str) -> None:
+    check_waits()
+
+
+@pytest.mark.parametrize("device", [on("interpreter")])
+@pytest.mark.parametrize("what", MUTATIONS)
+def test_a_weakened_choice_is_seen(device: str, what: str) -> None:
+    with weakened(choice._choose_kernel, *MUTATIONS[what]), pytest.raises(AssertionError):
+        check_waits()
