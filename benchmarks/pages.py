@@ -263,10 +263,14 @@ def quality_page(model: str | None = None, tp: int = quality_frontier.T) -> Page
     return Page(name, quality_frontier.finding(records, found), text)
 
 
+def record_files() -> list[Path]:
+    return sorted(RESULTS.glob("*.jsonl"))
+
+
 def pages() -> list[Page]:
     """A page for each file of results in a known form."""
     found = [quality_page(), quality_page(MODEL), quality_page("half-8b", 2)]
-    for file in sorted(RESULTS.glob("*.jsonl")):
+    for file in record_files():
         records = read(file.stem)
         point = records[0].get("point", {})
         if "reducer" in point:
