@@ -87,7 +87,7 @@ SOME = (
     "2026-11-22-comm-h200x2",
     "2026-11-21-train-8b-again-h200x4",
     "2026-11-24-train-virtual-h200",
-    "2026-11-21-adapt-h200",
+    "2026-11-21-adapt-tenth-h200x4",
     "2026-11-21-adapt-cpu",
     pages.OPS_BAGS,
     "2026-11-21-convert-cpu",
