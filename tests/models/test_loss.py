@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ladder.models.loss import LossFunctions, scaled_probabilities, sum_exp, token_losses
 from ladder.models.reducer import Reducer
+from tests.parallel.steps import BACKENDS
 
 VOCABULARY = 301
 
@@ -54,9 +55,13 @@ def test_only_the_logits_are_kept() -> None:
     assert [each.data_ptr() for each in large] == [logits.data_ptr()]
 
 
-def test_compiled() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled(backend: str) -> None:
     """The compiled passes, which `compile=true` puts in, give the same."""
-    compiled = LossFunctions(torch.compile(sum_exp), torch.compile(scaled_probabilities))
+    compiled = LossFunctions(
+        torch.compile(sum_exp, backend=backend),
+        torch.compile(scaled_probabilities, backend=backend),
+    )
     found = []
     for each in (LossFunctions(), compiled):
         logits, targets, weights = sample(torch.float32, 3.0)
