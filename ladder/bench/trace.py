@@ -18,7 +18,9 @@ Source: Ladder Residual (arXiv 2501.06589), Figure 6, as a number.
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
+import pkgutil
 import statistics
 import time
 from collections import defaultdict
@@ -31,15 +33,16 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, record_function
 
-import ladder.comm.two_shot
-import ladder.kernels.attention
-import ladder.kernels.choice
-import ladder.kernels.decode
-import ladder.kernels.prefill  # noqa: F401  (these declare all of our kernels)
-from ladder import jit
+from ladder import comm, jit, kernels
 from ladder.files import make_folder, write_text
 from ladder.models.errors import UserError
 from ladder.parallel import launch
+
+# All of our kernels declare their kinds when they are imported, also those of a trace that is read
+# from a file.
+for package in (comm, kernels):
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
 
 COMMUNICATION, LANDING, TRANSFER, COMPUTATION, BOTH = (
     "communication",

@@ -51,6 +51,7 @@ NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul
         ("_send_kernel", COMMUNICATION),
         ("_land_kernel", LANDING),
         ("_land_rows_kernel", LANDING),
+        ("_land_slots_kernel", LANDING),
         ("_project_kernel", BOTH),
         ("_choose_kernel", BOTH),
         ("_norm_kernel", COMPUTATION),

@@ -44,6 +44,8 @@ class Dram:
         waiting = self._product if stream == "product" else self._communication
         waiting.append([entries, round(cost * self.service), done, kind])
         self._fill()
+        if not self._busy:
+            self.engine.after(self._begin(), self._serve)
 
     def _fill(self) -> None:
         product, communication, queue = self._product, self._communication, self._queue
@@ -67,20 +69,33 @@ class Dram:
             else:
                 stream.popleft()
                 queue.append((request[1], request[2], own, request[3]))
-        if queue and not self._busy:
-            self._busy = True
-            time, _, own, _ = queue[0]
-            self.served["product" if own else "communication"] += time
-            if own != self._last:
-                time += self.switch
-                self._last = own
-            self.engine.after(time, self._serve)
+
+    def _begin(self) -> int:
+        """Serve the first entry of the queue; the picoseconds that it takes."""
+        self._busy = True
+        time, _, own, _ = self._queue[0]
+        self.served["product" if own else "communication"] += time
+        if own != self._last:
+            time += self.switch
+            self._last = own
+        return time
 
     def _serve(self) -> None:
-        _, done, _, kind = self._queue.popleft()
-        self._busy = False
-        if self.trace is not None:
-            self.trace.append((self.engine.now, kind, self.entry))
-        if done is not None:
-            done()
-        self._fill()
+        """The first entry has been served; so are all behind it until something else happens."""
+        while True:
+            _, done, _, kind = self._queue.popleft()
+            self._busy = False
+            if self.trace is not None:
+                self.trace.append((self.engine.now, kind, self.entry))
+            if done is not None:
+                done()
+                if self._busy:  # it has asked for more, which is being served
+                    self._fill()
+                    return
+            self._fill()
+            if not self._queue:
+                return
+            time = self._begin()
+            if not self.engine.passed(time):
+                self.engine.after(time, self._serve)
+                return
