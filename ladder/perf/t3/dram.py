@@ -45,6 +45,7 @@ class Dram:
         waiting.append([entries, round(cost * self.service), done, kind])
         self._fill()
         if not self._busy:
+            self._busy = True
             self.engine.after(self._begin(), self._serve)
 
     def _fill(self) -> None:
@@ -72,7 +73,6 @@ class Dram:
 
     def _begin(self) -> int:
         """Serve the first entry of the queue; the picoseconds that it takes."""
-        self._busy = True
         time, _, own, _ = self._queue[0]
         self.served["product" if own else "communication"] += time
         if own != self._last:
@@ -84,16 +84,13 @@ class Dram:
         """The first entry has been served; so are all behind it until something else happens."""
         while True:
             _, done, _, kind = self._queue.popleft()
-            self._busy = False
             if self.trace is not None:
                 self.trace.append((self.engine.now, kind, self.entry))
             if done is not None:
                 done()
-                if self._busy:  # it has asked for more, which is being served
-                    self._fill()
-                    return
             self._fill()
             if not self._queue:
+                self._busy = False
                 return
             time = self._begin()
             if not self.engine.passed(time):
