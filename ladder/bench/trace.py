@@ -17,6 +17,7 @@ Source: Ladder Residual (arXiv 2501.06589), Figure 6, as a number.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import importlib
 import json
@@ -37,12 +38,6 @@ from ladder import comm, jit, kernels
 from ladder.files import make_folder, write_text
 from ladder.models.errors import UserError
 from ladder.parallel import launch
-
-# All of our kernels declare their kinds when they are imported, also those of a trace that is read
-# from a file.
-for package in (comm, kernels):
-    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        importlib.import_module(module.name)
 
 COMMUNICATION, LANDING, TRANSFER, COMPUTATION, BOTH = (
     "communication",
@@ -119,10 +114,20 @@ class Overlap:
     top: tuple[tuple[str, int, float, float], ...]
 
 
+@functools.cache
+def all_kernels() -> Mapping[str, jit.Kind]:
+    """The kinds of our kernels, also of those that only a trace read from a file has."""
+    for package in (comm, kernels):
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
+    return jit.KERNELS
+
+
 def kernel_kind(name: str) -> str:
     """The kind of a kernel: ours declare it (`ladder.jit.kernel`), others have it by KINDS."""
-    if name in jit.KERNELS:
-        return jit.KERNELS[name]
+    ours = all_kernels()
+    if name in ours:
+        return ours[name]
     lowered = name.lower()
     return next((kind for part, kind in KINDS if part.lower() in lowered), COMPUTATION)
 

@@ -18,7 +18,6 @@ import contextlib
 import gc
 import importlib
 import json
-import pkgutil
 import sys
 import tempfile
 from types import SimpleNamespace
@@ -39,7 +38,8 @@ WORLD, RANK, ROWS, SIZE = 4, 1, 1, 4096
 
 def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
     """(case, kernel, arguments, constants and options) of a call of everything that launches."""
-    from ladder import comm, kernels
+    from ladder import kernels
+    from ladder.bench.trace import all_kernels
     from ladder.comm import push, symmetric, two_shot
     from ladder.kernels import choice, clock, collect, decode_shapes, eight_bits, gemm, push_land
     from ladder.kernels import slots as slots_module
@@ -49,9 +49,7 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
         pages.write_files(pages.parse((ROOT / "docs" / "primitives.md").read_text("utf-8")))
         with mock.patch.object(sys, "path", [folder, *sys.path]):
             page = importlib.import_module("matmul_reduce_scatter")
-    for package in (comm, kernels):  # a kernel without a case is to be seen
-        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            importlib.import_module(module.name)
+    all_kernels()  # one without a case is to be seen
     found: list[tuple[str, Any, tuple, dict[str, Any]]] = []
     case = ""
 
