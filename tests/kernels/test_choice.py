@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
 from unittest import mock
 
 import pytest
@@ -107,17 +106,12 @@ def check_waits() -> None:
         slots = [torch.full((SETS, world, 2), EMPTY[4], dtype=torch.int32) for _ in range(world)]
         own = slots[rank]
         memory = SymmetricTensor(rank, [each.flatten() for each in slots], addresses(slots))
-
-        values: Any = {first: 10.0, last: 20.0}
-
-        def come(peer: int, word: int, own: Any = own, values: Any = values) -> Callable[[], None]:
-            value = values[peer]
-            words = own.view(torch.float32) if word == 0 else own
-            return lambda: words[0, peer, word].fill_(value)
-
+        views = own.view(torch.float32), own  # of the logits, and of the tokens
+        order = [(first, early, 10), (last, early, 20), (first, late, 10), (last, late, 20)]
         looks = {
-            3: come(first, early), 5: come(last, early), 7: come(first, late), 9: come(last, late),
-        }  # fmt: skip
+            3 + 2 * n: functools.partial(views[word][0, peer, word].fill_, value)
+            for n, (peer, word, value) in enumerate(order)
+        }
         with mock.patch.object(symmetric, "allocate", return_value=memory):
             choose = GreedyChoice(1, rank, world, None, device)
         out, tokens = torch.zeros(2, 1, dtype=torch.int64)
