@@ -1,14 +1,20 @@
-"""Made up: a record of `ladder bench inference`, and times of `ladder bench ops`."""
+"""Made up: records of `ladder bench inference`; times and implementations of `ladder bench ops`."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
+from unittest import mock
 
 from ladder.bench.inference.points import InferencePoint, counterpart
 from ladder.bench.ops.derive import Timed
+from ladder.ops import choice, registry
+from ladder.ops.registry import OPERATORS
 
 POINT = InferencePoint("tiny", "standard", "push", 4, 2, 8, 4, 4)
+OP = "matmul_all_reduce"
 
 
 def record(
@@ -36,3 +42,13 @@ def record(
 
 def timed(name: str, role: str, us: float, mode: str = "eager", **more: Any) -> Timed:
     return Timed(name, role, mode, [us - 1, us, us + 1], 0.0, **more)
+
+
+@contextlib.contextmanager
+def registered(name: str, run: Any, **about: Any) -> Iterator[None]:
+    """Another implementation of OP."""
+    more = {name: registry.Implementation(name, run, options=("chunk",), **about)}
+    with mock.patch.dict(OPERATORS[OP].implementations, more):
+        choice._choose.cache_clear()
+        yield
+    choice._choose.cache_clear()
