@@ -1,6 +1,6 @@
 """What a rank's CUDA streams do in one call of an overlapped operator, as plain data.
 
-The *main* stream computes, the *copies* stream moves pieces to peers by copy engines. Products can
+The *main* stream computes, the *copies* streams move pieces to peers by copy engines. Products can
 take turns between the main stream and the *second* one: then a product's tiles begin on the SMs
 that the last tiles of the product before leave idle. A schedule is a list of steps in the order in
 which the host enqueues them; each stream runs its own in order. The streams of a rank meet by
@@ -12,6 +12,8 @@ same on all ranks. Two kinds of words for each set and each pair of ranks go wit
 
 - `free` q, on the sender: the slots of rank q may be written. It is 1 at first.
 - `arrived` p, on the receiver: the piece of rank p is in its slot.
+
+Where copies are in turns, a third: `turn` i, on the sender: rank + 1 has sent to the same rank.
 
 A sender waits until `free` q is 1 and clears it, copies, and sets `arrived` on q. The receiver
 waits for that and clears it; when it has read all slots of the set, it sets `free` on all senders.
@@ -29,9 +31,11 @@ step before.) So the oldest call that has not ended can always go on.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from ladder.ops.steps import (
     ALL,
+    COPIES,
     LANES,
     Await,
     Follow,
@@ -51,13 +55,41 @@ def others(rank: int, world: int, step: int = 1) -> list[int]:
     return [(rank + step * distance) % world for distance in range(1, world)]
 
 
+def _way(rank: int, peer: int, world: int) -> Stream:
+    """The stream of the copies to a peer: what one peer waits for does not hold up another."""
+    return COPIES[((peer - rank) % world - 1) % len(COPIES)]
+
+
+def _ways(rank: int, world: int) -> list[Stream]:
+    return list(dict.fromkeys(_way(rank, peer, world) for peer in others(rank, world)))
+
+
+def _in_turn(rank: int, peer: int, world: int, index: int, sending: list[Step]) -> list[Step]:
+    """`sending`, when rank + 1, whose turn was before, has sent to this peer what it has for it.
+
+    Each rank sends to rank + 1, rank + 2, ...: were one late by a copy, two would send to one rank,
+    each at half the rate, and so be late again. index: of these sends to the peer.
+    """
+    way, step = _way(rank, peer, world), (peer - rank) % world
+    mine, next_ = Word(rank, "turn", index), Word((rank - 1) % world, "turn", index)
+    before: list[Step] = [Await(way, mine), Put(way, mine, 0)] if step > 1 else []
+    after: list[Step] = [Put(way, next_, 1)] if step < world - 1 else []
+    return [*before, *sending, *after]
+
+
+def _also_to_all(rank: int, world: int) -> Sequence[Stream]:
+    """The same, and the stream of schedules that send pieces by one."""
+    return [*dict.fromkeys([*COPIES[:1], *_ways(rank, world)])]
+
+
 def _send(
-    rank: int, peer: int, chunk: int, flag: int, first: bool = True, action: str = "copy"
-) -> list[Step]:
-    """The copies stream moves a chunk into the slot on `peer`. first: its first chunk for it."""
+    rank: int, peer: int, chunk: int, flag: int, first: bool = True, action: str = "copy",
+    stream: Stream = "copies",
+) -> list[Step]:  # fmt: skip
+    """The stream moves a chunk into the slot on `peer`. first: its first chunk for it."""
     free = Word(rank, "free", peer)
-    steps: list[Step] = [Await("copies", free), Put("copies", free, 0)] if first else []
-    steps += [Work("copies", action, chunk), Put("copies", Word(peer, "arrived", flag), 1)]
+    steps: list[Step] = [Await(stream, free), Put(stream, free, 0)] if first else []
+    steps += [Work(stream, action, chunk), Put(stream, Word(peer, "arrived", flag), 1)]
     return steps
 
 
@@ -85,16 +117,24 @@ def _join(streams: int) -> list[Step]:
     return [Record("second", "computed"), Follow("main", "computed")] if streams > 1 else []
 
 
-def _release(rank: int, world: int, copied: bool = False) -> list[Step]:
+def _release(
+    rank: int, world: int, copied: bool = False, ways: Sequence[Stream] = COPIES[:1]
+) -> list[Step]:  # fmt: skip
     """Peers may write this rank's slots again; and what the copies read may be freed.
 
     copied: the copies read these slots, too, so they are free only when all copies have ended.
+    ways: the streams of the copies.
     """
-    free = _free(rank, world)
-    return [*_SENT, *free] if copied else [*free, *_SENT]
+    free, sent = _free(rank, world), _sent(ways)
+    return [*sent, *free] if copied else [*free, *sent]
 
 
-_SENT: tuple[Step, ...] = (Record("copies", "sent"), Follow("main", "sent"))
+def _sent(ways: Sequence[Stream]) -> list[Step]:
+    """The main stream has what these streams have sent."""
+    ends: list[Step] = []
+    for way in ways:
+        ends += [Record(way, f"sent by {way}"), Follow("main", f"sent by {way}")]
+    return ends
 
 
 def _free(rank: int, world: int) -> list[Step]:
@@ -122,9 +162,10 @@ def all_gather(
         steps += [Work("main", "own", rank), Work("main", "product", ALL, tuple(arrived))]
         for word in arrived if keeps else ():
             steps += [Await("copies", word), Work("copies", "keep", word.index)]
-        steps += _SENT if keeps else ()  # before the words for which the copies wait are cleared
+        sent = _sent(COPIES[:1])
+        steps += sent if keeps else []  # before the words for which the copies wait are cleared
         return (*steps, *(Put("main", word, 0) for word in arrived), *_free(rank, world),
-                *(() if keeps else _SENT))  # fmt: skip
+                *([] if keeps else sent))  # fmt: skip
     steps += [*_fork(streams), Work("main", "product", rank)]
     for number, q in enumerate(others(rank, world), start=1):
         lane = LANES[number % streams]
@@ -149,59 +190,67 @@ def reduce_scatter(
     beside the last tiles of the next block's product. waiting: `sum` waits for the slots by itself;
     for one block.
     """
-    lanes = _lanes(blocks * world, streams)
-    steps = [*_fork(streams), *_peers(rank, world, blocks, lanes)]
+    lanes, ways, steps = _lanes(blocks * world, streams), _ways(rank, world), _fork(streams)
+    for block in range(blocks):
+        steps += _peers(rank, world, block, lanes[block * (world - 1) :])
     if waiting:
         steps += [Work(lanes[-1], "product", rank), *_join(streams)]
-        return (*steps, *_sum(rank, others(rank, world), waiting), *_release(rank, world))
+        flags = others(rank, world)
+        return (*steps, *_sum(rank, flags, waiting), *_release(rank, world, ways=ways))
     for block, lane in enumerate(lanes[-blocks:]):
         steps += _own(rank, world, block, lane)
-    return (*steps, *_join(streams), *_release(rank, world))
+    return (*steps, *_join(streams), *_release(rank, world, ways=ways))
 
 
 @functools.cache
 def all_reduce(
     rank: int, world: int, blocks: int, streams: int = 1, push: bool = False
 ) -> Schedule:
-    """A reduce-scatter, and each block's sums to all ranks under the products that follow.
+    """A reduce-scatter of each block, whose sums go to all ranks under the products of the next.
 
     Actions: as in `reduce_scatter`; `spread` c sends this rank's sum of a block to the rank of c;
-    `take` c puts the sum of chunk c, which has arrived, to the others. push: nothing follows the
-    last block, so one kernel, `push`, does what `sum`, `spread` and `take` do for the others.
+    `take` c puts the sum of chunk c, which has arrived, to the others, by the copies' streams.
+    push: nothing follows the last block, so one kernel, `push`, does what `sum`, `spread` and
+    `take` do for the others.
     """
-    lanes = _lanes(blocks * world, streams)
-    steps = [*_fork(streams), *_peers(rank, world, blocks, lanes)]
-    for block, lane in enumerate(lanes[-blocks:]):
+    lanes, ways, steps = _lanes(blocks * world, streams), _ways(rank, world), _fork(streams)
+    for block in range(blocks):
+        mine = lanes[block * world :]
+        steps += _peers(rank, world, block, mine)
+        lane = mine[world - 1]
         if push and block == blocks - 1:
             # Its programs hold the GPU while they wait for peers, who need all products of this
             # rank: these end before.
             chunk = block * world + rank
             steps += [Work(lane, "product", chunk), *_join(streams)]
-            steps += [*_take(rank, _flags(rank, world, block)), Work("main", "push", chunk)]
+            steps += _take(rank, _flags(rank, world, block))
+            if blocks > 1:
+                steps += [Record("main", "last"), *(Follow(way, "last") for way in ways)]
+            steps.append(Work("main", "push", chunk))
             continue
         steps += _own(rank, world, block, lane)
-        steps += _spread(rank, world, block, blocks * world, lane)
+        steps += _spread(rank, world, block, blocks * world, lane, said=block == blocks - 1)
+    # Behind all that is sent, which peers wait for: a copy within a GPU may need what `push` holds.
+    # A peer's sums of a block are there before its part of the last block is, for which this rank
+    # has waited.
     for block in range(blocks - push):
-        steps += _collect(rank, world, block, blocks * world)
-    return (*steps, *_release(rank, world))
+        steps += _collect(rank, world, block, blocks * world, said=block == blocks - 1)
+    return (*steps, *_release(rank, world, copied=blocks > push, ways=ways))
 
 
 def _lanes(products: int, streams: int) -> list[Stream]:
     return [LANES[number % streams] for number in range(products)]
 
 
-def _peers(rank: int, world: int, blocks: int, lanes: list[Stream]) -> list[Step]:
-    """The products of the peers' chunks, block by block, each sent while the next is computed.
-
-    All come before the own chunks, so what the peers send has arrived before these are done.
-    """
+def _peers(rank: int, world: int, block: int, lanes: list[Stream]) -> list[Step]:
+    """The products of the peers' chunks of a block, each sent while the next is computed."""
     steps: list[Step] = []
-    chunks = [(block, peer) for block in range(blocks) for peer in others(rank, world)]
-    for (block, peer), lane in zip(chunks, lanes, strict=False):
+    for peer, lane in zip(others(rank, world), lanes, strict=False):
         chunk = block * world + peer
-        ready = f"product {chunk}"
-        steps += [Work(lane, "product", chunk), Record(lane, ready), Follow("copies", ready)]
-        steps += _send(rank, peer, chunk, block * world + rank, block == 0)
+        ready, way = f"product {chunk}", _way(rank, peer, world)
+        steps += [Work(lane, "product", chunk), Record(lane, ready), Follow(way, ready)]
+        sending = _send(rank, peer, chunk, block * world + rank, block == 0, stream=way)
+        steps += _in_turn(rank, peer, world, chunk, sending)
     return steps
 
 
@@ -215,28 +264,34 @@ def _flags(rank: int, world: int, block: int) -> list[int]:
     return [block * world + peer for peer in others(rank, world)]
 
 
-def _spread(rank: int, world: int, block: int, flags: int, lane: Stream) -> list[Step]:
+def _spread(
+    rank: int, world: int, block: int, flags: int, lane: Stream, said: bool = True
+) -> list[Step]:
     """This rank's sums of a block, which the lane has made, to all peers. flags: the first one.
 
-    The main stream waits for the copies at the end, and so for the lane.
+    said: peers are told. The main stream waits for the copies at the end, and so for the lane.
     """
-    ready = f"sum {block}"
-    steps: list[Step] = [Record(lane, ready), Follow("copies", ready)]
+    ready, flag = f"sum {block}", flags + block * world + rank
+    steps: list[Step] = [Record(lane, ready)]
+    steps += [Follow(way, ready) for way in _ways(rank, world)]
     for peer in others(rank, world):
-        flag = flags + block * world + rank
-        steps += _send(rank, peer, block * world + peer, flag, False, "spread")
+        chunk, way = block * world + peer, _way(rank, peer, world)
+        sending = _send(rank, peer, chunk, flag, False, "spread", way)
+        sending = sending if said else sending[:-1]
+        steps += _in_turn(rank, peer, world, flags + chunk, sending)
     return steps
 
 
-def _collect(rank: int, world: int, block: int, flags: int) -> list[Step]:
+def _collect(rank: int, world: int, block: int, flags: int, said: bool = True) -> list[Step]:
     """The peers' sums of a block, which `_spread` has sent, to where they belong, as they come.
 
-    After all products: but for the last block's, it runs while that one's sums are on their way.
+    said: as of `_spread`; else they are there.
     """
     steps: list[Step] = []
     for peer in others(rank, world, -1):  # rank - 1 sends to this rank first
-        chunk = block * world + peer
-        steps += [*_take(rank, [flags + chunk]), Work("main", "take", chunk)]
+        chunk, way = block * world + peer, _way(rank, peer, world)
+        steps += _take(rank, [flags + chunk], way) if said else []
+        steps.append(Work(way, "take", chunk))
     return steps
 
 
@@ -278,7 +333,8 @@ def ring(rank: int, world: int, blocks: int, streams: int = 1, spread: bool = Fa
     steps += [] if spread else _join(streams)
     for block in range(blocks if spread else 0):
         steps += _collect(rank, world, block, flags)
-    return (*steps, *_release(rank, world, copied=True))
+    ways = _also_to_all(rank, world) if spread else COPIES[:1]
+    return (*steps, *_release(rank, world, copied=True, ways=ways))
 
 
 def tracked(program: Program, world: int, waiting: bool = False) -> Schedule:
@@ -315,7 +371,8 @@ def summing(program: Program, world: int, spread: bool = False) -> Schedule:
     steps += [Put("main", Word(rank, "full", n), 0) for n in (() if spread else kept)]
     for piece in range(len(kept) if spread else 0):
         steps += _collect(rank, world, piece, behind)
-    return (*steps, *_release(rank, world))
+    ways = _also_to_all(rank, world) if spread else COPIES[:1]
+    return (*steps, *_release(rank, world, copied=spread, ways=ways))
 
 
 def _counted(program: Program) -> list[Step]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ladder.ops import schedules
-from ladder.ops.steps import Await, Follow, Put, Schedule, Word
+from ladder.ops.steps import COPIES, Await, Follow, Put, Schedule, Word
 from ladder.ops.track_maps import all_to_all
 from tests.kernels.support import _poisoned_memory, on  # noqa: F401  (a fixture)
 from tests.ops.overlapped import (
@@ -162,18 +162,24 @@ def test_schedules(name: str, world: int) -> None:
             if isinstance(step, Follow):
                 recorded = [each for each in schedule if getattr(each, "event", "") == step.event]
                 assert recorded.index(step) > 0, step
-        if "push" in name:  # its programs hold the GPU, which the products need
+        if "push" in name:  # its programs hold the GPU, which all needs that peers wait for
             (pushes,) = [n for n, s in enumerate(schedule) if getattr(s, "action", "") == "push"]
             works = [n for n, s in enumerate(schedule) if getattr(s, "action", "") == "product"]
             assert max(works) < pushes
+            for way in COPIES:
+                of_way = [getattr(step, "action", "") for step in schedule if step.stream == way]
+                behind = of_way[of_way.index("take") :] if "take" in of_way else []
+                assert not {"copy", "spread"} & set(behind)
             if "2 streams" in name:
                 assert schedule.index(Follow("main", "computed")) in range(max(works), pushes)
-        after_sent = schedule[schedule.index(Follow("main", "sent")) + 1 :]
+        sent = [n for n, s in enumerate(schedule) if getattr(s, "event", "").startswith("sent by")]
+        after_sent = schedule[max(sent, default=len(schedule)) + 1 :]
         # Where copies read the slots, too, these are free only when all has been sent.
         assert all(step.word.kind in ("free", "arrived") for step in after_sent)
-        copied = any(kind in name for kind in ("ring", "kept"))
+        copied = any(kind in name for kind in ("ring", "kept", "spread"))
+        copied |= "push" in name and "1 blocks" not in name
         assert bool(after_sent) == (copied and world > 1)
-        targets = [s.word.rank for s in schedule if isinstance(s, Put) and s.stream == "copies"
+        targets = [s.word.rank for s in schedule if isinstance(s, Put) and s.stream in COPIES
                    and s.word.kind == "arrived" and s.value]  # fmt: skip
         whole = "ring" not in name or "spread" in name
         wanted = set(range(world)) if whole else {(rank + 1) % world}
@@ -200,7 +206,7 @@ def steps_to_lose(op: str, name: str, options: dict[str, Any]) -> list[int]:
     schedule = (every[kind] if kind in every else every[label(kind, options)])(0)
     found = []
     for n, step in enumerate(schedule):
-        ends = isinstance(step, Follow) and step.event == "sent" and not gather
+        ends = isinstance(step, Follow) and step.event.startswith("sent") and not gather
         # A capture needs the copies to begin after the main stream; the count does otherwise.
         begins = isinstance(step, Follow) and step.event == "begun" and name in KERNELS[1:]
         resets = isinstance(step, Put) and step.word.kind == "full" and step.stream == "main"

@@ -51,7 +51,7 @@ class SerialStreams:
         self.recorded: set[str] = set()
 
     def begin(self) -> None:
-        pass
+        self.recorded.clear()
 
     def enter(self, stream: str) -> None:
         pass
@@ -64,7 +64,6 @@ class SerialStreams:
 
     def follow(self, event: str) -> None:
         assert event in self.recorded
-        self.recorded.remove(event)
 
     def enqueue(self, words: Any) -> None:
         driver.enqueue(words, 0)
