@@ -13,8 +13,6 @@ same on all ranks. Two kinds of words for each set and each pair of ranks go wit
 - `free` q, on the sender: the slots of rank q may be written. It is 1 at first.
 - `arrived` p, on the receiver: the piece of rank p is in its slot.
 
-Where copies are in turns, a third: `turn` i, on the sender: rank + 1 has sent to the same rank.
-
 A sender waits until `free` q is 1 and clears it, copies, and sets `arrived` on q. The receiver
 waits for that and clears it; when it has read all slots of the set, it sets `free` on all senders.
 So slots are written only after their last content was read, and read only after they were written,
@@ -62,19 +60,6 @@ def _way(rank: int, peer: int, world: int) -> Stream:
 
 def _ways(rank: int, world: int) -> list[Stream]:
     return list(dict.fromkeys(_way(rank, peer, world) for peer in others(rank, world)))
-
-
-def _in_turn(rank: int, peer: int, world: int, index: int, sending: list[Step]) -> list[Step]:
-    """`sending`, when rank + 1, whose turn was before, has sent to this peer what it has for it.
-
-    Each rank sends to rank + 1, rank + 2, ...: were one late by a copy, two would send to one rank,
-    each at half the rate, and so be late again. index: of these sends to the peer.
-    """
-    way, step = _way(rank, peer, world), (peer - rank) % world
-    mine, next_ = Word(rank, "turn", index), Word((rank - 1) % world, "turn", index)
-    before: list[Step] = [Await(way, mine), Put(way, mine, 0)] if step > 1 else []
-    after: list[Step] = [Put(way, next_, 1)] if step < world - 1 else []
-    return [*before, *sending, *after]
 
 
 def _also_to_all(rank: int, world: int) -> Sequence[Stream]:
@@ -249,8 +234,7 @@ def _peers(rank: int, world: int, block: int, lanes: list[Stream]) -> list[Step]
         chunk = block * world + peer
         ready, way = f"product {chunk}", _way(rank, peer, world)
         steps += [Work(lane, "product", chunk), Record(lane, ready), Follow(way, ready)]
-        sending = _send(rank, peer, chunk, block * world + rank, block == 0, stream=way)
-        steps += _in_turn(rank, peer, world, chunk, sending)
+        steps += _send(rank, peer, chunk, block * world + rank, block == 0, stream=way)
     return steps
 
 
@@ -277,8 +261,7 @@ def _spread(
     for peer in others(rank, world):
         chunk, way = block * world + peer, _way(rank, peer, world)
         sending = _send(rank, peer, chunk, flag, False, "spread", way)
-        sending = sending if said else sending[:-1]
-        steps += _in_turn(rank, peer, world, flags + chunk, sending)
+        steps += sending if said else sending[:-1]
     return steps
 
 

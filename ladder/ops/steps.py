@@ -13,8 +13,8 @@ Stream = Literal["main", "second", "copies", "copies 2", "copies 3"]
 LANES: tuple[Stream, ...] = ("main", "second")  # of the products
 COPIES: tuple[Stream, ...] = ("copies", "copies 2", "copies 3")
 # `full`: a count of tiles, in the sender's own memory.
-Kind = Literal["free", "arrived", "full", "turn"]
-KINDS: tuple[Kind, ...] = ("free", "arrived", "full", "turn")
+Kind = Literal["free", "arrived", "full"]
+KINDS: tuple[Kind, ...] = ("free", "arrived", "full")
 ALL = -1  # the chunk of a step that does all of them
 
 

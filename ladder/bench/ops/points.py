@@ -29,7 +29,8 @@ TRIES: dict[str, tuple[dict[str, Any], ...]] = {
     "chunked": (  # blocks are of sums alone
         {"streams": 2}, {"blocks": 2}, {"blocks": 4}, {"blocks": 2, "ratio": 2},
         {"blocks": 2, "ratio": 2, "streams": 2}, {"blocks": 3, "ratio": 2, "streams": 2},
-        {"push": True}, {"blocks": 2, "push": True}, {"blocks": 3, "ratio": 2, "push": True},
+        {"push": True}, {"blocks": 2, "push": True}, {"blocks": 2, "ratio": 2, "push": True},
+        {"blocks": 3, "ratio": 2, "push": True},
     ),
     "ring": (
         {"streams": 2}, {"blocks": 4}, {"blocks": 3, "ratio": 2, "streams": 2},

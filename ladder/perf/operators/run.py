@@ -2,13 +2,15 @@
 
 Each rank has its streams and its multiprocessors. A product is tiles, each of which takes one
 multiprocessor for a time; tiles of the product that began first come first, and those of another
-stream's begin on multiprocessors that are left. Kernels that move bytes, and copies to peers, run
-beside them, each at a rate that depends on what else runs on its GPU.
+stream's begin on multiprocessors that are left. Kernels that move bytes, and copies to peers, of
+which a rank makes one at a time, run beside them, each at a rate that depends on what else runs on
+its GPU.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -108,6 +110,7 @@ class _Rank:
         self.kernels: list[_Kernel] = []
         self.waiting: dict[Word, list[tuple[_Kernel, list[int]]]] = {}  # tiles that hold a place
         self.clocks = {kind: _Clock() for kind in (Tiles, Moves, Copies)}
+        self.queued: deque[tuple[float, Callable[[], None]]] = deque()  # copies: one engine's
         self.since, self.version, self.count = 0, 0, 0
         self.busy = 0.0
 
@@ -221,11 +224,21 @@ class _Rank:
     # ---- what runs at the same time
 
     def start(self, kind: type[Task], us: float, done: Callable[[], None]) -> None:
+        if kind is Copies:
+            if self.clocks[Copies].ends:
+                self.queued.append((us, done))
+                return
+            done = partial(self._copied, done)
         self._advance()
         self.count += 1
         clock = self.clocks[kind]
         heappush(clock.ends, (clock.at + us, self.count, done))
         self._plan()
+
+    def _copied(self, done: Callable[[], None]) -> None:
+        if self.queued:
+            self.start(Copies, *self.queued.popleft())
+        done()
 
     def _advance(self) -> None:
         passed = (self.run.engine.now - self.since) / MICROSECOND
