@@ -188,6 +188,7 @@ OF_TABLE = [
     RESULTS / "2026-11-26-ops-again-h100x2.jsonl",
     RESULTS / "2026-11-26-ops-train-h100x2.jsonl",
     RESULTS / "2026-11-26-ops-scatters-h100x2.jsonl",
+    *(RESULTS / f"2026-11-27-{kind}-h200x4.jsonl" for kind in ("ops", "ops-turns", "ops-llama")),
 ]  # fmt: skip
 
 
