@@ -31,7 +31,7 @@ LEAST_TOKENS = 16  # of a decode step's record; the first ones are slower than t
 
 
 def files() -> list[Path]:
-    pattern = "2026-11-2[1-6]-{}-h[12]00*.jsonl"
+    pattern = "2026-11-2[1-7]-{}-h[12]00*.jsonl"
     found = [path for name in NAMES for path in RESULTS.glob(pattern.format(name))]
     return sorted(path for path in found if path.name not in OLDER)
 

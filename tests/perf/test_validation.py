@@ -18,7 +18,7 @@ from ladder.perf.machine import Curve, Value
 from ladder.perf.machine_files import load
 from ladder.perf.phases import prefill
 from ladder.perf.prediction.command import kind_of
-from ladder.perf.prediction.fitting import calibrated
+from ladder.perf.prediction.fitting import calibrated, fit_steps
 from ladder.perf.prediction.ranking import rankings
 from ladder.perf.prediction.records import Score, scores, summary
 from tests import ROOT
@@ -99,9 +99,13 @@ def test_steps_by_newer_kernels_are_predicted_as_such() -> None:
         ("24-inference-h100", "h100x1", "prefill", 8, (3.5, 11.5, 11.5)),
         # Kernels of before 580ec26 had other products of two and more rows.
         ("26-fp8-h100", "h100x1", "decode", 16, (6.4, 13.9, 14.0)),
+        # Today's kernels on four GPUs, which what is fitted had not seen.
+        ("27-inference-h200x4", "h200x4", "decode", 37, (4.9, 9.4, 19.8)),
+        ("27-inference-h200x4", "h200x4", "prefill", 37, (4.8, 9.9, 11.3)),
+        ("27-train-h200x4", "h200x4", "train", 3, (2.8, 4.2, 4.2)),
     ],
 )
-def test_other_models_on_one_gpu_are_held_out(
+def test_other_models_and_machines_are_held_out(
     name: str, machine: str, phase: str, points: int, limits: tuple[float, ...]
 ) -> None:
     """On an H200 what is fitted comes from quarter-8b, on an H100 from llama-3-8b."""
@@ -109,6 +113,16 @@ def test_other_models_on_one_gpu_are_held_out(
     count, *reached = summary(found, kind_of)["held out",]
     assert count == points
     assert all(a <= b for a, b in zip(reached, limits, strict=True)), reached
+
+
+def test_four_gpus_calibrated_by_their_own_model_without_communication() -> None:
+    """An 8B's `none` of the same run, and nothing else."""
+    file = RESULTS / "2026-11-27-inference-h200x4.jsonl"
+    machine = fit_steps(load("h200x4"), [file], older=False)
+    found = scores([file], machine, "decode")
+    count, *reached = summary(found, kind_of)["held out",]
+    assert count == 37
+    assert all(a <= b for a, b in zip(reached, (3.5, 7.7, 13.9), strict=True)), reached
 
 
 def point(plan: str, batch: int = 1) -> InferencePoint:
