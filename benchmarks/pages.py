@@ -52,7 +52,7 @@ QUALITY_LATENCY = (
     "2026-11-22-rare-reduces-half-8b-h200x2",
 )
 RESIDUAL = "2026-11-22-residual-cpu"
-OPS, FUSED = "2026-11-23-ops-h200x2", "flux-gpt3"  # the shape that is drawn
+OPS, FUSED = "2026-11-27-ops-h200x4", "flux-gpt3"  # the shape that is drawn
 OPS_BAGS = "2026-11-25-ops-bags-h100x2"
 OPS_FEW, OPS_ROWS = "2026-11-25-ops-h100x2", "2026-11-25-ops-rows-h100x2"
 MODEL, TP, BATCH = "llama-3-8b", 4, 1  # of the figures of inference
