@@ -15,15 +15,17 @@ same on all ranks. Two kinds of words for each set and each pair of ranks go wit
 
 A sender waits until `free` q is 1 and clears it, copies, and sets `arrived` on q. The receiver
 waits for that and clears it; when it has read all slots of the set, it sets `free` on all senders.
+What a stream copies to a rank before a piece that is waited for needs no word of its own.
 So slots are written only after their last content was read, and read only after they were written,
 whatever else happens: ranks that come late, calls of any shapes in a row, graphs of one call that
 are replayed, all with any choice of the sets. Two sets in turn only mean that `free` is set long
 before it is waited for.
 
 Nothing waits for ever, as long as all ranks make the same calls in the same order: a call's copies
-wait for nothing but the own rank's product and for `free` of the last call with this set, whose end
-waits only for the copies of that call. (In a ring, a product also waits for that of another rank's
-step before.) So the oldest call that has not ended can always go on.
+wait for nothing but the own rank's products, for `free` of the last call with this set, whose end
+waits only for the copies of that call, and, from the second block of an all-reduce on, for the sums
+of the block before, and so for the peers' copies of that block. (In a ring, a product also waits
+for that of another rank's step before.) So the oldest call that has not ended can always go on.
 """
 
 from __future__ import annotations
@@ -49,12 +51,13 @@ from ladder.ops.track import Program
 
 
 def others(rank: int, world: int, step: int = 1) -> list[int]:
-    """The other ranks, from `rank` + step on: at any time, each rank sends to another."""
+    """The other ranks, from `rank` + step on: ranks that are as far send to different ones."""
     return [(rank + step * distance) % world for distance in range(1, world)]
 
 
 def _way(rank: int, peer: int, world: int) -> Stream:
-    """The stream of the copies to a peer: what one peer waits for does not hold up another."""
+    """The stream of the copies to a peer: what one peer waits for does not hold up another's, but
+    among more than four ranks, where peers share streams."""
     return COPIES[((peer - rank) % world - 1) % len(COPIES)]
 
 
@@ -63,7 +66,7 @@ def _ways(rank: int, world: int) -> list[Stream]:
 
 
 def _also_to_all(rank: int, world: int) -> Sequence[Stream]:
-    """The same, and the stream of schedules that send pieces by one."""
+    """The streams of `_ways`, and the first one, by which rings and tracked products send."""
     return [*dict.fromkeys([*COPIES[:1], *_ways(rank, world)])]
 
 
@@ -194,9 +197,9 @@ def all_reduce(
     """A reduce-scatter of each block, whose sums go to all ranks under the products of the next.
 
     Actions: as in `reduce_scatter`; `spread` c sends this rank's sum of a block to the rank of c;
-    `take` c puts the sum of chunk c, which has arrived, to the others, by the copies' streams.
-    push: nothing follows the last block, so one kernel, `push`, does what `sum`, `spread` and
-    `take` do for the others.
+    `take` c puts the sum of chunk c, which has arrived, to the others, beside the last block's
+    exchange. push: nothing follows the last block, so one kernel, `push`, does what `sum`, `spread`
+    and `take` do for the others.
     """
     lanes, ways, steps = _lanes(blocks * world, streams), _ways(rank, world), _fork(streams)
     for block in range(blocks):
@@ -208,19 +211,25 @@ def all_reduce(
             # rank: these end before.
             chunk = block * world + rank
             steps += [Work(lane, "product", chunk), *_join(streams)]
-            steps += _take(rank, _flags(rank, world, block))
-            if blocks > 1:
-                steps += [Record("main", "last"), *(Follow(way, "last") for way in ways)]
+            steps += [*_take(rank, _flags(rank, world, block)), Record("main", "last")]
             steps.append(Work("main", "push", chunk))
             continue
         steps += _own(rank, world, block, lane)
         steps += _spread(rank, world, block, blocks * world, lane, said=block == blocks - 1)
-    # Behind all that is sent, which peers wait for: a copy within a GPU may need what `push` holds.
     # A peer's sums of a block are there before its part of the last block is, for which this rank
-    # has waited.
-    for block in range(blocks - push):
-        steps += _collect(rank, world, block, blocks * world, said=block == blocks - 1)
-    return (*steps, *_release(rank, world, copied=blocks > push, ways=ways))
+    # has waited. Beside `push` copies' streams take them, behind all that peers wait for: a copy
+    # within a GPU may need what `push` holds.
+    if push and blocks > 1:
+        steps += [Follow(way, "last") for way in ways]
+    elif blocks > 1:
+        steps += _join(streams)
+    for block in range(blocks - 1):
+        for peer in others(rank, world, -1):  # rank - 1 sends to this rank first
+            lane = _way(rank, peer, world) if push else "main"
+            steps.append(Work(lane, "take", block * world + peer))
+    steps += [] if push else _collect(rank, world, blocks - 1, blocks * world)
+    copied = blocks > 1 or not push
+    return (*steps, *_release(rank, world, copied=copied, ways=ways))
 
 
 def _lanes(products: int, streams: int) -> list[Stream]:
@@ -265,16 +274,12 @@ def _spread(
     return steps
 
 
-def _collect(rank: int, world: int, block: int, flags: int, said: bool = True) -> list[Step]:
-    """The peers' sums of a block, which `_spread` has sent, to where they belong, as they come.
-
-    said: as of `_spread`; else they are there.
-    """
+def _collect(rank: int, world: int, block: int, flags: int) -> list[Step]:
+    """The peers' sums of a block, which `_spread` has sent, to where they belong, as they come."""
     steps: list[Step] = []
-    for peer in others(rank, world, -1):  # rank - 1 sends to this rank first
+    for peer in others(rank, world, -1):
         chunk, way = block * world + peer, _way(rank, peer, world)
-        steps += _take(rank, [flags + chunk], way) if said else []
-        steps.append(Work(way, "take", chunk))
+        steps += [*_take(rank, [flags + chunk], way), Work(way, "take", chunk)]
     return steps
 
 
@@ -352,9 +357,10 @@ def summing(program: Program, world: int, spread: bool = False) -> Schedule:
             steps += _send(rank, peer, piece * world + peer, flag, False, "spread")
     steps += [Put("main", word, 0) for word in words]
     steps += [Put("main", Word(rank, "full", n), 0) for n in (() if spread else kept)]
+    ways = _also_to_all(rank, world) if spread else COPIES[:1]
+    steps += [Follow(way, "begun") for way in ways[1:]]
     for piece in range(len(kept) if spread else 0):
         steps += _collect(rank, world, piece, behind)
-    ways = _also_to_all(rank, world) if spread else COPIES[:1]
     return (*steps, *_release(rank, world, copied=spread, ways=ways))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ladder.ops import schedules
-from ladder.ops.steps import COPIES, Await, Follow, Put, Schedule, Word
+from ladder.ops.steps import COPIES, Await, Follow, Put, Record, Schedule, Word
 from ladder.ops.track_maps import all_to_all
 from tests.kernels.support import _poisoned_memory, on  # noqa: F401  (a fixture)
 from tests.ops.overlapped import (
@@ -87,8 +87,8 @@ def test_any_order_of_events_gives_the_sums_in_rank_order(device: str, op: str, 
     Sets of buffers alternate, or are one and the same, as in a graph of one call.
     """
     for options in options_of(op, name):
-        for seed in range(3):
-            provoke(op, [(name, options)], (2, 3, 4)[seed], seed)
+        for seed, world in enumerate((2, 3, 4, 5) if name == "chunked" else (2, 3, 4)):
+            provoke(op, [(name, options)], world, seed)
 
 
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
@@ -102,6 +102,31 @@ def test_implementations_that_share_slots(op: str) -> None:
 
 def label(kind: str, options: dict[str, Any]) -> str:
     return f"{kind}, {options.get('blocks', 1)} blocks, {options.get('streams', 1)} streams"
+
+
+def check_streams_join(schedule: Schedule) -> None:
+    """Each stream begins behind an event of the main one, as a capture needs, and main waits for
+    what each did last, before the call's memory may be another's."""
+    begun, told = {"main"}, {}
+    ends: dict[str, int] = {}
+    after: dict[str, dict[str, int]] = {}  # by event, the last step of each stream that precedes it
+    seen: dict[str, dict[str, int]] = {"main": {}}
+    for n, step in enumerate(schedule):
+        if isinstance(step, Follow):
+            if told[step.event] in begun:
+                begun.add(step.stream)
+            mine = seen.setdefault(step.stream, {})
+            for stream, place in after[step.event].items():
+                mine[stream] = max(place, mine.get(stream, -1))
+            continue
+        assert step.stream in begun, step
+        seen[step.stream][step.stream] = n
+        if isinstance(step, Record):
+            told[step.event], after[step.event] = step.stream, dict(seen[step.stream])
+        else:
+            ends[step.stream] = n
+    for stream, end in ends.items():
+        assert seen["main"].get(stream, -1) >= end, (stream, schedule[end])
 
 
 def schedules_of(world: int) -> dict[str, Callable[[int], Schedule]]:
@@ -150,10 +175,13 @@ def schedules_of(world: int) -> dict[str, Callable[[int], Schedule]]:
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 @pytest.mark.parametrize("name", schedules_of(1))
 def test_schedules(name: str, world: int) -> None:
-    """Words go back to where they were; each peer is sent to; no two ranks send to one at once."""
+    """Words go back to where they were; streams fork and join; each peer is sent to, by ranks in
+    turn."""
     every = [schedules_of(world)[name](rank) for rank in range(world)]
     puts: dict[Any, list[int]] = {}
     for rank, schedule in enumerate(every):
+        if world > 1:
+            check_streams_join(schedule)
         for step in schedule:
             if isinstance(step, Put):
                 puts.setdefault(step.word, []).append(step.value)
@@ -170,6 +198,13 @@ def test_schedules(name: str, world: int) -> None:
                 of_way = [getattr(step, "action", "") for step in schedule if step.stream == way]
                 behind = of_way[of_way.index("take") :] if "take" in of_way else []
                 assert not {"copy", "spread"} & set(behind)
+                if behind:  # of blocks before the last, whose arrival says that they are there
+                    last = schedule.index(Record("main", "last"))
+                    own = [step for step in schedule if step.stream == way]
+                    assert own.index(Follow(way, "last")) < of_way.index("take")
+                    waits = [n for n, s in enumerate(schedule[:pushes]) if isinstance(s, Await)
+                             and s.stream == "main"]  # fmt: skip
+                    assert max(waits) < last < pushes
             if "2 streams" in name:
                 assert schedule.index(Follow("main", "computed")) in range(max(works), pushes)
         sent = [n for n, s in enumerate(schedule) if getattr(s, "event", "").startswith("sent by")]
@@ -194,18 +229,19 @@ def test_schedules(name: str, world: int) -> None:
         assert values == ([0] if own_counter else [0, 1]), word
 
 
-def steps_to_lose(op: str, name: str, options: dict[str, Any]) -> list[int]:
-    """The steps of rank 0 of two without which something must fail."""
+def steps_to_lose(op: str, name: str, options: dict[str, Any], world: int = 2) -> list[int]:
+    """The steps of rank 0 of `world` without which something must fail."""
     gather = op == "all_gather_matmul"
     kind = "kept" if gather else "landing" if lands(op) else "scatter"
     if op in WHOLE:
         kind = "spread" if name == "chunked" else f"{name} spread"
     elif name != "chunked":
         kind = f"{name} landing" if lands(op) else f"{name}, kept" if gather else name
-    every = schedules_of(2)
+    every = schedules_of(world)
     schedule = (every[kind] if kind in every else every[label(kind, options)])(0)
     found = []
     for n, step in enumerate(schedule):
+        # That main waits for copies: see `check_streams_join`.
         ends = isinstance(step, Follow) and step.event.startswith("sent") and not gather
         # A capture needs the copies to begin after the main stream; the count does otherwise.
         begins = isinstance(step, Follow) and step.event == "begun" and name in KERNELS[1:]
@@ -219,13 +255,23 @@ def steps_to_lose(op: str, name: str, options: dict[str, Any]) -> list[int]:
 def test_a_schedule_without_a_step_fails(device: str, op: str, name: str) -> None:
     """Each wait, each word and each event is needed: in some order of events, all else is wrong."""
     for options in options_of(op, name):
-        for lost in steps_to_lose(op, name, options):
+        check_each_step(op, name, options, 2)
 
-            def change(rank: int, schedule: Schedule, lost: int = lost) -> Schedule:
-                return schedule if rank else (*schedule[:lost], *schedule[lost + 1 :])
 
-            found = (fails(op, name, options, seed, change) for seed in range(60))
-            assert any(found), f"{options} without step {lost}"
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_a_schedule_of_four_ranks_without_a_step_fails(op: str) -> None:
+    """The same where copies are on several streams."""
+    check_each_step(op, "chunked", {"blocks": 2}, 4)
+
+
+def check_each_step(op: str, name: str, options: dict[str, Any], world: int) -> None:
+    for lost in steps_to_lose(op, name, options, world):
+
+        def change(rank: int, schedule: Schedule, lost: int = lost) -> Schedule:
+            return schedule if rank else (*schedule[:lost], *schedule[lost + 1 :])
+
+        found = (fails(op, name, options, seed, change, world) for seed in range(60))
+        assert any(found), f"{options} without step {lost}"
 
 
 @pytest.mark.parametrize(
@@ -245,10 +291,10 @@ def test_counts_of_own_blocks_are_reset(device: str, name: str) -> None:
 
 def fails(
     op: str, name: str, options: dict[str, Any], seed: int,
-    change: Callable[[int, Schedule], Schedule],
+    change: Callable[[int, Schedule], Schedule], world: int = 2,
 ) -> bool:  # fmt: skip
     try:
-        provoke(op, [(name, options)], 2, seed, 3, change, (7, 20), (8,))
+        provoke(op, [(name, options)], world, seed, 3, change, (7, 20), (8,))
     except AssertionError:
         return True
     return False

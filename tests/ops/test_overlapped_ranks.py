@@ -45,7 +45,7 @@ from tests.ops.overlapped import (
 
 
 class SerialStreams:
-    """The host runs the steps of both streams at once, in the order in which it enqueues them."""
+    """The host runs the steps of all streams at once, in the order in which it enqueues them."""
 
     def __init__(self, device: torch.device) -> None:
         self.recorded: set[str] = set()
