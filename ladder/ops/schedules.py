@@ -61,13 +61,9 @@ def _way(rank: int, peer: int, world: int) -> Stream:
     return COPIES[((peer - rank) % world - 1) % len(COPIES)]
 
 
-def _ways(rank: int, world: int) -> list[Stream]:
-    return list(dict.fromkeys(_way(rank, peer, world) for peer in others(rank, world)))
-
-
-def _also_to_all(rank: int, world: int) -> Sequence[Stream]:
-    """The streams of `_ways`, and the first one, by which rings and tracked products send."""
-    return [*dict.fromkeys([*COPIES[:1], *_ways(rank, world)])]
+def _ways(world: int) -> Sequence[Stream]:
+    """The streams of the copies to all peers."""
+    return COPIES[: world - 1]
 
 
 def _send(
@@ -178,7 +174,7 @@ def reduce_scatter(
     beside the last tiles of the next block's product. waiting: `sum` waits for the slots by itself;
     for one block.
     """
-    lanes, ways, steps = _lanes(blocks * world, streams), _ways(rank, world), _fork(streams)
+    lanes, ways, steps = _lanes(blocks * world, streams), _ways(world), _fork(streams)
     for block in range(blocks):
         steps += _peers(rank, world, block, lanes[block * (world - 1) :])
     if waiting:
@@ -201,7 +197,7 @@ def all_reduce(
     exchange. push: nothing follows the last block, so one kernel, `push`, does what `sum`, `spread`
     and `take` do for the others.
     """
-    lanes, ways, steps = _lanes(blocks * world, streams), _ways(rank, world), _fork(streams)
+    lanes, ways, steps = _lanes(blocks * world, streams), _ways(world), _fork(streams)
     for block in range(blocks):
         mine = lanes[block * world :]
         steps += _peers(rank, world, block, mine)
@@ -211,7 +207,9 @@ def all_reduce(
             # rank: these end before.
             chunk = block * world + rank
             steps += [Work(lane, "product", chunk), *_join(streams)]
-            steps += [*_take(rank, _flags(rank, world, block)), Record("main", "last")]
+            steps += _take(rank, _flags(rank, world, block))
+            if blocks > 1:
+                steps += [Record("main", "last"), *(Follow(way, "last") for way in ways)]
             steps.append(Work("main", "push", chunk))
             continue
         steps += _own(rank, world, block, lane)
@@ -219,10 +217,7 @@ def all_reduce(
     # A peer's sums of a block are there before its part of the last block is, for which this rank
     # has waited. Beside `push` copies' streams take them, behind all that peers wait for: a copy
     # within a GPU may need what `push` holds.
-    if push and blocks > 1:
-        steps += [Follow(way, "last") for way in ways]
-    elif blocks > 1:
-        steps += _join(streams)
+    steps += _join(streams) if blocks > 1 and not push else []
     for block in range(blocks - 1):
         for peer in others(rank, world, -1):  # rank - 1 sends to this rank first
             lane = _way(rank, peer, world) if push else "main"
@@ -266,7 +261,7 @@ def _spread(
     """
     ready, flag = f"sum {block}", flags + block * world + rank
     steps: list[Step] = [Record(lane, ready)]
-    steps += [Follow(way, ready) for way in _ways(rank, world)]
+    steps += [Follow(way, ready) for way in _ways(world)]
     for peer in others(rank, world):
         chunk, way = block * world + peer, _way(rank, peer, world)
         sending = _send(rank, peer, chunk, flag, False, "spread", way)
@@ -321,7 +316,7 @@ def ring(rank: int, world: int, blocks: int, streams: int = 1, spread: bool = Fa
     steps += [] if spread else _join(streams)
     for block in range(blocks if spread else 0):
         steps += _collect(rank, world, block, flags)
-    ways = _also_to_all(rank, world) if spread else COPIES[:1]
+    ways = _ways(world) if spread else COPIES[:1]
     return (*steps, *_release(rank, world, copied=True, ways=ways))
 
 
@@ -357,7 +352,7 @@ def summing(program: Program, world: int, spread: bool = False) -> Schedule:
             steps += _send(rank, peer, piece * world + peer, flag, False, "spread")
     steps += [Put("main", word, 0) for word in words]
     steps += [Put("main", Word(rank, "full", n), 0) for n in (() if spread else kept)]
-    ways = _also_to_all(rank, world) if spread else COPIES[:1]
+    ways = _ways(world) if spread else COPIES[:1]
     steps += [Follow(way, "begun") for way in ways[1:]]
     for piece in range(len(kept) if spread else 0):
         steps += _collect(rank, world, piece, behind)

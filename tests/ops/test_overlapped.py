@@ -107,26 +107,21 @@ def label(kind: str, options: dict[str, Any]) -> str:
 def check_streams_join(schedule: Schedule) -> None:
     """Each stream begins behind an event of the main one, as a capture needs, and main waits for
     what each did last, before the call's memory may be another's."""
-    begun, told = {"main"}, {}
-    ends: dict[str, int] = {}
-    after: dict[str, dict[str, int]] = {}  # by event, the last step of each stream that precedes it
-    seen: dict[str, dict[str, int]] = {"main": {}}
+    seen: dict[str, dict[str, int]] = {"main": {}}  # by stream that has begun, what it comes after:
+    after: dict[str, dict[str, int]] = {}  # and by event, the last step of each stream
     for n, step in enumerate(schedule):
         if isinstance(step, Follow):
-            if told[step.event] in begun:
-                begun.add(step.stream)
             mine = seen.setdefault(step.stream, {})
             for stream, place in after[step.event].items():
                 mine[stream] = max(place, mine.get(stream, -1))
             continue
-        assert step.stream in begun, step
-        seen[step.stream][step.stream] = n
+        assert step.stream in seen, step
         if isinstance(step, Record):
-            told[step.event], after[step.event] = step.stream, dict(seen[step.stream])
+            after[step.event] = dict(seen[step.stream])
         else:
-            ends[step.stream] = n
-    for stream, end in ends.items():
-        assert seen["main"].get(stream, -1) >= end, (stream, schedule[end])
+            seen[step.stream][step.stream] = n
+    for stream, own in seen.items():
+        assert seen["main"].get(stream, -1) >= own.get(stream, -1), stream
 
 
 def schedules_of(world: int) -> dict[str, Callable[[int], Schedule]]:

@@ -109,7 +109,13 @@ def test_other_models_and_machines_are_held_out(
     name: str, machine: str, phase: str, points: int, limits: tuple[float, ...]
 ) -> None:
     """On an H200 what is fitted comes from quarter-8b, on an H100 from llama-3-8b."""
-    found = scores([RESULTS / f"2026-11-{name}.jsonl"], load(machine), phase)
+    check_held_out(
+        scores([RESULTS / f"2026-11-{name}.jsonl"], load(machine), phase), points, limits
+    )
+
+
+def check_held_out(found: list[Score], points: int, limits: tuple[float, ...]) -> None:
+    """limits: of the mean error, the 90th percentile and the largest, in percent."""
     count, *reached = summary(found, kind_of)["held out",]
     assert count == points
     assert all(a <= b for a, b in zip(reached, limits, strict=True)), reached
@@ -119,10 +125,7 @@ def test_four_gpus_calibrated_by_their_own_model_without_communication() -> None
     """An 8B's `none` of the same run, and nothing else."""
     file = RESULTS / "2026-11-27-inference-h200x4.jsonl"
     machine = fit_steps(load("h200x4"), [file], older=False)
-    found = scores([file], machine, "decode")
-    count, *reached = summary(found, kind_of)["held out",]
-    assert count == 37
-    assert all(a <= b for a, b in zip(reached, (3.5, 7.7, 13.9), strict=True)), reached
+    check_held_out(scores([file], machine, "decode"), 37, (3.5, 7.7, 13.9))
 
 
 def point(plan: str, batch: int = 1) -> InferencePoint:
@@ -151,17 +154,12 @@ def test_prompts_by_fused_operators_are_held_out(capsys: pytest.CaptureFixture[s
 def test_two_h100s() -> None:
     """Calibrated by the 8B without communication, of the first record."""
     files = [RESULTS / f"2026-11-26-inference{kind}-h100x2.jsonl" for kind in ("", "-fused", "-64")]
-    steps = scores(files, load("h100x2"), "decode")
-    count, *reached = summary(steps, kind_of)["held out",]
-    assert count == 38
-    assert all(a <= b for a, b in zip(reached, (3.6, 6.4, 10.2), strict=True)), reached
+    check_held_out(scores(files, load("h100x2"), "decode"), 38, (3.6, 6.4, 10.2))
     ranked = rankings(scores(files[:1], load("h100x2"), "decode"))
     assert all(each.right == each.pairs and each.regret < 0.003 for each in ranked)
     left_out: Counter[str] = Counter()
     prompts = scores(files, load("h100x2"), "prefill", left_out)
-    count, *reached = summary(prompts, kind_of)["held out",]
-    assert count == 39
-    assert all(a <= b for a, b in zip(reached, (4.8, 12.7, 19.0), strict=True)), reached
+    check_held_out(prompts, 39, (4.8, 12.7, 19.0))
     assert {"fused", "push", "async"} == {each.point.reducer for each in prompts}
     assert sum(count for why, count in left_out.items() if "inside of products now" in why) == 7
 
@@ -175,9 +173,7 @@ def test_training_on_two_h100s() -> None:
         (("again", "traced"), 8, (3.1, 6.9, 6.9)),
     ):
         files = [RESULTS / f"2026-11-26-train-{name}-h100x2.jsonl" for name in names]
-        count, *reached = summary(scores(files, machine, "train"), kind_of)["held out",]
-        assert count == points
-        assert all(a <= b for a, b in zip(reached, limits, strict=True)), reached
+        check_held_out(scores(files, machine, "train"), points, limits)
 
 
 def test_what_fused_operators_leave_exposed_on_two_h100s() -> None:

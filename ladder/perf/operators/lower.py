@@ -107,7 +107,7 @@ def _spread(cost: OperatorCost, size: Size, options: tuple[int, int, int], push:
             return cost.product(rows, size.outputs, size.inputs)
         if step.action == "sum":
             return cost.moves(size.line * rows * sum_bytes(REDUCE, world))
-        if step.action == "push":
+        if step.action == "push":  # of the link, as a copy: it waits for those before it
             return Copies(cost.pushes(size.line * rows * world, world))
         return _to_all(cost, size, cut, rank, step) or cost.copies(size.line * rows)
 
