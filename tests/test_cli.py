@@ -76,52 +76,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_importing_ladder_starts_nothing() -> None:
-    code = (
-        "import sys, ladder; assert 'torch' not in sys.modules\n"
-        "from ladder.cli import main\n"
-        "assert main(['plans']) == 0\n"
-        "assert main(['train', 'tiny', 'lrr=1', '--nproc', '2']) == 2\n"
-        "assert main(['train', 'tiny', 'plan=ladder@8']) == 2\n"
-        "for ranks in ('1', '2'):\n"
-        "    assert main(['generate', '/no', '--prompt', 'x', '--nproc', ranks]) == 2\n"
-        "    assert main(['eval', '/no', '--nproc', ranks]) == 2\n"
-        "assert main(['convert', '/no', '--out', '/no/x']) == 2\n"
-        "assert 'torch' not in sys.modules\n"
-        "import ladder.models, ladder.parallel.sharding, ladder.train.loop, ladder.infer.engine\n"
-        "import torch.distributed as dist; assert not dist.is_initialized()\n"
-        "for name in ('transformers', 'matplotlib', 'datasets', 'lm_eval', 'pandas'):\n"
-        "    assert name not in sys.modules, name\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=PATIENCE)
-
-
-def test_predictions_do_not_import_torch() -> None:
-    """That takes longer than they do. Only prompts that may run by operators ask their table."""
-    code = (
-        "import sys\n"
-        "from ladder.cli import main\n"
-        "for words in ('', '--weights fp8', '--train --batch 1', '--prefill', '--tp-degree 8'):\n"
-        "    assert main(['predict', 'llama-3-8b', *words.split()]) == 0, words\n"
-        "assert main(['predict', 'llama-3-70b', '--json']) == 0\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=PATIENCE)
-
-
-def test_models_import_only_torch_and_themselves() -> None:
-    """An import of the rest of the project would not travel with an exported model."""
-    for path in (ROOT / "ladder" / "models").glob("*.py"):
-        for line in path.read_text().splitlines():
-            if line.startswith(("import ", "from ")):
-                module = line.split()[1]
-                known = module.startswith(("ladder.models", "torch")) or (
-                    module.split(".")[0] in sys.stdlib_module_names
-                )
-                assert known, f"{path.name}: {line}"
-                assert "distributed" not in module, f"{path.name}: {line}"
-
-
 def test_plans_prints_pictures_tables_and_json(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

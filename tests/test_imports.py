@@ -1,9 +1,11 @@
-"""Dependencies point one way: every import of one part of the package by another, in one table."""
+"""Dependencies point one way: every import of one part of the package by another, in one table; and
+what importing it, and asking for a prediction, loads."""
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
+from tests.distributed import PATIENCE
 
 SHARED = "config costs files folders hf_config lock models progress reader records"
 COMPUTED = "jit comm kernels ops parallel"
@@ -108,9 +111,12 @@ def test_dependencies_point_one_way() -> None:
 
 
 def test_models_import_torch_and_themselves_alone() -> None:
+    """An import of the rest of the project would not travel with an exported model."""
     for path in (ROOT / "ladder/models").rglob("*.py"):
-        found = {name.split(".")[0] for name in named(ast.parse(path.read_text()))}
+        names = set(named(ast.parse(path.read_text())))
+        found = {name.split(".")[0] for name in names}
         assert found <= OF_MODELS, (path, found - OF_MODELS)
+        assert not any("distributed" in name for name in names), path
 
 
 @pytest.mark.parametrize(
@@ -130,3 +136,36 @@ def test_an_import_upwards_is_found(tmp_path: Path, line: str) -> None:
         (tmp_path / name / "loop.py").write_text("")
     (tmp_path / "parallel/data.py").write_text(line)
     assert wrong(tmp_path) == ["parallel/data.py: parallel imports train"]
+
+
+def test_importing_ladder_starts_nothing() -> None:
+    code = (
+        "import sys, ladder; assert 'torch' not in sys.modules\n"
+        "from ladder.cli import main\n"
+        "assert main(['plans']) == 0\n"
+        "assert main(['train', 'tiny', 'lrr=1', '--nproc', '2']) == 2\n"
+        "assert main(['train', 'tiny', 'plan=ladder@8']) == 2\n"
+        "for ranks in ('1', '2'):\n"
+        "    assert main(['generate', '/no', '--prompt', 'x', '--nproc', ranks]) == 2\n"
+        "    assert main(['eval', '/no', '--nproc', ranks]) == 2\n"
+        "assert main(['convert', '/no', '--out', '/no/x']) == 2\n"
+        "assert 'torch' not in sys.modules\n"
+        "import ladder.models, ladder.parallel.sharding, ladder.train.loop, ladder.infer.engine\n"
+        "import torch.distributed as dist; assert not dist.is_initialized()\n"
+        "for name in ('transformers', 'matplotlib', 'datasets', 'lm_eval', 'pandas'):\n"
+        "    assert name not in sys.modules, name\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=PATIENCE)
+
+
+def test_predictions_do_not_import_torch() -> None:
+    """That takes longer than they do. Only prompts that may run by operators ask their table."""
+    code = (
+        "import sys\n"
+        "from ladder.cli import main\n"
+        "for words in ('', '--weights fp8', '--train --batch 1', '--prefill', '--tp-degree 8'):\n"
+        "    assert main(['predict', 'llama-3-8b', *words.split()]) == 0, words\n"
+        "assert main(['predict', 'llama-3-70b', '--json']) == 0\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=PATIENCE)
