@@ -6,9 +6,10 @@ weight. It can
   folded into the matrix, so only one factor per row is missing;
 - push its result into a slot on every rank (`PushTarget`), where the data is its own flag: an empty
   slot holds -0.0, which is never sent;
-- run a landing (`LandingJob`) or the push of an earlier result (`SendJob`) in extra programs (see
-  `ladder.kernels.landing`). This takes both off the critical path of a plan that lags; a plan that
-  blocks pushes from the product itself and launches its landings separately.
+- run a landing (`LandingJob`) or the push of an earlier result (`SendJob`) in extra programs, or
+  before some of its own (see `ladder.kernels.landing`). This takes both off the critical path of a
+  plan that lags; a plan that blocks pushes from the product itself and launches its landings
+  separately.
 
 Weights are read before the previous kernel has ended (programmatic dependent launch), unless that
 may be what writes them (`fixed`).
@@ -45,13 +46,13 @@ from ladder.kernels.landing import (
     _land,
     _send,
     land,
-    programs_of,
+    parts_of,
     rider_arguments,
     send,
 )
 from ladder.kernels.limits import CHUNK, MAX_ROWS
 from ladder.kernels.pieces import Pieces
-from ladder.kernels.tiles import _block_scales, _tile, _tile_of_pieces
+from ladder.kernels.tiles import _block_scales, _bring_first, _tile, _tile_of_pieces
 from ladder.models.eight_bits import BLOCK
 from ladder.models.storage import dequantise, is_quantised
 
@@ -165,6 +166,24 @@ def _product(
 
 @jit
 @no_type_check
+def _ride(
+    part, residual, landed, landed_squares, landed_pieces, landed_factors, sum0, sum1,
+    own0, own1, factor0, factor1, buffers, start, rows, RIDES: tl.constexpr, D: tl.constexpr,
+    WORLD: tl.constexpr, RANK: tl.constexpr, SUMS: tl.constexpr, OWNS: tl.constexpr,
+    REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
+    SPIN_LIMIT: tl.constexpr, SPLITS: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """A part of a landing (RIDES=1) or a send (2)."""
+    if RIDES == 1:
+        _land(part, residual, landed, landed_squares, landed_pieces, landed_factors, sum0, sum1,
+              own0, own1, factor0, factor1, rows, D, WORLD, SUMS, OWNS, REPLACES, CHUNK, BITS,
+              EMPTY, SPIN_LIMIT, SPLITS, SPAN)  # fmt: skip
+    else:
+        _send(part, residual, buffers, start, rows, D, WORLD, RANK, CHUNK, BITS, EMPTY)
+
+
+@jit
+@no_type_check
 def _either(
     program, x, weight, up, scales, up_scales, pieces, factors, out, squares, add, factor, eps,
     buffers, start, N,
@@ -173,7 +192,7 @@ def _either(
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
     STAGES: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, partial, rows, riders,
-    SENDS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    SENDS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     if STAGES == 0:
@@ -184,12 +203,12 @@ def _either(
     elif pieces is not None:
         _tile_of_pieces(program, x, weight, up, scales, up_scales, pieces, factors, out, squares,
                         add, factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CHUNKS,
-                        CP, ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY, STAGES, KIND, PDL, EARLY,
-                        ROWS, PARTS, ALIGN)  # fmt: skip
+                        CP, ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY, STAGES, KIND, ROWS, PARTS,
+                        ALIGN)  # fmt: skip
     else:
         _tile(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
               start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNKS,
-              BITS, EMPTY, STAGES, KIND, PDL, BLOCK, EARLY, ROWS, PARTS, SWAP, ALIGN)  # fmt: skip
+              BITS, EMPTY, STAGES, KIND, BLOCK, ROWS, PARTS, SWAP, ALIGN)  # fmt: skip
 
 
 @kernel("both")
@@ -201,18 +220,19 @@ def _project_kernel(
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, RIDES: tl.constexpr,
-    D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
+    INSIDE: tl.constexpr, D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
     OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     BITS: tl.constexpr, EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, ALIGN: tl.constexpr,
-    FIXED: tl.constexpr, PDL: tl.constexpr,
+    FIXED: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK: the columns that share a scale; 0: a scale for each row, or none.
 
     EARLY: steps of `_tile` whose weights are brought into L2 before the wait; a power of two, or 0.
     ROWS, PARTS, SWAP: see `_tile`. ALIGN: rows of the weight, and `up` from `weight` on, begin at
-    multiples of so many elements. FIXED: weights are read before the wait.
+    multiples of so many elements. FIXED: weights are read before the wait. INSIDE: a rider has no
+    programs of its own: each of the first ones of the product runs a part of it.
     """
     if PDL:
         gdc_launch_dependents()
@@ -224,27 +244,35 @@ def _project_kernel(
     # tiles, whose long programs would otherwise start late.
     before = riders if STAGES == 0 else 0
     landing = 0 if STAGES == 0 else products
-    SENDS: tl.constexpr = (RIDES == 2) & (STAGES == 0)
-    if (RIDES == 0) | SENDS:
+    if (RIDES == 0) | INSIDE:
+        if STAGES > 0:
+            if WAITS:
+                _bring_first(program, weight, up, N, K, BN, ROWS, EARLY * BK, GATED)
+                gdc_wait()
+            if INSIDE:  # noqa: SIM102  (known when this is compiled; `program` is not)
+                if program < riders:
+                    _ride(program, residual, landed, landed_squares, landed_pieces, landed_factors,
+                          sum0, sum1, own0, own1, factor0, factor1, buffers, start, rows, RIDES, D,
+                          WORLD, RANK, SUMS, OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT, SPLITS,
+                          SPAN)  # fmt: skip
         _either(program, x, weight, up, scales, up_scales, pieces, factors, out, squares, add,
                 factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH,
                 RANK, WORLD, CHUNK, CHUNKS, BITS, EMPTY, STAGES, KIND, WAITS, residual, rows,
-                riders, SENDS, D, BLOCK, EARLY, ROWS, PARTS, SWAP, ALIGN)  # fmt: skip
+                riders, INSIDE, D, BLOCK, ROWS, PARTS, SWAP, ALIGN)  # fmt: skip
     elif (program >= landing) & (program < landing + riders):
         if WAITS:
             gdc_wait()
-        if RIDES == 1:
-            _land(program - landing, residual, landed, landed_squares, landed_pieces,
-                  landed_factors, sum0, sum1, own0, own1, factor0, factor1, rows, D, WORLD, SUMS,
-                  OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT, SPLITS)  # fmt: skip
-        else:
-            _send(program - landing, residual, buffers, start, rows, D, WORLD, RANK, CHUNK, BITS,
-                  EMPTY)  # fmt: skip
+        _ride(program - landing, residual, landed, landed_squares, landed_pieces, landed_factors,
+              sum0, sum1, own0, own1, factor0, factor1, buffers, start, rows, RIDES, D, WORLD, RANK,
+              SUMS, OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT, SPLITS, SPAN)  # fmt: skip
     else:
+        if (STAGES > 0) & WAITS:
+            _bring_first(program - before, weight, up, N, K, BN, ROWS, EARLY * BK, GATED)
+            gdc_wait()
         _either(program - before, x, weight, up, scales, up_scales, pieces, factors, out, squares,
                 add, factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE,
                 PUSH, RANK, WORLD, CHUNK, CHUNKS, BITS, EMPTY, STAGES, KIND, WAITS, residual, rows,
-                riders, False, D, BLOCK, EARLY, ROWS, PARTS, SWAP, ALIGN)  # fmt: skip
+                riders, False, D, BLOCK, ROWS, PARTS, SWAP, ALIGN)  # fmt: skip
 
 
 def project(
@@ -320,17 +348,21 @@ def project(
     align = 16 // weight.itemsize
     if size % align or (up is not None and (up.data_ptr() - weight.data_ptr()) % 16):
         align = 1
-    riders = programs_of(rider)
-    # A send in the product's own programs.
-    sends = isinstance(rider, SendJob) and stages == 0
-    if isinstance(rider, SendJob) and sends and riders > products:
+    if isinstance(rider, SendJob) and stages == 0 and parts_of(rider) > products:
         send(rider)
-        rider, riders, sends = None, 0, False
+        rider = None
+    inside, span = isinstance(rider, SendJob) and stages == 0, 1
+    if stages > 0 and weight.itemsize > 1:  # not measured for weights in 8 bits
+        found = decode_shapes.span(
+            isinstance(rider, SendJob), parts_of(rider), parts_of(rider, 2), products
+        )
+        inside, span = found > 0, max(1, found)
+    riders = parts_of(rider, span)
     cap: dict[str, Any] = {}
     if isinstance(rider, LandingJob) and rows == 1 and up is None and weight.itemsize == 2:
         cap = decode_shapes.registers(size, block, step, warps)
     to = rider.push if isinstance(rider, SendJob) else push
-    pointers, constants = rider_arguments(rider, x, to, warps)
+    pointers, constants = rider_arguments(rider, x, to, warps, span)
     if to is not None:
         assert constants["WORLD"] == to.world
     if rider is not None:
@@ -339,7 +371,7 @@ def project(
     store = keep and not (add is not None and push is None)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device) if keep else x
     launch(
-        _project_kernel, (products + (0 if sends else riders),), x.device,
+        _project_kernel, (products + (0 if inside else riders),), x.device,
         x, weight, weight if up is None else up, *(scales or (None, None)),
         *(pieces or (None, None)), out, x if squares is None else squares,
         x if add is None else add, float(factor), float(eps),
@@ -349,7 +381,8 @@ def project(
         NORM=squares is not None, CHUNKS=chunks, CP=triton.next_power_of_2(chunks),
         ADD=add is not None, STORE=store, PUSH=push is not None,
         RANK=0 if to is None else to.rank,
-        RIDES=0 if rider is None else 1 if isinstance(rider, LandingJob) else 2, **constants,
+        RIDES=0 if rider is None else 1 if isinstance(rider, LandingJob) else 2, INSIDE=inside,
+        **constants,
         STAGES=stages, BLOCK=BLOCK if blocked else 0,
         EARLY=decode_shapes.EARLY, ROWS=own, PARTS=parts, SWAP=swapped, ALIGN=align,
         FIXED=fixed or stages > 0,  # L2, into which these are brought early, is never stale

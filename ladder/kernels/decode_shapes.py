@@ -14,6 +14,7 @@ EARLY = 2
 FEW = 2048  # outputs below these need cuts of their own to use the whole memory bandwidth
 # Outputs of a product with 64 rows of its weight for each SM, such as a head's.
 MANY = 64 * MULTIPROCESSORS
+FEW_PARTS = 16  # of a send, which has programs of its own
 SYSTEM_SHARED = 1024  # bytes of shared memory that the system takes for each program
 
 
@@ -180,6 +181,23 @@ def fitting(stages: int, stage_bytes: int, shared_bytes: int) -> int:
     """The number of stages, at most `stages`, for which a GPU has shared memory: `shared_bytes` of
     a multiprocessor."""
     return max(2, min(stages, (shared_bytes - SYSTEM_SHARED) // stage_bytes))
+
+
+def span(sends: bool, parts: int, pairs: int, products: int) -> int:
+    """How many parts of a rider each program of a product of tiles runs at once before its tile;
+    0: the rider has programs of its own, the last ones.
+
+    parts: of a send, or of a landing. pairs: of two such parts each. products: the programs of the
+    product.
+
+    Tiles fill the SMs, so programs of their own begin when tiles end. Of 16 sequences, sends in the
+    tiles took 5 % off a step, and landings added 1 %; of 64, sends, more than there are tiles, made
+    it longer, and landings shorter, both by 2 %; of 4, sends by 1 % longer (2x H200; see
+    benchmarks/results/README.md).
+    """
+    if sends:
+        return int(FEW_PARTS < parts <= products)
+    return 2 if pairs <= products < parts else 0
 
 
 def registers(size: int, block: int, step: int, warps: int) -> dict[str, int]:

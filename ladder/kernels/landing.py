@@ -4,8 +4,7 @@ A landing waits for the slots that every rank writes, sums them in float32 in ra
 residual, rounds once, stores the sums of squares (and the pieces, see `ladder.kernels.pieces`), and
 clears the slots. An empty slot holds -0.0, which is never sent.
 
-It is a kernel of its own (`land`), or extra programs of a product
-(`ladder.kernels.decode.project`).
+It is a kernel of its own (`land`), or rides in a product (`ladder.kernels.decode.project`).
 """
 
 from __future__ import annotations
@@ -144,10 +143,10 @@ def _land(
     program, residual, out, squares, pieces, factors, sum0, sum1, own0, own1, factor0, factor1,
     M, D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
     OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
-    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, SPLITS: tl.constexpr,
+    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, SPLITS: tl.constexpr, SPAN: tl.constexpr = 1,
 ):  # fmt: skip
-    """One program of a landing: CHUNK elements of one row. SPLITS: all of them, so many at a time,
-    and then their pieces."""
+    """A part of a landing: SPAN times CHUNK elements of one row. SPLITS: all of them, CHUNK at a
+    time, and then their pieces."""
     chunks: tl.constexpr = (D + CHUNK - 1) // CHUNK
     if SPLITS:
         square, top = 0.0, 0
@@ -166,10 +165,17 @@ def _land(
             x = tl.load(out + at, mask=i < D, other=0).to(tl.float32)
             split(x * shrink, pieces, at, i < D, M * D)
     else:
-        x = _land_chunk(program // chunks, (program % chunks) * CHUNK, residual, out, sum0, sum1,
-                        own0, own1, factor0, factor1, M, D, WORLD, SUMS, OWNS, REPLACES, CHUNK,
-                        BITS, EMPTY, SPIN_LIMIT)  # fmt: skip
-        tl.store(squares + program, tl.sum(x * x, 0))
+        spans: tl.constexpr = (chunks + SPAN - 1) // SPAN
+        row, first = program // spans, (program % spans) * SPAN
+        x = _land_chunk(row, first * CHUNK, residual, out, sum0, sum1, own0, own1, factor0, factor1,
+                        M, D, WORLD, SUMS, OWNS, REPLACES, SPAN * CHUNK, BITS, EMPTY,
+                        SPIN_LIMIT)  # fmt: skip
+        if SPAN == 1:
+            tl.store(squares + program, tl.sum(x * x, 0))
+        else:
+            chunk = first + tl.arange(0, SPAN)
+            square = tl.sum(tl.reshape(x * x, [SPAN, CHUNK]), 1)
+            tl.store(squares + row * chunks + chunk, square, mask=chunk < chunks)
 
 
 @jit
@@ -224,20 +230,28 @@ def _land_kernel(
     residual, out, squares, pieces, factors, sum0, sum1, own0, own1, factor0, factor1, M,
     D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
     OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
-    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, SPLITS: tl.constexpr, SPAN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     _land(tl.program_id(0), residual, out, squares, pieces, factors, sum0, sum1, own0, own1,
           factor0, factor1, M, D, WORLD, SUMS, OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT,
-          SPLITS)  # fmt: skip
+          SPLITS, SPAN)  # fmt: skip
 
 
 def rider_arguments(
-    rider: LandingJob | SendJob | None, like: Tensor, push: PushTarget | None, warps: int
+    rider: LandingJob | SendJob | None,
+    like: Tensor,
+    push: PushTarget | None,
+    warps: int,
+    span: int = 1,
 ) -> tuple[list, dict]:
-    """The kernel arguments of a rider: pointers and factors, and constants. warps: of a program."""
+    """The kernel arguments of a rider: pointers and factors, and constants.
+
+    warps: of a program. span: see `parts_of`.
+    """
     job = rider if isinstance(rider, LandingJob) else None
     sums: list[Tensor] = [] if job is None else list(job.sums)
     owns = [] if job is None else list(job.owns)
@@ -262,7 +276,7 @@ def rider_arguments(
         "WORLD": world, "SUMS": len(sums), "OWNS": len(owns),
         "REPLACES": job is not None and job.replaces, "CHUNK": _chunk(job, world, warps),
         "BITS": bits_of(like), "EMPTY": EMPTY[size], "SPIN_LIMIT": SPIN_LIMIT,
-        "SPLITS": job is not None and job.pieces is not None,
+        "SPLITS": job is not None and job.pieces is not None, "SPAN": span,
     }  # fmt: skip
     return pointers, constants
 
@@ -279,14 +293,15 @@ def bits_of(like: Tensor) -> object:
     return tl.int16 if like.element_size() == 2 else tl.int32
 
 
-def programs_of(rider: LandingJob | SendJob | None) -> int:
-    """The number of programs that a rider adds to a launch."""
+def parts_of(rider: LandingJob | SendJob | None, span: int = 1) -> int:
+    """The parts of a rider, each of `span` times CHUNK elements of a row, or of whole rows."""
     if rider is None:
         return 0
     if isinstance(rider, LandingJob):
-        return rider.squares.numel()
+        rows, chunks = rider.squares.shape
+        return rows * -(-chunks // span)
     rows, size = rider.partial.shape
-    return rows * -(-size // CHUNK)
+    return rows * -(-size // (CHUNK * span))
 
 
 def land(job: LandingJob) -> None:
@@ -301,7 +316,7 @@ def land(job: LandingJob) -> None:
         warps *= max(1, min(4, triton.next_power_of_2(job.out.shape[1]) // CHUNK))
     pointers, constants = rider_arguments(job, job.residual, None, warps)
     launch(
-        _land_kernel, (programs_of(job),), job.residual.device,
+        _land_kernel, (parts_of(job),), job.residual.device,
         *pointers, **constants, num_warps=warps,
     )  # fmt: skip
 
@@ -312,7 +327,7 @@ def send(job: SendJob) -> None:
     job.launched = True
     partial, push = job.partial, job.push
     launch(
-        _send_kernel, (programs_of(job),), partial.device,
+        _send_kernel, (parts_of(job),), partial.device,
         partial, push.buffers, push.start, partial.shape[0], D=partial.shape[1],
         WORLD=push.world, RANK=push.rank, CHUNK=CHUNK, BITS=bits_of(partial),
         EMPTY=EMPTY[partial.element_size()], num_warps=4,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-from ladder.jit import gdc_wait, jit, tl
+from ladder.jit import jit, tl
 from ladder.kernels.eight_bits import power, widened
 from ladder.kernels.landing import _finish
 from ladder.kernels.pieces import _LOW
@@ -34,11 +34,14 @@ def _bring(matrix, rows, K: tl.constexpr, COLUMNS: tl.constexpr):
 @jit
 @no_type_check
 def _bring_first(
-    weight, up, n, end, K: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr
+    program, weight, up, N, K: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """The same of a tile's rows n [1, BN], of both weights if GATED."""
+    """The same of a tile's rows, of both weights if GATED; see `_tile`."""
     if COLUMNS > 0:
-        own = tl.minimum(tl.trans(n), end - 1).to(tl.int64) * K
+        end = tl.minimum(N, (program + 1) * ROWS)
+        n = program * ROWS + tl.arange(0, BN)[:, None]
+        own = tl.minimum(n, end - 1).to(tl.int64) * K
         _bring(weight, own, K, COLUMNS)
         if GATED:
             _bring(up, own, K, COLUMNS)
@@ -78,8 +81,8 @@ def _tile(
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     CHUNKS: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
-    KIND: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, ALIGN: tl.constexpr,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    SWAP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of the weight, of up to BN, in steps of BK columns; STAGES in shared memory.
 
@@ -121,9 +124,6 @@ def _tile(
         if GATED:
             scale_rows += tl.where(across < BN, 0, up_scales.to(tl.int64) - scales.to(tl.int64))
         scale = _block_scales(scales, scale_rows, part, scaled < end, blocks)
-    if PDL:
-        _bring_first(weight, up, n, end, K, EARLY * BK, GATED)
-        gdc_wait()
     if NORM:  # read here, so that nothing waits for it at the end
         c = tl.arange(0, CP)[None, :]
         parts = tl.load(squares + m * CHUNKS + c, mask=(m < M) & (c < CHUNKS), other=0)
@@ -187,8 +187,7 @@ def _tile_of_pieces(
     GATED: tl.constexpr, NORM: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr,
     ADD: tl.constexpr, STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr,
     WORLD: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
-    KIND: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr,
-    PARTS: tl.constexpr, ALIGN: tl.constexpr,
+    KIND: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """As `_tile`, of x that is given in pieces (ladder.kernels.pieces) and a weight in e4m3.
 
@@ -210,9 +209,6 @@ def _tile_of_pieces(
     i = tl.arange(0, 2 * PARTS * MP)[:, None]
     m_x, columns_x = i % MP, i // MP % PARTS * WIDTH + columns
     rows_x = (i // (PARTS * MP) * M + m_x) * K
-    if PDL:
-        _bring_first(weight, up, n, end, K, EARLY * BK, GATED)
-        gdc_wait()
     norm = tl.load(factors + m, mask=m < M, other=0)
     if NORM:
         c = tl.arange(0, CP)[None, :]

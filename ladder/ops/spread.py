@@ -94,8 +94,7 @@ def _spread(
     high = cut.height - cut.starts[-2]  # of a rank; the last ones may have fewer
     line = n * rows.element_size()
     push = push and last.start < last.stop and line % 4 == 0 and world * high * line <= MOST_PUSHED
-    if push:
-        shots = all_shots(space, group, world * high * line, kinds=1)
+    shots = all_shots(space, group, world * high * line, kinds=1) if push else None
     chosen, slots = space.begin((height, n), rows.dtype)
     partial = rows.new_empty(len(rows), n)
     more = None if addend is None else addend.flatten(0, -2)
@@ -123,6 +122,7 @@ def _spread(
 
     def push_last(_: int) -> None:
         mine = slots[rank][:, cut.place(blocks - 1, rank)]
+        assert shots is not None
         shots.gather_sums(mine, high, outs[0][last])
 
     space.run(
@@ -131,8 +131,7 @@ def _spread(
             "product": product, "copy": copy, "sum": add, "push": push_last,
             **to_all(rank, slots, cut, outs),
         },
-        memory=None if push else (rows, B, more, partial, *outs, *memory),
-        numbers=(numbers, ratio),
+        memory=(rows, B, more, partial, *outs, *memory), numbers=(numbers, ratio, shots),
     )  # fmt: skip
 
 

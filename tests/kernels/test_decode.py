@@ -176,7 +176,8 @@ PUSHES = [  # rows, ranks, columns, size of the residual, dtype, what pushes
     *(on("interpreter", 3, 4, 40, 70, dtype, by) for dtype in DTYPES for by in WAYS),
     *(
         on("interpreter", *s, torch.bfloat16, by)
-        for s in ((1, 2, 40, 70), (9, 2, 12, 1030))
+        # Sends in the product's own programs, and landings of two parts at once there.
+        for s in ((1, 2, 40, 70), (9, 2, 12, 1030), (33, 2, 12, 1030))
         for by in WAYS
     ),
     *(

@@ -69,9 +69,17 @@ def test_memory_is_told_apart() -> None:
 
 
 def keys_of(
-    op: str, name: str, given: tuple[Any, ...], options: dict[str, Any], fresh: dict[Any, Tensor]
+    op: str,
+    name: str,
+    given: tuple[Any, ...],
+    options: dict[str, Any],
+    fresh: dict[Any, Tensor],
+    shots: object = None,
 ) -> Hashable:
-    """What a call gives as its memory and numbers, if the same outputs are allocated each time."""
+    """What a call gives as its memory and numbers, if the same outputs are allocated each time.
+
+    shots: the memory by which a kernel pushes.
+    """
     found: list[Any] = []
     numbered = iter(range(100))
 
@@ -94,6 +102,7 @@ def keys_of(
         mock.patch.object(Workspace, "run", run),
         mock.patch.object(Tensor, "new_empty", new_empty),
         mock.patch.object(torch, "empty_like", empty_like),
+        mock.patch.object(spread, "all_shots", return_value=shots),
     ):
         run_of(op, name)(Group(0, Everyone(2)), *given, **options)
     (key,) = found
@@ -132,7 +141,7 @@ def test_a_call_that_differs_in_anything_is_another(op: str, name: str) -> None:
         known = set(OPERATORS[op].implementations[name].options)
         some = [
             {}, {"streams": 2}, {"blocks": 3}, {"blocks": 3, "ratio": 2}, {"stages": 3},
-            {"tile": "128x128x64"}, {"group_m": 2}, {"pieces": 8},
+            {"tile": "128x128x64"}, {"group_m": 2}, {"pieces": 8}, {"push": True},
         ]  # fmt: skip
         if name == "summing":
             known.remove("pieces")  # there is one, since there is one row of tiles
@@ -140,7 +149,9 @@ def test_a_call_that_differs_in_anything_is_another(op: str, name: str) -> None:
         same = keys_of(op, name, given, {}, fresh)
         assert same == keys_of(op, name, given, {}, fresh)
         others = [keys_of(op, name, each, {}, fresh) for each in changes(op, given)]
-        others += [keys_of(op, name, given, each, fresh) for each in options[1:]]
+        others += [keys_of(op, name, given, each, fresh, "shots") for each in options[1:]]
+        if "push" in known:
+            others.append(keys_of(op, name, given, {"push": True}, fresh, "other shots"))
         assert len(others) > 2
         assert len({same, *others}) == 1 + len(others)
         allocated: dict[Any, Tensor] = {}
@@ -206,22 +217,7 @@ def test_a_weights_gradient_has_its_layout() -> None:
         assert torch.allclose(found, x.t() @ grad, atol=1e-6)
 
 
-def test_what_a_kernel_pushes_is_always_enqueued() -> None:
-    """Its kernel has memory of its own, which the call does not name."""
-    seen: list[Any] = []
-    shots = SimpleNamespace(gather_sums=lambda *each: None)
-    (A, B), _ = operands(2, 0, 16, 40, torch.bfloat16)
-    machine = Machine(2, lambda call: 0)
-    with (
-        machine.recording(),
-        mock.patch.object(spread, "all_shots", return_value=shots),
-        mock.patch.object(Workspace, "run", lambda *each, memory, **more: seen.append(memory)),
-    ):
-        run_of("matmul_all_reduce", "chunked")(Group(0, Everyone(2)), A, B, push=True)
-    assert seen == [None]
-
-
-def again_on_gpus(op: str, name: str) -> int:
+def again_on_gpus(op: str, name: str, options: dict[str, Any]) -> int:
     """Rank 1 enqueues what the others launch. Inputs change between calls, ranks come late."""
     device = launch.join("cuda")
     rank, world, group = launch.rank(), launch.world_size(), dist.group.WORLD
@@ -243,7 +239,7 @@ def again_on_gpus(op: str, name: str) -> int:
         given = arguments(op, A, B, False, world)
         if own.random() < 0.2:
             torch.cuda._sleep(own.randrange(2_000_000) * (rank + 1))
-        found = flat(run(group, *given))
+        found = flat(run(group, *given, **options))
         check_same(op, (op, turn), found, flat(staged(group, *given)))
         for out in found:
             out.fill_(torch.nan)
@@ -257,6 +253,9 @@ def again_on_gpus(op: str, name: str) -> int:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize(("op", "name"), WAYS)
-def test_calls_that_come_again_on_gpus(op: str, name: str) -> None:
-    assert launch.run(again_on_gpus, (op, name), nproc=2) == 0
+@pytest.mark.parametrize(
+    ("op", "name", "options"),
+    [*((*each, {}) for each in WAYS), ("matmul_all_reduce", "chunked", {"push": True})],
+)
+def test_calls_that_come_again_on_gpus(op: str, name: str, options: dict[str, Any]) -> None:
+    assert launch.run(again_on_gpus, (op, name, options), nproc=2) == 0
