@@ -352,10 +352,11 @@ def project(
         send(rider)
         rider = None
     inside, span = isinstance(rider, SendJob) and stages == 0, 1
-    if stages > 0 and weight.itemsize > 1:  # not measured for weights in 8 bits
+    if stages > 0:
         found = decode_shapes.span(
-            isinstance(rider, SendJob), parts_of(rider), parts_of(rider, 2), products
-        )
+            isinstance(rider, SendJob), parts_of(rider), parts_of(rider, 2), products,
+            weight.itemsize == 1,
+        )  # fmt: skip
         inside, span = found > 0, max(1, found)
     riders = parts_of(rider, span)
     cap: dict[str, Any] = {}

@@ -183,18 +183,20 @@ def fitting(stages: int, stage_bytes: int, shared_bytes: int) -> int:
     return max(2, min(stages, (shared_bytes - SYSTEM_SHARED) // stage_bytes))
 
 
-def span(sends: bool, parts: int, pairs: int, products: int) -> int:
+def span(sends: bool, parts: int, pairs: int, products: int, eight_bits: bool) -> int:
     """How many parts of a rider each program of a product of tiles runs at once before its tile;
     0: the rider has programs of its own, the last ones.
 
     parts: of a send, or of a landing. pairs: of two such parts each. products: the programs of the
-    product.
+    product. eight_bits: its weight is stored in so many, where this is not measured.
 
     Tiles fill the SMs, so programs of their own begin when tiles end. Of 16 sequences, sends in the
     tiles took 5 % off a step, and landings added 1 %; of 64, sends, more than there are tiles, made
     it longer, and landings shorter, both by 2 %; of 4, sends by 1 % longer (2x H200; see
     benchmarks/results/README.md).
     """
+    if eight_bits:
+        return 0
     if sends:
         return int(FEW_PARTS < parts <= products)
     return 2 if pairs <= products < parts else 0

@@ -1,0 +1,127 @@
+"""Times of whole decode steps with other ways for sends and landings to ride, in turns.
+
+    python benchmarks/riders.py --nproc 2 --ways today behind/behind inside/behind inside/pairs
+        [--model half-8b] [--plan ladder] [--batch 16 64] [--weights fp8] [--layers 16]
+
+A way is SEND/LANDING, of products in tiles (3 rows and more): `behind` the tiles, in programs of
+their own; `inside`, a part in each of the product's first programs; `pairs`, two parts of a row at
+once there. What has more parts than the product has programs stays behind. `today`: what
+`ladder.kernels.decode_shapes.span` chooses.
+
+Random weights and cache; sums by push, over all ranks. The steps of all ways are captured first,
+and then take turns, so that clocks and memory are the same for all. A way whose logits are not
+those of the first but for rounding is named and not timed, and makes the exit status 1. The last
+line is JSON, in microseconds a step, of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from cuts import capture, in_turns, same_logits, step
+
+from ladder.bench.inference.build import build_model
+from ladder.bench.inference.points import InferencePoint, resolve
+from ladder.infer.engine import Engine
+from ladder.kernels import decode_shapes
+from ladder.models.errors import UserError
+from ladder.parallel import launch
+from ladder.parser import Parser, parse_words
+from ladder.records import facts
+
+PARTS = {"behind": 0, "inside": 1, "pairs": 2}  # at once in a product's program
+TODAY = "today"
+
+
+def parse_way(text: str) -> tuple[int, int] | None:
+    """The parts at once of sends and of landings; None: today's."""
+    if text == TODAY:
+        return None
+    send, _, landing = text.partition("/")
+    if send not in PARTS or landing not in PARTS:
+        raise UserError(
+            f"--ways: {text!r} is not SEND/LANDING, each of {', '.join(PARTS)}, nor {TODAY}"
+        )
+    return PARTS[send], PARTS[landing]
+
+
+@contextmanager
+def riding(way: tuple[int, int] | None) -> Iterator[None]:
+    """Within, sends and landings ride so when a step is captured."""
+
+    def span(sends: bool, parts: int, pairs: int, products: int, eight_bits: bool) -> int:
+        assert way is not None
+        wanted = way[0 if sends else 1]
+        return wanted if (0, parts, pairs)[wanted] <= products else 0
+
+    with mock.patch.object(decode_shapes, "span", decode_shapes.span if way is None else span):
+        yield
+
+
+def slowest(us: dict[str, float]) -> dict[str, float]:
+    """The times of the slowest rank, way by way."""
+    times = torch.tensor(list(us.values()), device="cuda")
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return {name: round(time, 1) for name, time in zip(us, times.tolist(), strict=True)}
+
+
+@torch.inference_mode()
+def main(options: argparse.Namespace) -> int:
+    ways = {text: parse_way(text) for text in options.ways}
+    device = launch.join("cuda")
+    first, rows, wrong = launch.rank() == 0, [], False
+    for batch in options.batch:
+        point = InferencePoint(
+            options.model, options.plan, "push", launch.world_size(), batch, options.context, 1,
+            options.layers, weights=options.weights,
+        )  # fmt: skip
+        if not rows:
+            engine = Engine(build_model(point, resolve(point), "push", device))
+        sessions = {}
+        for text, way in ways.items():
+            with riding(way):
+                session = capture(engine, batch, options.context)
+            logits = step(session, options.context)
+            if not sessions:
+                expected = logits
+            if same_logits(logits, expected):
+                sessions[text] = session
+            else:
+                print(f"{batch} sequences, {text}: wrong logits", flush=True)
+                wrong = True
+        us = slowest(in_turns(sessions, options.context))
+        rows.append({"batch": batch, "us": us})
+        if first:
+            each = ", ".join(f"{way} {time:.1f} us" for way, time in us.items())
+            print(f"{batch} sequences: {each}", flush=True)
+    if first:
+        about = facts(torch.cuda.get_device_name(device)) | {
+            "gpus": launch.world_size(), "command": " ".join(["python", *sys.argv]), "steps": rows,
+        }  # fmt: skip
+        print(json.dumps(about))
+    return int(wrong)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(description=__doc__.split("\n")[0])
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--ways", nargs="+", default=[TODAY, "behind/behind"])
+    parser.add_argument("--model", default="half-8b")
+    parser.add_argument("--plan", default="ladder")
+    parser.add_argument("--batch", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--weights", default="bf16")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--context", type=int, default=1024)
+    return parse_words(parser, argv)
+
+
+if __name__ == "__main__":
+    given = parse()
+    sys.exit(launch.run(main, (given,), given.nproc))
