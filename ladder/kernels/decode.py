@@ -192,7 +192,7 @@ def _either(
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
     STAGES: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, partial, rows, riders,
-    SENDS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    SENDS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     if STAGES == 0:
@@ -203,12 +203,12 @@ def _either(
     elif pieces is not None:
         _tile_of_pieces(program, x, weight, up, scales, up_scales, pieces, factors, out, squares,
                         add, factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CHUNKS,
-                        CP, ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY, STAGES, KIND, ROWS, PARTS,
-                        ALIGN)  # fmt: skip
+                        CP, ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY, STAGES, KIND, PDL, EARLY,
+                        ROWS, PARTS, ALIGN)  # fmt: skip
     else:
         _tile(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
               start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNKS,
-              BITS, EMPTY, STAGES, KIND, BLOCK, ROWS, PARTS, SWAP, ALIGN)  # fmt: skip
+              BITS, EMPTY, STAGES, KIND, PDL, BLOCK, EARLY, ROWS, PARTS, SWAP, ALIGN)  # fmt: skip
 
 
 @kernel("both")
@@ -240,25 +240,26 @@ def _project_kernel(
             gdc_wait()
     WAITS: tl.constexpr = PDL & FIXED
     program = tl.program_id(0)
-    # A landing's programs come first in a product of few rows, which is short, and last in one of
+    # A rider's own programs come first in a product of few rows, which is short, and last in one of
     # tiles, whose long programs would otherwise start late.
     before = riders if STAGES == 0 else 0
     landing = 0 if STAGES == 0 else products
     if (RIDES == 0) | INSIDE:
-        if STAGES > 0:
+        BEFORE: tl.constexpr = INSIDE & (STAGES > 0)
+        if BEFORE:
             if WAITS:
                 _bring_first(program, weight, up, N, K, BN, ROWS, EARLY * BK, GATED)
                 gdc_wait()
-            if INSIDE:  # noqa: SIM102  (known when this is compiled; `program` is not)
-                if program < riders:
-                    _ride(program, residual, landed, landed_squares, landed_pieces, landed_factors,
-                          sum0, sum1, own0, own1, factor0, factor1, buffers, start, rows, RIDES, D,
-                          WORLD, RANK, SUMS, OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT, SPLITS,
-                          SPAN)  # fmt: skip
+            if program < riders:
+                _ride(program, residual, landed, landed_squares, landed_pieces, landed_factors,
+                      sum0, sum1, own0, own1, factor0, factor1, buffers, start, rows, RIDES, D,
+                      WORLD, RANK, SUMS, OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT, SPLITS,
+                      SPAN)  # fmt: skip
         _either(program, x, weight, up, scales, up_scales, pieces, factors, out, squares, add,
                 factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH,
-                RANK, WORLD, CHUNK, CHUNKS, BITS, EMPTY, STAGES, KIND, WAITS, residual, rows,
-                riders, INSIDE, D, BLOCK, ROWS, PARTS, SWAP, ALIGN)  # fmt: skip
+                RANK, WORLD, CHUNK, CHUNKS, BITS, EMPTY, STAGES, KIND, WAITS & (not BEFORE),
+                residual, rows, riders, INSIDE, D, BLOCK, EARLY, ROWS, PARTS, SWAP,
+                ALIGN)  # fmt: skip
     elif (program >= landing) & (program < landing + riders):
         if WAITS:
             gdc_wait()
@@ -266,13 +267,10 @@ def _project_kernel(
               sum0, sum1, own0, own1, factor0, factor1, buffers, start, rows, RIDES, D, WORLD, RANK,
               SUMS, OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT, SPLITS, SPAN)  # fmt: skip
     else:
-        if (STAGES > 0) & WAITS:
-            _bring_first(program - before, weight, up, N, K, BN, ROWS, EARLY * BK, GATED)
-            gdc_wait()
         _either(program - before, x, weight, up, scales, up_scales, pieces, factors, out, squares,
                 add, factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE,
                 PUSH, RANK, WORLD, CHUNK, CHUNKS, BITS, EMPTY, STAGES, KIND, WAITS, residual, rows,
-                riders, False, D, BLOCK, ROWS, PARTS, SWAP, ALIGN)  # fmt: skip
+                riders, False, D, BLOCK, EARLY, ROWS, PARTS, SWAP, ALIGN)  # fmt: skip
 
 
 def project(
@@ -358,6 +356,7 @@ def project(
             weight.itemsize == 1,
         )  # fmt: skip
         inside, span = found > 0, max(1, found)
+        assert span == 1 or isinstance(rider, LandingJob), "a part of a send is one chunk"
     riders = parts_of(rider, span)
     cap: dict[str, Any] = {}
     if isinstance(rider, LandingJob) and rows == 1 and up is None and weight.itemsize == 2:

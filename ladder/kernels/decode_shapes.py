@@ -14,7 +14,8 @@ EARLY = 2
 FEW = 2048  # outputs below these need cuts of their own to use the whole memory bandwidth
 # Outputs of a product with 64 rows of its weight for each SM, such as a head's.
 MANY = 64 * MULTIPROCESSORS
-FEW_PARTS = 16  # of a send, which has programs of its own
+FEW_PARTS = 16  # a send of no more keeps programs of its own
+FULL = 96  # programs of a product; tiles of fewer leave room for programs of a rider
 SYSTEM_SHARED = 1024  # bytes of shared memory that the system takes for each program
 
 
@@ -190,16 +191,17 @@ def span(sends: bool, parts: int, pairs: int, products: int, eight_bits: bool) -
     parts: of a send, or of a landing. pairs: of two such parts each. products: the programs of the
     product. eight_bits: its weight is stored in so many, where this is not measured.
 
-    Tiles fill the SMs, so programs of their own begin when tiles end. Of 16 sequences, sends in the
+    Where tiles fill the SMs, programs of their own begin when tiles end. Of 16 sequences, sends in the
     tiles took 5 % off a step, and landings added 1 %; of 64, sends, more than there are tiles, made
     it longer, and landings shorter, both by 2 %; of 4, sends by 1 % longer (2x H200; see
     benchmarks/results/README.md).
     """
-    if eight_bits:
+    at_once = min(products, MULTIPROCESSORS)
+    if eight_bits or products < FULL:
         return 0
     if sends:
-        return int(FEW_PARTS < parts <= products)
-    return 2 if pairs <= products < parts else 0
+        return int(FEW_PARTS < parts <= at_once)
+    return 2 if pairs <= at_once < parts else 0
 
 
 def registers(size: int, block: int, step: int, warps: int) -> dict[str, int]:

@@ -60,8 +60,8 @@ class SendJob:
     """The sending of a finished partial [M, D] to every rank's slots.
 
     It replaces a `PushTarget` if the next kernel does not wait for the sum. A kernel that pushes
-    ends only when every rank has acknowledged its writes, which takes time on the critical path;
-    extra programs of the next kernel do not delay it.
+    ends only when every rank has acknowledged its writes, which takes time on the critical path.
+    In the next kernel they take place beside its product.
     """
 
     partial: Tensor
@@ -143,7 +143,7 @@ def _land(
     program, residual, out, squares, pieces, factors, sum0, sum1, own0, own1, factor0, factor1,
     M, D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
     OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
-    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, SPLITS: tl.constexpr, SPAN: tl.constexpr = 1,
+    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, SPLITS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """A part of a landing: SPAN times CHUNK elements of one row. SPLITS: all of them, CHUNK at a
     time, and then their pieces."""
@@ -184,7 +184,7 @@ def _send(
     program, partial, buffers, start, M, D: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr,
     CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
-    """One program of a send: CHUNK elements of one row."""
+    """One part of a send: CHUNK elements of one row."""
     chunks: tl.constexpr = (D + CHUNK - 1) // CHUNK
     row = program // chunks
     i = (program % chunks) * CHUNK + tl.arange(0, CHUNK)

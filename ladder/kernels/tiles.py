@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-from ladder.jit import jit, tl
+from ladder.jit import gdc_wait, jit, tl
 from ladder.kernels.eight_bits import power, widened
 from ladder.kernels.landing import _finish
 from ladder.kernels.pieces import _LOW
@@ -81,8 +81,8 @@ def _tile(
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     CHUNKS: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
-    KIND: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    SWAP: tl.constexpr, ALIGN: tl.constexpr,
+    KIND: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of the weight, of up to BN, in steps of BK columns; STAGES in shared memory.
 
@@ -124,6 +124,9 @@ def _tile(
         if GATED:
             scale_rows += tl.where(across < BN, 0, up_scales.to(tl.int64) - scales.to(tl.int64))
         scale = _block_scales(scales, scale_rows, part, scaled < end, blocks)
+    if PDL:
+        _bring_first(program, weight, up, N, K, BN, ROWS, EARLY * BK, GATED)
+        gdc_wait()
     if NORM:  # read here, so that nothing waits for it at the end
         c = tl.arange(0, CP)[None, :]
         parts = tl.load(squares + m * CHUNKS + c, mask=(m < M) & (c < CHUNKS), other=0)
@@ -187,7 +190,8 @@ def _tile_of_pieces(
     GATED: tl.constexpr, NORM: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr,
     ADD: tl.constexpr, STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr,
     WORLD: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
-    KIND: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, ALIGN: tl.constexpr,
+    KIND: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """As `_tile`, of x that is given in pieces (ladder.kernels.pieces) and a weight in e4m3.
 
@@ -209,6 +213,9 @@ def _tile_of_pieces(
     i = tl.arange(0, 2 * PARTS * MP)[:, None]
     m_x, columns_x = i % MP, i // MP % PARTS * WIDTH + columns
     rows_x = (i // (PARTS * MP) * M + m_x) * K
+    if PDL:
+        _bring_first(program, weight, up, N, K, BN, ROWS, EARLY * BK, GATED)
+        gdc_wait()
     norm = tl.load(factors + m, mask=m < M, other=0)
     if NORM:
         c = tl.arange(0, CP)[None, :]

@@ -26,6 +26,12 @@ from ladder.comm import driver
 from ladder.comm.capture import no_collection
 from ladder.ops.streams import CudaStreams
 
+# Of torch.backends.cuda.matmul; older versions of torch do not have all.
+SETTINGS = (
+    "allow_bf16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction_split_k",
+    "allow_fp16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction_split_k",
+    "allow_fp16_accumulation",
+)  # fmt: skip
 MOST = 512  # calls that are known, of a workspace
 
 Enqueue = Callable[[CudaStreams], object]
@@ -102,9 +108,8 @@ def recorder(device: torch.device, stream: int) -> Recorder | None:
 
 def settings() -> Hashable:
     """What of torch's settings cuBLAS's kernels depend on, but for those of float32."""
-    cuda = torch.backends.cuda
-    halves = cuda.matmul.allow_bf16_reduced_precision_reduction
-    return halves, cuda.matmul.allow_fp16_reduced_precision_reduction, cuda.preferred_blas_library()
+    chosen = torch.backends.cuda.preferred_blas_library()
+    return chosen, *(getattr(torch.backends.cuda.matmul, each, None) for each in SETTINGS)
 
 
 class Replays:

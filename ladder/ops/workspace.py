@@ -161,18 +161,18 @@ class Workspace:
         return self.words.own[chosen, KINDS.index(kind)]
 
     def run(
-        self, schedule: Schedule, chosen: int, actions: Actions, memory: Memory | None = None,
+        self, schedule: Schedule, chosen: int, actions: Actions, memory: Memory,
         numbers: Hashable = (),
     ) -> None:  # fmt: skip
         """Enqueue a call. Words that follow each other in a stream are one memory operation.
 
         memory, numbers: all that the actions use beside slots and words; a call that comes again
-        with the same is launched as a CUDA graph (`ladder.ops.replay`). memory=None: it is always
-        enqueued. So are products in float32, of which not every torch can say how precise they are,
-        and runs before a capture, which come once or twice.
+        with the same is launched as a CUDA graph (`ladder.ops.replay`). Products in float32, of
+        which not every torch can say how precise they are, are always enqueued, and so are runs
+        before a capture, which come once or twice.
         """
         enqueue, replays = partial(self._enqueue, schedule, chosen, actions), self.replays
-        if memory is None or replays is None or capture.mode() == "captured" or _single(memory):
+        if replays is None or capture.mode() == "captured" or _single(memory):
             enqueue(self.streams)
             return
         about = settings(), memory_of(memory), numbers

@@ -1,14 +1,14 @@
-"""The pass of a decode step: products push partials, and run landings and sends in extra programs.
+"""The pass of a decode step: products push partials, and landings and sends ride in them.
 
 Its operators have two types of their own. `read` returns, and `column` takes, a `Read`: the
 residual before its norm, with the sums of its squares. `row` returns, and `write` takes, a
 `Product`: a matmul that has not run yet, since only `write` knows the target of its result.
 
 The product of a blocking output pushes it, and its landing is a kernel of its own. Other outputs
-are sent by extra programs of the next sublayer's first kernel, and landed by those of a last
-kernel, so that no kernel waits for another rank's memory. A product that keeps its own part beside
-the sum of its group pushes that sum. The sum lands on the base, and a kernel after it adds the own
-parts that the base lacks. With A and B the first and the last kernel of sublayer n:
+are sent beside the next sublayer's first product, and landed beside a last one, so that no kernel
+waits for another rank's memory. A product that keeps its own part beside the sum of its group
+pushes that sum. The sum lands on the base, and a kernel after it adds the own parts that the base
+lacks. With A and B the first and the last kernel of sublayer n:
 
     A(n)  runs the send of output n - 1, if that does not block
     B(n)  runs the landing for read n + 1, if that does not need sublayer n; it computes output n

@@ -95,11 +95,14 @@ def check_pushes(
     rounded = (plain + (add / world).to(dtype)).sum(0) + residual
     for rank in range(world):
         job = new_landing(residual, sums=[views[rank]])
+        around = job.squares.new_full((job.squares.numel() + 8,), torch.nan)
+        job.squares = around[:-8].view_as(job.squares)
         y = project(x[rank], weight[rank], rider=job)
         assert_close(y, partials[rank], plain[rank])
         assert job.launched
         assert_close(job.out, total, rounded)
         assert_close(job.squares, squares_of(job.out).double(), squares_of(job.out))
+        assert around[-8:].isnan().all()
         outs.append(job.out)
         assert empty_slots(sets[rank]), "a slot is not clear, or something beside it was written"
     for out in outs:

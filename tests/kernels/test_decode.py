@@ -177,7 +177,7 @@ PUSHES = [  # rows, ranks, columns, size of the residual, dtype, what pushes
     *(
         on("interpreter", *s, torch.bfloat16, by)
         # Sends in the product's own programs, and landings of two parts at once there.
-        for s in ((1, 2, 40, 70), (9, 2, 12, 1030), (33, 2, 12, 1030))
+        for s in ((1, 2, 40, 70), (9, 2, 12, 1030), (33, 2, 12, 2100))
         for by in WAYS
     ),
     *(
@@ -193,4 +193,23 @@ PUSHES = [  # rows, ranks, columns, size of the residual, dtype, what pushes
 def test_pushed_partials_land_beside_the_next_product(
     device: str, rows: int, world: int, inner: int, size: int, dtype: torch.dtype, by: str
 ) -> None:
-    check_pushes(device, rows, world, inner, size, dtype, by)
+    with mock.patch.object(decode_shapes, "FULL", 1):  # of so few tiles, too, riders are inside
+        check_pushes(device, rows, world, inner, size, dtype, by)
+
+
+@pytest.mark.parametrize(
+    ("sends", "rows", "products", "found"),
+    [
+        # Rows of 4096, and the tiles of QKV, and of O, of gate and up and of down of an 8B at TP 4.
+        (True, 4, 128, 0), (True, 5, 128, 1), (True, 32, 128, 1), (True, 33, 128, 0),
+        (True, 24, 96, 1), (True, 25, 96, 0), (True, 16, 95, 0), (True, 64, 256, 0),
+        (False, 32, 128, 0), (False, 33, 128, 2), (False, 64, 128, 2), (False, 64, 95, 0),
+        (False, 64, 127, 0), (False, 64, 256, 2),
+    ],
+)  # fmt: skip
+def test_where_a_rider_has_no_programs_of_its_own(
+    sends: bool, rows: int, products: int, found: int
+) -> None:
+    parts, pairs = 4 * rows, 2 * rows
+    assert decode_shapes.span(sends, parts, pairs, products, eight_bits=False) == found
+    assert decode_shapes.span(sends, parts, pairs, products, eight_bits=True) == 0

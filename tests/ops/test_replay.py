@@ -151,7 +151,9 @@ def test_a_call_that_differs_in_anything_is_another(op: str, name: str) -> None:
         others = [keys_of(op, name, each, {}, fresh) for each in changes(op, given)]
         others += [keys_of(op, name, given, each, fresh, "shots") for each in options[1:]]
         if "push" in known:
-            others.append(keys_of(op, name, given, {"push": True}, fresh, "other shots"))
+            push = {"push": True}
+            others.append(keys_of(op, name, given, push, fresh, "other shots"))
+            others += [keys_of(op, name, each, push, fresh, "shots") for each in changes(op, given)]
         assert len(others) > 2
         assert len({same, *others}) == 1 + len(others)
         allocated: dict[Any, Tensor] = {}
@@ -205,8 +207,21 @@ def test_what_tells_calls_apart_beside_their_memory(monkeypatch: pytest.MonkeyPa
     with as_captured():
         call()
     call(of=(torch.zeros(2),))
-    call(of=None)
     assert len(keys) == 6
+
+
+@pytest.mark.parametrize(
+    "name", ["allow_bf16_reduced_precision_reduction", "allow_fp16_accumulation"]
+)
+def test_products_under_other_settings_are_others(name: str) -> None:
+    before, matmul = replay.settings(), torch.backends.cuda.matmul
+    value = getattr(matmul, name)
+    try:
+        setattr(matmul, name, not value)
+        assert replay.settings() != before
+    finally:
+        setattr(matmul, name, value)
+    assert replay.settings() == before
 
 
 def test_a_weights_gradient_has_its_layout() -> None:
