@@ -191,9 +191,9 @@ def span(sends: bool, parts: int, pairs: int, products: int, eight_bits: bool) -
     parts: of a send, or of a landing. pairs: of two such parts each. products: the programs of the
     product. eight_bits: its weight is stored in so many, where this is not measured.
 
-    Where tiles fill the SMs, programs of their own begin when tiles end. Of 16 sequences, sends in the
-    tiles took 5 % off a step, and landings added 1 %; of 64, sends, more than there are tiles, made
-    it longer, and landings shorter, both by 2 %; of 4, sends by 1 % longer (2x H200; see
+    Where tiles fill the SMs, programs of their own begin when tiles end. Of 16 sequences, sends in
+    the tiles took 5 % off a step, and landings added 1 %; of 64, sends, more than there are tiles,
+    made it longer, and landings shorter, both by 2 %; of 4, sends by 1 % longer (2x H200; see
     benchmarks/results/README.md).
     """
     at_once = min(products, MULTIPROCESSORS)
