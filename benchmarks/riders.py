@@ -24,11 +24,12 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from cuts import capture, in_turns, same_logits, step
 
 from ladder.bench.inference.build import build_model
+from ladder.bench.inference.measure import worst
 from ladder.bench.inference.points import InferencePoint, resolve
+from ladder.bench.ops.measure import slowest
 from ladder.infer.engine import Engine
 from ladder.kernels import decode_shapes
 from ladder.models.errors import UserError
@@ -65,11 +66,10 @@ def riding(way: tuple[int, int] | None) -> Iterator[None]:
         yield
 
 
-def slowest(us: dict[str, float]) -> dict[str, float]:
+def of_slowest(us: dict[str, float], device: torch.device) -> dict[str, float]:
     """The times of the slowest rank, way by way."""
-    times = torch.tensor(list(us.values()), device="cuda")
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return {name: round(time, 1) for name, time in zip(us, times.tolist(), strict=True)}
+    times = slowest(list(us.values()), device)
+    return {name: round(time, 1) for name, time in zip(us, times, strict=True)}
 
 
 @torch.inference_mode()
@@ -91,12 +91,12 @@ def main(options: argparse.Namespace) -> int:
             logits = step(session, options.context)
             if not sessions:
                 expected = logits
-            if same_logits(logits, expected):
+            if worst(float(not same_logits(logits, expected)), device) == 0:  # on all ranks
                 sessions[text] = session
             else:
                 print(f"{batch} sequences, {text}: wrong logits", flush=True)
                 wrong = True
-        us = slowest(in_turns(sessions, options.context))
+        us = of_slowest(in_turns(sessions, options.context), device)
         rows.append({"batch": batch, "us": us})
         if first:
             each = ", ".join(f"{way} {time:.1f} us" for way, time in us.items())

@@ -245,8 +245,8 @@ def _project_kernel(
     before = riders if STAGES == 0 else 0
     landing = 0 if STAGES == 0 else products
     if (RIDES == 0) | INSIDE:
-        BEFORE: tl.constexpr = INSIDE & (STAGES > 0)
-        if BEFORE:
+        IN_TILES: tl.constexpr = INSIDE & (STAGES > 0)
+        if IN_TILES:
             if WAITS:
                 _bring_first(program, weight, up, N, K, BN, ROWS, EARLY * BK, GATED)
                 gdc_wait()
@@ -257,7 +257,7 @@ def _project_kernel(
                       SPAN)  # fmt: skip
         _either(program, x, weight, up, scales, up_scales, pieces, factors, out, squares, add,
                 factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH,
-                RANK, WORLD, CHUNK, CHUNKS, BITS, EMPTY, STAGES, KIND, WAITS & (not BEFORE),
+                RANK, WORLD, CHUNK, CHUNKS, BITS, EMPTY, STAGES, KIND, WAITS & (not IN_TILES),
                 residual, rows, riders, INSIDE, D, BLOCK, EARLY, ROWS, PARTS, SWAP,
                 ALIGN)  # fmt: skip
     elif (program >= landing) & (program < landing + riders):
@@ -349,14 +349,14 @@ def project(
     if isinstance(rider, SendJob) and stages == 0 and parts_of(rider) > products:
         send(rider)
         rider = None
-    inside, span = isinstance(rider, SendJob) and stages == 0, 1
+    sends = isinstance(rider, SendJob)
+    at_once = int(sends)  # parts that a program of the product runs; without tiles, of sends alone
     if stages > 0:
-        found = decode_shapes.span(
-            isinstance(rider, SendJob), parts_of(rider), parts_of(rider, 2), products,
-            weight.itemsize == 1,
-        )  # fmt: skip
-        inside, span = found > 0, max(1, found)
-        assert span == 1 or isinstance(rider, LandingJob), "a part of a send is one chunk"
+        at_once = decode_shapes.span(
+            sends, parts_of(rider), parts_of(rider, 2), products, weight.itemsize == 1
+        )
+    assert at_once <= 1 or not sends, "a part of a send is one chunk"
+    inside, span = at_once > 0, max(1, at_once)
     riders = parts_of(rider, span)
     cap: dict[str, Any] = {}
     if isinstance(rider, LandingJob) and rows == 1 and up is None and weight.itemsize == 2:

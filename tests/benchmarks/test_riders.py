@@ -46,14 +46,12 @@ def test_what_has_a_place_in_the_products_programs_rides_there() -> None:
 
 
 def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = torch.tensor
-
     def reduce(times: torch.Tensor, op: Any) -> None:
         assert op == torch.distributed.ReduceOp.MAX
-        times.copy_(torch.maximum(times, plain([15.0, 3.0])))
+        times.copy_(torch.maximum(times, torch.tensor([15.0, 3.0])))
 
     monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
-    monkeypatch.setattr(torch, "tensor", lambda data, device: plain(data))
-    assert riders.slowest({"today": 10.04, "behind/behind": 20.0}) == {
+    us = {"today": 10.04, "behind/behind": 20.0}
+    assert riders.of_slowest(us, torch.device("cpu")) == {
         "today": 15.0, "behind/behind": 20.0,
     }  # fmt: skip
