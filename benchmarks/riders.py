@@ -1,12 +1,12 @@
 """Times of whole decode steps with other ways for sends and landings to ride, in turns.
 
-    python benchmarks/riders.py --nproc 2 --ways today behind/behind inside/behind inside/pairs
+    python benchmarks/riders.py --nproc 2 --ways today 0/0 1/0 2/0 2/2 4/4
         [--model half-8b] [--plan ladder] [--batch 16 64] [--weights fp8] [--layers 16]
 
-A way is SEND/LANDING, of products in tiles (3 rows and more): `behind` the tiles, in programs of
-their own; `inside`, a part in each of the product's first programs; `pairs`, two parts of a row at
-once there. What has more parts than the product has programs stays behind. `today`: what
-`ladder.kernels.decode_shapes.span` chooses.
+A way is SEND/LANDING, of products in tiles (3 rows and more): the chunks (1024 elements of a row)
+that each of the product's first programs has at once before its tile; 0: programs of its own,
+behind the tiles. What would need more programs than the product has takes the next larger number
+(1, 2, 4), or stays behind. `today`: what `ladder.kernels.decode_shapes.span` chooses.
 
 Random weights and cache; sums by push, over all ranks. The steps of all ways are captured first,
 and then take turns, so that clocks and memory are the same for all. A way whose logits are not
@@ -37,30 +37,34 @@ from ladder.parallel import launch
 from ladder.parser import Parser, parse_words
 from ladder.records import facts
 
-PARTS = {"behind": 0, "inside": 1, "pairs": 2}  # at once in a product's program
+SPANS = (0, 1, 2, 4)
 TODAY = "today"
 
 
 def parse_way(text: str) -> tuple[int, int] | None:
-    """The parts at once of sends and of landings; None: today's."""
+    """The chunks at once of sends and of landings; None: today's."""
     if text == TODAY:
         return None
     send, _, landing = text.partition("/")
-    if send not in PARTS or landing not in PARTS:
+    known = [str(span) for span in SPANS]
+    if send not in known or landing not in known:
         raise UserError(
-            f"--ways: {text!r} is not SEND/LANDING, each of {', '.join(PARTS)}, nor {TODAY}"
+            f"--ways: {text!r} is not SEND/LANDING, each of {', '.join(known)}, nor {TODAY}"
         )
-    return PARTS[send], PARTS[landing]
+    return int(send), int(landing)
 
 
 @contextmanager
 def riding(way: tuple[int, int] | None) -> Iterator[None]:
     """Within, sends and landings ride so when a step is captured."""
 
-    def span(sends: bool, parts: int, pairs: int, products: int, eight_bits: bool) -> int:
+    def span(sends: bool, rows: int, chunks: int, products: int, eight_bits: bool) -> int:
         assert way is not None
-        wanted = way[0 if sends else 1]
-        return wanted if (0, parts, pairs)[wanted] <= products else 0
+        least = way[0 if sends else 1]
+        for span in SPANS:
+            if rows and 0 < least <= span and rows * -(-chunks // span) <= products:
+                return span
+        return 0
 
     with mock.patch.object(decode_shapes, "span", decode_shapes.span if way is None else span):
         yield
@@ -112,7 +116,7 @@ def main(options: argparse.Namespace) -> int:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--ways", nargs="+", default=[TODAY, "behind/behind"])
+    parser.add_argument("--ways", nargs="+", default=[TODAY, "0/0"])
     parser.add_argument("--model", default="half-8b")
     parser.add_argument("--plan", default="ladder")
     parser.add_argument("--batch", type=int, nargs="+", default=[16, 64])

@@ -45,6 +45,7 @@ from ladder.kernels.landing import (
     _finish,
     _land,
     _send,
+    chunks_of,
     land,
     parts_of,
     rider_arguments,
@@ -115,7 +116,7 @@ def _product(
     # the product in flight (benchmarks/results/README.md).
     if SENDS:  # noqa: SIM102  (known when this is compiled; `program` is not)
         if program < riders:
-            _send(program, partial, buffers, start, rows, D, WORLD, RANK, CHUNK, BITS, EMPTY)
+            _send(program, partial, buffers, start, rows, D, WORLD, RANK, CHUNK, BITS, EMPTY, 1)
     # A thread sums its 8 neighbouring columns at once: one accumulator per row and not eight.
     total = tl.zeros([MP, BN, BK // 8], tl.float32)
     total_up = tl.zeros([MP, BN, BK // 8], tl.float32)
@@ -179,7 +180,7 @@ def _ride(
               own0, own1, factor0, factor1, rows, D, WORLD, SUMS, OWNS, REPLACES, CHUNK, BITS,
               EMPTY, SPIN_LIMIT, SPLITS, SPAN)  # fmt: skip
     else:
-        _send(part, residual, buffers, start, rows, D, WORLD, RANK, CHUNK, BITS, EMPTY)
+        _send(part, residual, buffers, start, rows, D, WORLD, RANK, CHUNK, BITS, EMPTY, SPAN)
 
 
 @jit
@@ -350,12 +351,9 @@ def project(
         send(rider)
         rider = None
     sends = isinstance(rider, SendJob)
-    at_once = int(sends)  # parts that a program of the product runs; without tiles, of sends alone
+    at_once = int(sends)  # chunks that a program of the product has; without tiles, of sends alone
     if stages > 0:
-        at_once = decode_shapes.span(
-            sends, parts_of(rider), parts_of(rider, 2), products, weight.itemsize == 1
-        )
-    assert at_once <= 1 or not sends, "a part of a send is one chunk"
+        at_once = decode_shapes.span(sends, *chunks_of(rider), products, weight.itemsize == 1)
     inside, span = at_once > 0, max(1, at_once)
     riders = parts_of(rider, span)
     cap: dict[str, Any] = {}

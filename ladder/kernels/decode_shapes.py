@@ -14,7 +14,8 @@ EARLY = 2
 FEW = 2048  # outputs below these need cuts of their own to use the whole memory bandwidth
 # Outputs of a product with 64 rows of its weight for each SM, such as a head's.
 MANY = 64 * MULTIPROCESSORS
-FEW_PARTS = 16  # a send of no more keeps programs of its own
+# A send rides in tiles if it has more chunks than the first, and no more than the second.
+FEW_CHUNKS, MANY_CHUNKS = 32, 64
 FULL = 96  # programs of a product; tiles of fewer leave room for programs of a rider
 SYSTEM_SHARED = 1024  # bytes of shared memory that the system takes for each program
 
@@ -184,24 +185,24 @@ def fitting(stages: int, stage_bytes: int, shared_bytes: int) -> int:
     return max(2, min(stages, (shared_bytes - SYSTEM_SHARED) // stage_bytes))
 
 
-def span(sends: bool, parts: int, pairs: int, products: int, eight_bits: bool) -> int:
-    """How many parts of a rider each program of a product of tiles runs at once before its tile;
-    0: the rider has programs of its own, the last ones.
+def span(sends: bool, rows: int, chunks: int, products: int, eight_bits: bool) -> int:
+    """How many chunks of a row of a rider each program of a product of tiles has at once before its
+    tile; 0: the rider has programs of its own, the last ones.
 
-    parts: of a send, or of a landing. pairs: of two such parts each. products: the programs of the
-    product. eight_bits: its weight is stored in so many, where this is not measured.
+    rows, chunks: of a send, or of a landing. products: the programs of the product. eight_bits: its
+    weight is stored in so many, where this is not measured.
 
-    Where tiles fill the SMs, programs of their own begin when tiles end. Of 16 sequences, sends in
-    the tiles took 5 % off a step, and landings added 1 %; of 64, sends, more than there are tiles,
-    made it longer, and landings shorter, both by 2 %; of 4, sends by 1 % longer (2x H200; see
-    benchmarks/results/README.md).
+    Where tiles fill the SMs, programs of their own begin when tiles end. Of an 8B's rank at TP 4,
+    sends of 16 rows in the tiles take 3 % off a step, and landings of 48 to 64 rows 0.6 to 0.8 %.
+    Other sends make it longer, of 8 rows by 0.7 %, of 24 by 2, of 64 by 8, and landings of 16 to 32
+    rows by 1 to 4 (4x H200, benchmarks/riders.py; see benchmarks/results/README.md).
     """
-    at_once = min(products, MULTIPROCESSORS)
     if eight_bits or products < FULL:
         return 0
     if sends:
-        return int(FEW_PARTS < parts <= at_once)
-    return 2 if pairs <= at_once < parts else 0
+        return int(FEW_CHUNKS < rows * chunks <= min(products, MANY_CHUNKS))
+    in_pairs = rows * -(-chunks // 2) <= min(products, MULTIPROCESSORS)
+    return 2 if in_pairs and rows * chunks > MULTIPROCESSORS else 0
 
 
 def registers(size: int, block: int, step: int, warps: int) -> dict[str, int]:

@@ -182,12 +182,12 @@ def _land(
 @no_type_check
 def _send(
     program, partial, buffers, start, M, D: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr,
-    CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
+    CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """One part of a send: CHUNK elements of one row."""
-    chunks: tl.constexpr = (D + CHUNK - 1) // CHUNK
-    row = program // chunks
-    i = (program % chunks) * CHUNK + tl.arange(0, CHUNK)
+    """A part of a send: SPAN times CHUNK elements of one row."""
+    spans: tl.constexpr = (D + SPAN * CHUNK - 1) // (SPAN * CHUNK)
+    row = program // spans
+    i = (program % spans) * SPAN * CHUNK + tl.arange(0, SPAN * CHUNK)
     at = row.to(tl.int64) * D + i
     bits = tl.load(partial + at, mask=i < D, other=0).to(BITS, bitcast=True)
     push_to_slots(buffers, start + RANK * M * D, at, bits, i < D, RANK, WORLD, BITS, EMPTY)
@@ -221,7 +221,7 @@ def _send_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    _send(tl.program_id(0), partial, buffers, start, M, D, WORLD, RANK, CHUNK, BITS, EMPTY)
+    _send(tl.program_id(0), partial, buffers, start, M, D, WORLD, RANK, CHUNK, BITS, EMPTY, 1)
 
 
 @kernel("landing")
@@ -293,15 +293,21 @@ def bits_of(like: Tensor) -> object:
     return tl.int16 if like.element_size() == 2 else tl.int32
 
 
-def parts_of(rider: LandingJob | SendJob | None, span: int = 1) -> int:
-    """The parts of a rider, each of `span` times CHUNK elements of a row, or of whole rows."""
+def chunks_of(rider: LandingJob | SendJob | None) -> tuple[int, int]:
+    """The rows of a rider, and the chunks of each: CHUNK elements, or all of them; (0, 0): none."""
     if rider is None:
-        return 0
+        return 0, 0
     if isinstance(rider, LandingJob):
         rows, chunks = rider.squares.shape
-        return rows * -(-chunks // span)
+        return rows, chunks
     rows, size = rider.partial.shape
-    return rows * -(-size // (CHUNK * span))
+    return rows, -(-size // CHUNK)
+
+
+def parts_of(rider: LandingJob | SendJob | None, span: int = 1) -> int:
+    """The parts of a rider, each of `span` chunks of a row."""
+    rows, chunks = chunks_of(rider)
+    return rows * -(-chunks // span)
 
 
 def land(job: LandingJob) -> None:

@@ -177,12 +177,12 @@ PUSHES = [  # rows, ranks, columns, size of the residual, dtype, what pushes
     *(
         on("interpreter", *s, torch.bfloat16, by)
         # Sends in the product's own programs, and landings of two parts at once there.
-        for s in ((1, 2, 40, 70), (9, 2, 12, 1030), (33, 2, 12, 2100))
+        for s in ((1, 2, 40, 70), (17, 2, 12, 2100), (33, 2, 12, 4100))
         for by in WAYS
     ),
     *(
         on("cuda", *s, dtype, by)
-        for s in ((1, 2, 1100, 2000), (3, 4, 1024, 4096), (9, 2, 1100, 2000), (64, 3, 1100, 2000))
+        for s in ((1, 2, 1100, 2000), (3, 4, 1024, 4096), (20, 2, 1100, 2000), (48, 3, 1100, 4000))
         for dtype in DTYPES
         for by in WAYS
     ),
@@ -198,18 +198,26 @@ def test_pushed_partials_land_beside_the_next_product(
 
 
 @pytest.mark.parametrize(
+    ("device", "span"), [on(each, span) for each in ("interpreter", "cuda") for span in (1, 2, 4)]
+)
+def test_riders_take_as_many_chunks_at_once_as_they_are_told(device: str, span: int) -> None:
+    """Rows of 5 chunks, so that the last part of a row has fewer."""
+    with mock.patch.object(decode_shapes, "span", lambda _, rows, *more: span if rows else 0):
+        check_pushes(device, 4, 2, 12, 4100, torch.bfloat16, WAYS[-1])
+
+
+@pytest.mark.parametrize(
     ("sends", "rows", "products", "found"),
     [
         # Rows of 4096, and the tiles of QKV, and of O, of gate and up and of down of an 8B at TP 4.
-        (True, 4, 128, 0), (True, 5, 128, 1), (True, 32, 128, 1), (True, 33, 128, 0),
-        (True, 24, 96, 1), (True, 25, 96, 0), (True, 16, 95, 0), (True, 64, 256, 0),
-        (False, 32, 128, 0), (False, 33, 128, 2), (False, 64, 128, 2), (False, 64, 95, 0),
-        (False, 64, 127, 0), (False, 64, 256, 2),
+        (True, 4, 128, 0), (True, 8, 128, 0), (True, 9, 128, 1), (True, 16, 128, 1),
+        (True, 17, 128, 0), (True, 16, 96, 1), (True, 16, 95, 0), (True, 64, 256, 0),
+        (False, 33, 128, 0), (False, 34, 128, 2), (False, 64, 128, 2), (False, 64, 95, 0),
+        (False, 64, 127, 0), (False, 48, 96, 2), (False, 49, 96, 0), (False, 33, 256, 0),
     ],
 )  # fmt: skip
 def test_where_a_rider_has_no_programs_of_its_own(
     sends: bool, rows: int, products: int, found: int
 ) -> None:
-    parts, pairs = 4 * rows, 2 * rows
-    assert decode_shapes.span(sends, parts, pairs, products, eight_bits=False) == found
-    assert decode_shapes.span(sends, parts, pairs, products, eight_bits=True) == 0
+    assert decode_shapes.span(sends, rows, 4, products, eight_bits=False) == found
+    assert decode_shapes.span(sends, rows, 4, products, eight_bits=True) == 0
