@@ -77,6 +77,9 @@ TODAY = (
     "2026-11-24-int8-h200.jsonl",
     "2026-11-24-quarter-8b-h200.jsonl",
 )
+STEPS = {
+    4: ("2026-11-27-inference-again-h200x4.jsonl", "2026-11-27-fp8-again-h200x4.jsonl"),
+}
 ATTENTION_RATE = (
     "declared: {} of FlashAttention-3 as published for an H100, causal, heads of 128: 400, 500, "
     "560, 600 TFLOP/s at 1k, 2k, 4k, 8k tokens; cuDNN in a trace of half-8b at 1k: 372"
@@ -90,6 +93,11 @@ DECLARED = {
         DEFAULTS["boost_ms"],
         "declared: between what batches 4 and 16 of llama-3-8b, none, TP 4 ask for, whose prefill "
         "is off by +1 and -3 % with it; 2026-11-21-figures-h200x4.jsonl",
+    ),
+    "idle_power": Value(
+        0.64,
+        "declared: half-8b, ladder and standard, batch 64, in traces of the engine of that time; "
+        "2026-11-21-profile-half-8b-h200x2.txt",
     ),
     "prompt_attention_tflop_s": Value(
         DEFAULTS["prompt_attention_tflop_s"], ATTENTION_RATE.format("the rate")
@@ -368,8 +376,27 @@ def one() -> Machine:
 
 
 def machine(gpus: int) -> Machine:
-    """On several GPUs prompts are as they were recorded there, decode steps as on one."""
-    return one() if gpus == 1 else with_steps_of(fitted(gpus), one())
+    """On several GPUs prompts are as they were recorded there, decode steps as on one; on four,
+    these are fitted to steps of four."""
+    if gpus == 1:
+        return one()
+    found = with_steps_of(fitted(gpus), one())
+    if gpus not in STEPS:
+        return found
+    return with_two_rows(fit_steps(found, [RESULTS / file for file in STEPS[gpus]]))
+
+
+def with_two_rows(machine: Machine) -> Machine:
+    """With what steps of two sequences take beyond those of one, which nobody measured on this
+    machine: as much less than on one GPU as those of four do."""
+    alone = dict(one().family("more rows")[0].points)
+    (curve,) = machine.family("more rows")
+    (rows, us), *_ = curve.points
+    two = (2.0, round(alone[2.0] + us - alone[rows], 3))
+    text = f"{curve.provenance}; of two by the difference on one GPU"
+    changed = replace(curve, points=(two, *curve.points), provenance=text)
+    curves = tuple(changed if each is curve else each for each in machine.curves)
+    return replace(machine, curves=curves)
 
 
 def h100s(gpus: int) -> Machine:

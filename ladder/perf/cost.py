@@ -20,7 +20,14 @@ from itertools import pairwise
 from statistics import NormalDist
 
 from ladder.costs import BF16, MULTIPROCESSORS, product_shapes, stored_bytes
-from ladder.kernels.decode_shapes import FEW, MAX_VECTOR_ROWS, blocks, by_pieces, rows_each
+from ladder.kernels.decode_shapes import (
+    FEW,
+    MAX_VECTOR_ROWS,
+    blocks,
+    by_pieces,
+    rows_each,
+    span,
+)
 from ladder.kernels.limits import CHUNK, MAX_ROWS
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
@@ -36,11 +43,11 @@ from ladder.perf.machine import (
     Machine,
     worst,
 )
+from ladder.perf.riders import TODAY, Kernels, early_bytes, places
 from ladder.perf.slowdowns import Slowdowns, resource
 
 WAY = {"push": "push", "async": "nccl"}
 FULL_MESSAGE = 2**19  # bytes for which NCCL takes as many multiprocessors as for prompts
-SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor that thread blocks can have
 # What a multiprocessor reads at most beside idle ones, of its share of the memory's bandwidth: by
 # least squares over chains of products of 4, 16 and 64 rows, 1.4, 1.4 and 1.2
 # (benchmarks/results/2026-11-23-products-h200.jsonl).
@@ -72,7 +79,7 @@ class DecodeCost:
 
     def __init__(
         self, config: ModelConfig, machine: Machine, tp: int, reducer: str, batch: int,
-        context: int, weights: str = "bf16",
+        context: int, weights: str = "bf16", kernels: Kernels = TODAY,
     ) -> None:  # fmt: skip
         config.check_divides(tp, "--tp")
         check_reducer(reducer)
@@ -92,6 +99,7 @@ class DecodeCost:
             for part, (outputs, inputs) in self.shapes.items()
         }
         self.stored = weights
+        self.kernels = kernels
         self.heads = batch * max(1, config.num_kv_heads // tp)
         self.message = BF16 * batch * config.hidden_size
         self.slowdowns = Slowdowns(machine)
@@ -124,7 +132,7 @@ class DecodeCost:
             if each.rides is not None:
                 more = self._moved(each)
                 if self.tiles:
-                    more += self.late(graph.operations[each.rides])
+                    more += self.late(each, graph.operations[each.rides])
                 self.riding[each.rides] = self.riding.get(each.rides, 0.0) + more
         return graph
 
@@ -145,15 +153,29 @@ class DecodeCost:
                 found[each.index] = spread * passed
         return found
 
-    def late(self, product: Operation) -> float:
+    def late(self, rider: Operation, product: Operation) -> float:
         """Microseconds by which what rides on a product of tiles outlasts it. Its thread blocks
         come after the product's, with as much shared memory: they run one after the other where
-        the product leaves room, and then everywhere. Each takes what a small kernel takes."""
-        room, programs = places(self.batch, *self._matrix(product.part))
-        whole = self.stored == "fp8" and by_pieces(self.batch)  # a thread block lands a whole row
-        left = self.batch * (1 if whole else -(-self.config.hidden_size // CHUNK))
+        the product leaves room, and then everywhere. Each takes what a small kernel takes; so does
+        what rides in the tiles, before them, but for the time in which the memory brings their
+        first weights."""
+        # O and down have no landing whose pieces they could read.
+        pieces = self._pieces and product.part not in ("output", "down")
+        matrix = self._matrix(product.part)
+        room, programs = places(self.batch, *matrix, self.kernels.even, self.stored, pieces)
+        chunks = -(-self.config.hidden_size // CHUNK)
+        sends, narrow = rider.kind == "send", self.stored != "bf16"
+        if self.kernels.inside and span(sends, self.batch, chunks, programs, narrow):
+            return max(0.0, self.small - early_bytes(self.batch, *matrix) / self.memory)
+        whole = self._pieces and not sends  # a thread block lands a row
+        left = self.batch * (1 if whole else chunks)
         left -= max(0, room - programs) * int(self.alone(product).us / self.small)
         return self.small * math.ceil(max(0, left) / room)
+
+    @property
+    def _pieces(self) -> bool:
+        """Whether landings make pieces of residuals."""
+        return self.stored == "fp8" and by_pieces(self.batch)
 
     def _moved(self, operation: Operation) -> float:
         """Microseconds of the rows that a landing, a sum or a send reads and writes: a push has a
@@ -342,14 +364,6 @@ def _between(points: Sequence[tuple[float, float]], x: float) -> float:
 def most_of(ranks: int) -> float:
     """The expected maximum of so many standard normal values (Blom's approximation)."""
     return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
-
-
-def places(rows: int, outputs: int, inputs: int, gated: bool) -> tuple[int, int]:
-    """How many thread blocks of a product of tiles run at once, and how many it has. gated: of two
-    matrices, of so many outputs each."""
-    cut = blocks(rows, outputs, inputs, gated, BF16)
-    held = BF16 * cut.stages * cut.step * (cut.padded + cut.block * (2 if gated else 1))
-    return MULTIPROCESSORS * max(1, SHARED_MEMORY // held), -(-outputs // cut.block)
 
 
 def more_rows(machine: Machine, rows: float) -> float:

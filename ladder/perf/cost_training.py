@@ -230,4 +230,4 @@ class TrainingCost(PromptCost):
     def limit(self, busy_us: float, total_us: float) -> None:
         """As for prompts, but without a beginning."""
         self.unlimit()
-        self.share = power_share(self.machine.value("power_limit"), 1e-3, busy_us, total_us)
+        self.share = power_share(self.machine, 1e-3, busy_us, total_us)

@@ -40,6 +40,7 @@ VALUES = {
     "power_limit": "the power that a GPU may take, of what products without a pause would; fitted",
     "training_bytes": "bytes of a parameter in a training step beyond those counted; fitted",
     "boost_ms": "how long the GPU stays above its power limit",
+    "idle_power": "the power while nothing computes, of that under products without a pause",
     "product_beside_nccl": "the speed of a product beside an NCCL collective, of its speed alone",
     "row_beside_nccl": "the speed of a product of one row beside NCCL, of its speed alone",
     "nccl_beside_product": "the speed of an NCCL collective beside a product, of its speed alone",
@@ -47,6 +48,8 @@ VALUES = {
     "copies_beside_product": "the speed of copies to peers beside a product, of their speed alone",
     "product_beside_push": "the speed of a product beside our all-reduces, of its speed alone",
     "push_beside_product": "the speed of our all-reduces beside a product, of their speed alone",
+    "product_beside_direct": "that of a product beside landings over links, of its speed alone",
+    "direct_beside_product": "that of landings over links beside a product, of their speed alone",
     "prompt_attention_tflop_s": "TFLOP/s of causal attention of a very long prompt",
     "prompt_attention_half": "the tokens of a prompt at which attention has half of that rate",
 }
@@ -62,12 +65,15 @@ DECLARED = {
     "power_limit": 1.0,  # no limit
     "training_bytes": 0.0,
     "boost_ms": 10.0,
+    "idle_power": 0.64,
     "product_beside_nccl": 0.64,
     "nccl_beside_product": 0.75,
     "product_beside_copies": 0.75,
     "copies_beside_product": 1.0,
     "product_beside_push": 0.64,
     "push_beside_product": 0.75,
+    "product_beside_direct": 0.64,
+    "direct_beside_product": 0.75,
     "prompt_attention_tflop_s": 650.0,
     "prompt_attention_half": 750.0,
 }

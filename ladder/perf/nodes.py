@@ -154,8 +154,12 @@ def with_older_kernels(machine: Machine) -> Machine | None:
     """A machine that `load` knows by its name, with the decode kernels that it had before they
     changed; None for another one, and where none are kept."""
     kept = older_kernels(machine.gpu)
-    known = machine.name in (*shipped(), *names()) and load(machine.name) == machine
-    return with_steps_of(machine, kept) if kept is not None and known else None
+    return with_steps_of(machine, kept) if kept is not None and _known(machine) else None
+
+
+def _known(machine: Machine) -> bool:
+    """Whether `load` knows it by its name."""
+    return machine.name in (*shipped(), *names()) and load(machine.name) == machine
 
 
 def _rings(machine: Machine) -> list[Curve]:
@@ -277,12 +281,17 @@ def describing(gpus: set[str], count: int) -> list[Machine]:
 
 def for_degree(machine: Machine, tp: int) -> Machine:
     """The machine for groups of `tp` of its GPUs: itself, or with what is between GPUs from that of
-    so many that comes with the package. Raises UserError if there is none."""
-    if tp in (1, machine.gpus):  # a group of one needs no collectives
+    so many that comes with the package; and one GPU of such a machine has its decode steps from
+    there. Raises UserError if there is none."""
+    if tp == machine.gpus:
         return machine
     for found in relatives(machine):
-        if found.gpus == tp:
+        if found.gpus == tp > 1:
             return with_links_of(machine, found)
+        if found.gpus == tp and _known(machine):
+            return with_steps_of(machine, found)
+    if tp == 1:  # it needs no collectives
+        return machine
     give = " or ".join(map(str, dict.fromkeys((machine.gpus, 1))))
     raise UserError(
         f"--tp={tp}: machine {machine.name!r} has {has_degrees([machine.gpus])}; give --tp {give}, "

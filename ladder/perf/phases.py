@@ -26,6 +26,7 @@ from ladder.perf.lower_prefill import prefill as lower_prefill
 from ladder.perf.machine import Basis, Estimate, Machine, worst
 from ladder.perf.memory import held_ranks
 from ladder.perf.nodes import LIKELY, Doubt, for_degree
+from ladder.perf.riders import TODAY, Kernels
 from ladder.perf.simulate import Times, simulate, waiting
 from ladder.perf.slowdowns import resource
 from ladder.perf.virtual import VirtualCost
@@ -94,7 +95,7 @@ class Prediction:
 
 def decode(
     config: ModelConfig, machine: Machine, tp: int, reducer: str, batch: int, context: int,
-    jitter: float = 0.0, weights: str = "bf16",
+    jitter: float = 0.0, weights: str = "bf16", kernels: Kernels = TODAY,
 ) -> Prediction:  # fmt: skip
     """A fused decode step of `batch` sequences after `context` tokens each.
 
@@ -107,7 +108,7 @@ def decode(
         return _virtual(config, machine, tp, reducer, (batch, 1), context, jitter, weights)
     if "launch_gap_us" not in machine.values:
         machine.value("step_stretch")
-    cost = DecodeCost(config, machine, tp, reducer, batch, context, weights)
+    cost = DecodeCost(config, machine, tp, reducer, batch, context, weights, kernels)
     graph = cost.lowered(config.plan)
     beside = cost.beside if reducer == "async" else None
     times = simulate(graph, cost, beside)

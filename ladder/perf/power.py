@@ -1,6 +1,6 @@
 """What the limit of power leaves of a GPU's speed.
 
-A GPU that computes without a pause would take a power of 1, and IDLE_POWER of that while it only
+A GPU that computes without a pause would take a power of 1, and `idle_power` of that while it only
 communicates. Above `power_limit` its clock falls, and the power with the clock's cube. For the
 first `boost_ms` it may be above.
 """
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 
-IDLE_POWER = 0.64  # while nothing computes, of the power under products
+from ladder.perf.machine import Machine
 
 
-def power_share(limit: float, boost_ms: float, busy_us: float, total_us: float) -> float:
+def power_share(machine: Machine, boost_ms: float, busy_us: float, total_us: float) -> float:
     """The share of their speed that products keep: power goes with the cube of the clock."""
-    power = IDLE_POWER + (1 - IDLE_POWER) * min(1.0, busy_us / total_us)
-    share = min(1.0, (limit / power) ** (1 / 3))
+    idle = machine.value("idle_power")
+    power = idle + (1 - idle) * min(1.0, busy_us / total_us)
+    share = min(1.0, (machine.value("power_limit") / power) ** (1 / 3))
     time = total_us / 1e3 / boost_ms
     return share + (1 - share) * -math.expm1(-time) / time

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ladder.perf.graph import Operation
 from ladder.perf.machine import COLLECTIVES, Machine
 
-COMMUNICATES = ("nccl", "push")
+COMMUNICATES = ("nccl", "push", "direct")
 
 
 class Slowdowns:
@@ -29,10 +29,14 @@ class Slowdowns:
         if "wait" in (one, two) or "link" in (one, two):
             return 1.0
         if one == "all" and two in COMMUNICATES:
-            return self.value(f"product_beside_{two}")
+            return self.value(self._known(f"product_beside_{two}"))
         if one in COMMUNICATES and two == "all":
-            return self.value(f"{one}_beside_product")
+            return self.value(self._known(f"{one}_beside_product"))
         return 0.5  # both take all multiprocessors
+
+    def _known(self, name: str) -> str:
+        """Of landings over links, whose speeds older files lack, those of an all-reduce of ours."""
+        return name if name in self.machine.values else name.replace("direct", "push")
 
     @property
     def unmeasured(self) -> tuple[str, ...]:
@@ -48,11 +52,11 @@ class Slowdowns:
 
 def resource(operation: Operation) -> str:
     """What an operation takes: link (copy engines), nccl (some multiprocessors), push (ours, by as
-    many), wait (one block that waits), or all multiprocessors."""
+    many), direct (a landing over links), wait (one block that waits), or all multiprocessors."""
     if operation.kind == "copies":
         return "link"
     if operation.kind == "peers":
-        return "push"
+        return "direct"
     if operation.kind == "barrier":
         return "wait"
     if operation.kind not in COLLECTIVES:

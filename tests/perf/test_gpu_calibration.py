@@ -17,7 +17,7 @@ pytestmark = [
 ]
 PAIRS = [
     each
-    for other in ("nccl", "push", "copies")
+    for other in ("nccl", "push", "copies", "direct")
     for each in (f"product_beside_{other}", f"{other}_beside_product")
 ]
 

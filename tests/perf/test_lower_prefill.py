@@ -144,10 +144,15 @@ def test_products_beside_a_collective_are_slower() -> None:
 
 def test_the_power_limit() -> None:
     """No limit takes nothing; a long pass has the cube root of the limit, a short one more."""
-    assert power_share(1.0, 10.0, 1e5, 1e5) == 1.0
-    assert power_share(0.512, 10.0, 1e9, 1e9) == pytest.approx(0.8, abs=1e-3)
-    assert power_share(0.512, 10.0, 1e4, 1e4) > 0.85
-    assert power_share(0.512, 10.0, 5e8, 1e9) > 0.8  # half of it waits
+    free, limited, idle = (
+        Machine("m", "a GPU", 1, {name: Value(value, "") for name, value in values.items()})
+        for values in ({}, {"power_limit": 0.512}, {"power_limit": 0.512, "idle_power": 0.024})
+    )
+    assert power_share(free, 10.0, 1e5, 1e5) == 1.0
+    assert power_share(limited, 10.0, 1e9, 1e9) == pytest.approx(0.8, abs=1e-3)
+    assert power_share(limited, 10.0, 1e4, 1e4) > 0.85
+    assert power_share(limited, 10.0, 5e8, 1e9) > 0.8  # half of it waits
+    assert power_share(idle, 10.0, 5e8, 1e9) == 1.0
 
 
 def test_attention_of_few_blocks_leaves_multiprocessors_idle() -> None:

@@ -11,7 +11,7 @@ import pytest
 from ladder.config import model_config
 from ladder.models import Plan, UserError, resolve_plan
 from ladder.perf import phases
-from ladder.perf.cost import MOST_OF_SHARE, DecodeCost, most_of, places
+from ladder.perf.cost import MOST_OF_SHARE, DecodeCost, most_of
 from ladder.perf.graph import COMM, Graph, Operation, forward
 from ladder.perf.lower_decode import decode
 from ladder.perf.machine import Curve, Machine, Value
@@ -19,6 +19,7 @@ from ladder.perf.machine_files import load
 from ladder.perf.nodes import with_older_kernels
 from ladder.perf.prediction.fitting import calibrated
 from ladder.perf.prediction.records import scores
+from ladder.perf.riders import TODAY, Kernels, places
 from ladder.perf.simulate import simulate
 from tests import ROOT
 
@@ -205,13 +206,32 @@ def test_while_ranks_wait_the_next_product_of_tiles_is_launched() -> None:
 
 def test_what_rides_on_tiles_runs_when_they_leave_room() -> None:
     """64 rows of 4096 are 256 thread blocks of a landing, beside 128 of a product that has a
-    multiprocessor each: 4 run at a time, and as the product ends 132."""
+    multiprocessor each: 4 run at a time, and as the product ends 132. Inside of the tiles, two
+    chunks at once, it waits for a part of the time in which the memory brings the first weights."""
     assert places(64, 4096, 3584, gated=False) == (132, 128)
     config = replace(model_config("llama-3-8b"), plan=resolve_plan("ladder", 32, 4))
-    for batch, rounds in ((4, 0), (64, 2)):
-        cost = DecodeCost(config, load("h200x4"), 4, "push", batch, 1024)
-        down = next(o for o in cost.lowered(config.plan).operations if o.part == "down")
-        assert cost.late(down) == pytest.approx(rounds * 1.2)
+    machine = load("h200x4")
+    early = 2 * 2 * 128 * 4096 / (1e6 * machine.value("copy_tb_s"))  # two steps of 128 columns
+    behind = Kernels(inside=False)
+    for batch, kernels, late in (
+        (4, TODAY, 0.0), (64, behind, 2 * 1.2), (64, TODAY, 1.2 - early)
+    ):  # fmt: skip
+        cost = DecodeCost(config, machine, 4, "push", batch, 1024, kernels=kernels)
+        operations = cost.lowered(config.plan).operations
+        down = next(o for o in operations if o.part == "down")
+        rider = next(o for o in operations if o.rides == down.index)
+        assert cost.late(rider, down) == pytest.approx(late)
+
+
+def test_thread_blocks_of_other_kernels() -> None:
+    """Gate and up of an 8B's rank are 3584 rows: by 28 and, as they were, by 32. In fp8 gate and up
+    have 6 stages of 24 KiB of weights and x; a product without tiles has room for what rides."""
+    assert places(16, 3584, 4096, gated=True) == (132, 128)
+    assert places(16, 3584, 4096, gated=True, even=False) == (132, 112)
+    assert places(16, 3584, 4096, gated=True, stored="fp8", pieces=True) == (132, 128)
+    assert places(16, 1536, 4096, gated=False, stored="fp8", pieces=True) == (132, 48)
+    room, programs = places(4, 4096, 1024, gated=False, stored="fp8")
+    assert room == 132 + programs
 
 
 @pytest.mark.parametrize(

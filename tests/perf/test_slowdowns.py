@@ -66,6 +66,16 @@ def test_an_operation_takes_what_its_algorithm_does() -> None:
     ):
         assert resource(Operation(0, "all-reduce", "main", (), algorithm=algorithm)) == taken
     assert resource(Operation(0, "product", "main", ())) == "all"
+    assert resource(Operation(0, "peers", "side", ())) == "direct"
+
+
+def test_landings_over_links_are_as_all_reduces_where_nobody_measured_them() -> None:
+    known = Machine("m", "a GPU", 2, {"product_beside_push": Value(0.5, "measured: here")})
+    own = with_slowdowns(known, {"product_beside_direct": 0.9, "direct_beside_product": 0.6})
+    for machine, product, landing in ((known, 0.5, 0.75), (own, 0.9, 0.6)):
+        found = Slowdowns(machine)
+        assert found.together("all", "direct") == product
+        assert found.together("direct", "all") == landing
 
 
 def test_what_is_read_and_was_not_measured_is_named() -> None:

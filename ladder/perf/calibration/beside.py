@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ladder.comm.transports import TRANSPORTS
 from ladder.comm.two_shot import TwoShotAllReduce
 from ladder.kernels.carveout import DRIVERS, carveout
 from ladder.perf.calibration.collectives import to_next
+from ladder.perf.calibration.exchanges import exchange
 from ladder.perf.calibration.sizes import Part, Point, Sizes, pairs, random
 from ladder.perf.calibration.timing import turn_of
 from ladder.perf.calibration.together import Turn, speed_beside
@@ -38,6 +40,7 @@ def parts(
     if push:
         others["copies"] = partial(_copies, sizes, group, device)
         others["push"] = partial(_two_shots, sizes, message, group, device)
+        others["direct"] = partial(_landings, sizes, group, device)
     for name, other in others.items():
         yield Part(f"product beside {name}", {}, partial(_both, sizes, name, other, device))
     yield Part("decode beside nccl", {}, partial(_steps, sizes, False, group, device))
@@ -75,6 +78,26 @@ def _two_shots(sizes: Sizes, nbytes: int, group: dist.ProcessGroup, device: torc
     source = torch.zeros(nbytes // sizes.dtype.itemsize, dtype=sizes.dtype, device=device)
     work = partial(TwoShotAllReduce(nbytes, group, device), source, True)
     return Turn(turn_of([work], REDUCES, device, captured=False), URGENT)
+
+
+def _landings(sizes: Sizes, group: dist.ProcessGroup, device: torch.device) -> Turn:
+    """Exchanges by landings over links, in a graph, as prompts are that take them. Within it they
+    are on a stream with priority, since a graph's kernels keep that of their capture."""
+    rows = sizes.together.landed // sizes.dtype.itemsize // sizes.hidden
+    mine = random(rows, sizes.hidden, dtype=sizes.dtype, device=device)
+    gain = torch.ones(sizes.hidden, dtype=sizes.dtype, device=device)
+    work = partial(exchange, TRANSPORTS["direct"](group, 1), mine, gain, group)
+    urgent = torch.cuda.Stream(device, priority=URGENT)
+
+    def turn() -> None:
+        main = torch.cuda.current_stream(device)
+        urgent.wait_stream(main)
+        with torch.cuda.stream(urgent):
+            for _ in range(COPIES):
+                work()
+        main.wait_stream(urgent)
+
+    return Turn(turn_of([turn], 1, device), URGENT)
 
 
 def _copies(sizes: Sizes, group: dist.ProcessGroup, device: torch.device) -> Turn:

@@ -44,13 +44,15 @@ class Sizes:
 @dataclass(frozen=True)
 class Together:
     """Of what runs at once. product: rows, outputs and inputs, as of a prompt. message: bytes of
-    the all-reduces beside it. copied: of each copy to a peer. steps: rows of decode products, whose
-    weights have `outputs`, beside messages of as many rows. hides: outputs of those of which two
-    take longer than an all-reduce. calls: of a short piece of work."""
+    the all-reduces beside it. copied: of each copy to a peer. landed: of each exchange. steps: rows
+    of decode products, whose weights have `outputs`, beside messages of as many rows. hides:
+    outputs of those of which two take longer than an all-reduce. calls: of a short piece of
+    work."""
 
     product: tuple[int, int, int]
     message: int
     copied: int
+    landed: int
     steps: tuple[int, ...]
     outputs: int
     hides: int
@@ -74,7 +76,7 @@ GPU = Sizes(
     tuple(2**n for n in range(13, 27)),
     tuple(2**n for n in range(20, 28)),
     8192,
-    Together((1024, 8192, 4096), 2**27, 2**24, (1, 8, 64), 2048, 8192, 80),
+    Together((1024, 8192, 4096), 2**27, 2**24, 2**23, (1, 8, 64), 2048, 8192, 80),
 )
 CPU = Sizes(
     torch.float32,
@@ -93,7 +95,7 @@ CPU = Sizes(
     (1024, 4096),
     (512,),
     64,
-    Together((16, 32, 32), 4096, 4096, (1, 4), 16, 16, 2),
+    Together((16, 32, 32), 4096, 4096, 4096, (1, 4), 16, 16, 2),
 )
 
 

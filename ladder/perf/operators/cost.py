@@ -93,11 +93,11 @@ class OperatorCost:
     def share(self, busy_us: float, us: float, calls: int) -> float:
         """Of its speed, what a product keeps in the turns that `ladder bench ops` times, of so many
         calls each, behind one that it does not."""
-        limit, boost = self.machine.value("power_limit"), self.machine.value("boost_ms")
+        boost = self.machine.value("boost_ms")
 
         def kept(turns: int) -> float:
             long = turns * calls
-            return long * power_share(limit, boost, long * busy_us, long * us)
+            return long * power_share(self.machine, boost, long * busy_us, long * us)
 
         return (kept(1 + TURNS) - kept(1)) / (TURNS * calls)
 

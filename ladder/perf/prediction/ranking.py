@@ -44,7 +44,7 @@ def rankings(found: Iterable[Score]) -> list[Ranking]:
         fields = asdict(each.point)
         if not fields["no_comm"] and fields["plan"] != "none":
             case = tuple((key, value) for key, value in fields.items() if key not in CHOSEN)
-            case += (("older kernels", each.older),)
+            case += (("older kernels", each.older), ("inside", each.inside))
             groups.setdefault(case, []).append(each)
     return [_ranking(case, some) for case, some in groups.items() if len(some) > 1]
 

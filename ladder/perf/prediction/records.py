@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -21,11 +22,14 @@ from ladder.perf.cost import WAY
 from ladder.perf.graph import FUSED
 from ladder.perf.machine import Machine
 from ladder.perf.nodes import relatives, with_older_kernels, without_peers
+from ladder.perf.riders import TODAY, Kernels
 
 CALIBRATED = ("llama-3-8b", "none")  # on all GPUs: what fitted values may come from
 RANK = ("quarter-8b", 1)  # on so many GPUs: what a rank of it computes at TP 4
 # Steps recorded before that day, and of these commits, are of older kernels.
 NEWER_KERNELS, OLDER_COMMITS = "2026-11-23", ("239831f",)
+# In those before that day, and of these commits, all sends and landings ride behind tiles.
+RIDES_INSIDE, BEHIND_COMMITS = "2026-11-27", ("a6535fa",)
 MEASURED = {"decode": "decode_ms", "prefill": "prefill_ms", "train": "step_ms"}
 TP_DEGREE = 4  # T of recorded training steps of plans that depend on it, the default of bench train
 
@@ -54,7 +58,8 @@ class Run(TrainingPoint):
 class Score:
     """A recorded pass and its prediction, in milliseconds. Of a point's records the median counts,
     and of training steps the least: some machines' hosts were slow, and no GPU too fast. older: by
-    older kernels."""
+    older kernels. inside: of decode steps, by kernels in which what rides on tiles may be in them.
+    """
 
     phase: str
     point: Any
@@ -62,6 +67,7 @@ class Score:
     predicted: float
     calibrated: bool
     older: bool = False
+    inside: bool = True
 
     @property
     def error(self) -> float:
@@ -70,29 +76,32 @@ class Score:
 
 def inference_times(
     files: Iterable[Path], machine: Machine, phase: str, left_out: Counter[str] | None = None,
-    older: bool | None = None,
+    older: bool | None = None, inside: bool | None = None,
 ) -> dict[InferencePoint, float]:  # fmt: skip
     """Milliseconds of each point that was recorded on this machine's GPUs and that is predicted;
-    medians over its records. older: of older kernels alone, or of newer ones; None: of all."""
+    medians over its records. older: of older kernels alone, or of newer ones; None: of all. inside:
+    of kernels in which what rides on tiles may be in them, or of others; None: of all."""
     found: dict[InferencePoint, list[float]] = {}
-    for point, _, ms in inference_runs(files, machine, phase, left_out, older):
+    for point, _, ms in inference_runs(files, machine, phase, left_out, older, inside):
         found.setdefault(point, []).append(ms)
     return {point: statistics.median(times) for point, times in found.items()}
 
 
 def inference_runs(
     files: Iterable[Path], machine: Machine, phase: str, left_out: Counter[str] | None = None,
-    older: bool | None = None,
+    older: bool | None = None, inside: bool | None = None,
 ) -> Iterator[tuple[InferencePoint, str, float]]:  # fmt: skip
     """Each record of a point that is predicted: the point, what tells the run of the benchmark from
-    others (commit and command), and milliseconds. left_out: gets how many are not, by why. older:
-    as of `inference_times`."""
+    others (commit and command), and milliseconds. left_out: gets how many are not, by why. older,
+    inside: as of `inference_times`."""
     left_out = Counter() if left_out is None else left_out
     names = {each.name for each in fields(InferencePoint)}
     degrees = known_degrees(machine)
     for record in records(files):
         data, about = record.get("point", {}), record.get("machine", {})
         if "new_tokens" not in data or older not in (None, of_older_kernels(about)):
+            continue
+        if inside not in (None, rides_inside(about)):
             continue
         if _elsewhere(record, machine, left_out):
             continue
@@ -123,6 +132,13 @@ def of_older_kernels(about: Mapping[str, Any]) -> bool:
     """Whether a record of this machine is of decode kernels before NEWER_KERNELS."""
     date, commit = str(about.get("date", NEWER_KERNELS)), str(about.get("commit"))
     return date < NEWER_KERNELS or commit in OLDER_COMMITS
+
+
+def rides_inside(about: Mapping[str, Any]) -> bool:
+    """Whether what rides on tiles may be in them, in the decode kernels of a record of this
+    machine."""
+    date, commit = str(about.get("date", RIDES_INSIDE)), str(about.get("commit"))
+    return date >= RIDES_INSIDE and not commit.startswith(BEHIND_COMMITS)
 
 
 def _elsewhere(record: Mapping[str, Any], machine: Machine, left_out: Counter[str]) -> bool:
@@ -225,20 +241,20 @@ def is_training_calibration(run: Run, machine: Machine) -> bool:
     return this and parse_layout(run.layout).tp == run.gpus == machine.gpus
 
 
-def predicted(phase: str, point: Any, machine: Machine) -> float:
-    """Milliseconds."""
+def predicted(phase: str, point: Any, machine: Machine, kernels: Kernels = TODAY) -> float:
+    """Milliseconds. kernels: of a decode step."""
     if isinstance(point, Run):
         found = phases.train(
             shape_of(point, TP_DEGREE), machine, point.layout, point.seq_len, point.batch,
             point.micro_batch, point.checkpointing, point.no_comm, point.gpus,
         )  # fmt: skip
         return found.us / 1e3
-    phased = phases.PHASES[phase]
-    context = context_of(point) if phase == "decode" else point.prompt
-    found = phased(
-        resolve(point), machine, point.tp, point.reducer, point.batch, context,
-        weights=point.weights,
-    )  # fmt: skip
+    asked = resolve(point), machine, point.tp, point.reducer, point.batch
+    if phase == "decode":
+        context = context_of(point)
+        found = phases.decode(*asked, context, weights=point.weights, kernels=kernels)
+    else:
+        found = phases.prefill(*asked, point.prompt, weights=point.weights)
     return found.us / 1e3
 
 
@@ -251,24 +267,27 @@ def scores(
     left_out = Counter() if left_out is None else left_out
     former = with_older_kernels(machine) if phase == "decode" else None
     found = []
-    for older in (None,) if former is None else (False, True):
+    eras: list[tuple[bool | None, bool | None]] = [(None, None)]
+    if phase == "decode":
+        eras = list(itertools.product((None,) if former is None else (False, True), (True, False)))
+    for older, inside in eras:
         tried = former if older and former is not None else machine
         times: dict[Any, float] = {}
         if phase == "train":
             times |= training_times(files, tried, left_out)
         else:
-            times |= inference_times(files, tried, phase, left_out, older)
+            times |= inference_times(files, tried, phase, left_out, older, inside)
         for point, ms in times.items():
             if isinstance(point, Run):
                 seen = is_training_calibration(point, tried)
             else:
                 seen = is_calibration(point, tried)
             try:
-                us = predicted(phase, point, tried)
+                us = predicted(phase, point, tried, Kernels(inside is not False, not older))
             except UserError as error:  # a checkpoint that is not here, a curve not in the file
                 left_out[f"({error})"] += 1
                 continue
-            found.append(Score(phase, point, ms, us, seen, bool(older)))
+            found.append(Score(phase, point, ms, us, seen, bool(older), inside is not False))
     return found
 
 
