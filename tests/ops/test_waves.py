@@ -182,13 +182,14 @@ def test_slow_points_at_such_rows_do_not_keep_it_out_of_a_table() -> None:
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 RECORDS = [RESULTS / f"2026-11-{day}-ops-h200x2.jsonl" for day in (22, 23)]
 H100S = ("ops-rows", "ops", "ops-summing", "ops-sums", "ops-gathers", "ops-gpt3", "ops-bags")
+OF_FOUR = ("ops", "ops-turns", "ops-llama", "ops-scatters")
 OF_TABLE = [
     *RECORDS, *(RESULTS / f"2026-11-25-{kind}-h100x2.jsonl" for kind in H100S),
     RESULTS / "2026-11-25-ops-h200x2.jsonl",
     RESULTS / "2026-11-26-ops-again-h100x2.jsonl",
     RESULTS / "2026-11-26-ops-train-h100x2.jsonl",
     RESULTS / "2026-11-26-ops-scatters-h100x2.jsonl",
-    *(RESULTS / f"2026-11-27-{kind}-h200x4.jsonl" for kind in ("ops", "ops-turns", "ops-llama")),
+    *(RESULTS / f"2026-11-27-{kind}-h200x4.jsonl" for kind in OF_FOUR),
 ]  # fmt: skip
 
 
