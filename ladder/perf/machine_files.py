@@ -29,7 +29,9 @@ from ladder.perf.machine import (
 # Keys of `where` that have names.
 NAMED = {"algorithm": ALGORITHMS, "transport": EXCHANGES, "weights": EIGHT_BITS}
 FOLDER = Path(__file__).parent / "machines"
-OLDER = FOLDER / "older"  # kernels of decode steps as they were, by GPU
+# Kernels of decode steps as they were, by GPU (KERNELS); whole machines as they were, by name.
+OLDER = FOLDER / "older"
+KERNELS = {"NVIDIA H200": "h200"}
 
 
 def write(machine: Machine, path: Path) -> None:
@@ -60,8 +62,7 @@ def load(name: str) -> Machine:
 
 def older_kernels(gpu: str) -> Machine | None:
     """The kernels of decode steps as they were before they changed, if they are kept for a GPU."""
-    kept = [each for each in map(read, sorted(OLDER.glob("*.json"))) if each.gpu == gpu]
-    return kept[0] if kept else None
+    return read(OLDER / f"{KERNELS[gpu]}.json") if gpu in KERNELS else None
 
 
 def with_steps_of(machine: Machine, other: Machine) -> Machine:

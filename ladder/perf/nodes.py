@@ -23,7 +23,14 @@ from ladder.perf.machine import (
     Value,
     with_links_of,
 )
-from ladder.perf.machine_files import FOLDER, older_kernels, read, shipped, with_steps_of
+from ladder.perf.machine_files import (
+    FOLDER,
+    OLDER,
+    older_kernels,
+    read,
+    shipped,
+    with_steps_of,
+)
 from ladder.perf.machine_files import load as load_measured
 
 DECLARED = FOLDER / "declared"
@@ -155,6 +162,13 @@ def with_older_kernels(machine: Machine) -> Machine | None:
     changed; None for another one, and where none are kept."""
     kept = older_kernels(machine.gpu)
     return with_steps_of(machine, kept) if kept is not None and _known(machine) else None
+
+
+def older_passes(machine: Machine) -> Machine | None:
+    """By what a machine that `load` knows was predicted before its prompts and training were
+    measured again; None where that is not kept."""
+    file = OLDER / f"{machine.name}.json"
+    return read(file) if file.is_file() and _known(machine) else None
 
 
 def _known(machine: Machine) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from ladder.ops.table import VARIABLE
 from ladder.perf.fused import OPERATORS, STAGED, Inside, picked
 from ladder.perf.graph import FUSED, training
 from ladder.perf.lower_prefill import Way, prefill
-from ladder.perf.machine_files import load
+from ladder.perf.machine import Value
+from ladder.perf.machine_files import load, write
 
 RECORDS = Path(__file__).parents[2] / "benchmarks/results/2026-11-22-ops-h200x2.jsonl"
 Out = pytest.CaptureFixture[str]
@@ -121,11 +123,17 @@ def test_what_exchanges_take_is_near_the_records() -> None:
 def test_a_table_of_ones_own_changes_the_prediction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
 ) -> None:
-    """The packaged table has no shape of an 8B: nothing overlaps there."""
+    """The packaged table has no such shape of an 8B: nothing overlaps there. Without a power limit,
+    which is nearer the less a prompt waits."""
+    limited = load("h200x4")
+    machine = replace(limited, values=limited.values | {"power_limit": Value(1.0, "none")})
+    file = tmp_path / "machine.json"
+    write(machine, file)
 
     def us() -> dict[str, float]:
         words = ["llama-3-8b", "--prefill", "--batch", "4", "--tp", "4", "--plans", "standard"]
-        assert main(["predict", *words, "--reducers", "fused", "push", "--json"]) == 0
+        words += ["--machine", str(file), "--reducers", "fused", "push", "--json"]
+        assert main(["predict", *words]) == 0
         found = json.loads(capsys.readouterr().out)
         return {row["way"]: row["us"] for row in found["rows"]}
 
@@ -144,7 +152,6 @@ def test_a_table_of_ones_own_changes_the_prediction(
     picked.cache_clear()
     after = us()
     assert picked(*call) == ("chunked", (("streams", 2),))
-    machine = load("h200x4")
     exchange = machine.nccl("all-gather", 2.0 * 4096 * hidden).us
     exchange += machine.value("prompt_gap_us")
     left = Inside(machine, 4)("all-gather", (4096, 2 * inner, hidden), False, exchange, "captured")

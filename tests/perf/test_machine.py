@@ -17,7 +17,7 @@ from ladder.perf.cost import CONVERTED
 from ladder.perf.grid import matrix_rate
 from ladder.perf.links import fit_link
 from ladder.perf.machine import Curve, Machine, Value, with_links_of
-from ladder.perf.machine_files import load, read, shipped, write
+from ladder.perf.machine_files import OLDER, load, read, shipped, write
 
 POINTS = ((8.0, 2.0), (16.0, 3.0), (64.0, 5.0))
 CURVES = (
@@ -31,11 +31,13 @@ MACHINE = Machine("m", "a GPU", 2, {"memory_gib": Value(80.0, "declared: data sh
 def test_the_shipped_files_are_what_the_records_say() -> None:
     """Fails for a value that was edited by hand, or that no record supports."""
     records = importlib.import_module("benchmarks.machines")
-    made = [*map(records.h100s, (1, 2)), *map(records.machine, (1, 2, 4))]
+    made = [*map(records.h100s, (1, 2)), *map(records.machine, (1, 2)), records.four_today()]
     names = ["h100x1", "h100x2", "h200x1", "h200x2", "h200x4"]
     assert shipped() == [each.name for each in made] == names
     for each in made:
         assert load(each.name).to_dict() == json.loads(json.dumps(each.to_dict()))
+    for name, each in (("h200", records.older()), ("h200x4", records.machine(4))):
+        assert read(OLDER / f"{name}.json").to_dict() == json.loads(json.dumps(each.to_dict()))
 
 
 def test_a_measured_file_comes_in_place_of_older_records() -> None:

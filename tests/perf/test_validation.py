@@ -101,14 +101,14 @@ def test_steps_by_newer_kernels_are_predicted_as_such() -> None:
         ("26-fp8-h100", "h100x1", "decode", 16, (6.4, 13.9, 14.0)),
         # Of a6535fa, on four GPUs.
         ("27-inference-h200x4", "h200x4", "decode", 37, (3.3, 7.4, 13.2)),
-        ("27-inference-h200x4", "h200x4", "prefill", 37, (4.7, 9.8, 11.3)),
+        ("27-inference-h200x4", "h200x4", "prefill", 37, (3.8, 8.3, 11.1)),
         ("27-train-h200x4", "h200x4", "train", 3, (2.8, 4.2, 4.2)),
-        # Today's kernels there, to whose steps without communication decoding is fitted.
+        # Today's kernels there, to whose passes without communication all is fitted.
         ("27-inference-again-h200x4", "h200x4", "decode", 20, (1.4, 3.8, 3.8)),
-        ("27-inference-again-h200x4", "h200x4", "prefill", 20, (3.7, 7.3, 8.4)),
+        ("27-inference-again-h200x4", "h200x4", "prefill", 20, (1.6, 3.5, 3.8)),
         ("27-fp8-again-h200x4", "h200x4", "decode", 12, (4.9, 7.9, 12.6)),
-        ("27-fp8-again-h200x4", "h200x4", "prefill", 12, (7.3, 10.6, 11.3)),
-        ("27-train-again-h200x4", "h200x4", "train", 6, (3.0, 4.1, 4.1)),
+        ("27-fp8-again-h200x4", "h200x4", "prefill", 12, (5.4, 8.0, 10.5)),
+        ("27-train-again-h200x4", "h200x4", "train", 6, (1.3, 2.9, 2.9)),
     ],
 )
 def test_other_models_and_machines_are_held_out(
@@ -139,14 +139,14 @@ def test_four_gpus_calibrated_by_their_own_model_without_communication() -> None
     [
         ("decode", 20, (1.5, 3.8, 3.9), 2.2),
         ("prefill", 20, (2.4, 5.5, 5.7), 10.2),
-        ("train", 6, (3.0, 5.0, 5.0), 1.7),
+        ("train", 6, (3.0, 5.0, 5.0), 1.8),
     ],
 )
 def test_a_measured_machine_of_four_gpus(
     phase: str, points: int, limits: tuple[float, ...], speedup: float
 ) -> None:
     """All of its file as `ladder bench machine` wrote it, fitted to an 8B's `none` alone. The plans
-    come in the measured order, and what is recommended is the best."""
+    come in the measured order, and what is recommended takes 2 % more than the best at most."""
     files = [
         RESULTS / f"2026-11-27-{name}-h200x4.jsonl" for name in ("inference-again", "train-again")
     ]
@@ -156,7 +156,7 @@ def test_a_measured_machine_of_four_gpus(
     ranked = rankings(found)
     off = [abs(error) for each in ranked for error in each.speedup]
     assert sum(off) / len(off) <= speedup
-    assert all(each.right == each.pairs and each.regret == 0 for each in ranked)
+    assert all(each.right == each.pairs and each.regret < 0.021 for each in ranked)
 
 
 def point(plan: str, batch: int = 1) -> InferencePoint:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,18 @@ from ladder.perf import phases
 from ladder.perf.cost import WAY
 from ladder.perf.graph import FUSED
 from ladder.perf.machine import Machine
-from ladder.perf.nodes import relatives, with_older_kernels, without_peers
+from ladder.perf.nodes import older_passes, relatives, with_older_kernels, without_peers
 from ladder.perf.riders import TODAY, Kernels
 
 CALIBRATED = ("llama-3-8b", "none")  # on all GPUs: what fitted values may come from
 RANK = ("quarter-8b", 1)  # on so many GPUs: what a rank of it computes at TP 4
 # Steps recorded before that day, and of these commits, are of older kernels.
 NEWER_KERNELS, OLDER_COMMITS = "2026-11-23", ("239831f",)
-# In those before that day, and of these commits, all sends and landings ride behind tiles.
+# In those before that day, and of these commits, all sends and landings ride behind tiles. Prompts
+# and training before that day are predicted by the file that was shipped then, if it is kept.
 RIDES_INSIDE, BEHIND_COMMITS = "2026-11-27", ("a6535fa",)
 MEASURED = {"decode": "decode_ms", "prefill": "prefill_ms", "train": "step_ms"}
+Chosen = Callable[[Mapping[str, Any]], bool]
 TP_DEGREE = 4  # T of recorded training steps of plans that depend on it, the default of bench train
 
 
@@ -76,24 +78,24 @@ class Score:
 
 def inference_times(
     files: Iterable[Path], machine: Machine, phase: str, left_out: Counter[str] | None = None,
-    older: bool | None = None, inside: bool | None = None,
+    older: bool | None = None, of: Chosen = lambda about: True,
 ) -> dict[InferencePoint, float]:  # fmt: skip
     """Milliseconds of each point that was recorded on this machine's GPUs and that is predicted;
-    medians over its records. older: of older kernels alone, or of newer ones; None: of all. inside:
-    of kernels in which what rides on tiles may be in them, or of others; None: of all."""
+    medians over its records. older: of older kernels alone, or of newer ones; None: of all. of:
+    which records, by what they say of their machine."""
     found: dict[InferencePoint, list[float]] = {}
-    for point, _, ms in inference_runs(files, machine, phase, left_out, older, inside):
+    for point, _, ms in inference_runs(files, machine, phase, left_out, older, of):
         found.setdefault(point, []).append(ms)
     return {point: statistics.median(times) for point, times in found.items()}
 
 
 def inference_runs(
     files: Iterable[Path], machine: Machine, phase: str, left_out: Counter[str] | None = None,
-    older: bool | None = None, inside: bool | None = None,
+    older: bool | None = None, of: Chosen = lambda about: True,
 ) -> Iterator[tuple[InferencePoint, str, float]]:  # fmt: skip
     """Each record of a point that is predicted: the point, what tells the run of the benchmark from
     others (commit and command), and milliseconds. left_out: gets how many are not, by why. older,
-    inside: as of `inference_times`."""
+    of: as of `inference_times`."""
     left_out = Counter() if left_out is None else left_out
     names = {each.name for each in fields(InferencePoint)}
     degrees = known_degrees(machine)
@@ -101,7 +103,7 @@ def inference_runs(
         data, about = record.get("point", {}), record.get("machine", {})
         if "new_tokens" not in data or older not in (None, of_older_kernels(about)):
             continue
-        if inside not in (None, rides_inside(about)):
+        if not of(about):
             continue
         if _elsewhere(record, machine, left_out):
             continue
@@ -137,8 +139,12 @@ def of_older_kernels(about: Mapping[str, Any]) -> bool:
 def rides_inside(about: Mapping[str, Any]) -> bool:
     """Whether what rides on tiles may be in them, in the decode kernels of a record of this
     machine."""
-    date, commit = str(about.get("date", RIDES_INSIDE)), str(about.get("commit"))
-    return date >= RIDES_INSIDE and not commit.startswith(BEHIND_COMMITS)
+    return not _earlier(about) and not str(about.get("commit")).startswith(BEHIND_COMMITS)
+
+
+def _earlier(about: Mapping[str, Any]) -> bool:
+    """Whether a record of this machine was made before RIDES_INSIDE."""
+    return str(about.get("date", RIDES_INSIDE)) < RIDES_INSIDE
 
 
 def _elsewhere(record: Mapping[str, Any], machine: Machine, left_out: Counter[str]) -> bool:
@@ -175,17 +181,18 @@ def _inference_refusal(point: InferencePoint, phase: str, degrees: set[int], pee
 
 
 def training_times(
-    files: Iterable[Path], machine: Machine, left_out: Counter[str] | None = None
-) -> dict[Run, float]:
+    files: Iterable[Path], machine: Machine, left_out: Counter[str] | None = None,
+    of: Chosen = lambda about: True,
+) -> dict[Run, float]:  # fmt: skip
     """Milliseconds of each training step that was recorded on this machine's GPUs; the least.
-    left_out: as of `inference_runs`."""
+    left_out, of: as of `inference_runs`."""
     left_out = Counter() if left_out is None else left_out
     names = {each.name for each in fields(TrainingPoint)}
     found: dict[Run, float] = {}
     degrees = known_degrees(machine)
     for record in records(files):
         data, about = record.get("point", {}), record.get("machine", {})
-        if "layout" not in data or _elsewhere(record, machine, left_out):
+        if "layout" not in data or not of(about) or _elsewhere(record, machine, left_out):
             continue
         try:
             kept = {key: data[key] for key in data if key in names}
@@ -262,33 +269,49 @@ def scores(
     files: Iterable[Path], machine: Machine, phase: str, left_out: Counter[str] | None = None
 ) -> list[Score]:
     """All recorded passes of a phase with their predictions. Of a shipped machine, decode steps by
-    older kernels are predicted as such. left_out: gets how many records there are besides, by why
-    they have none."""
+    older kernels are predicted as such, and older prompts and training by the file of then.
+    left_out: gets how many records there are besides, by why they have none."""
     left_out = Counter() if left_out is None else left_out
-    former = with_older_kernels(machine) if phase == "decode" else None
     found = []
-    eras: list[tuple[bool | None, bool | None]] = [(None, None)]
-    if phase == "decode":
-        eras = list(itertools.product((None,) if former is None else (False, True), (True, False)))
-    for older, inside in eras:
-        tried = former if older and former is not None else machine
+    for tried, kernels, of in _eras(machine, phase):
         times: dict[Any, float] = {}
         if phase == "train":
-            times |= training_times(files, tried, left_out)
+            times |= training_times(files, tried, left_out, of)
         else:
-            times |= inference_times(files, tried, phase, left_out, older, inside)
+            times |= inference_times(files, tried, phase, left_out, of=of)
         for point, ms in times.items():
             if isinstance(point, Run):
                 seen = is_training_calibration(point, tried)
             else:
                 seen = is_calibration(point, tried)
             try:
-                us = predicted(phase, point, tried, Kernels(inside is not False, not older))
+                us = predicted(phase, point, tried, kernels)
             except UserError as error:  # a checkpoint that is not here, a curve not in the file
                 left_out[f"({error})"] += 1
                 continue
-            found.append(Score(phase, point, ms, us, seen, bool(older), inside is not False))
+            found.append(Score(phase, point, ms, us, seen, not kernels.even, kernels.inside))
     return found
+
+
+def _newer(inside: bool, older_apart: bool, about: Mapping[str, Any]) -> bool:
+    """Whether a record is of kernels in which what rides on tiles may be in them, or not; those of
+    older kernels left out if they are predicted as such."""
+    return rides_inside(about) == inside and not (older_apart and of_older_kernels(about))
+
+
+def _eras(machine: Machine, phase: str) -> Iterator[tuple[Machine, Kernels, Chosen]]:
+    """By what machine and kernels records are predicted, and which."""
+    if phase != "decode":
+        former = older_passes(machine)
+        if former is not None:
+            yield former, TODAY, _earlier
+        yield machine, TODAY, lambda about: former is None or not _earlier(about)
+        return
+    former = with_older_kernels(machine)
+    for inside in (True, False):
+        yield machine, Kernels(inside), partial(_newer, inside, former is not None)
+    if former is not None:
+        yield former, Kernels(inside=False, even=False), of_older_kernels
 
 
 def summary(
