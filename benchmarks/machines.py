@@ -389,19 +389,25 @@ def one() -> Machine:
 
 
 def machine(gpus: int) -> Machine:
-    """On several GPUs prompts are as they were recorded there, decode steps as on one."""
-    return one() if gpus == 1 else with_steps_of(fitted(gpus), one())
+    """One GPU or two. On two prompts are as they were recorded there, decode steps as on four."""
+    return one() if gpus == 1 else with_steps_of(fitted(gpus), four_today())
 
 
+def four_before() -> Machine:
+    """Four GPUs as older prompts and training were fitted, with decode steps as on one."""
+    return with_steps_of(fitted(4), one())
+
+
+@functools.cache
 def four_today() -> Machine:
     """Four GPUs, with what was measured of what is between them, and fitted to today's passes."""
-    found, new = machine(4), read(RESULTS / FOUR_MEASURED)
+    found, new = four_before(), read(RESULTS / FOUR_MEASURED)
     curves = [each for each in found.curves if each.name not in FOUR_CURVES]
     curves += [named(each) for each in new.curves if each.name in FOUR_CURVES]
     values = found.values | {name: named(new.values[name]) for name in FOUR_VALUES}
     values["idle_power"] = FOUR_IDLE
     found = replace(found, values=values, curves=tuple(curves))
-    return with_two_rows(calibrated(found, *(RESULTS / file for file in FOUR_CALIBRATION)))
+    return with_missing(calibrated(found, *(RESULTS / file for file in FOUR_CALIBRATION)))
 
 
 def named(measured: Named) -> Named:
@@ -409,17 +415,28 @@ def named(measured: Named) -> Named:
     return replace(measured, provenance=f"{measured.provenance}; {FOUR_MEASURED}")
 
 
-def with_two_rows(machine: Machine) -> Machine:
-    """With what steps of two sequences take beyond those of one, which nobody measured on this
-    machine: as much less than on one GPU as those of four do."""
-    alone = dict(one().family("more rows")[0].points)
-    (curve,) = machine.family("more rows")
-    (rows, us), *_ = curve.points
-    two = (2.0, round(alone[2.0] + us - alone[rows], 3))
-    text = f"{curve.provenance}; of two by the difference on one GPU"
-    changed = replace(curve, points=(two, *curve.points), provenance=text)
-    curves = tuple(changed if each is curve else each for each in machine.curves)
-    return replace(machine, curves=curves)
+def with_missing(machine: Machine) -> Machine:
+    """With what nobody measured of steps on this machine, by what was measured on one GPU: of two
+    sequences as much less as of four, and weights in int8 as many times as long as in fp8."""
+    text = "; what is missing of it by the differences on one GPU"
+    curves = {str(each): each for each in machine.curves}
+    alone = {str(each): dict(each.points) for each in one().curves if str(each) in curves}
+    rows, fp8, int8 = (
+        str(Curve(name, where, (), ""))
+        for name, where in (
+            ("more rows", {}), ("converted", {"weights": "fp8"}), ("converted", {"weights": "int8"})
+        )
+    )  # fmt: skip
+    more = dict(curves[rows].points)
+    more[2.0] = alone[rows][2.0] + more[4.0] - alone[rows][4.0]
+    stored = dict(curves[fp8].points)
+    stored[2.0] = alone[fp8][2.0] * stored[4.0] / alone[fp8][4.0]
+    whole = {batch: us * stored[batch] / alone[fp8][batch] for batch, us in alone[int8].items()}
+    for name, points in ((rows, more), (fp8, stored), (int8, whole)):
+        found = tuple((batch, round(us, 3)) for batch, us in sorted(points.items()))
+        known = curves[fp8 if name == int8 else name].provenance
+        curves[name] = replace(curves[name], points=found, provenance=known + text)
+    return replace(machine, curves=tuple(curves.values()))
 
 
 def h100s(gpus: int) -> Machine:
@@ -439,6 +456,6 @@ if __name__ == "__main__":
     for each in (*map(machine, (1, 2)), four_today(), *map(h100s, H100S)):
         write(each, FOLDER / f"{each.name}.json")
         print(FOLDER / f"{each.name}.json")
-    for name, each in (("h200", older()), ("h200x4", machine(4))):
+    for name, each in (("h200", older()), ("h200x4", four_before())):
         write(each, OLDER / f"{name}.json")
         print(OLDER / f"{name}.json")

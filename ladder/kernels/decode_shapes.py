@@ -193,7 +193,7 @@ def span(sends: bool, rows: int, chunks: int, products: int, eight_bits: bool) -
     weight is stored in so many, where this is not measured.
 
     Where tiles fill the SMs, programs of their own begin when tiles end. Of an 8B's rank at TP 4,
-    sends of 16 rows in the tiles take 3 % off a step, and landings of 48 to 64 rows 0.6 to 0.8 %.
+    sends of 16 rows in the tiles take 3 % off a step, and landings of 48 to 64 rows 0.5 to 0.8 %.
     Other sends make it longer, of 8 rows by 0.7 %, of 24 by 2, of 64 by 8, and landings of 16 to 32
     rows by 1 to 4 (4x H200, benchmarks/riders.py; see benchmarks/results/README.md).
     """

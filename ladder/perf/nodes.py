@@ -171,9 +171,21 @@ def older_passes(machine: Machine) -> Machine | None:
     return read(file) if file.is_file() and _known(machine) else None
 
 
+@functools.cache
+def _one(gpu: str) -> Machine | None:
+    """The file of one such GPU that comes with the package."""
+    found = [each for each in map(load_measured, shipped()) if (each.gpu, each.gpus) == (gpu, 1)]
+    return found[0] if found else None
+
+
 def _known(machine: Machine) -> bool:
     """Whether `load` knows it by its name."""
-    return machine.name in (*shipped(), *names()) and load(machine.name) == machine
+    return machine.name in (*shipped(), *names()) and _loaded(machine.name) == machine
+
+
+@functools.cache
+def _loaded(name: str) -> Machine:
+    return load(name)
 
 
 def _rings(machine: Machine) -> list[Curve]:
@@ -299,13 +311,12 @@ def for_degree(machine: Machine, tp: int) -> Machine:
     there. Raises UserError if there is none."""
     if tp == machine.gpus:
         return machine
-    for found in relatives(machine):
-        if found.gpus == tp > 1:
-            return with_links_of(machine, found)
-        if found.gpus == tp and _known(machine):
-            return with_steps_of(machine, found)
     if tp == 1:  # it needs no collectives
-        return machine
+        one = _one(machine.gpu)
+        return with_steps_of(machine, one) if one is not None and _known(machine) else machine
+    for found in relatives(machine):
+        if found.gpus == tp:
+            return with_links_of(machine, found)
     give = " or ".join(map(str, dict.fromkeys((machine.gpus, 1))))
     raise UserError(
         f"--tp={tp}: machine {machine.name!r} has {has_degrees([machine.gpus])}; give --tp {give}, "

@@ -206,6 +206,15 @@ def test_riders_take_as_many_chunks_at_once_as_they_are_told(device: str, span: 
         check_pushes(device, 4, 2, 12, 4100, torch.bfloat16, WAYS[-1])
 
 
+def test_riders_keep_to_the_programs_that_there_are() -> None:
+    """16 rows of a send beside 40 tiles; 64 rows of a landing of 6 chunks, 192 pairs, of which 132
+    begin at once."""
+    with mock.patch.object(decode_shapes, "FULL", 1):
+        assert decode_shapes.span(True, 16, 4, 40, eight_bits=False) == 0
+        assert decode_shapes.span(True, 16, 4, 64, eight_bits=False) == 1
+    assert decode_shapes.span(False, 64, 6, 256, eight_bits=False) == 0
+
+
 @pytest.mark.parametrize(
     ("sends", "rows", "products", "found"),
     [

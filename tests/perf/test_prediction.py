@@ -10,7 +10,7 @@ import pytest
 
 from ladder.config import model_config
 from ladder.models import Plan, UserError, resolve_plan
-from ladder.perf import phases
+from ladder.perf import nodes, phases
 from ladder.perf.cost import MOST_OF_SHARE, DecodeCost, most_of
 from ladder.perf.graph import COMM, Graph, Operation, forward
 from ladder.perf.lower_decode import decode
@@ -221,6 +221,16 @@ def test_what_rides_on_tiles_runs_when_they_leave_room() -> None:
         down = next(o for o in operations if o.part == "down")
         rider = next(o for o in operations if o.rides == down.index)
         assert cost.late(rider, down) == pytest.approx(late)
+
+
+@pytest.mark.parametrize("name", ["h200x2", "h200x4", "h200x8", "h200x4-no-p2p"])
+def test_one_gpu_of_several_decodes_as_one(name: str) -> None:
+    config = model_config("llama-3-8b")
+    alone, several = (
+        phases.decode(config, machine, 1, "push", 4, 1024).us
+        for machine in (load("h200x1"), nodes.load(name))
+    )
+    assert several == pytest.approx(alone, rel=0.01)  # of their copies' rates
 
 
 def test_thread_blocks_of_other_kernels() -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from ladder.cli import main
 from ladder.perf.machine_files import load
+from ladder.perf.prediction.ranking import rankings
+from ladder.perf.prediction.records import scores
 from ladder.perf.prediction.repeats import repeats
 from tests import ROOT
 
@@ -35,6 +37,27 @@ def test_records_of_one_point_and_speedups_of_one_run(tmp_path: Path) -> None:
     assert "with more than one run: 1, which are 10.0 points" in gains
     file.write_text(lines[0], encoding="utf-8")
     assert repeats([file], load("h200x4"), "decode") == []
+
+
+def test_records_of_other_kernels_are_no_repeats(tmp_path: Path) -> None:
+    """And are cases of their own."""
+    file = tmp_path / "records.jsonl"
+    lines = []
+    for commit, date, ms in (
+        ("a", "2026-11-27", 1.0), ("a6535fa", "2026-11-27", 1.1), ("b", "2026-11-26", 1.2),
+        ("c", "2026-11-20", 1.3),
+    ):  # fmt: skip
+        for plan, more in (("ladder", 0.0), ("standard", 0.2)):
+            record = json.loads(line(plan, ms + more, commit))
+            record["machine"]["date"] = date
+            lines.append(json.dumps(record))
+    file.write_text("\n".join(lines), encoding="utf-8")
+    (said,) = repeats([file], load("h200x4"), "decode")[:1]
+    assert "with more than one record: 2," in said  # a6535fa's and b's
+    found = [each.case for each in rankings(scores([file], load("h200x4"), "decode"))]
+    assert [each.partition("prompt 1024")[2] for each in found] == [
+        "", ", all behind tiles", ", older kernels",
+    ]  # fmt: skip
 
 
 def test_validate_says_how_much_records_differ(capsys: pytest.CaptureFixture[str]) -> None:

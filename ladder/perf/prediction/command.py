@@ -46,7 +46,8 @@ def validate(options: Any) -> int:
     if options.json:
         data = [
             {"phase": each.phase, **asdict(each.point), "measured_ms": each.measured,
-             "predicted_ms": each.predicted, "calibrated": each.calibrated}
+             "predicted_ms": each.predicted, "calibrated": each.calibrated,
+             "older": each.older, "inside": each.inside}
             for each in found
         ]  # fmt: skip
         data += [each.to_dict() for each in calls]

@@ -65,6 +65,8 @@ def _ranking(case: Sequence[tuple[str, object]], some: Sequence[Score]) -> Ranki
         where += f", {said['weights']} weights"
     if said["older kernels"]:
         where += ", older kernels"
+    elif not said["inside"]:
+        where += ", all behind tiles"
     return Ranking(
         f"{said['model']}, {where}", len(some), len(apart), right, _choice(best),
         best.measured / least - 1, tuple(_speedups(some)),

@@ -7,7 +7,6 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +139,11 @@ def rides_inside(about: Mapping[str, Any]) -> bool:
     """Whether what rides on tiles may be in them, in the decode kernels of a record of this
     machine."""
     return not _earlier(about) and not str(about.get("commit")).startswith(BEHIND_COMMITS)
+
+
+def rides_behind(about: Mapping[str, Any]) -> bool:
+    """Whether all rides behind the tiles, in decode kernels that are not the older ones."""
+    return not (rides_inside(about) or of_older_kernels(about))
 
 
 def _earlier(about: Mapping[str, Any]) -> bool:
@@ -293,12 +297,6 @@ def scores(
     return found
 
 
-def _newer(inside: bool, older_apart: bool, about: Mapping[str, Any]) -> bool:
-    """Whether a record is of kernels in which what rides on tiles may be in them, or not; those of
-    older kernels left out if they are predicted as such."""
-    return rides_inside(about) == inside and not (older_apart and of_older_kernels(about))
-
-
 def _eras(machine: Machine, phase: str) -> Iterator[tuple[Machine, Kernels, Chosen]]:
     """By what machine and kernels records are predicted, and which."""
     if phase != "decode":
@@ -308,10 +306,10 @@ def _eras(machine: Machine, phase: str) -> Iterator[tuple[Machine, Kernels, Chos
         yield machine, TODAY, lambda about: former is None or not _earlier(about)
         return
     former = with_older_kernels(machine)
-    for inside in (True, False):
-        yield machine, Kernels(inside), partial(_newer, inside, former is not None)
-    if former is not None:
-        yield former, Kernels(inside=False, even=False), of_older_kernels
+    yield machine, TODAY, rides_inside
+    yield machine, Kernels(inside=False), rides_behind
+    older = Kernels(inside=False, even=former is None)
+    yield former or machine, older, of_older_kernels
 
 
 def summary(

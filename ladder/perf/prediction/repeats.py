@@ -9,17 +9,25 @@ from pathlib import Path
 
 from ladder.bench.inference.points import InferencePoint
 from ladder.perf.machine import Machine
-from ladder.perf.prediction.records import inference_runs
+from ladder.perf.prediction.records import (
+    Chosen,
+    inference_runs,
+    of_older_kernels,
+    rides_behind,
+    rides_inside,
+)
 
 
 def repeats(files: Iterable[Path], machine: Machine, phase: str) -> list[str]:
     """What to say of a phase's points that have more than one record, by how far these are from
     their median: times, and speedups of ladder over standard that were measured in one run. Points
-    that differ in the number of new tokens alone are the same, but for older kernels."""
-    times: dict[tuple[InferencePoint, bool], list[tuple[str, float]]] = {}
-    for older in (False, True):
-        for point, run, ms in inference_runs(files, machine, phase, older=older):
-            times.setdefault((replace(point, new_tokens=0), older), []).append((run, ms))
+    that differ in the number of new tokens alone are the same, but for other kernels."""
+    times: dict[tuple[InferencePoint, int], list[tuple[str, float]]] = {}
+    of_steps: tuple[Chosen, ...] = (rides_inside, rides_behind, of_older_kernels)
+    eras = of_steps if phase == "decode" else (lambda about: True,)
+    for era, of in enumerate(eras):
+        for point, run, ms in inference_runs(files, machine, phase, of=of):
+            times.setdefault((replace(point, new_tokens=0), era), []).append((run, ms))
     lines = []
     off = spread([[ms for _, ms in some] for some in times.values()], relative=True)
     if off:
@@ -28,9 +36,9 @@ def repeats(files: Iterable[Path], machine: Machine, phase: str) -> list[str]:
             f"their median on average, at most {100 * off[2]:.1f} %"
         )
     gains = []
-    for (point, older), some in times.items():
+    for (point, era), some in times.items():
         if point.plan == "ladder" and not point.no_comm:
-            plain = times.get((replace(point, plan="standard"), older), [])
+            plain = times.get((replace(point, plan="standard"), era), [])
             gains.append([b / a for run, a in some for other, b in plain if run == other])
     off = spread(gains, relative=False)
     if off:
