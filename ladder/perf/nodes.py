@@ -153,7 +153,8 @@ def load(name: str) -> Machine:
     if kind == found.gpu:
         values = {**base.values, "memory_gib": found.values["memory_gib"]}
         return replace(found, values=values, curves=base.curves)
-    (one,) = (each for each in measured if (each.gpu, each.gpus) == (found.gpu, 1))
+    one = _one(found.gpu)
+    assert one is not None, found.gpu
     return _several(one, base, found)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,10 @@ from ladder.perf.grid import matrix_rate
 from ladder.perf.links import fit_link
 from ladder.perf.machine import Curve, Machine, Value, with_links_of
 from ladder.perf.machine_files import OLDER, load, read, shipped, write
+from tests import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import machines as records
 
 POINTS = ((8.0, 2.0), (16.0, 3.0), (64.0, 5.0))
 CURVES = (
@@ -30,7 +34,6 @@ MACHINE = Machine("m", "a GPU", 2, {"memory_gib": Value(80.0, "declared: data sh
 
 def test_the_shipped_files_are_what_the_records_say() -> None:
     """Fails for a value that was edited by hand, or that no record supports."""
-    records = importlib.import_module("benchmarks.machines")
     made = [*map(records.h100s, (1, 2)), *map(records.machine, (1, 2)), records.four_today()]
     names = ["h100x1", "h100x2", "h200x1", "h200x2", "h200x4"]
     assert shipped() == [each.name for each in made] == names
@@ -43,7 +46,6 @@ def test_the_shipped_files_are_what_the_records_say() -> None:
 def test_a_measured_file_comes_in_place_of_older_records() -> None:
     """All of a family of one GPU, also for other numbers of GPUs; collectives and slowdowns for its
     own number alone, and those that it lacks stay."""
-    records = importlib.import_module("benchmarks.machines")
     push = Curve("all-reduce", {"algorithm": "push"}, ((8.0, 1.0), (16.0, 1.5)), "measured: new")
     product = Curve("product", {"rows": 2}, ((10.0, 3.0),), "measured: new")
     values = {
@@ -74,7 +76,6 @@ def test_a_measured_file_comes_in_place_of_older_records() -> None:
 
 def test_of_several_measured_files_the_nearest_that_has_a_family_counts() -> None:
     """Of as near ones the last; what is between GPUs is of as many."""
-    records = importlib.import_module("benchmarks.machines")
 
     def file(gpus: int, us: float, *names: str) -> tuple[str, Machine]:
         curves = tuple(Curve(name, {}, ((8.0, us),), "measured") for name in names)
@@ -99,7 +100,6 @@ def test_of_several_measured_files_the_nearest_that_has_a_family_counts() -> Non
 def test_only_the_named_parts_of_a_measured_file_are_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    records = importlib.import_module("benchmarks.machines")
     values = {name: Value(1.0, "measured") for name in ("launch_us", "product_beside_nccl")}
     file = Machine("new", "a GPU", 2, values, CURVES)
     write(file, tmp_path / "new.json")
@@ -119,7 +119,6 @@ def test_what_a_measured_file_says_of_something_else_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By its name; and a barrier of two GPUs is that of four, which have none of their own."""
-    records = importlib.import_module("benchmarks.machines")
     names = ("barrier_us", "product_beside_nccl", "product_beside_copies")
     file = Machine("new", "a GPU", 2, {name: Value(0.9, "measured") for name in names}, CURVES)
     write(file, tmp_path / "new.json")
@@ -140,7 +139,6 @@ def test_what_a_measured_file_says_of_something_else_is_left_out(
 
 
 def test_what_is_left_out_of_measured_files_is_in_them() -> None:
-    records = importlib.import_module("benchmarks.machines")
     assert records.LEFT_OUT.keys() <= records.MEASURED.keys()
     for file, without in records.LEFT_OUT.items():
         found = read(records.RESULTS / file)

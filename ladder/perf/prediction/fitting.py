@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from ladder.perf.prediction.records import (
     inference_times,
     is_calibration,
     is_training_calibration,
+    of_older_kernels,
     predicted,
     training_times,
 )
@@ -55,7 +56,7 @@ def fit_steps(
 
     `step_stretch` from the step of one sequence, `more rows` from those of more, and `converted`
     from those of weights in 8 bits, for each type of which there are any. older: as of
-    `inference_times`.
+    `calibrations`.
     """
     files = tuple(files)
     said = ", ".join(file.name for file in files)
@@ -144,9 +145,14 @@ def calibrations(
     files: Iterable[Path], machine: Machine, phase: str, model: str = CALIBRATED[0],
     weights: str = "bf16", older: bool | None = None,
 ) -> Steps:  # fmt: skip
-    """What was recorded of a model without communication, once for each batch."""
+    """What was recorded of a model without communication, once for each batch. older: of older
+    kernels alone, or of newer ones; None: of all."""
     found: dict[tuple[int, int], tuple[InferencePoint, list[float]]] = {}
-    for point, ms in inference_times(files, machine, phase, older=older).items():
+
+    def of(about: Mapping[str, Any]) -> bool:
+        return older in (None, of_older_kernels(about))
+
+    for point, ms in inference_times(files, machine, phase, of=of).items():
         this = (point.model, point.weights) == (model, weights)
         if this and is_calibration(point, machine):
             found.setdefault((point.batch, point.prompt), (point, []))[1].append(ms)

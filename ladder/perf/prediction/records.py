@@ -75,34 +75,36 @@ class Score:
         return self.predicted / self.measured - 1
 
 
+def every(about: Mapping[str, Any]) -> bool:
+    """All records."""
+    return True
+
+
 def inference_times(
     files: Iterable[Path], machine: Machine, phase: str, left_out: Counter[str] | None = None,
-    older: bool | None = None, of: Chosen = lambda about: True,
+    of: Chosen = every,
 ) -> dict[InferencePoint, float]:  # fmt: skip
     """Milliseconds of each point that was recorded on this machine's GPUs and that is predicted;
-    medians over its records. older: of older kernels alone, or of newer ones; None: of all. of:
-    which records, by what they say of their machine."""
+    medians over its records. of: which records, by what they say of their machine."""
     found: dict[InferencePoint, list[float]] = {}
-    for point, _, ms in inference_runs(files, machine, phase, left_out, older, of):
+    for point, _, ms in inference_runs(files, machine, phase, left_out, of):
         found.setdefault(point, []).append(ms)
     return {point: statistics.median(times) for point, times in found.items()}
 
 
 def inference_runs(
     files: Iterable[Path], machine: Machine, phase: str, left_out: Counter[str] | None = None,
-    older: bool | None = None, of: Chosen = lambda about: True,
+    of: Chosen = every,
 ) -> Iterator[tuple[InferencePoint, str, float]]:  # fmt: skip
     """Each record of a point that is predicted: the point, what tells the run of the benchmark from
-    others (commit and command), and milliseconds. left_out: gets how many are not, by why. older,
-    of: as of `inference_times`."""
+    others (commit and command), and milliseconds. left_out: gets how many are not, by why. of:
+    as of `inference_times`."""
     left_out = Counter() if left_out is None else left_out
     names = {each.name for each in fields(InferencePoint)}
     degrees = known_degrees(machine)
     for record in records(files):
         data, about = record.get("point", {}), record.get("machine", {})
-        if "new_tokens" not in data or older not in (None, of_older_kernels(about)):
-            continue
-        if not of(about):
+        if "new_tokens" not in data or not of(about):
             continue
         if _elsewhere(record, machine, left_out):
             continue
@@ -186,7 +188,7 @@ def _inference_refusal(point: InferencePoint, phase: str, degrees: set[int], pee
 
 def training_times(
     files: Iterable[Path], machine: Machine, left_out: Counter[str] | None = None,
-    of: Chosen = lambda about: True,
+    of: Chosen = every,
 ) -> dict[Run, float]:  # fmt: skip
     """Milliseconds of each training step that was recorded on this machine's GPUs; the least.
     left_out, of: as of `inference_runs`."""
@@ -282,7 +284,7 @@ def scores(
         if phase == "train":
             times |= training_times(files, tried, left_out, of)
         else:
-            times |= inference_times(files, tried, phase, left_out, of=of)
+            times |= inference_times(files, tried, phase, left_out, of)
         for point, ms in times.items():
             if isinstance(point, Run):
                 seen = is_training_calibration(point, tried)

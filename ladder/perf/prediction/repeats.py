@@ -11,6 +11,7 @@ from ladder.bench.inference.points import InferencePoint
 from ladder.perf.machine import Machine
 from ladder.perf.prediction.records import (
     Chosen,
+    every,
     inference_runs,
     of_older_kernels,
     rides_behind,
@@ -24,7 +25,7 @@ def repeats(files: Iterable[Path], machine: Machine, phase: str) -> list[str]:
     that differ in the number of new tokens alone are the same, but for other kernels."""
     times: dict[tuple[InferencePoint, int], list[tuple[str, float]]] = {}
     of_steps: tuple[Chosen, ...] = (rides_inside, rides_behind, of_older_kernels)
-    eras = of_steps if phase == "decode" else (lambda about: True,)
+    eras = of_steps if phase == "decode" else (every,)
     for era, of in enumerate(eras):
         for point, run, ms in inference_runs(files, machine, phase, of=of):
             times.setdefault((replace(point, new_tokens=0), era), []).append((run, ms))
