@@ -2,8 +2,8 @@
 
 The times of older decode kernels (older/h200.json) are those that benchmarks/results/README.md
 lists; the rest is in the JSON lines, but for the memory of a GPU and machines_by_hand.py, which no
-record says and each of which says where it is from. What `ladder bench machine` measured (MEASURED) comes in
-their place: what is of one GPU for all machines, the rest for that of as many GPUs.
+record says and each of which says where it is from. What `ladder bench machine` measured (MEASURED)
+comes in their place: what is of one GPU for all machines, the rest for that of as many GPUs.
 """
 
 from __future__ import annotations

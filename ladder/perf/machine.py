@@ -53,7 +53,7 @@ VALUES = {
     "prompt_attention_tflop_s": "TFLOP/s of causal attention of a very long prompt",
     "prompt_attention_half": "the tokens of a prompt at which attention has half of that rate",
 }
-# Where a file has no such value: those of H200s, whose sources benchmarks/machines_by_hand.py names.
+# Where a file has no such value: those of H200s; benchmarks/machines_by_hand.py names the sources.
 DECLARED = {
     "launch_us": 1.2,
     "launch_gap_us": 0.0,
