@@ -38,8 +38,9 @@ from ladder.kernels.pieces import (
     split_reference,
 )
 
-# Elements that a thread of a landing with pieces has of all ranks and sums at once, without spills.
-AT_ONCE = 64
+# Elements that a thread of a landing with pieces has of all ranks and sums at once, without spills:
+# where a row takes several turns, and of a whole row, which is not read again.
+AT_ONCE, WHOLE = 64, 128
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,14 @@ def _land(
     """A part of a landing: SPAN times CHUNK elements of one row. SPLITS: all of them, CHUNK at a
     time, and then their pieces."""
     chunks: tl.constexpr = (D + CHUNK - 1) // CHUNK
-    if SPLITS:
+    if SPLITS & (chunks == 1):
+        x = _land_chunk(program, 0, residual, out, sum0, sum1, own0, own1, factor0, factor1, M, D,
+                        WORLD, SUMS, OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT)  # fmt: skip
+        tl.store(squares + program, tl.sum(x * x, 0))
+        shrink = row_factor(largest(x), factors + program)
+        i = tl.arange(0, CHUNK)
+        split(x * shrink, pieces, program.to(tl.int64) * D + i, i < D, M * D)
+    elif SPLITS:
         square, top = 0.0, 0
         for chunk in range(chunks):
             x = _land_chunk(program, chunk * CHUNK, residual, out, sum0, sum1, own0, own1, factor0,
@@ -285,8 +293,10 @@ def _chunk(job: LandingJob | None, world: int, warps: int) -> int:
     """The elements of a row that a program lands at once."""
     if job is None or job.pieces is None:
         return CHUNK
-    most = 32 * warps * AT_ONCE // max(1, world * len(job.sums))
-    return max(CHUNK, min(triton.next_power_of_2(job.out.shape[1]), most))
+    parts, row = max(1, world * len(job.sums)), triton.next_power_of_2(job.out.shape[1])
+    if row * parts <= 32 * warps * WHOLE:
+        return max(CHUNK, row)
+    return max(CHUNK, 32 * warps * AT_ONCE // parts)
 
 
 def bits_of(like: Tensor) -> object:
