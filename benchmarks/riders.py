@@ -1,12 +1,14 @@
 """Times of whole decode steps with other ways for sends and landings to ride, in turns.
 
-    python benchmarks/riders.py --nproc 2 --ways today 0/0 1/0 2/0 2/2 4/4
+    python benchmarks/riders.py --nproc 2 --ways today 0/0 1/0 b16/2 b16/b16
         [--model half-8b] [--plan ladder] [--batch 16 64] [--weights fp8] [--layers 16]
 
 A way is SEND/LANDING, of products in tiles (3 rows and more): the chunks (1024 elements of a row)
 that each of the product's first programs has at once before its tile; 0: programs of its own,
-behind the tiles. What would need more programs than the product has takes the next larger number
-(1, 2, 4), or stays behind. `today`: what `ladder.kernels.decode_shapes.span` chooses.
+behind the tiles; bN: N programs of its own (at most one for each row) of whole rows, beside tiles
+which are so large that N multiprocessors have none. What would need more programs than the product
+has takes the next larger number (1, 2, 4), or stays behind. `today`: what
+`ladder.kernels.decode_shapes.ride` chooses.
 
 Random weights and cache; sums by push, over all ranks. The steps of all ways are captured first,
 and then take turns, so that clocks and memory are the same for all. A way whose logits are not
@@ -21,6 +23,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import torch
@@ -32,41 +35,56 @@ from ladder.bench.inference.points import InferencePoint, resolve
 from ladder.bench.ops.measure import slowest
 from ladder.infer.engine import Engine
 from ladder.kernels import decode_shapes
+from ladder.kernels.decode_shapes import Ride
 from ladder.models.errors import UserError
 from ladder.parallel import launch
 from ladder.parser import Parser, parse_words
 from ladder.records import facts
 
 SPANS = (0, 1, 2, 4)
-TODAY = "today"
+TODAY, BESIDE = "today", "b"
+Way = tuple[str, str]  # of sends, and of landings
 
 
-def parse_way(text: str) -> tuple[int, int] | None:
-    """The chunks at once of sends and of landings; None: today's."""
+def parse_way(text: str) -> Way | None:
+    """None: today's."""
     if text == TODAY:
         return None
     send, _, landing = text.partition("/")
-    known = [str(span) for span in SPANS]
-    if send not in known or landing not in known:
-        raise UserError(
-            f"--ways: {text!r} is not SEND/LANDING, each of {', '.join(known)}, nor {TODAY}"
-        )
-    return int(send), int(landing)
+    for each in (send, landing):
+        number = each.removeprefix(BESIDE)
+        if not number.isdecimal() or (each == number and int(each) not in SPANS) or number == "":
+            known = ", ".join(map(str, SPANS))
+            raise UserError(
+                f"--ways: {text!r} is not SEND/LANDING, each of {known} or {BESIDE}N with a number "
+                f"N, nor {TODAY}"
+            )
+    return send, landing
+
+
+def ride(
+    way: Way, sends: bool, rows: int, chunks: int, outputs: int, block: int, gated: bool,
+    eight_bits: bool,
+) -> Ride:  # fmt: skip
+    """As `decode_shapes.ride`, whose place it takes."""
+    of = way[0 if sends else 1]
+    if of.startswith(BESIDE) and int(of[1:]):
+        programs = min(int(of[1:]), rows)
+        block, own = decode_shapes.leaving(programs, outputs, block, gated)
+        return Ride(min(4, decode_shapes.power_of_2(max(1, chunks))), programs, block, own)
+    own = decode_shapes.rows_each(outputs, block, gated)
+    tiles = -(-outputs // own)
+    for span in SPANS:
+        if rows and 0 < int(of) <= span and rows * -(-chunks // span) <= tiles:
+            return Ride(span, 0, block, own)
+    return Ride(1, rows * chunks, block, own)
 
 
 @contextmanager
-def riding(way: tuple[int, int] | None) -> Iterator[None]:
+def riding(way: Way | None) -> Iterator[None]:
     """Within, sends and landings ride so when a step is captured."""
-
-    def span(sends: bool, rows: int, chunks: int, products: int, eight_bits: bool) -> int:
-        assert way is not None
-        least = way[0 if sends else 1]
-        for span in SPANS:
-            if rows and 0 < least <= span and rows * -(-chunks // span) <= products:
-                return span
-        return 0
-
-    with mock.patch.object(decode_shapes, "span", decode_shapes.span if way is None else span):
+    chosen = decode_shapes.ride if way is None else partial(ride, way)
+    with mock.patch.object(decode_shapes, "ride", chosen):
         yield
 
 

@@ -217,7 +217,7 @@ def _either(
 def _project_kernel(
     x, weight, up, scales, up_scales, pieces, factors, out, squares, add, factor, eps, buffers,
     start, N, residual, landed, landed_squares, landed_pieces, landed_factors, sum0, sum1, own0,
-    own1, factor0, factor1, rows, riders, products,
+    own1, factor0, factor1, rows, riders, products, places,
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, RIDES: tl.constexpr,
@@ -233,7 +233,8 @@ def _project_kernel(
     EARLY: steps of `_tile` whose weights are brought into L2 before the wait; a power of two, or 0.
     ROWS, PARTS, SWAP: see `_tile`. ALIGN: rows of the weight, and `up` from `weight` on, begin at
     multiples of so many elements. FIXED: weights are read before the wait. INSIDE: a rider has no
-    programs of its own: each of the first ones of the product runs a part of it.
+    programs of its own: each of the first ones of the product runs a part of it. riders: its parts;
+    places: its own programs, each of which runs every `places`-th part.
     """
     if PDL:
         gdc_launch_dependents()
@@ -243,7 +244,7 @@ def _project_kernel(
     program = tl.program_id(0)
     # A rider's own programs come first in a product of few rows, which is short, and last in one of
     # tiles, whose long programs would otherwise start late.
-    before = riders if STAGES == 0 else 0
+    before = places if STAGES == 0 else 0
     landing = 0 if STAGES == 0 else products
     if (RIDES == 0) | INSIDE:
         IN_TILES: tl.constexpr = INSIDE & (STAGES > 0)
@@ -261,12 +262,15 @@ def _project_kernel(
                 RANK, WORLD, CHUNK, CHUNKS, BITS, EMPTY, STAGES, KIND, WAITS & (not IN_TILES),
                 residual, rows, riders, INSIDE, D, BLOCK, EARLY, ROWS, PARTS, SWAP,
                 ALIGN)  # fmt: skip
-    elif (program >= landing) & (program < landing + riders):
+    elif (program >= landing) & (program < landing + places):
         if WAITS:
             gdc_wait()
-        _ride(program - landing, residual, landed, landed_squares, landed_pieces, landed_factors,
-              sum0, sum1, own0, own1, factor0, factor1, buffers, start, rows, RIDES, D, WORLD, RANK,
-              SUMS, OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT, SPLITS, SPAN)  # fmt: skip
+        part = program - landing
+        while part < riders:
+            _ride(part, residual, landed, landed_squares, landed_pieces, landed_factors, sum0, sum1,
+                  own0, own1, factor0, factor1, buffers, start, rows, RIDES, D, WORLD, RANK, SUMS,
+                  OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT, SPLITS, SPAN)  # fmt: skip
+            part += places
     else:
         _either(program - before, x, weight, up, scales, up_scales, pieces, factors, out, squares,
                 add, factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE,
@@ -334,6 +338,13 @@ def project(
     padded, block, step, warps, stages, parts, swapped = decode_shapes.blocks(
         rows, outputs, size, up is not None, x.itemsize, scales is not None, pieces is not None
     )
+    sends = isinstance(rider, SendJob)
+    if stages:
+        span, places, block, own = decode_shapes.ride(
+            sends, *chunks_of(rider), outputs, block, up is not None, weight.itemsize == 1
+        )
+    else:  # sends are in the product's programs
+        span, places, own = 1, 0 if sends else parts_of(rider), block
     if stages and blocked:  # a part is a block; about the same bytes in flight
         if padded > 32 or x.itemsize == 4:  # steps of several blocks do not fit
             parts = 1
@@ -342,7 +353,6 @@ def project(
         stage_bytes = padded * x.itemsize + block * (1 if up is None else 2) * weight.itemsize
         shared = torch.cuda.get_device_properties(x.device).shared_memory_per_multiprocessor
         stages = decode_shapes.fitting(stages, stage_bytes * step, shared)
-    own = decode_shapes.rows_each(outputs, block, up is not None) if stages else block
     products = triton.cdiv(outputs, own)
     align = 16 // weight.itemsize
     if size % align or (up is not None and (up.data_ptr() - weight.data_ptr()) % 16):
@@ -350,12 +360,6 @@ def project(
     if isinstance(rider, SendJob) and stages == 0 and parts_of(rider) > products:
         send(rider)
         rider = None
-    sends = isinstance(rider, SendJob)
-    at_once = int(sends)  # chunks that a program of the product has; without tiles, of sends alone
-    if stages > 0:
-        at_once = decode_shapes.span(sends, *chunks_of(rider), products, weight.itemsize == 1)
-    inside, span = at_once > 0, max(1, at_once)
-    riders = parts_of(rider, span)
     cap: dict[str, Any] = {}
     if isinstance(rider, LandingJob) and rows == 1 and up is None and weight.itemsize == 2:
         cap = decode_shapes.registers(size, block, step, warps)
@@ -369,17 +373,18 @@ def project(
     store = keep and not (add is not None and push is None)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device) if keep else x
     launch(
-        _project_kernel, (products + (0 if inside else riders),), x.device,
+        _project_kernel, (products + places,), x.device,
         x, weight, weight if up is None else up, *(scales or (None, None)),
         *(pieces or (None, None)), out, x if squares is None else squares,
         x if add is None else add, float(factor), float(eps),
         x if to is None else to.buffers, 0 if to is None else to.start, outputs,
-        *pointers, riders, products,
+        *pointers, parts_of(rider, span), products, places,
         M=rows, MP=padded, K=size, BN=block, BK=step, GATED=up is not None,
         NORM=squares is not None, CHUNKS=chunks, CP=triton.next_power_of_2(chunks),
         ADD=add is not None, STORE=store, PUSH=push is not None,
         RANK=0 if to is None else to.rank,
-        RIDES=0 if rider is None else 1 if isinstance(rider, LandingJob) else 2, INSIDE=inside,
+        RIDES=0 if rider is None else 1 if isinstance(rider, LandingJob) else 2,
+        INSIDE=rider is not None and places == 0,
         **constants,
         STAGES=stages, BLOCK=BLOCK if blocked else 0,
         EARLY=decode_shapes.EARLY, ROWS=own, PARTS=parts, SWAP=swapped, ALIGN=align,

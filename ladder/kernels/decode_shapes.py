@@ -14,9 +14,10 @@ EARLY = 2
 FEW = 2048  # outputs below these need cuts of their own to use the whole memory bandwidth
 # Outputs of a product with 64 rows of its weight for each SM, such as a head's.
 MANY = 64 * MULTIPROCESSORS
-# A send rides in tiles if it has more chunks than the first, and no more than the second.
-FEW_CHUNKS, MANY_CHUNKS = 32, 64
-FULL = 96  # programs of a product; tiles of fewer leave room for programs of a rider
+# Tiles of a product in which a landing may ride; and SMs that larger tiles leave to a rider.
+FULL, ROOM = 96, 16
+WHOLE_ROWS = 4  # riders of so many rows have a program for each, of 4 chunks at once
+LARGEST = 64  # rows of the weight in a tile
 SYSTEM_SHARED = 1024  # bytes of shared memory that the system takes for each program
 
 
@@ -185,24 +186,57 @@ def fitting(stages: int, stage_bytes: int, shared_bytes: int) -> int:
     return max(2, min(stages, (shared_bytes - SYSTEM_SHARED) // stage_bytes))
 
 
-def span(sends: bool, rows: int, chunks: int, products: int, eight_bits: bool) -> int:
-    """How many chunks of a row of a rider each program of a product of tiles has at once before its
-    tile; 0: the rider has programs of its own, the last ones.
+class Ride(NamedTuple):
+    """How a rider and the product of tiles on which it rides share a launch.
 
-    rows, chunks: of a send, or of a landing. products: the programs of the product. eight_bits: its
-    weight is stored in so many, where this is not measured.
-
-    Where tiles fill the SMs, programs of their own begin when tiles end. Of an 8B's rank at TP 4,
-    sends of 16 rows in the tiles take 3 % off a step, and landings of 48 to 64 rows 0.5 to 0.8 %.
-    Other sends make it longer, of 8 rows by 0.7 %, of 24 by 2, of 64 by 8, and landings of 16 to 32
-    rows by 1 to 4 (4x H200, benchmarks/riders.py; see benchmarks/results/README.md).
+    span: chunks of a row that a program has at once. programs: of the rider, behind those of the
+    product; 0: it has none, and the product's first ones do its parts before their tiles. block,
+    own: the rows of the weight in a tile, and those that each program of the product has.
     """
-    if eight_bits or products < FULL:
-        return 0
-    if sends:
-        return int(FEW_CHUNKS < rows * chunks <= min(products, MANY_CHUNKS))
-    in_pairs = rows * -(-chunks // 2) <= min(products, MULTIPROCESSORS)
-    return 2 if in_pairs and rows * chunks > MULTIPROCESSORS else 0
+
+    span: int
+    programs: int
+    block: int
+    own: int
+
+
+def ride(
+    sends: bool, rows: int, chunks: int, outputs: int, block: int, gated: bool, eight_bits: bool
+) -> Ride:
+    """rows, chunks: of a send, or of a landing; 0: there is none. block: of `blocks`. eight_bits:
+    the weight is stored in so many.
+
+    Where tiles fill the SMs, programs behind them begin when tiles end. So fewer, of more chunks
+    each, begin at once where tiles leave SMs free. For 9 to 16 rows, and sends of more than 40,
+    larger tiles leave ROOM free; of 64 rows each program has 4, one after the other. Landings of
+    34 to 64 rows are in the tiles, two chunks at once. Behind the tiles a step of an 8B's rank at
+    TP 4 took 4 % longer, of 4, 16 and 64 rows, and 1 to 2 % of 3 and 48 (4x H200,
+    benchmarks/riders.py; see benchmarks/results/README.md).
+    """
+    own = rows_each(outputs, block, gated)
+    tiles, parts = -(-outputs // own), rows * chunks
+    for span in (4,) if 0 < rows <= WHOLE_ROWS else (1, 2, 4):
+        programs = rows * -(-chunks // span)
+        if tiles + programs <= MULTIPROCESSORS:
+            return Ride(span, programs, block, own)
+    some = 32 < parts <= 64 and not eight_bits
+    if (some or (sends and parts > 160)) and tiles <= MULTIPROCESSORS:
+        larger, fewer = leaving(ROOM, outputs, block, gated)
+        if larger <= LARGEST:
+            return Ride(min(4, power_of_2(chunks)), min(ROOM, programs), larger, fewer)
+    in_pairs = rows * -(-chunks // 2) <= min(tiles, MULTIPROCESSORS) and tiles >= FULL
+    if in_pairs and parts > MULTIPROCESSORS and not (sends or eight_bits):
+        return Ride(2, 0, block, own)
+    return Ride(1, parts, block, own)
+
+
+def leaving(room: int, outputs: int, block: int, gated: bool) -> tuple[int, int]:
+    """The block, and the rows that each program has, of tiles that leave so many SMs free: as of
+    `rows_each` where these do."""
+    own = rows_each(outputs, block, gated)
+    if -(-outputs // own) + room > MULTIPROCESSORS:
+        own = -(-outputs // ((MULTIPROCESSORS - room) * 4)) * 4
+    return max(block, power_of_2(own)), own
 
 
 def registers(size: int, block: int, step: int, warps: int) -> dict[str, int]:

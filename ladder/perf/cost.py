@@ -26,7 +26,6 @@ from ladder.kernels.decode_shapes import (
     blocks,
     by_pieces,
     rows_each,
-    span,
 )
 from ladder.kernels.limits import CHUNK, MAX_ROWS
 from ladder.models.config import ModelConfig
@@ -43,7 +42,7 @@ from ladder.perf.machine import (
     Machine,
     worst,
 )
-from ladder.perf.riders import TODAY, Kernels, early_bytes, places
+from ladder.perf.riders import TODAY, Kernels, early_bytes, places, rides
 from ladder.perf.slowdowns import Slowdowns, resource
 
 WAY = {"push": "push", "async": "nccl"}
@@ -156,21 +155,27 @@ class DecodeCost:
     def late(self, rider: Operation, product: Operation) -> float:
         """Microseconds by which what rides on a product of tiles outlasts it. Its thread blocks
         come after the product's, with as much shared memory: they run one after the other where
-        the product leaves room, and then everywhere. Each takes what a small kernel takes; so does
-        what rides in the tiles, before them, but for the time in which the memory brings their
-        first weights."""
+        the product leaves room, and then everywhere. Each takes what a small kernel takes for each
+        of its parts; so does what rides in the tiles, before them, but for the time in which the
+        memory brings their first weights."""
         # O and down have no landing whose pieces they could read.
         pieces = self._pieces and product.part not in ("output", "down")
-        matrix = self._matrix(product.part)
-        room, programs = places(self.batch, *matrix, self.kernels.even, self.stored, pieces)
+        outputs, inputs, gated = self._matrix(product.part)
+        shape = self.batch, outputs, inputs, gated
         chunks = -(-self.config.hidden_size // CHUNK)
-        sends, narrow = rider.kind == "send", self.stored != "bf16"
-        if self.kernels.inside and span(sends, self.batch, chunks, programs, narrow):
-            return max(0.0, self.small - early_bytes(self.batch, *matrix) / self.memory)
-        whole = self._pieces and not sends  # a thread block lands a row
-        left = self.batch * (1 if whole else chunks)
-        left -= max(0, room - programs) * int(self.alone(product).us / self.small)
-        return self.small * math.ceil(max(0, left) / room)
+        sends = rider.kind == "send"
+        if self._pieces and not sends:
+            chunks = 1  # a thread block lands a row
+        way = rides(self.kernels, sends, chunks, *shape, self.stored, pieces)
+        if not way.programs:
+            return max(0.0, self.small - early_bytes(*shape) / self.memory)
+        room, _ = places(*shape, self.kernels.even, self.stored, pieces)
+        free = max(0, room - -(-outputs // way.own))
+        alone, parts = self.alone(product).us, self.batch * -(-chunks // way.span)
+        if way.programs <= free:
+            return max(0.0, self.small * -(-parts // way.programs) - alone)
+        parts -= free * int(alone / self.small)
+        return self.small * math.ceil(max(0, parts) / room)
 
     @property
     def _pieces(self) -> bool:

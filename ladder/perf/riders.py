@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ladder.costs import BF16, MULTIPROCESSORS
-from ladder.kernels.decode_shapes import EARLY, blocks, rows_each
+from ladder.kernels.decode_shapes import EARLY, FULL, Ride, blocks, ride, rows_each
 
 SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor that thread blocks can have
 
 
-class Kernels(NamedTuple):
-    """What sets the kernels of a recorded decode step apart from today's. inside: what rides on
-    tiles may be in them. even: gated products are spread evenly over multiprocessors."""
+Rides = Literal["beside", "inside", "behind"]
 
-    inside: bool = True
+
+class Kernels(NamedTuple):
+    """What sets the kernels of a recorded decode step apart from today's. rides: where what rides
+    on tiles may be, besides behind them: beside and inside of them, or inside alone. even: gated
+    products are spread evenly over multiprocessors."""
+
+    rides: Rides = "beside"
     even: bool = True
 
 
@@ -37,6 +41,32 @@ def places(
     held = cut.stages * cut.step * (BF16 * cut.padded + weight)
     own = rows_each(outputs, cut.block, gated) if even else cut.block
     return MULTIPROCESSORS * max(1, SHARED_MEMORY // held), -(-outputs // own)
+
+
+def rides(
+    kernels: Kernels, sends: bool, chunks: int, rows: int, outputs: int, inputs: int, gated: bool,
+    stored: str, pieces: bool,
+) -> Ride:  # fmt: skip
+    """How a send or landing of `chunks` for each row rides on a product of tiles."""
+    narrow = stored != "bf16"
+    block = blocks(rows, outputs, inputs, gated, BF16, narrow, pieces).block
+    if kernels.rides == "beside":
+        return ride(sends, rows, chunks, outputs, block, gated, narrow)
+    own = rows_each(outputs, block, gated) if kernels.even else block
+    if kernels.rides == "inside" and _in_tiles(sends, rows, chunks, -(-outputs // own), narrow):
+        return Ride(1 if sends else 2, 0, block, own)
+    return Ride(1, rows * chunks, block, own)
+
+
+def _in_tiles(sends: bool, rows: int, chunks: int, tiles: int, eight_bits: bool) -> bool:
+    """Whether of the kernels in which what rides may be inside of tiles it was: sends of 33 to 64
+    chunks, and landings of more than 132, in pairs."""
+    if eight_bits or tiles < FULL:
+        return False
+    if sends:
+        return 32 < rows * chunks <= min(tiles, 64)
+    pairs = rows * -(-chunks // 2)
+    return rows * chunks > MULTIPROCESSORS and pairs <= min(tiles, MULTIPROCESSORS)
 
 
 def early_bytes(rows: int, outputs: int, inputs: int, gated: bool) -> float:

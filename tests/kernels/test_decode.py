@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -197,36 +198,58 @@ def test_pushed_partials_land_beside_the_next_product(
         check_pushes(device, rows, world, inner, size, dtype, by)
 
 
+RIDES = [  # chunks at once, programs of its own, rows of the weight for each of the product's
+    *((span, 0, 16) for span in (1, 2, 4)),
+    (1, 20, 16),
+    (4, 3, 12),  # of 8 parts: two or three for each
+    (4, 8, 4),
+]
+
+
 @pytest.mark.parametrize(
-    ("device", "span"), [on(each, span) for each in ("interpreter", "cuda") for span in (1, 2, 4)]
+    ("device", "way"), [on(each, way) for each in ("interpreter", "cuda") for way in RIDES]
 )
-def test_riders_take_as_many_chunks_at_once_as_they_are_told(device: str, span: int) -> None:
+def test_riders_ride_as_they_are_told(device: str, way: tuple[int, int, int]) -> None:
     """Rows of 5 chunks, so that the last part of a row has fewer."""
-    with mock.patch.object(decode_shapes, "span", lambda _, rows, *more: span if rows else 0):
+    span, programs, own = way
+
+    def ride(sends: bool, rows: int, chunks: int, *more: object) -> decode_shapes.Ride:
+        return decode_shapes.Ride(span, programs if rows else 0, 16, own)
+
+    with mock.patch.object(decode_shapes, "ride", ride):
         check_pushes(device, 4, 2, 12, 4100, torch.bfloat16, WAYS[-1])
 
 
-def test_riders_keep_to_the_programs_that_there_are() -> None:
-    """16 rows of a send beside 40 tiles; 64 rows of a landing of 6 chunks, 192 pairs, of which 132
-    begin at once."""
-    with mock.patch.object(decode_shapes, "FULL", 1):
-        assert decode_shapes.span(True, 16, 4, 40, eight_bits=False) == 0
-        assert decode_shapes.span(True, 16, 4, 64, eight_bits=False) == 1
-    assert decode_shapes.span(False, 64, 6, 256, eight_bits=False) == 0
-
-
 @pytest.mark.parametrize(
-    ("sends", "rows", "products", "found"),
+    ("sends", "rows", "outputs", "found"),
     [
-        # Rows of 4096, and the tiles of QKV, and of O, of gate and up and of down of an 8B at TP 4.
-        (True, 4, 128, 0), (True, 8, 128, 0), (True, 9, 128, 1), (True, 16, 128, 1),
-        (True, 17, 128, 0), (True, 16, 96, 1), (True, 16, 95, 0), (True, 64, 256, 0),
-        (False, 33, 128, 0), (False, 34, 128, 2), (False, 64, 128, 2), (False, 64, 95, 0),
-        (False, 64, 127, 0), (False, 48, 96, 2), (False, 49, 96, 0), (False, 33, 256, 0),
+        # Of an 8B at TP 4, rows of 4096: QKV has 96 tiles of 16 rows, gate and up 128 of 28, O and
+        # down 128 of 32. A chunk for each of the programs where they have room; else, in order:
+        (True, 8, 1536, (1, 32, 16, 16)), (False, 0, 4096, (1, 0, 32, 32)),
+        # whole rows, if those have;
+        (True, 4, 3584, (4, 4, 32, 28)), (False, 4, 4096, (4, 4, 32, 32)),
+        (True, 4, 1536, (4, 4, 16, 16)),  # of so few rows, also if chunks have
+        (True, 16, 1536, (2, 32, 16, 16)), (True, 24, 1536, (4, 24, 16, 16)),
+        # beside larger tiles, of gate and up, and down; several rows for each of few programs;
+        (True, 9, 3584, (4, 9, 32, 32)), (True, 16, 3584, (4, 16, 32, 32)),
+        (False, 16, 4096, (4, 16, 64, 36)), (True, 64, 3584, (4, 16, 32, 32)),
+        (True, 48, 1536, (4, 16, 16, 16)),
+        # inside of the tiles, in pairs;
+        (False, 34, 4096, (2, 0, 32, 32)), (False, 64, 4096, (2, 0, 32, 32)),
+        # behind them.
+        (True, 8, 3584, (1, 32, 32, 28)), (True, 17, 3584, (1, 68, 32, 28)),
+        (False, 8, 4096, (1, 32, 32, 32)), (False, 33, 4096, (1, 132, 32, 32)),
+        # So do those of two waves of tiles, and landings where larger tiles were too large.
+        (True, 16, 8192, (1, 64, 32, 32)), (False, 64, 8192, (2, 0, 32, 32)),
     ],
 )  # fmt: skip
-def test_where_a_rider_has_no_programs_of_its_own(
-    sends: bool, rows: int, products: int, found: int
+def test_where_a_rider_rides(
+    sends: bool, rows: int, outputs: int, found: tuple[int, int, int, int]
 ) -> None:
-    assert decode_shapes.span(sends, rows, 4, products, eight_bits=False) == found
-    assert decode_shapes.span(sends, rows, 4, products, eight_bits=True) == 0
+    block = 16 if outputs < decode_shapes.FEW else 32
+    ride = partial(decode_shapes.ride, sends, rows, 4, outputs, block, outputs == 3584)
+    assert ride(eight_bits=False) == found
+    if rows == 16 and outputs != 1536:  # in 8 bits nothing gains by room, but sends of many rows
+        assert ride(eight_bits=True).own == decode_shapes.rows_each(outputs, block, outputs == 3584)
+    if sends and rows == 64:
+        assert ride(eight_bits=True) == found

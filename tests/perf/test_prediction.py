@@ -207,14 +207,16 @@ def test_while_ranks_wait_the_next_product_of_tiles_is_launched() -> None:
 def test_what_rides_on_tiles_runs_when_they_leave_room() -> None:
     """64 rows of 4096 are 256 thread blocks of a landing, beside 128 of a product that has a
     multiprocessor each: 4 run at a time, and as the product ends 132. Inside of the tiles, two
-    chunks at once, it waits for a part of the time in which the memory brings the first weights."""
+    chunks at once, it waits for a part of the time in which the memory brings the first weights;
+    beside larger tiles, 16 rows end before these."""
     assert places(64, 4096, 3584, gated=False) == (132, 128)
     config = replace(model_config("llama-3-8b"), plan=resolve_plan("ladder", 32, 4))
     machine = load("h200x4")
     early = 2 * 2 * 128 * 4096 / (1e6 * machine.value("copy_tb_s"))  # two steps of 128 columns
-    behind = Kernels(inside=False)
+    behind = Kernels("behind")
     for batch, kernels, late in (
-        (4, TODAY, 0.0), (64, behind, 2 * 1.2), (64, TODAY, 1.2 - early)
+        (4, TODAY, 0.0), (16, TODAY, 0.0), (16, behind, 1.2), (64, behind, 2 * 1.2),
+        (64, TODAY, 1.2 - early),
     ):  # fmt: skip
         cost = DecodeCost(config, machine, 4, "push", batch, 1024, kernels=kernels)
         operations = cost.lowered(config.plan).operations

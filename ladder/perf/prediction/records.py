@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ladder.bench.inference.points import InferencePoint, resolve
 from ladder.bench.results import read_results
@@ -21,15 +21,16 @@ from ladder.perf.cost import WAY
 from ladder.perf.graph import FUSED
 from ladder.perf.machine import Machine
 from ladder.perf.nodes import older_passes, relatives, with_older_kernels, without_peers
-from ladder.perf.riders import TODAY, Kernels
+from ladder.perf.riders import TODAY, Kernels, Rides
 
 CALIBRATED = ("llama-3-8b", "none")  # on all GPUs: what fitted values may come from
 RANK = ("quarter-8b", 1)  # on so many GPUs: what a rank of it computes at TP 4
 # Steps recorded before that day, and of these commits, are of older kernels.
 NEWER_KERNELS, OLDER_COMMITS = "2026-11-23", ("239831f",)
-# In those before that day, and of these commits, all sends and landings ride behind tiles. Prompts
-# and training before that day are predicted by the file that was shipped then, if it is kept.
-RIDES_INSIDE, BEHIND_COMMITS = "2026-11-27", ("a6535fa",)
+# In those before that day, and of the first commits, all sends and landings ride behind tiles; in
+# those of the second some are inside. Prompts and training before that day are predicted by the
+# file that was shipped then, if it is kept.
+RIDES_INSIDE, BEHIND_COMMITS, INSIDE_COMMITS = "2026-11-27", ("a6535fa",), ("41aaacd",)
 MEASURED = {"decode": "decode_ms", "prefill": "prefill_ms", "train": "step_ms"}
 Chosen = Callable[[Mapping[str, Any]], bool]
 TP_DEGREE = 4  # T of recorded training steps of plans that depend on it, the default of bench train
@@ -59,7 +60,7 @@ class Run(TrainingPoint):
 class Score:
     """A recorded pass and its prediction, in milliseconds. Of a point's records the median counts,
     and of training steps the least: some machines' hosts were slow, and no GPU too fast. older: by
-    older kernels. inside: of decode steps, by kernels in which what rides on tiles may be in them.
+    older kernels. rides: of decode steps, as of `Kernels`.
     """
 
     phase: str
@@ -68,7 +69,7 @@ class Score:
     predicted: float
     calibrated: bool
     older: bool = False
-    inside: bool = True
+    rides: Rides = "beside"
 
     @property
     def error(self) -> float:
@@ -137,15 +138,18 @@ def of_older_kernels(about: Mapping[str, Any]) -> bool:
     return date < NEWER_KERNELS or commit in OLDER_COMMITS
 
 
-def rides_inside(about: Mapping[str, Any]) -> bool:
-    """Whether what rides on tiles may be in them, in the decode kernels of a record of this
-    machine."""
-    return not _earlier(about) and not str(about.get("commit")).startswith(BEHIND_COMMITS)
+def ride(where: Rides) -> Chosen:
+    """Of records of this machine, which are of decode kernels, not the older ones, whose sends and
+    landings ride so."""
 
+    def chosen(about: Mapping[str, Any]) -> bool:
+        commit = str(about.get("commit"))
+        found: Rides = "inside" if commit.startswith(INSIDE_COMMITS) else "beside"
+        if _earlier(about) or commit.startswith(BEHIND_COMMITS):
+            found = "behind"
+        return found == where and not of_older_kernels(about)
 
-def rides_behind(about: Mapping[str, Any]) -> bool:
-    """Whether all rides behind the tiles, in decode kernels that are not the older ones."""
-    return not (rides_inside(about) or of_older_kernels(about))
+    return chosen
 
 
 def _earlier(about: Mapping[str, Any]) -> bool:
@@ -295,7 +299,7 @@ def scores(
             except UserError as error:  # a checkpoint that is not here, a curve not in the file
                 left_out[f"({error})"] += 1
                 continue
-            found.append(Score(phase, point, ms, us, seen, not kernels.even, kernels.inside))
+            found.append(Score(phase, point, ms, us, seen, not kernels.even, kernels.rides))
     return found
 
 
@@ -308,9 +312,9 @@ def _eras(machine: Machine, phase: str) -> Iterator[tuple[Machine, Kernels, Chos
         yield machine, TODAY, lambda about: former is None or not _earlier(about)
         return
     former = with_older_kernels(machine)
-    yield machine, TODAY, rides_inside
-    yield machine, Kernels(inside=False), rides_behind
-    older = Kernels(inside=False, even=former is None)
+    for where in get_args(Rides):
+        yield machine, Kernels(where), ride(where)
+    older = Kernels("behind", even=former is None)
     yield former or machine, older, of_older_kernels
 
 
