@@ -109,6 +109,10 @@ def test_steps_by_newer_kernels_are_predicted_as_such() -> None:
         ("27-fp8-again-h200x4", "h200x4", "decode", 12, (4.9, 7.9, 12.6)),
         ("27-fp8-again-h200x4", "h200x4", "prefill", 12, (5.4, 8.0, 10.5)),
         ("27-train-again-h200x4", "h200x4", "train", 6, (1.3, 2.9, 2.9)),
+        # The same, of other machines, with riders beside tiles.
+        ("27-inference-beside-h200x4", "h200x4", "decode", 20, (1.7, 3.5, 4.1)),
+        ("27-inference-beside-h200x4", "h200x4", "prefill", 20, (2.7, 5.4, 6.9)),
+        ("27-fp8-beside-h200x4", "h200x4", "decode", 9, (5.3, 11.7, 11.7)),
     ],
 )
 def test_other_models_and_machines_are_held_out(

@@ -30,7 +30,8 @@ NEWER_KERNELS, OLDER_COMMITS = "2026-11-23", ("239831f",)
 # In those before that day, and of the first commits, all sends and landings ride behind tiles; in
 # those of the second some are inside. Prompts and training before that day are predicted by the
 # file that was shipped then, if it is kept.
-RIDES_INSIDE, BEHIND_COMMITS, INSIDE_COMMITS = "2026-11-27", ("a6535fa",), ("41aaacd",)
+RIDES_INSIDE, BEHIND_COMMITS = "2026-11-27", ("a6535fa",)
+INSIDE_COMMITS = ("41aaacd", "e5d7e80", "0f6c05e")
 MEASURED = {"decode": "decode_ms", "prefill": "prefill_ms", "train": "step_ms"}
 Chosen = Callable[[Mapping[str, Any]], bool]
 TP_DEGREE = 4  # T of recorded training steps of plans that depend on it, the default of bench train
