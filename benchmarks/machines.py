@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from machines_by_hand import COPIES, DECLARED, FOUR_IDLE, PEERS, PUSHES, TOGETHER, TURNS, kernels
+from machines_by_hand import COPIES, DECLARED, FOUR_LIMIT, PEERS, PUSHES, TOGETHER, TURNS, kernels
 
 from ladder.perf.calibration.options import family, family_of_value
 from ladder.perf.links import fit_link
@@ -261,7 +261,7 @@ def four_before() -> Machine:
 def four_today() -> Machine:
     """Four GPUs, with what was measured of what is between them, and fitted to today's passes."""
     found = with_measured(four_before(), [taken(FOUR_MEASURED, FOUR_PARTS)])
-    found = replace(found, values={**found.values, "idle_power": FOUR_IDLE})
+    found = replace(found, values={**found.values, **FOUR_LIMIT})
     return with_missing(calibrated(found, *(RESULTS / file for file in FOUR_CALIBRATION)))
 
 

@@ -7,12 +7,30 @@ from ladder.costs import BF16
 from ladder.perf.machine import DECLARED as DEFAULTS
 from ladder.perf.machine import Curve, Value
 
-FOUR_IDLE = Value(
-    0.25,
-    "declared: in traces of 64 prompts of an 8B products of standard, which computes for 69 % of "
-    "the time, take 9 % less than those of none, and of parallel, 81 %, 4.6 % less, which is 0.21 "
-    "and 0.29; 2026-11-27-profile-h200x4.txt",
+POWER = (
+    "measured by hand: products of 16384 rows, for a second, {}; "
+    "2026-11-27-power-h200x4.txt (docs/predict.md)"
 )
+FOUR_LIMIT = {
+    "power_exponent": Value(
+        0.53,
+        POWER.format(
+            "with pauses asleep for 11 to 21 % of the time, if sleep takes 0.17 of their power; "
+            "least squares of three"
+        ),
+    ),
+    "idle_power": Value(
+        0.41,
+        POWER.format("with pauses in which copies run, for 8 to 29 % of the time; mean of four"),
+    ),
+    "product_beside_copies": Value(
+        0.77,
+        POWER.format(
+            "beside exchanges one after the other: what they lose for each, but for its landing "
+            "alone, over its copies' time; mean of 32, 128 and 512 MiB (0.6, 0.89 and 0.81)"
+        ),
+    ),
+}
 ATTENTION_RATE = (
     "declared: {} of FlashAttention-3 as published for an H100, causal, heads of 128: 400, 500, "
     "560, 600 TFLOP/s at 1k, 2k, 4k, 8k tokens; cuDNN in a trace of half-8b at 1k: 372"

@@ -40,6 +40,7 @@ VALUES = {
     "power_limit": "the power that a GPU may take, of what products without a pause would; fitted",
     "training_bytes": "bytes of a parameter in a training step beyond those counted; fitted",
     "boost_ms": "how long the GPU stays above its power limit",
+    "power_exponent": "products keep this power of what the limit leaves of the power they would take",
     "idle_power": "the power while nothing computes, of that under products without a pause",
     "product_beside_nccl": "the speed of a product beside an NCCL collective, of its speed alone",
     "row_beside_nccl": "the speed of a product of one row beside NCCL, of its speed alone",
@@ -65,6 +66,7 @@ DECLARED = {
     "power_limit": 1.0,  # no limit
     "training_bytes": 0.0,
     "boost_ms": 10.0,
+    "power_exponent": 1 / 3,  # power goes with the cube of the clock
     "idle_power": 0.64,
     "product_beside_nccl": 0.64,
     "nccl_beside_product": 0.75,

@@ -1,8 +1,8 @@
 """What the limit of power leaves of a GPU's speed.
 
 A GPU that computes without a pause would take a power of 1, and `idle_power` of that while it only
-communicates. Above `power_limit` its clock falls, and the power with the clock's cube. For the
-first `boost_ms` it may be above.
+communicates. Above `power_limit` its clock falls, by `power_exponent` of what the limit leaves of
+the power. For the first `boost_ms` it may be above.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from ladder.perf.machine import Machine
 
 
 def power_share(machine: Machine, boost_ms: float, busy_us: float, total_us: float) -> float:
-    """The share of their speed that products keep: power goes with the cube of the clock."""
+    """The share of their speed that products keep."""
     idle = machine.value("idle_power")
     power = idle + (1 - idle) * min(1.0, busy_us / total_us)
-    share = min(1.0, (machine.value("power_limit") / power) ** (1 / 3))
+    share = min(1.0, (machine.value("power_limit") / power) ** machine.value("power_exponent"))
     time = total_us / 1e3 / boost_ms
     return share + (1 - share) * -math.expm1(-time) / time
