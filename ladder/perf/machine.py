@@ -40,7 +40,7 @@ VALUES = {
     "power_limit": "the power that a GPU may take, of what products without a pause would; fitted",
     "training_bytes": "bytes of a parameter in a training step beyond those counted; fitted",
     "boost_ms": "how long the GPU stays above its power limit",
-    "power_exponent": "products keep this power of what the limit leaves of the power they would take",
+    "power_exponent": "the speed of products goes with this power of what the limit leaves",
     "idle_power": "the power while nothing computes, of that under products without a pause",
     "product_beside_nccl": "the speed of a product beside an NCCL collective, of its speed alone",
     "row_beside_nccl": "the speed of a product of one row beside NCCL, of its speed alone",
