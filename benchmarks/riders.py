@@ -53,7 +53,7 @@ def parse_way(text: str) -> Way | None:
     send, _, landing = text.partition("/")
     for each in (send, landing):
         number = each.removeprefix(BESIDE)
-        if not number.isdecimal() or (each == number and int(each) not in SPANS) or number == "":
+        if not number.isdecimal() or (each == number and int(each) not in SPANS):
             known = ", ".join(map(str, SPANS))
             raise UserError(
                 f"--ways: {text!r} is not SEND/LANDING, each of {known} or {BESIDE}N with a number "
@@ -64,14 +64,14 @@ def parse_way(text: str) -> Way | None:
 
 def ride(
     way: Way, sends: bool, rows: int, chunks: int, outputs: int, block: int, gated: bool,
-    eight_bits: bool,
+    eight_bits: bool, most: int,
 ) -> Ride:  # fmt: skip
     """As `decode_shapes.ride`, whose place it takes."""
     of = way[0 if sends else 1]
-    if of.startswith(BESIDE) and int(of[1:]):
+    if rows and of.startswith(BESIDE) and int(of[1:]):
         programs = min(int(of[1:]), rows)
         block, own = decode_shapes.leaving(programs, outputs, block, gated)
-        return Ride(min(4, decode_shapes.power_of_2(max(1, chunks))), programs, block, own)
+        return Ride(min(most, decode_shapes.power_of_2(chunks)), programs, block, own)
     own = decode_shapes.rows_each(outputs, block, gated)
     tiles = -(-outputs // own)
     for span in SPANS:

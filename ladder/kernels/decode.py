@@ -50,6 +50,7 @@ from ladder.kernels.landing import (
     parts_of,
     rider_arguments,
     send,
+    span_of,
 )
 from ladder.kernels.limits import CHUNK, MAX_ROWS
 from ladder.kernels.pieces import Pieces
@@ -341,8 +342,9 @@ def project(
     sends = isinstance(rider, SendJob)
     if stages:
         span, places, block, own = decode_shapes.ride(
-            sends, *chunks_of(rider), outputs, block, up is not None, weight.itemsize == 1
-        )
+            sends, *chunks_of(rider), outputs, block, up is not None, weight.itemsize == 1,
+            span_of(rider, warps),
+        )  # fmt: skip
     else:  # sends are in the product's programs
         span, places, own = 1, 0 if sends else parts_of(rider), block
     if stages and blocked:  # a part is a block; about the same bytes in flight

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ladder.costs import MULTIPROCESSORS
+from ladder.kernels.limits import MOST_CHUNKS
 
 # More rows are multiplied on tensor cores; of weights in 8 bits: see `_by_vectors`.
 MAX_VECTOR_ROWS = 2
@@ -16,8 +17,9 @@ FEW = 2048  # outputs below these need cuts of their own to use the whole memory
 MANY = 64 * MULTIPROCESSORS
 # Tiles of a product in which a landing may ride; and SMs that larger tiles leave to a rider.
 FULL, ROOM = 96, 16
-WHOLE_ROWS = 4  # riders of so many rows have a program for each, of 4 chunks at once
+WHOLE_ROWS = 4  # riders of so many rows have as few programs for each as they can
 LARGEST = 64  # rows of the weight in a tile
+MEASURED = 4  # chunks of a row, of the shapes with which ROOM was measured
 SYSTEM_SHARED = 1024  # bytes of shared memory that the system takes for each program
 
 
@@ -201,31 +203,35 @@ class Ride(NamedTuple):
 
 
 def ride(
-    sends: bool, rows: int, chunks: int, outputs: int, block: int, gated: bool, eight_bits: bool
-) -> Ride:
-    """rows, chunks: of a send, or of a landing; 0: there is none. block: of `blocks`. eight_bits:
-    the weight is stored in so many.
+    sends: bool, rows: int, chunks: int, outputs: int, block: int, gated: bool, eight_bits: bool,
+    most: int = MOST_CHUNKS,
+) -> Ride:  # fmt: skip
+    """rows, chunks: of a send, or of a landing, and of each row; 0: there is none. block: of
+    `blocks`. eight_bits: the weight is stored in so many. most: chunks that a program can have at
+    once, of 1, 2 and 4.
 
     Where tiles fill the SMs, programs behind them begin when tiles end. So fewer, of more chunks
-    each, begin at once where tiles leave SMs free. For 9 to 16 rows, and sends of more than 40,
-    larger tiles leave ROOM free; of 64 rows each program has 4, one after the other. Landings of
-    34 to 64 rows are in the tiles, two chunks at once. Behind the tiles a step of an 8B's rank at
-    TP 4 took 4 % longer, of 4, 16 and 64 rows, and 1 to 2 % of 3 and 48 (4x H200,
-    benchmarks/riders.py; see benchmarks/results/README.md).
+    each, begin at once where tiles leave SMs free. For 33 to 64 chunks, and sends of more than 160,
+    larger tiles leave ROOM free; programs of 64 rows have 4, one after the other. Landings of 133
+    to 256 are in the tiles, two at once. All of it was measured with rows of 4 chunks, an 8B's at
+    TP 4; only the first is done with others. Behind the tiles steps of 4, 16 and 64 rows took 2 to
+    5 % longer (4x H200, benchmarks/riders.py; see docs/results/inference.md).
     """
     own = rows_each(outputs, block, gated)
     tiles, parts = -(-outputs // own), rows * chunks
-    for span in (4,) if 0 < rows <= WHOLE_ROWS else (1, 2, 4):
+    widest = min(most, power_of_2(max(1, chunks)))
+    spans = [span for span in (1, 2, 4) if span <= widest]
+    for span in spans[-1:] if 0 < rows <= WHOLE_ROWS else spans:
         programs = rows * -(-chunks // span)
         if tiles + programs <= MULTIPROCESSORS:
             return Ride(span, programs, block, own)
     some = 32 < parts <= 64 and not eight_bits
-    if (some or (sends and parts > 160)) and tiles <= MULTIPROCESSORS:
+    if (some or (sends and parts > 160)) and chunks == MEASURED and tiles <= MULTIPROCESSORS:
         larger, fewer = leaving(ROOM, outputs, block, gated)
-        if larger <= LARGEST:
-            return Ride(min(4, power_of_2(chunks)), min(ROOM, programs), larger, fewer)
+        if larger == block or (larger <= LARGEST and not gated):
+            return Ride(widest, min(ROOM, programs), larger, fewer)
     in_pairs = rows * -(-chunks // 2) <= min(tiles, MULTIPROCESSORS) and tiles >= FULL
-    if in_pairs and parts > MULTIPROCESSORS and not (sends or eight_bits):
+    if in_pairs and parts > MULTIPROCESSORS and not (sends or eight_bits) and most > 1:
         return Ride(2, 0, block, own)
     return Ride(1, parts, block, own)
 

@@ -28,7 +28,7 @@ from ladder.jit import (
     tl,
     triton,
 )
-from ladder.kernels.limits import CHUNK, MAX_OWNS, MAX_SUMS
+from ladder.kernels.limits import CHUNK, MAX_OWNS, MAX_SUMS, MOST_CHUNKS
 from ladder.kernels.pieces import (
     Pieces,
     largest,
@@ -38,9 +38,9 @@ from ladder.kernels.pieces import (
     split_reference,
 )
 
-# Elements that a thread of a landing with pieces has of all ranks and sums at once, without spills:
-# where a row takes several turns, and of a whole row, which is not read again.
-AT_ONCE, WHOLE = 64, 128
+# Words of 2 bytes that a thread of a landing has of all ranks and sums at once, without spills; of
+# MANY_WARPS, which leave it half of the registers, or if it takes a row in turns, the second.
+WHOLE, AT_ONCE, MANY_WARPS = 128, 64, 16
 
 
 @dataclass(frozen=True)
@@ -293,10 +293,26 @@ def _chunk(job: LandingJob | None, world: int, warps: int) -> int:
     """The elements of a row that a program lands at once."""
     if job is None or job.pieces is None:
         return CHUNK
-    parts, row = max(1, world * len(job.sums)), triton.next_power_of_2(job.out.shape[1])
-    if row * parts <= 32 * warps * WHOLE:
+    row = triton.next_power_of_2(job.out.shape[1])
+    if row <= _most(job, world, warps, WHOLE if warps < MANY_WARPS else AT_ONCE):
         return max(CHUNK, row)
-    return max(CHUNK, 32 * warps * AT_ONCE // parts)
+    # In turns, for which a row is read again.
+    return max(CHUNK, _most(job, world, warps, AT_ONCE))
+
+
+def _most(job: LandingJob, world: int, warps: int, words: int) -> int:
+    """The most elements, a power of two, of which each thread has no more than so many words."""
+    each = max(1, world * len(job.sums)) * (job.out.element_size() // 2)
+    return 1 << max(0, (32 * warps * words // each).bit_length() - 1)
+
+
+def span_of(rider: LandingJob | SendJob | None, warps: int) -> int:
+    """The most chunks of a row that a program of a rider can have at once, without spills."""
+    if isinstance(rider, SendJob):
+        return MOST_CHUNKS // (rider.partial.element_size() // 2)
+    if rider is None or not rider.sums:
+        return MOST_CHUNKS
+    return max(1, min(MOST_CHUNKS, _most(rider, len(rider.sums[0]), warps, WHOLE) // CHUNK))
 
 
 def bits_of(like: Tensor) -> object:

@@ -91,7 +91,8 @@ MORE = (
     *(Step("ladder", 2, batch, weights=kind) for kind in ("fp8", "int8") for batch in (32, 64)),
     Step("ladder", 8, 2, weights="fp8"),  # a landing with pieces of eight ranks
     *(Step(plan, 2, 32) for plan in ("ladder", "standard")),
-    Step("ladder", 8, 64),
+    *(Step("ladder", 8, batch) for batch in (4, 16, 64)),
+    *(Step("ladder", world, 16, FP32) for world in (4, 8)),
 )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ladder.kernels import PushTarget, SendJob, decode_shapes, land, new_landing, project
+from ladder.kernels.landing import span_of
 from ladder.kernels.limits import MAX_ROWS
 from tests.kernels.products import WAYS, check_product, check_pushes, empty_slots, squares_of
 from tests.kernels.support import DTYPES, _poisoned_memory, assert_close, on  # noqa: F401  (fixtures)
@@ -223,24 +224,32 @@ def test_riders_ride_as_they_are_told(device: str, way: tuple[int, int, int]) ->
 @pytest.mark.parametrize(
     ("sends", "rows", "outputs", "found"),
     [
-        # Of an 8B at TP 4, rows of 4096: QKV has 96 tiles of 16 rows, gate and up 128 of 28, O and
-        # down 128 of 32. A chunk for each of the programs where they have room; else, in order:
+        # Of an 8B at TP 4, rows of 4 chunks: QKV (1536 outputs) has 96 tiles of 16 rows, gate and
+        # up (3584) 128 of 28, O and down (4096) 128 of 32. A chunk for each program where they have
+        # room; else, in this order:
         (True, 8, 1536, (1, 32, 16, 16)), (False, 0, 4096, (1, 0, 32, 32)),
-        # whole rows, if those have;
-        (True, 4, 3584, (4, 4, 32, 28)), (False, 4, 4096, (4, 4, 32, 32)),
-        (True, 4, 1536, (4, 4, 16, 16)),  # of so few rows, also if chunks have
+        # more chunks for each;
         (True, 16, 1536, (2, 32, 16, 16)), (True, 24, 1536, (4, 24, 16, 16)),
+        (True, 36, 1536, (4, 36, 16, 16)),
         # beside larger tiles, of gate and up, and down; several rows for each of few programs;
         (True, 9, 3584, (4, 9, 32, 32)), (True, 16, 3584, (4, 16, 32, 32)),
-        (False, 16, 4096, (4, 16, 64, 36)), (True, 64, 3584, (4, 16, 32, 32)),
-        (True, 48, 1536, (4, 16, 16, 16)),
+        (True, 41, 3584, (4, 16, 32, 32)), (True, 64, 3584, (4, 16, 32, 32)),
+        (True, 48, 1536, (4, 16, 16, 16)), (False, 9, 4096, (4, 9, 64, 36)),
+        (False, 16, 4096, (4, 16, 64, 36)),
         # inside of the tiles, in pairs;
         (False, 34, 4096, (2, 0, 32, 32)), (False, 64, 4096, (2, 0, 32, 32)),
+        (False, 64, 8192, (2, 0, 32, 32)), (False, 48, 1536, (2, 0, 16, 16)),
         # behind them.
-        (True, 8, 3584, (1, 32, 32, 28)), (True, 17, 3584, (1, 68, 32, 28)),
-        (False, 8, 4096, (1, 32, 32, 32)), (False, 33, 4096, (1, 132, 32, 32)),
-        # So do those of two waves of tiles, and landings where larger tiles were too large.
-        (True, 16, 8192, (1, 64, 32, 32)), (False, 64, 8192, (2, 0, 32, 32)),
+        (True, 5, 3584, (1, 20, 32, 28)), (True, 8, 3584, (1, 32, 32, 28)),
+        (True, 17, 3584, (1, 68, 32, 28)), (True, 40, 3584, (1, 160, 32, 28)),
+        (False, 8, 4096, (1, 32, 32, 32)), (False, 17, 4096, (1, 68, 32, 32)),
+        (False, 33, 4096, (1, 132, 32, 32)), (False, 49, 1536, (1, 196, 16, 16)),
+        (False, 64, 1520, (1, 256, 16, 16)),  # 95 tiles
+        (False, 67, 8192, (1, 268, 32, 32)),  # more pairs than begin at once
+        (True, 16, 8192, (1, 64, 32, 32)), (True, 64, 8192, (1, 256, 32, 32)),  # two waves of tiles
+        # Few rows have as few programs as they can, also if chunks have room.
+        (True, 4, 1536, (4, 4, 16, 16)), (True, 4, 3584, (4, 4, 32, 28)),
+        (False, 4, 4096, (4, 4, 32, 32)), (False, 3, 4096, (4, 3, 32, 32)),
     ],
 )  # fmt: skip
 def test_where_a_rider_rides(
@@ -249,7 +258,39 @@ def test_where_a_rider_rides(
     block = 16 if outputs < decode_shapes.FEW else 32
     ride = partial(decode_shapes.ride, sends, rows, 4, outputs, block, outputs == 3584)
     assert ride(eight_bits=False) == found
-    if rows == 16 and outputs != 1536:  # in 8 bits nothing gains by room, but sends of many rows
-        assert ride(eight_bits=True).own == decode_shapes.rows_each(outputs, block, outputs == 3584)
-    if sends and rows == 64:
-        assert ride(eight_bits=True) == found
+    gains = rows <= 8 or found[1] > 16 or (sends and rows > 40)  # of weights in 8 bits
+    behind = decode_shapes.rows_each(outputs, block, outputs == 3584)
+    assert ride(eight_bits=True) == (found if gains else (1, 4 * rows, block, behind))
+
+
+def test_riders_of_other_shapes() -> None:
+    """Rows of other numbers of chunks, tiles that were too large, and threads that cannot hold 4
+    chunks."""
+    ride = decode_shapes.ride
+    for chunks, span in ((1, 1), (2, 2), (3, 4), (5, 4)):
+        found = ride(True, 2, chunks, 3584, 32, True, False)
+        assert found == (span, 2 * -(-chunks // span), 32, 28)
+        assert ride(True, 64, chunks, 3584, 32, True, False).programs == 64 * chunks
+    # 36 rows would need twice the tile; gated, or of 128 rows, it takes too many registers.
+    assert ride(False, 16, 4, 4096, 32, True, False) == (1, 64, 32, 32)
+    assert ride(False, 16, 4, 8192, 64, False, False) == (1, 64, 64, 64)
+    assert ride(False, 16, 4, 4096, 32, False, False, most=2) == (2, 16, 64, 36)
+    assert ride(False, 64, 4, 4096, 32, False, False, most=1) == (1, 256, 32, 32)
+    assert ride(False, 4, 4, 4096, 32, False, False, most=2) == (1, 16, 32, 32)
+
+
+@pytest.mark.parametrize(
+    ("world", "sums", "dtype", "warps", "found"),
+    [
+        (4, 1, torch.bfloat16, 4, 4), (2, 2, torch.bfloat16, 4, 4), (8, 1, torch.bfloat16, 4, 2),
+        (8, 2, torch.bfloat16, 4, 1), (4, 1, torch.float32, 4, 2), (8, 2, torch.float32, 4, 1),
+        (3, 1, torch.bfloat16, 4, 4), (6, 1, torch.bfloat16, 4, 2), (4, 1, torch.bfloat16, 2, 2),
+        (4, 0, torch.bfloat16, 4, 4),
+    ],
+)  # fmt: skip
+def test_a_program_has_no_more_chunks_than_its_threads_hold(
+    world: int, sums: int, dtype: torch.dtype, warps: int, found: int
+) -> None:
+    slots = [torch.zeros(world, 2, 4096, dtype=dtype)] * sums
+    job = new_landing(torch.zeros(2, 4096, dtype=dtype), sums=slots)
+    assert span_of(job, warps) == found

@@ -63,9 +63,10 @@ def test_a_row_that_is_not_finite_has_no_factor(device: str) -> None:
 
 @pytest.mark.parametrize("device", CASES)
 @pytest.mark.parametrize("rider", [False, True])
-@pytest.mark.parametrize(("world", "size"), [(3, 1100), (8, 2500)])  # at once, and in turns
+@pytest.mark.parametrize(("world", "size"), [(3, 1100), (8, 2500), (8, 4200)])
 def test_a_landing_makes_pieces_of_its_sum(device: str, world: int, size: int, rider: bool) -> None:
-    """The reference's bits, and everything else that a landing does."""
+    """The reference's bits, and everything else that a landing does; of a row that is landed at
+    once, of one that is where it does not ride, and of one in turns."""
     residual, own = torch.randn(2, 5, size, device=device).bfloat16()
     slots = torch.randn(world, 5, size, device=device).bfloat16()
     own[3] = residual[3] = slots[:, 3] = 0

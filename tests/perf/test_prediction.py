@@ -19,7 +19,7 @@ from ladder.perf.machine_files import load
 from ladder.perf.nodes import with_older_kernels
 from ladder.perf.prediction.fitting import calibrated
 from ladder.perf.prediction.records import scores
-from ladder.perf.riders import TODAY, Kernels, places
+from ladder.perf.riders import TODAY, Kernels, places, rides
 from ladder.perf.simulate import simulate
 from tests import ROOT
 
@@ -223,6 +223,38 @@ def test_what_rides_on_tiles_runs_when_they_leave_room() -> None:
         down = next(o for o in operations if o.part == "down")
         rider = next(o for o in operations if o.rides == down.index)
         assert cost.late(rider, down) == pytest.approx(late)
+
+
+def test_sends_one_after_the_other_may_outlast_their_product() -> None:
+    """16 programs beside gate and up have 4 of 64 rows each."""
+    config = replace(model_config("llama-3-8b"), plan=resolve_plan("ladder", 32, 4))
+    cost = DecodeCost(config, load("h200x4"), 4, "push", 64, 1024)
+    operations = cost.lowered(config.plan).operations
+    product = next(o for o in operations if o.part == "gate-up")
+    rider = next(o for o in operations if o.rides == product.index)
+    assert rider.kind == "send"
+    assert cost.late(rider, product) == 0.0
+    cost.small = 5.0
+    assert cost.late(rider, product) == pytest.approx(20.0 - cost.alone(product).us)
+
+
+@pytest.mark.parametrize(
+    ("sends", "rows", "outputs", "stored", "found"),
+    [
+        (True, 16, 4096, "bf16", (1, 0)), (True, 8, 4096, "bf16", (1, 32)),
+        (True, 17, 4096, "bf16", (1, 68)), (True, 16, 1024, "bf16", (1, 64)),  # 64 tiles
+        (True, 16, 4096, "fp8", (1, 64)), (False, 64, 4096, "bf16", (2, 0)),
+        (False, 33, 4096, "bf16", (1, 132)), (False, 48, 1536, "bf16", (2, 0)),
+        (False, 49, 1536, "bf16", (1, 196)), (False, 64, 1520, "bf16", (1, 256)),
+    ],
+)  # fmt: skip
+def test_where_riders_rode_before(
+    sends: bool, rows: int, outputs: int, stored: str, found: tuple[int, int]
+) -> None:
+    """In the kernels of 41aaacd, where some were inside of tiles, and in those where none was."""
+    shape = sends, 4, rows, outputs, 4096, False, stored, False
+    assert rides(Kernels("inside"), *shape)[:2] == found
+    assert rides(Kernels("behind"), *shape)[:2] == (1, 4 * rows)
 
 
 @pytest.mark.parametrize("name", ["h200x2", "h200x4", "h200x8", "h200x4-no-p2p"])
