@@ -294,3 +294,5 @@ def test_a_program_has_no_more_chunks_than_its_threads_hold(
     slots = [torch.zeros(world, 2, 4096, dtype=dtype)] * sums
     job = new_landing(torch.zeros(2, 4096, dtype=dtype), sums=slots)
     assert span_of(job, warps) == found
+    target = PushTarget(torch.zeros(1, dtype=torch.int64), 0, 0, 1)
+    assert span_of(SendJob(job.residual, target), warps) == (4 if dtype == torch.bfloat16 else 2)
