@@ -75,6 +75,7 @@ OTHERS = (
         for kind in QUANTISED
         for world, batch in ((4, 1), (2, 16))
     ),
+    Step("ladder", 8, 2, weights="fp8"),  # its landings make pieces of a row in turns
     Step("ladder", 2, 64, weights="fp8-block"),
     *(Step("ladder", 2, batch, dtype) for dtype in (FP16, FP32) for batch in (1, 16)),
 )
@@ -89,7 +90,6 @@ MORE = (
     ),
     *(Step("ladder", 2, 1, weights=kind) for kind in QUANTISED),
     *(Step("ladder", 2, batch, weights=kind) for kind in ("fp8", "int8") for batch in (32, 64)),
-    Step("ladder", 8, 2, weights="fp8"),  # a landing with pieces of eight ranks
     *(Step(plan, 2, 32) for plan in ("ladder", "standard")),
     *(Step("ladder", 8, batch) for batch in (4, 16, 64)),
     *(Step("ladder", world, 16, FP32) for world in (4, 8)),
