@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ from ladder.records import facts
 
 SPANS = (0, 1, 2, 4)
 TODAY, BESIDE = "today", "b"
+ONE_WAY = re.compile(rf"[{''.join(map(str, SPANS))}]|{BESIDE}[1-9]\d*", re.ASCII)
 Way = tuple[str, str]  # of sends, and of landings
 
 
@@ -51,14 +53,12 @@ def parse_way(text: str) -> Way | None:
     if text == TODAY:
         return None
     send, _, landing = text.partition("/")
-    for each in (send, landing):
-        number = each.removeprefix(BESIDE)
-        if not number.isdecimal() or (each == number and int(each) not in SPANS):
-            known = ", ".join(map(str, SPANS))
-            raise UserError(
-                f"--ways: {text!r} is not SEND/LANDING, each of {known} or {BESIDE}N with a number "
-                f"N, nor {TODAY}"
-            )
+    if not (ONE_WAY.fullmatch(send) and ONE_WAY.fullmatch(landing)):
+        known = ", ".join(map(str, SPANS))
+        raise UserError(
+            f"--ways: {text!r} is not SEND/LANDING, each of {known} or {BESIDE}N with a number N, "
+            f"nor {TODAY}"
+        )
     return send, landing
 
 
@@ -68,14 +68,16 @@ def ride(
 ) -> Ride:  # fmt: skip
     """As `decode_shapes.ride`, whose place it takes."""
     of = way[0 if sends else 1]
-    if rows and of.startswith(BESIDE) and int(of[1:]):
-        programs = min(int(of[1:]), rows)
+    own = decode_shapes.rows_each(outputs, block, gated)
+    if not rows:
+        return Ride(1, 0, block, own)
+    if of.startswith(BESIDE):
+        programs = min(int(of.removeprefix(BESIDE)), rows)
         block, own = decode_shapes.leaving(programs, outputs, block, gated)
         return Ride(min(most, decode_shapes.power_of_2(chunks)), programs, block, own)
-    own = decode_shapes.rows_each(outputs, block, gated)
     tiles = -(-outputs // own)
     for span in SPANS:
-        if rows and 0 < int(of) <= span and rows * -(-chunks // span) <= tiles:
+        if 0 < int(of) <= span and rows * -(-chunks // span) <= tiles:
             return Ride(span, 0, block, own)
     return Ride(1, rows * chunks, block, own)
 

@@ -42,7 +42,7 @@ from ladder.perf.machine import (
     Machine,
     worst,
 )
-from ladder.perf.riders import TODAY, Kernels, early_bytes, places, rides
+from ladder.perf.riders import TODAY, Kernels, early_bytes, rides, room
 from ladder.perf.slowdowns import Slowdowns, resource
 
 WAY = {"push": "push", "async": "nccl"}
@@ -169,13 +169,13 @@ class DecodeCost:
         way = rides(self.kernels, sends, chunks, *shape, self.stored, pieces)
         if not way.programs:
             return max(0.0, self.small - early_bytes(*shape) / self.memory)
-        room, _ = places(*shape, self.kernels.even, self.stored, pieces)
-        free = max(0, room - -(-outputs // way.own))
+        at_once = room(*shape, self.stored, pieces)
+        free = max(0, at_once - -(-outputs // way.own))
         alone, parts = self.alone(product).us, self.batch * -(-chunks // way.span)
         if way.programs <= free:
             return max(0.0, self.small * -(-parts // way.programs) - alone)
         parts -= free * int(alone / self.small)
-        return self.small * math.ceil(max(0, parts) / room)
+        return self.small * math.ceil(max(0, parts) / at_once)
 
     @property
     def _pieces(self) -> bool:

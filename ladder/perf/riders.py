@@ -9,7 +9,6 @@ from ladder.kernels.decode_shapes import EARLY, FULL, Ride, blocks, ride, rows_e
 
 SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor that thread blocks can have
 
-
 Rides = Literal["beside", "inside", "behind"]
 
 
@@ -25,29 +24,27 @@ class Kernels(NamedTuple):
 TODAY = Kernels()
 
 
-def places(
-    rows: int, outputs: int, inputs: int, gated: bool, even: bool = True, stored: str = "bf16",
-    pieces: bool = False,
-) -> tuple[int, int]:  # fmt: skip
-    """How many thread blocks of a product run at once, and how many it has: of tiles, or, as of few
-    rows of weights in 8 bits, so small that all run. gated: of two matrices, of so many outputs
-    each. even: as of `Kernels`. pieces: of the input (`ladder.kernels.pieces`)."""
+def room(
+    rows: int, outputs: int, inputs: int, gated: bool, stored: str = "bf16", pieces: bool = False
+) -> int:
+    """How many thread blocks of a product run at once: of tiles, or, as of few rows of weights in
+    8 bits, so small that all run. gated: of two matrices, of so many outputs each. pieces: of the
+    input (`ladder.kernels.pieces`)."""
     narrow = stored != "bf16"
     cut = blocks(rows, outputs, inputs, gated, BF16, narrow, pieces)
     if cut.stages == 0:
-        programs = -(-outputs // cut.block)
-        return MULTIPROCESSORS + programs, programs
+        return MULTIPROCESSORS + -(-outputs // cut.block)
     weight = cut.block * (2 if gated else 1) * (1 if narrow else BF16)
     held = cut.stages * cut.step * (BF16 * cut.padded + weight)
-    own = rows_each(outputs, cut.block, gated) if even else cut.block
-    return MULTIPROCESSORS * max(1, SHARED_MEMORY // held), -(-outputs // own)
+    return MULTIPROCESSORS * max(1, SHARED_MEMORY // held)
 
 
 def rides(
     kernels: Kernels, sends: bool, chunks: int, rows: int, outputs: int, inputs: int, gated: bool,
-    stored: str, pieces: bool,
+    stored: str = "bf16", pieces: bool = False,
 ) -> Ride:  # fmt: skip
-    """How a send or landing of `chunks` for each row rides on a product of tiles."""
+    """How a send or landing of `chunks` for each row rides on a product of tiles, which is given as
+    for `room`."""
     narrow = stored != "bf16"
     block = blocks(rows, outputs, inputs, gated, BF16, narrow, pieces).block
     if kernels.rides == "beside":

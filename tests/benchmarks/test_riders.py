@@ -27,7 +27,10 @@ def test_a_way(text: str, expected: tuple[str, str] | None) -> None:
     assert riders.parse_way(text) == expected
 
 
-@pytest.mark.parametrize("text", ["1", "3/0", "0/", "today/today", "b/0", "b16/x", "b-1/0", ""])
+NO_WAYS = ["1", "3/0", "0/", "today/today", "b/0", "b0/0", "b16/x", "b-1/0", ""]
+
+
+@pytest.mark.parametrize("text", NO_WAYS)
 def test_what_is_no_way_is_refused(text: str) -> None:
     with pytest.raises(
         UserError, match=f"--ways: '{text}' is not SEND/LANDING, each of 0, 1, 2, 4 or bN"

@@ -19,7 +19,7 @@ from ladder.perf.machine_files import load
 from ladder.perf.nodes import with_older_kernels
 from ladder.perf.prediction.fitting import calibrated
 from ladder.perf.prediction.records import scores
-from ladder.perf.riders import TODAY, Kernels, places, rides
+from ladder.perf.riders import TODAY, Kernels, rides, room
 from ladder.perf.simulate import simulate
 from tests import ROOT
 
@@ -204,12 +204,21 @@ def test_while_ranks_wait_the_next_product_of_tiles_is_launched() -> None:
         assert cost(down) == pytest.approx(taken)
 
 
+def blocks_of(
+    kernels: Kernels, rows: int, outputs: int, inputs: int, gated: bool, **weight: Any
+) -> tuple[int, int]:
+    """How many thread blocks of a product run at once, and how many it has, with a landing of 4
+    chunks."""
+    shape = rows, outputs, inputs, gated
+    return room(*shape, **weight), -(-outputs // rides(kernels, False, 4, *shape, **weight).own)
+
+
 def test_what_rides_on_tiles_runs_when_they_leave_room() -> None:
     """64 rows of 4096 are 256 thread blocks of a landing, beside 128 of a product that has a
     multiprocessor each: 4 run at a time, and as the product ends 132. Inside of the tiles, two
     chunks at once, it waits for a part of the time in which the memory brings the first weights;
     beside larger tiles, 16 rows end before these."""
-    assert places(64, 4096, 3584, gated=False) == (132, 128)
+    assert blocks_of(TODAY, 64, 4096, 3584, False) == (132, 128)
     config = replace(model_config("llama-3-8b"), plan=resolve_plan("ladder", 32, 4))
     machine = load("h200x4")
     early = 2 * 2 * 128 * 4096 / (1e6 * machine.value("copy_tb_s"))  # two steps of 128 columns
@@ -270,12 +279,14 @@ def test_one_gpu_of_several_decodes_as_one(name: str) -> None:
 def test_thread_blocks_of_other_kernels() -> None:
     """Gate and up of an 8B's rank are 3584 rows: by 28 and, as they were, by 32. In fp8 gate and up
     have 6 stages of 24 KiB of weights and x; a product without tiles has room for what rides."""
-    assert places(16, 3584, 4096, gated=True) == (132, 128)
-    assert places(16, 3584, 4096, gated=True, even=False) == (132, 112)
-    assert places(16, 3584, 4096, gated=True, stored="fp8", pieces=True) == (132, 128)
-    assert places(16, 1536, 4096, gated=False, stored="fp8", pieces=True) == (132, 48)
-    room, programs = places(4, 4096, 1024, gated=False, stored="fp8")
-    assert room == 132 + programs
+    gate = 16, 3584, 4096, True
+    assert blocks_of(Kernels("behind"), *gate) == (132, 128)
+    assert blocks_of(Kernels("behind", even=False), *gate) == (132, 112)
+    assert blocks_of(Kernels("behind"), *gate, stored="fp8", pieces=True) == (132, 128)
+    qkv = 16, 1536, 4096, False
+    assert blocks_of(Kernels("behind"), *qkv, stored="fp8", pieces=True) == (132, 48)
+    at_once, found = blocks_of(Kernels("behind"), 4, 4096, 1024, False, stored="fp8")
+    assert at_once == 132 + found
 
 
 @pytest.mark.parametrize(

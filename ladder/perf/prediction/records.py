@@ -139,7 +139,7 @@ def of_older_kernels(about: Mapping[str, Any]) -> bool:
     return date < NEWER_KERNELS or commit in OLDER_COMMITS
 
 
-def ride(where: Rides) -> Chosen:
+def of_riders(where: Rides) -> Chosen:
     """Of records of this machine, which are of decode kernels, not the older ones, whose sends and
     landings ride so."""
 
@@ -314,7 +314,7 @@ def _eras(machine: Machine, phase: str) -> Iterator[tuple[Machine, Kernels, Chos
         return
     former = with_older_kernels(machine)
     for where in get_args(Rides):
-        yield machine, Kernels(where), ride(where)
+        yield machine, Kernels(where), of_riders(where)
     older = Kernels("behind", even=former is None)
     yield former or machine, older, of_older_kernels
 

@@ -10,7 +10,13 @@ from typing import get_args
 
 from ladder.bench.inference.points import InferencePoint
 from ladder.perf.machine import Machine
-from ladder.perf.prediction.records import Chosen, every, inference_runs, of_older_kernels, ride
+from ladder.perf.prediction.records import (
+    Chosen,
+    every,
+    inference_runs,
+    of_older_kernels,
+    of_riders,
+)
 from ladder.perf.riders import Rides
 
 
@@ -19,7 +25,7 @@ def repeats(files: Iterable[Path], machine: Machine, phase: str) -> list[str]:
     their median: times, and speedups of ladder over standard that were measured in one run. Points
     that differ in the number of new tokens alone are the same, but for other kernels."""
     times: dict[tuple[InferencePoint, int], list[tuple[str, float]]] = {}
-    of_steps: tuple[Chosen, ...] = (*map(ride, get_args(Rides)), of_older_kernels)
+    of_steps: tuple[Chosen, ...] = (*map(of_riders, get_args(Rides)), of_older_kernels)
     eras = of_steps if phase == "decode" else (every,)
     for era, of in enumerate(eras):
         for point, run, ms in inference_runs(files, machine, phase, of=of):
