@@ -131,6 +131,80 @@ def _block(
     return top, weight, total
 
 
+@jit
+@no_type_check
+def _begin(
+    token, h, mine, place, cos, sin, keys, values, key_exponents, value_exponents,
+    bias, q_gain, k_gain, scale, eps,
+    BIAS: tl.constexpr, NORM: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    HALF: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr, LEAST: tl.constexpr,
+    KIND: tl.constexpr, kind: tl.constexpr,
+):  # fmt: skip
+    """The token's rotated queries, in halves, and what attention to it alone gives: (maximum,
+    weight, total), nothing unless the token is `mine`: then its key and value are stored, too."""
+    HD: tl.constexpr = 2 * HALF
+    HQ: tl.constexpr = HKV * G
+    g, i, d = tl.arange(0, GP), tl.arange(0, HP), tl.arange(0, DP)
+    half = i < HALF
+    high = tl.full([GP], float("-inf"), tl.float32)
+    weight = tl.zeros([GP], tl.float32)
+    total = tl.zeros([GP, DP], tl.float32)
+    source = token + (h * G + g)[:, None] * HD + i[None, :]
+    inside = (g < G)[:, None] & half[None, :]
+    left = tl.load(source, mask=inside, other=0).to(tl.float32)
+    right = tl.load(source + HALF, mask=inside, other=0).to(tl.float32)
+    if BIAS:
+        added = bias + (h * G + g)[:, None] * HD + i[None, :]
+        left += tl.load(added, mask=inside, other=0).to(tl.float32)
+        right += tl.load(added + HALF, mask=inside, other=0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(left * left, 1) + tl.sum(right * right, 1)
+        norm = tl.rsqrt(squares / HD + eps)[:, None]
+        left *= norm * tl.load(q_gain + i, mask=half, other=0).to(tl.float32)[None, :]
+        right *= norm * tl.load(q_gain + HALF + i, mask=half, other=0).to(tl.float32)[None, :]
+    query = (left * cos[None, :] - right * sin[None, :]).to(kind)
+    query_right = (right * cos[None, :] + left * sin[None, :]).to(kind)
+    if mine:
+        new = token + (HQ + h) * HD
+        new_left = tl.load(new + i, mask=half, other=0).to(tl.float32)
+        new_right = tl.load(new + HALF + i, mask=half, other=0).to(tl.float32)
+        value = tl.load(new + HKV * HD + d, mask=d < HD, other=0)
+        if BIAS:
+            of_key = bias + (HQ + h) * HD
+            new_left += tl.load(of_key + i, mask=half, other=0).to(tl.float32)
+            new_right += tl.load(of_key + HALF + i, mask=half, other=0).to(tl.float32)
+            more = tl.load(of_key + HKV * HD + d, mask=d < HD, other=0).to(tl.float32)
+            value = (value.to(tl.float32) + more).to(kind)
+        if NORM:
+            key_squares = tl.sum(new_left * new_left, 0) + tl.sum(new_right * new_right, 0)
+            key_norm = tl.rsqrt(key_squares / HD + eps)
+            new_left *= key_norm * tl.load(k_gain + i, mask=half, other=0).to(tl.float32)
+            new_right *= key_norm * tl.load(k_gain + HALF + i, mask=half, other=0).to(tl.float32)
+        key = (new_left * cos - new_right * sin).to(kind)
+        key_right = (new_right * cos + new_left * sin).to(kind)
+        target = place * HD
+        if key_exponents is not None:
+            top = tl.maximum(tl.max(tl.abs(key), 0), tl.max(tl.abs(key_right), 0))
+            exponent = fitting_exponent(top.to(tl.float32), LEAST)
+            tl.store(key_exponents + place, exponent.to(tl.uint8))
+            stored_key, key = _small(key, exponent)
+            stored_right, key_right = _small(key_right, exponent)
+            exponent = fitting_exponent(tl.max(tl.abs(value), 0).to(tl.float32), LEAST)
+            tl.store(value_exponents + place, exponent.to(tl.uint8))
+            stored_value, value = _small(value, exponent)
+        else:
+            stored_key, stored_right, stored_value = key, key_right, value
+        tl.store(keys + target + i, stored_key, mask=half)
+        tl.store(keys + target + HALF + i, stored_right, mask=half)
+        tl.store(values + target + d, stored_value, mask=d < HD)
+        products = query.to(tl.float32) * key.to(tl.float32)[None, :]
+        products += query_right.to(tl.float32) * key_right.to(tl.float32)[None, :]
+        high = tl.sum(products, 1) * scale
+        weight = tl.full([GP], 1.0, tl.float32)
+        total += value.to(tl.float32)[None, :]
+    return query.to(KIND), query_right.to(KIND), high, weight, total
+
+
 @kernel("computation")
 @no_type_check
 def _attention_kernel(
@@ -139,7 +213,7 @@ def _attention_kernel(
     BIAS: tl.constexpr, NORM: tl.constexpr,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GC: tl.constexpr, HALF: tl.constexpr,
     HP: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
-    PIECE: tl.constexpr, AHEAD: tl.constexpr, LEAST: tl.constexpr, KIND: tl.constexpr,
+    PIECE: tl.constexpr, LEAST: tl.constexpr, KIND: tl.constexpr,
     EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: the G query heads of one KV head of one sequence, over one split of the keys.
@@ -168,94 +242,34 @@ def _attention_kernel(
     sin = tl.load(turn + HALF + i, mask=half, other=0)
     base = b * batch_stride + h.to(tl.int64) * head_stride
     stop = tl.minimum(first + share, position)
-    k_exponent = None  # of the first block
-    v_exponent = None
-    if AHEAD:
-        k_left, k_right = _keys(keys, base, i, first + n, stop, HALF, HD)
-        v = _values(values, base, d, first + n, stop, HD)
-        if key_exponents is not None:
-            k_exponent = _exponents(key_exponents, base, first + n, stop, HD)
-            v_exponent = _exponents(value_exponents, base, first + n, stop, HD)
-    if PDL:
-        gdc_wait()
     row = b * HKV + h
     if first < end:
-        token = qkv + b * (HQ + 2 * HKV) * HD
-        source = token + (h * G + g)[:, None] * HD + i[None, :]
-        inside = (g < G)[:, None] & half[None, :]
-        left = tl.load(source, mask=inside, other=0).to(tl.float32)
-        right = tl.load(source + HALF, mask=inside, other=0).to(tl.float32)
-        if BIAS:
-            added = bias + (h * G + g)[:, None] * HD + i[None, :]
-            left += tl.load(added, mask=inside, other=0).to(tl.float32)
-            right += tl.load(added + HALF, mask=inside, other=0).to(tl.float32)
-        if NORM:
-            squares = tl.sum(left * left, 1) + tl.sum(right * right, 1)
-            norm = tl.rsqrt(squares / HD + eps)[:, None]
-            left *= norm * tl.load(q_gain + i, mask=half, other=0).to(tl.float32)[None, :]
-            right *= norm * tl.load(q_gain + HALF + i, mask=half, other=0).to(tl.float32)[None, :]
-        query = (left * cos[None, :] - right * sin[None, :]).to(kind)
-        query_right = (right * cos[None, :] + left * sin[None, :]).to(kind)
+        # What the loop's first turn finds.
         high = tl.full([GP], float("-inf"), tl.float32)
         weight = tl.zeros([GP], tl.float32)
         total = tl.zeros([GP, DP], tl.float32)
-        if position < first + share:  # the new token is this split's
-            new = token + (HQ + h) * HD
-            new_left = tl.load(new + i, mask=half, other=0).to(tl.float32)
-            new_right = tl.load(new + HALF + i, mask=half, other=0).to(tl.float32)
-            value = tl.load(new + HKV * HD + d, mask=d < HD, other=0)
-            if BIAS:
-                of_key = bias + (HQ + h) * HD
-                new_left += tl.load(of_key + i, mask=half, other=0).to(tl.float32)
-                new_right += tl.load(of_key + HALF + i, mask=half, other=0).to(tl.float32)
-                more = tl.load(of_key + HKV * HD + d, mask=d < HD, other=0).to(tl.float32)
-                value = (value.to(tl.float32) + more).to(kind)
-            if NORM:
-                key_squares = tl.sum(new_left * new_left, 0) + tl.sum(new_right * new_right, 0)
-                key_norm = tl.rsqrt(key_squares / HD + eps)
-                new_left *= key_norm * tl.load(k_gain + i, mask=half, other=0).to(tl.float32)
-                new_right *= key_norm * tl.load(k_gain + HALF + i, mask=half, other=0).to(
-                    tl.float32
-                )
-            key = (new_left * cos - new_right * sin).to(kind)
-            key_right = (new_right * cos + new_left * sin).to(kind)
-            target = base + position.to(tl.int64) * HD
-            place = base // HD + position
-            if key_exponents is not None:
-                top = tl.maximum(tl.max(tl.abs(key), 0), tl.max(tl.abs(key_right), 0))
-                exponent = fitting_exponent(top.to(tl.float32), LEAST)
-                tl.store(key_exponents + place, exponent.to(tl.uint8))
-                stored_key, key = _small(key, exponent)
-                stored_right, key_right = _small(key_right, exponent)
-                exponent = fitting_exponent(tl.max(tl.abs(value), 0).to(tl.float32), LEAST)
-                tl.store(value_exponents + place, exponent.to(tl.uint8))
-                stored_value, value = _small(value, exponent)
-            else:
-                stored_key, stored_right, stored_value = key, key_right, value
-            tl.store(keys + target + i, stored_key, mask=half)
-            tl.store(keys + target + HALF + i, stored_right, mask=half)
-            tl.store(values + target + d, stored_value, mask=d < HD)
-            products = query.to(tl.float32) * key.to(tl.float32)[None, :]
-            products += query_right.to(tl.float32) * key_right.to(tl.float32)[None, :]
-            high = tl.sum(products, 1) * scale
-            weight = tl.full([GP], 1.0, tl.float32)
-            total += value.to(tl.float32)[None, :]
-        q_left, q_right = query.to(KIND), query_right.to(KIND)
-        begin = first + (BN if AHEAD else 0)
+        q_left, q_right = tl.zeros([GP, HP], KIND), tl.zeros([GP, HP], KIND)
         # Single bytes are not copied ahead by the compiler, as keys are: each block reads the next.
         k_next = None
         v_next = None
         if key_exponents is not None:
-            k_next = _exponents(key_exponents, base, begin + n, stop, HD)
-            v_next = _exponents(value_exponents, base, begin + n, stop, HD)
-        if AHEAD:  # noqa: SIM102  (known when this is compiled; `first` is not)
-            if first < stop:
-                high, weight, total = _block(high, weight, total, q_left, q_right, k_left, k_right,
-                                             v, k_exponent, v_exponent, first + n < stop, scale,
-                                             kind, KIND, EXACT)  # fmt: skip
-        for start in range(begin, stop, BN):
+            k_next = _exponents(key_exponents, base, first + n, stop, HD)
+            v_next = _exponents(value_exponents, base, first + n, stop, HD)
+        # At least one turn: the new token may be the first.
+        for start in range(first, tl.maximum(stop, first + 1), BN):
             k_left, k_right = _keys(keys, base, i, start + n, stop, HALF, HD)
             v = _values(values, base, d, start + n, stop, HD)
+            # Here, for the compiler copies the first blocks of keys and values to shared memory
+            # before the loop: the previous kernel may end while they come.
+            if start == first:
+                if PDL:
+                    gdc_wait()
+                q_left, q_right, high, weight, total = _begin(
+                    qkv + b * (HQ + 2 * HKV) * HD, h, position < first + share,
+                    base // HD + position, cos, sin, keys, values, key_exponents, value_exponents,
+                    bias, q_gain, k_gain, scale, eps, BIAS, NORM, HKV, G, GP, HALF, HP, DP, LEAST,
+                    KIND, kind,
+                )  # fmt: skip
             k_now = None
             v_now = None
             if key_exponents is not None:
@@ -274,6 +288,8 @@ def _attention_kernel(
             tl.store(part + slot[:, None] * HD + d[None, :], total, mask=inside)
             tl.store(stat + slot * 2, high, mask=g < G)
             tl.store(stat + slot * 2 + 1, weight, mask=g < G)
+    elif PDL:
+        gdc_wait()
     if SPLITS > 1:  # noqa: SIM102  (known when this is compiled)
         if arrive(arrived + row, SPLITS, "gpu"):
             tl.debug_barrier()
@@ -360,7 +376,7 @@ def decode_attention(
     out = torch.empty(batch, num_heads * head_dim, dtype=qkv.dtype, device=qkv.device)
     dims = max(16, triton.next_power_of_2(head_dim))
     group = num_heads // kv_heads
-    block, splits, warps, ahead = shape(
+    block, splits, warps, stages = shape(
         batch * kv_heads, length, dims, dims * qkv.element_size(), exponents is not None
     )
     part = stat = out
@@ -377,10 +393,10 @@ def decode_attention(
         GP=max(16, triton.next_power_of_2(group)),
         GC=triton.next_power_of_2(group), HALF=head_dim // 2,
         HP=max(16, triton.next_power_of_2(head_dim // 2)), DP=dims, BN=block, SPLITS=splits,
-        PIECE=heads_at_once(group, splits, dims), AHEAD=ahead, LEAST=127 + storage.LEAST_CACHED,
+        PIECE=heads_at_once(group, splits, dims), LEAST=127 + storage.LEAST_CACHED,
         # The interpreter has no bfloat16 product.
         KIND=tl.float32 if interpreted() else getattr(tl, str(qkv.dtype).removeprefix("torch.")),
         EXACT="ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=warps,
-        num_stages=3 if qkv.element_size() == 2 else 2,
+        num_stages=stages if qkv.element_size() == 2 else 2,
     )  # fmt: skip
     return out

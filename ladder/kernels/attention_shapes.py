@@ -15,20 +15,22 @@ COMBINED = 128 * 128  # numbers combined at once: 128 registers of each thread o
 
 def shape(
     sequences_and_heads: int, length: int, dims: int, row_bytes: int, e4m3: bool = False
-) -> tuple[int, int, int, bool]:
-    """(keys per block, splits, warps, ahead): enough programs to fill the GPU, none idle.
+) -> tuple[int, int, int, int]:
+    """(keys per block, splits, warps, stages of 16-bit keys): enough programs to fill the GPU, none
+    idle.
 
-    row_bytes: of one head's queries. e4m3: the cache is in it. ahead: read the first block before
-    the wait for the previous kernel, if there are few programs.
+    row_bytes: of one head's queries. e4m3: the cache is in it.
     Chosen by measurements on an H200 (benchmarks/results/README.md).
     """
-    if sequences_and_heads >= FULL:
-        return max(16, min(128, 32768 // row_bytes)), 1, 8, False
+    # Conversions of e4m3 want more warps.
+    if sequences_and_heads >= FULL and e4m3:
+        return max(16, min(128, 32768 // row_bytes)), 1, 8, 3
     # At most 16 KiB per block of keys with 4 warps: larger blocks spill registers.
     block = max(16, min(64, 16384 // row_bytes))
+    if sequences_and_heads >= FULL:
+        return block, 1, 4, 4
     found = splits(sequences_and_heads, triton.cdiv(length, block), e4m3)
-    wanted = min(found, COMBINED // dims)
-    return block, wanted, 4, sequences_and_heads <= FEW
+    return block, min(found, COMBINED // dims), 4, 3
 
 
 def splits(sequences_and_heads: int, blocks: int, e4m3: bool = False) -> int:

@@ -71,17 +71,21 @@ def blocks(
     elif gated and padded <= 32:
         found = Cut(padded, 32, 128, 4, 6, swapped=True)
     elif padded == 16:
-        # Of 4 rows, steps with QKV in parts were longer.
-        small = Cut(padded, 16, 256, 4, 7, 4) if rows >= 8 else Cut(padded, 32, 512, 4, 4)
-        found = small if few else Cut(padded, 32, 256, 4, 6)
+        step = 256 if size % 512 else 512  # no half steps
         if short:
             found = Cut(padded, 32, 128, 4, 4)
+        elif few:
+            found = Cut(padded, 16, step, 4, (6 if rows < 8 else 4) * 512 // step, 4)
+        else:
+            found = Cut(padded, 32, step, 4, 6 if step == 256 else 4)
     elif padded == 32:
         found = Cut(padded, 16, 512, 4, 4) if few else Cut(padded, 32, 256, 4, 5)
         if short and outputs >= 4096:
             found = Cut(padded, 64, 128, 4, 6, swapped=True)
     else:
-        found = Cut(padded, 16 if few and not short else 32, 128, 4, 5 if short else 6)
+        found = Cut(padded, 32, 128, 4, 5 if short else 6)
+        if few and not short:  # many stages: most of each is of x
+            found = Cut(padded, 16, 128, 4, 11)
     # Tensor cores multiply float32 as TF32 alone, so its products have no operands to swap.
     return found._replace(step=found.step * 2 // itemsize, swapped=found.swapped and itemsize == 2)
 
@@ -94,7 +98,7 @@ def _by_vectors(rows: int, few: bool, gated: bool, short: bool, narrow: bool) ->
     # for vectors to float32, two by three. So of two rows, too, tensor cores multiply most.
     if rows == 2:
         return few or (short and not gated)
-    return rows <= 4 and not gated and few != short  # O of an 8B's rank, and QKV of int8
+    return rows <= 4 and few and not (short or gated)  # QKV of int8
 
 
 def _tiles_of_8_bits(padded: int, few: bool, short: bool, gated: bool, many: bool) -> Cut:

@@ -52,7 +52,7 @@ def test_splits_are_combined_some_heads_at_a_time(device: str, heads: int, used:
     """128 splits of 16 keys, of which the position uses some; the last piece has heads to spare."""
     length, size, pieces = 128 * 16, 16, 128 * 16 * 2  # two heads at a time
     with (
-        mock.patch.object(attention, "shape", return_value=(16, 128, 4, used % 2 == 0)),
+        mock.patch.object(attention, "shape", return_value=(16, 128, 4, 3)),
         mock.patch.object(attention_shapes, "COMBINED", pieces),
     ):
         check_decode_attention(device, (heads, 1, size), length, torch.float32, False,
