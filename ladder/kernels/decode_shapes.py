@@ -20,6 +20,7 @@ FULL, ROOM = 96, 16
 WHOLE_ROWS = 4  # riders of so many rows have as few programs for each as they can
 LARGEST = 64  # rows of the weight in a tile
 MEASURED = 4  # chunks of a row, of the shapes with which ROOM was measured
+LONG_STEP = 256  # columns
 SYSTEM_SHARED = 1024  # bytes of shared memory that the system takes for each program
 
 
@@ -70,22 +71,19 @@ def blocks(
         found = Cut(padded, 64, 128, 4, 5)
     elif gated and padded <= 32:
         found = Cut(padded, 32, 128, 4, 6, swapped=True)
+    elif padded == 16 and short:
+        found = Cut(padded, 32, 128, 4, 4)
     elif padded == 16:
-        step = 256 if size % 512 else 512  # no half steps
-        if short:
-            found = Cut(padded, 32, 128, 4, 4)
-        elif few:
-            found = Cut(padded, 16, step, 4, (6 if rows < 8 else 4) * 512 // step, 4)
-        else:
-            found = Cut(padded, 32, step, 4, 6 if step == 256 else 4)
+        halved = size % 512 != 0  # steps, so that the last is not half padding
+        found = Cut(padded, 16, 512, 4, 6, 4) if few else Cut(padded, 32, 512, 4, 4)
+        if halved:
+            found = found._replace(step=256, stages=8 if few else 6)
     elif padded == 32:
         found = Cut(padded, 16, 512, 4, 4) if few else Cut(padded, 32, 256, 4, 5)
         if short and outputs >= 4096:
             found = Cut(padded, 64, 128, 4, 6, swapped=True)
     else:
-        found = Cut(padded, 32, 128, 4, 5 if short else 6)
-        if few and not short:  # many stages: most of each is of x
-            found = Cut(padded, 16, 128, 4, 11)
+        found = Cut(padded, 16 if few and not short else 32, 128, 4, 5 if short else 6)
     # Tensor cores multiply float32 as TF32 alone, so its products have no operands to swap.
     return found._replace(step=found.step * 2 // itemsize, swapped=found.swapped and itemsize == 2)
 
@@ -190,6 +188,12 @@ def fitting(stages: int, stage_bytes: int, shared_bytes: int) -> int:
     """The number of stages, at most `stages`, for which a GPU has shared memory: `shared_bytes` of
     a multiprocessor."""
     return max(2, min(stages, (shared_bytes - SYSTEM_SHARED) // stage_bytes))
+
+
+def of_larger(step: int, stages: int) -> tuple[int, int]:
+    """The step and stages of tiles that are larger than those of `blocks`: of long steps two stages
+    alone would fit, which made a ladder's step of 16 sequences 10 % longer."""
+    return (step // 2, 2 * stages) if step > LONG_STEP else (step, stages)
 
 
 class Ride(NamedTuple):
