@@ -85,6 +85,12 @@ FOUR_CALIBRATION = (
     "2026-11-27-fp8-again-h200x4.jsonl",
     "2026-11-27-train-again-h200x4.jsonl",
 )
+# Today's products and attention, on one GPU; and records to calibrate their steps on four by.
+STEPS_MEASURED, STEPS_PARTS = "2026-11-27-machine-steps-h200x1.json", ("product", "attention")
+STEPS_CALIBRATION = (
+    "2026-11-27-inference-keys-h200x4.jsonl",
+    "2026-11-27-inference-keys-64-h200x4.jsonl",
+)
 
 
 def records(name: str) -> Iterator[dict[str, Any]]:
@@ -258,11 +264,19 @@ def four_before() -> Machine:
 
 
 @functools.cache
-def four_today() -> Machine:
-    """Four GPUs, with what was measured of what is between them, and fitted to today's passes."""
+def four_then() -> Machine:
+    """Four GPUs, with what was measured of what is between them, and fitted to passes of today's
+    kernels but for those of decode steps: attention read keys after its wait."""
     found = with_measured(four_before(), [taken(FOUR_MEASURED, FOUR_PARTS)])
     found = replace(found, values={**found.values, **FOUR_LIMIT})
     return with_missing(calibrated(found, *(RESULTS / file for file in FOUR_CALIBRATION)))
+
+
+@functools.cache
+def four_today() -> Machine:
+    """The same with today's products and attention. What fp8 takes more was not measured again."""
+    found = with_measured(four_then(), [taken(STEPS_MEASURED, STEPS_PARTS)])
+    return with_missing(fit_steps(found, [RESULTS / file for file in STEPS_CALIBRATION]))
 
 
 def with_missing(machine: Machine) -> Machine:
@@ -296,11 +310,20 @@ def h100s(gpus: int) -> Machine:
     return replace(calibrated(read(measured), *files), name=f"h100x{gpus}")
 
 
-def older() -> Machine:
-    """The older decode kernels, and what is fitted to them."""
-    values = {"step_stretch": four().values["step_stretch"]}
-    curves = tuple(each for each in four().curves if each.name in OF_STEPS)
-    return Machine("older kernels of h200", GPU, 1, values, curves, ())
+def steps_of(machine: Machine, name: str) -> Machine:
+    """The kernels of its decode steps, and what is fitted to them."""
+    values = {"step_stretch": machine.values["step_stretch"]}
+    curves = tuple(each for each in machine.curves if each.name in OF_STEPS)
+    return Machine(name, GPU, 1, values, curves, ())
+
+
+def kept() -> dict[str, Machine]:
+    """What older records are predicted by, by the name of its file."""
+    return {
+        "h200": steps_of(four(), "older kernels of h200"),
+        "h200-former": steps_of(four_then(), "former kernels of h200"),
+        "h200x4": four_before(),
+    }
 
 
 if __name__ == "__main__":
@@ -308,6 +331,6 @@ if __name__ == "__main__":
     for each in (*map(machine, (1, 2)), four_today(), *map(h100s, H100S)):
         write(each, FOLDER / f"{each.name}.json")
         print(FOLDER / f"{each.name}.json")
-    for name, each in (("h200", older()), ("h200x4", four_before())):
+    for name, each in kept().items():
         write(each, OLDER / f"{name}.json")
         print(OLDER / f"{name}.json")

@@ -24,7 +24,8 @@ NAMES = (
     "half-8b", "accumulate", "rare-reduces-half-8b", "train-ahead", "train-8b-again", "train",
     "train-compiled", "quarter-8b", "heads", "decode", "train-virtual", "eight-bits-few-rows",
     "int8", "inference-fused", "inference-64", "inference-again", "fp8-again", "train-again",
-    "inference-beside", "fp8-beside", "fp8-landings", "train-8b",
+    "inference-beside", "fp8-beside", "fp8-landings", "inference-keys", "inference-keys-64",
+    "table1-8b", "train-8b",
 )  # fmt: skip
 # The second: operators without entries in the table, which has them now.
 OLDER = ("2026-11-21-train-h200x4.jsonl", "2026-11-26-train-h100x2.jsonl")
@@ -45,7 +46,7 @@ def entries() -> list[dict[str, Any]]:
             if not each.calibrated and not short:
                 gpus, way = where(each)
                 reducer = "" if phase == "train" else way
-                key = machine.gpu, gpus, phase, reducer, each.point.model, each.older
+                key = machine.gpu, gpus, phase, reducer, each.point.model, each.era == "older"
                 ratio = each.measured / each.predicted
                 found.setdefault(key, []).append([round(1e3 * each.predicted, 1), round(ratio, 3)])
     return [

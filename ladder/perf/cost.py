@@ -168,8 +168,8 @@ class DecodeCost:
             chunks = 1  # a thread block lands a row
         way = rides(self.kernels, sends, chunks, *shape, self.stored, pieces)
         if not way.programs:
-            return max(0.0, self.small - early_bytes(*shape) / self.memory)
-        at_once = room(*shape, self.stored, pieces)
+            return max(0.0, self.small - early_bytes(self.kernels, *shape) / self.memory)
+        at_once = room(self.kernels, *shape, self.stored, pieces)
         free = max(0, at_once - -(-outputs // way.own))
         alone, parts = self.alone(product).us, self.batch * -(-chunks // way.span)
         if way.programs <= free:

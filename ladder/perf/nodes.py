@@ -26,6 +26,7 @@ from ladder.perf.machine import (
 from ladder.perf.machine_files import (
     FOLDER,
     OLDER,
+    former_kernels,
     older_kernels,
     read,
     shipped,
@@ -165,6 +166,11 @@ def with_older_kernels(machine: Machine) -> Machine | None:
     return with_steps_of(machine, kept) if kept is not None and _known(machine) else None
 
 
+def with_former_kernels(machine: Machine) -> Machine:
+    """The same of those before today's; the machine itself where none are kept."""
+    return _former(machine.name) if _known(machine) else machine
+
+
 def older_passes(machine: Machine) -> Machine | None:
     """By what a machine that `load` knows was predicted before its prompts and training were
     measured again; None where that is not kept."""
@@ -180,13 +186,22 @@ def _one(gpu: str) -> Machine | None:
 
 
 def _known(machine: Machine) -> bool:
-    """Whether `load` knows it by its name."""
-    return machine.name in (*shipped(), *names()) and _loaded(machine.name) == machine
+    """Whether `load` knows it by its name, if with former kernels."""
+    if machine.name not in (*shipped(), *names()):
+        return False
+    return machine in (_loaded(machine.name), _former(machine.name))
 
 
 @functools.cache
 def _loaded(name: str) -> Machine:
     return load(name)
+
+
+@functools.cache
+def _former(name: str) -> Machine:
+    found = load(name)
+    kept = former_kernels(found.gpu, found.gpus)
+    return found if kept is None else with_steps_of(found, kept)
 
 
 def _rings(machine: Machine) -> list[Curve]:

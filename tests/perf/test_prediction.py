@@ -210,7 +210,9 @@ def blocks_of(
     """How many thread blocks of a product run at once, and how many it has, with a landing of 4
     chunks."""
     shape = rows, outputs, inputs, gated
-    return room(*shape, **weight), -(-outputs // rides(kernels, False, 4, *shape, **weight).own)
+    return room(kernels, *shape, **weight), -(
+        -outputs // rides(kernels, False, 4, *shape, **weight).own
+    )
 
 
 def test_what_rides_on_tiles_runs_when_they_leave_room() -> None:
@@ -278,15 +280,21 @@ def test_one_gpu_of_several_decodes_as_one(name: str) -> None:
 
 def test_thread_blocks_of_other_kernels() -> None:
     """Gate and up of an 8B's rank are 3584 rows: by 28 and, as they were, by 32. In fp8 gate and up
-    have 6 stages of 24 KiB of weights and x; a product without tiles has room for what rides."""
+    have 6 stages of 24 KiB of weights and x; O of 4 rows had no tiles, and room for what rides. QKV
+    of 4 rows had tiles of 32 of its rows, now of 16."""
     gate = 16, 3584, 4096, True
     assert blocks_of(Kernels("behind"), *gate) == (132, 128)
     assert blocks_of(Kernels("behind", even=False), *gate) == (132, 112)
     assert blocks_of(Kernels("behind"), *gate, stored="fp8", pieces=True) == (132, 128)
     qkv = 16, 1536, 4096, False
     assert blocks_of(Kernels("behind"), *qkv, stored="fp8", pieces=True) == (132, 48)
-    at_once, found = blocks_of(Kernels("behind"), 4, 4096, 1024, False, stored="fp8")
+    o = 4, 4096, 1024, False
+    then = Kernels("behind", long=False)
+    at_once, found = blocks_of(then, *o, stored="fp8")
     assert at_once == 132 + found
+    assert blocks_of(TODAY, *o, stored="fp8") == (264, 128)  # of 96 KiB
+    qkv = 4, 1536, 4096, False
+    assert (blocks_of(then, *qkv), blocks_of(TODAY, *qkv)) == ((132, 48), (132, 96))
 
 
 @pytest.mark.parametrize(

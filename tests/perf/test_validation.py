@@ -16,11 +16,14 @@ from ladder.cli import main
 from ladder.models.errors import UserError
 from ladder.perf.machine import Curve, Value
 from ladder.perf.machine_files import load, read
+from ladder.perf.nodes import with_former_kernels
 from ladder.perf.phases import prefill
 from ladder.perf.prediction.command import kind_of
+from ladder.perf.prediction.eras import as_then
 from ladder.perf.prediction.fitting import calibrated, fit_steps
 from ladder.perf.prediction.ranking import rankings
 from ladder.perf.prediction.records import Score, scores, summary
+from ladder.perf.riders import Kernels
 from tests import ROOT
 
 RESULTS = ROOT / "benchmarks/results"
@@ -84,10 +87,15 @@ def test_steps_by_newer_kernels_are_predicted_as_such() -> None:
         off = [100 * abs(each.error) for each in found]
         assert len(off) >= (5 if files is EIGHT else 8)
         assert sum(off) / len(off) < most
-        assert {each.older for each in found} == ({True, False} if files is NEWER else {False})
+        assert {each.era == "older" for each in found} == (
+            {True, False} if files is NEWER else {False}
+        )
     machine = load("h200x4")
     changed = replace(machine, values={**machine.values, "launch_us": Value(1.1, "measured")})
-    assert not any(each.older for each in scores(NEWER, changed, "decode"))  # one's own machine
+    assert as_then(changed, "older") == (
+        changed,
+        Kernels("behind", long=False),
+    )  # one's own machine
 
 
 @pytest.mark.parametrize(
@@ -103,15 +111,18 @@ def test_steps_by_newer_kernels_are_predicted_as_such() -> None:
         ("27-inference-h200x4", "h200x4", "decode", 37, (3.3, 7.4, 13.2)),
         ("27-inference-h200x4", "h200x4", "prefill", 37, (3.6, 8.3, 11.1)),
         ("27-train-h200x4", "h200x4", "train", 3, (2.8, 4.2, 4.2)),
-        # Today's kernels there, to whose passes without communication all is fitted.
+        # Kernels to whose passes without communication all is fitted.
         ("27-inference-again-h200x4", "h200x4", "decode", 20, (1.4, 3.8, 3.8)),
         ("27-inference-again-h200x4", "h200x4", "prefill", 20, (1.5, 3.5, 3.5)),
         ("27-fp8-again-h200x4", "h200x4", "decode", 12, (4.9, 7.9, 12.6)),
         ("27-fp8-again-h200x4", "h200x4", "prefill", 12, (4.9, 8.0, 9.5)),
         ("27-train-again-h200x4", "h200x4", "train", 6, (1.0, 2.9, 2.9)),
-        # The same, of other machines, with riders beside tiles.
+        # Riders beside tiles, on other machines.
         ("27-inference-beside-h200x4", "h200x4", "decode", 20, (1.7, 3.5, 4.1)),
         ("27-inference-beside-h200x4", "h200x4", "prefill", 20, (2.4, 5.4, 6.9)),
+        # Today's decode kernels, to which steps without communication are fitted.
+        ("27-inference-keys-h200x4", "h200x4", "decode", 15, (1.3, 2.9, 3.4)),
+        ("27-inference-keys-64-h200x4", "h200x4", "decode", 5, (1.5, 3.2, 3.2)),
         ("27-fp8-beside-h200x4", "h200x4", "decode", 6, (5.9, 11.7, 11.7)),
         ("27-fp8-landings-h200x4", "h200x4", "decode", 6, (4.3, 7.2, 7.2)),
     ],
@@ -135,7 +146,7 @@ def check_held_out(found: list[Score], points: int, limits: tuple[float, ...]) -
 def test_four_gpus_calibrated_by_their_own_model_without_communication() -> None:
     """An 8B's `none` of the same run, and nothing else."""
     file = RESULTS / "2026-11-27-inference-h200x4.jsonl"
-    machine = fit_steps(load("h200x4"), [file], older=False)
+    machine = fit_steps(with_former_kernels(load("h200x4")), [file], older=False)
     check_held_out(scores([file], machine, "decode"), 37, (3.4, 7.6, 13.9))
 
 

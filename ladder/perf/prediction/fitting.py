@@ -14,13 +14,13 @@ from ladder.models.eight_bits import EIGHT_BITS
 from ladder.models.errors import UserError
 from ladder.perf.cost import DecodeCost, more_rows
 from ladder.perf.machine import Curve, Machine, Value
+from ladder.perf.prediction.eras import era_of
 from ladder.perf.prediction.records import (
     CALIBRATED,
     context_of,
     inference_times,
     is_calibration,
     is_training_calibration,
-    of_older_kernels,
     predicted,
     training_times,
 )
@@ -150,7 +150,7 @@ def calibrations(
     found: dict[tuple[int, int], tuple[InferencePoint, list[float]]] = {}
 
     def of(about: Mapping[str, Any]) -> bool:
-        return older in (None, of_older_kernels(about))
+        return older in (None, era_of(about) == "older")
 
     for point, ms in inference_times(files, machine, phase, of=of).items():
         this = (point.model, point.weights) == (model, weights)

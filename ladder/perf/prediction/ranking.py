@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 
+from ladder.perf.prediction.eras import SAID
 from ladder.perf.prediction.records import Score
-from ladder.perf.riders import TODAY
 
 APART = 0.03  # pairs whose measured times are closer have no order
 CHOSEN = ("plan", "reducer", "degree", "no_comm", "layout")  # fields of a point that are a choice
@@ -45,7 +45,7 @@ def rankings(found: Iterable[Score]) -> list[Ranking]:
         fields = asdict(each.point)
         if not fields["no_comm"] and fields["plan"] != "none":
             case = tuple((key, value) for key, value in fields.items() if key not in CHOSEN)
-            case += (("older kernels", each.older), ("rides", each.rides))
+            case += (("kernels", SAID[each.era]),)
             groups.setdefault(case, []).append(each)
     return [_ranking(case, some) for case, some in groups.items() if len(some) > 1]
 
@@ -64,10 +64,8 @@ def _ranking(case: Sequence[tuple[str, object]], some: Sequence[Score]) -> Ranki
     )
     if said.get("weights", "bf16") != "bf16":
         where += f", {said['weights']} weights"
-    if said["older kernels"]:
-        where += ", older kernels"
-    elif said["rides"] != TODAY.rides:
-        where += f", riding {said['rides']} tiles"
+    if said["kernels"]:
+        where += f", {said['kernels']}"
     return Ranking(
         f"{said['model']}, {where}", len(some), len(apart), right, _choice(best),
         best.measured / least - 1, tuple(_speedups(some)),

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from ladder.bench.inference.points import InferencePoint, resolve
 from ladder.bench.results import read_results
@@ -20,20 +20,13 @@ from ladder.perf import phases
 from ladder.perf.cost import WAY
 from ladder.perf.graph import FUSED
 from ladder.perf.machine import Machine
-from ladder.perf.nodes import older_passes, relatives, with_older_kernels, without_peers
-from ladder.perf.riders import TODAY, Kernels, Rides
+from ladder.perf.nodes import older_passes, relatives, without_peers
+from ladder.perf.prediction.eras import ERAS, Chosen, Era, as_then, earlier, every, of_era
+from ladder.perf.riders import TODAY, Kernels
 
 CALIBRATED = ("llama-3-8b", "none")  # on all GPUs: what fitted values may come from
 RANK = ("quarter-8b", 1)  # on so many GPUs: what a rank of it computes at TP 4
-# Steps recorded before that day, and of these commits, are of older kernels.
-NEWER_KERNELS, OLDER_COMMITS = "2026-11-23", ("239831f",)
-# In those before that day, and of the first commits, all sends and landings ride behind tiles; in
-# those of the second some are inside. Prompts and training before that day are predicted by the
-# file that was shipped then, if it is kept.
-RIDES_INSIDE, BEHIND_COMMITS = "2026-11-27", ("a6535fa",)
-INSIDE_COMMITS = ("41aaacd", "e5d7e80", "0f6c05e")
 MEASURED = {"decode": "decode_ms", "prefill": "prefill_ms", "train": "step_ms"}
-Chosen = Callable[[Mapping[str, Any]], bool]
 TP_DEGREE = 4  # T of recorded training steps of plans that depend on it, the default of bench train
 
 
@@ -60,8 +53,8 @@ class Run(TrainingPoint):
 @dataclass(frozen=True)
 class Score:
     """A recorded pass and its prediction, in milliseconds. Of a point's records the median counts,
-    and of training steps the least: some machines' hosts were slow, and no GPU too fast. older: by
-    older kernels. rides: of decode steps, as of `Kernels`.
+    and of training steps the least: some machines' hosts were slow, and no GPU too fast. era: of a
+    decode step.
     """
 
     phase: str
@@ -69,17 +62,11 @@ class Score:
     measured: float
     predicted: float
     calibrated: bool
-    older: bool = False
-    rides: Rides = "beside"
+    era: Era = "today"
 
     @property
     def error(self) -> float:
         return self.predicted / self.measured - 1
-
-
-def every(about: Mapping[str, Any]) -> bool:
-    """All records."""
-    return True
 
 
 def inference_times(
@@ -131,31 +118,6 @@ def _inside_now(point: InferencePoint, machine: Machine) -> bool:
     asked = machine.gpu, point.tp, point.reducer, shape, point.weights
     config = resolve(point)
     return phases.prompt_way(config, config.plan, *asked).fused
-
-
-def of_older_kernels(about: Mapping[str, Any]) -> bool:
-    """Whether a record of this machine is of decode kernels before NEWER_KERNELS."""
-    date, commit = str(about.get("date", NEWER_KERNELS)), str(about.get("commit"))
-    return date < NEWER_KERNELS or commit in OLDER_COMMITS
-
-
-def of_riders(where: Rides) -> Chosen:
-    """Of records of this machine, which are of decode kernels, not the older ones, whose sends and
-    landings ride so."""
-
-    def chosen(about: Mapping[str, Any]) -> bool:
-        commit = str(about.get("commit"))
-        found: Rides = "inside" if commit.startswith(INSIDE_COMMITS) else "beside"
-        if _earlier(about) or commit.startswith(BEHIND_COMMITS):
-            found = "behind"
-        return found == where and not of_older_kernels(about)
-
-    return chosen
-
-
-def _earlier(about: Mapping[str, Any]) -> bool:
-    """Whether a record of this machine was made before RIDES_INSIDE."""
-    return str(about.get("date", RIDES_INSIDE)) < RIDES_INSIDE
 
 
 def _elsewhere(record: Mapping[str, Any], machine: Machine, left_out: Counter[str]) -> bool:
@@ -284,7 +246,7 @@ def scores(
     left_out: gets how many records there are besides, by why they have none."""
     left_out = Counter() if left_out is None else left_out
     found = []
-    for tried, kernels, of in _eras(machine, phase):
+    for era, (tried, kernels), of in _eras(machine, phase):
         times: dict[Any, float] = {}
         if phase == "train":
             times |= training_times(files, tried, left_out, of)
@@ -300,23 +262,19 @@ def scores(
             except UserError as error:  # a checkpoint that is not here, a curve not in the file
                 left_out[f"({error})"] += 1
                 continue
-            found.append(Score(phase, point, ms, us, seen, not kernels.even, kernels.rides))
+            found.append(Score(phase, point, ms, us, seen, era))
     return found
 
 
-def _eras(machine: Machine, phase: str) -> Iterator[tuple[Machine, Kernels, Chosen]]:
+def _eras(machine: Machine, phase: str) -> Iterator[tuple[Era, tuple[Machine, Kernels], Chosen]]:
     """By what machine and kernels records are predicted, and which."""
-    if phase != "decode":
-        former = older_passes(machine)
-        if former is not None:
-            yield former, TODAY, _earlier
-        yield machine, TODAY, lambda about: former is None or not _earlier(about)
+    if phase == "decode":
+        yield from ((era, as_then(machine, era), of_era(era)) for era in ERAS)
         return
-    former = with_older_kernels(machine)
-    for where in get_args(Rides):
-        yield machine, Kernels(where), of_riders(where)
-    older = Kernels("behind", even=former is None)
-    yield former or machine, older, of_older_kernels
+    former = older_passes(machine)
+    if former is not None:
+        yield "today", (former, TODAY), earlier
+    yield "today", (machine, TODAY), lambda about: former is None or not earlier(about)
 
 
 def summary(

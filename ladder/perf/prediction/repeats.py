@@ -6,18 +6,11 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 from ladder.bench.inference.points import InferencePoint
 from ladder.perf.machine import Machine
-from ladder.perf.prediction.records import (
-    Chosen,
-    every,
-    inference_runs,
-    of_older_kernels,
-    of_riders,
-)
-from ladder.perf.riders import Rides
+from ladder.perf.prediction.eras import ERAS, every, of_era
+from ladder.perf.prediction.records import inference_runs
 
 
 def repeats(files: Iterable[Path], machine: Machine, phase: str) -> list[str]:
@@ -25,8 +18,7 @@ def repeats(files: Iterable[Path], machine: Machine, phase: str) -> list[str]:
     their median: times, and speedups of ladder over standard that were measured in one run. Points
     that differ in the number of new tokens alone are the same, but for other kernels."""
     times: dict[tuple[InferencePoint, int], list[tuple[str, float]]] = {}
-    of_steps: tuple[Chosen, ...] = (*map(of_riders, get_args(Rides)), of_older_kernels)
-    eras = of_steps if phase == "decode" else (every,)
+    eras = tuple(map(of_era, ERAS)) if phase == "decode" else (every,)
     for era, of in enumerate(eras):
         for point, run, ms in inference_runs(files, machine, phase, of=of):
             times.setdefault((replace(point, new_tokens=0), era), []).append((run, ms))

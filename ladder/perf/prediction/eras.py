@@ -1,0 +1,68 @@
+"""Of which kernels a recorded decode step is: each record is predicted by those it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+from ladder.perf.machine import Machine
+from ladder.perf.nodes import with_former_kernels, with_older_kernels
+from ladder.perf.riders import TODAY, Kernels
+
+Era = Literal["today", "beside", "inside", "behind", "older"]  # newest first
+ERAS: tuple[Era, ...] = get_args(Era)
+SAID: dict[Era, str] = {
+    "today": "",
+    "beside": "keys read after the wait",
+    "inside": "riding inside tiles",
+    "behind": "riding behind tiles",
+    "older": "older kernels",
+}
+# Steps recorded before that day, and of these commits, are of older kernels.
+NEWER_KERNELS, OLDER_COMMITS = "2026-11-23", ("239831f",)
+# In those before that day, and of the first commits, all sends and landings ride behind tiles; in
+# those of the second some are inside, of the third beside them. Attention of all these waited for
+# QKV's product before it read keys. Prompts and training before that day are predicted by the file
+# that was shipped then, if it is kept.
+RIDES_INSIDE, BEHIND_COMMITS = "2026-11-27", ("a6535fa",)
+INSIDE_COMMITS = ("41aaacd", "e5d7e80", "0f6c05e")
+BESIDE_COMMITS = ("64ebca5",)
+Chosen = Callable[[Mapping[str, Any]], bool]
+
+
+def every(about: Mapping[str, Any]) -> bool:
+    """All records."""
+    return True
+
+
+def era_of(about: Mapping[str, Any]) -> Era:
+    """By what a record says of its machine."""
+    commit = str(about.get("commit"))
+    if str(about.get("date", NEWER_KERNELS)) < NEWER_KERNELS or commit.startswith(OLDER_COMMITS):
+        return "older"
+    if earlier(about) or commit.startswith(BEHIND_COMMITS):
+        return "behind"
+    if commit.startswith(INSIDE_COMMITS):
+        return "inside"
+    return "beside" if commit.startswith(BESIDE_COMMITS) else "today"
+
+
+def of_era(era: Era) -> Chosen:
+    """The records of one."""
+    return lambda about: era_of(about) == era
+
+
+def earlier(about: Mapping[str, Any]) -> bool:
+    """Whether a record was made before RIDES_INSIDE."""
+    return str(about.get("date", RIDES_INSIDE)) < RIDES_INSIDE
+
+
+def as_then(machine: Machine, era: Era) -> tuple[Machine, Kernels]:
+    """The machine with the kernels of decode steps that it had, if they are kept, and how its
+    products and riders were cut."""
+    if era == "today":
+        return machine, TODAY
+    if era == "older":
+        former = with_older_kernels(machine)
+        return former or machine, Kernels("behind", even=former is None, long=False)
+    return with_former_kernels(machine), Kernels(era, long=False)
