@@ -218,7 +218,7 @@ def attention(
 
 def chosen(
     sequences_and_heads: int, length: int, size: int, e4m3: bool = False
-) -> tuple[int, int, int, bool]:
+) -> tuple[int, int, int, int]:
     """How `decode_attention` is cut, for bfloat16; e4m3: the cache is in it."""
     dims = max(16, jit.triton.next_power_of_2(size))
     return attention_shapes.shape(sequences_and_heads, length, dims, 2 * dims, e4m3)

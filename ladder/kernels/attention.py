@@ -14,16 +14,16 @@ from ladder.jit import (
     gdc_launch_dependents,
     gdc_wait,
     interpreted,
-    jit,
     kernel,
     launch,
     on_triton,
     tl,
     triton,
 )
+from ladder.kernels.attention_parts import _begin, _block, _exponents, _keys, _values
 from ladder.kernels.attention_shapes import heads_at_once, shape
 from ladder.kernels.cache_checks import check_cache, check_extras, check_stored
-from ladder.kernels.eight_bits import fitting_exponent, power, to_e4m3, widened
+from ladder.kernels.decode_shapes import fitting
 from ladder.kernels.norm import Pair
 from ladder.models import storage
 from ladder.models.errors import UserError
@@ -71,140 +71,6 @@ def decode_attention_reference(
     return torch.einsum("bhgl,bhld->bhgd", weights, used).flatten(1).to(qkv.dtype)
 
 
-@jit
-@no_type_check
-def _keys(cache, base, i, positions, stop, HALF: tl.constexpr, HD: tl.constexpr):
-    """Both halves of the keys at `positions`, [BN, HP]; 0 from `stop` on, where NaN may lie."""
-    at = base + positions.to(tl.int64)[:, None] * HD + i[None, :]
-    mask = (positions < stop)[:, None] & (i < HALF)[None, :]
-    # 0.0: an integer has no conversion to 8-bit floats
-    left = tl.load(cache + at, mask=mask, other=0.0)
-    return left, tl.load(cache + at + HALF, mask=mask, other=0.0)
-
-
-@jit
-@no_type_check
-def _values(cache, base, d, positions, stop, HD: tl.constexpr):
-    at = base + positions.to(tl.int64)[:, None] * HD + d[None, :]
-    return tl.load(cache + at, mask=(positions < stop)[:, None] & (d < HD)[None, :], other=0.0)
-
-
-@jit
-@no_type_check
-def _exponents(exponents, base, positions, stop, HD: tl.constexpr):
-    """Those of the scales of the keys or values at `positions`, [BN]; of 1 from `stop` on."""
-    at = exponents + base // HD + positions
-    return tl.load(at, mask=positions < stop, other=127)
-
-
-@jit
-@no_type_check
-def _small(x, exponent):
-    """x in e4m3 over its scale, and the float32 that is read of it."""
-    found = to_e4m3(x.to(tl.float32) * power(254 - exponent))
-    return found, found.to(tl.float32) * power(exponent)
-
-
-@jit
-@no_type_check
-def _block(
-    high, weight, total, q_left, q_right, k_left, k_right, v, k_exponent, v_exponent, seen, scale,
-    WEIGHT: tl.constexpr, KIND: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Attend to one block of keys, at least one of which is visible, so that `high` is finite.
-
-    WEIGHT: the dtype to which softmax weights are rounded.
-    """
-    score = tl.dot(q_left, tl.trans(widened(k_left, KIND)), input_precision=EXACT)
-    score += tl.dot(q_right, tl.trans(widened(k_right, KIND)), input_precision=EXACT)
-    if k_exponent is not None:
-        score *= power(k_exponent.to(tl.int32))[None, :]
-    score = tl.where(seen[None, :], score * scale, float("-inf"))
-    top = tl.maximum(high, tl.max(score, 1))
-    shrink = tl.exp2(high - top)
-    p = tl.exp2(score - top[:, None])
-    weight = weight * shrink + tl.sum(p, 1)
-    total *= shrink[:, None]
-    if v_exponent is not None:
-        p *= power(v_exponent.to(tl.int32))[None, :]
-    total += tl.dot(p.to(WEIGHT).to(KIND), widened(v, KIND), input_precision=EXACT)
-    return top, weight, total
-
-
-@jit
-@no_type_check
-def _begin(
-    token, h, mine, place, cos, sin, keys, values, key_exponents, value_exponents,
-    bias, q_gain, k_gain, scale, eps,
-    BIAS: tl.constexpr, NORM: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-    HALF: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr, LEAST: tl.constexpr,
-    KIND: tl.constexpr, kind: tl.constexpr,
-):  # fmt: skip
-    """The token's rotated queries, in halves, and what attention to it alone gives: (maximum,
-    weight, total), nothing unless the token is `mine`: then its key and value are stored, too."""
-    HD: tl.constexpr = 2 * HALF
-    HQ: tl.constexpr = HKV * G
-    g, i, d = tl.arange(0, GP), tl.arange(0, HP), tl.arange(0, DP)
-    half = i < HALF
-    high = tl.full([GP], float("-inf"), tl.float32)
-    weight = tl.zeros([GP], tl.float32)
-    total = tl.zeros([GP, DP], tl.float32)
-    source = token + (h * G + g)[:, None] * HD + i[None, :]
-    inside = (g < G)[:, None] & half[None, :]
-    left = tl.load(source, mask=inside, other=0).to(tl.float32)
-    right = tl.load(source + HALF, mask=inside, other=0).to(tl.float32)
-    if BIAS:
-        added = bias + (h * G + g)[:, None] * HD + i[None, :]
-        left += tl.load(added, mask=inside, other=0).to(tl.float32)
-        right += tl.load(added + HALF, mask=inside, other=0).to(tl.float32)
-    if NORM:
-        squares = tl.sum(left * left, 1) + tl.sum(right * right, 1)
-        norm = tl.rsqrt(squares / HD + eps)[:, None]
-        left *= norm * tl.load(q_gain + i, mask=half, other=0).to(tl.float32)[None, :]
-        right *= norm * tl.load(q_gain + HALF + i, mask=half, other=0).to(tl.float32)[None, :]
-    query = (left * cos[None, :] - right * sin[None, :]).to(kind)
-    query_right = (right * cos[None, :] + left * sin[None, :]).to(kind)
-    if mine:
-        new = token + (HQ + h) * HD
-        new_left = tl.load(new + i, mask=half, other=0).to(tl.float32)
-        new_right = tl.load(new + HALF + i, mask=half, other=0).to(tl.float32)
-        value = tl.load(new + HKV * HD + d, mask=d < HD, other=0)
-        if BIAS:
-            of_key = bias + (HQ + h) * HD
-            new_left += tl.load(of_key + i, mask=half, other=0).to(tl.float32)
-            new_right += tl.load(of_key + HALF + i, mask=half, other=0).to(tl.float32)
-            more = tl.load(of_key + HKV * HD + d, mask=d < HD, other=0).to(tl.float32)
-            value = (value.to(tl.float32) + more).to(kind)
-        if NORM:
-            key_squares = tl.sum(new_left * new_left, 0) + tl.sum(new_right * new_right, 0)
-            key_norm = tl.rsqrt(key_squares / HD + eps)
-            new_left *= key_norm * tl.load(k_gain + i, mask=half, other=0).to(tl.float32)
-            new_right *= key_norm * tl.load(k_gain + HALF + i, mask=half, other=0).to(tl.float32)
-        key = (new_left * cos - new_right * sin).to(kind)
-        key_right = (new_right * cos + new_left * sin).to(kind)
-        target = place * HD
-        if key_exponents is not None:
-            top = tl.maximum(tl.max(tl.abs(key), 0), tl.max(tl.abs(key_right), 0))
-            exponent = fitting_exponent(top.to(tl.float32), LEAST)
-            tl.store(key_exponents + place, exponent.to(tl.uint8))
-            stored_key, key = _small(key, exponent)
-            stored_right, key_right = _small(key_right, exponent)
-            exponent = fitting_exponent(tl.max(tl.abs(value), 0).to(tl.float32), LEAST)
-            tl.store(value_exponents + place, exponent.to(tl.uint8))
-            stored_value, value = _small(value, exponent)
-        else:
-            stored_key, stored_right, stored_value = key, key_right, value
-        tl.store(keys + target + i, stored_key, mask=half)
-        tl.store(keys + target + HALF + i, stored_right, mask=half)
-        tl.store(values + target + d, stored_value, mask=d < HD)
-        products = query.to(tl.float32) * key.to(tl.float32)[None, :]
-        products += query_right.to(tl.float32) * key_right.to(tl.float32)[None, :]
-        high = tl.sum(products, 1) * scale
-        weight = tl.full([GP], 1.0, tl.float32)
-        total += value.to(tl.float32)[None, :]
-    return query.to(KIND), query_right.to(KIND), high, weight, total
-
-
 @kernel("computation")
 @no_type_check
 def _attention_kernel(
@@ -243,6 +109,10 @@ def _attention_kernel(
     base = b * batch_stride + h.to(tl.int64) * head_stride
     stop = tl.minimum(first + share, position)
     row = b * HKV + h
+    # Of float32, and of many query heads, the loop has no registers left to begin in.
+    LATE: tl.constexpr = (kind != tl.float32) & (GP <= 32)
+    if PDL and not LATE:
+        gdc_wait()
     if first < end:
         # What the loop's first turn finds.
         high = tl.full([GP], float("-inf"), tl.float32)
@@ -255,21 +125,27 @@ def _attention_kernel(
         if key_exponents is not None:
             k_next = _exponents(key_exponents, base, first + n, stop, HD)
             v_next = _exponents(value_exponents, base, first + n, stop, HD)
+        if not LATE:
+            q_left, q_right, high, weight, total = _begin(
+                qkv + b * (HQ + 2 * HKV) * HD, h, position < first + share, base, position, cos,
+                sin, keys, values, key_exponents, value_exponents, bias, q_gain, k_gain, scale, eps,
+                BIAS, NORM, HKV, G, GP, HALF, HP, DP, LEAST, KIND, kind,
+            )  # fmt: skip
         # At least one turn: the new token may be the first.
         for start in range(first, tl.maximum(stop, first + 1), BN):
             k_left, k_right = _keys(keys, base, i, start + n, stop, HALF, HD)
             v = _values(values, base, d, start + n, stop, HD)
             # Here, for the compiler copies the first blocks of keys and values to shared memory
             # before the loop: the previous kernel may end while they come.
-            if start == first:
-                if PDL:
-                    gdc_wait()
-                q_left, q_right, high, weight, total = _begin(
-                    qkv + b * (HQ + 2 * HKV) * HD, h, position < first + share,
-                    base // HD + position, cos, sin, keys, values, key_exponents, value_exponents,
-                    bias, q_gain, k_gain, scale, eps, BIAS, NORM, HKV, G, GP, HALF, HP, DP, LEAST,
-                    KIND, kind,
-                )  # fmt: skip
+            if LATE:  # noqa: SIM102  (known when this is compiled; `start` is not)
+                if start == first:
+                    if PDL:
+                        gdc_wait()
+                    q_left, q_right, high, weight, total = _begin(
+                        qkv + b * (HQ + 2 * HKV) * HD, h, position < first + share, base, position,
+                        cos, sin, keys, values, key_exponents, value_exponents, bias, q_gain,
+                        k_gain, scale, eps, BIAS, NORM, HKV, G, GP, HALF, HP, DP, LEAST, KIND, kind,
+                    )  # fmt: skip
             k_now = None
             v_now = None
             if key_exponents is not None:
@@ -288,7 +164,7 @@ def _attention_kernel(
             tl.store(part + slot[:, None] * HD + d[None, :], total, mask=inside)
             tl.store(stat + slot * 2, high, mask=g < G)
             tl.store(stat + slot * 2 + 1, weight, mask=g < G)
-    elif PDL:
+    elif PDL and LATE:
         gdc_wait()
     if SPLITS > 1:  # noqa: SIM102  (known when this is compiled)
         if arrive(arrived + row, SPLITS, "gpu"):
@@ -333,7 +209,9 @@ def decode_attention(
         halves are paired as Hugging Face does.
     positions: [B] int64, each token's position, from 0 to L - 1; it attends to 0 .. positions[b].
     keys, values: [B, num_kv_heads, L, head_dim], written in place at positions[b] and not read
-        beyond it, where they may hold NaN. Query head i uses KV head i // (heads / KV heads).
+        beyond it, where they may hold NaN. Query head i uses KV head i // (heads / KV heads). What
+        they hold before positions[b], with its exponents, must be older than the last launch
+        without dependent launch: it is read before the previous kernel has ended.
     scale: factor on the scores, usually 1 / sqrt(head_dim).
     arrived: [at least B * num_kv_heads] int32 zeros, and zeros again afterwards; each stream needs
         its own.
@@ -379,6 +257,9 @@ def decode_attention(
     block, splits, warps, stages = shape(
         batch * kv_heads, length, dims, dims * qkv.element_size(), exponents is not None
     )
+    if qkv.device.type != "cpu":
+        shared = torch.cuda.get_device_properties(qkv.device).shared_memory_per_multiprocessor
+        stages = fitting(stages, 2 * block * dims * keys.element_size(), shared)
     part = stat = out
     if splits > 1:
         scratch = {"dtype": torch.float32, "device": qkv.device}
@@ -397,6 +278,6 @@ def decode_attention(
         # The interpreter has no bfloat16 product.
         KIND=tl.float32 if interpreted() else getattr(tl, str(qkv.dtype).removeprefix("torch.")),
         EXACT="ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=warps,
-        num_stages=stages if qkv.element_size() == 2 else 2,
+        num_stages=stages,
     )  # fmt: skip
     return out

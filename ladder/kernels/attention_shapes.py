@@ -16,21 +16,21 @@ COMBINED = 128 * 128  # numbers combined at once: 128 registers of each thread o
 def shape(
     sequences_and_heads: int, length: int, dims: int, row_bytes: int, e4m3: bool = False
 ) -> tuple[int, int, int, int]:
-    """(keys per block, splits, warps, stages of 16-bit keys): enough programs to fill the GPU, none
-    idle.
+    """(keys per block, splits, warps, stages): enough programs to fill the GPU, none idle.
 
     row_bytes: of one head's queries. e4m3: the cache is in it.
     Chosen by measurements on an H200 (benchmarks/results/README.md).
     """
-    # Conversions of e4m3 want more warps.
-    if sequences_and_heads >= FULL and e4m3:
-        return max(16, min(128, 32768 // row_bytes)), 1, 8, 3
+    single = row_bytes > 2 * dims  # precision
+    # Conversions of e4m3, and products of float32, want more warps.
+    if sequences_and_heads >= FULL and (e4m3 or single):
+        return max(16, min(128, 32768 // row_bytes)), 1, 8, 2 if single else 3
     # At most 16 KiB per block of keys with 4 warps: larger blocks spill registers.
     block = max(16, min(64, 16384 // row_bytes))
     if sequences_and_heads >= FULL:
         return block, 1, 4, 4
     found = splits(sequences_and_heads, triton.cdiv(length, block), e4m3)
-    return block, min(found, COMBINED // dims), 4, 3
+    return block, min(found, COMBINED // dims), 4, 2 if single else 3
 
 
 def splits(sequences_and_heads: int, blocks: int, e4m3: bool = False) -> int:

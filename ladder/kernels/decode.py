@@ -341,13 +341,13 @@ def project(
     )
     sends = isinstance(rider, SendJob)
     if stages:
-        span, places, larger, own = decode_shapes.ride(
+        span, places, tile, own = decode_shapes.ride(
             sends, *chunks_of(rider), outputs, block, up is not None, weight.itemsize == 1,
             span_of(rider, warps),
         )  # fmt: skip
-        if larger > block:
-            step, stages = decode_shapes.of_larger(step, stages)
-        block = larger
+        if tile > block:
+            step, stages = decode_shapes.of_larger(step, stages, x.itemsize)
+        block = tile
     else:  # sends are in the product's programs
         span, places, own = 1, 0 if sends else parts_of(rider), block
     if stages and blocked:  # a part is a block; about the same bytes in flight

@@ -10,7 +10,7 @@ from ladder.kernels.limits import MOST_CHUNKS
 # More rows are multiplied on tensor cores; of weights in 8 bits: see `_by_vectors`.
 MAX_VECTOR_ROWS = 2
 # Steps of a product on tensor cores whose weights are brought into L2 before its wait: 1 to 4 % of
-# a layer at 4, 16 and 64 rows (benchmarks/results/README.md).
+# a layer at 4, 16 and 64 rows (benchmarks/results/README.md), when steps of 4 and 16 were shorter.
 EARLY = 2
 FEW = 2048  # outputs below these need cuts of their own to use the whole memory bandwidth
 # Outputs of a product with 64 rows of its weight for each SM, such as a head's.
@@ -20,7 +20,7 @@ FULL, ROOM = 96, 16
 WHOLE_ROWS = 4  # riders of so many rows have as few programs for each as they can
 LARGEST = 64  # rows of the weight in a tile
 MEASURED = 4  # chunks of a row, of the shapes with which ROOM was measured
-LONG_STEP = 256  # columns
+LONG_STEP = 512  # bytes of a row in a step
 SYSTEM_SHARED = 1024  # bytes of shared memory that the system takes for each program
 
 
@@ -74,9 +74,8 @@ def blocks(
     elif padded == 16 and short:
         found = Cut(padded, 32, 128, 4, 4)
     elif padded == 16:
-        halved = size % 512 != 0  # steps, so that the last is not half padding
         found = Cut(padded, 16, 512, 4, 6, 4) if few else Cut(padded, 32, 512, 4, 4)
-        if halved:
+        if size % 512:  # half of the last step may be padding
             found = found._replace(step=256, stages=8 if few else 6)
     elif padded == 32:
         found = Cut(padded, 16, 512, 4, 4) if few else Cut(padded, 32, 256, 4, 5)
@@ -190,10 +189,11 @@ def fitting(stages: int, stage_bytes: int, shared_bytes: int) -> int:
     return max(2, min(stages, (shared_bytes - SYSTEM_SHARED) // stage_bytes))
 
 
-def of_larger(step: int, stages: int) -> tuple[int, int]:
-    """The step and stages of tiles that are larger than those of `blocks`: of long steps two stages
-    alone would fit, which made a ladder's step of 16 sequences 10 % longer."""
-    return (step // 2, 2 * stages) if step > LONG_STEP else (step, stages)
+def of_larger(step: int, stages: int, itemsize: int) -> tuple[int, int]:
+    """The step and stages of tiles that are larger than those of `blocks`, of x of so many bytes
+    an element: of long steps of 64 rows two stages alone would fit, which made a ladder's step of
+    16 sequences 10 % longer."""
+    return (step // 2, 2 * stages) if step * itemsize > LONG_STEP else (step, stages)
 
 
 class Ride(NamedTuple):

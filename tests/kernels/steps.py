@@ -98,8 +98,8 @@ MORE = (
 
 @dataclass(frozen=True)
 class Long:
-    """Attention of one token: what one rank has of the heads. e4m3: the cache. extras: biases and
-    norms of queries and keys."""
+    """Attention of a token of each of `batch` sequences: what one rank has of the heads. e4m3: the
+    cache. extras: biases and norms of queries and keys."""
 
     group: int
     kv_heads: int
@@ -108,10 +108,15 @@ class Long:
     dtype: torch.dtype = torch.bfloat16
     size: int = 128
     extras: bool = False
+    batch: int = 1
 
 
-# As HOT: 32 splits, 64 and 128, of which one program combines some heads at a time.
-LONG = (Long(8, 2, 2048), Long(8, 2, 8192), Long(4, 1, 32768, e4m3=True))
+# As HOT: 32 splits, 64 and 128, of which one program combines some heads at a time; and one, of
+# programs that fill a GPU.
+LONG = (
+    Long(8, 2, 2048), Long(8, 2, 8192), Long(4, 1, 32768, e4m3=True), Long(4, 2, 2048, batch=64),
+    Long(4, 2, 2048, dtype=FP32), Long(4, 2, 2048, dtype=FP32, batch=64),
+)  # fmt: skip
 LONGER = tuple(
     Long(group, kv, context, e4m3, dtype, size, extras=group > 4 and size == 64)
     for kv, context in ((2, 2048), (2, 8192), (1, 32768))
@@ -192,12 +197,12 @@ def attend(case: Long) -> None:
     stored = torch.float8_e4m3fn if case.e4m3 else case.dtype
     with torch.device("meta"):
         bias, gains = torch.empty(width, dtype=case.dtype), torch.empty(2, size, dtype=case.dtype)
-        exponents = torch.empty(2, 1, kv, case.context, dtype=torch.uint8)
+        exponents = torch.empty(2, case.batch, kv, case.context, dtype=torch.uint8)
         decode_attention(
-            torch.empty(1, width, dtype=case.dtype), torch.empty(case.context, size),
-            torch.empty(1, dtype=torch.int64),
-            *torch.empty(2, 1, kv, case.context, size, dtype=stored), heads, size**-0.5,
-            torch.empty(kv, dtype=torch.int32), bias if case.extras else None,
+            torch.empty(case.batch, width, dtype=case.dtype), torch.empty(case.context, size),
+            torch.empty(case.batch, dtype=torch.int64),
+            *torch.empty(2, case.batch, kv, case.context, size, dtype=stored), heads, size**-0.5,
+            torch.empty(case.batch * kv, dtype=torch.int32), bias if case.extras else None,
             (gains[0], gains[1]) if case.extras else None, 1e-5,
             (exponents[0], exponents[1]) if case.e4m3 else None,
         )  # fmt: skip

@@ -108,6 +108,25 @@ def test_defaults_are_numbers(found: dict[str, Any]) -> None:
     assert not found["defaults"], "\n".join(found["defaults"])
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_attention_copies_keys_before_its_wait(found: dict[str, Any]) -> None:
+    """And writes nothing before; of float32, nothing is copied."""
+    early = [
+        bool(re.search(r"cp\.async\.c[ag]", ptx.partition(WAIT)[0]))
+        for launch, ptx in found["ptx"].items()
+        if launch.startswith("_attention_kernel") and check_attention(launch, ptx)
+    ]
+    assert any(early)
+
+
+def check_attention(launch: str, ptx: str) -> bool:
+    """Whether it waits in its loop; then programs without keys wait, too."""
+    before, *after = ptx.split(WAIT)
+    assert after, launch
+    assert not re.search(r"\bst\.global|\batom\.", before), launch
+    return len(after) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 def test_steps_of_all_sizes_compile_to_machine_code() -> None:

@@ -263,6 +263,26 @@ def test_where_a_rider_rides(
     assert ride(eight_bits=True) == (found if gains else (1, 4 * rows, block, behind))
 
 
+def test_cuts_of_few_rows() -> None:
+    """Steps of 512 columns where these divide the weight's; larger tiles have half of that."""
+    cuts = {
+        (rows, outputs, size): decode_shapes.blocks(rows, outputs, size, False, 2)[1:6]
+        for rows, outputs, size in (
+            (3, 1536, 4096), (16, 1536, 4096), (4, 4096, 3584), (16, 1024, 2304), (4, 2304, 2304),
+            (16, 4096, 1024),
+        )
+    }  # fmt: skip
+    assert list(cuts.values()) == [
+        (16, 512, 4, 6, 4), (16, 512, 4, 6, 4), (32, 512, 4, 4, 1), (16, 256, 4, 8, 4),
+        (32, 256, 4, 6, 1), (32, 128, 4, 4, 1),
+    ]  # fmt: skip
+    single = decode_shapes.blocks(16, 4096, 3584, False, 4)
+    assert (single.step, single.stages) == (256, 4)
+    assert decode_shapes.of_larger(512, 4, 2) == (256, 8)
+    assert decode_shapes.of_larger(256, 4, 4) == (128, 8)
+    assert decode_shapes.of_larger(128, 4, 2) == (128, 4)
+
+
 def test_riders_of_other_shapes() -> None:
     """Rows of other numbers of chunks, tiles that were too large, and threads that cannot hold 4
     chunks."""

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ladder.kernels import attention, attention_shapes, decode_attention
+from ladder.kernels import attention, attention_shapes, decode_attention, decode_shapes
 from ladder.models import ModelConfig
 from ladder.models.layers import rotary_tables, rotate
 from tests.kernels.support import (
@@ -92,6 +92,18 @@ def test_splits_of_long_contexts() -> None:
                 assert splits * heads * dims <= attention_shapes.COMBINED
 
 
+def test_shapes_of_programs() -> None:
+    """Programs that fill a GPU read with 4 warps, but for e4m3 and float32; and no more stages are
+    asked for than a GPU of compute capability 8.6 has shared memory for."""
+    shape = attention_shapes.shape
+    assert shape(128, 1152, 128, 256) == (64, 1, 4, 4)
+    assert shape(128, 1152, 128, 256, e4m3=True) == (128, 1, 8, 3)
+    assert shape(128, 1152, 128, 512) == (64, 1, 8, 2)
+    assert shape(32, 1152, 128, 256) == (64, 4, 4, 3)
+    assert shape(32, 1152, 128, 512)[2:] == (4, 2)
+    assert decode_shapes.fitting(4, 2 * 64 * 128 * 2, 100 * 1024) == 3
+
+
 def check_decode_attention(
     device: str, heads_of: tuple[int, int, int], length: int, dtype: torch.dtype, extras: bool,
     turns: list[torch.Tensor],
@@ -132,7 +144,11 @@ def check_decode_attention(
                 v_all = torch.cat((old[1], parts[2][b : b + 1]), 2)
                 outs.append(attend(turned[0][b : b + 1], k_all, v_all, size**-0.5))
             results.append((torch.cat(outs).flatten(1), turned[1].squeeze(2), parts[2].squeeze(2)))
-        poisoned = cache.clone()
+        # Heads are not a multiple of head_dim apart.
+        apart = (length + 8) * size + 8
+        strides = (batch * kv * apart, kv * apart, apart, size, 1)
+        poisoned = torch.empty_strided(cache.shape, strides, dtype=dtype, device=device)
+        poisoned.copy_(cache)
         for b, position in enumerate(positions.tolist()):
             poisoned[:, b, :, position:] = torch.nan
         before = poisoned.clone()

@@ -1,0 +1,143 @@
+"""What a program of decode attention does: reads keys and values, begins with a token, attends."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+from ladder.jit import jit, tl
+from ladder.kernels.eight_bits import fitting_exponent, power, to_e4m3, widened
+
+
+@jit
+@no_type_check
+def _keys(cache, base, i, positions, stop, HALF: tl.constexpr, HD: tl.constexpr):
+    """Both halves of the keys at `positions`, [BN, HP]; 0 from `stop` on, where NaN may lie."""
+    at = base + positions.to(tl.int64)[:, None] * HD + i[None, :]
+    mask = (positions < stop)[:, None] & (i < HALF)[None, :]
+    # 0.0: an integer has no conversion to 8-bit floats
+    left = tl.load(cache + at, mask=mask, other=0.0)
+    return left, tl.load(cache + at + HALF, mask=mask, other=0.0)
+
+
+@jit
+@no_type_check
+def _values(cache, base, d, positions, stop, HD: tl.constexpr):
+    at = base + positions.to(tl.int64)[:, None] * HD + d[None, :]
+    return tl.load(cache + at, mask=(positions < stop)[:, None] & (d < HD)[None, :], other=0.0)
+
+
+@jit
+@no_type_check
+def _exponents(exponents, base, positions, stop, HD: tl.constexpr):
+    """Those of the scales of the keys or values at `positions`, [BN]; of 1 from `stop` on."""
+    at = exponents + base // HD + positions
+    return tl.load(at, mask=positions < stop, other=127)
+
+
+@jit
+@no_type_check
+def _small(x, exponent):
+    """x in e4m3 over its scale, and the float32 that is read of it."""
+    found = to_e4m3(x.to(tl.float32) * power(254 - exponent))
+    return found, found.to(tl.float32) * power(exponent)
+
+
+@jit
+@no_type_check
+def _block(
+    high, weight, total, q_left, q_right, k_left, k_right, v, k_exponent, v_exponent, seen, scale,
+    WEIGHT: tl.constexpr, KIND: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Attend to one block of keys, at least one of which is visible, so that `high` is finite.
+
+    WEIGHT: the dtype to which softmax weights are rounded.
+    """
+    score = tl.dot(q_left, tl.trans(widened(k_left, KIND)), input_precision=EXACT)
+    score += tl.dot(q_right, tl.trans(widened(k_right, KIND)), input_precision=EXACT)
+    if k_exponent is not None:
+        score *= power(k_exponent.to(tl.int32))[None, :]
+    score = tl.where(seen[None, :], score * scale, float("-inf"))
+    top = tl.maximum(high, tl.max(score, 1))
+    shrink = tl.exp2(high - top)
+    p = tl.exp2(score - top[:, None])
+    weight = weight * shrink + tl.sum(p, 1)
+    total *= shrink[:, None]
+    if v_exponent is not None:
+        p *= power(v_exponent.to(tl.int32))[None, :]
+    total += tl.dot(p.to(WEIGHT).to(KIND), widened(v, KIND), input_precision=EXACT)
+    return top, weight, total
+
+
+@jit
+@no_type_check
+def _begin(
+    token, h, mine, base, position, cos, sin, keys, values, key_exponents, value_exponents,
+    bias, q_gain, k_gain, scale, eps,
+    BIAS: tl.constexpr, NORM: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    HALF: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr, LEAST: tl.constexpr,
+    KIND: tl.constexpr, kind: tl.constexpr,
+):  # fmt: skip
+    """The token's rotated queries, in halves, and what attention to it alone gives: (maximum,
+    weight, total), nothing unless the token is `mine`: then its key and value are stored, too."""
+    HD: tl.constexpr = 2 * HALF
+    HQ: tl.constexpr = HKV * G
+    g, i, d = tl.arange(0, GP), tl.arange(0, HP), tl.arange(0, DP)
+    half = i < HALF
+    high = tl.full([GP], float("-inf"), tl.float32)
+    weight = tl.zeros([GP], tl.float32)
+    total = tl.zeros([GP, DP], tl.float32)
+    source = token + (h * G + g)[:, None] * HD + i[None, :]
+    inside = (g < G)[:, None] & half[None, :]
+    left = tl.load(source, mask=inside, other=0).to(tl.float32)
+    right = tl.load(source + HALF, mask=inside, other=0).to(tl.float32)
+    if BIAS:
+        added = bias + (h * G + g)[:, None] * HD + i[None, :]
+        left += tl.load(added, mask=inside, other=0).to(tl.float32)
+        right += tl.load(added + HALF, mask=inside, other=0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(left * left, 1) + tl.sum(right * right, 1)
+        norm = tl.rsqrt(squares / HD + eps)[:, None]
+        left *= norm * tl.load(q_gain + i, mask=half, other=0).to(tl.float32)[None, :]
+        right *= norm * tl.load(q_gain + HALF + i, mask=half, other=0).to(tl.float32)[None, :]
+    query = (left * cos[None, :] - right * sin[None, :]).to(kind)
+    query_right = (right * cos[None, :] + left * sin[None, :]).to(kind)
+    if mine:
+        new = token + (HQ + h) * HD
+        new_left = tl.load(new + i, mask=half, other=0).to(tl.float32)
+        new_right = tl.load(new + HALF + i, mask=half, other=0).to(tl.float32)
+        value = tl.load(new + HKV * HD + d, mask=d < HD, other=0)
+        if BIAS:
+            of_key = bias + (HQ + h) * HD
+            new_left += tl.load(of_key + i, mask=half, other=0).to(tl.float32)
+            new_right += tl.load(of_key + HALF + i, mask=half, other=0).to(tl.float32)
+            more = tl.load(of_key + HKV * HD + d, mask=d < HD, other=0).to(tl.float32)
+            value = (value.to(tl.float32) + more).to(kind)
+        if NORM:
+            key_squares = tl.sum(new_left * new_left, 0) + tl.sum(new_right * new_right, 0)
+            key_norm = tl.rsqrt(key_squares / HD + eps)
+            new_left *= key_norm * tl.load(k_gain + i, mask=half, other=0).to(tl.float32)
+            new_right *= key_norm * tl.load(k_gain + HALF + i, mask=half, other=0).to(tl.float32)
+        key = (new_left * cos - new_right * sin).to(kind)
+        key_right = (new_right * cos + new_left * sin).to(kind)
+        target = base + position.to(tl.int64) * HD
+        place = base // HD + position
+        if key_exponents is not None:
+            top = tl.maximum(tl.max(tl.abs(key), 0), tl.max(tl.abs(key_right), 0))
+            exponent = fitting_exponent(top.to(tl.float32), LEAST)
+            tl.store(key_exponents + place, exponent.to(tl.uint8))
+            stored_key, key = _small(key, exponent)
+            stored_right, key_right = _small(key_right, exponent)
+            exponent = fitting_exponent(tl.max(tl.abs(value), 0).to(tl.float32), LEAST)
+            tl.store(value_exponents + place, exponent.to(tl.uint8))
+            stored_value, value = _small(value, exponent)
+        else:
+            stored_key, stored_right, stored_value = key, key_right, value
+        tl.store(keys + target + i, stored_key, mask=half)
+        tl.store(keys + target + HALF + i, stored_right, mask=half)
+        tl.store(values + target + d, stored_value, mask=d < HD)
+        products = query.to(tl.float32) * key.to(tl.float32)[None, :]
+        products += query_right.to(tl.float32) * key_right.to(tl.float32)[None, :]
+        high = tl.sum(products, 1) * scale
+        weight = tl.full([GP], 1.0, tl.float32)
+        total += value.to(tl.float32)[None, :]
+    return query.to(KIND), query_right.to(KIND), high, weight, total
