@@ -186,7 +186,7 @@ def _one(gpu: str) -> Machine | None:
 
 
 def _known(machine: Machine) -> bool:
-    """Whether `load` knows it by its name, if with former kernels."""
+    """Whether `load` knows it by its name; with its former kernels, too."""
     if machine.name not in (*shipped(), *names()):
         return False
     return machine in (_loaded(machine.name), _former(machine.name))

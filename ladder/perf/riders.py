@@ -15,7 +15,8 @@ Rides = Literal["beside", "inside", "behind"]
 class Kernels(NamedTuple):
     """What sets the kernels of a recorded decode step apart from today's. rides: where what rides
     on tiles may be, besides behind them: beside and inside of them, or inside alone. even: gated
-    products are spread evenly over multiprocessors. long: steps of 3 to 16 rows are."""
+    products are spread evenly over multiprocessors. long: products of 3 to 16 rows have longer
+    steps, and O of 3 and 4 rows in 8 bits has tiles."""
 
     rides: Rides = "beside"
     even: bool = True

@@ -22,7 +22,13 @@ from ladder.perf.prediction.command import kind_of
 from ladder.perf.prediction.eras import as_then
 from ladder.perf.prediction.fitting import calibrated, fit_steps
 from ladder.perf.prediction.ranking import rankings
-from ladder.perf.prediction.records import Score, scores, summary
+from ladder.perf.prediction.records import (
+    Score,
+    inference_times,
+    predicted,
+    scores,
+    summary,
+)
 from ladder.perf.riders import Kernels
 from tests import ROOT
 
@@ -121,8 +127,8 @@ def test_steps_by_newer_kernels_are_predicted_as_such() -> None:
         ("27-inference-beside-h200x4", "h200x4", "decode", 20, (1.7, 3.5, 4.1)),
         ("27-inference-beside-h200x4", "h200x4", "prefill", 20, (2.4, 5.4, 6.9)),
         # Today's decode kernels, to which steps without communication are fitted.
-        ("27-inference-keys-h200x4", "h200x4", "decode", 15, (1.3, 2.9, 3.4)),
-        ("27-inference-keys-64-h200x4", "h200x4", "decode", 5, (1.5, 3.2, 3.2)),
+        ("27-inference-keys-h200x4", "h200x4", "decode", 15, (1.3, 3.2, 3.5)),
+        ("27-inference-keys-64-h200x4", "h200x4", "decode", 5, (1.6, 3.2, 3.2)),
         ("27-fp8-beside-h200x4", "h200x4", "decode", 6, (5.9, 11.7, 11.7)),
         ("27-fp8-landings-h200x4", "h200x4", "decode", 6, (4.3, 7.2, 7.2)),
     ],
@@ -134,6 +140,21 @@ def test_other_models_and_machines_are_held_out(
     check_held_out(
         scores([RESULTS / f"2026-11-{name}.jsonl"], load(machine), phase), points, limits
     )
+
+
+def test_todays_kernels_change_other_models_little() -> None:
+    """Steps of kernels before them, without communication: 8 bits are fitted to the same times; a
+    70B's and a 2B's follow from an 8B's."""
+    machine, limits = load("h200x4"), {"fp8": 0.01, "bf16": 0.05}
+    found = 0
+    for name in ("fp8-again", "inference"):
+        file = RESULTS / f"2026-11-27-{name}-h200x4.jsonl"
+        for point, ms in inference_times([file], machine, "decode").items():
+            if point.plan == "none" and (point.weights, point.model) != ("bf16", "llama-3-8b"):
+                found += 1
+                error = predicted("decode", point, machine) / ms - 1
+                assert abs(error) < limits[point.weights], (point, error)
+    assert found >= 6
 
 
 def check_held_out(found: list[Score], points: int, limits: tuple[float, ...]) -> None:

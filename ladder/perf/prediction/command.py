@@ -47,7 +47,7 @@ def validate(options: Any) -> int:
         data = [
             {"phase": each.phase, **asdict(each.point), "measured_ms": each.measured,
              "predicted_ms": each.predicted, "calibrated": each.calibrated,
-             "kernels": each.era}
+             "kernels": each.era if each.phase == "decode" else None}
             for each in found
         ]  # fmt: skip
         data += [each.to_dict() for each in calls]

@@ -63,6 +63,6 @@ def as_then(machine: Machine, era: Era) -> tuple[Machine, Kernels]:
     if era == "today":
         return machine, TODAY
     if era == "older":
-        former = with_older_kernels(machine)
-        return former or machine, Kernels("behind", even=former is None, long=False)
+        kept = with_older_kernels(machine)
+        return kept or machine, Kernels("behind", even=kept is None, long=False)
     return with_former_kernels(machine), Kernels(era, long=False)

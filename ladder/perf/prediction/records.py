@@ -271,10 +271,10 @@ def _eras(machine: Machine, phase: str) -> Iterator[tuple[Era, tuple[Machine, Ke
     if phase == "decode":
         yield from ((era, as_then(machine, era), of_era(era)) for era in ERAS)
         return
-    former = older_passes(machine)
-    if former is not None:
-        yield "today", (former, TODAY), earlier
-    yield "today", (machine, TODAY), lambda about: former is None or not earlier(about)
+    then = older_passes(machine)
+    if then is not None:
+        yield "today", (then, TODAY), earlier
+    yield "today", (machine, TODAY), lambda about: then is None or not earlier(about)
 
 
 def summary(
