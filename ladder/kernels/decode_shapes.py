@@ -75,7 +75,8 @@ def blocks(
         found = Cut(padded, 32, 128, 4, 4)
     elif padded == 16:
         found = Cut(padded, 16, 512, 4, 6, 4) if few else Cut(padded, 32, 512, 4, 4)
-        if size % 512:  # half of the last step may be padding
+        # Half of the last step may be padding; of float32 longer steps in parts spill registers.
+        if size % 512 or itemsize == 4:
             found = found._replace(step=256, stages=8 if few else 6)
     elif padded == 32:
         found = Cut(padded, 16, 512, 4, 4) if few else Cut(padded, 32, 256, 4, 5)
