@@ -23,7 +23,7 @@ from ladder.jit import (
 from ladder.kernels.attention_parts import _begin, _block, _exponents, _keys, _values
 from ladder.kernels.attention_shapes import heads_at_once, shape
 from ladder.kernels.cache_checks import check_cache, check_extras, check_stored
-from ladder.kernels.decode_shapes import fitting
+from ladder.kernels.carveout import stages_that_fit
 from ladder.kernels.norm import Pair
 from ladder.models import storage
 from ladder.models.errors import UserError
@@ -257,9 +257,6 @@ def decode_attention(
     block, splits, warps, stages = shape(
         batch * kv_heads, length, dims, dims * qkv.element_size(), exponents is not None
     )
-    if qkv.device.type != "cpu":
-        shared = torch.cuda.get_device_properties(qkv.device).shared_memory_per_multiprocessor
-        stages = fitting(stages, 2 * block * dims * keys.element_size(), shared)
     part = stat = out
     if splits > 1:
         scratch = {"dtype": torch.float32, "device": qkv.device}
@@ -278,6 +275,6 @@ def decode_attention(
         # The interpreter has no bfloat16 product.
         KIND=tl.float32 if interpreted() else getattr(tl, str(qkv.dtype).removeprefix("torch.")),
         EXACT="ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=warps,
-        num_stages=stages,
+        num_stages=stages_that_fit(stages, 2 * block * dims * keys.element_size(), qkv.device),
     )  # fmt: skip
     return out

@@ -21,7 +21,7 @@ import torch
 
 from ladder.comm.driver import driver
 from ladder.jit import has_dependent_launch, watched
-from ladder.kernels.decode_shapes import MAX_VECTOR_ROWS, SYSTEM_SHARED
+from ladder.kernels.decode_shapes import MAX_VECTOR_ROWS, SYSTEM_SHARED, fitting
 from ladder.kernels.limits import MAX_ROWS
 
 ATTRIBUTE = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
@@ -48,6 +48,14 @@ def needed(shared: int, programs: int, device: torch.device) -> int:
     of_an_sm = -(-programs // found.multi_processor_count) * (shared + SYSTEM_SHARED)
     percent = -(-100 * of_an_sm // found.shared_memory_per_multiprocessor)
     return percent if percent <= 100 else DRIVERS
+
+
+def stages_that_fit(stages: int, stage_bytes: int, device: torch.device) -> int:
+    """As many of so many stages as a program has shared memory for; all in the interpreter."""
+    if device.type == "cpu":
+        return stages
+    found = torch.cuda.get_device_properties(device)
+    return fitting(stages, stage_bytes, found.shared_memory_per_multiprocessor)
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ from ladder.jit import (
     triton,
 )
 from ladder.kernels import decode_shapes
+from ladder.kernels.carveout import stages_that_fit
 from ladder.kernels.eight_bits import widened
 from ladder.kernels.landing import (
     LandingJob,
@@ -354,10 +355,9 @@ def project(
         if padded > 32 or x.itemsize == 4:  # steps of several blocks do not fit
             parts = 1
         step, stages = BLOCK * parts, stages * step // (BLOCK * parts)
-    if stages and x.device.type != "cpu":
-        stage_bytes = padded * x.itemsize + block * (1 if up is None else 2) * weight.itemsize
-        shared = torch.cuda.get_device_properties(x.device).shared_memory_per_multiprocessor
-        stages = decode_shapes.fitting(stages, stage_bytes * step, shared)
+    if stages:
+        column = padded * x.itemsize + block * (1 if up is None else 2) * weight.itemsize
+        stages = stages_that_fit(stages, column * step, x.device)
     products = triton.cdiv(outputs, own)
     align = 16 // weight.itemsize
     if size % align or (up is not None and (up.data_ptr() - weight.data_ptr()) % 16):

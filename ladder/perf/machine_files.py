@@ -29,10 +29,9 @@ from ladder.perf.machine import (
 # Keys of `where` that have names.
 NAMED = {"algorithm": ALGORITHMS, "transport": EXCHANGES, "weights": EIGHT_BITS}
 FOLDER = Path(__file__).parent / "machines"
-# Kernels of decode steps as they were, by GPU (KERNELS; FORMER: of several, which the file of one
-# still has); whole machines as they were, by name.
+# Kernels of decode steps as they were, by GPU (KERNELS); whole machines as they were, by name.
 OLDER = FOLDER / "older"
-KERNELS, FORMER = {"NVIDIA H200": "h200"}, {"NVIDIA H200": "h200-former"}
+KERNELS = {"NVIDIA H200": "h200"}
 
 
 def write(machine: Machine, path: Path) -> None:
@@ -67,8 +66,8 @@ def older_kernels(gpu: str) -> Machine | None:
 
 
 def former_kernels(gpu: str, gpus: int) -> Machine | None:
-    """The same of those before today's."""
-    return read(OLDER / f"{FORMER[gpu]}.json") if gpu in FORMER and gpus > 1 else None
+    """The same of those before today's, which the file of one GPU still has."""
+    return read(OLDER / f"{KERNELS[gpu]}-former.json") if gpu in KERNELS and gpus > 1 else None
 
 
 def with_steps_of(machine: Machine, other: Machine) -> Machine:

@@ -22,13 +22,7 @@ from ladder.perf.prediction.command import kind_of
 from ladder.perf.prediction.eras import as_then
 from ladder.perf.prediction.fitting import calibrated, fit_steps
 from ladder.perf.prediction.ranking import rankings
-from ladder.perf.prediction.records import (
-    Score,
-    inference_times,
-    predicted,
-    scores,
-    summary,
-)
+from ladder.perf.prediction.records import Score, inference_times, predicted, scores, summary
 from ladder.perf.riders import Kernels
 from tests import ROOT
 
@@ -98,10 +92,8 @@ def test_steps_by_newer_kernels_are_predicted_as_such() -> None:
         )
     machine = load("h200x4")
     changed = replace(machine, values={**machine.values, "launch_us": Value(1.1, "measured")})
-    assert as_then(changed, "older") == (
-        changed,
-        Kernels("behind", long=False),
-    )  # one's own machine
+    own = as_then(changed, "older")  # one's own machine
+    assert own == (changed, Kernels("behind", long=False))
 
 
 @pytest.mark.parametrize(
