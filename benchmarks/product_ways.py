@@ -34,10 +34,15 @@ def in_pieces(rows: int, product: Product) -> bool:
     return product.normed and product.weights == "fp8" and decode_shapes.by_pieces(rows)
 
 
+def in_half(rows: int, product: Product) -> bool:
+    """Whether a step multiplies this weight by an input in float16 (`ladder.infer.halves`)."""
+    return not product.normed and product.weights == "fp8" and decode_shapes.by_pieces(rows)
+
+
 def today(rows: int, product: Product) -> Cut:
     return decode_shapes.blocks(
         rows, product.outputs, product.inputs, product.gated, 2, product.weights != "bf16",
-        in_pieces(rows, product),
+        in_pieces(rows, product), in_half(rows, product),
     )  # fmt: skip
 
 

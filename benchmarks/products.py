@@ -38,7 +38,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from kernels import EPS, SHAPES, Call, captured, copies, layer, replayed
-from product_ways import WAYS, Product, Way, in_pieces, usable
+from product_ways import WAYS, Product, Way, in_half, in_pieces, usable
 from torch import Tensor
 
 from ladder import kernels
@@ -98,7 +98,10 @@ def multiply(
     gate, up = weight.halves() if product.gated else (weight, Matrix(None, None))
     scales = None if gate.scales is None else (gate.scales, up.scales)
     with chosen(way, len(read.x), product):
-        y = kernels.project(read.x, gate.stored, up.stored, rider=rider, scales=scales, **read.norm)
+        y = kernels.project(
+            read.x, gate.stored, up.stored, rider=rider, scales=scales, gives=torch.bfloat16,
+            **read.norm,
+        )  # fmt: skip
     assert y is not None
     return y
 
@@ -137,7 +140,8 @@ def wrong_riders(
 
 
 def new_input(rows: int, product: Product) -> Input:
-    x = torch.randn(rows, product.inputs, device="cuda", dtype=torch.bfloat16)
+    kind = torch.float16 if in_half(rows, product) else torch.bfloat16
+    x = torch.randn(rows, product.inputs, device="cuda", dtype=kind)
     if not product.normed:
         return Input(x, {})
     job = kernels.new_landing(x)

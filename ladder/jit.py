@@ -81,6 +81,16 @@ def begin(PDL: tl.constexpr):
 
 
 @functools.cache
+def element(dtype: torch.dtype) -> Any:
+    """Triton's type of a tensor's elements."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def multiplied(dtype: torch.dtype) -> Any:
+    """The type in which they are multiplied; the interpreter has no product of bfloat16."""
+    return tl.float32 if interpreted() else element(dtype)
+
+
 def has_dependent_launch(device: torch.device) -> bool:
     """Whether `device` has programmatic dependent launch: compute capability 9 and above."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -19,10 +19,12 @@ from ladder.comm.capture import Mode
 from ladder.comm.capture import mode as current_mode
 from ladder.costs import reduce_bytes
 from ladder.infer.cache import Cache
+from ladder.infer.halves import halve_attention, halve_swiglu
 from ladder.jit import DTYPES, device_name
+from ladder.kernels import decode_shapes
 from ladder.kernels.attention import decode_attention
 from ladder.kernels.choice import embed
-from ladder.kernels.limits import MAX_ADDENDS
+from ladder.kernels.limits import MAX_ADDENDS, MAX_ROWS
 from ladder.kernels.norm import add_rms_norm
 from ladder.kernels.prefill import rotary_prompt
 from ladder.models.config import ModelConfig
@@ -57,11 +59,12 @@ class FusedAttention(Sublayer):
     A single token per sequence is a decode step and needs no mask; longer inputs are prompts that
     start at position 0 and use torch's attention. gain: the norm's weight, folded into the packed
     matrix. table: the rotary table of all positions. arrived: the attention kernel's counters.
+    halves: the output's decode products take their input in float16.
     """
 
     def __init__(
         self, config: ModelConfig, attention: Attention, gain: Tensor, table: Tensor,
-        arrived: Tensor,
+        arrived: Tensor, halves: bool,
     ) -> None:  # fmt: skip
         super().__init__(config, attention.layer)
         index, head_dim = attention.k_proj.held_heads(), attention.head_dim
@@ -80,6 +83,9 @@ class FusedAttention(Sublayer):
             self.eps = attention.q_norm.eps
         self.output = pack([attention.o_proj])
         self.head_dim, self.table, self.arrived = attention.head_dim, table, arrived
+        self.halves = halves
+        if halves:
+            halve_attention(self.qkv, self.bias, self.kv_heads * head_dim, self.output)
 
     def compute(self, x: Any, context: Context) -> Any:
         assert context.mask is None, "fused attention knows what to see from the cache's positions"
@@ -93,10 +99,12 @@ class FusedAttention(Sublayer):
         return context.operators.row(out, self.output)
 
     def _decode(self, packed: Tensor, cache: Cache) -> Tensor:
+        half = self.halves and decode_shapes.by_pieces(len(packed)) and len(packed) <= MAX_ROWS
         return decode_attention(
             packed, self.table, cache.positions[:, 0], cache.keys[self.layer],
             cache.values[self.layer], self.heads, self.head_dim**-0.5, self.arrived, self.bias,
             self.gains, self.eps, cache.layer_exponents(self.layer),
+            torch.float16 if half else None,
         )  # fmt: skip
 
     def _prompt(self, packed: Tensor, cache: Cache) -> Tensor:
@@ -115,10 +123,12 @@ class FusedAttention(Sublayer):
 class FusedMLP(Sublayer):
     """`MLP` with one packed matrix for gate and up, whose kernel also computes their product."""
 
-    def __init__(self, config: ModelConfig, mlp: MLP, gain: Tensor) -> None:
+    def __init__(self, config: ModelConfig, mlp: MLP, gain: Tensor, halves: bool) -> None:
         super().__init__(config, mlp.layer)
         self.gate_up = pack([mlp.gate_proj, mlp.up_proj], gain, gated=True)
         self.down = pack([mlp.down_proj])
+        if halves:
+            halve_swiglu(self.gate_up, self.down)
 
     def compute(self, x: Any, context: Context) -> Any:
         (inner,) = context.operators.column(x, (self.gate_up,))
@@ -222,12 +232,12 @@ def fuse(model: Transformer) -> InferenceTransformer:
 
     def mixer(config: ModelConfig, layer: int) -> Sublayer:
         attention, gain = layers[layer].self_attn, _gain(layers[layer].input_layernorm)
-        return _take(attention, FusedAttention(config, attention, gain, table, arrived))
+        return _take(attention, FusedAttention(config, attention, gain, table, arrived, splits))
 
     def feed_forward(config: ModelConfig, layer: int) -> Sublayer:
         first = layers[layer].input_layernorm  # `parallel` has one norm
         gain = _gain(getattr(layers[layer], "post_attention_layernorm", first))
-        return _take(layers[layer].mlp, FusedMLP(config, layers[layer].mlp, gain))
+        return _take(layers[layer].mlp, FusedMLP(config, layers[layer].mlp, gain, splits))
 
     def head(config: ModelConfig) -> nn.Module:
         # The final mean averages normed residuals over ranks: their norm keeps its weight.

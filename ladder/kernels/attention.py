@@ -13,9 +13,9 @@ from ladder.jit import (
     check_tensor,
     gdc_launch_dependents,
     gdc_wait,
-    interpreted,
     kernel,
     launch,
+    multiplied,
     on_triton,
     tl,
     triton,
@@ -94,7 +94,7 @@ def _attention_kernel(
     HQ: tl.constexpr = HKV * G
     b, h, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     g, i, d, n = tl.arange(0, GP), tl.arange(0, HP), tl.arange(0, DP), tl.arange(0, BN)
-    kind: tl.constexpr = out.dtype.element_ty
+    kind: tl.constexpr = qkv.dtype.element_ty
     half = i < HALF
     # Results of earlier steps are read before the wait: between two steps there is a kernel without
     # dependent launch (`ladder.kernels.choice.embed`), for which all later kernels wait.
@@ -157,7 +157,7 @@ def _attention_kernel(
                                          EXACT)  # fmt: skip
         inside = (g < G)[:, None] & (d < HD)[None, :]
         if SPLITS == 1:
-            y = (total / weight[:, None]).to(kind)
+            y = (total / weight[:, None]).to(out.dtype.element_ty)
             tl.store(out + (row * G + g)[:, None] * HD + d[None, :], y, mask=inside)
         else:
             slot = (row * SPLITS + split) * G + g
@@ -192,7 +192,7 @@ def _attention_kernel(
                 y = tl.sum(totals * factor, 0) / tl.sum(weights * factor, 0)
                 e = start + tl.arange(0, PIECE)[:, None]
                 to = out + (row * G + e) * HD + d[None, :]
-                tl.store(to, y.to(kind), mask=(e < G) & (d < HD)[None, :])
+                tl.store(to, y.to(out.dtype.element_ty), mask=(e < G) & (d < HD)[None, :])
             tl.store(arrived + row, 0)  # for the next launch
 
 
@@ -200,7 +200,7 @@ def _attention_kernel(
 def decode_attention(
     qkv: Tensor, table: Tensor, positions: Tensor, keys: Tensor, values: Tensor, num_heads: int,
     scale: float, arrived: Tensor, bias: Tensor | None = None, gains: Pair | None = None,
-    eps: float = 0.0, exponents: Pair | None = None,
+    eps: float = 0.0, exponents: Pair | None = None, gives: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """Rotate one token per sequence, store its key and value, attend: [B, num_heads * head_dim].
 
@@ -223,9 +223,11 @@ def decode_attention(
 
     The launch depends only on shapes, so a captured graph serves every position. The rotation is in
     float32 and rounded once; scores, softmax and sums are in float32; softmax weights are rounded
-    to the dtype of the values before the product, as in flash attention. Not differentiable.
+    to the dtype of the values before the product, as in flash attention. The result is in `gives`,
+    or as qkv. Not differentiable.
     """
     batch, kv_heads, length, head_dim = keys.shape
+    gives = gives or qkv.dtype
     check_stored(keys, values, exponents, qkv=qkv)
     check_tensor("qkv", qkv, (batch, (num_heads + 2 * kv_heads) * head_dim), qkv)
     check_cache(keys, values, positions, qkv)
@@ -249,9 +251,9 @@ def decode_attention(
     if not on_triton(qkv):
         return decode_attention_reference(
             qkv, table, positions, keys, values, num_heads, scale, bias, gains, eps, exponents
-        )
+        ).to(gives)
     q_gain, k_gain = gains or (qkv, qkv)
-    out = torch.empty(batch, num_heads * head_dim, dtype=qkv.dtype, device=qkv.device)
+    out = torch.empty(batch, num_heads * head_dim, dtype=gives, device=qkv.device)
     dims = max(16, triton.next_power_of_2(head_dim))
     group = num_heads // kv_heads
     block, splits, warps, stages = shape(
@@ -272,8 +274,7 @@ def decode_attention(
         GC=triton.next_power_of_2(group), HALF=head_dim // 2,
         HP=max(16, triton.next_power_of_2(head_dim // 2)), DP=dims, BN=block, SPLITS=splits,
         PIECE=heads_at_once(group, splits, dims), LEAST=127 + storage.LEAST_CACHED,
-        # The interpreter has no bfloat16 product.
-        KIND=tl.float32 if interpreted() else getattr(tl, str(qkv.dtype).removeprefix("torch.")),
+        KIND=multiplied(qkv.dtype),
         EXACT="ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=warps,
         num_stages=stages_that_fit(stages, 2 * block * dims * keys.element_size(), qkv.device),
     )  # fmt: skip

@@ -26,12 +26,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.jit import (
+    element,
     gdc_launch_dependents,
     gdc_wait,
     interpreted,
     jit,
     kernel,
     launch,
+    multiplied,
     on_triton,
     tl,
     triton,
@@ -107,24 +109,25 @@ def _either(
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
-    STAGES: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, partial, rows, riders,
-    SENDS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, KIND: tl.constexpr, GIVES: tl.constexpr, PDL: tl.constexpr, partial, rows,
+    riders, SENDS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     if STAGES == 0:
         _product(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
                  start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD,
-                 CHUNK, CHUNKS, BITS, EMPTY, PDL, partial, rows, riders, SENDS, D,
+                 CHUNK, CHUNKS, BITS, EMPTY, GIVES, PDL, partial, rows, riders, SENDS, D,
                  BLOCK)  # fmt: skip
     elif pieces is not None:
         _tile_of_pieces(program, x, weight, up, scales, up_scales, pieces, factors, out, squares,
                         add, factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CHUNKS,
-                        CP, ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY, STAGES, KIND, PDL, EARLY,
-                        ROWS, PARTS, ALIGN)  # fmt: skip
+                        CP, ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY, STAGES, KIND, GIVES, PDL,
+                        EARLY, ROWS, PARTS, ALIGN)  # fmt: skip
     else:
         _tile(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
               start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNKS,
-              BITS, EMPTY, STAGES, KIND, PDL, BLOCK, EARLY, ROWS, PARTS, SWAP, ALIGN)  # fmt: skip
+              BITS, EMPTY, STAGES, KIND, GIVES, PDL, BLOCK, EARLY, ROWS, PARTS, SWAP,
+              ALIGN)  # fmt: skip
 
 
 @kernel("both")
@@ -139,9 +142,9 @@ def _project_kernel(
     INSIDE: tl.constexpr, D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
     OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     BITS: tl.constexpr, EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, ALIGN: tl.constexpr,
-    FIXED: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, KIND: tl.constexpr, GIVES: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr,
+    ALIGN: tl.constexpr, FIXED: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK: the columns that share a scale; 0: a scale for each row, or none.
 
@@ -174,9 +177,9 @@ def _project_kernel(
                       SPAN)  # fmt: skip
         _either(program, x, weight, up, scales, up_scales, pieces, factors, out, squares, add,
                 factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH,
-                RANK, WORLD, CHUNK, CHUNKS, BITS, EMPTY, STAGES, KIND, WAITS & (not IN_TILES),
-                residual, rows, riders, INSIDE, D, BLOCK, EARLY, ROWS, PARTS, SWAP,
-                ALIGN)  # fmt: skip
+                RANK, WORLD, CHUNK, CHUNKS, BITS, EMPTY, STAGES, KIND, GIVES,
+                WAITS & (not IN_TILES), residual, rows, riders, INSIDE, D, BLOCK, EARLY, ROWS,
+                PARTS, SWAP, ALIGN)  # fmt: skip
     elif (program >= landing) & (program < landing + places):
         if WAITS:
             gdc_wait()
@@ -189,8 +192,8 @@ def _project_kernel(
     else:
         _either(program - before, x, weight, up, scales, up_scales, pieces, factors, out, squares,
                 add, factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE,
-                PUSH, RANK, WORLD, CHUNK, CHUNKS, BITS, EMPTY, STAGES, KIND, WAITS, residual, rows,
-                riders, False, D, BLOCK, EARLY, ROWS, PARTS, SWAP, ALIGN)  # fmt: skip
+                PUSH, RANK, WORLD, CHUNK, CHUNKS, BITS, EMPTY, STAGES, KIND, GIVES, WAITS, residual,
+                rows, riders, False, D, BLOCK, EARLY, ROWS, PARTS, SWAP, ALIGN)  # fmt: skip
 
 
 def project(
@@ -198,9 +201,9 @@ def project(
     squares: Tensor | None = None, pieces: Pieces | None = None, eps: float = 0.0,
     add: Tensor | None = None, factor: float = 1.0, push: PushTarget | None = None,
     keep: bool = True, rider: LandingJob | SendJob | None = None, scales: Scales | None = None,
-    fixed: bool = True,
+    fixed: bool = True, gives: torch.dtype | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """x [M, K] times weight [N, K] transposed, for M from 1 to 64: [M, N].
+    """x [M, K] times weight [N, K] transposed, for M from 1 to 64: [M, N] in `gives`, or as x.
 
     The sum is in float32 (but see `pieces`) and rounded once.
 
@@ -216,7 +219,7 @@ def project(
     are read before the previous one has ended.
     """
     rows, size = x.shape
-    outputs = weight.shape[0]
+    outputs, gives = weight.shape[0], gives or x.dtype
     assert 1 <= rows <= MAX_ROWS, rows
     assert x.is_contiguous()
     assert weight.is_contiguous()
@@ -246,13 +249,14 @@ def project(
             land(rider)
         plain = {} if add is None else {"add": add, "factor": factor}
         y = project_reference(x, weight, up, squares=squares, eps=eps, scales=scales, **plain)
-        return y.to(x.dtype)
+        return y.to(gives)
     blocked = scales is not None and scales[0].dim() == 2
     if weight.dtype != torch.float8_e4m3fn or blocked or not decode_shapes.by_pieces(rows):
         pieces = None
     padded, block, step, warps, stages, parts, swapped = decode_shapes.blocks(
-        rows, outputs, size, up is not None, x.itemsize, scales is not None, pieces is not None
-    )
+        rows, outputs, size, up is not None, x.itemsize, scales is not None, pieces is not None,
+        weight.dtype == torch.float8_e4m3fn and x.dtype == torch.float16,
+    )  # fmt: skip
     sends = isinstance(rider, SendJob)
     if stages:
         span, places, tile, own = decode_shapes.ride(
@@ -289,7 +293,7 @@ def project(
         rider.launched = True
     # `add` goes to the returned result only if nothing is pushed.
     store = keep and not (add is not None and push is None)
-    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device) if keep else x
+    out = torch.empty(rows, outputs, dtype=gives, device=x.device) if keep else x
     launch(
         _project_kernel, (products + places,), x.device,
         x, weight, weight if up is None else up, *(scales or (None, None)),
@@ -307,9 +311,8 @@ def project(
         STAGES=stages, BLOCK=BLOCK if blocked else 0,
         EARLY=decode_shapes.EARLY, ROWS=own, PARTS=parts, SWAP=swapped, ALIGN=align,
         FIXED=fixed or stages > 0,  # L2, into which these are brought early, is never stale
-        # The interpreter has no product of bfloat16 or e4m3.
-        KIND=tl.float32 if interpreted() else tl.float8e4nv if pieces is not None
-        else getattr(tl, str(x.dtype).removeprefix("torch.")),
+        KIND=multiplied(x.dtype) if pieces is None or interpreted() else tl.float8e4nv,
+        GIVES=element(gives),
         num_warps=warps, **({} if interpreted() else cap),
     )  # fmt: skip
     return out if keep else None

@@ -49,10 +49,10 @@ def by_pieces(rows: int) -> bool:
 
 def blocks(
     rows: int, outputs: int, size: int, gated: bool, itemsize: int, eight_bits: bool = False,
-    pieces: bool = False,
+    pieces: bool = False, half: bool = False,
 ) -> Cut:  # fmt: skip
     """itemsize: bytes of an element of x. eight_bits: the weight is stored in so many. pieces: x is
-    there in pieces, too (`ladder.kernels.pieces`).
+    there in pieces, too (`ladder.kernels.pieces`). half: x is in float16, and the weight in e4m3.
 
     Chosen by measurements of chains and whole steps on an H200 (benchmarks/results/README.md).
     """
@@ -67,6 +67,8 @@ def blocks(
     padded = max(16, power_of_2(rows))
     if narrow:
         found = _tiles_of_8_bits(padded, few, short, gated, many)
+        if half and padded <= 32 and not (few or gated or many):
+            found = _tiles_of_halves(padded, outputs, size)
     elif many:
         found = Cut(padded, 64, 128, 4, 5)
     elif gated and padded <= 32:
@@ -114,6 +116,13 @@ def _tiles_of_8_bits(padded: int, few: bool, short: bool, gated: bool, many: boo
     if few:
         return Cut(padded, 16, 512, 4, 4, 4) if padded == 32 else Cut(padded, 16, 256, 4, 3)
     return Cut(padded, 32, 256, 4, 5 if padded == 32 else 4)
+
+
+def _tiles_of_halves(padded: int, outputs: int, size: int) -> Cut:
+    """An instruction converts two elements of the weight, so that few wait for conversions."""
+    if padded == 16 and size > 1024 and outputs <= 32 * MULTIPROCESSORS:
+        return Cut(padded, 32, 512, 4, 6, 4)
+    return Cut(padded, 32, 256, 4, 4 if size <= 2048 else 6)
 
 
 def _tiles_of_pieces(padded: int, outputs: int, gated: bool) -> Cut:

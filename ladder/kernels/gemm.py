@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ladder.comm.primitives import SPIN_LIMIT, arrive, average, load, peer, put_tile, wait
-from ladder.jit import begin, interpreted, jit, kernel, launch, multiprocessors, on_triton, tl
+from ladder.jit import begin, jit, kernel, launch, multiplied, multiprocessors, on_triton, tl
 from ladder.kernels.slots import SlotArrivals
 from ladder.models.errors import UserError
 
@@ -307,7 +307,7 @@ def gemm(
     more = addend is not None or (addition is not None and n % 16 > 0)
     stages = tiling.stages - (more and tiling.stages > 2)
     # The interpreter has no products of 16 bits.
-    kind = tl.float32 if interpreted() else getattr(tl, str(a.dtype).removeprefix("torch."))
+    kind = multiplied(a.dtype)
     launch(
         _gemm_kernel, (min(len(order), multiprocessors(a.device, 3)),), a.device,
         first, second, out, order, flags, rank, *tables,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ladder.comm.primitives import SPIN_LIMIT, peer, store
 from ladder.comm.symmetric import SymmetricTensor
-from ladder.jit import begin, interpreted, jit, kernel, launch, multiprocessors, tl, triton
+from ladder.jit import begin, jit, kernel, launch, multiplied, multiprocessors, tl, triton
 from ladder.kernels.gemm import Tiling, has_tma
 from ladder.kernels.rows import await_open, hand_over, piece_of
 
@@ -116,7 +116,7 @@ def grouped_push(
         block = [tiling.columns, tiling.depth] if turned else [tiling.depth, tiling.columns]
         first = TensorDescriptor.from_tensor(h, [tiling.rows, tiling.depth])
         second = TensorDescriptor.from_tensor(flat, block)
-    kind = tl.float32 if interpreted() else getattr(tl, str(h.dtype).removeprefix("torch."))
+    kind = multiplied(h.dtype)
     launch(
         _grouped_push_kernel, (multiprocessors(h.device, 3),), h.device,
         first, second, offsets.contiguous(), places, owners.contiguous(), out, slots.addresses,

@@ -81,8 +81,9 @@ def _tile(
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     CHUNKS: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
-    KIND: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, ALIGN: tl.constexpr,
+    KIND: tl.constexpr, GIVES: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of the weight, of up to BN, in steps of BK columns; STAGES in shared memory.
 
@@ -178,7 +179,7 @@ def _tile(
     y = _scaled(total, total_up, scales, up_scales, n, end, norm, GATED, NORM,
                 (scales is not None) & (BLOCK == 0))  # fmt: skip
     _finish(y, m, n, (m < M) & (n < end), out, add, factor, buffers, start, N, M,
-            x.dtype.element_ty, ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY)  # fmt: skip
+            GIVES, ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY)  # fmt: skip
 
 
 @jit
@@ -190,8 +191,8 @@ def _tile_of_pieces(
     GATED: tl.constexpr, NORM: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr,
     ADD: tl.constexpr, STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr,
     WORLD: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
-    KIND: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr,
-    PARTS: tl.constexpr, ALIGN: tl.constexpr,
+    KIND: tl.constexpr, GIVES: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """As `_tile`, of x that is given in pieces (ladder.kernels.pieces) and a weight in e4m3.
 
@@ -243,4 +244,4 @@ def _tile_of_pieces(
         norm *= tl.rsqrt(tl.sum(parts, 1, keep_dims=True) / K + eps)
     y = _scaled(total, total_up, scales, up_scales, n, end, norm, GATED, True, True)
     _finish(y, m, n, (m < M) & (n < end), out, add, factor, buffers, start, N, M,
-            x.dtype.element_ty, ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY)  # fmt: skip
+            GIVES, ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY)  # fmt: skip

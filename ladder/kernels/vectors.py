@@ -18,6 +18,7 @@ def _product(
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
+    GIVES: tl.constexpr,
     PDL: tl.constexpr, partial, rows, riders, SENDS: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -92,5 +93,5 @@ def _product(
         if (up_scales is not None) & (BLOCK == 0):
             y_up = y_up * tl.load(up_scales + n, mask=n < N, other=0)
         y = y / (1 + tl.exp(-y)) * y_up
-    _finish(y, m, n, inside, out, add, factor, buffers, start, N, M, x.dtype.element_ty, ADD, STORE,
-            PUSH, RANK, WORLD, BITS, EMPTY)  # fmt: skip
+    _finish(y, m, n, inside, out, add, factor, buffers, start, N, M, GIVES, ADD, STORE, PUSH,
+            RANK, WORLD, BITS, EMPTY)  # fmt: skip

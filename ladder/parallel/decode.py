@@ -66,7 +66,8 @@ class Matrix(nn.Module):
     gated: its rows are those of gate and then of up, and the product is SwiGLU's silu(gate) * up.
     scales: those of a weight that is stored in 8 bits (see ladder.models.quantised). The
     kernels read it as it is stored, or convert a piece of it at a time: nothing is held twice.
-    rounds: whether prompts are rounded to fp8 and multiplied in fp8.
+    rounds: whether prompts are rounded to fp8 and multiplied in fp8. gives: the type of a decode
+    step's result if it is not that of its input (see ladder.infer.halves).
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Matrix(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.rounds = rounds
+        self.gives: torch.dtype | None = None
         self.weight, self.gated = weight.detach().contiguous(), gated
         self.scales = None if scales is None else scales.detach().contiguous()
 
@@ -102,7 +104,8 @@ class Matrix(nn.Module):
         if self.scales is None:
             return project(x, weight, up, **options)
         pair = self.scales.chunk(2) if self.gated else (self.scales, None)
-        return project(x, weight, up, scales=pair, **options)
+        gives = self.gives if decode_shapes.by_pieces(len(x)) else None
+        return project(x, weight, up, scales=pair, gives=gives, **options)
 
 
 @dataclass

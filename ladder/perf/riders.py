@@ -5,7 +5,18 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from ladder.costs import BF16, MULTIPROCESSORS
-from ladder.kernels.decode_shapes import EARLY, FEW, FULL, MANY, Cut, Ride, blocks, ride, rows_each
+from ladder.kernels.decode_shapes import (
+    EARLY,
+    FEW,
+    FULL,
+    MANY,
+    Cut,
+    Ride,
+    blocks,
+    by_pieces,
+    ride,
+    rows_each,
+)
 
 SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor that thread blocks can have
 
@@ -16,7 +27,7 @@ class Kernels(NamedTuple):
     """What sets the kernels of a recorded decode step apart from today's. rides: where what rides
     on tiles may be, besides behind them: beside and inside of them, or inside alone. even: gated
     products are spread evenly over multiprocessors. long: products of 3 to 16 rows have longer
-    steps, and O of 3 and 4 rows in 8 bits has tiles."""
+    steps, O of 3 and 4 rows in 8 bits has tiles, and in fp8 O and down take float16."""
 
     rides: Rides = "beside"
     even: bool = True
@@ -32,7 +43,8 @@ def cut(
 ) -> Cut:  # fmt: skip
     """How a product is, given as for `room`."""
     narrow, short = stored != "bf16", inputs <= 1024
-    found = blocks(rows, outputs, inputs, gated, BF16, narrow, pieces)
+    half = kernels.long and stored == "fp8" and by_pieces(rows) and not pieces
+    found = blocks(rows, outputs, inputs, gated, BF16, narrow, pieces, half)
     if kernels.long or not 2 < rows <= 16 or gated or pieces:
         return found
     if narrow and short and rows <= 4 and outputs >= FEW:

@@ -17,6 +17,7 @@ import torch
 
 from ladder.bench.inference.points import load_shape
 from ladder.comm import symmetric, transports
+from ladder.infer import halves
 from ladder.infer.engine import Session
 from ladder.infer.fused import fuse
 from ladder.infer.sampling import Sampling
@@ -142,6 +143,7 @@ def ranks(world: int, rank: int) -> Iterator[None]:
             return symmetric.SymmetricTensor(rank, parts, addresses, mock.MagicMock())
 
         patch(symmetric, allocate=allocate)
+        patch(halves, _exponent=lambda bound: 0)  # of weights without values
         patch(reducers, push_refusal=lambda processes: None)
         patch(transports, push_refusal=lambda processes: None)
         patch(

@@ -171,6 +171,12 @@ def check_decode_attention(
             qkv, table, positions, keys, values, heads, size**-0.5, arrived, *more
         )
         assert torch.equal(found, again)
+        if dtype == torch.bfloat16:
+            half = decode_attention(
+                qkv, table, positions, keys, values, heads, size**-0.5, arrived, *more,
+                gives=torch.float16,
+            )  # fmt: skip
+            assert_close(half, results[0][0], results[1][0].half())
 
 
 def test_attention_that_does_not_fit_is_refused() -> None:

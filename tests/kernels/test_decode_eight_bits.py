@@ -172,6 +172,43 @@ def test_everything_rides_as_in_16_bits(device: str, rows: int, kind: str) -> No
     assert torch.equal(slots[1], sent)
 
 
+@pytest.mark.parametrize(
+    ("device", "rows", "n", "k"),
+    [
+        *(on("cpu", *s) for s in ((1, 18, 96), (9, 34, 200))),
+        *(on("interpreter", *s) for s in ((2, 18, 96), (9, 34, 1100), (33, 18, 300))),
+        *(on("cuda", m, *s) for m in (2, 4, 16, 33) for s in ((71, 200), (4096, 3584))),
+        *(on("cuda", 16, *s) for s in ((8192, 1056), (4096, 1024))),
+    ],
+)
+def test_inputs_in_float16_and_results(device: str, rows: int, n: int, k: int) -> None:
+    """SwiGLU in bfloat16 gives float16, of which a product pushes bfloat16, as it does of bfloat16;
+    what a step does (ladder.infer.halves)."""
+    exact = torch.randn(3, n, k, device=device) / k**0.5
+    (gate, one), (up, other), (stored, scales) = (quantise(each, "fp8", "w") for each in exact)
+    wide = [dequantise(*each, torch.float64) for each in ((gate, one), (up, other))]
+    x = torch.randn(rows, k, device=device).bfloat16()
+    inner = project(x, gate, up, scales=(one, other), gives=torch.float16)
+    assert inner is not None
+    results = []
+    for weights in (wide, [each.half() for each in wide]):
+        given = x.to(weights[0].dtype)
+        results.append(F.silu(F.linear(given, weights[0])) * F.linear(given, weights[1]))
+    assert_close(inner, *results)
+    x = torch.randn(rows, k, device=device).half()
+    weight = dequantise(stored, scales, torch.float64)
+    results = [F.linear(x.to(each.dtype), each) for each in (weight, weight.bfloat16())]
+    slots = torch.full((2, rows, n), -0.0, dtype=torch.bfloat16, device=device)
+    found = project(x, stored, scales=(scales, None), gives=torch.bfloat16)
+    assert found is not None
+    assert_close(found, *results)
+    if device != "cpu":
+        push = PushTarget(torch.tensor([slots.data_ptr()] * 2, device=device), 0, 1, 2)
+        options: dict[str, Any] = {"push": push, "keep": False, "gives": torch.bfloat16}
+        project(x, stored, scales=(scales, None), **options)
+        assert torch.equal(slots[1], found)
+
+
 def test_weights_in_8_bits_need_their_scales() -> None:
     stored, scales = quantise(torch.randn(4, 16), "fp8", "w")
     x = torch.randn(2, 16)

@@ -91,6 +91,6 @@ def test_thread_blocks_of_other_kernels() -> None:
     then = Kernels("behind", long=False)
     at_once, found = blocks_of(then, *o, stored="fp8")
     assert at_once == 132 + found
-    assert blocks_of(TODAY, *o, stored="fp8") == (264, 128)  # of 96 KiB
+    assert blocks_of(TODAY, *o, stored="fp8") == (396, 128)  # of 64 KiB
     qkv = 4, 1536, 4096, False
     assert (blocks_of(then, *qkv), blocks_of(TODAY, *qkv)) == ((132, 48), (132, 96))

@@ -1,0 +1,116 @@
+"""Inputs of decode products in float16: bounds, what is undone, and engines that have them."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ladder.infer import fused
+from ladder.infer.cache import Cache
+from ladder.infer.engine import Engine
+from ladder.infer.halves import MOST, halve_attention, halve_swiglu
+from ladder.models.quantised import quantise, quantise_model
+from ladder.models.storage import dequantise
+from ladder.parallel.decode import Matrix
+from ladder.parallel.sharding import shard_model
+from tests.kernels.support import (
+    _poisoned_memory,  # noqa: F401  (a fixture)
+    on,
+)
+from tests.samples import full_model, small_config
+
+D = 96
+
+
+def stored(rows: int, columns: int, scale: float, gated: bool = False) -> Matrix:
+    exact = torch.randn(rows, columns) * scale * 4.0 ** torch.randint(-3, 3, (rows, 1))
+    weight, scales = quantise(exact, "fp8", "w")
+    return Matrix(weight, gated, scales)
+
+
+def values(matrix: Matrix) -> Tensor:
+    assert matrix.scales is not None
+    return dequantise(matrix.weight, matrix.scales, torch.float64)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_swiglu_of_any_normed_input_fits_and_down_undoes_it(scale: float) -> None:
+    """Also of the inputs that come nearest to the bound: rows of gate and up themselves."""
+    gate_up, down = stored(2 * 40, D, scale, gated=True), stored(24, 40, 0.1)
+    gate, up = values(gate_up).chunk(2)
+    before = values(down)
+    halve_swiglu(gate_up, down)
+    near = F.normalize(F.normalize(gate, dim=1) + F.normalize(up, dim=1), dim=1) * D**0.5
+    x = torch.cat((near, F.rms_norm(torch.randn(9, D).double(), (D,)))).bfloat16().double()
+    inner = gate_up.project(x.bfloat16())
+    assert inner is not None
+    assert inner.dtype == torch.float16
+    assert MOST / 16 < inner.abs().max() <= 2 * MOST
+    expected = F.silu(F.linear(x, gate)) * F.linear(x, up)
+    scaled = F.silu(F.linear(x, gate)) * F.linear(x, values(gate_up).chunk(2)[1])
+    assert torch.equal(F.linear(scaled, values(down)), F.linear(expected, before))
+    y = down.project(inner)
+    assert y is not None
+    assert y.dtype == torch.bfloat16
+    exact = F.linear(expected, before)
+    assert (y - exact).norm() < 0.02 * exact.norm()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_values_fit_and_the_output_undoes_it(biased: bool) -> None:
+    qkv, output = stored(3 * 16, D, 100.0), stored(24, 16, 0.1)
+    bias = torch.randn(3 * 16) * 1e6 if biased else None
+    exact = F.linear(values(qkv), torch.eye(D).double())[-16:]
+    before, kept = values(output), values(qkv)[:-16]
+    shift = torch.zeros(16) if bias is None else bias[-16:].clone()
+    halve_attention(qkv, bias, 16, output)
+    assert torch.equal(values(qkv)[:-16], kept)
+    scaled = values(qkv)[-16:].abs().square().sum(1).sqrt() * D**0.5
+    more = torch.zeros(16) if bias is None else bias[-16:]
+    assert MOST / 2 < (scaled + more.abs()).max() <= MOST
+    factor = values(qkv)[-16:].norm() / exact.norm()
+    assert torch.equal(more.double(), shift * factor)
+    assert torch.equal(values(output) * factor, before)
+
+
+@pytest.mark.parametrize("broken", [0.0, torch.nan, torch.inf])
+def test_what_has_no_bound_is_not_scaled(broken: float) -> None:
+    gate_up, down = stored(8, D, 1.0, gated=True), stored(24, 4, 0.1)
+    assert gate_up.scales is not None
+    gate_up.scales *= broken
+    before = values(down)
+    halve_swiglu(gate_up, down)
+    assert torch.equal(values(down), before)
+
+
+@pytest.mark.parametrize("device", [on("cpu"), on("cuda")])
+@pytest.mark.parametrize("name", ["standard", "parallel", "ladder", "desync-3x"])
+def test_engines_lose_nothing(name: str, device: str) -> None:
+    """The logits of a step of several sequences, in bfloat16 with and without inputs in float16,
+    beside those of the same weights in float32."""
+    config = small_config(name, 1, name == "desync-3x", qkv_bias=True, intermediate_size=320)
+    logits: dict[str, Tensor] = {}
+    for way in ("exact", "without", "with"):
+        kind = torch.float32 if way == "exact" else torch.bfloat16
+        model = full_model(config, 5, torch.bfloat16).to(kind)
+        shard_model(model, device=device)
+        quantise_model(model, "fp8")
+        with mock.patch.object(fused, "_splits", lambda *_, way=way: way == "with"):
+            engine = Engine(model, fused=True)
+        kinds = [type(m).__name__ for m in engine.model.modules()]
+        assert "FusedMLP" in kinds
+        cache = Cache(engine.model, 3, 4)
+        with torch.inference_mode():
+            for step in range(4):
+                positions = torch.full((3, 1), step, device=device)
+                cache.at(positions, step + 1)
+                tokens = torch.tensor([[3], [1 + step], [4]], device=device)
+                found = engine.model(tokens, positions=positions, cache=cache, mask=None)
+                logits[way] = found.double()
+    one, other = ((logits[way] - logits["exact"]).norm() for way in ("with", "without"))
+    assert other > 0
+    assert one < 1.2 * other
