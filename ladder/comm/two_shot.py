@@ -182,12 +182,13 @@ class TwoShotAllReduce:
         self.slots = symmetric.allocate((words,), torch.int32, group, device, bits=EMPTY[4])
         self.epochs = torch.zeros(programs, dtype=torch.int32, device=device)
 
-    def __call__(self, partial: Tensor, blocking: bool) -> Tensor:
-        """The sum over the ranks, a new tensor; `partial` is contiguous and is not changed.
+    def __call__(self, partial: Tensor, blocking: bool, out: Tensor | None = None) -> Tensor:
+        """The sum over the ranks, in `out` or a new tensor; `partial` is contiguous and is not
+        changed.
 
         Its bytes are a multiple of 16 and at most `limit`. blocking: see `PushAllReduce`.
         """
-        out = torch.empty_like(partial)
+        out = torch.empty_like(partial) if out is None else out
         words = partial.nbytes // 4
         self._run(partial, out, words, shard_words(words, self.world), blocking=blocking)
         return out

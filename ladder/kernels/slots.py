@@ -42,20 +42,29 @@ class SlotArrivals:
     rows: int
 
 
-def sum_slots_reference(slots: Tensor, out: Tensor, average: bool = False) -> Tensor:
+def sum_slots_reference(
+    slots: Tensor, out: Tensor, average: bool = False, own: tuple[int, Tensor] | None = None
+) -> Tensor:
     total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-    for piece in slots:
-        total += piece
+    for rank, piece in enumerate(slots):
+        total += piece if own is None or own[0] != rank else own[1]
     return out.copy_(total / len(slots) if average else total)
 
 
 @jit
 @no_type_check
-def _add_slots(place, stride, inside, WORLD: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of WORLD slots, `stride` elements apart, in rank order, in float32."""
+def _add_slots(
+    place, stride, inside, WORLD: tl.constexpr, BLOCK: tl.constexpr, own=None,
+    OWN: tl.constexpr = -1,
+):  # fmt: skip
+    """The sum of WORLD slots, `stride` elements apart, in rank order, in float32. own: what is in
+    place of the slot of rank OWN."""
     total = tl.zeros([BLOCK], tl.float32)
-    for _ in tl.static_range(WORLD):
-        total += load(place, inside, 0).to(tl.float32)
+    for rank in tl.static_range(WORLD):
+        if rank == OWN:
+            total += tl.load(own, mask=inside, other=0).to(tl.float32)
+        else:
+            total += load(place, inside, 0).to(tl.float32)
         place += stride  # not a product by it, which could leave 32 bits
     return total
 
@@ -63,33 +72,38 @@ def _add_slots(place, stride, inside, WORLD: tl.constexpr, BLOCK: tl.constexpr):
 @kernel("landing")
 @no_type_check
 def _sum_slots_kernel(
-    slots, out, stride, count, WORLD: tl.constexpr, AVERAGE: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    slots, own, out, stride, count, WORLD: tl.constexpr, AVERAGE: tl.constexpr, OWN: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
-    total = _add_slots(slots + i, stride, inside, WORLD, BLOCK)
+    total = _add_slots(slots + i, stride, inside, WORLD, BLOCK, own + i, OWN)
     if AVERAGE:
         total = average(total, WORLD)
     tl.store(out + i, total.to(out.dtype.element_ty), mask=inside)
 
 
 @torch.no_grad()
-def sum_slots(slots: Tensor, out: Tensor, average: bool = False) -> Tensor:
+def sum_slots(
+    slots: Tensor, out: Tensor, average: bool = False, own: tuple[int, Tensor] | None = None
+) -> Tensor:
     """The sum of slots [T, M, N] over the first dimension, into out [M, N]; returns `out`.
 
-    In float32 and in rank order, rounded once; average: divided by T before. One dtype (bfloat16,
-    float16, float32); each slot and `out` are dense. Not differentiable.
+    In float32 and in rank order, rounded once; average: divided by T before. own: (rank, [M, N]),
+    in place of the slot of that rank. One dtype (bfloat16, float16, float32); each slot, `own` and
+    `out` are dense. Not differentiable.
     """
-    check_dtype(slots=slots, out=out)
-    for piece in slots:
+    rank, held = own or (-1, out)
+    check_dtype(slots=slots, own=held, out=out)
+    for piece in (*slots, held):
         check_tensor("a slot", piece, tuple(out.shape), out)
     if not on_triton(out):
-        return sum_slots_reference(slots, out, average)
+        return sum_slots_reference(slots, out, average, own)
     launch(
         _sum_slots_kernel, (triton.cdiv(out.numel(), BLOCK),), out.device,
-        slots, out, slots.stride(0), out.numel(), WORLD=len(slots), AVERAGE=average, BLOCK=BLOCK,
+        slots, held, out, slots.stride(0), out.numel(), WORLD=len(slots), AVERAGE=average, OWN=rank,
+        BLOCK=BLOCK,
         num_warps=WARPS, dependent=False,  # it follows waits and copies, not a kernel
     )  # fmt: skip
     return out

@@ -10,6 +10,7 @@ from ladder.comm.capture import as_captured
 from ladder.ops import (
     backend,
     bags,
+    blocked,
     landings,
     overlapped,
     products,
@@ -26,7 +27,7 @@ from ladder.ops.calls import allow_any_order
 from ladder.ops.choice import Choice, explain, use
 
 __all__ = [
-    "Choice", "allow_any_order", "as_captured", "backend", "bags", "explain", "landings",
-    "overlapped", "products", "pushed", "pushed_bags", "pushed_experts", "pushed_rows", "ring",
-    "rows", "spread", "summing", "use",
+    "Choice", "allow_any_order", "as_captured", "backend", "bags", "blocked", "explain",
+    "landings", "overlapped", "products", "pushed", "pushed_bags", "pushed_experts", "pushed_rows",
+    "ring", "rows", "spread", "summing", "use",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ from ladder.ops.steps import LANES
 
 MAX_BLOCKS, MAX_RATIO = 8, 8
 WHOLE_ROWS = 128  # of a tile of cuBLAS
+READ_ROWS = 256  # a product of fewer takes about as long, since its weight has to be read
 STREAMS = ("streams",)
 BLOCKS = ("blocks", "ratio", *STREAMS)
 
@@ -15,23 +16,34 @@ class Blocks:
     """The rows of each rank in blocks, and the blocks of all ranks, one block after another.
 
     rows: of all ranks together; the last rank's last blocks may have fewer, or none. ratio: each
-    block is 1/ratio as high as the one before, to whole tiles, if there are enough.
+    block is 1/ratio as high as the one before, to whole tiles, if there are enough. whole: a block
+    is one product, and has at least READ_ROWS, of all ranks, if there are enough.
     """
 
-    def __init__(self, rows: int, world: int, blocks: int, ratio: int) -> None:
+    def __init__(self, rows: int, world: int, blocks: int, ratio: int, whole: bool = False) -> None:
         if not 1 <= blocks <= MAX_BLOCKS:
             raise UserError(f"blocks={blocks}; expected 1 to {MAX_BLOCKS}")
         if not 1 <= ratio <= MAX_RATIO:
             raise UserError(f"ratio={ratio}; expected 1 to {MAX_RATIO}")
         self.rows, self.world, self.height = rows, world, -(-rows // world)
         weights = [ratio ** (blocks - 1 - block) for block in range(blocks)]
-        step = WHOLE_ROWS if self.height >= WHOLE_ROWS * sum(weights) else 1
+        step = max(1, READ_ROWS // world) if whole else WHOLE_ROWS
+        if self.height < step * (blocks if whole else sum(weights)):
+            step = 1
         self.starts = [
             (2 * self.height * sum(weights[:block]) + sum(weights) * step)
             // (2 * sum(weights) * step) * step
             for block in range(blocks)
         ]  # fmt: skip
+        if whole and self.height >= blocks:  # rounding leaves each block a step
+            most = [(self.height // step - blocks + block) * step for block in range(blocks)]
+            self.starts = [min(each) for each in zip(self.starts, most, strict=True)]
         self.starts.append(self.height)
+
+    def whole(self, block: int) -> slice:
+        """The rows of all ranks in a block."""
+        start, end = (self.world * each for each in self.starts[block : block + 2])
+        return slice(min(start, self.rows), min(end, self.rows))
 
     def part(self, block: int, rank: int) -> slice:
         """The rows of a rank in a block, among all rows."""

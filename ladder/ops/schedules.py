@@ -227,6 +227,41 @@ def all_reduce(
     return (*steps, *_release(rank, world, copied=copied, ways=ways))
 
 
+@functools.cache
+def blocked_all_reduce(rank: int, world: int, blocks: int, streams: int = 1) -> Schedule:
+    """As `all_reduce`, but `product` b is that of block b, of all ranks' rows.
+
+    A block's chunks go to their owners under the next block's product, behind which `sum` adds
+    them, and the sums go to all under the one after it. One kernel, `push`, adds and sends the last
+    block. Beside it copies' streams take the sums of the others, behind all that peers wait for: a
+    copy within a GPU may need what `push` holds. streams: 1 or 2, of the products and their sums.
+    """
+    lanes, ways, steps = _lanes(blocks, streams), _ways(world), _fork(streams)
+    for block, lane in enumerate(lanes):
+        steps.append(Work(lane, "product", block))
+        if block < blocks - 1:
+            ready = f"product {block}"
+            steps += [Record(lane, ready), *(Follow(way, ready) for way in ways)]
+            for peer in others(rank, world):
+                chunk, flag = block * world + peer, block * world + rank
+                way = _way(rank, peer, world)
+                steps += _send(rank, peer, chunk, flag, block == 0, stream=way)
+        if block > 0:
+            done, before = block - 1, lanes[block - 1]
+            steps += _take(rank, _flags(rank, world, done), before)
+            steps.append(Work(before, "sum", done * world + rank))
+            steps += _spread(rank, world, done, blocks * world, before, said=block == blocks - 1)
+    steps += [*_join(streams), Work("main", "push", blocks - 1)]
+    if blocks == 1:
+        return tuple(steps)
+    # The sums of earlier blocks are there before those of the last one that is sent so.
+    steps += _collect(rank, world, blocks - 2, blocks * world)
+    for block in range(blocks - 2):
+        for peer in others(rank, world, -1):
+            steps.append(Work(_way(rank, peer, world), "take", block * world + peer))
+    return (*steps, *_release(rank, world, copied=True, ways=ways))
+
+
 def _lanes(products: int, streams: int) -> list[Stream]:
     return [LANES[number % streams] for number in range(products)]
 

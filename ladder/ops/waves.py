@@ -60,11 +60,8 @@ def by_chunks(blocks: int) -> Surplus:
         cut = Blocks(rows, call.ranks, pieces, options.get("ratio", 1))
         parts = [cut.part(block, rank) for block in range(pieces) for rank in range(call.ranks)]
         heights = [part.stop - part.start for part in parts if part.stop > part.start]
-        read = [_read(call, height) for height in heights]
         if options.get("streams", 1) == 1:
-            each = zip(heights, read, strict=True)
-            found = sum(max(least_taken(height, outputs), bytes_) for height, bytes_ in each)
-            return _beyond_one(call, found)
+            return _beyond_one(call, sum(_alone(call, height) for height in heights))
         # The next product's tiles fill a wave that is not full; only the last one's is left so.
         tiles = [min(CUBLAS, key=lambda tile: taken(h, outputs, tile)) for h in heights]
         last = tiles[-1][0] * tiles[-1][1] / CUBLAS[tiles[-1]]
@@ -72,7 +69,20 @@ def by_chunks(blocks: int) -> Surplus:
             count(h, outputs, t) * t[0] * t[1] / CUBLAS[t]
             for h, t in zip(heights, tiles, strict=True)
         ]
-        return _beyond_one(call, max(_waves(sum(work) / last, tiles[-1]), sum(read)))
+        read = sum(_read(call, height) for height in heights)
+        return _beyond_one(call, max(_waves(sum(work) / last, tiles[-1]), read))
+
+    return surplus
+
+
+def by_blocks(blocks: int, ratio: int) -> Surplus:
+    """Of cuBLAS's products by whole blocks. blocks, ratio: the defaults of such options."""
+
+    def surplus(call: Call, options: Mapping[str, Any]) -> float:
+        pieces = options.get("blocks", blocks)
+        cut = Blocks(call.exact[0], call.ranks, pieces, options.get("ratio", ratio), whole=True)
+        heights = [part.stop - part.start for part in map(cut.whole, range(pieces))]
+        return _beyond_one(call, sum(_alone(call, each) for each in heights if each))
 
     return surplus
 
@@ -96,7 +106,11 @@ def _read(call: Call, rows: int) -> float:
     return bytes_ * PER_BYTE.get(size, PER_BYTE[4]) / (2 * MULTIPROCESSORS * inputs)
 
 
+def _alone(call: Call, rows: int) -> float:
+    """What a product of so many rows takes, as `taken`."""
+    return max(least_taken(rows, call.exact[1]), _read(call, rows))
+
+
 def _beyond_one(call: Call, found: float) -> float:
     """What `found` is above one product of all rows, as a share of it."""
-    rows, outputs, _ = call.exact
-    return found / max(least_taken(rows, outputs), _read(call, rows)) - 1
+    return found / _alone(call, call.exact[0]) - 1

@@ -26,7 +26,12 @@ TILE: dict[str, Any] = {"tile": "16x32x16", "stages": 2}
 BLOCKS: list[dict[str, Any]] = [{"blocks": 2}, {"blocks": 3, "ratio": 2, "streams": 2}]
 # A kernel that waits for other ranks, which have to be processes of their own.
 PUSHES: list[dict[str, Any]] = [{"push": True}, {"blocks": 3, "streams": 2, "push": True}]
+# So does the one of its last block.
+BLOCKED: list[dict[str, Any]] = [
+    {"blocks": 3, "streams": 2}, {"blocks": 1}, {}, {"blocks": 2, "ratio": 1},
+]  # fmt: skip
 EVERY = [(op, name) for op, names in IMPLEMENTATIONS.items() for name in names]
+IN_BLOCKS = [("matmul_all_reduce", "blocked")]
 FEW_ROWS = [
     ("linear_all_reduce", "pushed"), ("linear_all_reduce", "pushing"),
     ("matmul_all_reduce", "pushed"), ("matmul_reduce_scatter", "pushed"),
@@ -150,6 +155,8 @@ def options_of(op: str, name: str) -> list[dict[str, Any]]:
         return [{}, *BLOCKS, {"streams": 2}]
     if name == "chunked":
         return [{}, {"streams": 2}]
+    if name == "blocked":
+        return BLOCKED
     if name == "pushed":
         return [{}, {"shots": 2}] if op.endswith("all_reduce") else [{}]
     pieces = {**TILE, "pieces": 2, "group_m": 1}

@@ -148,6 +148,9 @@ def schedules_of(world: int) -> dict[str, Callable[[int], Schedule]]:
             "push": functools.partial(
                 schedules.all_reduce, world=world, blocks=blocks, streams=streams, push=True
             ),
+            "blocked": functools.partial(
+                schedules.blocked_all_reduce, world=world, blocks=blocks, streams=streams
+            ),
             "ring": functools.partial(schedules.ring, world=world, blocks=blocks, streams=streams),
             "ring spread": functools.partial(
                 schedules.ring, world=world, blocks=blocks, streams=streams, spread=True
@@ -185,7 +188,8 @@ def test_schedules(name: str, world: int) -> None:
             if isinstance(step, Follow):
                 recorded = [each for each in schedule if getattr(each, "event", "") == step.event]
                 assert recorded.index(step) > 0, step
-        if "push" in name:  # its programs hold the GPU, which all needs that peers wait for
+        blocked = "blocked" in name
+        if "push" in name or blocked:  # its programs hold the GPU, which what peers wait for needs
             (pushes,) = [n for n, s in enumerate(schedule) if getattr(s, "action", "") == "push"]
             works = [n for n, s in enumerate(schedule) if getattr(s, "action", "") == "product"]
             assert max(works) < pushes
@@ -193,7 +197,11 @@ def test_schedules(name: str, world: int) -> None:
                 of_way = [getattr(step, "action", "") for step in schedule if step.stream == way]
                 behind = of_way[of_way.index("take") :] if "take" in of_way else []
                 assert not {"copy", "spread"} & set(behind)
-                if behind:  # of blocks before the last, whose arrival says that they are there
+                if behind and blocked:  # of its own stream's words
+                    own = [step for step in schedule if step.stream == way]
+                    first = next(n for n, s in enumerate(own) if getattr(s, "action", "") == "take")
+                    assert own[first - 2] == Await(way, own[first - 1].word)  # type: ignore[union-attr]
+                elif behind:  # of blocks before the last, whose arrival says that they are there
                     last = schedule.index(Record("main", "last"))
                     own = [step for step in schedule if step.stream == way]
                     assert own.index(Follow(way, "last")) < of_way.index("take")
@@ -207,11 +215,14 @@ def test_schedules(name: str, world: int) -> None:
         # Where copies read the slots, too, these are free only when all has been sent.
         assert all(step.word.kind in ("free", "arrived") for step in after_sent)
         copied = any(kind in name for kind in ("ring", "kept", "spread"))
-        copied |= "push" in name and "1 blocks" not in name
+        copied |= ("push" in name or blocked) and "1 blocks" not in name
         assert bool(after_sent) == (copied and world > 1)
         targets = [s.word.rank for s in schedule if isinstance(s, Put) and s.stream in COPIES
                    and s.word.kind == "arrived" and s.value]  # fmt: skip
         whole = "ring" not in name or "spread" in name
+        if blocked and "1 blocks" in name:
+            assert not targets
+            continue
         wanted = set(range(world)) if whole else {(rank + 1) % world}
         assert set(targets) == wanted - {rank}
         order = list(dict.fromkeys(targets))

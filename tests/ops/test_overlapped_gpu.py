@@ -21,8 +21,10 @@ from tests.ops.everyone import TOLERANCE
 from tests.ops.loss import check_loss, end_one_rank
 from tests.ops.overlapped import (
     EPS,
+    BLOCKED,
     EVERY,
     FEW_ROWS,
+    IN_BLOCKS,
     PUSHES,
     WHOLE,
     arguments,
@@ -61,6 +63,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     # Of `chunked` sums.
     "blocks": [{"blocks": 1}, {"blocks": 3}, {"blocks": 3, "ratio": 2, "streams": 2}],
     "push": PUSHES,
+    "blocked": BLOCKED,
     "ring": [{}, {"blocks": 1}, {"blocks": 3, "ratio": 2, "streams": 2}],
     "waiting": [{}, {"tile": "128x128x64", "stages": 4}],
     "pushed": [{"shots": 2}, {}],
@@ -75,7 +78,7 @@ LOST = [
     ("matmul_reduce_scatter", "tracked"), ("matmul_reduce_scatter", "ring"),
     ("matmul_reduce_scatter", "summing"),
     ("matmul_reduce_scatter_add_rms_norm", "chunked"),
-    ("matmul_reduce_scatter_add_rms_norm", "tracked"), *FEW_ROWS[:2],
+    ("matmul_reduce_scatter_add_rms_norm", "tracked"), *IN_BLOCKS, *FEW_ROWS[:2],
 ]  # fmt: skip
 
 
@@ -84,7 +87,7 @@ def cases(which: str) -> list[tuple[str, str]]:
         return [(op, "chunked") for op in (*WHOLE, "matmul_reduce_scatter")]
     if which == "push":
         return [("matmul_all_reduce", "chunked")]
-    return [(op, name) for op, name in EVERY + FEW_ROWS if name == which]
+    return [(op, name) for op, name in EVERY + IN_BLOCKS + FEW_ROWS if name == which]
 
 
 def inputs_of(

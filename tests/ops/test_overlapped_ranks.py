@@ -31,6 +31,7 @@ from tests.ops.everyone import random as numbers
 from tests.ops.overlapped import (
     EVERY,
     FEW_ROWS,
+    IN_BLOCKS,
     IMPLEMENTATIONS,
     PUSHES,
     WHOLE,
@@ -179,7 +180,7 @@ def turned(group: Any) -> None:
 def test_ranks_that_share_memory_agree_with_staged(
     pools: Pools, tmp_path: Path, interpreted: list[str], device: str, world: int
 ) -> None:
-    for ran in pools(world).run(on_ranks, str(tmp_path), EVERY + FEW_ROWS):
+    for ran in pools(world).run(on_ranks, str(tmp_path), EVERY + IN_BLOCKS + FEW_ROWS):
         assert {"_gemm_kernel", "_project_kernel", "_push_all_reduce", "_collect_kernel"} <= set(
             ran
         )

@@ -22,6 +22,7 @@ from tests.ops.overlapped import (
     EVERY,
     FEW_ROWS,
     IMPLEMENTATIONS,
+    IN_BLOCKS,
     arguments,
     lands,
     run_of,
@@ -31,7 +32,7 @@ from tests.ops.streams import Everyone, Group, Machine
 
 def asked(rank: int, world_size: int) -> None:
     A, B = torch.ones(4, 3), torch.ones(3, 5)
-    for op, name in EVERY + FEW_ROWS:
+    for op, name in EVERY + IN_BLOCKS + FEW_ROWS:
         args: tuple[Any, ...] = arguments(op, A, B, False, world_size)
         args = (A, [B], 0) if op == "all_gather_matmul" else args
         with ladder.ops.use(op, name):

@@ -270,7 +270,11 @@ def again_on_gpus(op: str, name: str, options: dict[str, Any]) -> int:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize(
     ("op", "name", "options"),
-    [*((*each, {}) for each in WAYS), ("matmul_all_reduce", "chunked", {"push": True})],
+    [
+        *((*each, {}) for each in WAYS),
+        ("matmul_all_reduce", "chunked", {"push": True}),
+        ("matmul_all_reduce", "blocked", {"blocks": 2}),
+    ],
 )
 def test_calls_that_come_again_on_gpus(op: str, name: str, options: dict[str, Any]) -> None:
     assert launch.run(again_on_gpus, (op, name, options), nproc=2) == 0

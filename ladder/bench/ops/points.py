@@ -32,6 +32,10 @@ TRIES: dict[str, tuple[dict[str, Any], ...]] = {
         {"push": True}, {"blocks": 2, "push": True}, {"blocks": 2, "ratio": 2, "push": True},
         {"blocks": 3, "ratio": 2, "push": True},
     ),
+    "blocked": (
+        {"blocks": 2}, {"blocks": 4}, {"blocks": 5}, {"streams": 2}, {"blocks": 4, "streams": 2},
+        {"blocks": 5, "streams": 2},
+    ),
     "ring": (
         {"streams": 2}, {"blocks": 4}, {"blocks": 3, "ratio": 2, "streams": 2},
         {"blocks": 4, "streams": 2},
