@@ -33,10 +33,10 @@ def refusal(call: Call) -> str | None:
     return peer_refusal(call)
 
 
-@implement("matmul_all_reduce", "blocked", refusal, BLOCKS, surplus=by_blocks(3, 2))
+@implement("matmul_all_reduce", "blocked", refusal, BLOCKS, surplus=by_blocks(4, 2, 2))
 def blocked_matmul_all_reduce(
-    group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None, blocks: int = 3,
-    ratio: int = 2, streams: int = 1,
+    group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None, blocks: int = 4,
+    ratio: int = 2, streams: int = 2,
 ) -> Tensor:  # fmt: skip
     """blocks, ratio: see `Blocks`. streams: as of `ladder.ops.overlapped.chunked_all_gather_matmul`
     of whole blocks."""

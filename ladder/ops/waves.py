@@ -55,36 +55,41 @@ def by_chunks(blocks: int) -> Surplus:
     """Of cuBLAS's products by chunks. blocks: the default of such options."""
 
     def surplus(call: Call, options: Mapping[str, Any]) -> float:
-        rows, outputs = call.exact[:2]
         pieces = options.get("blocks", blocks)
-        cut = Blocks(rows, call.ranks, pieces, options.get("ratio", 1))
+        cut = Blocks(call.exact[0], call.ranks, pieces, options.get("ratio", 1))
         parts = [cut.part(block, rank) for block in range(pieces) for rank in range(call.ranks)]
-        heights = [part.stop - part.start for part in parts if part.stop > part.start]
-        if options.get("streams", 1) == 1:
-            return _beyond_one(call, sum(_alone(call, height) for height in heights))
-        # The next product's tiles fill a wave that is not full; only the last one's is left so.
-        tiles = [min(CUBLAS, key=lambda tile: taken(h, outputs, tile)) for h in heights]
-        last = tiles[-1][0] * tiles[-1][1] / CUBLAS[tiles[-1]]
-        work = [
-            count(h, outputs, t) * t[0] * t[1] / CUBLAS[t]
-            for h, t in zip(heights, tiles, strict=True)
-        ]
-        read = sum(_read(call, height) for height in heights)
-        return _beyond_one(call, max(_waves(sum(work) / last, tiles[-1]), read))
+        return _one_by_one(call, parts, options.get("streams", 1))
 
     return surplus
 
 
-def by_blocks(blocks: int, ratio: int) -> Surplus:
-    """Of cuBLAS's products by whole blocks. blocks, ratio: the defaults of such options."""
+def by_blocks(blocks: int, ratio: int, streams: int) -> Surplus:
+    """Of cuBLAS's products by whole blocks. The defaults of such options are given."""
 
     def surplus(call: Call, options: Mapping[str, Any]) -> float:
         pieces = options.get("blocks", blocks)
         cut = Blocks(call.exact[0], call.ranks, pieces, options.get("ratio", ratio), whole=True)
-        heights = [part.stop - part.start for part in map(cut.whole, range(pieces))]
-        return _beyond_one(call, sum(_alone(call, each) for each in heights if each))
+        return _one_by_one(
+            call, [cut.whole(block) for block in range(pieces)], options.get("streams", streams)
+        )
 
     return surplus
+
+
+def _one_by_one(call: Call, parts: list[slice], streams: int) -> float:
+    """Of products of these rows."""
+    outputs = call.exact[1]
+    heights = [part.stop - part.start for part in parts if part.stop > part.start]
+    if streams == 1:
+        return _beyond_one(call, sum(_alone(call, height) for height in heights))
+    # The next product's tiles fill a wave that is not full; only the last one's is left so.
+    tiles = [min(CUBLAS, key=lambda tile: taken(h, outputs, tile)) for h in heights]
+    last = tiles[-1][0] * tiles[-1][1] / CUBLAS[tiles[-1]]
+    work = [
+        count(h, outputs, t) * t[0] * t[1] / CUBLAS[t] for h, t in zip(heights, tiles, strict=True)
+    ]
+    read = sum(_read(call, height) for height in heights)
+    return _beyond_one(call, max(_waves(sum(work) / last, tiles[-1]), read))
 
 
 def by_tiles(tile_of: Callable[[Mapping[str, Any]], Tile]) -> Surplus:

@@ -197,6 +197,8 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
             case = "average" if average else "sum"
             gathered = torch.zeros(WORLD, ROWS, SIZE, dtype=BF16)
             slots_module.sum_slots(gathered, torch.zeros(ROWS, SIZE, dtype=BF16), average)
+        case, own = "sum with the own part", (RANK, torch.zeros(ROWS, SIZE, dtype=BF16))
+        slots_module.sum_slots(gathered, torch.zeros(ROWS, SIZE, dtype=BF16), own=own)
         waits = slots_module.SlotArrivals(arrived, torch.zeros(2, WORLD, dtype=torch.int32), 128)
         for case, arrivals in (("there", None), ("waiting", waits)):  # noqa: B007
             gathered = torch.zeros(WORLD, ROWS, SIZE, dtype=BF16)

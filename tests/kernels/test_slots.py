@@ -34,6 +34,12 @@ def test_sum_slots(device: str, dtype: torch.dtype, count: int, rows: int, colum
         out = sum_slots(slots, around[1:-1], average)
         assert torch.equal(out.cpu(), (total / count if average else total).to(dtype))
         assert (around[[0, -1]] == 7.0).all()
+    for rank in range(count):  # a part that is elsewhere, and its slot not read
+        own = slots[rank].clone()
+        slots[rank].fill_(torch.nan)
+        out = sum_slots(slots, around[1:-1], own=(rank, own))
+        assert torch.equal(out.cpu(), total.to(dtype))
+        slots[rank].copy_(own)
 
 
 def landing(

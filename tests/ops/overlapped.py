@@ -28,7 +28,7 @@ BLOCKS: list[dict[str, Any]] = [{"blocks": 2}, {"blocks": 3, "ratio": 2, "stream
 PUSHES: list[dict[str, Any]] = [{"push": True}, {"blocks": 3, "streams": 2, "push": True}]
 # So does the one of its last block.
 BLOCKED: list[dict[str, Any]] = [
-    {"blocks": 3, "streams": 2}, {"blocks": 1}, {}, {"blocks": 2, "ratio": 1},
+    {"blocks": 3, "streams": 1}, {"blocks": 1}, {}, {"blocks": 2, "ratio": 1},
 ]  # fmt: skip
 EVERY = [(op, name) for op, names in IMPLEMENTATIONS.items() for name in names]
 IN_BLOCKS = [("matmul_all_reduce", "blocked")]

@@ -20,8 +20,8 @@ from ladder.parallel import launch
 from tests.ops.everyone import TOLERANCE
 from tests.ops.loss import check_loss, end_one_rank
 from tests.ops.overlapped import (
-    EPS,
     BLOCKED,
+    EPS,
     EVERY,
     FEW_ROWS,
     IN_BLOCKS,

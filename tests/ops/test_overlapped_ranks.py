@@ -31,8 +31,8 @@ from tests.ops.everyone import random as numbers
 from tests.ops.overlapped import (
     EVERY,
     FEW_ROWS,
-    IN_BLOCKS,
     IMPLEMENTATIONS,
+    IN_BLOCKS,
     PUSHES,
     WHOLE,
     arguments,

@@ -183,6 +183,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 RECORDS = [RESULTS / f"2026-11-{day}-ops-h200x2.jsonl" for day in (22, 23)]
 H100S = ("ops-rows", "ops", "ops-summing", "ops-sums", "ops-gathers", "ops-gpt3", "ops-bags")
 OF_FOUR = ("ops", "ops-turns", "ops-llama", "ops-scatters")
+IN_BLOCKS = ("blocked-streams", "blocked-llama2", "blocked")
 OF_TABLE = [
     *RECORDS, *(RESULTS / f"2026-11-25-{kind}-h100x2.jsonl" for kind in H100S),
     RESULTS / "2026-11-25-ops-h200x2.jsonl",
@@ -190,6 +191,7 @@ OF_TABLE = [
     RESULTS / "2026-11-26-ops-train-h100x2.jsonl",
     RESULTS / "2026-11-26-ops-scatters-h100x2.jsonl",
     *(RESULTS / f"2026-11-27-{kind}-h200x4.jsonl" for kind in OF_FOUR),
+    *(RESULTS / f"2026-11-28-{kind}-h200x4.jsonl" for kind in IN_BLOCKS),
 ]  # fmt: skip
 
 

@@ -114,6 +114,27 @@ def _spread(cost: OperatorCost, size: Size, options: tuple[int, int, int], push:
     return [schedules.all_reduce(r, world, blocks, streams, push) for r in range(world)], tasks
 
 
+def blocked(
+    cost: OperatorCost, op: str, size: Size, blocks: int = 4, ratio: int = 2, streams: int = 2
+) -> Lowered:
+    world = size.ranks
+    cut = Blocks(size.rows, world, blocks, ratio, whole=True)
+
+    def tasks(rank: int, step: Work) -> Task:
+        if step.action in ("product", "push"):
+            rows = height(cut.whole(step.chunk))
+            if step.action == "product":
+                return cost.product(rows, size.outputs, size.inputs)
+            return Copies(2 * cost.pushes(size.line * rows, world))  # both shots
+        rows = height(cut.part(*divmod(step.chunk, world)))
+        if step.action == "sum":
+            return cost.moves(size.line * rows * sum_bytes(REDUCE, world))
+        return _to_all(cost, size, cut, rank, step) or cost.copies(size.line * rows)
+
+    made = [schedules.blocked_all_reduce(r, world, blocks, streams) for r in range(world)]
+    return made, tasks
+
+
 def _to_all(cost: OperatorCost, size: Size, cut: Blocks, rank: int, step: Work) -> Task | None:
     """`spread` and `take` of `ladder.ops.spread.to_all`."""
     block, peer = divmod(step.chunk, size.ranks)
@@ -242,6 +263,7 @@ def height(rows: slice) -> int:
 
 OVERLAPPED: dict[str, tuple[Callable[..., Lowered], tuple[str, ...]]] = {
     "chunked": (chunked, OPS),
+    "blocked": (blocked, (REDUCE,)),
     "ring": (ring, (SCATTER, REDUCE)),
     "waiting": (waiting, (GATHER,)),
     "tracked": (tracked, (SCATTER, LANDING)),
