@@ -92,6 +92,8 @@ STEPS_CALIBRATION = (
     "2026-11-27-inference-keys-64-h200x4.jsonl",
     "2026-11-27-fp8-again-h200x4.jsonl",
 )
+# And by weights in fp8, whose products O and down take float16.
+HALVES_CALIBRATION = (*STEPS_CALIBRATION[:2], "2026-11-28-fp8-halves-h200x4.jsonl")
 
 
 def records(name: str) -> Iterator[dict[str, Any]]:
@@ -275,11 +277,28 @@ def four_then() -> Machine:
 
 @functools.cache
 def four_today() -> Machine:
-    """The same with today's products and attention. Steps with weights in 8 bits were not measured
+    """The same with today's products and attention. Steps with weights in int8 were not measured
     again: without communication they are as they were."""
     found = with_measured(four_then(), [taken(STEPS_MEASURED, STEPS_PARTS)])
     files = [RESULTS / file for file in STEPS_CALIBRATION]
-    return with_missing(fit_steps(with_attention_in_steps(found, files), files))
+    return with_halves(with_missing(fit_steps(with_attention_in_steps(found, files), files)))
+
+
+def with_halves(machine: Machine) -> Machine:
+    """With weights in fp8 by HALVES_CALIBRATION; of two sequences by the change of four."""
+    curve = MISSING[1]
+    fitted = fit_steps(machine, [RESULTS / file for file in HALVES_CALIBRATION])
+    before, points = points_of(machine)[curve], points_of(fitted)[curve]
+    points[2.0] = before[2.0] * points[4.0] / before[4.0]
+    (found,) = (each for each in fitted.curves if str(each) == curve)
+    found = replace(
+        found,
+        points=tuple((batch, round(us, 3)) for batch, us in sorted(points.items())),
+        provenance=f"{found.provenance}; of two sequences by the change of four",
+    )
+    return replace(
+        machine, curves=tuple(found if str(each) == curve else each for each in machine.curves)
+    )
 
 
 def with_attention_in_steps(machine: Machine, files: Sequence[Path]) -> Machine:
