@@ -25,7 +25,7 @@ NAMES = (
     "train-compiled", "quarter-8b", "heads", "decode", "train-virtual", "eight-bits-few-rows",
     "int8", "inference-fused", "inference-64", "inference-again", "fp8-again", "train-again",
     "inference-beside", "fp8-beside", "fp8-landings", "inference-keys", "inference-keys-64",
-    "table1-8b", "train-8b",
+    "table1-8b", "train-8b", "fp8-halves", "2b-class", "70b",
 )  # fmt: skip
 # The second: operators without entries in the table, which has them now.
 OLDER = ("2026-11-21-train-h200x4.jsonl", "2026-11-26-train-h100x2.jsonl")
@@ -33,7 +33,7 @@ LEAST_TOKENS = 16  # of a decode step's record; the first ones are slower than t
 
 
 def files() -> list[Path]:
-    pattern = "2026-11-2[1-7]-{}-h[12]00*.jsonl"
+    pattern = "2026-11-2[1-8]-{}-h[12]00*.jsonl"
     found = [path for name in NAMES for path in RESULTS.glob(pattern.format(name))]
     return sorted(path for path in found if path.name not in OLDER)
 
