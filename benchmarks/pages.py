@@ -53,6 +53,7 @@ QUALITY_LATENCY = (
 )
 RESIDUAL = "2026-11-22-residual-cpu"
 OPS, FUSED = "2026-11-27-ops-h200x4", "flux-gpt3"  # the shape that is drawn
+OPS_SUMMED, SUMMED = "2026-11-28-blocked-h200x4", "matmul_all_reduce"  # newer ones of this operator
 OPS_BAGS = "2026-11-25-ops-bags-h100x2"
 OPS_FEW, OPS_ROWS = "2026-11-25-ops-h100x2", "2026-11-25-ops-rows-h100x2"
 MODEL, TP, BATCH = "llama-3-8b", 4, 1  # of the figures of inference
@@ -154,7 +155,8 @@ def operators() -> str:
     """The communication that is not hidden, as in FLUX: NCCL, torch's fastest, ours, in graphs."""
     names = {"collective": "NCCL", "torch": "torch, fused", "operator": "ladder"}
     bars, best = [], []
-    members = [r for r in read(OPS) if r["point"]["shape"] == FUSED]
+    members = [r for r in read(OPS) if r["point"]["shape"] == FUSED and r["point"]["op"] != SUMMED]
+    members += read(OPS_SUMMED)
     for (op, mode), points in sorted(groups(members).items()):
         for text, ways in sorted(points.items(), key=lambda each: json.loads(each[0])["m"]):
             for role, name in names.items() if mode == "captured" else ():
