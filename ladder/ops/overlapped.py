@@ -27,7 +27,7 @@ from torch import Tensor
 from ladder.kernels.gemm import GROUP, Arrivals, Tiling, Track, gemm, tiles_of
 from ladder.kernels.slots import SlotArrivals
 from ladder.models.errors import UserError
-from ladder.ops import schedules, workspace
+from ladder.ops import schedules, track_schedules, workspace
 from ladder.ops.blocks import BLOCKS, STREAMS, Blocks, check_streams
 from ladder.ops.calls import rows_back, rows_first
 from ladder.ops.finish import ALL_ROWS, Finish, adding, landing
@@ -345,7 +345,7 @@ def scatter_tiles(
     plan = space.once(
         ("tracked", shard, n, tiling, pieces, waiting),
         lambda: track_plan(
-            space, shard, n, tiling, pieces, partial(schedules.tracked, waiting=waiting)
+            space, shard, n, tiling, pieces, partial(track_schedules.tracked, waiting=waiting)
         ),
     )
     chosen = space.next()

@@ -6,7 +6,8 @@ rows, which have arrived by then, adds them in the order of the ranks, and is st
 a reduce-scatter ends with its product. For an all-reduce the own tiles count themselves, too, and
 copy engines send each block of sums to all ranks under the blocks that follow; the last is exposed.
 
-The steps are those of `ladder.ops.schedules.summing`, the kernel that of `ladder.kernels.gemm`.
+The steps are those of `ladder.ops.track_schedules.summing`, the kernel is that of
+`ladder.kernels.gemm`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from ladder.jit import interpreted
 from ladder.kernels.gemm import GROUP, Addition, Tiling, gemm
 from ladder.kernels.slots import SlotArrivals
-from ladder.ops import schedules, workspace
+from ladder.ops import track_schedules, workspace
 from ladder.ops.calls import rows_back, rows_first
 from ladder.ops.overlapped import SCATTER, track_plan, tracked_tiling
 from ladder.ops.refusals import kernel_refusal
@@ -89,7 +90,13 @@ def _add(
     plan = space.once(
         ("summing", shard, n, tiling, pieces, spread),
         lambda: track_plan(
-            space, shard, n, tiling, pieces, partial(schedules.summing, spread=spread), keep=True
+            space,
+            shard,
+            n,
+            tiling,
+            pieces,
+            partial(track_schedules.summing, spread=spread),
+            keep=True,
         ),
     )
     track = plan.track(space, chosen)

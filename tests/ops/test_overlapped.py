@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ladder.ops import schedules
+from ladder.ops import schedules, track_schedules
 from ladder.ops.steps import COPIES, Await, Follow, Put, Record, Schedule, Word
 from ladder.ops.track_maps import all_to_all
 from tests.kernels.support import _poisoned_memory, on  # noqa: F401  (a fixture)
@@ -129,10 +129,12 @@ def schedules_of(world: int) -> dict[str, Callable[[int], Schedule]]:
     found: dict[str, Callable[[int], Schedule]] = {
         "waiting": lambda rank: schedules.all_gather(rank, world, waiting=True),
         "waiting, kept": lambda rank: schedules.all_gather(rank, world, waiting=True, keeps=True),
-        "tracked": lambda rank: schedules.tracked(tracks.compile(rank), world),
-        "summing": lambda rank: schedules.summing(kept.compile(rank), world),
-        "summing spread": lambda rank: schedules.summing(kept.compile(rank), world, spread=True),
-        "tracked landing": lambda rank: schedules.tracked(
+        "tracked": lambda rank: track_schedules.tracked(tracks.compile(rank), world),
+        "summing": lambda rank: track_schedules.summing(kept.compile(rank), world),
+        "summing spread": lambda rank: track_schedules.summing(
+            kept.compile(rank), world, spread=True
+        ),
+        "tracked landing": lambda rank: track_schedules.tracked(
             tracks.compile(rank), world, waiting=True
         ),
     }

@@ -14,7 +14,7 @@ import pytest
 from ladder.bench.ops.points import OpPoint, Variant, calls_of
 from ladder.cli import main
 from ladder.models.errors import UserError
-from ladder.ops import schedules
+from ladder.ops import schedules, track_schedules
 from ladder.ops.track_maps import all_to_all
 from ladder.perf.machine import Curve, Machine, Value
 from ladder.perf.machine_files import load
@@ -148,7 +148,7 @@ def test_short_eager_calls_wait_for_the_host() -> None:
     short, made = replace(point(SCATTER), k=512), schedules.reduce_scatter(0, 2)
     assert times.us(short, CHUNKED, "captured") < 200
     assert times.us(short, CHUNKED, "eager") == cost.host(made) == pytest.approx(140 + 12 * 3 + 90)
-    tracked = schedules.tracked(all_to_all(8, 16, 2, 4).compile(0), 2)
+    tracked = track_schedules.tracked(all_to_all(8, 16, 2, 4).compile(0), 2)
     assert cost.host(tracked, tiles=True) == pytest.approx(140 + 11 * 3 + 2 * 90)
     then = Predictor(found, older=True)
     assert then.us(short, CHUNKED, "eager") == pytest.approx(270 + 12 * 8.9)

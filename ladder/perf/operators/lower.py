@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ladder.bench.ops.points import COLUMNS, OpPoint
 from ladder.costs import BF16
 from ladder.kernels.gemm import GROUP, tiles_of
-from ladder.ops import schedules
+from ladder.ops import schedules, track_schedules
 from ladder.ops.blocks import Blocks
 from ladder.ops.overlapped import tracked_map
 from ladder.ops.steps import Schedule, Word, Work
@@ -213,7 +213,7 @@ def tracked(
             return cost.copies(size.line * min(high * tiling.rows, size.shard))
         return cost.moves(size.line * size.shard * sum_bytes(op, world))
 
-    made = [schedules.tracked(each, world, op == LANDING) for each in programs]
+    made = [track_schedules.tracked(each, world, op == LANDING) for each in programs]
     return made, tasks
 
 
@@ -254,7 +254,7 @@ def summing(
         rows = size.line * rows_of(step.chunk // world)
         return cost.copies(rows) if step.action == "spread" else cost.moves(2 * rows)
 
-    return [schedules.summing(each, world, spread) for each in programs], tasks
+    return [track_schedules.summing(each, world, spread) for each in programs], tasks
 
 
 def height(rows: slice) -> int:
