@@ -80,7 +80,6 @@ def begin(PDL: tl.constexpr):
         gdc_wait()
 
 
-@functools.cache
 def element(dtype: torch.dtype) -> Any:
     """Triton's type of a tensor's elements."""
     return getattr(tl, str(dtype).removeprefix("torch."))
@@ -91,6 +90,7 @@ def multiplied(dtype: torch.dtype) -> Any:
     return tl.float32 if interpreted() else element(dtype)
 
 
+@functools.cache
 def has_dependent_launch(device: torch.device) -> bool:
     """Whether `device` has programmatic dependent launch: compute capability 9 and above."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

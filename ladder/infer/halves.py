@@ -4,8 +4,8 @@ Hopper converts two values of e4m3 to float16 by one instruction, and to bfloat1
 holds nothing beyond 65504; but both inputs have bounds, by Cauchy and Schwarz: no normed input of D
 elements is longer than sqrt(D), so no element of its product is beyond sqrt(D) times the length of
 the weight's row. By that bound they are scaled by a power of two, which scales of weights take up:
-no kernel multiplies by it, and nothing but float16's rounding changes. It loses less than
-bfloat16's of every element above 2^-31 of the bound.
+no kernel multiplies by it. What changes is the rounding, which loses no more than bfloat16's of an
+element above 2^-31 of the bound; and where the cache is in fp8, what is below its least scale.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ def project(
         pieces = None
     padded, block, step, warps, stages, parts, swapped = decode_shapes.blocks(
         rows, outputs, size, up is not None, x.itemsize, scales is not None, pieces is not None,
-        weight.dtype == torch.float8_e4m3fn and x.dtype == torch.float16,
+        weight.dtype == torch.float8_e4m3fn and x.dtype == torch.float16 and not blocked,
     )  # fmt: skip
     sends = isinstance(rider, SendJob)
     if stages:

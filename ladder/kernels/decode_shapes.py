@@ -52,7 +52,8 @@ def blocks(
     pieces: bool = False, half: bool = False,
 ) -> Cut:  # fmt: skip
     """itemsize: bytes of an element of x. eight_bits: the weight is stored in so many. pieces: x is
-    there in pieces, too (`ladder.kernels.pieces`). half: x is in float16, and the weight in e4m3.
+    there in pieces, too (`ladder.kernels.pieces`). half: x is in float16, and the weight in e4m3
+    with a scale for each row.
 
     Chosen by measurements of chains and whole steps on an H200 (benchmarks/results/README.md).
     """

@@ -28,8 +28,9 @@ MOST_LAST = 2**30  # bytes of the last block; its kernel counts the words of its
 
 
 def refusal(call: Call) -> str | None:
-    if call.sizes[1] * call.dtype.itemsize % 16:
-        return f"its rows, of {call.sizes[1]} columns, are no multiples of 16 bytes"
+    columns = (call.exact or call.sizes)[1]
+    if columns * call.dtype.itemsize % 16:
+        return f"its rows, of {columns} columns, are no multiples of 16 bytes"
     return peer_refusal(call)
 
 

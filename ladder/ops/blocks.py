@@ -17,7 +17,8 @@ class Blocks:
 
     rows: of all ranks together; the last rank's last blocks may have fewer, or none. ratio: each
     block is 1/ratio as high as the one before, to whole tiles, if there are enough. whole: a block
-    is one product, and has at least READ_ROWS, of all ranks, if there are enough.
+    is one product, and has READ_ROWS of all ranks or more, if there are enough (the last ranks may
+    have fewer).
     """
 
     def __init__(self, rows: int, world: int, blocks: int, ratio: int, whole: bool = False) -> None:
@@ -27,7 +28,7 @@ class Blocks:
             raise UserError(f"ratio={ratio}; expected 1 to {MAX_RATIO}")
         self.rows, self.world, self.height = rows, world, -(-rows // world)
         weights = [ratio ** (blocks - 1 - block) for block in range(blocks)]
-        step = max(1, READ_ROWS // world) if whole else WHOLE_ROWS
+        step = -(-READ_ROWS // world) if whole else WHOLE_ROWS
         if self.height < step * (blocks if whole else sum(weights)):
             step = 1
         self.starts = [

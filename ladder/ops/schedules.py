@@ -230,10 +230,11 @@ def all_reduce(
 def blocked_all_reduce(rank: int, world: int, blocks: int, streams: int = 1) -> Schedule:
     """As `all_reduce`, but `product` b is that of block b, of all ranks' rows.
 
-    A block's chunks go to their owners under the next block's product, behind which `sum` adds
-    them, and the sums go to all under the one after it. One kernel, `push`, adds and sends the last
-    block. Beside it copies' streams take the sums of the others, behind all that peers wait for: a
-    copy within a GPU may need what `push` holds. streams: 1 or 2, of the products and their sums.
+    A block's chunks go to their owners under the next block's product; behind that, or with two
+    streams beside its end, `sum` adds them, and the sums go to all under the products that follow.
+    One kernel, `push`, adds and sends the last block. Beside it copies' streams take the sums of
+    the others, behind all that peers wait for: a copy within a GPU may need what `push` holds.
+    streams: 1 or 2, of the products and their sums.
     """
     lanes, ways, steps = _lanes(blocks, streams), _ways(world), _fork(streams)
     for block, lane in enumerate(lanes):

@@ -28,7 +28,8 @@ BLOCKS: list[dict[str, Any]] = [{"blocks": 2}, {"blocks": 3, "ratio": 2, "stream
 PUSHES: list[dict[str, Any]] = [{"push": True}, {"blocks": 3, "streams": 2, "push": True}]
 # So does the one of its last block.
 BLOCKED: list[dict[str, Any]] = [
-    {"blocks": 3, "streams": 1}, {"blocks": 1}, {}, {"blocks": 2, "ratio": 1},
+    {"blocks": 3, "streams": 2}, {"blocks": 1, "streams": 1},
+    {"blocks": 2, "ratio": 1, "streams": 1},
 ]  # fmt: skip
 EVERY = [(op, name) for op, names in IMPLEMENTATIONS.items() for name in names]
 IN_BLOCKS = [("matmul_all_reduce", "blocked")]
@@ -149,6 +150,8 @@ def check_same(
 
 
 def options_of(op: str, name: str) -> list[dict[str, Any]]:
+    if (op, name) == ("matmul_all_reduce", "chunked"):
+        return BLOCKS + PUSHES
     if name == "ring" or (op in WHOLE and name == "chunked"):
         return BLOCKS
     if (op, name) == ("matmul_reduce_scatter", "chunked"):

@@ -16,9 +16,14 @@ from torch import Tensor
 
 from ladder.comm import symmetric
 from ladder.comm.symmetric import SymmetricTensor
-from ladder.ops import workspace
+from ladder.ops import blocked, spread, workspace
 from ladder.ops.steps import KINDS, Await, Follow, Put, Record, Schedule, Step, Work
 from tests.interpreter import addresses
+from tests.ops.everyone import in_order
+
+
+def pushes(queued: Queued) -> bool:
+    return isinstance(queued.step, Work) and queued.step.action == "push"
 
 
 class WrongOrderError(AssertionError):
@@ -71,6 +76,28 @@ class Queued:
         return memory[self.chosen, KINDS.index(word.kind), word.index]
 
 
+@dataclass(eq=False)
+class Shots:
+    """In place of the kernel that ends an all-reduce, `push`: of all ranks at once."""
+
+    world: int
+    given: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def __call__(self, partial: Tensor, _: bool, out: Tensor) -> None:
+        self._put(partial, out, lambda parts: in_order(parts))
+
+    def gather_sums(self, slots: Tensor, rows: int, out: Tensor) -> None:
+        self._put(in_order(list(slots)), out, torch.cat)
+
+    def _put(self, part: Tensor, out: Tensor, joined: Callable[[list[Tensor]], Tensor]) -> None:
+        self.given.append((part, out))
+        if len(self.given) == self.world:
+            parts, outs = zip(*self.given, strict=True)
+            for each in outs:
+                each.copy_(joined(list(parts)))
+            self.given.clear()
+
+
 @dataclass
 class Machine:
     """Records the calls of all ranks under `recording`, and then runs them."""
@@ -109,7 +136,10 @@ class Machine:
             get_world_size=lambda group: group.everyone.world,
             barrier=lambda group: None,
         )
+        shots = Shots(self.world)
         with (
+            mock.patch.object(spread, "all_shots", return_value=shots),
+            mock.patch.object(blocked, "all_shots", return_value=shots),
             mock.patch.object(workspace, "dist", fake),
             mock.patch.object(workspace, "CudaStreams"),
             mock.patch.object(symmetric, "allocate", allocate),
@@ -129,6 +159,9 @@ class Machine:
                 return int(queued.word) == step.value
             if isinstance(step, Follow):
                 return (queued.call, step.event) in recorded
+            if pushes(queued):  # of all ranks at once, after which none may wait
+                mains = [self.queues[rank, "main"] for rank in range(self.world)]
+                return all(queue and pushes(queue[0]) for queue in mains)
             if isinstance(step, Work):
                 words = [
                     Queued(0, Await("main", w), queued.space, queued.chosen) for w in step.waits
@@ -142,6 +175,12 @@ class Machine:
             if not can:
                 raise WrongOrderError(f"waits for ever: {[(k, q.step) for k, q in heads]}")
             (chosen,) = source.choices(can, [speed[key] for key in can])
+            if pushes(self.queues[chosen][0]):
+                for rank in range(self.world):
+                    each = self.queues[rank, "main"].popleft()
+                    assert each.action is not None
+                    each.action(each.step.chunk)  # type: ignore[union-attr]
+                continue
             queued = self.queues[chosen].popleft()
             step = queued.step
             if isinstance(step, Put):

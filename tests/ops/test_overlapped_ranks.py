@@ -33,7 +33,6 @@ from tests.ops.overlapped import (
     FEW_ROWS,
     IMPLEMENTATIONS,
     IN_BLOCKS,
-    PUSHES,
     WHOLE,
     arguments,
     check_same,
@@ -117,8 +116,7 @@ def on_ranks(rank: int, world: int, folder: str, which: list[tuple[str, str]]) -
                     B = B.t().contiguous().t()
                 average = call % 2 == 1
                 given = arguments(op, A, B, average, world)
-                kernels = PUSHES if (op, name) == ("matmul_all_reduce", "chunked") else []
-                every = [*options_of(op, name), *kernels]
+                every = options_of(op, name)
                 options = every[call % len(every)]
                 found = flat(run_of(op, name)(group, *given, **options))
                 if name == "ring":  # it adds in another order

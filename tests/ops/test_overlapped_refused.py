@@ -44,6 +44,18 @@ def test_without_gpus_they_are_refused_by_name(pools: Pools) -> None:
     pools(2).run(asked)
 
 
+def test_blocks_of_rows_that_are_no_whole_words_of_16_bytes() -> None:
+    """The table has blocks for such shapes, whose sizes it rounds up."""
+    for n, name in ((12288, "blocked"), (12280, "blocked"), (12287, "staged"), (12292, "staged")):
+        choice = ladder.ops.explain(
+            "matmul_all_reduce", [(4096, 12288), (12288, n)], ranks=4, device="NVIDIA H200",
+            mode="captured",
+        )  # fmt: skip
+        assert choice.implementation == name, (n, choice)
+        if name != "blocked":
+            assert f"of {n} columns, are no multiples of 16 bytes" in dict(choice.others)["blocked"]
+
+
 def test_what_cannot_run_is_refused_and_nothing_is_picked_unmeasured() -> None:
     for op, names in IMPLEMENTATIONS.items():
         shapes: Any = [(512, 256), (256, 512)]
