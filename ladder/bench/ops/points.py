@@ -33,7 +33,8 @@ TRIES: dict[str, tuple[dict[str, Any], ...]] = {
         {"blocks": 3, "ratio": 2, "push": True},
     ),
     "blocked": (
-        {"blocks": 2}, {"blocks": 3}, {"blocks": 5}, {"blocks": 6}, {"blocks": 3, "streams": 1},
+        {"blocks": 2}, {"blocks": 3}, {"blocks": 5}, {"blocks": 6}, {"blocks": 8, "ratio": 1},
+        {"blocks": 3, "streams": 1},
     ),
     "ring": (
         {"streams": 2}, {"blocks": 4}, {"blocks": 3, "ratio": 2, "streams": 2},
