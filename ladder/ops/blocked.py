@@ -10,18 +10,17 @@ one kernel adds, sends and receives it (`ladder.comm.two_shot`). The steps are t
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ladder.kernels.slots import sum_slots
 from ladder.models.errors import UserError
 from ladder.ops import schedules, workspace
-from ladder.ops.blocks import BLOCKS, Blocks, check_streams
+from ladder.ops.blocks import BLOCKS, WHOLE, Blocks, check_streams
 from ladder.ops.pushed import all_shots
 from ladder.ops.refusals import peer_refusal
 from ladder.ops.registry import Call, implement
-from ladder.ops.spread import to_all
+from ladder.ops.spread import multiply, to_all, to_owners
 from ladder.ops.waves import by_blocks
 
 MOST_LAST = 2**30  # bytes of the last block; its kernel counts the words of its slots in 32 bits
@@ -34,10 +33,10 @@ def refusal(call: Call) -> str | None:
     return peer_refusal(call)
 
 
-@implement("matmul_all_reduce", "blocked", refusal, BLOCKS, surplus=by_blocks(4, 2, 2))
+@implement("matmul_all_reduce", "blocked", refusal, BLOCKS, surplus=by_blocks)
 def blocked_matmul_all_reduce(
-    group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None, blocks: int = 4,
-    ratio: int = 2, streams: int = 2,
+    group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None,
+    blocks: int = WHOLE.blocks, ratio: int = WHOLE.ratio, streams: int = WHOLE.streams,
 ) -> Tensor:  # fmt: skip
     """blocks, ratio: see `Blocks`. streams: as of `ladder.ops.overlapped.chunked_all_gather_matmul`
     of whole blocks."""
@@ -61,15 +60,7 @@ def blocked_matmul_all_reduce(
 
     def product(block: int) -> None:
         some = cut.whole(block)
-        if more is None:
-            torch.mm(rows[some], B, out=partial[some])
-        else:
-            torch.addmm(more[some], rows[some], B, out=partial[some])
-
-    def copy(chunk: int) -> None:
-        block, owner = divmod(chunk, world)
-        to = slots[owner][rank][cut.place(block, owner)]
-        to.copy_(partial[cut.part(block, owner)], non_blocking=True)
+        multiply(rows, B, more, some, partial[some])
 
     def add(chunk: int) -> None:
         block = chunk // world
@@ -85,8 +76,8 @@ def blocked_matmul_all_reduce(
     space.run(
         schedules.blocked_all_reduce(rank, world, blocks, streams), chosen,
         {
-            "product": product, "copy": copy, "sum": add, "push": push,
-            **to_all(rank, slots, cut, [total]),
+            "product": product, "sum": add, "push": push,
+            **to_owners(rank, slots, cut, partial), **to_all(rank, slots, cut, [total]),
         },
         memory=(rows, B, more, partial, total), numbers=(ratio, shots),
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ladder.models.errors import UserError
 from ladder.ops.steps import LANES
 
@@ -10,6 +12,15 @@ WHOLE_ROWS = 128  # of a tile of cuBLAS
 READ_ROWS = 256  # a product of fewer takes about as long, since its weight has to be read
 STREAMS = ("streams",)
 BLOCKS = ("blocks", "ratio", *STREAMS)
+
+
+class Options(NamedTuple):
+    blocks: int
+    ratio: int
+    streams: int
+
+
+WHOLE = Options(4, 2, 2)  # the defaults where a block is one product
 
 
 class Blocks:

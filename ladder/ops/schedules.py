@@ -240,12 +240,7 @@ def blocked_all_reduce(rank: int, world: int, blocks: int, streams: int = 1) -> 
     for block, lane in enumerate(lanes):
         steps.append(Work(lane, "product", block))
         if block < blocks - 1:
-            ready = f"product {block}"
-            steps += [Record(lane, ready), *(Follow(way, ready) for way in ways)]
-            for peer in others(rank, world):
-                chunk, flag = block * world + peer, block * world + rank
-                way = _way(rank, peer, world)
-                steps += _send(rank, peer, chunk, flag, block == 0, stream=way)
+            steps += _spread(rank, world, block, 0, lane, action="copy", first=block == 0)
         if block > 0:
             done, before = block - 1, lanes[block - 1]
             steps += _take(rank, _flags(rank, world, done), before)
@@ -288,18 +283,20 @@ def _flags(rank: int, world: int, block: int) -> list[int]:
 
 
 def _spread(
-    rank: int, world: int, block: int, flags: int, lane: Stream, said: bool = True
-) -> list[Step]:
+    rank: int, world: int, block: int, flags: int, lane: Stream, said: bool = True,
+    action: str = "spread", first: bool = False,
+) -> list[Step]:  # fmt: skip
     """This rank's sums of a block, which the lane has made, to all peers. flags: the first one.
 
-    said: peers are told. The main stream waits for the copies at the end, and so for the lane.
+    said: peers are told. action, first: see `_send`; `copy`: each peer's chunk, and not the sums.
+    The main stream waits for the copies at the end, and so for the lane.
     """
-    ready, flag = f"sum {block}", flags + block * world + rank
+    ready, flag = f"{action} {block}", flags + block * world + rank
     steps: list[Step] = [Record(lane, ready)]
     steps += [Follow(way, ready) for way in _ways(world)]
     for peer in others(rank, world):
         chunk, way = block * world + peer, _way(rank, peer, world)
-        sending = _send(rank, peer, chunk, flag, False, "spread", way)
+        sending = _send(rank, peer, chunk, flag, first, action, way)
         steps += sending if said else sending[:-1]
     return steps
 

@@ -90,7 +90,7 @@ def _spread(
     # All sizes follow from the shapes and the options, so they are the same on all ranks.
     cut = Blocks(len(rows), world, blocks, ratio)
     height = (1 + len(outs)) * cut.height  # of a slot: the rows to add, then those of each output
-    last = slice(min(world * cut.starts[-2], len(rows)), len(rows))  # the last block, on all ranks
+    last = cut.whole(blocks - 1)
     high = cut.height - cut.starts[-2]  # of a rank; the last ones may have fewer
     line = n * rows.element_size()
     push = push and last.start < last.stop and line % 4 == 0 and world * high * line <= MOST_PUSHED
@@ -104,15 +104,7 @@ def _spread(
         mine = cut.part(block, owner)
         if mine.start < mine.stop:
             to = slots[rank][rank][cut.place(block, owner)] if owner == rank else partial[mine]
-            if more is None:
-                torch.mm(rows[mine], B, out=to)
-            else:
-                torch.addmm(more[mine], rows[mine], B, out=to)
-
-    def copy(chunk: int) -> None:
-        block, owner = divmod(chunk, world)
-        to = slots[owner][rank][cut.place(block, owner)]
-        to.copy_(partial[cut.part(block, owner)], non_blocking=True)
+            multiply(rows, B, more, mine, to)
 
     def add(chunk: int) -> None:
         block = chunk // world
@@ -128,11 +120,32 @@ def _spread(
     space.run(
         schedules.all_reduce(rank, world, blocks, streams, push), chosen,
         {
-            "product": product, "copy": copy, "sum": add, "push": push_last,
-            **to_all(rank, slots, cut, outs),
+            "product": product, "sum": add, "push": push_last,
+            **to_owners(rank, slots, cut, partial), **to_all(rank, slots, cut, outs),
         },
         memory=(rows, B, more, partial, *outs, *memory), numbers=(numbers, ratio, shots),
     )  # fmt: skip
+
+
+def multiply(rows: Tensor, B: Tensor, addend: Tensor | None, some: slice, out: Tensor) -> None:
+    """Some of the rows of rows @ B + addend, into `out`."""
+    if addend is None:
+        torch.mm(rows[some], B, out=out)
+    else:
+        torch.addmm(addend[some], rows[some], B, out=out)
+
+
+def to_owners(
+    rank: int, slots: list[Tensor], cut: Blocks, partial: Tensor
+) -> dict[str, Callable[[int], object]]:
+    """The action `copy` of a schedule: a chunk of this rank's product to the rank that adds it."""
+
+    def copy(chunk: int) -> None:
+        block, owner = divmod(chunk, cut.world)
+        to = slots[owner][rank][cut.place(block, owner)]
+        to.copy_(partial[cut.part(block, owner)], non_blocking=True)
+
+    return {"copy": copy}
 
 
 def to_all(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ladder.costs import MULTIPROCESSORS
-from ladder.ops.blocks import Blocks
+from ladder.ops.blocks import WHOLE, Blocks
 from ladder.ops.registry import Call, Surplus
 
 # Rows x columns of cuBLAS's tiles, each with its rate of the large ones'. A product has those that
@@ -63,17 +63,11 @@ def by_chunks(blocks: int) -> Surplus:
     return surplus
 
 
-def by_blocks(blocks: int, ratio: int, streams: int) -> Surplus:
-    """Of cuBLAS's products by whole blocks. The defaults of such options are given."""
-
-    def surplus(call: Call, options: Mapping[str, Any]) -> float:
-        pieces = options.get("blocks", blocks)
-        cut = Blocks(call.exact[0], call.ranks, pieces, options.get("ratio", ratio), whole=True)
-        return _one_by_one(
-            call, [cut.whole(block) for block in range(pieces)], options.get("streams", streams)
-        )
-
-    return surplus
+def by_blocks(call: Call, options: Mapping[str, Any]) -> float:
+    """Of cuBLAS's products by whole blocks."""
+    given = WHOLE._replace(**options)
+    cut = Blocks(call.exact[0], call.ranks, given.blocks, given.ratio, whole=True)
+    return _one_by_one(call, [cut.whole(block) for block in range(given.blocks)], given.streams)
 
 
 def _one_by_one(call: Call, parts: list[slice], streams: int) -> float:

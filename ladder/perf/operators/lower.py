@@ -14,7 +14,7 @@ from ladder.bench.ops.points import COLUMNS, OpPoint
 from ladder.costs import BF16
 from ladder.kernels.gemm import GROUP, tiles_of
 from ladder.ops import schedules, track_schedules
-from ladder.ops.blocks import Blocks
+from ladder.ops.blocks import WHOLE, Blocks
 from ladder.ops.overlapped import tracked_map
 from ladder.ops.steps import Schedule, Word, Work
 from ladder.ops.summing import PIECES, pieces_of
@@ -115,8 +115,9 @@ def _spread(cost: OperatorCost, size: Size, options: tuple[int, int, int], push:
 
 
 def blocked(
-    cost: OperatorCost, op: str, size: Size, blocks: int = 4, ratio: int = 2, streams: int = 2
-) -> Lowered:
+    cost: OperatorCost, op: str, size: Size, blocks: int = WHOLE.blocks, ratio: int = WHOLE.ratio,
+    streams: int = WHOLE.streams,
+) -> Lowered:  # fmt: skip
     world = size.ranks
     cut = Blocks(size.rows, world, blocks, ratio, whole=True)
 
