@@ -36,7 +36,7 @@ def in_pieces(rows: int, product: Product) -> bool:
 
 def in_half(rows: int, product: Product) -> bool:
     """Whether a step multiplies this weight by an input in float16 (`ladder.infer.halves`)."""
-    return not product.normed and product.weights == "fp8" and decode_shapes.by_pieces(rows)
+    return not product.normed and product.weights == "fp8" and decode_shapes.by_halves(rows)
 
 
 def today(rows: int, product: Product) -> Cut:

@@ -24,7 +24,7 @@ from ladder.jit import DTYPES, device_name
 from ladder.kernels import decode_shapes
 from ladder.kernels.attention import decode_attention
 from ladder.kernels.choice import embed
-from ladder.kernels.limits import MAX_ADDENDS, MAX_ROWS
+from ladder.kernels.limits import MAX_ADDENDS
 from ladder.kernels.norm import add_rms_norm
 from ladder.kernels.prefill import rotary_prompt
 from ladder.models.config import ModelConfig
@@ -99,7 +99,7 @@ class FusedAttention(Sublayer):
         return context.operators.row(out, self.output)
 
     def _decode(self, packed: Tensor, cache: Cache) -> Tensor:
-        half = self.halves and decode_shapes.by_pieces(len(packed)) and len(packed) <= MAX_ROWS
+        half = self.halves and decode_shapes.by_halves(len(packed))
         return decode_attention(
             packed, self.table, cache.positions[:, 0], cache.keys[self.layer],
             cache.values[self.layer], self.heads, self.head_dim**-0.5, self.arrived, self.bias,

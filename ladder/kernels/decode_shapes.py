@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ladder.costs import MULTIPROCESSORS
-from ladder.kernels.limits import MOST_CHUNKS
+from ladder.kernels.limits import MAX_ROWS, MOST_CHUNKS
 
 # More rows are multiplied on tensor cores; of weights in 8 bits: see `_by_vectors`.
 MAX_VECTOR_ROWS = 2
@@ -45,6 +45,12 @@ def by_pieces(rows: int) -> bool:
     """Whether a product of so many rows with a weight in e4m3 takes its input in pieces. A step of
     one sequence took 6 % longer."""
     return rows > 1
+
+
+def by_halves(rows: int) -> bool:
+    """Whether products of so many rows with a weight in e4m3 take in float16 what comes in no
+    pieces: attention's output and SwiGLU's (`ladder.infer.halves`). One row was not measured."""
+    return 1 < rows <= MAX_ROWS
 
 
 def blocks(

@@ -103,8 +103,8 @@ def sum_slots(
     launch(
         _sum_slots_kernel, (triton.cdiv(out.numel(), BLOCK),), out.device,
         slots, held, out, slots.stride(0), out.numel(), WORLD=len(slots), AVERAGE=average, OWN=rank,
-        BLOCK=BLOCK,
-        num_warps=WARPS, dependent=False,  # it follows waits and copies, not a kernel
+        BLOCK=BLOCK, num_warps=WARPS,
+        dependent=False,  # it follows waits and copies, not a kernel
     )  # fmt: skip
     return out
 

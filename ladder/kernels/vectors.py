@@ -18,9 +18,8 @@ def _product(
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
-    GIVES: tl.constexpr,
-    PDL: tl.constexpr, partial, rows, riders, SENDS: tl.constexpr, D: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GIVES: tl.constexpr, PDL: tl.constexpr, partial, rows, riders, SENDS: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program of a product: BN rows of the weight. SENDS: the first `riders` programs send."""
     # [row of x, row of the weight, column]: three dimensions give all loads the same layout.

@@ -104,7 +104,7 @@ class Matrix(nn.Module):
         if self.scales is None:
             return project(x, weight, up, **options)
         pair = self.scales.chunk(2) if self.gated else (self.scales, None)
-        gives = self.gives if decode_shapes.by_pieces(len(x)) else None
+        gives = self.gives if decode_shapes.by_halves(len(x)) else None
         return project(x, weight, up, scales=pair, gives=gives, **options)
 
 

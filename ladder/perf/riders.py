@@ -13,7 +13,7 @@ from ladder.kernels.decode_shapes import (
     Cut,
     Ride,
     blocks,
-    by_pieces,
+    by_halves,
     ride,
     rows_each,
 )
@@ -43,7 +43,7 @@ def cut(
 ) -> Cut:  # fmt: skip
     """How a product is, given as for `room`."""
     narrow, short = stored != "bf16", inputs <= 1024
-    half = kernels.long and stored == "fp8" and by_pieces(rows) and not pieces
+    half = kernels.long and stored == "fp8" and by_halves(rows) and not pieces
     found = blocks(rows, outputs, inputs, gated, BF16, narrow, pieces, half)
     if kernels.long or not 2 < rows <= 16 or gated or pieces:
         return found
