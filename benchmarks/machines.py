@@ -250,15 +250,16 @@ def fitted(gpus: int) -> Machine:
 
 @functools.cache
 def one() -> Machine:
-    """One GPU, with today's kernels as measured, and what is fitted to their steps and prompts."""
+    """One GPU, with kernels that were measured there, and what is fitted to their steps and
+    prompts."""
     found, files = fitted(1), [RESULTS / file for file in TODAY]
     found = replace(found, curves=with_measured(replace(found, curves=()), measured()).curves)
     return fit_prompts(fit_steps(found, files, RANK[0], older=False), files, RANK[0])
 
 
 def machine(gpus: int) -> Machine:
-    """One GPU or two. On two prompts are as they were recorded there, decode steps as on four."""
-    return one() if gpus == 1 else with_steps_of(fitted(gpus), four_today())
+    """One GPU or two. Prompts are as they were recorded there, decode steps as on four."""
+    return with_steps_of(one() if gpus == 1 else fitted(gpus), four_today())
 
 
 def four_before() -> Machine:
@@ -367,6 +368,7 @@ def kept() -> dict[str, Machine]:
     return {
         "h200": steps_of(four(), "older kernels of h200"),
         "h200-former": steps_of(four_then(), "former kernels of h200"),
+        "h200x1-former": steps_of(one(), "former kernels of h200x1"),
         "h200x4": four_before(),
     }
 

@@ -1,7 +1,7 @@
 """Times of other ways to multiply by a decode step's weights, beside the chosen ones, on one GPU.
 
     python benchmarks/products.py [--shapes 8B/TP4 ...] [--rows 16 64 4 1] [--weights fp8]
-        [--ways today late] [--riders] [--carveouts] [--out FILE] [--budget SECONDS]
+        [--ways today late] [--carveouts] [--out FILE] [--budget SECONDS]
 
 For each shape and number of rows: the four products of a layer, each alone and all in a chain, in
 CUDA graphs with dependent launch, over weights that no cache holds. All ways take turns, in another
@@ -12,10 +12,9 @@ result is compared with float64: a wrong way is named, not timed, and makes the 
 today: what `ladder.kernels.decode_shapes.blocks` chooses. late: the same, but without weights
 brought into L2 before the wait for the previous kernel. lean: tiles of so little shared memory that
 the next kernel's programs start beside them. best: each product's fastest way alone, in a chain.
---riders: also a chain as in a ladder's step on four GPUs, whose products carry a send or a landing;
-the slots of all ranks are here, so that no link is used. --carveouts: also the chains in which the
-driver chooses how much of an SM's L1 is shared memory; otherwise kernels prefer what they do in a
-step (`ladder.kernels.carveout`). --out: a line of JSON for each point.
+--carveouts: also the chains in which the driver chooses how much of an SM's L1 is shared memory;
+otherwise kernels prefer what they do in a step (`ladder.kernels.carveout`). --out: a line of JSON
+for each point.
 """
 
 from __future__ import annotations
@@ -53,8 +52,6 @@ from ladder.models.storage import QUANTISED, dequantise
 from ladder.parser import Parser, parse_words
 
 ROUNDS, WARM = 20, 3
-RANKS = 4
-Rider = kernels.LandingJob | kernels.SendJob
 
 
 class Input(NamedTuple):
@@ -78,13 +75,6 @@ class Matrix(NamedTuple):
         return dequantise(self.stored, self.scales, torch.float32).double()
 
 
-class Mail(NamedTuple):
-    partial: Tensor
-    residual: Tensor
-    slots: Tensor
-    push: kernels.PushTarget
-
-
 @contextlib.contextmanager
 def chosen(way: Way, rows: int, product: Product) -> Iterator[None]:
     blocks = way.blocks(rows, product)
@@ -92,51 +82,15 @@ def chosen(way: Way, rows: int, product: Product) -> Iterator[None]:
         yield
 
 
-def multiply(
-    way: Way, product: Product, read: Input, weight: Matrix, rider: Rider | None = None
-) -> Tensor:
+def multiply(way: Way, product: Product, read: Input, weight: Matrix) -> Tensor:
     gate, up = weight.halves() if product.gated else (weight, Matrix(None, None))
     scales = None if gate.scales is None else (gate.scales, up.scales)
     with chosen(way, len(read.x), product):
         y = kernels.project(
-            read.x, gate.stored, up.stored, rider=rider, scales=scales, gives=torch.bfloat16,
-            **read.norm,
-        )  # fmt: skip
+            read.x, gate.stored, up.stored, scales=scales, gives=torch.bfloat16, **read.norm
+        )
     assert y is not None
     return y
-
-
-def new_mail(rows: int, size: int) -> Mail:
-    """The slots of four ranks are here: what is sent to rank q comes as the partial of rank q."""
-    partial, residual = torch.randn(2, rows, size, device="cuda", dtype=torch.bfloat16)
-    slots = partial.new_full((RANKS, rows, size), -0.0)
-    buffers = torch.tensor([each.data_ptr() for each in slots], device="cuda")
-    return Mail(partial, residual, slots, kernels.PushTarget(buffers, 0, 0, RANKS))
-
-
-def new_rider(product: Product, mail: Mail) -> Rider:
-    """A sublayer's first product sends the partial of the one before, its second one lands it."""
-    if product.name in ("qkv", "gate and up"):
-        return kernels.SendJob(mail.partial, mail.push)
-    return kernels.new_landing(mail.residual, sums=[mail.slots])
-
-
-def wrong_riders(
-    way: Way, products: Sequence[Product], inputs: dict[str, Input],
-    weights: dict[str, list[Matrix]], mail: Mail,
-) -> str | None:  # fmt: skip
-    for each in products:
-        rider = new_rider(each, mail)
-        given = way, each, inputs[each.name], weights[each.name][0]
-        if not torch.equal(multiply(*given, rider), multiply(*given)):
-            return f"{each.name} differs where something rides"
-        if isinstance(rider, kernels.LandingJob):
-            landed = mail.residual.double() + RANKS * mail.partial.double()
-            error = (rider.out.double() - landed).abs()
-            if not bool((error <= 2**-7 * landed.abs() + 1e-2).all()):
-                return f"what {each.name} lands is off by up to {float(error.max())}"
-    empty = (mail.slots == 0) & torch.signbit(mail.slots)
-    return None if bool(empty.all()) else "slots are not empty"
 
 
 def new_input(rows: int, product: Product) -> Input:
@@ -167,26 +121,19 @@ def wrong(way: Way, product: Product, read: Input, weight: Matrix) -> str | None
     return None if torch.equal(found, again) else "two calls differ"
 
 
-def compile_one(job: tuple[str, int, Product, int]) -> str | None:
-    """In a process of its own, for Triton's cache. The last: of the residual's columns; 0: nothing
-    rides."""
-    name, rows, product, size = job
+def compile_one(job: tuple[str, int, Product]) -> str | None:
+    """In a process of its own, for Triton's cache."""
+    name, rows, product = job
     way = next(each for each in WAYS if each.name == name)
     try:
-        read = new_input(rows, product)
-        weight = matrix(product)
-        multiply(way, product, read, weight)
-        if size:
-            mail = new_mail(rows, size)
-            mail.slots.fill_(1)  # a landing waits
-            multiply(way, product, read, weight, new_rider(product, mail))
+        multiply(way, product, new_input(rows, product), matrix(product))
         torch.cuda.synchronize()
     except Exception as error:
         return f"{way.name}, {rows} rows, {product}: {str(error).splitlines()[0]}"
     return None
 
 
-def compiled(jobs: list[tuple[str, int, Product, int]]) -> list[str]:
+def compiled(jobs: list[tuple[str, int, Product]]) -> list[str]:
     """Fill Triton's cache, a worker on each core. What failed."""
     processes = max(1, min(len(jobs), (os.cpu_count() or 2) - 1))
     context = multiprocessing.get_context("spawn")
@@ -216,12 +163,11 @@ def measured(graphs: dict[tuple[str, str], tuple[torch.cuda.CUDAGraph, int]]) ->
 
 def measure(
     rows: int, products: Sequence[Product], ways: Sequence[Way], weights: dict[str, list[Matrix]],
-    riders: bool, carveouts: bool,
+    carveouts: bool,
 ) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
-    """Microseconds {way: {product, "chain", "riders" or these with ", driver's": time}}, the best
-    way of each product, and what is wrong."""
+    """Microseconds {way: {product, "chain" or this with ", driver's": time}}, the best way of each
+    product, and what is wrong."""
     inputs = {each.name: new_input(rows, each) for each in products}
-    mail = new_mail(rows, products[-1].outputs)
     errors = []
     right = []
     for way in ways:
@@ -230,46 +176,28 @@ def measure(
             for each in products
             if (error := wrong(way, each, inputs[each.name], weights[each.name][0]))
         ]
-        if riders and not found and (error := wrong_riders(way, products, inputs, weights, mail)):
-            found = [f"{way.name}, {rows} rows: {error}"]
         errors += found
         right += [way] * (not found)
     layers = min(len(each) for each in weights.values())
 
-    def call(way: Way, product: Product, weight: Matrix, rides: bool) -> Tensor:
-        rider = new_rider(product, mail) if rides else None
-        return multiply(way, product, inputs[product.name], weight, rider)
-
-    def graph(
-        of: dict[str, Way], some: Sequence[Product], count: int, rides: bool, at_least: int
-    ) -> Any:
+    def graph(of: dict[str, Way], some: Sequence[Product], count: int, at_least: int) -> Any:
         calls: list[Call] = [
-            partial(call, of[each.name], each, weights[each.name][i], rides)
+            partial(multiply, of[each.name], each, inputs[each.name], weights[each.name][i])
             for i in range(count)
             for each in some
         ]
         with carveout(at_least):
-            # Once before, for what kernels prefer. `captured` calls the first once, too: what it
-            # sends is landed by what follows.
-            for first in calls[: len(some)]:
+            for first in calls[: len(some)]:  # for what kernels prefer
                 first()
             return captured(calls), count
-
-    def chains(
-        name: str, of: dict[str, Way], at_least: int = least(rows), note: str = ""
-    ) -> dict[tuple[str, str], Any]:
-        found = {(name, f"chain{note}"): graph(of, products, layers, False, at_least)}
-        if riders:
-            found[name, f"riders{note}"] = graph(of, products, layers, True, at_least)
-        return found
 
     alone, whole = {}, {}
     for way in right:
         every = {each.name: way for each in products}
         for each in products:
             count = len(weights[each.name])
-            alone[way.name, each.name] = graph(every, [each], count, False, least(rows))
-        whole |= chains(way.name, every)
+            alone[way.name, each.name] = graph(every, [each], count, least(rows))
+        whole[way.name, "chain"] = graph(every, products, layers, least(rows))
     times = measured(alone)
     best = {
         each.name: min(right, key=lambda way, name=each.name: times[way.name, name])
@@ -277,12 +205,13 @@ def measure(
         if right
     }
     if right:
-        whole |= chains("best", best)
+        whole["best", "chain"] = graph(best, products, layers, least(rows))
     times |= measured(whole)
     if carveouts:
-        again: dict[tuple[str, str], Any] = {}
+        again = {}
         for way in right:
-            again |= chains(way.name, {each.name: way for each in products}, DRIVERS, ", driver's")
+            every = {each.name: way for each in products}
+            again[way.name, "chain, driver's"] = graph(every, products, layers, DRIVERS)
         times |= measured(again)
     table: dict[str, dict[str, float]] = {}
     for (name, what), taken in times.items():
@@ -321,7 +250,6 @@ def main() -> None:
     )
     parser.add_argument("--weights", choices=["bf16", *QUANTISED], default="bf16")
     parser.add_argument("--ways", nargs="+", choices=names, default=names)
-    parser.add_argument("--riders", action="store_true", help="also chains with sends and landings")
     parser.add_argument("--carveouts", action="store_true", help="also the driver's carve-outs")
     parser.add_argument("--out", type=Path, help="appended: a line of JSON for each point")
     parser.add_argument("--budget", type=float, help="start no point after so many seconds")
@@ -334,7 +262,7 @@ def main() -> None:
         ways = [way for way in WAYS if way.name in args.ways and usable(way, rows, products)]
         points.append((shape, rows, products, ways))
     jobs = [
-        (way.name, rows, product, products[-1].outputs * args.riders)
+        (way.name, rows, product)
         for _, rows, products, ways in points
         for product in products
         for way in ways
@@ -364,7 +292,7 @@ def main() -> None:
             for way in ways
             if not any(error.startswith(f"{way.name}, {rows} rows, ") for error in failed)
         ]
-        found, errors = measure(rows, products, fit, held[1], args.riders, args.carveouts)
+        found, errors = measure(rows, products, fit, held[1], args.carveouts)
         for error in errors:
             print("WRONG", shape, error)
         bad += errors

@@ -126,7 +126,7 @@ def squares_of(x: Tensor) -> Tensor:
 
 @case("project")
 def project(dtype: torch.dtype) -> Pairs:
-    """project alone, and with a push to three ranks' slots on this GPU and a landing as a rider."""
+    """project alone, and with a push to three ranks' slots on this GPU, which land."""
     world, start = 3, 64
     for rows in ROWS:
         for outputs, size in ((7, 200), (66, 1304), (130, 2100)):
@@ -146,26 +146,24 @@ def project(dtype: torch.dtype) -> Pairs:
                 kernels.project(x, gate, push=push, keep=rank == 1)
             residual = random(dtype, rows, outputs)
             job = kernels.new_landing(residual, sums=[sets[1][start:].view(world, rows, outputs)])
-            found = kernels.project(x, gate, rider=job)
+            kernels.land(job)
             wanted = kernels.project_reference(x, gate)
-            yield found, wanted
             yield job.out, residual.float() + world * wanted.to(dtype).float()
             yield sets[1], torch.full_like(sets[1], -0.0)
 
 
 @case("send")
 def send(dtype: torch.dtype) -> Pairs:
-    """send to two ranks' slots on this GPU, alone and as a rider."""
+    """send to two ranks' slots on this GPU."""
     if not jit.on_triton(torch.zeros(1, device=DEVICE)):
         return
-    x, weight = random(dtype, 3, 96), random(dtype, 5, 96)
     for rows, size in ((1, 200), (3, 1500), (33, 2049)):
         sets = [random(dtype, 2, rows, size) for _ in range(2)]
         buffers = torch.tensor([each.data_ptr() for each in sets], device=DEVICE)
         wanted = random(dtype, 2, rows, size)
-        kernels.send(kernels.SendJob(wanted[0].clone(), kernels.PushTarget(buffers, 0, 0, 2)))
-        rider = kernels.SendJob(wanted[1].clone(), kernels.PushTarget(buffers, 0, 1, 2))
-        yield kernels.project(x, weight, rider=rider), kernels.project_reference(x, weight)
+        for rank in range(2):
+            target = kernels.PushTarget(buffers, 0, rank, 2)
+            kernels.send(kernels.SendJob(wanted[rank].clone(), target))
         yield from ((each, wanted) for each in sets)
 
 
@@ -187,7 +185,7 @@ def land(dtype: torch.dtype) -> Pairs:
 
 @case("pieces")
 def in_pieces(dtype: torch.dtype) -> Pairs:
-    """Landings that make pieces, alone and as riders, and the products of them."""
+    """Landings that make pieces, and the products of them."""
     if dtype != torch.bfloat16:
         return
     for rows in (2, 9, 33):
@@ -196,15 +194,12 @@ def in_pieces(dtype: torch.dtype) -> Pairs:
             (gate, one), (up, other) = (quantise(each / size**0.5, "fp8", "w") for each in weights)
             job, wanted = (with_pieces(kernels.new_landing(x)) for _ in range(2))
             kernels.land_reference(wanted)
-            kernels.project(random(dtype, 3, 96), random(dtype, 5, 96), rider=job)
-            again = with_pieces(kernels.new_landing(job.out))
-            kernels.land(again)
+            kernels.land(job)
             assert wanted.pieces is not None
-            for found in (job, again):
-                assert found.pieces is not None
-                yield found.pieces.values.float(), wanted.pieces.values.float()
-                yield found.pieces.factors, wanted.pieces.factors
-            pieces = {"squares": again.squares, "eps": 1e-5, "pieces": again.pieces}
+            assert job.pieces is not None
+            yield job.pieces.values.float(), wanted.pieces.values.float()
+            yield job.pieces.factors, wanted.pieces.factors
+            pieces = {"squares": job.squares, "eps": 1e-5, "pieces": job.pieces}
             for matrix in (None, up):
                 options = {"scales": (one, None if matrix is None else other), **pieces}
                 found = kernels.project(x, gate, matrix, **options)

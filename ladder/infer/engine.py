@@ -198,8 +198,9 @@ class Session:
         reducer = self.model.reducer
         # Not measured with NCCL, whose kernels run beside a step's: an SM would have to be idle
         # before it had the memory that they need.
-        one_stream = isinstance(reducer, PushReducer) or reducer.ranks.processes == 1
-        with carveout(least(len(self.tokens)) if self.fused and one_stream else DRIVERS):
+        no_nccl = isinstance(reducer, PushReducer) or reducer.ranks.processes == 1
+        wanted = least(len(self.tokens), self.model.config.plan.overlaps)
+        with carveout(wanted if self.fused and no_nccl else DRIVERS):
             self.graph, _ = capture_graph(self._step)
         self.graph_logits = self.logits
 

@@ -1,15 +1,11 @@
-"""Matrix products of a decode step that norm their input, push their result and run landings.
+"""Matrix products of a decode step that norm their input and push their result.
 
 They replace the all-reduce kernels of tensor parallelism. `project` multiplies a few rows by a
 weight. It can
 - read a residual before its norm: the landing has stored sums of squares, and the norm's weight is
   folded into the matrix, so only one factor per row is missing;
 - push its result into a slot on every rank (`PushTarget`), where the data is its own flag: an empty
-  slot holds -0.0, which is never sent;
-- run a landing (`LandingJob`) or the push of an earlier result (`SendJob`) in extra programs, or
-  before some of its own (see `ladder.kernels.landing`). This takes both off the critical path of a
-  plan that lags; a plan that blocks pushes from the product itself and launches its landings
-  separately.
+  slot holds -0.0, which is never sent (see `ladder.kernels.landing`).
 
 Weights are read before the previous kernel has ended (programmatic dependent launch), unless that
 may be what writes them (`fixed`).
@@ -19,18 +15,18 @@ Source: fused computation-collective operations (GEMV + all-reduce), and T3, on 
 
 from __future__ import annotations
 
-from typing import Any, no_type_check
+from typing import no_type_check
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ladder.comm.primitives import EMPTY
 from ladder.jit import (
     element,
     gdc_launch_dependents,
     gdc_wait,
     interpreted,
-    jit,
     kernel,
     launch,
     multiplied,
@@ -40,22 +36,10 @@ from ladder.jit import (
 )
 from ladder.kernels import decode_shapes
 from ladder.kernels.carveout import stages_that_fit
-from ladder.kernels.landing import (
-    LandingJob,
-    PushTarget,
-    SendJob,
-    _land,
-    _send,
-    chunks_of,
-    land,
-    parts_of,
-    rider_arguments,
-    send,
-    span_of,
-)
+from ladder.kernels.landing import PushTarget, bits_of
 from ladder.kernels.limits import CHUNK, MAX_ROWS
 from ladder.kernels.pieces import Pieces
-from ladder.kernels.tiles import _bring_first, _tile, _tile_of_pieces
+from ladder.kernels.tiles import _tile, _tile_of_pieces
 from ladder.kernels.vectors import _product
 from ladder.models.eight_bits import BLOCK
 from ladder.models.storage import dequantise, is_quantised
@@ -82,77 +66,24 @@ def project_reference(
     return y if add is None else y + add.float() * factor
 
 
-@jit
-@no_type_check
-def _ride(
-    part, residual, landed, landed_squares, landed_pieces, landed_factors, sum0, sum1,
-    own0, own1, factor0, factor1, buffers, start, rows, RIDES: tl.constexpr, D: tl.constexpr,
-    WORLD: tl.constexpr, RANK: tl.constexpr, SUMS: tl.constexpr, OWNS: tl.constexpr,
-    REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
-    SPIN_LIMIT: tl.constexpr, SPLITS: tl.constexpr, SPAN: tl.constexpr,
-):  # fmt: skip
-    """A part of a landing (RIDES=1) or a send (2)."""
-    if RIDES == 1:
-        _land(part, residual, landed, landed_squares, landed_pieces, landed_factors, sum0, sum1,
-              own0, own1, factor0, factor1, rows, D, WORLD, SUMS, OWNS, REPLACES, CHUNK, BITS,
-              EMPTY, SPIN_LIMIT, SPLITS, SPAN)  # fmt: skip
-    else:
-        _send(part, residual, buffers, start, rows, D, WORLD, RANK, CHUNK, BITS, EMPTY, SPAN)
-
-
-@jit
-@no_type_check
-def _either(
-    program, x, weight, up, scales, up_scales, pieces, factors, out, squares, add, factor, eps,
-    buffers, start, N,
-    M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
-    STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
-    STAGES: tl.constexpr, KIND: tl.constexpr, GIVES: tl.constexpr, PDL: tl.constexpr, partial, rows,
-    riders, SENDS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
-    if STAGES == 0:
-        _product(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
-                 start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD,
-                 CHUNK, CHUNKS, BITS, EMPTY, GIVES, PDL, partial, rows, riders, SENDS, D,
-                 BLOCK)  # fmt: skip
-    elif pieces is not None:
-        _tile_of_pieces(program, x, weight, up, scales, up_scales, pieces, factors, out, squares,
-                        add, factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CHUNKS,
-                        CP, ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY, STAGES, KIND, GIVES, PDL,
-                        EARLY, ROWS, PARTS, ALIGN)  # fmt: skip
-    else:
-        _tile(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
-              start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNKS,
-              BITS, EMPTY, STAGES, KIND, GIVES, PDL, BLOCK, EARLY, ROWS, PARTS, SWAP,
-              ALIGN)  # fmt: skip
-
-
 @kernel("both")
 @no_type_check
 def _project_kernel(
     x, weight, up, scales, up_scales, pieces, factors, out, squares, add, factor, eps, buffers,
-    start, N, residual, landed, landed_squares, landed_pieces, landed_factors, sum0, sum1, own0,
-    own1, factor0, factor1, rows, riders, products, places,
+    start, N,
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
-    STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, RIDES: tl.constexpr,
-    INSIDE: tl.constexpr, D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
-    OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    BITS: tl.constexpr, EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, KIND: tl.constexpr, GIVES: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr,
-    ALIGN: tl.constexpr, FIXED: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
+    STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    CHUNKS: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
+    KIND: tl.constexpr, GIVES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, ALIGN: tl.constexpr,
+    FIXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK: the columns that share a scale; 0: a scale for each row, or none.
 
     EARLY: steps of `_tile` whose weights are brought into L2 before the wait; a power of two, or 0.
     ROWS, PARTS, SWAP: see `_tile`. ALIGN: rows of the weight, and `up` from `weight` on, begin at
-    multiples of so many elements. FIXED: weights are read before the wait. INSIDE: a rider has no
-    programs of its own: each of the first ones of the product runs a part of it. riders: its parts;
-    places: its own programs, each of which runs every `places`-th part.
+    multiples of so many elements. FIXED: weights are read before the wait.
     """
     if PDL:
         gdc_launch_dependents()
@@ -160,48 +91,28 @@ def _project_kernel(
             gdc_wait()
     WAITS: tl.constexpr = PDL & FIXED
     program = tl.program_id(0)
-    # A rider's own programs come first in a product of few rows, which is short, and last in one of
-    # tiles, whose long programs would otherwise start late.
-    before = places if STAGES == 0 else 0
-    landing = 0 if STAGES == 0 else products
-    if (RIDES == 0) | INSIDE:
-        IN_TILES: tl.constexpr = INSIDE & (STAGES > 0)
-        if IN_TILES:
-            if WAITS:
-                _bring_first(program, weight, up, N, K, BN, ROWS, EARLY * BK, GATED)
-                gdc_wait()
-            if program < riders:
-                _ride(program, residual, landed, landed_squares, landed_pieces, landed_factors,
-                      sum0, sum1, own0, own1, factor0, factor1, buffers, start, rows, RIDES, D,
-                      WORLD, RANK, SUMS, OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT, SPLITS,
-                      SPAN)  # fmt: skip
-        _either(program, x, weight, up, scales, up_scales, pieces, factors, out, squares, add,
-                factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH,
-                RANK, WORLD, CHUNK, CHUNKS, BITS, EMPTY, STAGES, KIND, GIVES,
-                WAITS & (not IN_TILES), residual, rows, riders, INSIDE, D, BLOCK, EARLY, ROWS,
-                PARTS, SWAP, ALIGN)  # fmt: skip
-    elif (program >= landing) & (program < landing + places):
-        if WAITS:
-            gdc_wait()
-        part = program - landing
-        while part < riders:
-            _ride(part, residual, landed, landed_squares, landed_pieces, landed_factors, sum0, sum1,
-                  own0, own1, factor0, factor1, buffers, start, rows, RIDES, D, WORLD, RANK, SUMS,
-                  OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT, SPLITS, SPAN)  # fmt: skip
-            part += places
+    if STAGES == 0:
+        _product(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
+                 start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD,
+                 CHUNKS, BITS, EMPTY, GIVES, WAITS, BLOCK)  # fmt: skip
+    elif pieces is not None:
+        _tile_of_pieces(program, x, weight, up, scales, up_scales, pieces, factors, out, squares,
+                        add, factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CHUNKS,
+                        CP, ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY, STAGES, KIND, GIVES, WAITS,
+                        EARLY, ROWS, PARTS, ALIGN)  # fmt: skip
     else:
-        _either(program - before, x, weight, up, scales, up_scales, pieces, factors, out, squares,
-                add, factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE,
-                PUSH, RANK, WORLD, CHUNK, CHUNKS, BITS, EMPTY, STAGES, KIND, GIVES, WAITS, residual,
-                rows, riders, False, D, BLOCK, EARLY, ROWS, PARTS, SWAP, ALIGN)  # fmt: skip
+        _tile(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
+              start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNKS,
+              BITS, EMPTY, STAGES, KIND, GIVES, WAITS, BLOCK, EARLY, ROWS, PARTS, SWAP,
+              ALIGN)  # fmt: skip
 
 
 def project(
     x: Tensor, weight: Tensor, up: Tensor | None = None, *,
     squares: Tensor | None = None, pieces: Pieces | None = None, eps: float = 0.0,
     add: Tensor | None = None, factor: float = 1.0, push: PushTarget | None = None,
-    keep: bool = True, rider: LandingJob | SendJob | None = None, scales: Scales | None = None,
-    fixed: bool = True, gives: torch.dtype | None = None,
+    keep: bool = True, scales: Scales | None = None, fixed: bool = True,
+    gives: torch.dtype | None = None, beside: bool = False,
 ) -> Tensor | None:  # fmt: skip
     """x [M, K] times weight [N, K] transposed, for M from 1 to 64: [M, N] in `gives`, or as x.
 
@@ -212,11 +123,11 @@ def project(
     weight in e4m3 with a scale for each row is multiplied where `decode_shapes.by_pieces`. add:
     [M, N], added with `factor` to the pushed result (without `push`, to the returned one). push:
     the slots on every rank to which the result is written. keep: also return the result, without
-    `add`. rider: a landing or send in the same launch, which must not depend on this product.
-    scales: the weights are stored in 8 bits (ladder.models.quantised); they are read so, converted
-    in registers but for `pieces`, and the sum of a row, or of a block's columns, is multiplied by
-    its scale. fixed: no kernel that may still run when this is launched writes the weights, so they
-    are read before the previous one has ended.
+    `add`. scales: the weights are stored in 8 bits (ladder.models.quantised); they are read so,
+    converted in registers but for `pieces`, and the sum of a row, or of a block's columns, is
+    multiplied by its scale. fixed: no kernel that may still run when this is launched writes the
+    weights, so they are read before the previous one has ended. beside: other kernels are meant to
+    run at the same time.
     """
     rows, size = x.shape
     outputs, gives = weight.shape[0], gives or x.dtype
@@ -238,15 +149,8 @@ def project(
     assert squares is None or squares.shape in ((rows, 1), (rows, -(-size // CHUNK)))
     assert push is not None or keep
     assert fixed or scales is None, "scales are read early"
-    if rider is not None:
-        assert not rider.launched
-    if isinstance(rider, SendJob):
-        assert push is None, "a launch can push to only one target"
     if not on_triton(x):
         assert push is None, "only GPUs share slots"
-        assert not isinstance(rider, SendJob), "only GPUs share slots"
-        if rider is not None:
-            land(rider)
         plain = {} if add is None else {"add": add, "factor": factor}
         y = project_reference(x, weight, up, squares=squares, eps=eps, scales=scales, **plain)
         return y.to(gives)
@@ -256,18 +160,9 @@ def project(
     padded, block, step, warps, stages, parts, swapped = decode_shapes.blocks(
         rows, outputs, size, up is not None, x.itemsize, scales is not None, pieces is not None,
         weight.dtype == torch.float8_e4m3fn and x.dtype == torch.float16 and not blocked,
+        beside,
     )  # fmt: skip
-    sends = isinstance(rider, SendJob)
-    if stages:
-        span, places, tile, own = decode_shapes.ride(
-            sends, *chunks_of(rider), outputs, block, up is not None, weight.itemsize == 1,
-            span_of(rider, warps),
-        )  # fmt: skip
-        if tile > block:
-            step, stages = decode_shapes.of_larger(step, stages, x.itemsize)
-        block = tile
-    else:  # sends are in the product's programs
-        span, places, own = 1, 0 if sends else parts_of(rider), block
+    own = decode_shapes.rows_each(outputs, block, up is not None) if stages else block
     if stages and blocked:  # a part is a block; about the same bytes in flight
         if padded > 32 or x.itemsize == 4:  # steps of several blocks do not fit
             parts = 1
@@ -275,44 +170,27 @@ def project(
     if stages:
         column = padded * x.itemsize + block * (1 if up is None else 2) * weight.itemsize
         stages = stages_that_fit(stages, column * step, x.device)
-    products = triton.cdiv(outputs, own)
     align = 16 // weight.itemsize
     if size % align or (up is not None and (up.data_ptr() - weight.data_ptr()) % 16):
         align = 1
-    if isinstance(rider, SendJob) and stages == 0 and parts_of(rider) > products:
-        send(rider)
-        rider = None
-    cap: dict[str, Any] = {}
-    if isinstance(rider, LandingJob) and rows == 1 and up is None and weight.itemsize == 2:
-        cap = decode_shapes.registers(size, block, step, warps)
-    to = rider.push if isinstance(rider, SendJob) else push
-    pointers, constants = rider_arguments(rider, x, to, warps, span)
-    if to is not None:
-        assert constants["WORLD"] == to.world
-    if rider is not None:
-        rider.launched = True
     # `add` goes to the returned result only if nothing is pushed.
     store = keep and not (add is not None and push is None)
     out = torch.empty(rows, outputs, dtype=gives, device=x.device) if keep else x
     launch(
-        _project_kernel, (products + places,), x.device,
+        _project_kernel, (triton.cdiv(outputs, own),), x.device,
         x, weight, weight if up is None else up, *(scales or (None, None)),
         *(pieces or (None, None)), out, x if squares is None else squares,
         x if add is None else add, float(factor), float(eps),
-        x if to is None else to.buffers, 0 if to is None else to.start, outputs,
-        *pointers, parts_of(rider, span), products, places,
+        x if push is None else push.buffers, 0 if push is None else push.start, outputs,
         M=rows, MP=padded, K=size, BN=block, BK=step, GATED=up is not None,
         NORM=squares is not None, CHUNKS=chunks, CP=triton.next_power_of_2(chunks),
         ADD=add is not None, STORE=store, PUSH=push is not None,
-        RANK=0 if to is None else to.rank,
-        RIDES=0 if rider is None else 1 if isinstance(rider, LandingJob) else 2,
-        INSIDE=rider is not None and places == 0,
-        **constants,
-        STAGES=stages, BLOCK=BLOCK if blocked else 0,
-        EARLY=decode_shapes.EARLY, ROWS=own, PARTS=parts, SWAP=swapped, ALIGN=align,
+        RANK=0 if push is None else push.rank, WORLD=1 if push is None else push.world,
+        BITS=bits_of(x), EMPTY=EMPTY[x.element_size()], STAGES=stages,
+        BLOCK=BLOCK if blocked else 0, EARLY=decode_shapes.EARLY, ROWS=own, PARTS=parts,
+        SWAP=swapped, ALIGN=align,
         FIXED=fixed or stages > 0,  # L2, into which these are brought early, is never stale
         KIND=multiplied(x.dtype) if pieces is None or interpreted() else tl.float8e4nv,
-        GIVES=element(gives),
-        num_warps=warps, **({} if interpreted() else cap),
+        GIVES=element(gives), num_warps=warps,
     )  # fmt: skip
     return out if keep else None

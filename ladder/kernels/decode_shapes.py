@@ -5,22 +5,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ladder.costs import MULTIPROCESSORS
-from ladder.kernels.limits import MAX_ROWS, MOST_CHUNKS
+from ladder.kernels.limits import MAX_ROWS
 
 # More rows are multiplied on tensor cores; of weights in 8 bits: see `_by_vectors`.
 MAX_VECTOR_ROWS = 2
 # Steps of a product on tensor cores whose weights are brought into L2 before its wait: 1 to 4 % of
 # a layer at 4, 16 and 64 rows (benchmarks/results/README.md), when steps of 4 and 16 were shorter.
 EARLY = 2
+# Of 33 to 64 rows beside other kernels, products of so many outputs have tiles of 64 of them, whose
+# programs read the input half as often. Alone they need all SMs.
+MIDDLE = 4096
 FEW = 2048  # outputs below these need cuts of their own to use the whole memory bandwidth
 # Outputs of a product with 64 rows of its weight for each SM, such as a head's.
 MANY = 64 * MULTIPROCESSORS
-# Tiles of a product in which a landing may ride; and SMs that larger tiles leave to a rider.
-FULL, ROOM = 96, 16
-WHOLE_ROWS = 4  # riders of so many rows have as few programs for each as they can
-LARGEST = 64  # rows of the weight in a tile
-MEASURED = 4  # chunks of a row, of the shapes with which ROOM was measured
-LONG_STEP = 512  # bytes of a row in a step
 SYSTEM_SHARED = 1024  # bytes of shared memory that the system takes for each program
 
 
@@ -55,11 +52,11 @@ def by_halves(rows: int) -> bool:
 
 def blocks(
     rows: int, outputs: int, size: int, gated: bool, itemsize: int, eight_bits: bool = False,
-    pieces: bool = False, half: bool = False,
+    pieces: bool = False, half: bool = False, beside: bool = False,
 ) -> Cut:  # fmt: skip
     """itemsize: bytes of an element of x. eight_bits: the weight is stored in so many. pieces: x is
     there in pieces, too (`ladder.kernels.pieces`). half: x is in float16, and the weight in e4m3
-    with a scale for each row.
+    with a scale for each row. beside: other kernels run at the same time.
 
     Chosen by measurements of chains and whole steps on an H200 (benchmarks/results/README.md).
     """
@@ -69,6 +66,9 @@ def blocks(
     if pieces:
         return _tiles_of_pieces(max(8, power_of_2(rows)), outputs, gated)
     narrow = eight_bits and itemsize == 2  # tiles of float32 in parts spill registers
+    wide = beside and rows > 32 and itemsize == 2 and not (gated or many)
+    if wide and outputs >= MIDDLE and (half or not eight_bits):
+        return Cut(64, 64, 128, 4, 5 if short else 6, swapped=True)
     if _by_vectors(rows, few, gated, short, narrow):
         return _vectors(rows, outputs, size, gated, eight_bits)
     padded = max(16, power_of_2(rows))
@@ -92,7 +92,8 @@ def blocks(
         if short and outputs >= 4096:
             found = Cut(padded, 64, 128, 4, 6, swapped=True)
     else:
-        found = Cut(padded, 16 if few and not short else 32, 128, 4, 5 if short else 6)
+        narrowest = few and not short and not (beside and itemsize == 2)
+        found = Cut(padded, 16 if narrowest else 32, 128, 4, 5 if short else 6)
     # Tensor cores multiply float32 as TF32 alone, so its products have no operands to swap.
     return found._replace(step=found.step * 2 // itemsize, swapped=found.swapped and itemsize == 2)
 
@@ -204,80 +205,3 @@ def fitting(stages: int, stage_bytes: int, shared_bytes: int) -> int:
     """The number of stages, at most `stages`, for which a GPU has shared memory: `shared_bytes` of
     a multiprocessor."""
     return max(2, min(stages, (shared_bytes - SYSTEM_SHARED) // stage_bytes))
-
-
-def of_larger(step: int, stages: int, itemsize: int) -> tuple[int, int]:
-    """The step and stages of tiles that are larger than those of `blocks`, of x of so many bytes
-    an element: of long steps of 64 rows two stages alone would fit, which made a ladder's step of
-    16 sequences 10 % longer."""
-    return (step // 2, 2 * stages) if step * itemsize > LONG_STEP else (step, stages)
-
-
-class Ride(NamedTuple):
-    """How a rider and the product of tiles on which it rides share a launch.
-
-    span: chunks of a row that a program has at once. programs: of the rider, behind those of the
-    product; 0: it has none, and the product's first ones do its parts before their tiles. block,
-    own: the rows of the weight in a tile, and those that each program of the product has.
-    """
-
-    span: int
-    programs: int
-    block: int
-    own: int
-
-
-def ride(
-    sends: bool, rows: int, chunks: int, outputs: int, block: int, gated: bool, eight_bits: bool,
-    most: int = MOST_CHUNKS,
-) -> Ride:  # fmt: skip
-    """rows, chunks: of a send, or of a landing, and of each row; 0: there is none. block: of
-    `blocks`. eight_bits: the weight is stored in so many. most: chunks that a program can have at
-    once, of 1, 2 and 4.
-
-    Where tiles fill the SMs, programs behind them begin when tiles end. So fewer, of more chunks
-    each, begin at once where tiles leave SMs free. For 33 to 64 chunks, and sends of more than 160,
-    larger tiles leave ROOM free; programs of 64 rows have 4, one after the other. Landings of 133
-    to 256 are in the tiles, two at once. All of it was measured with rows of 4 chunks, an 8B's at
-    TP 4; only the first is done with others. Behind the tiles steps of 4, 16 and 64 rows took 2 to
-    5 % longer (4x H200, benchmarks/riders.py; see docs/results/inference.md).
-    """
-    own = rows_each(outputs, block, gated)
-    tiles, parts = -(-outputs // own), rows * chunks
-    widest = min(most, power_of_2(max(1, chunks)))
-    spans = [span for span in (1, 2, 4) if span <= widest]
-    for span in spans[-1:] if 0 < rows <= WHOLE_ROWS else spans:
-        programs = rows * -(-chunks // span)
-        if tiles + programs <= MULTIPROCESSORS:
-            return Ride(span, programs, block, own)
-    some = 32 < parts <= 64 and not eight_bits
-    if (some or (sends and parts > 160)) and chunks == MEASURED and tiles <= MULTIPROCESSORS:
-        larger, fewer = leaving(ROOM, outputs, block, gated)
-        if larger == block or (larger <= LARGEST and not gated):
-            return Ride(widest, min(ROOM, programs), larger, fewer)
-    in_pairs = rows * -(-chunks // 2) <= min(tiles, MULTIPROCESSORS) and tiles >= FULL
-    if in_pairs and parts > MULTIPROCESSORS and not (sends or eight_bits) and most > 1:
-        return Ride(2, 0, block, own)
-    return Ride(1, parts, block, own)
-
-
-def leaving(room: int, outputs: int, block: int, gated: bool) -> tuple[int, int]:
-    """The block, and the rows that each program has, of tiles that leave so many SMs free: as of
-    `rows_each` where these do."""
-    own = rows_each(outputs, block, gated)
-    if -(-outputs // own) + room > MULTIPROCESSORS:
-        own = -(-outputs // ((MULTIPROCESSORS - room) * 4)) * 4
-    return max(block, power_of_2(own)), own
-
-
-def registers(size: int, block: int, step: int, warps: int) -> dict[str, int]:
-    """The register limit of a product of one row with a landing: that of the product alone.
-
-    Without a limit the compiler uses more registers for the landing, so that fewer programs run at
-    once, or the product has fewer loads in flight. With 4 warps a thread lands twice as much and
-    the limit would cause spills, so there is none: {} (benchmarks/results/README.md).
-    """
-    if warps < 8:
-        return {}
-    held = block * step // (32 * warps)  # elements of the weight that a thread has in one step
-    return {"maxnreg": 32 if held * min(2, -(-size // step)) <= 32 else 48}

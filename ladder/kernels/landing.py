@@ -1,10 +1,8 @@
-"""Landings of a decode step (wait, sum, add to the residual) and the sends for which they wait.
+"""Landings of a decode step (wait, sum, add to the residual), and sends of what no product pushed.
 
 A landing waits for the slots that every rank writes, sums them in float32 in rank order, adds the
 residual, rounds once, stores the sums of squares (and the pieces, see `ladder.kernels.pieces`), and
 clears the slots. An empty slot holds -0.0, which is never sent.
-
-It is a kernel of its own (`land`), or rides in a product (`ladder.kernels.decode.project`).
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from ladder.jit import (
     tl,
     triton,
 )
-from ladder.kernels.limits import CHUNK, MAX_OWNS, MAX_SUMS, MOST_CHUNKS
+from ladder.kernels.limits import CHUNK, MAX_OWNS, MAX_SUMS
 from ladder.kernels.pieces import (
     Pieces,
     largest,
@@ -58,16 +56,11 @@ class PushTarget:
 
 @dataclass
 class SendJob:
-    """The sending of a finished partial [M, D] to every rank's slots.
-
-    It replaces a `PushTarget` if the next kernel does not wait for the sum. A kernel that pushes
-    ends only when every rank has acknowledged its writes, which takes time on the critical path.
-    In the next kernel they take place beside its product.
-    """
+    """The sending of a finished partial [M, D] to every rank's slots, where no product can push it:
+    a decode step whose rank keeps its own part of a sum of several products, and cuBLAS's."""
 
     partial: Tensor
     push: PushTarget
-    launched: bool = False
 
 
 @dataclass
@@ -87,7 +80,6 @@ class LandingJob:
     owns: Sequence[tuple[Tensor, float]] = ()
     replaces: bool = False
     pieces: Pieces | None = None
-    launched: bool = False
 
 
 def land_reference(job: LandingJob) -> None:
@@ -140,14 +132,55 @@ def _land_chunk(
 
 @jit
 @no_type_check
-def _land(
-    program, residual, out, squares, pieces, factors, sum0, sum1, own0, own1, factor0, factor1,
-    M, D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
-    OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
-    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, SPLITS: tl.constexpr, SPAN: tl.constexpr,
+def _finish(
+    y, m, n, inside, out, add, factor, buffers, start, N, M: tl.constexpr, KIND: tl.constexpr,
+    ADD: tl.constexpr, STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr,
+    WORLD: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
-    """A part of a landing: SPAN times CHUNK elements of one row. SPLITS: all of them, CHUNK at a
-    time, and then their pieces."""
+    """Store rows m and columns n of a product, add `add`, and push the sum."""
+    if STORE:
+        tl.store(out + m * N + n, y.to(KIND), mask=inside)
+    if ADD:
+        y += tl.load(add + m * N + n, mask=inside, other=0).to(tl.float32) * factor
+    if PUSH:
+        bits = y.to(KIND).to(BITS, bitcast=True)
+        push_to_slots(buffers, start, (RANK * M + m) * N + n, bits, inside, 0, WORLD, BITS, EMPTY)
+    elif not STORE:
+        tl.store(out + m * N + n, y.to(KIND), mask=inside)
+
+
+@kernel("communication")
+@no_type_check
+def _send_kernel(
+    partial, buffers, start, M, D: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr,
+    CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: CHUNK elements of a row."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    chunks: tl.constexpr = (D + CHUNK - 1) // CHUNK
+    program = tl.program_id(0)
+    i = (program % chunks) * CHUNK + tl.arange(0, CHUNK)
+    at = (program // chunks).to(tl.int64) * D + i
+    bits = tl.load(partial + at, mask=i < D, other=0).to(BITS, bitcast=True)
+    push_to_slots(buffers, start + RANK * M * D, at, bits, i < D, RANK, WORLD, BITS, EMPTY)
+
+
+@kernel("landing")
+@no_type_check
+def _land_kernel(
+    residual, out, squares, pieces, factors, sum0, sum1, own0, own1, factor0, factor1, M,
+    D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
+    OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
+    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: CHUNK elements of a row. SPLITS: all of them, CHUNK at a time, and then their
+    pieces."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    program = tl.program_id(0)
     chunks: tl.constexpr = (D + CHUNK - 1) // CHUNK
     if SPLITS & (chunks == 1):
         x = _land_chunk(program, 0, residual, out, sum0, sum1, own0, own1, factor0, factor1, M, D,
@@ -173,125 +206,15 @@ def _land(
             x = tl.load(out + at, mask=i < D, other=0).to(tl.float32)
             split(x * shrink, pieces, at, i < D, M * D)
     else:
-        spans: tl.constexpr = (chunks + SPAN - 1) // SPAN
-        row, first = program // spans, (program % spans) * SPAN
-        x = _land_chunk(row, first * CHUNK, residual, out, sum0, sum1, own0, own1, factor0, factor1,
-                        M, D, WORLD, SUMS, OWNS, REPLACES, SPAN * CHUNK, BITS, EMPTY,
-                        SPIN_LIMIT)  # fmt: skip
-        if SPAN == 1:
-            tl.store(squares + program, tl.sum(x * x, 0))
-        else:
-            chunk = first + tl.arange(0, SPAN)
-            square = tl.sum(tl.reshape(x * x, [SPAN, CHUNK]), 1)
-            tl.store(squares + row * chunks + chunk, square, mask=chunk < chunks)
+        row, first = program // chunks, (program % chunks) * CHUNK
+        x = _land_chunk(row, first, residual, out, sum0, sum1, own0, own1, factor0, factor1, M, D,
+                        WORLD, SUMS, OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT)  # fmt: skip
+        tl.store(squares + program, tl.sum(x * x, 0))
 
 
-@jit
-@no_type_check
-def _send(
-    program, partial, buffers, start, M, D: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr,
-    CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, SPAN: tl.constexpr,
-):  # fmt: skip
-    """A part of a send: SPAN times CHUNK elements of one row."""
-    spans: tl.constexpr = (D + SPAN * CHUNK - 1) // (SPAN * CHUNK)
-    row = program // spans
-    i = (program % spans) * SPAN * CHUNK + tl.arange(0, SPAN * CHUNK)
-    at = row.to(tl.int64) * D + i
-    bits = tl.load(partial + at, mask=i < D, other=0).to(BITS, bitcast=True)
-    push_to_slots(buffers, start + RANK * M * D, at, bits, i < D, RANK, WORLD, BITS, EMPTY)
-
-
-@jit
-@no_type_check
-def _finish(
-    y, m, n, inside, out, add, factor, buffers, start, N, M: tl.constexpr, KIND: tl.constexpr,
-    ADD: tl.constexpr, STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr,
-    WORLD: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
-):  # fmt: skip
-    """Store rows m and columns n of a product, add `add`, and push the sum."""
-    if STORE:
-        tl.store(out + m * N + n, y.to(KIND), mask=inside)
-    if ADD:
-        y += tl.load(add + m * N + n, mask=inside, other=0).to(tl.float32) * factor
-    if PUSH:
-        bits = y.to(KIND).to(BITS, bitcast=True)
-        push_to_slots(buffers, start, (RANK * M + m) * N + n, bits, inside, 0, WORLD, BITS, EMPTY)
-    elif not STORE:
-        tl.store(out + m * N + n, y.to(KIND), mask=inside)
-
-
-@kernel("communication")
-@no_type_check
-def _send_kernel(
-    partial, buffers, start, M, D: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr,
-    CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    _send(tl.program_id(0), partial, buffers, start, M, D, WORLD, RANK, CHUNK, BITS, EMPTY, 1)
-
-
-@kernel("landing")
-@no_type_check
-def _land_kernel(
-    residual, out, squares, pieces, factors, sum0, sum1, own0, own1, factor0, factor1, M,
-    D: tl.constexpr, WORLD: tl.constexpr, SUMS: tl.constexpr,
-    OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
-    EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, SPLITS: tl.constexpr, SPAN: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    _land(tl.program_id(0), residual, out, squares, pieces, factors, sum0, sum1, own0, own1,
-          factor0, factor1, M, D, WORLD, SUMS, OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT,
-          SPLITS, SPAN)  # fmt: skip
-
-
-def rider_arguments(
-    rider: LandingJob | SendJob | None,
-    like: Tensor,
-    push: PushTarget | None,
-    warps: int,
-    span: int = 1,
-) -> tuple[list, dict]:
-    """The kernel arguments of a rider: pointers and factors, and constants.
-
-    warps: of a program. span: see `parts_of`.
-    """
-    job = rider if isinstance(rider, LandingJob) else None
-    sums: list[Tensor] = [] if job is None else list(job.sums)
-    owns = [] if job is None else list(job.owns)
-    assert len(sums) <= MAX_SUMS, len(sums)
-    assert len(owns) <= MAX_OWNS, len(owns)
-    tensors = [like] * 5
-    if isinstance(rider, LandingJob):
-        tensors = [rider.residual, rider.out, rider.squares, *(rider.pieces or (like, like))]
-    elif isinstance(rider, SendJob):
-        tensors[0] = rider.partial
-    size = like.element_size()
-    world = sums[0].shape[0] if sums else 1 if push is None else push.world
-    pointers = [
-        *tensors,
-        *sums, *[like] * (MAX_SUMS - len(sums)),
-        *(own for own, _ in owns), *[like] * (MAX_OWNS - len(owns)),
-        *(float(factor) for _, factor in owns), *[0.0] * (MAX_OWNS - len(owns)),
-        tensors[0].shape[0],
-    ]  # fmt: skip
-    constants = {
-        "D": 0 if rider is None else tensors[0].shape[1],
-        "WORLD": world, "SUMS": len(sums), "OWNS": len(owns),
-        "REPLACES": job is not None and job.replaces, "CHUNK": _chunk(job, world, warps),
-        "BITS": bits_of(like), "EMPTY": EMPTY[size], "SPIN_LIMIT": SPIN_LIMIT,
-        "SPLITS": job is not None and job.pieces is not None, "SPAN": span,
-    }  # fmt: skip
-    return pointers, constants
-
-
-def _chunk(job: LandingJob | None, world: int, warps: int) -> int:
+def _chunk(job: LandingJob, world: int, warps: int) -> int:
     """The elements of a row that a program lands at once."""
-    if job is None or job.pieces is None:
+    if job.pieces is None:
         return CHUNK
     row = triton.next_power_of_2(job.out.shape[1])
     if row <= _most(job, world, warps, WHOLE if warps < MANY_WARPS else AT_ONCE):
@@ -306,63 +229,43 @@ def _most(job: LandingJob, world: int, warps: int, words: int) -> int:
     return 1 << max(0, (32 * warps * words // each).bit_length() - 1)
 
 
-def span_of(rider: LandingJob | SendJob | None, warps: int) -> int:
-    """The most chunks of a row that a program of a rider can have at once, without spills."""
-    if isinstance(rider, SendJob):
-        return MOST_CHUNKS // (rider.partial.element_size() // 2)
-    if rider is None or not rider.sums:
-        return MOST_CHUNKS
-    return max(1, min(MOST_CHUNKS, _most(rider, len(rider.sums[0]), warps, WHOLE) // CHUNK))
-
-
 def bits_of(like: Tensor) -> object:
     return tl.int16 if like.element_size() == 2 else tl.int32
 
 
-def chunks_of(rider: LandingJob | SendJob | None) -> tuple[int, int]:
-    """The rows of a rider, and the chunks of each: CHUNK elements, or all of them; (0, 0): none."""
-    if rider is None:
-        return 0, 0
-    if isinstance(rider, LandingJob):
-        rows, chunks = rider.squares.shape
-        return rows, chunks
-    rows, size = rider.partial.shape
-    return rows, -(-size // CHUNK)
-
-
-def parts_of(rider: LandingJob | SendJob | None, span: int = 1) -> int:
-    """The parts of a rider, each of `span` chunks of a row."""
-    rows, chunks = chunks_of(rider)
-    return rows * -(-chunks // span)
-
-
 def land(job: LandingJob) -> None:
-    """Launch a landing as a kernel of its own."""
-    assert not job.launched
-    job.launched = True
-    if not on_triton(job.residual):
+    """Launch a landing."""
+    residual, sums, owns = job.residual, list(job.sums), list(job.owns)
+    if not on_triton(residual):
         land_reference(job)
         return
-    warps = 4
+    assert len(sums) <= MAX_SUMS, len(sums)
+    assert len(owns) <= MAX_OWNS, len(owns)
+    (rows, size), world, warps = residual.shape, sums[0].shape[0] if sums else 1, 4
     if job.pieces is not None:  # one program for each row, of few rows
-        warps *= max(1, min(4, triton.next_power_of_2(job.out.shape[1]) // CHUNK))
-    pointers, constants = rider_arguments(job, job.residual, None, warps)
+        warps *= max(1, min(4, triton.next_power_of_2(size) // CHUNK))
+    unused = [residual] * max(MAX_SUMS, MAX_OWNS)
     launch(
-        _land_kernel, (parts_of(job),), job.residual.device,
-        *pointers, **constants, num_warps=warps,
+        _land_kernel, (job.squares.numel(),), residual.device,
+        residual, job.out, job.squares, *(job.pieces or (residual, residual)),
+        *sums, *unused[len(sums) : MAX_SUMS],
+        *(own for own, _ in owns), *unused[len(owns) : MAX_OWNS],
+        *(float(factor) for _, factor in owns), *[0.0] * (MAX_OWNS - len(owns)), rows,
+        D=size, WORLD=world, SUMS=len(sums), OWNS=len(owns), REPLACES=job.replaces,
+        CHUNK=_chunk(job, world, warps), BITS=bits_of(residual),
+        EMPTY=EMPTY[residual.element_size()], SPIN_LIMIT=SPIN_LIMIT,
+        SPLITS=job.pieces is not None, num_warps=warps,
     )  # fmt: skip
 
 
 def send(job: SendJob) -> None:
-    """Launch a send as a kernel of its own."""
-    assert not job.launched
-    job.launched = True
+    """Launch a send."""
     partial, push = job.partial, job.push
+    rows, size = partial.shape
     launch(
-        _send_kernel, (parts_of(job),), partial.device,
-        partial, push.buffers, push.start, partial.shape[0], D=partial.shape[1],
-        WORLD=push.world, RANK=push.rank, CHUNK=CHUNK, BITS=bits_of(partial),
-        EMPTY=EMPTY[partial.element_size()], num_warps=4,
+        _send_kernel, (rows * triton.cdiv(size, CHUNK),), partial.device,
+        partial, push.buffers, push.start, rows, D=size, WORLD=push.world, RANK=push.rank,
+        CHUNK=CHUNK, BITS=bits_of(partial), EMPTY=EMPTY[partial.element_size()], num_warps=4,
     )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 MAX_ROWS = 64  # of a product of `ladder.kernels.decode`, and so of a decode step
 CHUNK = 1024  # elements of a row per program of a landing, unless it makes pieces
-MOST_CHUNKS = 4  # of a row, that a program of a send or landing has at once
 MAX_SUMS, MAX_OWNS = 2, 2  # of a landing
 MAX_ADDENDS = 8  # of `ladder.kernels.norm`
 PIECE = 2**26  # elements of a weight in 8 bits that are converted at once: enough to fill a GPU

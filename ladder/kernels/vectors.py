@@ -6,7 +6,7 @@ from typing import no_type_check
 
 from ladder.jit import gdc_wait, jit, tl
 from ladder.kernels.eight_bits import widened
-from ladder.kernels.landing import _finish, _send
+from ladder.kernels.landing import _finish
 from ladder.kernels.tiles import _block_scales
 
 
@@ -17,11 +17,10 @@ def _product(
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
-    GIVES: tl.constexpr, PDL: tl.constexpr, partial, rows, riders, SENDS: tl.constexpr,
-    D: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, GIVES: tl.constexpr,
+    PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program of a product: BN rows of the weight. SENDS: the first `riders` programs send."""
+    """One program of a product: BN rows of the weight."""
     # [row of x, row of the weight, column]: three dimensions give all loads the same layout.
     m = tl.arange(0, MP)[:, None, None]
     n = program * BN + tl.arange(0, BN)[None, :, None]
@@ -43,11 +42,6 @@ def _product(
             scale_u = _block_scales(up_scales, n * blocks, eights // BLOCK, n < N, blocks)
     if PDL:
         gdc_wait()
-    # The send has no programs of its own: with a branch for them, the compiler keeps fewer loads of
-    # the product in flight (benchmarks/results/README.md).
-    if SENDS:  # noqa: SIM102  (known when this is compiled; `program` is not)
-        if program < riders:
-            _send(program, partial, buffers, start, rows, D, WORLD, RANK, CHUNK, BITS, EMPTY, 1)
     # A thread sums its 8 neighbouring columns at once: one accumulator per row and not eight.
     total = tl.zeros([MP, BN, BK // 8], tl.float32)
     total_up = tl.zeros([MP, BN, BK // 8], tl.float32)

@@ -365,6 +365,23 @@ class Plan:
         )
 
     @cached_property
+    def beside(self) -> tuple[bool, ...]:
+        """Whether each sublayer may run beside the one before, whose output it does not need.
+
+        One with attention and an MLP may not: its own parts run beside each other.
+        """
+        kinds = [record.kind for record in self.sublayers]
+        return tuple(
+            early and {kinds[n - 1], kind} == {"attention", "mlp"}
+            for n, (kind, early) in enumerate(zip(kinds, self.early, strict=False))
+        )
+
+    @cached_property
+    def overlaps(self) -> bool:
+        """Whether anything computes beside something else: sublayers, or parts of one."""
+        return any(self.beside) or any("+" in record.kind for record in self.sublayers)
+
+    @cached_property
     def longest_flight(self) -> int:
         """The most sublayers that compute between an output and a read that lands it."""
         flights = (n - 1 - each.output for n, read in enumerate(self.landings) for each in read)

@@ -1,29 +1,26 @@
-"""The pass of a decode step: products push partials, and landings and sends ride in them.
+"""The pass of a decode step, whose products push their partials to all ranks.
 
 Its operators have two types of their own. `read` returns, and `column` takes, a `Read`: the
 residual before its norm, with the sums of its squares. `row` returns, and `write` takes, a
 `Product`: a matmul that has not run yet, since only `write` knows the target of its result.
 
-The product of a blocking output pushes it, and its landing is a kernel of its own. Other outputs
-are sent beside the next sublayer's first product, and landed beside a last one, so that no kernel
-waits for another rank's memory. A product that keeps its own part beside the sum of its group
-pushes that sum. The sum lands on the base, and a kernel after it adds the own parts that the base
-lacks. With A and B the first and the last kernel of sublayer n:
+A product pushes its result, and a landing is a kernel of its own. In a CUDA graph, sublayers that
+need nothing of each other run beside each other, so that no other kernel waits for a landing
+(`ladder.parallel.chains`). A product that keeps its own part beside the sum of its group pushes
+that sum. The sum lands on the base, and a kernel after it adds the own parts that the base lacks.
 
-    A(n)  runs the send of output n - 1, if that does not block
-    B(n)  runs the landing for read n + 1, if that does not need sublayer n; it computes output n
-
-Slots: pushes and sends use sets of slots in rotation. Let L be the plan's largest lag and
-l = max(L, 1). Output m has landed on a rank when its B(m + l) has ended, so before that rank sends
-or pushes output m + l + 1. That output has landed on a rank when its B(m + 2l + 1) has ended, so
-before it writes output m + 2l + 2. So with 2l + 2 sets no rank writes to a set that another has not
-cleared; where not every sublayer sends, sets come round later still. Between two passes the
-embedding's all-reduce keeps the order: it ends only when every rank has begun its next pass. Sets
-are counted from 0 in each pass, so graphs and eager passes can mix.
+Slots: pushes use sets of slots in rotation. Let L be the plan's largest lag. Before a rank pushes
+output m it has landed all outputs up to m - L - 1, so every other rank has pushed output m - L - 1,
+and before that has landed, and cleared the slots of, all up to m - 2L - 2. So with 2L + 2 sets no
+rank writes to a set that another has not cleared; where not every sublayer pushes, sets come round
+later still. Between two passes the embedding's all-reduce keeps the order: it ends only when every
+rank has begun its next pass. Sets are counted from 0 in each pass, so graphs and eager passes can
+mix.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -31,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ladder.comm import symmetric
+from ladder.comm import capture, symmetric
 from ladder.comm.primitives import EMPTY
 from ladder.comm.symmetric import SymmetricTensor
 from ladder.kernels import decode_shapes
@@ -54,6 +51,7 @@ from ladder.models.in_flight import InFlight
 from ladder.models.layers import RMSNorm
 from ladder.models.plan import Landing, Plan
 from ladder.models.reducer import Reducer
+from ladder.parallel.chains import Chains, side_stream
 from ladder.parallel.reducers import PushReducer
 
 if TYPE_CHECKING:
@@ -112,24 +110,22 @@ class Matrix(nn.Module):
 class Read:
     """A sublayer's input: residual [M, D] before `norm`, whose weight is folded into matrices.
 
-    squares, pieces: the residual's, from its landing. rider: a send that may run in the first
-    product of this read.
+    squares, pieces: the residual's, from its landing. beside: as of
+    `ladder.kernels.decode.project`.
     """
 
     residual: Tensor
     squares: Tensor
     pieces: Pieces | None
     norm: RMSNorm
-    rider: SendJob | None = None
+    beside: bool
 
     def project(self, weight: Matrix) -> Tensor:
         """The normed residual times `weight`: [M, 1, N], or N / 2 if it is gated."""
-        rider = self.rider
-        if rider is not None and rider.launched:
-            rider = None
         y = weight.project(
-            self.residual, squares=self.squares, pieces=self.pieces, eps=self.norm.eps, rider=rider
-        )
+            self.residual, squares=self.squares, pieces=self.pieces, eps=self.norm.eps,
+            beside=self.beside,
+        )  # fmt: skip
         assert y is not None
         return y.unsqueeze(1)
 
@@ -145,19 +141,6 @@ class Product:
     def __add__(self, other: Product) -> Product:
         return Product(self.x, self.weight, [*self.others, other, *other.others])
 
-    def run(
-        self, add: Tensor | None = None, factor: float = 1.0, push: PushTarget | None = None,
-        keep: bool = True, rider: LandingJob | None = None,
-    ) -> Tensor | None:  # fmt: skip
-        """Compute it; factor * `add` is added to the pushed result, but not to the kept one."""
-        for n, other in enumerate(self.others):
-            assert not keep or push is None, "the kept result would lack the other products"
-            add = other.weight.project(other.x, add=add, factor=1.0 if n else factor)
-            factor = 1.0
-        return self.weight.project(
-            self.x, add=add, factor=factor, push=push, keep=keep, rider=rider
-        )
-
 
 class DecodeReducer:
     """A maker of passes over one token of each of a few sequences, with the fused modules.
@@ -171,7 +154,7 @@ class DecodeReducer:
         self.splits = splits
         self.base, self.ranks = base, base.ranks
         self.pushes = isinstance(base, PushReducer) and base.ranks.processes > 1
-        self.sets = 2 * max(plan.longest_flight, 1) + 2
+        self.sets = 2 * plan.longest_flight + 2
         self.memory: dict[tuple[int, int, torch.dtype], SymmetricTensor] = {}
 
     def begin(
@@ -209,9 +192,34 @@ class DecodePass(Pass):
         self.decode = decode
         self.turn = 0  # outputs pushed so far
         self.newest: Read | None = None
-        self.carried: LandingJob | None = None  # the landing that the next product may run
-        self.sending: SendJob | None = None  # the send of the newest output
         self.partials: list[Tensor] = []  # of the open group, on this rank
+        self.chains = Chains()
+        self.columns = 0  # calls of `column` for the newest read
+        # What sublayers on both streams may read, of the last three: see `Chains`.
+        self.held: deque[Any] = deque(maxlen=3)
+
+    # -- the loop -------------------------------------------------------------------------------
+
+    def start(self, embedded: Tensor) -> None:
+        if embedded.is_cuda and capture.mode() == "captured":
+            device = embedded.device.index
+            self.chains = Chains((torch.cuda.current_stream(device), side_stream(device)))
+        super().start(embedded)
+
+    def read(self, n: int) -> Any:
+        if n == len(self.plan.sublayers):
+            self.chains.join()
+        else:
+            self.chains.turn(self.plan.beside[n])
+        found = super().read(n)
+        self.chains.read()
+        self.columns = 0
+        return found
+
+    def write(self, n: int, partial: Any) -> None:
+        self.held.append((self.newest, self.partials))
+        super().write(n, partial)
+        self.chains.end()
 
     # -- operators ------------------------------------------------------------------------------
 
@@ -219,6 +227,9 @@ class DecodePass(Pass):
         return self
 
     def column(self, x: Read, weights: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+        self.columns += 1
+        if self.columns > 1:  # an MLP beside attention
+            self.chains.branch()
         return tuple(x.project(weight) for weight in weights)
 
     def row(self, x: Tensor, weight: nn.Module) -> Product:
@@ -241,35 +252,19 @@ class DecodePass(Pass):
         if same is not None and not arrivals:  # the residual does not change
             kept = same.residual, same.squares, same.pieces
             return InFlight((), lambda _: self._read(*kept, norm))
-        summed = [output.total for each, output in arrivals if each.summed]
-        jobs: list[LandingJob] = []
-        if all(total is not None and total.here for total in summed):
-            jobs = self._jobs(arrivals)
-            self.carried = jobs[0]
 
         def finish(_: Landed) -> Landed:
-            for job in jobs or self._jobs(arrivals):
-                if not job.launched:
-                    if job.sums:  # it may wait for this send
-                        self._flush()
-                    land(job)
-                newest = job
-            self.carried = None
-            return self._read(newest.out, newest.squares, newest.pieces, norm)
+            for job in self._jobs(arrivals):
+                land(job)
+            return self._read(job.out, job.squares, job.pieces, norm)
 
         return InFlight((), finish)
 
     def _read(
         self, residual: Tensor, squares: Tensor, pieces: Pieces | None, norm: RMSNorm
     ) -> Landed:
-        self.newest = Read(residual, squares, pieces, norm, self.sending)
+        self.newest = Read(residual, squares, pieces, norm, self.plan.overlaps)
         return residual, self.newest
-
-    def _flush(self) -> None:
-        """Launch a send that no product has run as a kernel of its own."""
-        if self.sending is not None and not self.sending.launched:
-            send(self.sending)
-        self.sending = None
 
     def _final(self, normed: Read) -> Any:
         if not self.plan.final_mean:
@@ -329,38 +324,57 @@ class DecodePass(Pass):
     # -- outputs ------------------------------------------------------------------------------
 
     def reduce(self, n: int, partial: Product) -> Output:
-        self._flush()
-        rider, self.carried = self.carried, None
-        record, blocking = self.plan.sublayers[n], self.plan.blocking[n]
-        keep_own = self.plan.own_needed[n]
+        record, keep_own = self.plan.sublayers[n], self.plan.own_needed[n]
         if record.reduce == "none":
-            own = partial.run(rider=rider)
+            own = self._run(partial)
             assert own is not None
             if self.plan.group_begins[n] is not None:
-                self.partials.append(own)
+                self.partials = [*self.partials, own]
             return Output(None, own)
-        add, share = self._sum(self.partials) if self.partials else None, 1.0
-        self.partials = []
+        add, share = None, 1.0
+        if self.partials:
+            self.chains.merge()
+            self.chains.wait_for_newest()
+            add, self.partials = self._sum(self.partials), []
         if record.reduce == "residual":
             add, share = self.residual, 1 / self.ranks.degree
         # A product may push its result plus `add` and keep it without, if it is not one of several.
-        apart = keep_own and add is not None
+        several = keep_own and partial.others
         if self.decode.pushes:
             arriving, push = self._new_slots()
-            if (blocking or apart) and not (keep_own and partial.others):
-                return Output(arriving, partial.run(add, share, push, keep_own, rider))
-        own = whole = partial.run(None if apart else add, share, rider=rider)
+            if not several:
+                return Output(arriving, self._run(partial, add, share, push, keep_own))
+        apart = keep_own and add is not None
+        own = whole = self._run(partial, None if apart else add, share)
         assert whole is not None
-        if keep_own and add is not None:
+        if apart:
             whole = self._sum([add, whole])
         if self.decode.pushes:
-            self.sending = SendJob(whole, push)
+            send(SendJob(whole, push))
             return Output(arriving, own if keep_own else None)
         if self.ranks.processes == 1:
             return Output(InFlight(whole), own)
         if not apart:  # the base reduces in place
             own = whole.clone() if keep_own else None
-        return Output(self.reducer.reduce(whole, blocking), own)
+        return Output(self.reducer.reduce(whole, self.plan.blocking[n]), own)
+
+    def _run(
+        self, product: Product, add: Tensor | None = None, factor: float = 1.0,
+        push: PushTarget | None = None, keep: bool = True,
+    ) -> Tensor | None:  # fmt: skip
+        """Compute it; factor * `add` is added to the pushed result, but not to the kept one."""
+        if add is not None:  # the first of several products adds it
+            self.chains.merge()
+        beside = self.plan.overlaps
+        for n, other in enumerate(product.others):
+            assert not keep or push is None, "the kept result would lack the other products"
+            share = 1.0 if n else factor
+            add = other.weight.project(other.x, add=add, factor=share, beside=beside)
+            factor = 1.0
+        self.chains.merge()
+        return product.weight.project(
+            product.x, add=add, factor=factor, push=push, keep=keep, beside=beside
+        )
 
     def _sum(self, partials: Sequence[Tensor]) -> Tensor:
         """The sum of a group's partials, in as few kernels as it takes."""

@@ -5,11 +5,10 @@ take another time in a step than in a chain of their own: `step_stretch` times a
 one recorded step of a model without communication, `more rows` to the same of more sequences, and
 `converted` of weights in 8 bits (`ladder.perf.prediction.fitting`). A kernel that only moves a few
 rows (the embedding, the choice of the token, and a landing of which the file has no curve) takes
-`launch_us` and its rows' bytes. What rides on a product takes its bytes, and on a product of tiles
-also waits for room (`late`). A product that pushes ends when all ranks have its result: it takes
-what an all-reduce by push takes beyond `push_kernel_us`, and, if the plan blocks there, waits for
-the slowest rank (`_waits`). With NCCL every change of stream takes another `launch_us`, or what was
-measured (`_turn`), and products slow collectives as in prompts.
+`launch_us` and its rows' bytes. What a product pushes is there after what an all-reduce by push
+takes beyond `push_kernel_us`, and, if the plan blocks there, when the slowest rank is done
+(`_waits`). Every change of stream takes another `launch_us`, or with NCCL what was measured
+(`_turn`). What runs at once shares the GPU (`_shared`); products slow collectives as in prompts.
 """
 
 from __future__ import annotations
@@ -20,19 +19,14 @@ from itertools import pairwise
 from statistics import NormalDist
 
 from ladder.costs import BF16, MULTIPROCESSORS, product_shapes, stored_bytes
-from ladder.kernels.decode_shapes import (
-    FEW,
-    MAX_VECTOR_ROWS,
-    blocks,
-    by_pieces,
-    rows_each,
-)
-from ladder.kernels.limits import CHUNK, MAX_ROWS
+from ladder.kernels.decode_shapes import FEW, MAX_VECTOR_ROWS, blocks, rows_each
+from ladder.kernels.limits import MAX_ROWS
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.models.plan import Plan
-from ladder.perf.graph import Graph, Operation
+from ladder.perf.graph import COMM, LINKS, Graph, Operation
 from ladder.perf.lower_decode import decode
+from ladder.perf.lower_riders import riding
 from ladder.perf.machine import (
     AWAITED,
     HEAD_DIM,
@@ -42,7 +36,7 @@ from ladder.perf.machine import (
     Machine,
     worst,
 )
-from ladder.perf.riders import TODAY, Kernels, early_bytes, rides, room
+from ladder.perf.riders import TODAY, Kernels, added
 from ladder.perf.slowdowns import Slowdowns, resource
 
 WAY = {"push": "push", "async": "nccl"}
@@ -51,7 +45,8 @@ FULL_MESSAGE = 2**19  # bytes for which NCCL takes as many multiprocessors as fo
 # least squares over chains of products of 4, 16 and 64 rows, 1.4, 1.4 and 1.2
 # (benchmarks/results/2026-11-23-products-h200.jsonl).
 MOST_OF_SHARE = 1.3
-# `converted` where a machine says nothing of it, by rows: an H200's of weights in fp8.
+# `converted` where a machine says nothing of it, by rows: an H200's of weights in fp8, by former
+# kernels.
 CONVERTED = ((1.0, 1.22), (2.0, 1.25), (4.0, 1.36), (16.0, 1.49), (64.0, 1.76))
 
 
@@ -107,6 +102,7 @@ class DecodeCost:
         self._known: dict[tuple[str, str, bool, bool], Estimate] = {}
         self.crossing: dict[int, float] = {}  # microseconds of what waits for another stream
         self.riding: dict[int, float] = {}  # microseconds that what rides on a launch adds to it
+        self._busy: dict[int, float] = {}  # the share of the GPU that each operation takes
         self.waits: dict[int, float] = {}  # microseconds for which a blocking sum waits for ranks
         self.tiles = batch > MAX_VECTOR_ROWS  # whether products run on tensor cores
         self.memory = 1e6 * machine.value("copy_tb_s")  # bytes a microsecond
@@ -114,11 +110,15 @@ class DecodeCost:
 
     def lowered(self, plan: Plan) -> Graph:
         """The step of a plan, whose costs this then knows."""
-        graph = decode(plan, WAY[self.reducer] if self.tp > 1 else "alone")
+        lower = decode if self.kernels.rides == "nothing" else riding
+        graph = lower(plan, WAY[self.reducer] if self.tp > 1 else "alone")
         self.crossing = {}
         for each in graph.operations:
             others = [graph.operations[need] for need in each.needs]
-            if all(one.stream == each.stream for one in others):
+            streams = {one.stream for one in (each, *others)} - {LINKS}
+            if COMM not in streams:
+                if len(streams) > 1 and each.launched:
+                    self.crossing[each.index] = self.small
                 continue
             reduces = [one for one in (each, *others) if one.kind == "all-reduce"]
             blocks = any(one.output is None or plan.blocking[one.output] for one in reduces)
@@ -126,13 +126,8 @@ class DecodeCost:
             if blocks or each not in reduces:
                 self.crossing[each.index] = self._turn(blocks)
         self.waits = self._waits(graph)
-        self.riding = {}
-        for each in graph.operations:
-            if each.rides is not None:
-                more = self._moved(each)
-                if self.tiles:
-                    more += self.late(each, graph.operations[each.rides])
-                self.riding[each.rides] = self.riding.get(each.rides, 0.0) + more
+        self.riding = added(self, graph)
+        self._busy = {}
         return graph
 
     def _waits(self, graph: Graph) -> dict[int, float]:
@@ -146,43 +141,13 @@ class DecodeCost:
         for each in graph.operations:
             if any(landing.summed for landing in each.landings):
                 passed = 0.0
-            elif each.rides is None and each.kind in ("product", "attention"):
+            elif each.kind in ("product", "attention"):
                 passed += self.alone(each).us
             if each.reduces and graph.plan.blocking[each.output or 0]:
                 found[each.index] = spread * passed
         return found
 
-    def late(self, rider: Operation, product: Operation) -> float:
-        """Microseconds by which what rides on a product of tiles outlasts it. Its thread blocks
-        come after the product's, with as much shared memory: they run one after the other where
-        the product leaves room, and then everywhere. Each takes what a small kernel takes for each
-        of its parts; so does what rides in the tiles, before them, but for the time in which the
-        memory brings their first weights."""
-        # O and down have no landing whose pieces they could read.
-        pieces = self._pieces and product.part not in ("output", "down")
-        outputs, inputs, gated = self._matrix(product.part)
-        shape = self.batch, outputs, inputs, gated
-        chunks = -(-self.config.hidden_size // CHUNK)
-        sends = rider.kind == "send"
-        if self._pieces and not sends:
-            chunks = 1  # a thread block lands a row
-        way = rides(self.kernels, sends, chunks, *shape, self.stored, pieces)
-        if not way.programs:
-            return max(0.0, self.small - early_bytes(self.kernels, *shape) / self.memory)
-        at_once = room(self.kernels, *shape, self.stored, pieces)
-        free = max(0, at_once - -(-outputs // way.own))
-        alone, parts = self.alone(product).us, self.batch * -(-chunks // way.span)
-        if way.programs <= free:
-            return max(0.0, self.small * -(-parts // way.programs) - alone)
-        parts -= free * int(alone / self.small)
-        return self.small * math.ceil(max(0, parts) / at_once)
-
-    @property
-    def _pieces(self) -> bool:
-        """Whether landings make pieces of residuals."""
-        return self.stored == "fp8" and by_pieces(self.batch)
-
-    def _moved(self, operation: Operation) -> float:
+    def moved(self, operation: Operation) -> float:
         """Microseconds of the rows that a landing, a sum or a send reads and writes: a push has a
         row of each rank to read, and to store for each."""
         tensors = float(self.tp if operation.kind == "send" else 3)
@@ -192,17 +157,17 @@ class DecodeCost:
         return tensors * self.message / self.memory
 
     def __call__(self, operation: Operation) -> float:
-        rides = operation.rides is not None
-        key = (operation.kind, operation.part, operation.pushes, rides)
+        launched = operation.launched
+        key = (operation.kind, operation.part, operation.pushes, launched)
         if key not in self._known:
             self._known[key] = found = self.estimate(operation)
             self.bases.append(found.basis)
-        more = 0.0 if rides else self.gap + self.riding.get(operation.index, 0.0)
+        more = self.gap + self.riding.get(operation.index, 0.0) if launched else 0.0
         more += self.crossing.get(operation.index, 0.0)
         if operation.index in self.waits:
             more += self._waited(operation)
-        if not rides and operation.kind in ("landing", "sum") and not self.landings:
-            more += self._moved(operation)
+        if launched and operation.kind in ("landing", "sum") and not self.landings:
+            more += self.moved(operation)
         return self._known[key].us + more
 
     def _waited(self, operation: Operation) -> float:
@@ -210,7 +175,8 @@ class DecodeCost:
         which the next product is launched. Of few rows, that is before the wait in any case; tiles
         fill a multiprocessor's shared memory, and begin when the product before them has ended."""
         wait = self.waits[operation.index]
-        if not (operation.pushes and self.tiles):
+        pushed = operation.pushes or operation.stream == LINKS
+        if not (pushed and self.tiles):
             return wait
         return wait - min(self._sent().us + wait, self.small)
 
@@ -219,7 +185,25 @@ class DecodeCost:
         products; these lose multiprocessors to it: those of one or two rows, whose many thread
         blocks fill all of them, a share that was sketched, those of tiles, which leave some free,
         the fewer the smaller the message. Or what was measured."""
-        return self._together(resource(operation), resource(other))
+        one, two = resource(operation), resource(other)
+        if one == two == "all":
+            return self._shared(operation, other)
+        return self._together(one, two)
+
+    def _shared(self, operation: Operation, other: Operation) -> float:
+        """The speed beside a kernel that computes, too. Each takes the whole GPU but for as long as
+        it is launched and waits for another stream. The one that was launched first has all that
+        it takes, since its thread blocks stay where they are, and the other one what is left."""
+        if operation.index < other.index:
+            return 1.0
+        mine, others = self._share(operation), self._share(other)
+        return min(1.0, (1.0 - others) / mine) if mine else 1.0
+
+    def _share(self, operation: Operation) -> float:
+        if operation.index not in self._busy:
+            idle = self.small + self.crossing.get(operation.index, 0.0)
+            self._busy[operation.index] = max(0.0, 1.0 - idle / self(operation))
+        return self._busy[operation.index]
 
     def _together(self, one: str, two: str) -> float:
         measured = None
@@ -251,12 +235,12 @@ class DecodeCost:
     def estimate(self, operation: Operation) -> Estimate:
         """What it takes alone. Raises UserError if the machine lacks the curve."""
         kind = operation.kind
-        if operation.rides is not None:
+        if not operation.launched:
             # A send is there when it has reached the others; a landing runs under the product.
             return self._sent() if kind == "send" else Estimate(0.0, "measured")
         if kind in ("product", "attention"):
             found = self.alone(operation)
-            if not operation.pushes:
+            if operation.output is None:  # what it pushes, if anything, is an operation of its own
                 return found
             sent = self._sent()
             return Estimate(found.us + sent.us, worst([found.basis, sent.basis]))
@@ -325,14 +309,14 @@ class DecodeCost:
         """As how many times its bytes a product of tiles counts: the multiprocessors with the most
         thread blocks take longest, faster by up to MOST_OF_SHARE while others are idle. Cuts for
         few outputs were chosen to use the whole bandwidth. Curves of one size say nothing of it."""
-        outputs, inputs, gated = self._matrix(part)
+        outputs, inputs, gated = self.matrix(part)
         if not self.tiles or outputs < FEW or not rows_measured(self.machine):
             return 1.0
         block = blocks(self.batch, outputs, inputs, gated, BF16).block
         even = -(-outputs // rows_each(outputs, block, gated)) / MULTIPROCESSORS
         return max(1.0, math.ceil(even) / even / MOST_OF_SHARE)
 
-    def _matrix(self, part: str) -> tuple[int, int, bool]:
+    def matrix(self, part: str) -> tuple[int, int, bool]:
         """Outputs and inputs of a product's matrix, and whether it has two."""
         outputs, inputs = self.shapes[part]
         gated = part == "gate-up"

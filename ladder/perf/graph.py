@@ -5,7 +5,8 @@ Nothing here knows a preset's name: what lands where is `Plan.landings`, what ma
 passes of prompts and of training, `ladder.perf.lower_decode` the kernels of a fused decode step.
 
 An operation is launched on a stream, and runs after those that were launched there before it and
-after those that it `needs`. One that `rides` is extra thread blocks of another operation's launch.
+after those that it `needs`. One that `rides` is extra thread blocks of another operation's launch,
+and one on LINKS is under way between GPUs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from ladder.parallel.refusals import sharded_refusal
 FUSED = "fused"  # the algorithm of an exchange inside of a product
 MAIN, SIDE, COMM, DATA = "main", "side", "communication", "data parallel"
 COPIES = "copies of shards"  # gradients of HSDP, between copies of a shard
+SECOND = "second"  # of a decode step, for sublayers beside those on MAIN
+LINKS = "links"  # what products have pushed, until all ranks have it
 COMPUTES = ("product", "attention")
 REDUCES = ("all-reduce", "reduce-scatter", "push", "send", "barrier")
 STYLES = ("all-reduce", "sharded", "alone")
@@ -55,6 +58,11 @@ class Operation:
     few: bool = False
 
     @property
+    def launched(self) -> bool:
+        """Whether it is a launch of its own."""
+        return self.rides is None and self.stream != LINKS
+
+    @property
     def reduces(self) -> bool:
         """Whether it sums a sublayer's output over the ranks, or the sums of a group."""
         return self.output is not None and (self.pushes or self.kind in REDUCES)
@@ -81,8 +89,8 @@ class Graph:
 
     @property
     def launches(self) -> Counter[str]:
-        """How many kernels or collectives of each kind are launched; what rides is none."""
-        return Counter(each.kind for each in self.operations if each.rides is None)
+        """How many kernels or collectives of each kind are launched."""
+        return Counter(each.kind for each in self.operations if each.launched)
 
     @property
     def reduces(self) -> list[Operation]:

@@ -66,8 +66,10 @@ def older_kernels(gpu: str) -> Machine | None:
 
 
 def former_kernels(gpu: str, gpus: int) -> Machine | None:
-    """The same of those before today's, which the file of one GPU still has."""
-    return read(OLDER / f"{KERNELS[gpu]}-former.json") if gpu in KERNELS and gpus > 1 else None
+    """The same of those before today's, on one GPU or several."""
+    if gpu not in KERNELS:
+        return None
+    return read(OLDER / f"{KERNELS[gpu]}{'x1' if gpus == 1 else ''}-former.json")
 
 
 def with_steps_of(machine: Machine, other: Machine) -> Machine:

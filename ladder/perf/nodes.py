@@ -329,7 +329,10 @@ def for_degree(machine: Machine, tp: int) -> Machine:
         return machine
     if tp == 1:  # it needs no collectives
         one = _one(machine.gpu)
-        return with_steps_of(machine, one) if one is not None and _known(machine) else machine
+        if one is None or not _known(machine):
+            return machine
+        former = machine != _loaded(machine.name)
+        return with_steps_of(machine, _former(one.name) if former else one)
     for found in relatives(machine):
         if found.gpus == tp:
             return with_links_of(machine, found)

@@ -110,14 +110,13 @@ def decode(
         machine.value("step_stretch")
     cost = DecodeCost(config, machine, tp, reducer, batch, context, weights, kernels)
     graph = cost.lowered(config.plan)
-    beside = cost.beside if reducer == "async" else None
-    times = simulate(graph, cost, beside)
-    added = waiting(graph, cost, beside, times.total, tp, tp, jitter)
+    times = simulate(graph, cost, cost.beside)
+    added = waiting(graph, cost, cost.beside, times.total, tp, tp, jitter)
 
     def bare() -> float:
         if tp == 1:
             return times.total
-        return simulate(cost.lowered(config.plan.as_no_comm()), cost).total
+        return simulate(cost.lowered(config.plan.as_no_comm()), cost, cost.beside).total
 
     return _prediction(graph, times, bare, cost, machine, added)
 

@@ -92,7 +92,7 @@ def meets(operation: Operation) -> bool:
 
 def sends(operation: Operation) -> bool:
     """Whether it writes to the others' slots, and waits for nobody: who lands it does."""
-    return operation.pushes or operation.kind == "send"
+    return operation.output is not None and (operation.pushes or operation.kind == "send")
 
 
 @dataclass(frozen=True)

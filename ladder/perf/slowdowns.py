@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ladder.perf.graph import Operation
+from ladder.perf.graph import LINKS, Operation
 from ladder.perf.machine import COLLECTIVES, Machine
 
 COMMUNICATES = ("nccl", "push", "direct")
@@ -51,9 +51,10 @@ class Slowdowns:
 
 
 def resource(operation: Operation) -> str:
-    """What an operation takes: link (copy engines), nccl (some multiprocessors), push (ours, by as
-    many), direct (a landing over links), wait (one block that waits), or all multiprocessors."""
-    if operation.kind == "copies":
+    """What an operation takes: link (copy engines, or the links alone), nccl (some
+    multiprocessors), push (ours, by as many), direct (a landing over links), wait (one block that
+    waits), or all multiprocessors."""
+    if operation.kind == "copies" or operation.stream == LINKS:
         return "link"
     if operation.kind == "peers":
         return "direct"

@@ -104,12 +104,8 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
             case = f"{rows} rows"
             x, h = (torch.zeros(rows, size, dtype=BF16) for size in (SIZE, SIZE // WORLD))
             weight = torch.zeros(SIZE, SIZE // WORLD, dtype=BF16)
-            slots = torch.zeros(WORLD, rows, SIZE, dtype=BF16)
             target = kernels.PushTarget(buffers, WORLD * rows * SIZE, RANK, WORLD)
-            landing = kernels.new_landing(x, sums=[slots])
-            kernels.project(h, weight, push=target, keep=False, rider=landing)
-            case += ", a send"
-            kernels.project(h, weight, rider=kernels.SendJob(x, target))
+            kernels.project(h, weight, push=target, keep=False)
             case = f"{rows} rows, any weight"
             kernels.project(h, weight, push=target, keep=False, fixed=False)
             case, parts = f"{rows} rows, of a norm", torch.zeros(rows, SIZE // CHUNK)
@@ -121,10 +117,7 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
                 case = f"{rows} rows, {kind}"
                 stored = weight.to(dtype)
                 scales = torch.zeros(scale_shape(kind, stored.shape), dtype=scale_dtype(kind))
-                landing = kernels.new_landing(x, sums=[slots])
-                kernels.project(
-                    h, stored, push=target, keep=False, rider=landing, scales=(scales, None)
-                )
+                kernels.project(h, stored, push=target, keep=False, scales=(scales, None))
                 case += ", gated"
                 kernels.project(h, stored, stored, scales=(scales, scales))
         case, h = "40 rows, fp8-block", torch.zeros(40, SIZE // WORLD, dtype=BF16)

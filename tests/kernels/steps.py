@@ -1,7 +1,7 @@
 """Prompts and decode steps of engines on a stand-in for a GPU (tests.kernels.standin).
 
-What an engine launches for a Llama-3 8B's shape, of a few layers: the shapes, riders and options of
-every kernel are those of real use.
+What an engine launches for a Llama-3 8B's shape, of a few layers: the shapes and options of every
+kernel are those of real use.
 """
 
 from __future__ import annotations
@@ -80,13 +80,12 @@ OTHERS = (
     Step("ladder", 2, 64, weights="fp8-block"),
     *(Step("ladder", 2, batch, dtype) for dtype in (FP16, FP32) for batch in (1, 16)),
 )
-# Those of the slow test alone, as HOT. Of one rank, a product with a landing keeps to a limit of
-# registers, under which Triton 3.6 spills (`ladder.kernels.decode_shapes.registers`).
+# Those of the slow test alone, as HOT.
 MORE = (
     *(
         Step(plan, world, batch)
         for plan in ("ladder", "standard")
-        for world in (2, 4)
+        for world in (1, 2, 4)
         for batch in (1, 2, 16, 64)
     ),
     *(Step("ladder", 2, 1, weights=kind) for kind in QUANTISED),

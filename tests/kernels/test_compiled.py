@@ -306,7 +306,7 @@ def test_a_weakened_kernel_is_seen(what: str, weakened: dict[str, str]) -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 def test_first_weights_are_brought_before_the_wait(found: dict[str, Any]) -> None:
     """On tensor cores; and nothing after it, where they are read at once."""
-    for case in ("8 rows", "8 rows, a send", "8 rows, fp8"):
+    for case in ("8 rows", "8 rows, fp8"):
         *before, last = found["ptx"][f"_project_kernel: {case}"].split(WAIT)
         assert any("prefetch.global.L2" in each for each in before)
         assert "prefetch.global.L2" not in last

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.kernels import LandingJob, decode_shapes, land, new_landing, project
-from ladder.kernels.landing import with_pieces
+from ladder.kernels.landing import _chunk, with_pieces
+from ladder.kernels.limits import CHUNK
 from ladder.kernels.pieces import LOW, new_pieces, split_reference
 from ladder.models.quantised import quantise
 from ladder.models.storage import dequantise
@@ -62,22 +63,17 @@ def test_a_row_that_is_not_finite_has_no_factor(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", CASES)
-@pytest.mark.parametrize("rider", [False, True])
-@pytest.mark.parametrize(("world", "size"), [(3, 1100), (8, 2500), (8, 4200)])
-def test_a_landing_makes_pieces_of_its_sum(device: str, world: int, size: int, rider: bool) -> None:
-    """The reference's bits, and everything else that a landing does; of a row that is landed at
-    once, of one that is where it does not ride, and of one in turns."""
+@pytest.mark.parametrize(("world", "size"), [(4, 96), (3, 1100), (8, 2500), (8, 4200)])
+def test_a_landing_makes_pieces_of_its_sum(device: str, world: int, size: int) -> None:
+    """The reference's bits, and everything else that a landing does; of rows that are landed at
+    once, by 4, 8 and 16 warps, and of one in turns."""
     residual, own = torch.randn(2, 5, size, device=device).bfloat16()
     slots = torch.randn(world, 5, size, device=device).bfloat16()
     own[3] = residual[3] = slots[:, 3] = 0
     plain, job = (new_landing(residual, sums=[slots.clone()], owns=[(own, 0.5)]) for _ in range(2))
     job = with_pieces(job)
     land(plain)
-    if rider:
-        x, weight = torch.randn(2, 9, 40, device=device).bfloat16()
-        assert torch.equal(project(x, weight, rider=job), project(x, weight))
-    else:
-        land(job)
+    land(job)
     assert torch.equal(job.out, plain.out)
     assert job.squares.shape == (5, 1)
     torch.testing.assert_close(job.squares, plain.squares.sum(1, keepdim=True))
@@ -87,6 +83,27 @@ def test_a_landing_makes_pieces_of_its_sum(device: str, world: int, size: int, r
     split_reference(job.out, expected)
     for one, other in zip(job.pieces, expected, strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("size", "world", "sums", "dtype", "warps", "found"),
+    [
+        (96, 4, 1, torch.bfloat16, 4, 1024), (1100, 8, 1, torch.bfloat16, 8, 2048),
+        (2048, 8, 2, torch.bfloat16, 8, 2048), (2500, 8, 1, torch.bfloat16, 16, 4096),
+        (4200, 0, 0, torch.bfloat16, 16, 8192), (4200, 4, 1, torch.bfloat16, 16, 8192),
+        (8192, 3, 1, torch.bfloat16, 16, 8192), (4096, 4, 1, torch.float32, 16, 4096),
+        # In turns:
+        (4200, 8, 1, torch.bfloat16, 16, 4096), (4096, 8, 2, torch.bfloat16, 16, 2048),
+        (2048, 8, 2, torch.float32, 8, 1024), (4096, 8, 2, torch.float32, 16, 1024),
+    ],
+)  # fmt: skip
+def test_a_program_lands_no_more_at_once_than_its_threads_hold(
+    size: int, world: int, sums: int, dtype: torch.dtype, warps: int, found: int
+) -> None:
+    x, slots = torch.zeros(2, size, dtype=dtype), [torch.zeros(world, 2, size, dtype=dtype)] * sums
+    job = new_landing(x, sums=slots)
+    assert _chunk(with_pieces(job), world, warps) == found
+    assert _chunk(job, world, warps) == CHUNK
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,20 @@ def test_ladder_blocks_only_at_the_end() -> None:
     assert not any(resolve_plan("standard", L).early)
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "overlaps"),
+    [("ladder", 1, True), ("hybrid", L, True), ("standard", 2 * L, False), ("dtp-2", 2 * L, False),
+     ("none", 2 * L, False)],
+)  # fmt: skip
+def test_sublayers_that_run_beside_the_one_before(name: str, first: int, overlaps: bool) -> None:
+    """From the first one on that needs nothing of it; in `parallel` parts of each layer do."""
+    plan = resolve_plan(name, L, 4)
+    assert plan.beside == tuple(n >= first for n in range(2 * L))
+    assert plan.overlaps == overlaps
+    parallel = resolve_plan("parallel", L)
+    assert (parallel.beside, parallel.overlaps) == ((False,) * L, True)
+
+
 def test_hybrid_of_an_odd_number_of_layers_lags_on_the_larger_half() -> None:
     assert resolve_plan("hybrid", 5).sublayers == resolve_plan("ladder@2-4", 5).sublayers
 

@@ -18,6 +18,7 @@ from ladder.perf.grid import matrix_rate
 from ladder.perf.links import fit_link
 from ladder.perf.machine import Curve, Machine, Value, with_links_of
 from ladder.perf.machine_files import OLDER, load, read, shipped, write
+from ladder.perf.nodes import with_former_kernels
 from tests import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -267,7 +268,7 @@ def test_a_wrong_file_is_one_line_with_the_remedy(tmp_path: Path, message: str) 
 
 
 def test_what_stands_for_a_fit_of_8_bits_is_the_one_of_an_h200() -> None:
-    points = load("h200x1").curve("converted", weights="fp8").points
+    points = with_former_kernels(load("h200x1")).curve("converted", weights="fp8").points
     assert tuple((rows, round(ratio, 2)) for rows, ratio in points) == CONVERTED
 
 

@@ -44,7 +44,7 @@ def test_a_plan_of_another_degree_is_left_out_with_a_line(tmp_path: Path, capsys
     slow = str(folder(tmp_path / "slow", "standard"))
     assert main(["predict", slow, "--context", "64", "--tp", "4"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "times as fast as the best of checkpoint." in said
+    assert "times as fast as the best of checkpoint" in said
 
 
 def test_hugging_face_configs_are_read(tmp_path: Path, capsys: Out) -> None:

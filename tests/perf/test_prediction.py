@@ -119,21 +119,21 @@ def test_slower_links_never_make_a_step_faster() -> None:
 
 
 def test_landings_take_what_their_curve_says_where_there_is_one() -> None:
-    """64 of `none`, and the first one; those of a ladder ride, but for its first and its last."""
+    """64, and the first one."""
     machine = load("h200x4")
     machine = replace(
         machine, curves=tuple(each for each in machine.curves if each.name != "landing")
     )
     curve = Curve("landing", {"hidden": 4096}, ((1.0, 2.0), (4.0, 2.5)), "measured")
     more = replace(machine, curves=(*machine.curves, curve))
-    for plan, landings in (("none", 65), ("ladder", 2)):
-        # Without one they take a launch, and the bytes of four tensors of a row.
+    for plan, tensors in (("none", 4), ("standard", 7)):
+        # Without one they take a launch, and the bytes of so many tensors of a row.
         longer = (
             machine.value("step_stretch") * 2.0
             - machine.value("launch_us")
-            - 4 * 8192 / (1e6 * machine.value("copy_tb_s"))
+            - tensors * 8192 / (1e6 * machine.value("copy_tb_s"))
         )
-        assert step(plan, more) - step(plan, machine) == pytest.approx(longer * landings, abs=0.1)
+        assert step(plan, more) - step(plan, machine) == pytest.approx(longer * 65, abs=0.5)
 
 
 def reducing(reducer: str, batch: int = 64, **values: float) -> float:
@@ -152,8 +152,8 @@ def test_products_of_one_row_lose_multiprocessors_to_any_message() -> None:
 
 def test_what_does_not_block_is_launched_behind_the_one_before() -> None:
     """Changes of stream: a blocking reduce, and a landing of reduces, of which a ladder's last one
-    takes two."""
-    for name, count in (("standard", 64 + 64), ("ladder", 1 + 63)):
+    takes two; and the first MLP of a ladder, which waits for the first landing alone."""
+    for name, count in (("standard", 64 + 64), ("ladder", 1 + 63 + 1)):
         config = replace(model_config("llama-3-8b"), plan=resolve_plan(name, 32, 4))
         cost = DecodeCost(config, load("h200x4"), 4, "async", 1, 1024)
         cost.lowered(config.plan)
@@ -195,12 +195,14 @@ def test_while_ranks_wait_the_next_product_of_tiles_is_launched() -> None:
     config = replace(model_config("llama-3-8b"), plan=resolve_plan("standard", 32, 4))
     for batch, hidden in ((1, 0.0), (4, machine.value("launch_us"))):
         cost = DecodeCost(config, machine, 4, "push", batch, 1024)
-        down = [each for each in cost.lowered(config.plan).operations if each.part == "down"][3]
-        waited = cost.waits[down.index]
+        operations = cost.lowered(config.plan).operations
+        down = [each for each in operations if each.part == "down"][3]
+        sent = operations[down.index + 1]
+        waited = cost.waits[sent.index]
         push = machine.curve("all-reduce", algorithm="push").at(batch * 8192).us
         inside = push - machine.value("push_kernel_us")
         taken = cost.alone(down).us + inside + waited - hidden
-        assert cost(down) == pytest.approx(taken)
+        assert cost(down) + cost(sent) == pytest.approx(taken)
 
 
 @pytest.mark.parametrize("name", ["h200x2", "h200x4", "h200x8", "h200x4-no-p2p"])

@@ -137,7 +137,7 @@ def timeline(row: Row, phase: str, title: str) -> str:
     """When the kernels of LAYERS layers in the middle run, by stream, and what they hold."""
     window = _middle(row, phase)
     begin = min(start for _, start, _ in window)
-    streams = list(dict.fromkeys(each.stream for each, _, _ in window if each.rides is None))
+    streams = list(dict.fromkeys(each.stream for each, _, _ in window if each.launched))
     shown = [*streams, *tracks(phase)]
     height = ROW * len(shown) + 110
     figure, above = headed(height, title, (f"{LAYERS} layers in the middle of the pass",))
@@ -146,7 +146,7 @@ def timeline(row: Row, phase: str, title: str) -> str:
     said = {}
     for n, (each, start, end) in enumerate(window):
         kind = LIMITS.get(each.kind, "launches")
-        held = [] if each.rides is not None else [each.stream]
+        held = [each.stream] if each.launched else []
         for name in (*held, *resources(each, phase)):
             gid = f"span-{n}-{shown.index(name)}"
             axes.barh(
@@ -183,5 +183,4 @@ def _middle(row: Row, phase: str) -> list[tuple[Operation, float, float]]:
         (each, start, end)
         for each, start, end in spans(row.prediction)
         if each.sublayer in inside and not each.backward and end > start
-        and (each.rides is None or resources(each, phase))
-    ]  # fmt: skip
+    ]

@@ -1,7 +1,7 @@
 """A predicted pass as a trace for Perfetto, which `ladder.bench.trace` reads as a measured one.
 
-Kernels lie on tracks of their streams, under the names that they have in real traces; what rides on
-a kernel is no kernel of its own. Below them is one track for each resource, with what holds it.
+Kernels lie on tracks of their streams, under the names that they have in real traces. Below them is
+one track for each resource, with what holds it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def resources(operation: Operation, phase: str) -> list[str]:
     found = []
     if operation.kind in (*COMPUTES, "head"):
         found.append(tracks(phase)[0])
-    if operation.kind in ON_LINKS or operation.pushes or operation.part == "gather":
+    if operation.kind in ON_LINKS or operation.part == "gather":
         found.append(LINKS)
     return found
 
@@ -97,7 +97,7 @@ def describe(operation: Operation) -> str:
 def events(row: Row, phase: str) -> list[dict[str, Any]]:
     """The events of a Chrome trace."""
     found = row.prediction
-    streams = dict.fromkeys(each.stream for each in found.graph.operations)
+    streams = dict.fromkeys(each.stream for each in found.graph.operations if each.launched)
     numbers = {name: STREAM + n for n, name in enumerate(streams)}
     held = {name: 100 + n for n, name in enumerate(tracks(phase))}
     title = f"predicted: {row.candidate}"
@@ -121,7 +121,7 @@ def events(row: Row, phase: str) -> list[dict[str, Any]]:
     for each, start, end in spans(found):
         about = {"is": describe(each)}
         place = {"ph": "X", "ts": PAUSE + start, "dur": end - start}
-        if each.rides is None:
+        if each.launched:
             name = kernel_name(each, kernels, row.candidate.way, sharded)
             stream = numbers[each.stream]
             made.append(

@@ -9,10 +9,11 @@ from ladder.perf.machine import Machine
 from ladder.perf.nodes import with_former_kernels, with_older_kernels
 from ladder.perf.riders import TODAY, Kernels
 
-Era = Literal["today", "beside", "inside", "behind", "older"]  # newest first
+Era = Literal["today", "riding", "beside", "inside", "behind", "older"]  # newest first
 ERAS: tuple[Era, ...] = get_args(Era)
 SAID: dict[Era, str] = {
     "today": "",
+    "riding": "riding beside tiles",
     "beside": "keys read after the wait",
     "inside": "riding inside tiles",
     "behind": "riding behind tiles",
@@ -27,6 +28,8 @@ NEWER_KERNELS, OLDER_COMMITS = "2026-11-23", ("239831f",)
 RIDES_INSIDE, BEHIND_COMMITS = "2026-11-27", ("a6535fa",)
 INSIDE_COMMITS = ("41aaacd", "e5d7e80", "0f6c05e")
 BESIDE_COMMITS = ("64ebca5",)
+# In those before that day, and of these commits, sends and landings ride, and all is on one stream.
+TWO_STREAMS, RIDING_COMMITS = "2026-11-28", ("5c18ef3", "e8b240c")
 Chosen = Callable[[Mapping[str, Any]], bool]
 
 
@@ -44,7 +47,10 @@ def era_of(about: Mapping[str, Any]) -> Era:
         return "behind"
     if commit.startswith(INSIDE_COMMITS):
         return "inside"
-    return "beside" if commit.startswith(BESIDE_COMMITS) else "today"
+    if commit.startswith(BESIDE_COMMITS):
+        return "beside"
+    rides = str(about.get("date", TWO_STREAMS)) < TWO_STREAMS or commit.startswith(RIDING_COMMITS)
+    return "riding" if rides else "today"
 
 
 def of_era(era: Era) -> Chosen:
@@ -62,6 +68,8 @@ def as_then(machine: Machine, era: Era) -> tuple[Machine, Kernels]:
     products and riders were cut."""
     if era == "today":
         return machine, TODAY
+    if era == "riding":
+        return machine, Kernels("beside")
     if era == "older":
         kept = with_older_kernels(machine)
         return kept or machine, Kernels("behind", even=kept is None, long=False)

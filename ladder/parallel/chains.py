@@ -1,0 +1,96 @@
+"""The two streams of a decode step in a CUDA graph, on which sublayers run beside each other.
+
+The kernels of one token are short, and between two that need each other the memory has nothing to
+do: a kernel starts, waits for its input, and ends. Where a plan lags, sublayer n needs nothing of
+sublayer n - 1, so its kernels fill these gaps. Attention, which reads little, runs beside an MLP,
+which reads the most.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+
+@functools.cache
+def side_stream(device: int) -> torch.cuda.Stream:
+    """The second stream of all steps."""
+    return torch.cuda.Stream(device)
+
+
+class Chains:
+    """Which stream each sublayer of a pass runs on, and what streams wait for.
+
+    At most two sublayers run at once: before sublayer n begins, n - 2 has ended, and n - 1 has read
+    its input. So a residual that only later reads need may be freed as soon as these are launched:
+    when its memory is used again, on the stream of its reader or its own, all readers have ended.
+
+    streams: the current one, and another; empty: all runs on the current one.
+    """
+
+    def __init__(self, streams: Sequence[torch.cuda.Stream] = ()) -> None:
+        self.streams = streams
+        self.place = self.home = 0  # the current stream, and that of the sublayer
+        self.landed: torch.cuda.Event | None = None  # the newest read
+        self.ends: list[tuple[int, torch.cuda.Event]] = []  # the stream and end of each sublayer
+
+    def turn(self, beside: bool) -> None:
+        """Begin the next sublayer. beside: it needs nothing of the newest one."""
+        if not self.streams:
+            return
+        self._go(1 - self.home if beside else self.home)
+        self.home = self.place
+        self._wait(self.landed)
+        self._wait_for(self.ends[-2:-1])
+
+    def read(self) -> None:
+        """The input of the sublayer is there."""
+        if self.streams:
+            self.landed = self.streams[self.place].record_event()
+
+    def branch(self) -> None:
+        """Begin a part of the sublayer that needs no other part."""
+        if self.streams:
+            self._go(1 - self.home)
+            self._wait(self.landed)
+
+    def merge(self) -> None:
+        """Go on when both parts have ended."""
+        if self.place != self.home:
+            end = self.streams[self.place].record_event()
+            self._go(self.home)
+            self._wait(end)
+
+    def wait_for_newest(self) -> None:
+        """Wait for the sublayer before."""
+        self._wait_for(self.ends[-1:])
+
+    def end(self) -> None:
+        """The sublayer has ended."""
+        assert self.place == self.home, "a part has not been merged"
+        if self.streams:
+            self.ends.append((self.place, self.streams[self.place].record_event()))
+
+    def join(self) -> None:
+        """Go on, on the first stream, when all sublayers have ended."""
+        if self.streams:
+            self._go(0)
+            self.home = 0
+            self._wait(self.landed)
+            self._wait_for(self.ends[-2:])
+
+    def _go(self, place: int) -> None:
+        if place != self.place:
+            self.place = place
+            torch.cuda.set_stream(self.streams[place])
+
+    def _wait(self, event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            self.streams[self.place].wait_event(event)
+
+    def _wait_for(self, ends: Sequence[tuple[int, torch.cuda.Event]]) -> None:
+        for place, event in ends:
+            if place != self.place:
+                self._wait(event)
